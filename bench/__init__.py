@@ -1,0 +1,1 @@
+"""Measuring kernels: sweeps, suites, distributions, comparisons."""

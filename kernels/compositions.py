@@ -1,0 +1,199 @@
+"""Op ``gemm`` as compositions: quantize a (and b, unless prepared), then a scaled GEMM.
+
+A composition is a kernel like any other: named from its parts, measured whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.registry.register import ANY, KERNELS, Kernel, Launcher, add, fp8_format
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    Rejected,
+    Support,
+)
+
+SUFFIX = {
+    Granularity.TENSOR: "tensor",
+    Granularity.ROW: "row",
+    Granularity.GROUP: "group",
+    Granularity.BLOCK: "block",
+}
+
+
+def compose(quantizer: str, gemm: str) -> Kernel | None:
+    """Register ``gemm`` on unquantized operands as a quantizer followed by a scaled GEMM.
+
+    The composition is named from its parts and measured whole. A prepared weight is not quantized
+    again. Returns None when a part could not be imported on this machine.
+    """
+    if quantizer not in KERNELS or gemm not in KERNELS:
+        return None
+    first, second = KERNELS[quantizer], KERNELS[gemm]
+    b_quantizer = first
+    if second.b_granularity is not second.granularity:
+        stem = quantizer.rsplit("_", 1)[0]
+        b_quantizer = KERNELS[f"{stem}_{SUFFIX[second.b_granularity]}"]
+    everywhere = first.architectures is ANY and second.architectures is ANY
+    parts = [k for k in (first, second) if k.architectures is not ANY]
+    kernel = Kernel(
+        name=f"{quantizer}+{gemm}",
+        op="gemm",
+        language=second.language,
+        modules=tuple(
+            dict.fromkeys(
+                ("compositions", *first.modules, *b_quantizer.modules, *second.modules)
+            )
+        ),
+        launch=functools.partial(_launch_composition, first.launch, b_quantizer.launch, second.launch),
+        architectures=ANY
+        if everywhere
+        else frozenset.intersection(*(k.architectures for k in parts)),
+        granularity=second.granularity,
+        b_granularity=second.b_granularity,
+        accumulation=second.accumulation,
+        supports_problem=functools.partial(_supports_composition, first, b_quantizer, second),
+        workspace=functools.partial(_composition_workspace, first, b_quantizer, second),
+        kernel_err_bound=second.kernel_err_bound,
+        parts=tuple(dict.fromkeys((quantizer, b_quantizer.name, gemm))),
+    )
+    add(kernel)
+    return kernel
+
+
+def quantized_operand(granularity: Granularity, fp8: Format, layout: Layout, k: int) -> Operand:
+    """How quantized data ``[rows, k]`` that lokakern allocates lies in memory."""
+    return Operand(fp8, granularity, layout, _alignment_of(k))
+
+
+def _alignment_of(row_bytes: int) -> int:
+    return min(16, row_bytes & -row_bytes) if row_bytes else 16
+
+
+def _supports_composition(
+    first: Kernel, b_quantizer: Kernel, second: Kernel, problem: Problem, device: Device
+) -> Support:
+    fp8 = fp8_format(device)
+    assert problem.b is not None
+    if problem.a.format.is_fp8:
+        return Rejected("takes an unquantized a; use scaled_gemm")
+    a = quantized_operand(second.granularity, fp8, Layout.ROW, problem.k)
+    b = quantized_operand(second.b_granularity, fp8, Layout.COLUMN, problem.k)
+    if problem.prepared:
+        have = (problem.b.format, problem.b.granularity)
+        if have != (fp8, second.b_granularity):
+            return Rejected(
+                f"needs a weight prepared as {fp8.value}/{second.b_granularity.value}; "
+                f"it is {have[0].value}/{have[1].value}"
+            )
+    else:
+        if problem.b.layout is not Layout.COLUMN:
+            return Rejected("b is row-major; pass weight.t() of a row-major weight")
+        weight = replace(problem.b, layout=Layout.ROW)
+        answer = b_quantizer.supports(
+            _quantize_problem(problem.n, problem.k, weight, fp8, second.b_granularity), device
+        )
+        if isinstance(answer, Rejected):
+            return Rejected(f"{b_quantizer.name}: {answer.reason}")
+    answer = first.supports(
+        _quantize_problem(problem.m, problem.k, problem.a, fp8, second.granularity), device
+    )
+    if isinstance(answer, Rejected):
+        return Rejected(f"{first.name}: {answer.reason}")
+    answer = second.supports(
+        replace(problem, op="scaled_gemm", a=a, b=b, prepared=False), device
+    )
+    if isinstance(answer, Rejected):
+        return Rejected(f"{second.name}: {answer.reason}")
+    return ACCEPTED
+
+
+def _quantize_problem(
+    m: int, k: int, operand: Operand, fp8: Format, granularity: Granularity
+) -> Problem:
+    return Problem(
+        op="quantize", m=m, n=1, k=k, a=operand, out_format=fp8, out_granularity=granularity
+    )
+
+
+def _composition_workspace(
+    first: Kernel, b_quantizer: Kernel, second: Kernel, a: Tensor, b: Any, *_: Any
+) -> tuple[Tensor, ...]:
+    """Elements and scales of a, then of b unless it is prepared, then what the parts want."""
+    dtype = _device_fp8(a.device)
+    data = torch.empty(a.shape, dtype=dtype, device=a.device)
+    scale = second.granularity.empty_scale(a.shape[0], a.shape[1], a.device)
+    extra = first.workspace(a, data, scale)
+    if not isinstance(b, Tensor):
+        return (data, scale, *extra)
+    weight = b.t()
+    b_data = torch.empty(weight.shape, dtype=dtype, device=a.device)
+    b_scale = second.b_granularity.empty_scale(weight.shape[0], weight.shape[1], a.device)
+    extra = extra or b_quantizer.workspace(weight, b_data, b_scale)
+    return (data, scale, b_data, b_scale, *extra)
+
+
+@functools.cache
+def _device_fp8(device: torch.device) -> torch.dtype:
+    if device.type != "cuda" or torch.version.hip is None:
+        return torch.float8_e4m3fn
+    return fp8_format(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]).dtype
+
+
+def _launch_composition(
+    quantize: Launcher,
+    quantize_b: Launcher,
+    gemm: Launcher,
+    a: Tensor,
+    b: Any,
+    out: Tensor,
+    bias: Tensor | None,
+    workspace: tuple[Tensor, ...],
+) -> None:
+    data, scale = workspace[0], workspace[1]
+    if isinstance(b, Tensor):
+        b_data, b_scale = workspace[2], workspace[3]
+        extra = workspace[4:]
+        # One scratch serves both quantizers: they run one after the other on one stream.
+        quantize_b(b.t(), b_data, b_scale, extra)
+    else:
+        b_data, b_scale = b.data, b.scale
+        extra = workspace[2:]
+    quantize(a, data, scale, extra)
+    gemm(data, scale, b_data, b_scale, out, bias, ())
+
+
+for _quantizer, _gemms in {
+    "torch.quantize": (
+        "torch.emulated_tensor",
+        "torch.emulated_row",
+        "torch.emulated_block",
+    ),
+    "triton.quantize": (
+        "torch.scaled_mm_tensor",
+        "torch.scaled_mm_tensor_fast",
+        "torch.scaled_mm_row",
+        "torch.scaled_mm_row_fast",
+        "torch.scaled_mm_block",
+        "triton.scaled_gemm_tensor",
+        "triton.scaled_gemm_tensor_fast",
+        "triton.scaled_gemm_row",
+        "triton.scaled_gemm_row_fast",
+        "triton.scaled_gemm_block",
+    ),
+}.items():
+    for _gemm in _gemms:
+        if _gemm in KERNELS:
+            compose(f"{_quantizer}_{SUFFIX[KERNELS[_gemm].granularity]}", _gemm)

@@ -1,0 +1,120 @@
+"""What hardware and software is here: the Device and Environment of a measurement."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+from lokakern.types import Device, Environment
+
+
+@functools.cache
+def current_device(kind: str = "auto", index: int = 0) -> Device:
+    """The device type of a torch device.
+
+    Args:
+        kind: "cuda" (NVIDIA, and AMD under ROCm), "cpu", or "auto" for a GPU if there is one.
+        index: Which of several.
+    """
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        return _gpu(index)
+    return _cpu()
+
+
+def _gpu(index: int) -> Device:
+    found = torch.cuda.get_device_properties(index)
+    amd = torch.version.hip is not None
+    major, minor = torch.cuda.get_device_capability(index)
+    architecture = found.gcnArchName.split(":")[0] if amd else f"sm_{major}{minor}"
+    product = torch.cuda.get_device_name(index)
+    mig = re.search(r"MIG (\S+)", product)
+    return Device(
+        vendor="amd" if amd else "nvidia",
+        product=product,
+        architecture=architecture,
+        compute_units=found.multi_processor_count,
+        memory_gib=round(found.total_memory / 2**30),
+        partition=mig.group(1) if mig else "none",
+    )
+
+
+def _cpu() -> Device:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return Device(
+        vendor="cpu",
+        product=_cpu_name(),
+        architecture=platform.machine() or "unknown",
+        compute_units=os.cpu_count() or 1,
+        memory_gib=round(pages * page_bytes / 2**30),
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = match.group(1) if match else platform.processor() or platform.machine()
+    return " ".join(name.split()) or "unknown CPU"
+
+
+@functools.cache
+def current_environment(kind: str = "auto") -> Environment:
+    """Versions and power limit here; what cannot be read is "unknown"."""
+    gpu = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+    driver, power_cap = _driver_and_power_cap() if gpu else ("none", "none")
+    toolkit = torch.version.cuda or torch.version.hip or "none"
+    return Environment(
+        driver=driver,
+        toolkit=toolkit if gpu else "none",
+        torch=torch.__version__.split("+")[0],
+        triton=version_of("triton"),
+        power_cap_w=power_cap,
+    )
+
+
+def version_of(package: str) -> str:
+    """Installed version of a package, or "none"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _driver_and_power_cap() -> tuple[str, str]:
+    if torch.version.hip is not None:
+        return "unknown", "unknown"
+    try:
+        shown = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=20, check=True,
+        ).stdout.splitlines()[0]  # fmt: skip
+        driver, power = (word.strip() for word in shown.split(","))
+        return driver, str(round(float(power)))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return "unknown", "unknown"
+
+
+def l2_bytes(index: int = 0) -> int:
+    """Size of the GPU's last-level cache, or an estimate for a CPU's, in bytes."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(index).L2_cache_size)
+    for level in ("index3", "index2"):
+        path = Path(f"/sys/devices/system/cpu/cpu0/cache/{level}/size")
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        unit = {"K": 2**10, "M": 2**20}.get(text[-1:], 1)
+        digits = text.rstrip("KM")
+        if digits.isdigit():
+            return int(digits) * unit
+    return 32 * 2**20

@@ -1,0 +1,44 @@
+"""Every error lokakern raises on purpose. Messages say what was asked, what was found, what to do."""
+
+
+class LokakernError(Exception):
+    """Base of all lokakern errors."""
+
+
+class ShapeError(LokakernError, ValueError):
+    """Operand shapes, strides or sizes do not fit the operation."""
+
+
+class FormatError(LokakernError, TypeError):
+    """A dtype, format or granularity the operation does not take."""
+
+
+class DeviceError(LokakernError, ValueError):
+    """Operands on different devices, or a device that is unknown."""
+
+
+class BudgetError(LokakernError, ValueError):
+    """An error budget that is not a finite, non-negative number."""
+
+
+class UnknownNameError(LokakernError, KeyError):
+    """An op, kernel, suite, distribution or regime nobody registered."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsupportedError(LokakernError):
+    """No kernel takes this problem on this device."""
+
+
+class MissError(LokakernError):
+    """Dispatch has no measurement for the problem and ``on_miss="raise"`` was asked for."""
+
+
+class DatabaseError(LokakernError):
+    """A benchmark database that cannot be read, is newer than this code, or holds impossible rows."""
+
+
+class MeasurementError(LokakernError):
+    """A measurement could not be made as the contracts ask."""

@@ -1,0 +1,1 @@
+"""Kernels, ops, and the database of what was measured."""

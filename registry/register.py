@@ -1,0 +1,253 @@
+"""Kernels and how they enter the registry: `@register(...)` is the whole entry."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from lokakern.errors import UnknownNameError
+from lokakern.registry import digests
+from lokakern.registry.ops import op_named
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    NumericsClass,
+    Problem,
+    Rejected,
+    Support,
+)
+
+ANY = frozenset({"any"})
+FP8_GPUS = frozenset({"sm_90", "sm_100", "gfx942", "gfx950"})
+
+Launcher = Callable[..., None]
+Workspace = Callable[..., tuple[Tensor, ...]]
+Supports = Callable[[Problem, Device], Support]
+
+
+def _accept(_problem: Problem, _device: Device) -> Support:
+    return ACCEPTED
+
+
+def _no_workspace(*_operands: Tensor) -> tuple[Tensor, ...]:
+    return ()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kernel:
+    """One implementation of an op.
+
+    ``launch`` neither checks nor allocates; what it is called with depends on the op (b is stored
+    ``[n, k]``, the layout of a linear layer's weight, unless the op is gemm):
+
+        quantize      launch(x, data, scale, workspace)
+        dequantize    launch(data, scale, out, workspace)
+        scaled_gemm   launch(a, a_scale, b, b_scale, out, bias, workspace)
+        gemm          launch(a, b, out, bias, workspace)     b: Tensor [k, n] or QuantizedTensor
+
+    Attributes:
+        name: ``<language>.<function>``, or the names of the parts of a composition.
+        language: ``torch``, ``triton``, ``cuda``, ``hip``, an adapter's library.
+        modules: Source files, relative to ``kernels/``, without ending.
+        architectures: Where it runs; ``{"any"}`` is everywhere.
+        granularity: Of the scales: of ``a`` for a GEMM; NONE for an unquantized GEMM.
+        b_granularity: Of the scales of ``b``.
+        accumulation: See `NumericsClass`.
+        workspace: From the operands to the scratch tensors ``launch`` gets last.
+        compile_only: Architectures where it only compiles so far, with the reason.
+        unmeasured: Architectures where nobody measured it, with the reason.
+        kernel_err_bound: Largest accepted `numerics.kernel_error`; 1 unless ``fast``.
+        parts: Names of a composition's parts.
+    """
+
+    name: str
+    op: str
+    language: str
+    modules: tuple[str, ...]
+    launch: Launcher
+    architectures: frozenset[str]
+    granularity: Granularity = Granularity.NONE
+    b_granularity: Granularity = Granularity.NONE
+    accumulation: str = "none"
+    supports_problem: Supports = _accept
+    workspace: Workspace = _no_workspace
+    compile_only: dict[str, str] = field(default_factory=dict)
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    kernel_err_bound: float = 1.0
+    parts: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return digests.kernel_digest(self.name, self.modules)
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether an op on unquantized operands goes through FP8."""
+        return self.op == "gemm" and self.granularity is not Granularity.NONE
+
+    def supports(self, problem: Problem, device: Device) -> Support:
+        """Whether this kernel may run the problem on the device, or why not."""
+        if problem.op != self.op:
+            return Rejected(f"computes {self.op}, not {problem.op}")
+        if not self.runs_on(device):
+            needs = ", ".join(sorted(self.architectures))
+            return Rejected(f"needs {needs}; device is {device.architecture}")
+        if problem.batch != 1:
+            return Rejected("takes no batch")
+        if problem.accumulate:
+            return Rejected("does not accumulate into its output")
+        return self.supports_problem(problem, device)
+
+    def runs_on(self, device: Device) -> bool:
+        return self.architectures is ANY or device.architecture in self.architectures
+
+    def numerics(self, problem: Problem, device: Device) -> NumericsClass:
+        """What decides the error of this kernel on the problem."""
+        b = problem.b or problem.a
+        if self.quantizes:
+            fp8 = fp8_format(device)
+            return NumericsClass(
+                fp8, self.granularity, fp8, self.b_granularity, self.accumulation, problem.out_format
+            )
+        return NumericsClass(
+            problem.a.format, problem.a.granularity, b.format, b.granularity,
+            self.accumulation, problem.out_format,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def fp8_format(device: Device | str) -> Format:
+    """The E4M3 format of a device: fnuz on CDNA 3, OCP elsewhere."""
+    architecture = device if isinstance(device, str) else device.architecture
+    return Format.E4M3FNUZ if architecture == "gfx942" else Format.E4M3FN
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+def register(
+    op: str,
+    *,
+    architectures: frozenset[str] = ANY,
+    name: str | None = None,
+    granularity: Granularity = Granularity.NONE,
+    b_granularity: Granularity | None = None,
+    accumulation: str = "none",
+    supports: Supports = _accept,
+    workspace: Workspace = _no_workspace,
+    compile_only: dict[str, str] | None = None,
+    unmeasured: dict[str, str] | None = None,
+    kernel_err_bound: float = 1.0,
+) -> Callable[[Launcher], Launcher]:
+    """Enter a launcher into the registry: tested, swept and dispatchable from then on.
+
+    The name is ``<folder>.<function>`` unless ``name`` replaces the function's; the other
+    arguments are the attributes of `Kernel`.
+
+    Raises:
+        UnknownNameError: There is no such op.
+        ValueError: The name is taken.
+    """
+    op_named(op)
+
+    def enter(launch: Launcher) -> Launcher:
+        function = launch.func if isinstance(launch, functools.partial) else launch
+        module = function.__module__
+        path = module.removeprefix("lokakern.kernels.").replace(".", "/")
+        language = path.split("/")[0]
+        add(
+            Kernel(
+                name=f"{language}.{name or function.__name__}",
+                op=op,
+                language=language,
+                modules=(path,),
+                launch=launch,
+                architectures=architectures,
+                granularity=granularity,
+                b_granularity=granularity if b_granularity is None else b_granularity,
+                accumulation=accumulation,
+                supports_problem=supports,
+                workspace=workspace,
+                compile_only=compile_only or {},
+                unmeasured=unmeasured or {},
+                kernel_err_bound=kernel_err_bound,
+            )
+        )
+        return launch
+
+    return enter
+
+
+def add(kernel: Kernel) -> None:
+    """Enter a kernel.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+    if kernel.name in KERNELS:
+        raise ValueError(f"kernel {kernel.name!r} is registered twice")
+    KERNELS[kernel.name] = kernel
+
+
+@functools.cache
+def load_kernels() -> dict[str, str]:
+    """Import every module under ``lokakern.kernels``, once.
+
+    Returns:
+        Modules that cannot be imported here, with the reason.
+    """
+    import lokakern.kernels
+
+    unavailable: dict[str, str] = {}
+    names = _module_names(lokakern.kernels.__path__, "lokakern.kernels.")
+    # Folders first: what stands beside them (compositions) is made of what they register.
+    for name in sorted(names, key=lambda name: (-name.count("."), name)):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            unavailable[name.removeprefix("lokakern.kernels.").replace(".", "/")] = str(error)
+    return unavailable
+
+
+def _module_names(paths: Iterable[str], prefix: str) -> Iterator[str]:
+    for found in pkgutil.iter_modules(paths, prefix):
+        if not found.ispkg:
+            yield found.name
+    for path in paths:  # namespace folders are not packages to pkgutil
+        for folder in sorted(Path(path).iterdir()):
+            if folder.is_dir() and not folder.name.startswith(("_", ".")):
+                yield from _module_names([str(folder)], f"{prefix}{folder.name}.")
+
+
+def kernels_for(op: str, device: Device | None = None) -> list[Kernel]:
+    """Registered kernels of an op, by name; with a device, those that run there."""
+    load_kernels()
+    found = [k for _, k in sorted(KERNELS.items()) if k.op == op]
+    return [k for k in found if device is None or k.runs_on(device)]
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of that name.
+
+    Raises:
+        UnknownNameError: There is none.
+    """
+    unavailable = load_kernels()
+    try:
+        return KERNELS[name]
+    except KeyError:
+        reasons = "".join(f"; {module}: {why}" for module, why in unavailable.items())
+        raise UnknownNameError(
+            f"kernel {name!r} is not registered; expected one of {', '.join(sorted(KERNELS))}"
+            f"{reasons}"
+        ) from None
