@@ -1,9 +1,9 @@
 """The ops: what is computed, and one float64 reference each that rounds nothing in between.
 
-    quantize      x [m, k]                     -> q, s      x ~ q * s
-    dequantize    q [m, k], s                  -> x         x = q * s
-    scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = (a.q a.s) @ (b.q b.s) + bias
-    gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
+quantize      x [m, k]                     -> q, s      x ~ q * s
+dequantize    q [m, k], s                  -> x         x = q * s
+scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = (a.q a.s) @ (b.q b.s) + bias
+gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
 """
 
 from __future__ import annotations

@@ -1,0 +1,350 @@
+"""The database on disk: where it is, and run files, one for each process that measures.
+
+A process writes only its own run file, and commits every row. Run files are merged when they are
+finished, or by `collect_runs` when their process died: one GPU, eight, and `kill -9` are one path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+from platformdirs import user_data_dir
+from sqlalchemy import insert
+from sqlalchemy.exc import SQLAlchemyError
+
+from lokakern.errors import DatabaseError
+from lokakern.registry import identity
+from lokakern.registry.merging import (
+    MergeReport,
+    ids_of,
+    insert_if_absent,
+    merge,
+    merge_rows,
+    read_checked,
+)
+from lokakern.registry.reader import (
+    Rows,
+    Source,
+    database_digest,
+    open_readonly,
+    resolve,
+    short,
+    shown,
+)
+from lokakern.registry.records import (
+    AccuracyRecord,
+    DistributionRow,
+    KernelRow,
+    TimingRecord,
+    now_utc_ms,
+)
+from lokakern.registry.tables import ERROR_METRICS, TABLES
+from lokakern.registry.writer import open_writer, plain_row, replace_file
+from lokakern.types import Device, Environment, Problem
+
+if TYPE_CHECKING:
+    from lokakern.registry.register import Kernel
+
+__all__ = [
+    "AccuracyRecord",
+    "DistributionRow",
+    "KernelRow",
+    "MergeReport",
+    "RunFile",
+    "TimingRecord",
+    "collect_runs",
+    "database_digest",
+    "merge",
+    "open_readonly",
+    "runs_folder",
+    "shipped_databases",
+    "user_database",
+]
+
+
+def user_database() -> Path:
+    """Where measurements made here go: $LOKAKERN_DB, or a file in the user's data folder.
+
+    Raises:
+        DatabaseError: $LOKAKERN_DB is a URL: dispatch reads files only.
+    """
+    given = os.environ.get("LOKAKERN_DB")
+    if given and "://" in given:
+        raise DatabaseError(
+            "LOKAKERN_DB is a URL; expected a path: dispatch reads files, so merge the URL into "
+            "one (python -m lokakern.bench merge URL --into FILE)"
+        )
+    return Path(given).expanduser() if given else _user_folder() / "lokakern.sqlite"
+
+
+def shipped_databases() -> list[Path]:
+    """The database files that come with lokakern."""
+    return sorted((Path(__file__).resolve().parent / "databases").glob("*.sqlite"))
+
+
+def _user_folder() -> Path:
+    return Path(user_data_dir("lokakern", appauthor=False))
+
+
+def runs_folder(database: Source) -> Path:
+    """Where the run files of a database wait to be merged."""
+    target = resolve(database)
+    if isinstance(target, Path):
+        return target.with_name(target.name + ".runs")
+    name = hashlib.sha256(target.render_as_string().encode()).hexdigest()[:16]
+    return _user_folder() / "runs" / name
+
+
+class RunFile:
+    """What one process measures, committed row by row into a file of its own.
+
+    While open it holds a lock, by which `collect_runs` tells the living from the dead. Used as a
+    context manager it is merged at the end; after an exception it is left for `collect_runs`.
+
+    Attributes:
+        run: UUID of the run, in hex.
+        path: The run file.
+    """
+
+    def __init__(self, run: str, path: Path, target: Source, lock: FileLock) -> None:
+        self.run = run
+        self.path = path
+        self._target = target
+        self._lock = lock
+        self._engine = open_writer(path)
+        self._ids: dict[str, int] = {}
+        self._process = os.getpid()
+
+    @classmethod
+    def create(
+        cls,
+        database: Source,
+        *,
+        suite: str,
+        command: str,
+        harness_digest: str,
+        grade: str = "full",
+    ) -> RunFile:
+        """Begin a run whose rows go to a database in the end.
+
+        Args:
+            database: The file or URL to merge into; need not exist.
+            suite: Name of what is measured.
+            command: How to do it again.
+            harness_digest: Digest of the measuring code.
+            grade: "full", or "quick" for rows that count only where there is no full row.
+
+        Raises:
+            DatabaseError: The folder cannot be written, or an argument is not what it must be.
+        """
+        run = uuid4().hex
+        folder = runs_folder(database)
+        row = plain_row(
+            "run",
+            {
+                "key": run,
+                "started_utc_ms": now_utc_ms(),
+                "harness_digest": harness_digest,
+                "suite": suite,
+                "command": command,
+                "grade": grade,
+            },
+        )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(folder / f"{run}.lock")
+            lock.acquire(timeout=10)  # a collector may look at it for a moment
+            path = folder / f"{run}.sqlite"
+            replace_file(path, {"run": [tuple(row.values())]})
+        except OSError as error:
+            raise DatabaseError(
+                f"run folder {str(folder)!r} cannot be written: {error.strerror}; choose another "
+                "database (LOKAKERN_DB)"
+            ) from error
+        return cls(run, path, database, lock)
+
+    def add_timing(
+        self,
+        kernel: Kernel | KernelRow,
+        problem: Problem,
+        distribution: DistributionRow,
+        device: Device,
+        environment: Environment,
+        regime: str,
+        record: TimingRecord,
+    ) -> str:
+        """Write a timing; committed when this returns.
+
+        Returns:
+            The row's key.
+
+        Raises:
+            DatabaseError: A value is impossible, or this run has timed the same already.
+        """
+        parts = _parts(kernel, problem, distribution, environment)
+        parts["device"] = identity.device_row(device)
+        row = {name: part["key"] for name, part in parts.items()}
+        return self._add("timing", parts, {**row, "regime": regime, **asdict(record)})
+
+    def add_accuracy(
+        self,
+        kernel: Kernel | KernelRow,
+        problem: Problem,
+        distribution: DistributionRow,
+        architecture: str,
+        environment: Environment,
+        record: AccuracyRecord,
+    ) -> str:
+        """Write an accuracy; committed when this returns.
+
+        Returns:
+            The row's key.
+
+        Raises:
+            DatabaseError: A value is impossible, or this run has measured the same already.
+        """
+        parts = _parts(kernel, problem, distribution, environment)
+        row: dict[str, Any] = {name: part["key"] for name, part in parts.items()}
+        row |= {name: getattr(record.errors, name, None) for name in ERROR_METRICS}
+        row |= {name: getattr(record, name) for name in record.__slots__ if name != "errors"}
+        return self._add("accuracy", parts, {**row, "architecture": architecture})
+
+    def _add(self, name: str, parts: Mapping[str, identity.Row], row: dict[str, Any]) -> str:
+        if os.getpid() != self._process:
+            raise DatabaseError(
+                f"run {self.run} belongs to process {self._process}, this is {os.getpid()}; every "
+                "process creates its own run file"
+            )
+        row["run"] = self.run
+        key = row["key"] = identity.row_key(name, row)
+        fact = plain_row(name, row)
+        ids = dict(self._ids)
+        try:
+            with self._engine.begin() as connection:
+                for table, part in parts.items():
+                    part_key = str(part["key"])
+                    if part_key not in ids:
+                        statement = insert_if_absent(connection, TABLES[table])
+                        connection.execute(statement, plain_row(table, part))
+                        ids |= ids_of(connection, table, [part_key])
+                fact |= {table: ids[str(part["key"])] for table, part in parts.items()}
+                connection.execute(insert(TABLES[name]), {**fact, "run": 1})
+        except SQLAlchemyError as error:
+            raise DatabaseError(
+                f"run {self.run}: {name} row {key} ({row['status']}) was refused: {short(error)}"
+            ) from error
+        self._ids = ids
+        return key
+
+    def close(self) -> None:
+        """Stop writing and leave the file to `collect_runs`."""
+        self._engine.dispose()
+        self._lock.release()
+
+    def finish(self) -> MergeReport:
+        """Merge into the database and delete the run file.
+
+        Raises:
+            DatabaseError: The merge failed; the run file is left to `collect_runs`.
+        """
+        self._engine.dispose()
+        try:
+            report = merge([self.path], self._target)
+            _delete_run(self.path)
+        finally:
+            self._lock.release()
+        return report
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.close()
+
+
+def _parts(
+    kernel: Kernel | KernelRow,
+    problem: Problem,
+    distribution: DistributionRow,
+    environment: Environment,
+) -> dict[str, identity.Row]:
+    known = kernel if isinstance(kernel, KernelRow) else KernelRow.of(kernel)
+    return {
+        "kernel": identity.kernel_row(known),
+        "problem": identity.problem_row(problem),
+        "distribution": identity.distribution_row(distribution),
+        "environment": identity.environment_row(environment),
+    }
+
+
+def _delete_run(path: Path) -> None:
+    """Delete a run file, then its lock; the caller holds the lock."""
+    for file in [path, *path.parent.glob(f"{path.name}.*.tmp*")]:
+        file.unlink(missing_ok=True)
+    path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def collect_runs(database: Source) -> MergeReport:
+    """Merge the run files that dead processes left; those of living ones are let alone.
+
+    Raises:
+        DatabaseError: The database cannot be read, or a run contradicts it.
+    """
+    locks: list[FileLock] = []
+    runs: dict[Path, Rows] = {}
+    skipped: dict[str, str] = {}
+    try:
+        folder = runs_folder(database)
+        for name in sorted({p.stem for e in ("sqlite", "lock") for p in folder.glob(f"*.{e}")}):
+            path = folder / f"{name}.sqlite"
+            lock = FileLock(path.with_suffix(".lock"))
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                continue  # its process lives
+            locks.append(lock)
+            try:
+                if path.exists():
+                    _recover(path)
+                    runs[path] = read_checked(path)
+                else:  # merged since it was listed, or killed before its first row
+                    _delete_run(path)
+            except DatabaseError as error:
+                skipped[str(path)] = str(error)
+        if not runs:
+            nothing = dict.fromkeys(TABLES, 0)
+            return MergeReport(nothing, dict(nothing), skipped)
+        report = merge_rows(list(runs.values()), database)
+        for path in runs:
+            _delete_run(path)
+        return MergeReport(report.added, report.known, skipped)
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def _recover(path: Path) -> None:
+    """Roll back what a killed process was writing; its committed rows stay."""
+    try:
+        with closing(sqlite3.connect(os.path.abspath(path))) as connection:
+            connection.execute("SELECT count(*) FROM run").fetchone()
+    except sqlite3.Error as error:
+        raise DatabaseError(f"run file {shown(path)} cannot be recovered: {error}") from error

@@ -1,0 +1,155 @@
+"""How long reading and merging databases takes on the host."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.registry import identity
+from lokakern.registry.merging import merge
+from lokakern.registry.reader import Rows
+from lokakern.registry.records import DistributionRow, KernelRow
+from lokakern.registry.snapshot import family_key, load_snapshot
+from lokakern.registry.tables import COLUMNS
+from lokakern.registry.writer import write_file
+from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
+
+DEVICE = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
+
+
+def many_rows(count: int) -> Rows:
+    """As many timings: 20 kernels at 12 sizes of m of as many weights as it takes."""
+    a = Operand(Format.BFLOAT16)
+    b = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
+    kernels = [
+        identity.kernel_row(
+            KernelRow(f"cuda.gemm_{i}", "gemm", "cuda", ("cuda/gemm",), f"{i:064x}", "promoted",
+                      "row", "row")
+        )
+        for i in range(20)
+    ]  # fmt: skip
+    problems = [
+        identity.problem_row(Problem(op="gemm", m=2**j, n=64 * (i + 1), k=1024, a=a, b=b))
+        for i in range(-(-count // 240))
+        for j in range(12)
+    ]
+    device = identity.device_row(DEVICE)
+    environment = identity.environment_row(Environment())
+    distribution = identity.distribution_row(DistributionRow("X1"))
+    run: dict[str, Any] = {
+        "key": "a" * 32,
+        "started_utc_ms": 1_700_000_000_000,
+        "harness_digest": "unknown",
+        "suite": "synthetic",
+        "command": "none",
+        "grade": "full",
+    }
+    timings = []
+    for i in range(count):
+        row: dict[str, Any] = {
+            "run": run["key"],
+            "kernel": kernels[i % 20]["key"],
+            "problem": problems[i // 20]["key"],
+            "distribution": distribution["key"],
+            "device": device["key"],
+            "environment": environment["key"],
+            "regime": "graph-cold",
+            "status": "ok",
+            "reason": "",
+            "latency_us_p20": 10 + i / 7,
+            "latency_us_p50": 11 + i / 7,
+            "latency_us_p80": 12 + i / 7,
+            "replay_count": 100,
+            "void_count": 0,
+            "calls_per_replay": 10,
+            "clock_mhz": 1980.0,
+            "kernel_err": 0.25,
+            "kernel_err_row_p99": 0.125,
+            "timer": "cuda-event",
+            "operand_digest": hashlib.sha256(str(i // 20).encode()).hexdigest(),
+            "measured_utc_ms": 1_700_000_000_000 + i,
+        }
+        timings.append({"key": identity.row_key("timing", row), **row})
+    found: dict[str, list[Any]] = {
+        "device": [device],
+        "environment": [environment],
+        "kernel": kernels,
+        "problem": problems,
+        "distribution": [distribution],
+        "run": [run],
+        "timing": timings,
+        "accuracy": [],
+    }
+    return {
+        name: [tuple(row[column] for column in COLUMNS[name]) for row in rows]
+        for name, rows in found.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[1_000, 100_000], ids=["1k", "100k"])
+def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of so many timings."""
+    path = tmp_path_factory.mktemp("load") / "lokakern.sqlite"
+    write_file(path, many_rows(request.param))
+    return path
+
+
+def test_loading_a_snapshot(database: Path, benchmark: Any) -> None:
+    """From a file to rows in memory."""
+    snapshot = benchmark(load_snapshot, [database])
+    assert snapshot.devices == [DEVICE]
+
+
+def test_first_question_to_a_snapshot(database: Path, benchmark: Any) -> None:
+    """Loading, the index, and the cells of one family of problems."""
+    a, b = Operand(Format.BFLOAT16), Operand(Format.BFLOAT16, layout=Layout.COLUMN)
+    family = family_key(Problem(op="gemm", m=1, n=64, k=1024, a=a, b=b))
+
+    def ask() -> int:
+        return len(load_snapshot([database]).timing_cells(DEVICE, family, "graph-cold"))
+
+    assert benchmark(ask) == 240
+
+
+def test_digest_of_a_snapshot(database: Path, benchmark: Any) -> None:
+    """What ranks compare once at start."""
+    rows = load_snapshot([database])
+
+    def digest() -> str:
+        rows.__dict__.pop("digest", None)
+        return rows.digest
+
+    assert len(benchmark(digest)) == 64
+
+
+def test_merging_a_file_into_another(database: Path, tmp_path: Path, benchmark: Any) -> None:
+    """Reading, checking every key, writing, renaming."""
+
+    def merge_into_nothing() -> int:
+        (tmp_path / "target.sqlite").unlink(missing_ok=True)
+        return merge([database], tmp_path / "target.sqlite").added["timing"]
+
+    assert benchmark.pedantic(merge_into_nothing, rounds=2) >= 1_000
+
+
+def test_loading_in_a_new_process(database: Path, benchmark: Any) -> None:
+    """What the first dispatch of a process pays beyond `import torch`: SQLAlchemy, file, index."""
+    code = (
+        "import time, sys; import lokakern.types; start = time.perf_counter()\n"
+        "from lokakern.registry.snapshot import load_snapshot\n"
+        "load_snapshot(sys.argv[1:])._timing_index\n"
+        "print(time.perf_counter() - start)"
+    )
+
+    def load() -> float:
+        command = [sys.executable, "-c", code, str(database)]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    seconds = benchmark.pedantic(load, rounds=2)
+    benchmark.extra_info["seconds_without_torch"] = seconds
+    assert seconds > 0
