@@ -53,11 +53,11 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
         op="gemm",
         language=second.language,
         modules=tuple(
-            dict.fromkeys(
-                ("compositions", *first.modules, *b_quantizer.modules, *second.modules)
-            )
+            dict.fromkeys(("compositions", *first.modules, *b_quantizer.modules, *second.modules))
         ),
-        launch=functools.partial(_launch_composition, first.launch, b_quantizer.launch, second.launch),
+        launch=functools.partial(
+            _launch_composition, first.launch, b_quantizer.launch, second.launch
+        ),
         architectures=ANY
         if everywhere
         else frozenset.intersection(*(k.architectures for k in parts)),
@@ -112,9 +112,7 @@ def _supports_composition(
     )
     if isinstance(answer, Rejected):
         return Rejected(f"{first.name}: {answer.reason}")
-    answer = second.supports(
-        replace(problem, op="scaled_gemm", a=a, b=b, prepared=False), device
-    )
+    answer = second.supports(replace(problem, op="scaled_gemm", a=a, b=b, prepared=False), device)
     if isinstance(answer, Rejected):
         return Rejected(f"{second.name}: {answer.reason}")
     return ACCEPTED

@@ -1,0 +1,21 @@
+"""The fastest FP8 kernel whose error you can afford, chosen from measurements."""
+
+from lokakern.functional import dequantize, gemm, quantize, scaled_gemm
+from lokakern.preparation import prepare_weight
+from lokakern.registry.register import register
+from lokakern.selection import Choice, dispatch
+from lokakern.types import ErrorBudget, QuantizedTensor
+
+__version__ = "0.1.0"
+__all__ = [
+    "Choice",
+    "ErrorBudget",
+    "QuantizedTensor",
+    "dequantize",
+    "dispatch",
+    "gemm",
+    "prepare_weight",
+    "quantize",
+    "register",
+    "scaled_gemm",
+]

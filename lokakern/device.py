@@ -94,9 +94,16 @@ def _driver_and_power_cap() -> tuple[str, str]:
         return "unknown", "unknown"
     try:
         shown = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout.splitlines()[0]  # fmt: skip
+            [
+                "nvidia-smi",
+                "--query-gpu=driver_version,power.limit",
+                "--format=csv,noheader,nounits",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.splitlines()[0]
         driver, power = (word.strip() for word in shown.split(","))
         return driver, str(round(float(power)))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):

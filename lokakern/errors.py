@@ -1,4 +1,4 @@
-"""Every error lokakern raises on purpose. Messages say what was asked, what was found, what to do."""
+"""Every error lokakern raises on purpose: what was asked, what was found, what to do."""
 
 
 class LokakernError(Exception):
@@ -37,7 +37,7 @@ class MissError(LokakernError):
 
 
 class DatabaseError(LokakernError):
-    """A benchmark database that cannot be read, is newer than this code, or holds impossible rows."""
+    """A database that cannot be read, is newer than this code, or holds impossible rows."""
 
 
 class MeasurementError(LokakernError):

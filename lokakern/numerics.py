@@ -7,7 +7,7 @@ from `measure_errors` or `kernel_error` here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -88,7 +88,9 @@ def _decode_scale(amax: Tensor, out_format: Format, power_of_two: bool) -> Tenso
     limit = torch.full_like(amax, out_format.maximum)  # a tensor: a Python scalar may be inverted
     scale = (amax / limit).clamp_min(SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [.5, 1)
+        mantissa, exponent = torch.frexp(
+            scale
+        )  # scale = mantissa * 2^exponent, mantissa in [.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
         scale = torch.ldexp(torch.ones_like(scale), exponent)
     return torch.where(amax == 0, 1.0, scale)
@@ -134,7 +136,8 @@ def to_fnuz(x: QuantizedTensor) -> QuantizedTensor:
     bits = torch.where(bits == 0x80, torch.zeros_like(bits), bits)
     bits = torch.where(finite, bits, torch.full_like(bits, 0x80))
     data = bits.view(twins[x.format].dtype)
-    doubled = x.granularity.empty_scale(*x.data.shape, x.device)
+    rows, columns = x.data.shape
+    doubled = x.granularity.empty_scale(rows, columns, x.device)
     doubled.copy_(x.scale * 2.0)
     return QuantizedTensor(data, doubled, x.granularity, x.transposed)
 
@@ -204,7 +207,8 @@ def measure_errors(out: Tensor, reference: Tensor) -> Errors:
             "they must be equal"
         )
     if reference.numel() == 0:
-        return Errors(*([0.0] * 8), math.inf, *([0.0] * 5), 0, 0)
+        nothing = dict.fromkeys((f.name for f in fields(Errors)), 0.0)
+        return Errors(**{**nothing, "sqnr_db": math.inf})  # type: ignore[arg-type]
     exact = out.to(torch.float64)
     known = torch.isfinite(reference)
     unexpected = int((known & ~torch.isfinite(exact)).sum())

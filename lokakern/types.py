@@ -121,10 +121,11 @@ class Granularity(StrEnum):
 
 
 class Layout(StrEnum):
-    """Which axis of a matrix is contiguous."""
+    """Which axis of a matrix is contiguous; neither, for ``strided``."""
 
     ROW = "row-major"
     COLUMN = "column-major"
+    STRIDED = "strided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +385,8 @@ class QuantizedTensor:
         transposed: The tensor stands for ``[columns, rows]``, as a GEMM's right operand does.
         source: The unquantized weight a prepared weight came from, ``[rows, columns]``, held by
             reference so that the unquantized kernel stays legal. None otherwise.
+        budget: What a prepared weight was prepared for; the default budget of `gemm` on it.
+        signature: What a warm call compares: everything that decides the kernel, hashable.
     """
 
     data: Tensor
@@ -391,13 +394,28 @@ class QuantizedTensor:
     granularity: Granularity
     transposed: bool = False
     source: Tensor | None = None
-    m_range: tuple[int, int] | None = None
+    budget: ErrorBudget | None = None
+    signature: tuple[object, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
         if self.data.dim() != 2:
             raise ShapeError(
                 f"QuantizedTensor: data is {list(self.data.shape)}; expected two dimensions"
             )
+        object.__setattr__(
+            self,
+            "signature",
+            (
+                self.data.dtype,
+                self.granularity.value,
+                *self.data.shape,
+                self.data.device,
+                self.transposed,
+                (self.data.data_ptr() | self.data.stride(0) * self.data.element_size()) & 15,
+                None if self.source is None else self.source.dtype,
+                self.budget,
+            ),
+        )
         if self.granularity is Granularity.NONE:
             if self.scale is not None:
                 raise FormatError("QuantizedTensor: a scale was given but granularity is 'none'")
@@ -411,9 +429,7 @@ class QuantizedTensor:
             or self.scale.dtype != torch.float32
         ):
             found = (
-                "no scale"
-                if self.scale is None
-                else f"{list(self.scale.shape)} {self.scale.dtype}"
+                "no scale" if self.scale is None else f"{list(self.scale.shape)} {self.scale.dtype}"
             )
             raise ShapeError(
                 f"QuantizedTensor: data {list(self.data.shape)} with granularity "
@@ -440,7 +456,7 @@ class QuantizedTensor:
     def t(self) -> QuantizedTensor:
         """The transpose; shares memory."""
         return QuantizedTensor(
-            self.data, self.scale, self.granularity, not self.transposed, self.source, self.m_range
+            self.data, self.scale, self.granularity, not self.transposed, self.source, self.budget
         )
 
     def __repr__(self) -> str:
@@ -448,3 +464,8 @@ class QuantizedTensor:
             f"QuantizedTensor({list(self.shape)}, {self.format.value}, "
             f"{self.granularity.value}, {self.device})"
         )
+
+
+# The default error of a kernel is its worst over these; recipes in lokakern.bench.distributions.
+REALISTIC_DISTRIBUTIONS = tuple(f"X{i}" for i in (*range(1, 11), 12, 13, 14))
+REGIMES = ("graph-cold", "graph-hot", "eager")

@@ -1,0 +1,72 @@
+"""FP8 scaled GEMM in stock PyTorch, on any device and in every format.
+
+    d[m, n] = sum_k (a[m, k] sa) * (b[n, k] sb) + bias[n]
+
+Operands are dequantized to float32 and multiplied there: what an FP8 tensor core with a float32
+accumulator would give. It says what a format costs in error where no FP8 hardware is.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.registry.register import register
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Granularity,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    Support,
+)
+
+
+def _multiply(
+    a_granularity: Granularity,
+    b_granularity: Granularity,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    _workspace: tuple[Tensor, ...],
+) -> None:
+    left = numerics.dequantize(QuantizedTensor(a, a_scale, a_granularity))
+    right = numerics.dequantize(QuantizedTensor(b, b_scale, b_granularity))
+    result = left @ right.t()
+    if bias is not None:
+        result += bias
+    out.copy_(result)
+
+
+def _supports(
+    a_granularity: Granularity, b_granularity: Granularity, problem: Problem, _device: Device
+) -> Support:
+    assert problem.b is not None  # an op with two operands
+    have = (problem.a.granularity, problem.b.granularity)
+    if have != (a_granularity, b_granularity):
+        return Rejected(
+            f"takes {a_granularity.value} x {b_granularity.value} scales, "
+            f"not {have[0].value} x {have[1].value}"
+        )
+    return ACCEPTED
+
+
+for _name, _a, _b in (
+    ("emulated_tensor", Granularity.TENSOR, Granularity.TENSOR),
+    ("emulated_row", Granularity.ROW, Granularity.ROW),
+    ("emulated_block", Granularity.GROUP, Granularity.BLOCK),
+):
+    register(
+        "scaled_gemm",
+        name=_name,
+        granularity=_a,
+        b_granularity=_b,
+        accumulation="float32",
+        supports=functools.partial(_supports, _a, _b),
+    )(functools.partial(_multiply, _a, _b))

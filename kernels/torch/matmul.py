@@ -1,0 +1,58 @@
+"""Unquantized matrix products: the baselines, and the answer when no FP8 kernel is good enough.
+
+d[m, n] = sum_k a[m, k] * b[k, n] + bias[n]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lokakern.registry.register import register
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    Support,
+)
+
+
+def _takes(form: Format, problem: Problem, _device: Device) -> Support:
+    if problem.a.format is not form:
+        return Rejected(f"takes {form.value} operands; a is {problem.a.format.value}")
+    if problem.out_format is not form:
+        return Rejected(f"writes {form.value}, not {problem.out_format.value}")
+    if problem.b is not None and not problem.prepared and problem.b.format is not form:
+        return Rejected(f"takes {form.value} operands; b is {problem.b.format.value}")
+    return ACCEPTED
+
+
+def _takes_bfloat16(problem: Problem, device: Device) -> Support:
+    return _takes(Format.BFLOAT16, problem, device)
+
+
+def _takes_float32(problem: Problem, device: Device) -> Support:
+    return _takes(Format.FLOAT32, problem, device)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    out: Tensor,
+    bias: Tensor | None,
+    _workspace: tuple[Tensor, ...],
+) -> None:
+    if isinstance(b, QuantizedTensor):
+        source = b.data if b.source is None else b.source
+        b = source.t()
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+register("gemm", name="bf16", accumulation="float32", supports=_takes_bfloat16)(_multiply)
+register("gemm", name="fp32", accumulation="float32", supports=_takes_float32)(_multiply)

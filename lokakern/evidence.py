@@ -1,0 +1,254 @@
+"""Evidence: from the rows of a snapshot to what is known of each kernel at a problem."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lokakern.device import current_environment
+from lokakern.problems import accuracy_problem
+from lokakern.registry import digests
+from lokakern.registry.register import KERNELS, Kernel
+from lokakern.types import Device, Environment, ErrorBudget, Granularity, Problem, Rejected
+
+if TYPE_CHECKING:
+    from lokakern.registry.records import KernelRow
+    from lokakern.registry.snapshot import AccuracyCell, Snapshot, TimingCell
+
+TIE_FLOOR = 0.01  # times within 1 % are equal: fresh processes differ by that much
+LIMIT_COLUMNS = {
+    "row_err": "row_err_upper",
+    "row_p99": "row_p99_upper",
+    "rel_err": "rel_err_upper",
+    "sqnr_db": "rel_err_upper",
+    "mean_rel_err": "mean_rel_err_upper",
+    "mean_shift": "mean_shift_upper",
+}
+
+
+def margin_us(p20: float, p80: float, count: int) -> float:
+    """Half-width of the 95 % interval of a median, from its quantiles (normal approximation)."""
+    deviation = (p80 - p20) / 1.683  # p80 - p20 of a unit normal
+    return 1.96 * 1.2533 * deviation / math.sqrt(max(count, 1))
+
+
+def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:
+    """Whether two times cannot be told apart."""
+    return abs(a_us - b_us) <= max(TIE_FLOOR * min(a_us, b_us), math.hypot(a_margin, b_margin))
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Median over runs at one m."""
+
+    latency_us: float
+    margin_us: float
+    freshness: str
+    run_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel with everything measured of it at a problem without m."""
+
+    name: str
+    kernel: Kernel | None
+    granularity: Granularity
+    times: dict[int, Time]
+    errors: dict[int, dict[str, float]]  # m -> limit name -> worst bound; m = 0: any m
+    worst_distribution: str
+    unquantized: bool
+
+    def time_at(self, m: int) -> tuple[Time, bool] | None:
+        """Time at m, and whether it is interpolated; None outside what was measured."""
+        found = self.times.get(m)
+        if found is not None:
+            return found, False
+        below = max((x for x in self.times if x < m), default=None)
+        above = min((x for x in self.times if x > m), default=None)
+        if below is None or above is None:
+            return None
+        low, high = self.times[below], self.times[above]
+        share = (m - below) / (above - below)
+        worse = max(low.freshness, high.freshness, key=("fresh", "usable", "stale").index)
+        return (
+            Time(
+                low.latency_us + share * (high.latency_us - low.latency_us),
+                low.margin_us + share * (high.margin_us - low.margin_us),
+                worse,
+                min(low.run_count, high.run_count),
+            ),
+            True,
+        )
+
+    def error_at(self, m: int) -> dict[str, float]:
+        """Worst bounds at m; where a scale spans rows, the worse of the neighboring m."""
+        if 0 in self.errors:
+            return self.errors[0]
+        if m in self.errors:
+            return self.errors[m]
+        below = max((x for x in self.errors if x < m), default=None)
+        above = min((x for x in self.errors if x > m), default=None)
+        if below is None or above is None:
+            return {}
+        low, high = self.errors[below], self.errors[above]
+        return {key: _worse(key, low[key], high[key]) for key in low}
+
+
+def _worse(limit: str, a: float, b: float) -> float:
+    return min(a, b) if limit == "sqnr_db" else max(a, b)
+
+
+def candidate_of(
+    name: str,
+    cells: list[TimingCell],
+    problem: Problem,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+    budget: ErrorBudget | None,
+    base: str | None,
+) -> Candidate | str:
+    """The candidate, or the reason why a kernel is none at any m."""
+    kernel = KERNELS.get(name)
+    if local and kernel is None:
+        return "is in the database but not registered here"
+    if kernel is not None and local:
+        answer = kernel.supports(problem, device)
+        if isinstance(answer, Rejected) and not cells:
+            return answer.reason
+    if not cells:
+        return "not measured here"
+    graded = _graded(cells, local, facts)
+    wrong = next((c for c, fresh in graded if c.status == "wrong" and fresh != "stale"), None)
+    if wrong is not None:
+        return f"wrong result at m={wrong.m}: {wrong.reason}"
+    times = _times([(c, fresh) for c, fresh in graded if c.status == "ok"])
+    if not times:
+        worst = cells[-1]
+        return f"{worst.status}: {worst.reason}" if worst.reason else worst.status
+    row = cells[0].kernel
+    granularity = Granularity(row.granularity)
+    unquantized = granularity is Granularity.NONE and problem.op == "gemm"
+    if name == base or (budget is None and base is None):
+        errors = _errors_or_reason(name, granularity, problem, distributions, device, local,
+                                   facts, tuple(times))  # fmt: skip
+        known = errors if not isinstance(errors, str) else ({}, "")
+        return Candidate(name, kernel, granularity, times, *known, unquantized)
+    found = _errors_or_reason(
+        name, granularity, problem, distributions, device, local, facts, tuple(times)
+    )
+    if isinstance(found, str):
+        return found
+    return Candidate(name, kernel, granularity, times, *found, unquantized)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_current(kernel: KernelRow) -> bool:
+    """Whether a stored digest is that of the kernel's files as they are now."""
+    try:
+        return digests.kernel_digest(kernel.name, kernel.modules) == kernel.digest
+    except FileNotFoundError:
+        return False
+
+
+def _toolchain(language: str, environment: Environment) -> tuple[str, ...]:
+    if language == "triton":
+        return (environment.triton,)
+    return (environment.torch, environment.toolkit)
+
+
+def _grade(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
+    """fresh: digest and toolchain equal; usable: toolchain differs; stale: digest differs."""
+    if not is_current(cell.kernel):
+        return "stale"
+    if not local:
+        return "fresh"  # for a device that is not here only the digest counts
+    then = facts.environment(cell.environment)
+    same = _toolchain(cell.kernel.language, then) == _toolchain(
+        cell.kernel.language, current_environment()
+    )
+    return "fresh" if same else "usable"
+
+
+def _graded(
+    cells: Iterable[TimingCell], local: bool, facts: Snapshot
+) -> list[tuple[TimingCell, str]]:
+    return [(cell, _grade(cell, local, facts)) for cell in cells]
+
+
+def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
+    """Per m: the median over runs of the freshest cells of the best grade."""
+    by_m: dict[int, list[tuple[TimingCell, str]]] = {}
+    for cell, fresh in graded:
+        by_m.setdefault(cell.m, []).append((cell, fresh))
+    times = {}
+    for m, found in by_m.items():
+        best = min((_rank(cell.grade, fresh) for cell, fresh in found))
+        chosen = [item for item in found if _rank(item[0].grade, item[1]) == best]
+        p50 = statistics.median(c.latency_us_p50 for c, _ in chosen)
+        margin = max(margin_us(c.latency_us_p20, c.latency_us_p80, c.replay_count)
+                     for c, _ in chosen)  # fmt: skip
+        times[m] = Time(p50, margin, chosen[0][1], len(chosen))
+    return times
+
+
+def _rank(grade: str, fresh: str) -> tuple[int, int]:
+    return ("fresh", "usable", "stale").index(fresh), 0 if grade == "full" else 1
+
+
+def _errors_or_reason(
+    name: str,
+    granularity: Granularity,
+    problem: Problem,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+    measured: tuple[int, ...],
+) -> tuple[dict[int, dict[str, float]], str] | str:
+    """Worst bounds by m (0: any m) and the distribution worst in row error; or why none."""
+    from lokakern.registry.identity import problem_key
+
+    sizes = measured if granularity is Granularity.TENSOR else (0,)
+    errors: dict[int, dict[str, float]] = {}
+    worst_name, worst_value = "", -1.0
+    for m in sizes:
+        asked = accuracy_problem(replace(problem, m=m), granularity)
+        cells = facts.accuracy_cells(device.architecture, name, problem_key(asked))
+        usable = [(c, _grade(c, local, facts)) for c in cells]
+        usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
+        bounds: dict[str, float] = {}
+        missing = []
+        for distribution in distributions:
+            here = [(c, fresh) for c, fresh in usable if c.distribution == distribution]
+            if not here:
+                missing.append(distribution)
+                continue
+            best = min(_rank(c.grade, fresh) for c, fresh in here)
+            chosen = [c for c, fresh in here if _rank(c.grade, fresh) == best]
+            bad = next((c for c in chosen if c.status != "ok"), None)
+            if bad is not None:
+                return f"{bad.status} on {distribution}: {bad.reason}"
+            for limit, column in LIMIT_COLUMNS.items():
+                value = max(getattr(c, column) for c in chosen)
+                if limit == "sqnr_db":
+                    value = -20 * math.log10(value) if value > 0 else math.inf
+                bounds[limit] = _worse(limit, bounds.get(limit, value), value)
+                if limit == "row_err" and value > worst_value:
+                    worst_name, worst_value = distribution, value
+        if missing:
+            if cells and not usable:
+                return "error is stale: the kernel changed since it was measured"
+            if m:
+                continue  # no error at this m: rejected there by `Table`
+            return f"error not measured on {', '.join(missing)}"
+        errors[m] = bounds
+    if not errors:
+        return "error not measured on every distribution asked for"
+    return errors, worst_name

@@ -1,0 +1,420 @@
+"""The public functions on tensors: check once, choose once, then allocate and launch."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern import autograd, misses, selection
+from lokakern.errors import (
+    FormatError,
+    MeasurementError,
+    MissError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from lokakern.operands import (
+    check_bias,
+    check_matrix,
+    check_out,
+    check_same_device,
+    device_of,
+    format_named,
+    gemm_problem,
+    granularity_named,
+    operand_of,
+)
+from lokakern.registry.register import Kernel, fp8_format
+from lokakern.table import Table
+from lokakern.types import (
+    Accepted,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Problem,
+    QuantizedTensor,
+)
+
+logger = logging.getLogger("lokakern")
+ON_MISS = ("bf16", "raise", "measure")
+_PLANS: dict[Any, Table] = {}
+selection.on_new_snapshot(_PLANS.clear)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    *,
+    budget: ErrorBudget | float | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    distribution: str | Sequence[str] | None = None,
+    on_miss: str = "bf16",
+) -> Tensor:
+    """Multiply ``a`` by ``b`` with the fastest kernel inside ``budget``.
+
+    Quantizing is part of it and of its time. A call that needs gradients is differentiated as the
+    unquantized product, with unquantized kernels.
+
+    Args:
+        a: Left operand, ``[m, k]``, bfloat16 or float32, any strides.
+        b: Right operand, ``[k, n]``, same dtype and device as ``a``; ``weight.t()`` is the fast
+            layout. Or a weight from `prepare_weight`, which is not quantized again.
+        budget: Largest accepted row error against a float64 product, or an `ErrorBudget`. None
+            means the unquantized kernel, or the budget a weight was prepared for.
+        bias: ``[n]``, dtype of ``a``, added before the output is rounded.
+        out: Where to write, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
+        distribution: Input distributions to judge the error on; None means all realistic ones.
+        on_miss: What to do where nothing was measured: "bf16" (the unquantized kernel, logged once
+            and kept for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
+
+    Returns:
+        ``[m, n]``, dtype of ``a``.
+
+    Raises:
+        ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
+        FormatError: A dtype is not supported, or dtypes differ.
+        DeviceError: Operands are on different devices.
+        BudgetError: The budget is not a finite, non-negative number.
+        MissError: Nothing was measured and ``on_miss`` is "raise".
+        MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
+    """
+    if torch.compiler.is_compiling():
+        return autograd.traced_gemm(a, b, budget, bias, out, distribution, on_miss)
+    if torch.is_grad_enabled() and _needs_grad(a, b, bias):
+        return autograd.differentiable_gemm(a, b, budget, bias, out, distribution, on_miss)
+    try:
+        m, k = a.shape
+        low = m & -m
+        key = (
+            a.dtype, k, a.stride(), a.device, a.data_ptr() & 15, low if low < 16 else 16,
+            b.signature if type(b) is QuantizedTensor
+            else (b.dtype, b.shape, b.stride(), b.device, b.data_ptr() & 15),  # type: ignore[union-attr]
+            budget, distribution, on_miss,
+            None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.device),
+            None if out is None else (out.dtype, out.shape[1:], out.stride(), out.device),
+        )  # fmt: skip
+        table = _PLANS.get(key)
+    except (AttributeError, TypeError, ValueError, IndexError):
+        key, table = None, None  # a wrong argument: the checks say which
+    if table is None:
+        table = _plan(a, b, budget, bias, out, distribution, on_miss)
+        if key is not None:
+            if len(_PLANS) > 4096:
+                _PLANS.clear()
+            _PLANS[key] = table
+    m = a.shape[0]
+    if out is None:
+        out = a.new_empty((m, table.problem.n))
+    elif out.shape[0] != m:
+        raise ShapeError(f"gemm: out is {list(out.shape)}; expected [{m}, {table.problem.n}]")
+    if not m or not table.problem.n:
+        return out
+    place = bisect_right(table.breakpoints, m) - 1
+    if table.misses[place] and table.budget is not None:
+        return _missed(table, a, b, out, bias, on_miss)
+    kernel = table.kernels[place]
+    assert kernel is not None  # a table for the device here has an unquantized kernel at least
+    kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+    return out
+
+
+def _needs_grad(a: Any, b: Any, bias: Any) -> bool:
+    if getattr(a, "requires_grad", False) or getattr(bias, "requires_grad", False):
+        return True
+    weight = b.source if type(b) is QuantizedTensor else b
+    return getattr(weight, "requires_grad", False)
+
+
+def _plan(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    budget: ErrorBudget | float | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    distribution: str | Sequence[str] | None,
+    on_miss: str,
+) -> Table:
+    """Check everything a warm call relies on, and build the table it reads."""
+    if on_miss not in ON_MISS:
+        raise UnknownNameError(
+            f"gemm: on_miss is {on_miss!r}; expected one of {', '.join(ON_MISS)}"
+        )
+    problem = gemm_problem(a, b, bias, out)
+    if budget is None and isinstance(b, QuantizedTensor):
+        budget = b.budget
+    names = (distribution,) if isinstance(distribution, str) else distribution
+    return selection.table_for(
+        problem,
+        None if budget is None else ErrorBudget.of(budget),
+        None if names is None else tuple(names),
+        device_of(a),
+    )
+
+
+_LOGGED: set[str] = set()
+
+
+def _missed(
+    table: Table,
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    out: Tensor,
+    bias: Tensor | None,
+    on_miss: str,
+) -> Tensor:
+    m = a.shape[0]
+    problem = replace(table.problem, m=m)
+    pick = table.pick(m)
+    if on_miss == "raise":
+        raise MissError(f"gemm: {problem}: {pick.note}; measure it with {_sweep_command(problem)}")
+    if on_miss == "measure":
+        measure(problem)
+        return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="bf16",
+                    distribution=table.distributions)  # fmt: skip
+    misses.record(problem, table.device)
+    family = str(replace(problem, m=0))
+    if family not in _LOGGED:
+        _LOGGED.add(family)
+        logger.warning(
+            "gemm: %s: %s; using %s. Measure it with: %s",
+            problem, pick.note, pick.name, _sweep_command(problem),
+        )  # fmt: skip
+    kernel = pick.candidate.kernel if pick.candidate else None
+    if kernel is None:
+        raise UnsupportedError(f"gemm: {problem}: no kernel runs on {table.device.product}")
+    kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+    return out
+
+
+def _sweep_command(problem: Problem) -> str:
+    sizes = ",".join(map(str, problem.shape))
+    return f"python -m lokakern.bench sweep --shape {sizes}"
+
+
+def measure(problem: Problem) -> None:
+    """Sweep one problem in a process of its own, into the user's database, and read that again.
+
+    Raises:
+        MeasurementError: The sweep failed, or torch.distributed is up (ranks would then differ).
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise MeasurementError(
+            'gemm: on_miss="measure" is refused while torch.distributed is initialized, because '
+            f"ranks would choose different kernels; run {_sweep_command(problem)} before"
+        )
+    sizes = ",".join(map(str, problem.shape))
+    done = subprocess.run(
+        [sys.executable, "-m", "lokakern.bench", "sweep", "--shape", sizes],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise MeasurementError(
+            f"gemm: {_sweep_command(problem)} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
+    selection.use_snapshot(None)
+
+
+def scaled_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_format: Format | str = Format.BFLOAT16,
+    budget: ErrorBudget | float | None = None,
+) -> Tensor:
+    """Multiply two quantized operands, ``a @ b + bias``, with the fastest kernel for them.
+
+    Args:
+        a: ``[m, k]``, from `quantize`.
+        b: ``[k, n]``, from ``quantize(weight).t()``. Granularities that go together: tensor x
+            tensor, row x row, 1x128 x 128x128.
+        bias: ``[n]``, dtype of the output.
+        out: Where to write, ``[m, n]``, columns contiguous.
+        out_format: "bfloat16" or "float32".
+        budget: Limits on the error against the unquantized product; among the kernels within it
+            the fastest is taken, the most accurate where none is.
+
+    Returns:
+        ``[m, n]`` in ``out_format``.
+
+    Raises:
+        ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
+        FormatError: A granularity or format does not fit.
+        UnsupportedError: No kernel multiplies these operands here.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, QuantizedTensor) or x.scale is None:
+            raise FormatError(
+                f"scaled_gemm: {name} is {type(x).__name__}; expected a QuantizedTensor with scales"
+            )
+    if a.transposed or not b.transposed:
+        raise ShapeError("scaled_gemm: a must be quantize(x) and b quantize(weight).t()")
+    (m, k), (rows, n) = a.shape, b.shape
+    if rows != k:
+        raise ShapeError(
+            f"scaled_gemm: a is {list(a.shape)} and b is {list(b.shape)}; b must be [{k}, n]"
+        )
+    form = format_named("scaled_gemm", out_format)
+    check_same_device("scaled_gemm", a=a.data, b=b.data, bias=bias, out=out)
+    strided = check_out("scaled_gemm", out, (m, n), form.dtype)
+    check_bias("scaled_gemm", bias, n, form.dtype)
+    problem = Problem(
+        op="scaled_gemm", m=m, n=n, k=k,
+        a=replace(operand_of(a.data), granularity=a.granularity),
+        b=replace(operand_of(b.data), granularity=b.granularity, layout=Layout.COLUMN),
+        epilogue="none" if bias is None else "bias", out_format=form, out_strided=strided,
+    )  # fmt: skip
+    if out is None:
+        out = torch.empty((m, n), dtype=form.dtype, device=a.device)
+    if m and n:
+        kernel = _kernel_for(problem, a.data, budget)
+        operands = (a.data, a.scale, b.data, b.scale, out, bias)
+        kernel.launch(*operands, kernel.workspace(*operands))
+    return out
+
+
+def quantize(
+    x: Tensor,
+    granularity: Granularity | str = Granularity.ROW,
+    *,
+    out_format: Format | str | None = None,
+) -> QuantizedTensor:
+    """Quantize to FP8: ``x ~ data * scale``, exactly as DESIGN.md says, on the fastest kernel.
+
+    Args:
+        x: ``[rows, columns]``, bfloat16 or float32; columns are the axis a GEMM sums over.
+        granularity: "tensor", "row", "1x128" or "128x128".
+        out_format: "e4m3fn", "e5m2", "e4m3fnuz" or "e5m2fnuz"; None means the device's E4M3.
+
+    Raises:
+        ShapeError: ``x`` is not two-dimensional.
+        FormatError: The dtype, format or granularity is not supported.
+    """
+    check_matrix("quantize", "x", x)
+    if Format.of(x.dtype).is_fp8:
+        raise FormatError(f"quantize: x is {x.dtype}; expected torch.bfloat16 or torch.float32")
+    device = device_of(x)
+    form = fp8_format(device) if out_format is None else format_named("quantize", out_format)
+    if not form.is_fp8:
+        raise FormatError(f"quantize: out_format is {form.value!r}; expected an FP8 format")
+    granularity = granularity_named("quantize", granularity)
+    rows, columns = x.shape
+    data = torch.empty((rows, columns), dtype=form.dtype, device=x.device)
+    scale = granularity.empty_scale(rows, columns, x.device)
+    if rows and columns:
+        problem = Problem(op="quantize", m=rows, n=1, k=columns, a=operand_of(x),
+                          out_format=form, out_granularity=granularity)  # fmt: skip
+        kernel = _kernel_for(problem, x, None)
+        kernel.launch(x.detach(), data, scale, kernel.workspace(x, data, scale))
+    else:
+        scale.fill_(1.0)
+    return QuantizedTensor(data, scale, granularity)
+
+
+def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:
+    """``data * scale``, rounded once to ``out_format``, in the orientation of ``x``.
+
+    Raises:
+        FormatError: ``out_format`` is neither bfloat16 nor float32, or ``x`` has no scales.
+    """
+    form = format_named("dequantize", out_format)
+    if form.is_fp8:
+        raise FormatError(f"dequantize: out_format is {form.value!r}; expected bfloat16 or float32")
+    if not isinstance(x, QuantizedTensor) or x.scale is None:
+        raise FormatError(
+            f"dequantize: x is {type(x).__name__}; expected a QuantizedTensor with scales"
+        )
+    rows, columns = x.data.shape
+    out = torch.empty((rows, columns), dtype=form.dtype, device=x.device)
+    if rows and columns:
+        operand = replace(operand_of(x.data), granularity=x.granularity)
+        problem = Problem(op="dequantize", m=rows, n=1, k=columns, a=operand, out_format=form)
+        kernel = _kernel_for(problem, x.data, None)
+        kernel.launch(x.data, x.scale, out, kernel.workspace(x.data, x.scale, out))
+    return out.t() if x.transposed else out
+
+
+def _kernel_for(problem: Problem, x: Tensor, budget: ErrorBudget | float | None) -> Kernel:
+    limits = None if budget is None else ErrorBudget.of(budget)
+    table = selection.table_for(problem, limits, device=device_of(x))
+    kernel = table.kernels[bisect_right(table.breakpoints, problem.m) - 1]
+    if kernel is None:
+        raise UnsupportedError(
+            f"{problem.op}: no kernel runs {problem} on {table.device.product}: "
+            + "; ".join(f"{name}: {why}" for name, why in table.pick(problem.m).rejected)
+        )
+    return kernel
+
+
+def run(kernel: Kernel, *operands: Any, **options: Any) -> Any:
+    """Run one kernel as the public function of its op would run the chosen one.
+
+    Args:
+        kernel: A registered kernel.
+        operands: ``a, b`` of gemm or scaled_gemm, ``x`` of quantize or dequantize.
+        options: ``bias`` and ``out`` of gemm and scaled_gemm; ``out_format``.
+
+    Raises:
+        UnsupportedError: The kernel does not take these operands; its reason is in the message.
+    """
+    bias, out = options.get("bias"), options.get("out")
+    launch: tuple[Any, ...]
+    scratch: tuple[Any, ...]
+    if kernel.op == "gemm":
+        a, b = operands
+        problem = gemm_problem(a, b, bias, out)
+        out = a.new_empty((problem.m, problem.n)) if out is None else out
+        launch = (a, b, out, bias)
+        scratch = (a, b)
+        result: Any = out
+    elif kernel.op == "scaled_gemm":
+        a, b = operands
+        form = format_named(kernel.op, options.get("out_format", Format.BFLOAT16))
+        strided = check_out(kernel.op, out, (a.shape[0], b.shape[1]), form.dtype)
+        problem = Problem(
+            op=kernel.op, m=a.shape[0], n=b.shape[1], k=a.shape[1],
+            a=replace(operand_of(a.data), granularity=a.granularity),
+            b=replace(operand_of(b.data), granularity=b.granularity, layout=Layout.COLUMN),
+            epilogue="none" if bias is None else "bias", out_format=form, out_strided=strided,
+        )  # fmt: skip
+        if out is None:
+            out = torch.empty((problem.m, problem.n), dtype=form.dtype, device=a.device)
+        launch = scratch = (a.data, a.scale, b.data, b.scale, out, bias)
+        result = out
+    elif kernel.op == "quantize":
+        (x,) = operands
+        form = format_named(kernel.op, options.get("out_format", fp8_format(device_of(x))))
+        problem = Problem(op=kernel.op, m=x.shape[0], n=1, k=x.shape[1], a=operand_of(x),
+                          out_format=form, out_granularity=kernel.granularity)  # fmt: skip
+        data = torch.empty(x.shape, dtype=form.dtype, device=x.device)
+        scale = kernel.granularity.empty_scale(x.shape[0], x.shape[1], x.device)
+        launch = scratch = (x, data, scale)
+        result = QuantizedTensor(data, scale, kernel.granularity)
+    else:
+        (x,) = operands
+        form = format_named(kernel.op, options.get("out_format", Format.BFLOAT16))
+        problem = Problem(op=kernel.op, m=x.data.shape[0], n=1, k=x.data.shape[1],
+                          a=replace(operand_of(x.data), granularity=x.granularity),
+                          out_format=form)  # fmt: skip
+        out = torch.empty(x.data.shape, dtype=form.dtype, device=x.device)
+        launch = scratch = (x.data, x.scale, out)
+        result = out.t() if x.transposed else out
+    device = device_of(operands[0] if isinstance(operands[0], Tensor) else operands[0].data)
+    answer = kernel.supports(problem, device)
+    if not isinstance(answer, Accepted):
+        raise UnsupportedError(f"{kernel.name}: {problem}: {answer.reason}")
+    if problem.m:
+        kernel.launch(*launch, kernel.workspace(*scratch))
+    return result

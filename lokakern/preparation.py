@@ -1,0 +1,108 @@
+"""Weights quantized once, in the form that serves a whole range of m best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lokakern import selection
+from lokakern.errors import ShapeError
+from lokakern.functional import quantize
+from lokakern.operands import check_matrix, device_of, operand_of
+from lokakern.problems import alignment_of
+from lokakern.registry.register import fp8_format
+from lokakern.types import (
+    Device,
+    ErrorBudget,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    QuantizedTensor,
+)
+
+
+def prepare_weight(
+    w: Tensor,
+    budget: ErrorBudget | float,
+    m_range: tuple[int, int],
+    *,
+    distribution: str | Sequence[str] | None = None,
+) -> QuantizedTensor:
+    """Quantize a weight once, in the form that serves a whole range of m best.
+
+    Each form (tensor, row, 128x128 scales) is judged by what `dispatch` would choose with it over
+    the measured m in the range; the least geometric mean of times wins. Where FP8 never pays, the
+    weight stays as it is. The result refers to ``w`` and does not follow later changes of it.
+
+    Args:
+        w: ``[n, k]``, as in a linear layer, bfloat16 or float32, row-major.
+        budget: What `gemm` on it may err; also its default budget there.
+        m_range: Smallest and largest m expected.
+        distribution: Input distributions to judge the error on; None means all realistic ones.
+
+    Returns:
+        ``[k, n]``: the right operand of `gemm`.
+
+    Raises:
+        ShapeError: ``w`` is not a row-major matrix, or the range is not two integers in order.
+        BudgetError: The budget is not a finite, non-negative number.
+    """
+    check_matrix("prepare_weight", "w", w)
+    usable = len(m_range) == 2 and all(isinstance(m, int) for m in m_range)
+    if not usable or not 1 <= m_range[0] <= m_range[1]:
+        raise ShapeError(
+            f"prepare_weight: m_range is {m_range!r}; expected (smallest, largest), both at least 1"
+        )
+    limits = ErrorBudget.of(budget)
+    weight = operand_of(w)
+    if weight.layout is not Layout.ROW:
+        raise ShapeError(
+            f"prepare_weight: w has strides {w.stride()}; expected a row-major [n, k] weight"
+        )
+    device = device_of(w)
+    names = (distribution,) if isinstance(distribution, str) else distribution
+    fp8 = fp8_format(device)
+    n, k = w.shape
+    best: tuple[float, str, Granularity] | None = None
+    for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK):
+        problem = Problem(
+            op="gemm", m=m_range[0], n=n, k=k,
+            a=Operand(weight.format, Granularity.NONE, Layout.ROW,
+                      alignment_of(k * w.element_size())),
+            b=Operand(fp8, granularity, Layout.COLUMN, alignment_of(k)),
+            prepared=True, out_format=weight.format,
+        )  # fmt: skip
+        gain = _mean_log_gain(problem, limits, names, device, m_range)
+        if gain < 0 and (best is None or (gain, granularity.value) < best[:2]):
+            best = (gain, granularity.value, granularity)
+    source = w.detach() if not w.requires_grad else w
+    if best is None:
+        return QuantizedTensor(source, None, Granularity.NONE, True, None, limits)
+    quantized = quantize(w.detach(), best[2], out_format=fp8)
+    return QuantizedTensor(quantized.data, quantized.scale, best[2], True, source, limits)
+
+
+def _mean_log_gain(
+    problem: Problem,
+    budget: ErrorBudget,
+    distributions: Sequence[str] | None,
+    device: Device,
+    m_range: tuple[int, int],
+) -> float:
+    """Mean of log(time chosen / time unquantized) over the range's ends and measured m."""
+    names = None if distributions is None else tuple(distributions)
+    low, high = m_range
+    table = selection.table_for(problem, budget, names, device)
+    sizes = {low, high, *(m for m in table.measured_m if low <= m <= high)}
+    total = 0.0
+    for m in sizes:
+        pick = selection.table_for(replace(problem, m=m), budget, names, device).pick(m)
+        base = next((c for c in table.candidates if c.name == table.baseline), None)
+        base_time = base.time_at(m) if base else None
+        if pick.time is not None and base_time is not None:
+            total += math.log(pick.time.latency_us / base_time[0].latency_us)
+    return total / len(sizes)

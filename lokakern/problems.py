@@ -1,0 +1,96 @@
+"""Problems: as a caller asks for them, as errors are stored, and their unquantized baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.registry.ops import op_named
+from lokakern.types import Format, Granularity, Layout, Operand, Problem
+
+ACCURACY_ROWS = 2048  # error is measured at this m: rows are independent unless a scale spans them
+
+
+def alignment_of(byte_count: int) -> int:
+    """Largest power of two, at most 16, that divides a number of bytes."""
+    return min(16, byte_count & -byte_count) if byte_count else 16
+
+
+def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
+    """A problem with the usual operands: bfloat16, a row-major, b column-major, aligned by k.
+
+    Args:
+        op: Name of an op.
+        shape: Sizes in the order of the op's axes: ``(m, n, k)`` or ``(m, k)``.
+        fields: Fields of `Problem` that differ from the usual.
+
+    Raises:
+        UnknownNameError: No such op, or a field that `Problem` does not have.
+        ShapeError: Wrong number of sizes, or a size that is not an integer of at least 0 (m), 1.
+    """
+    axes = op_named(op).axes
+    known = {f.name for f in dataclasses.fields(Problem)} - {"op", "m", "n", "k"}
+    unknown = ", ".join(sorted(fields.keys() - known))
+    if unknown:
+        raise UnknownNameError(
+            f"{op}: a problem has no field {unknown}; expected {', '.join(sorted(known))}"
+        )
+    sizes = tuple(shape) if isinstance(shape, Iterable) else ()
+    usable = len(sizes) == len(axes) and all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= (0 if i == 0 else 1)
+        for i, size in enumerate(sizes)
+    )
+    if not usable:
+        raise ShapeError(
+            f"{op}: shape is {shape!r}; expected ({', '.join(axes)}), integers, m >= 0, others >= 1"
+        )
+    m, k = sizes[0], sizes[-1]
+    n = sizes[1] if len(sizes) == 3 else 1
+    a = fields.pop("a", None)
+    b = fields.pop("b", None)
+    if op == "quantize":
+        fields = {"out_format": Format.E4M3FN, "out_granularity": Granularity.ROW, **fields}
+    if op in ("dequantize", "scaled_gemm"):
+        a = a or Operand(Format.E4M3FN, Granularity.ROW, Layout.ROW, alignment_of(k))
+    a = a or Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(k * 2))
+    if op in ("gemm", "scaled_gemm"):
+        wide = a.granularity is Granularity.GROUP
+        granularity = Granularity.BLOCK if wide else a.granularity
+        b = b or Operand(a.format, granularity, Layout.COLUMN, a.alignment)
+        if op == "gemm":
+            fields.setdefault("out_format", a.format)
+    return Problem(op=op, m=m, n=n, k=k, a=a, b=b, **fields)
+
+
+def accuracy_problem(problem: Problem, granularity: Granularity) -> Problem:
+    """The problem under which a kernel's error is stored.
+
+    What does not change the error is set to its usual value: layout, alignment, preparation,
+    strides of the output, bias; and m, unless one scale spans all rows (``granularity`` TENSOR).
+    """
+    a = replace(problem.a, layout=Layout.ROW, alignment=16)
+    b = problem.b
+    if b is not None:
+        form = a.format if problem.op == "gemm" else b.format
+        b = Operand(form, Granularity.NONE if problem.op == "gemm" else b.granularity,
+                    Layout.COLUMN, 16)  # fmt: skip
+    spans_rows = granularity is Granularity.TENSOR
+    return replace(
+        problem,
+        a=a,
+        b=b,
+        m=problem.m if spans_rows else ACCURACY_ROWS,
+        prepared=False,
+        out_strided=False,
+        epilogue="none",
+    )
+
+
+def baseline_name(problem: Problem) -> str | None:
+    """The unquantized kernel that is legal whatever the budget; None for ops without one."""
+    if problem.op != "gemm":
+        return None
+    return "torch.fp32" if problem.a.format is Format.FLOAT32 else "torch.bf16"

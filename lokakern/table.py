@@ -1,0 +1,199 @@
+"""Tables: the frozen answers for one problem without its m."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+from lokakern.evidence import Candidate, Time, within_noise
+from lokakern.registry.register import Kernel, kernels_for
+from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The decision at one m."""
+
+    candidate: Candidate | None
+    time: Time | None = None
+    interpolated: bool = False
+    tied: tuple[str, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name if self.candidate else ""
+
+
+@dataclass(eq=False)
+class Table:
+    """Everything needed to answer for one problem without m; built once, then only read."""
+
+    problem: Problem  # at any m
+    device: Device
+    budget: ErrorBudget | None
+    distributions: tuple[str, ...]
+    regime: str
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[tuple[str, str], ...]
+    baseline: str | None
+    baseline_kernel: Kernel | None
+    callable_here: bool
+    m_alignment: int
+    breakpoints: list[int] = field(default_factory=list)
+    winners: list[str] = field(default_factory=list)
+    kernels: list[Kernel | None] = field(default_factory=list)
+    misses: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._freeze()
+
+    @property
+    def measured_m(self) -> list[int]:
+        names = {m for c in self.candidates for m in c.times}
+        return sorted(names)
+
+    def _freeze(self) -> None:
+        """Find where the winner changes: at measured m, and where interpolated times cross."""
+        starts = [0]
+        measured = self.measured_m
+        for low, high in itertools.pairwise(measured):
+            starts += self._changes(low, high)
+        if measured:
+            starts += [measured[0], measured[-1], measured[-1] + 1]
+        previous: tuple[str, bool] | None = None
+        for start in sorted(set(starts)):
+            pick = self.pick(start)
+            state = (pick.name, bool(pick.note))
+            if state != previous:
+                self.breakpoints.append(start)
+                self.winners.append(pick.name)
+                self.kernels.append(pick.candidate.kernel if pick.candidate else None)
+                self.misses.append(bool(pick.note))
+                previous = state
+
+    def _changes(self, low: int, high: int) -> list[int]:
+        """First m of each piece between two measured m, by sampling and bisection."""
+        samples = sorted({low + (high - low) * i // 16 for i in range(17)})
+        changes = [low, *([low + 1] if low + 1 < high else [])]
+        for left, right in itertools.pairwise(samples):
+            first, last = self.pick(left).name, self.pick(right).name
+            while first != last and right - left > 1:
+                middle = (left + right) // 2
+                if self.pick(middle).name == first:
+                    left = middle
+                else:
+                    right = middle
+            if first != last:
+                changes.append(right)
+        return changes
+
+    def pick(self, m: int) -> Pick:
+        """The decision at m, with reasons; see `dispatch` for the rules."""
+        rejected = list(self.rejected)
+        timed: list[tuple[Candidate, Time, bool]] = []
+        problem = replace(self.problem, m=m)
+        for candidate in self.candidates:
+            reason = self._reason_against(candidate, problem)
+            found = candidate.time_at(m)
+            if reason is None and found is None:
+                measured = sorted(candidate.times)
+                reason = f"not measured at m={m} (measured: {_range_words(measured)})"
+            if reason is not None:
+                rejected.append((candidate.name, reason))
+            elif found is not None:
+                timed.append((candidate, *found))
+        base = next((c for c in self.candidates if c.name == self.baseline), None)
+        if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
+            note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
+            return Pick(base or _unmeasured(self.baseline, self.baseline_kernel), note=note,
+                        rejected=tuple(rejected))  # fmt: skip
+        if not timed:
+            return self._default(m, problem, rejected)
+        best = min(timed, key=lambda item: (item[1].latency_us, item[0].name))
+        tied = [
+            item
+            for item in timed
+            if within_noise(item[1].latency_us, item[1].margin_us,
+                            best[1].latency_us, best[1].margin_us)
+        ]  # fmt: skip
+        limit = next(iter(self.budget.limits)) if self.budget else "row_err"
+
+        def order(item: tuple[Candidate, Time, bool]) -> tuple[bool, float, str]:
+            error = item[0].error_at(m).get(limit, math.inf)
+            error = -error if limit == "sqnr_db" else error
+            return (not item[0].unquantized, error, item[0].name)
+
+        winner, time, interpolated = min(tied, key=order)
+        for candidate, other, _ in timed:
+            if candidate.name != winner.name:
+                tie = any(candidate.name == item[0].name for item in tied)
+                words = "tied, larger error or later name" if tie else "slower"
+                rejected.append((candidate.name, f"{words}: {other.latency_us:.2f} us"))
+        names = tuple(sorted(item[0].name for item in tied if item[0].name != winner.name))
+        return Pick(winner, time, interpolated, names, tuple(rejected))
+
+    def _reason_against(self, candidate: Candidate, problem: Problem) -> str | None:
+        if candidate.kernel is not None and self.callable_here:
+            answer = candidate.kernel.supports(problem, self.device)
+            if isinstance(answer, Rejected):
+                return answer.reason
+        if candidate.name == self.baseline:
+            return None
+        if self.budget is None:
+            return "no budget: only the unquantized kernel" if self.baseline else None
+        error = candidate.error_at(problem.m)
+        if not error:
+            return f"error not measured at m={problem.m} (one scale spans all rows)"
+        for limit, allowed in self.budget.limits.items():
+            found = error[limit]
+            passed = found >= allowed if limit == "sqnr_db" else found <= allowed
+            if not passed:
+                sign = "<" if limit == "sqnr_db" else ">"
+                return (
+                    f"{limit} {found:.4f} {sign} {allowed:g} "
+                    f"(worst on {candidate.worst_distribution}{_floor_words(limit, allowed)})"
+                )
+        return None
+
+    def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
+        """No measured kernel is left: the most accurate measured one, else one that accepts."""
+        note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
+        usable = [c for c in self.candidates if c.time_at(m) and c.error_at(m)]
+        if self.budget is not None and usable:
+            limit = next(iter(self.budget.limits))
+            sign = -1 if limit == "sqnr_db" else 1
+            best = min(usable, key=lambda c: (sign * c.error_at(m)[limit], c.name))
+            return Pick(best, note=f"no kernel is within {self.budget}; the most accurate is taken",
+                        rejected=tuple(rejected))  # fmt: skip
+        if self.callable_here:
+            for kernel in sorted(
+                kernels_for(problem.op, self.device), key=lambda k: (k.language == "torch", k.name)
+            ):
+                if not isinstance(kernel.supports(problem, self.device), Rejected):
+                    return Pick(_unmeasured(kernel.name, kernel), note=note,
+                                rejected=tuple(rejected))  # fmt: skip
+        return Pick(None, note=note, rejected=tuple(rejected))
+
+
+def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
+    return Candidate(name, kernel, Granularity.NONE, {}, {}, "", True)
+
+
+def _range_words(measured: list[int]) -> str:
+    return ", ".join(map(str, measured)) if measured else "never"
+
+
+def _floor_words(limit: str, allowed: float) -> str:
+    if limit == "row_err" and allowed < 0.035:
+        return "; the floor of E4M3 x E4M3 is about 0.035"
+    return ""
+
+
+def _miss_words(problem: Problem, m: int, measured: list[int], regime: str, device: Device) -> str:
+    if measured:
+        return f"m={m} is outside what was measured ({_range_words(measured)})"
+    sizes = f"n={problem.n} k={problem.k}" if problem.b is not None else f"k={problem.k}"
+    return f"nothing was measured at {sizes}, {regime}, on {device.product}"

@@ -1,0 +1,411 @@
+"""Dispatch on hand-made rows: each rule is shown by rows that would break it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern import evidence, selection
+from lokakern.bench.sweep import distribution_row
+from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameError, UnsupportedError
+from lokakern.numerics import Errors
+from lokakern.problems import accuracy_problem, alignment_of, make_problem
+from lokakern.registry.records import AccuracyRecord, KernelRow, TimingRecord
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.snapshot import load_snapshot
+from lokakern.registry.store import RunFile, merge
+from lokakern.selection import Choice, dispatch
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    Environment,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+)
+
+load_kernels()
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+ENVIRONMENT = Environment(
+    driver="580", toolkit="13.0", torch="2.11.0", triton="3.6.0", power_cap_w="700"
+)
+BF16 = "torch.bf16"
+ROW = "triton.quantize_row+torch.scaled_mm_row"
+TENSOR = "triton.quantize_tensor+torch.scaled_mm_tensor"
+
+
+def errors(row_err: float) -> Errors:
+    return Errors(
+        row_err=row_err * 0.99, row_err_upper=row_err, row_p50=row_err, row_p99=row_err * 1.1,
+        row_p99_upper=row_err * 1.2, row_max=row_err * 2, rel_err=row_err * 0.99,
+        rel_err_upper=row_err, sqnr_db=-20 * math.log10(row_err), mean_rel_err=row_err * 5,
+        mean_rel_err_upper=row_err * 6, mean_rel_err_excluded_share=0.0, mean_shift=0.0,
+        mean_shift_upper=1e-4, nonfinite_count=0, nonfinite_unexpected_count=0,
+    )  # fmt: skip
+
+
+class Book:
+    """Writes rows into a database and answers from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.grade = "full"
+
+    def write(self, *rows: Any) -> Book:
+        run = RunFile.create(
+            self.path, suite="test", command="test", harness_digest="0" * 64, grade=self.grade
+        )
+        with run:
+            for row in rows:
+                row(run)
+        self.use()
+        return self
+
+    def use(self) -> None:
+        selection.use_snapshot(load_snapshot([self.path]))
+
+
+def kernel_row(name: str, digest: str | None = None) -> KernelRow:
+    row = KernelRow.of(KERNELS[name])
+    return row if digest is None else replace(row, digest=digest)
+
+
+def time(
+    name: str, problem: Problem, us: float, *, spread: float = 0.001, status: str = "ok",
+    digest: str | None = None, count: int = 50, environment: Environment = ENVIRONMENT,
+) -> Any:  # fmt: skip
+    def write(run: RunFile) -> None:
+        metrics: dict[str, Any] = {
+            "latency_us_p20": us * (1 - spread), "latency_us_p50": us,
+            "latency_us_p80": us * (1 + spread), "replay_count": count, "void_count": 0,
+            "calls_per_replay": 10, "clock_mhz": 1980.0, "kernel_err": 0.5,
+            "kernel_err_row_p99": 0.4, "timer": "test",
+        }  # fmt: skip
+        record = TimingRecord(status=status, reason="" if status == "ok" else "made up", **metrics)
+        run.add_timing(kernel_row(name, digest), problem, distribution_row("X1"), H200,
+                       environment, "graph-cold", record)  # fmt: skip
+
+    return write
+
+
+def accuracy(
+    name: str, problem: Problem, row_err: float, *, only: tuple[str, ...] | None = None,
+    without: tuple[str, ...] = (), seeds: tuple[int, ...] = (0, 1, 2), status: str = "ok",
+    digest: str | None = None,
+) -> Any:  # fmt: skip
+    def write(run: RunFile) -> None:
+        asked = accuracy_problem(problem, KERNELS[name].granularity)
+        for distribution in only or REALISTIC_DISTRIBUTIONS:
+            if distribution in without:
+                continue
+            for seed in seeds:
+                record = AccuracyRecord(
+                    status=status, reason="" if status == "ok" else "made up", seed=seed,
+                    rows=asked.m, errors=errors(row_err), kernel_err=0.5, kernel_err_row_p99=0.4,
+                    flushed_share=0.0, saturated_share=0.0,
+                )  # fmt: skip
+                run.add_accuracy(kernel_row(name, digest), asked, distribution_row(distribution),
+                                 "sm_90", ENVIRONMENT, record)  # fmt: skip
+
+    return write
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    selection.use_snapshot(None)
+
+
+def gemm(m: int, n: int = 512, k: int = 512, **fields: Any) -> Problem:
+    return make_problem("gemm", (m, n, k), **fields)
+
+
+def measured(*, bf16: float, row: float, m: int = 4096, row_err: float = 0.04) -> list[Any]:
+    problem = gemm(m)
+    return [
+        time(BF16, problem, bf16), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, row), accuracy(ROW, problem, row_err),
+    ]  # fmt: skip
+
+
+def ask(m: int = 4096, budget: Any = 0.06, **options: Any) -> Choice:
+    return dispatch("gemm", (m, 512, 512), budget, device="NVIDIA H200", **options)
+
+
+def test_the_fastest_within_budget_wins(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = ask()
+    assert (choice.kernel, choice.latency_us) == (ROW, 10.0)
+    assert choice.errors["row_err"] == pytest.approx(0.04)
+    assert "slower: 20.00 us" in choice.rejected[BF16]
+
+
+def test_bf16_is_taken_where_nothing_else_is_within_budget(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = ask(budget=0.03)
+    assert choice.kernel == BF16
+    assert "row_err 0.0400 > 0.03" in choice.rejected[ROW]
+    assert "floor" in choice.rejected[ROW]
+    assert ask(budget=None).kernel == BF16
+    assert "no budget" in ask(budget=None).rejected[ROW]
+
+
+def test_never_slower_than_bf16(book: Book) -> None:
+    book.write(*measured(bf16=10.0, row=12.0))
+    assert ask().kernel == BF16
+
+
+def test_a_tie_goes_to_the_lower_error_and_is_marked(book: Book) -> None:
+    book.write(*measured(bf16=10.0, row=9.95))
+    choice = ask()
+    assert choice.kernel == BF16
+    assert choice.tied == (ROW,)
+    assert "tied" in choice.explain()
+
+
+def test_beyond_noise_fp8_wins_within_it_does_not(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 10.0, spread=0.2, count=5), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 9.5, spread=0.2, count=5), accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    margin = evidence.margin_us(8.0, 12.0, 5)
+    assert margin > 0.5
+    assert evidence.within_noise(10.0, margin, 9.5, margin)
+
+
+@pytest.mark.parametrize("missing", REALISTIC_DISTRIBUTIONS)
+def test_a_missing_distribution_rejects_a_kernel(book: Book, missing: str) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04, without=(missing,)),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert missing in ask().rejected[ROW]
+    present = next(d for d in REALISTIC_DISTRIBUTIONS if d != missing)
+    assert ask(distribution=present).kernel == ROW
+    assert present in ask(distribution=present).explain()
+    assert ask(distribution=(present, missing)).kernel == BF16
+
+
+def test_the_worst_seed_and_run_count(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(accuracy(ROW, gemm(4096), 0.07, only=("X5",), seeds=(1,)))
+    choice = ask()
+    assert choice.kernel == BF16
+    assert "0.0700" in choice.rejected[ROW] and "X5" in choice.rejected[ROW]
+
+
+def test_one_wrong_row_rejects_a_kernel(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(time(ROW, gemm(4096), 10.0, status="wrong"))
+    assert ask().kernel == BF16
+    assert "wrong" in ask().rejected[ROW]
+
+
+def test_a_wrong_error_row_rejects_a_kernel(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(accuracy(ROW, gemm(4096), 0.04, only=("X7",), seeds=(2,), status="wrong"))
+    assert ask().kernel == BF16
+
+
+def test_stale_errors_never_count(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0, digest="f" * 64),
+        accuracy(ROW, problem, 0.04, digest="f" * 64),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "stale" in ask().rejected[ROW]
+
+
+def test_a_stale_time_only_ranks_and_is_marked(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0, digest="f" * 64), accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    choice = ask()
+    assert choice.kernel == ROW
+    assert "stale" in choice.explain()
+
+
+def test_a_fresh_time_beats_a_stale_one_whatever_it_says(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=30.0))
+    book.write(time(ROW, gemm(4096), 1.0, digest="f" * 64))
+    assert ask().kernel == BF16
+
+
+def test_the_median_of_runs_counts_and_full_rows_before_quick_ones(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(time(ROW, gemm(4096), 90.0))
+    book.write(time(ROW, gemm(4096), 11.0))
+    assert ask().latency_us == 11.0
+    book.grade = "quick"
+    book.write(time(ROW, gemm(4096), 1.0))
+    assert ask().latency_us == 11.0
+
+
+def test_times_between_measured_m_are_interpolated_and_marked(book: Book) -> None:
+    rows = measured(bf16=20.0, row=10.0, m=4096)
+    book.write(*rows, *(r for r in measured(bf16=40.0, row=30.0, m=8192)
+                        if "time" in r.__qualname__))  # fmt: skip
+    choice = ask(6144)
+    assert choice.latency_us == pytest.approx(20.0)
+    assert choice.interpolated and "interpolated" in choice.explain()
+    assert not ask(4096).interpolated
+
+
+def test_the_winner_changes_where_interpolated_times_cross(book: Book) -> None:
+    times = {4096: (10.0, 20.0), 8192: (60.0, 40.0)}  # bf16, row: they cross at 5505 or so
+    rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(ROW, gemm(1), 0.04)]
+    for m, (bf16, row) in times.items():
+        rows += [time(BF16, gemm(m), bf16), time(ROW, gemm(m), row)]
+    book.write(*rows)
+    table = ask(4096).table
+    crossing = 4096 + (20 - 10) / ((60 - 10) - (40 - 20)) * 4096
+    before, after = int(crossing * 0.98), int(crossing * 1.02)
+    assert ask(before - before % 16).kernel == BF16
+    assert ask(after - after % 16).kernel == ROW
+    # The frozen table answers as the rules do, at every m.
+    for m in range(4000, 8300, 7):
+        place = table.breakpoints[max(i for i, b in enumerate(table.breakpoints) if b <= m)]
+        assert table.winners[table.breakpoints.index(place)] == table.pick(m).name
+
+
+@pytest.mark.parametrize("m", [1, 2048, 4095, 8193, 10**6])
+def test_nothing_is_extrapolated(book: Book, m: int) -> None:
+    book.write(*measured(bf16=20.0, row=10.0, m=4096),
+               time(BF16, gemm(8192), 40.0), time(ROW, gemm(8192), 20.0))  # fmt: skip
+    choice = ask(m)
+    assert choice.kernel == BF16
+    assert choice.is_miss and choice.latency_us is None
+    assert "outside what was measured" in choice.explain()
+
+
+def test_an_unknown_shape_is_a_miss(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = dispatch("gemm", (4096, 512, 640), 0.06, device="NVIDIA H200")
+    assert choice.kernel == BF16 and choice.is_miss
+    assert "nothing was measured" in choice.explain()
+
+
+def test_tensor_scales_are_judged_at_their_own_m(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(TENSOR, problem, 10.0), accuracy(TENSOR, gemm(2048), 0.04),
+    )  # fmt: skip
+    assert ask().kernel == BF16  # measured at m=2048 only: one scale spans more rows at 4096
+    book.write(accuracy(TENSOR, problem, 0.05))
+    assert ask().kernel == TENSOR
+    assert ask().errors["row_err"] == pytest.approx(0.05)
+
+
+def test_deleting_a_row_changes_the_answer(book: Book, tmp_path: Path) -> None:
+    first, second = Book(tmp_path / "a.sqlite"), Book(tmp_path / "b.sqlite")
+    first.write(*measured(bf16=20.0, row=10.0)[:2])
+    assert ask().kernel == BF16
+    second.write(*measured(bf16=20.0, row=10.0)[2:])
+    merge([first.path, second.path], book.path)
+    book.use()
+    assert ask().kernel == ROW
+
+
+@pytest.mark.parametrize(
+    ("budget", "kernel"),
+    [
+        (ErrorBudget(row_err=0.05), ROW),
+        (ErrorBudget(row_p99=0.047), BF16),
+        (ErrorBudget(row_p99=0.049), ROW),
+        (ErrorBudget(row_err=0.05, mean_rel_err=0.2), BF16),
+        (ErrorBudget(sqnr_db=27.0), ROW),
+        (ErrorBudget(sqnr_db=28.5), BF16),
+        (ErrorBudget(rel_err=0.039), BF16),
+        (ErrorBudget(mean_shift=1e-3), ROW),
+        (ErrorBudget(mean_shift=1e-5), BF16),
+    ],
+    ids=str,
+)
+def test_every_limit_of_a_budget_holds(book: Book, budget: ErrorBudget, kernel: str) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))  # row_err 0.04: p99 0.048, 27.96 dB
+    assert ask(budget=budget).kernel == kernel
+
+
+def test_a_prepared_weight_takes_only_kernels_of_its_form(book: Book) -> None:
+    weight = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN, alignment_of(512))
+    problem = gemm(4096, b=weight, prepared=True)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    assert ask(b=weight, prepared=True).kernel == ROW
+    assert ask().is_miss  # nothing was measured with the weight quantized on the way
+
+
+def test_a_choice_for_another_device_says_so_when_called(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = ask()
+    assert not choice.callable
+    with pytest.raises(UnsupportedError, match="NVIDIA H200"):
+        choice()
+
+
+def test_explain_names_every_kernel_once(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0), time(TENSOR, gemm(4096), 5.0))
+    text = ask().explain()
+    assert text.startswith("gemm m=4096 n=512 k=512")
+    for name in (BF16, ROW, TENSOR):
+        assert sum(line.split()[0] == name for line in text.splitlines()[1:]) == (name != ROW)
+
+
+def test_dispatch_is_a_pure_function_of_the_snapshot(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    first = ask().explain()
+    book.use()
+    assert ask().explain() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        (("gem", (1, 2, 3), 0.1), {}, UnknownNameError, "expected one of dequantize, gemm"),
+        (("gemm", (1, 2), 0.1), {}, ShapeError, "(m, n, k)"),
+        (("gemm", (1, 2, 0), 0.1), {}, ShapeError, "others >= 1"),
+        (("gemm", (-1, 2, 3), 0.1), {}, ShapeError, "m >= 0"),
+        (("gemm", (1.5, 2, 3), 0.1), {}, ShapeError, "integers"),
+        (("gemm", 7, 0.1), {}, ShapeError, "expected"),
+        (("gemm", (1, 2, 3), -0.1), {}, BudgetError, "zero or larger"),
+        (("gemm", (1, 2, 3), math.nan), {}, BudgetError, "finite"),
+        (("gemm", (1, 2, 3), math.inf), {}, BudgetError, "finite"),
+        (("gemm", (1, 2, 3), "much"), {}, BudgetError, "number"),
+        (("gemm", (1, 2, 3), True), {}, BudgetError, "number"),
+        (("gemm", (1, 2, 3), 0.1), {"device": "NVIDIA H9000"}, DeviceError, "known are"),
+        (("gemm", (1, 2, 3), 0.1), {"regime": "warm"}, UnknownNameError, "graph-cold"),
+        (("gemm", (1, 2, 3), 0.1), {"distribution": "X99"}, UnknownNameError, "X1"),
+        (("gemm", (1, 2, 3), 0.1), {"layout": 3}, UnknownNameError, "epilogue"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(
+    book: Book, arguments: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    with pytest.raises(error) as found:
+        dispatch(*arguments, **options)
+    assert words in str(found.value)
+
+
+def test_budget_without_limits_is_refused() -> None:
+    with pytest.raises(BudgetError, match="no limit"):
+        ErrorBudget()
