@@ -1,0 +1,5 @@
+"""``python -m lokakern.bench``."""
+
+from lokakern.bench.cli import main
+
+main()

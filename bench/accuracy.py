@@ -1,0 +1,309 @@
+"""The Error contract: every kernel against float64, on every distribution, over three seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
+from lokakern.bench.operands import compare_bytes
+from lokakern.problems import accuracy_problem
+from lokakern.registry import ops
+from lokakern.registry.records import AccuracyRecord
+from lokakern.registry.register import Kernel, fp8_format
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    Format,
+    Granularity,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+)
+
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kernel's error at one problem, for one distribution and seed: a row to be."""
+
+    kernel: Kernel
+    problem: Problem
+    distribution: str
+    seed: int
+
+
+def cells_for(
+    kernels: Iterable[Kernel],
+    problems: Iterable[Problem],
+    device: Device,
+    distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
+    seeds: Sequence[int] = SEEDS,
+) -> list[Cell]:
+    """What must be measured so that dispatch can judge the kernels at the problems."""
+    needed: dict[tuple[str, Problem], Kernel] = {}
+    chosen = list(kernels)
+    for problem in problems:
+        for kernel in chosen:
+            if kernel.op == problem.op and not isinstance(
+                kernel.supports(problem, device), Rejected
+            ):
+                asked = accuracy_problem(problem, _spanning(kernel, problem))
+                needed.setdefault((kernel.name, asked), kernel)
+    return [
+        Cell(kernel, problem, distribution, seed)
+        for (_, problem), kernel in needed.items()
+        for distribution in distributions
+        for seed in seeds
+    ]
+
+
+def _spanning(kernel: Kernel, problem: Problem) -> Granularity:
+    """The granularity that decides whether the error depends on m."""
+    return problem.out_granularity if problem.op == "quantize" else kernel.granularity
+
+
+Draw = tuple[str, int, int, int, bool]
+
+
+def measure_cells(
+    cells: Sequence[Cell],
+    torch_device: torch.device,
+    device: Device,
+    done: Callable[[Cell, AccuracyRecord], None],
+) -> None:
+    """Measure every cell; ``done`` is called with each, in an order that shares draws.
+
+    Draws are made on the CPU in a pool of threads, a few groups ahead.
+    """
+    groups: dict[tuple[str, int, int, int, int], list[Cell]] = {}
+    for cell in cells:
+        n = cell.problem.n if cell.problem.b is not None else 0
+        key = (cell.distribution, cell.seed, cell.problem.k, cell.problem.m, n)
+        groups.setdefault(key, []).append(cell)
+    ordered = sorted(groups)
+    with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 12))) as pool:
+        drawn = _Drawer(pool, ordered)
+        for place, key in enumerate(ordered):
+            distribution, seed, k, m, n = key
+            drawn.ahead(place)
+            x = drawn.get((distribution, m, k, seed, False)).to(torch_device)
+            w = drawn.get((distribution, n, k, seed, True)).to(torch_device) if n else None
+            _Group(x, w, device).measure(groups[key], done)
+            drawn.forget(place)
+
+
+class _Drawer:
+    """Draws operands ahead of use, each once, and forgets what no later group needs."""
+
+    AHEAD = 12
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, keys: list[tuple[str, int, int, int, int]]
+    ) -> None:
+        self.pool = pool
+        self.keys = keys
+        self.last_use: dict[Draw, int] = {}
+        for place, key in enumerate(keys):
+            for draw in self._draws(key):
+                self.last_use[draw] = place
+        self.pending: dict[Draw, Future[Tensor]] = {}
+
+    @staticmethod
+    def _draws(key: tuple[str, int, int, int, int]) -> Iterator[Draw]:
+        distribution, seed, k, m, n = key
+        yield (distribution, m, k, seed, False)
+        if n:
+            yield (distribution, n, k, seed, True)
+
+    def ahead(self, place: int) -> None:
+        for key in self.keys[place : place + self.AHEAD]:
+            for draw in self._draws(key):
+                if draw not in self.pending:
+                    self.pending[draw] = self.pool.submit(_draw, *draw)
+
+    def get(self, draw: Draw) -> Tensor:
+        return self.pending[draw].result()
+
+    def forget(self, place: int) -> None:
+        for draw in self._draws(self.keys[place]):
+            if self.last_use[draw] <= place:
+                self.pending.pop(draw, None)
+
+
+def _draw(distribution: str, rows: int, k: int, seed: int, weight: bool) -> Tensor:
+    recipe = distribution_named(distribution)
+    found = draw_weight(recipe, rows, k, seed) if weight else draw_rows(recipe, rows, k, seed)
+    return found.float()  # bfloat16 and float32 operands are both roundings of this
+
+
+class _Group:
+    """All cells on one draw: references and exact quantizations are made once."""
+
+    def __init__(self, x: Tensor, w: Tensor | None, device: Device) -> None:
+        self.wide_x, self.wide_w, self.device = x, w, device
+        self._cache: dict[Any, Any] = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def x(self, form: Format) -> Tensor:
+        return self._once(("x", form), lambda: self.wide_x.to(form.dtype))  # type: ignore[no-any-return]
+
+    def w(self, form: Format) -> Tensor:
+        assert self.wide_w is not None  # asked for by ops with two operands only
+        wide = self.wide_w
+        return self._once(("w", form), lambda: wide.to(form.dtype))  # type: ignore[no-any-return]
+
+    def quantized(
+        self, which: str, source: Format, form: Format, granularity: Granularity
+    ) -> QuantizedTensor:
+        operand = self.x(source) if which == "x" else self.w(source)
+        return self._once(  # type: ignore[no-any-return]
+            (which, source, form, granularity),
+            lambda: numerics.quantize(operand, form, granularity),
+        )
+
+    def measure(self, cells: Sequence[Cell], done: Callable[[Cell, AccuracyRecord], None]) -> None:
+        for cell in cells:
+            try:
+                record = self._measure(cell)
+            except torch.cuda.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                record = _failed(cell, "out_of_memory", error)
+            except Exception as error:  # any library may raise anything; the sweep goes on
+                record = _failed(cell, "error", error)
+            done(cell, record)
+
+    def _measure(self, cell: Cell) -> AccuracyRecord:
+        if cell.problem.op == "gemm":
+            return self._gemm(cell)
+        if cell.problem.op == "scaled_gemm":
+            return self._scaled_gemm(cell)
+        return self._quantize(cell) if cell.problem.op == "quantize" else self._dequantize(cell)
+
+    def _gemm(self, cell: Cell) -> AccuracyRecord:
+        kernel, form = cell.kernel, cell.problem.a.format
+        a, w = self.x(form), self.w(form)
+        out = torch.full(
+            (a.shape[0], w.shape[0]), math.nan, dtype=cell.problem.out_format.dtype, device=a.device
+        )
+        b = w.t()
+        kernel.launch(a, b, out, None, kernel.workspace(a, b))
+        shares = (0.0, 0.0)
+        if kernel.quantizes:
+            fp8 = fp8_format(self.device)
+            left = self.quantized("x", form, fp8, kernel.granularity)
+            right = self.quantized("w", form, fp8, kernel.b_granularity)
+            shares = numerics.flushed_and_saturated_shares(a, left)
+            key: Any = (form, fp8, kernel.granularity, kernel.b_granularity)
+            exact, size = self._once(key, lambda: _exact(left, right.t()))
+        else:
+            exact, size = self._once(("plain", form), lambda: _exact(a, b))
+        reference, _ = self._once(("plain", form), lambda: _exact(a, b))
+        return self._record(cell, out, reference, exact, size, shares)
+
+    def _scaled_gemm(self, cell: Cell) -> AccuracyRecord:
+        problem, source = cell.problem, Format.BFLOAT16
+        assert problem.b is not None  # an op with two operands
+        left = self.quantized("x", source, problem.a.format, problem.a.granularity)
+        right = self.quantized("w", source, problem.b.format, problem.b.granularity)
+        a, w = self.x(source), self.w(source)
+        out = torch.full(
+            (a.shape[0], w.shape[0]), math.nan, dtype=problem.out_format.dtype, device=a.device
+        )
+        operands = (left.data, left.scale, right.data, right.scale, out, None)
+        cell.kernel.launch(*operands, cell.kernel.workspace(*operands))
+        key = (source, problem.a.format, left.granularity, right.granularity)
+        exact, size = self._once(key, lambda: _exact(left, right.t()))
+        reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
+        shares = numerics.flushed_and_saturated_shares(a, left)
+        return self._record(cell, out, reference, exact, size, shares)
+
+    def _record(
+        self,
+        cell: Cell,
+        out: Tensor,
+        reference: Tensor,
+        exact: Tensor,
+        size: Tensor,
+        shares: tuple[float, float],
+    ) -> AccuracyRecord:
+        error = numerics.kernel_error(out, exact, size, cell.problem.out_format.unit_roundoff)
+        errors = numerics.measure_errors(out, reference)
+        reason = ""
+        if errors.nonfinite_unexpected_count:
+            reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
+        elif error.maximum > cell.kernel.kernel_err_bound:
+            reason = f"kernel_err {error.maximum:.3g} > {cell.kernel.kernel_err_bound:g}"
+        return AccuracyRecord(
+            status="wrong" if reason else "ok",
+            reason=reason,
+            seed=cell.seed,
+            rows=out.shape[0],
+            errors=errors,
+            kernel_err=error.maximum,
+            kernel_err_row_p99=error.row_p99,
+            flushed_share=shares[0],
+            saturated_share=shares[1],
+        )
+
+    def _quantize(self, cell: Cell) -> AccuracyRecord:
+        problem, kernel = cell.problem, cell.kernel
+        x = self.x(problem.a.format)
+        expected = self.quantized("x", problem.a.format, problem.out_format, kernel.granularity)
+        data = torch.empty_like(expected.data)
+        data.view(torch.uint8).fill_(0xA5)
+        scale = kernel.granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(math.nan)
+        kernel.launch(x, data, scale, kernel.workspace(x, data, scale))
+        reason = compare_bytes(data, scale, expected.data, expected.scale)
+        found = QuantizedTensor(data, scale, kernel.granularity)
+        reference = x.to(torch.float64)
+        value = numerics.dequantize(found, torch.float64)
+        flushed, saturated = numerics.flushed_and_saturated_shares(x, found)
+        return AccuracyRecord(
+            status="wrong" if reason else "ok",
+            reason=reason,
+            seed=cell.seed,
+            rows=x.shape[0],
+            errors=numerics.measure_errors(value, reference),
+            kernel_err=math.inf if reason else 0.0,
+            kernel_err_row_p99=math.inf if reason else 0.0,
+            flushed_share=flushed,
+            saturated_share=saturated,
+        )
+
+    def _dequantize(self, cell: Cell) -> AccuracyRecord:
+        problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
+        quantized = self.quantized("x", source, problem.a.format, problem.a.granularity)
+        out = torch.full(
+            quantized.data.shape,
+            math.nan,
+            dtype=problem.out_format.dtype,
+            device=self.wide_x.device,
+        )
+        operands = (quantized.data, quantized.scale, out)
+        kernel.launch(*operands, kernel.workspace(*operands))
+        exact = ops.exact(quantized)
+        reference = self.x(source).to(torch.float64)
+        shares = numerics.flushed_and_saturated_shares(self.x(source), quantized)
+        return self._record(cell, out, reference, exact, torch.zeros_like(exact), shares)
+
+
+def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    return ops.product(a, b), ops.magnitude(a, b)
+
+
+def _failed(cell: Cell, status: str, error: BaseException) -> AccuracyRecord:
+    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
+    return AccuracyRecord(status=status, reason=reason, seed=cell.seed, rows=cell.problem.m)

@@ -1,0 +1,54 @@
+"""The table a sweep ends with: every kernel at every problem, its time and its worst error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lokakern.bench.suites import Case
+from lokakern.device import current_device
+from lokakern.problems import accuracy_problem
+from lokakern.registry.identity import family_key, problem_key
+from lokakern.registry.snapshot import load_snapshot
+from lokakern.types import Granularity
+
+
+def summary_rows(database: Path, cases: list[Case], regime: str | None) -> list[dict[str, Any]]:
+    """One row per problem and kernel, fastest first within a problem.
+
+    Columns: problem, kernel, median time in microseconds, the worst stored bound of the row error
+    and the distribution it is on, largest kernel error, status.
+    """
+    facts = load_snapshot([database])
+    device = current_device()
+    regime = regime or ("graph-cold" if device.is_gpu else "eager")
+    rows = []
+    for problem in dict.fromkeys(case.problem for case in cases):
+        found = []
+        for cell in facts.timing_cells(device, family_key(problem), regime):
+            if cell.m != problem.m:
+                continue
+            granularity = Granularity(cell.kernel.granularity)
+            asked = problem_key(accuracy_problem(problem, granularity))
+            errors = [
+                (c.row_err_upper, c.distribution)
+                for c in facts.accuracy_cells(device.architecture, cell.kernel.name, asked)
+                if c.status == "ok" and c.kernel.digest == cell.kernel.digest
+            ]
+            worst = max(errors, default=(None, "not measured"))
+            found.append(
+                {
+                    "problem": str(problem),
+                    "kernel": cell.kernel.name,
+                    "time us": cell.latency_us_p50 if cell.status == "ok" else "-",
+                    "worst row_err": "-" if worst[0] is None else worst[0],
+                    "on": worst[1],
+                    "kernel_err": cell.kernel_err if cell.status == "ok" else "-",
+                    "status": cell.status
+                    if cell.status == "ok"
+                    else f"{cell.status}: {cell.reason}",
+                }
+            )
+        found.sort(key=lambda row: (isinstance(row["time us"], str), row["time us"], row["kernel"]))
+        rows += found
+    return rows

@@ -1,0 +1,287 @@
+"""The Timing contract: candidates interleaved, cold, in CUDA graphs, medians with their spread.
+
+Regimes: ``graph-cold`` (every operand of a call distinct until their bytes exceed 2x the last-level
+cache), ``graph-hot`` (one set, replayed), ``eager`` (cold sets, called from the host, whose time
+counts; the only regime of a CPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lokakern.errors import MeasurementError, UnknownNameError
+from lokakern.types import REGIMES
+
+BUDGET_MS = 25.0  # of replays a candidate
+FEWEST_REPLAYS = 5
+MOST_REPLAYS = 200
+DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many replays is dropped
+VOID_CLOCK_SHARE = 0.9  # a replay under this share of the candidate's own median clock is void
+GRAPH_US = 300.0  # a graph lasts at least this long, so that its launch (about 2 us) is noise
+WARM_SECONDS = 0.5
+
+
+@dataclass
+class Contender:
+    """Something to be timed: one call per operand set.
+
+    ``status`` and ``reason`` say what went wrong, if anything did.
+    """
+
+    name: str
+    calls: Sequence[Callable[[], None]]
+    status: str = "ok"
+    reason: str = ""
+    samples_us: list[float] = field(default_factory=list)
+    clocks_mhz: list[float] = field(default_factory=list)
+    calls_per_replay: int = 0
+    dropped: bool = False
+    _replay: Callable[[], float] | None = None
+
+    def fail(self, status: str, error: BaseException) -> None:
+        self.status = status
+        self.reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
+        self._replay = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Of a contender's time per call, in microseconds."""
+
+    p20: float
+    p50: float
+    p80: float
+    replay_count: int
+    void_count: int
+    clock_mhz: float | None
+
+
+def quantiles(contender: Contender) -> Quantiles:
+    """Quantiles over the replays that are not void.
+
+    Raises:
+        MeasurementError: There are no samples.
+    """
+    samples, clocks = contender.samples_us, contender.clocks_mhz
+    if not samples:
+        raise MeasurementError(f"{contender.name}: no replay was timed")
+    kept = samples
+    clock = None
+    if len(clocks) == len(samples):
+        clock = statistics.median(clocks)
+        kept = [s for s, c in zip(samples, clocks, strict=True) if c >= VOID_CLOCK_SHARE * clock]
+    kept = sorted(kept)
+    p20, p50, p80 = (_quantile(kept, q) for q in (0.2, 0.5, 0.8))
+    return Quantiles(p20, p50, p80, len(kept), len(samples) - len(kept), clock)
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def time_contenders(
+    contenders: Sequence[Contender],
+    *,
+    regime: str,
+    device: torch.device,
+    floor_us: float,
+    seed: int = 0,
+    budget_ms: float = BUDGET_MS,
+) -> None:
+    """Time contenders against each other; fills in their samples, status and reason.
+
+    Each is warmed first (which compiles it). Rounds visit all of them in a fresh order; one that is
+    1.5x behind after 3 replays is dropped.
+
+    Args:
+        contenders: What to time; one that fails keeps its status and does not stop the others.
+        regime: One of `REGIMES`; a CPU has only "eager".
+        device: Torch device.
+        floor_us: Least time a call can take, for choosing how many calls a replay holds.
+        seed: Of the order within rounds.
+        budget_ms: Of replays a contender.
+
+    Raises:
+        UnknownNameError: No such regime.
+        MeasurementError: A graph regime on a device without graphs.
+    """
+    if regime not in REGIMES:
+        raise UnknownNameError(
+            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
+        )
+    graphs = regime != "eager"
+    if graphs and device.type != "cuda":
+        raise MeasurementError(f"regime {regime!r} needs a GPU; a {device.type} has only 'eager'")
+    for contender in contenders:
+        with _faults(contender):
+            if graphs:
+                _prepare_graph(contender, floor_us)
+            else:
+                _prepare_eager(contender, device)
+    read_clock = _clock_reader(device)
+    running = [c for c in contenders if c._replay is not None]
+    for contender in running:  # a first replay uploads the graph; its time does not count
+        with _faults(contender):
+            _run(contender)
+    order = random.Random(seed)
+    spent_us = {c.name: 0.0 for c in running}
+    while True:
+        active = [c for c in running if _wants_more(c, spent_us[c.name], budget_ms)]
+        if not active:
+            return
+        order.shuffle(active)
+        for contender in active:
+            with _faults(contender):
+                elapsed = _run(contender)
+                contender.samples_us.append(elapsed / contender.calls_per_replay)
+                spent_us[contender.name] += elapsed
+                clock = read_clock()
+                if clock is not None:
+                    contender.clocks_mhz.append(clock)
+        _drop_laggards(running)
+
+
+def _run(contender: Contender) -> float:
+    assert contender._replay is not None  # prepared
+    return contender._replay()
+
+
+@contextlib.contextmanager
+def _faults(contender: Contender) -> Iterator[None]:
+    """A Python error of a contender becomes its status; a broken context cannot be survived."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        contender.fail("out_of_memory", error)
+        torch.cuda.empty_cache()
+    except Exception as error:  # any library may raise anything; the sweep goes on
+        contender.fail("error", error)
+
+
+def _wants_more(contender: Contender, spent_us: float, budget_ms: float) -> bool:
+    if contender._replay is None or contender.dropped:
+        return False
+    count = len(contender.samples_us)
+    if count < FEWEST_REPLAYS:
+        return True
+    return count < MOST_REPLAYS and spent_us < budget_ms * 1e3
+
+
+def _drop_laggards(running: Sequence[Contender]) -> None:
+    timed = [c for c in running if c.status == "ok" and len(c.samples_us) >= DROP_AFTER]
+    if not timed:
+        return
+    best = min(statistics.median(c.samples_us) for c in timed)
+    for contender in timed:
+        if statistics.median(contender.samples_us) > DROP_FACTOR * best:
+            contender.dropped = True
+
+
+def _prepare_graph(contender: Contender, floor_us: float) -> None:
+    for call in (contender.calls[0], contender.calls[-1]):
+        call()
+    torch.cuda.synchronize()
+    repeats = max(1, math.ceil(GRAPH_US / (len(contender.calls) * max(floor_us, 0.5))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            for call in contender.calls:
+                call()
+    contender.calls_per_replay = repeats * len(contender.calls)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def replay() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    contender._replay = replay
+
+
+def _prepare_eager(contender: Contender, device: torch.device) -> None:
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    contender.calls[0]()
+    synchronize()
+    begun = time.perf_counter_ns()
+    contender.calls[-1]()
+    synchronize()
+    once_us = max((time.perf_counter_ns() - begun) / 1e3, 1.0)
+    # Cold sets are many and a CPU is slow: walk through them over several replays.
+    count = max(1, min(len(contender.calls), math.ceil(BUDGET_MS * 1e3 / FEWEST_REPLAYS / once_us)))
+    contender.calls_per_replay = count
+    position = 0
+
+    def replay() -> float:
+        nonlocal position
+        chosen = [contender.calls[(position + i) % len(contender.calls)] for i in range(count)]
+        position += count
+        synchronize()
+        begun = time.perf_counter_ns()
+        for call in chosen:
+            call()
+        synchronize()
+        return (time.perf_counter_ns() - begun) / 1e3
+
+    contender._replay = replay
+
+
+def release(contenders: Sequence[Contender]) -> None:
+    """Free the graphs and what they hold."""
+    for contender in contenders:
+        contender._replay = None
+        contender.calls = ()
+
+
+def warm(device: torch.device) -> None:
+    """Bring the clocks up: matrix products on random data for half a second."""
+    if device.type != "cuda":
+        return
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    begun = time.monotonic()
+    while time.monotonic() - begun < WARM_SECONDS:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def _clock_reader(device: torch.device) -> Callable[[], float | None]:
+    """Reads the SM clock in MHz; None where there is none to read."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return lambda: None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    except Exception:  # no NVML here: the clock is unknown, which a row may say
+        return lambda: None
+
+    def read() -> float | None:
+        return float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))
+
+    return read
+
+
+def timer_name(regime: str, device: torch.device) -> str:
+    """What measured: never compare times of different timers."""
+    if regime == "eager":
+        return "host clock"
+    return "device events around a graph"
