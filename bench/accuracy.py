@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.bench.operands import compare_bytes
+from lokakern.bench.operands import compare_bytes, operand_digest
 from lokakern.problems import accuracy_problem
 from lokakern.registry import ops
 from lokakern.registry.records import AccuracyRecord
@@ -95,9 +95,12 @@ def measure_cells(
         for place, key in enumerate(ordered):
             distribution, seed, k, m, n = key
             drawn.ahead(place)
-            x = drawn.get((distribution, m, k, seed, False)).to(torch_device)
-            w = drawn.get((distribution, n, k, seed, True)).to(torch_device) if n else None
-            _Group(x, w, device).measure(groups[key], done)
+            x, digest = drawn.get((distribution, m, k, seed, False))
+            w = None
+            if n:
+                w, other = drawn.get((distribution, n, k, seed, True))
+                w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
+            _Group(x.to(torch_device), w, device, digest).measure(groups[key], done)
             drawn.forget(place)
 
 
@@ -115,7 +118,7 @@ class _Drawer:
         for place, key in enumerate(keys):
             for draw in self._draws(key):
                 self.last_use[draw] = place
-        self.pending: dict[Draw, Future[Tensor]] = {}
+        self.pending: dict[Draw, Future[tuple[Tensor, str]]] = {}
 
     @staticmethod
     def _draws(key: tuple[str, int, int, int, int]) -> Iterator[Draw]:
@@ -130,7 +133,7 @@ class _Drawer:
                 if draw not in self.pending:
                     self.pending[draw] = self.pool.submit(_draw, *draw)
 
-    def get(self, draw: Draw) -> Tensor:
+    def get(self, draw: Draw) -> tuple[Tensor, str]:
         return self.pending[draw].result()
 
     def forget(self, place: int) -> None:
@@ -139,17 +142,18 @@ class _Drawer:
                 self.pending.pop(draw, None)
 
 
-def _draw(distribution: str, rows: int, k: int, seed: int, weight: bool) -> Tensor:
+def _draw(distribution: str, rows: int, k: int, seed: int, weight: bool) -> tuple[Tensor, str]:
     recipe = distribution_named(distribution)
     found = draw_weight(recipe, rows, k, seed) if weight else draw_rows(recipe, rows, k, seed)
-    return found.float()  # bfloat16 and float32 operands are both roundings of this
+    single = found.float()  # bfloat16 and float32 operands are both roundings of this
+    return single, operand_digest(single)
 
 
 class _Group:
     """All cells on one draw: references and exact quantizations are made once."""
 
-    def __init__(self, x: Tensor, w: Tensor | None, device: Device) -> None:
-        self.wide_x, self.wide_w, self.device = x, w, device
+    def __init__(self, x: Tensor, w: Tensor | None, device: Device, digest: str) -> None:
+        self.wide_x, self.wide_w, self.device, self.digest = x, w, device, digest
         self._cache: dict[Any, Any] = {}
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -222,7 +226,7 @@ class _Group:
         out = torch.full(
             (a.shape[0], w.shape[0]), math.nan, dtype=problem.out_format.dtype, device=a.device
         )
-        operands = (left.data, left.scale, right.data, right.scale, out, None)
+        operands = (left.data, left.scale, *right.transpose, out, None)
         cell.kernel.launch(*operands, cell.kernel.workspace(*operands))
         key = (source, problem.a.format, left.granularity, right.granularity)
         exact, size = self._once(key, lambda: _exact(left, right.t()))
@@ -256,6 +260,7 @@ class _Group:
             kernel_err_row_p99=error.row_p99,
             flushed_share=shares[0],
             saturated_share=shares[1],
+            operand_digest=self.digest,
         )
 
     def _quantize(self, cell: Cell) -> AccuracyRecord:
@@ -281,6 +286,7 @@ class _Group:
             kernel_err_row_p99=math.inf if reason else 0.0,
             flushed_share=flushed,
             saturated_share=saturated,
+            operand_digest=self.digest,
         )
 
     def _dequantize(self, cell: Cell) -> AccuracyRecord:

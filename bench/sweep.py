@@ -306,6 +306,7 @@ def _record(
         kernel_err=error.maximum,
         kernel_err_row_p99=error.row_p99,
         timer=timing.timer_name(regime, where),
+        operand_digest=operands.digest,
     )
 
 

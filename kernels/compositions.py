@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.registry.register import ANY, KERNELS, Kernel, Launcher, add, fp8_format
+from lokakern.registry.register import (
+    ANY,
+    KERNELS,
+    Kernel,
+    Launcher,
+    Workspace,
+    add,
+    fp8_format,
+)
 from lokakern.types import (
     ACCEPTED,
     Device,
@@ -21,6 +29,7 @@ from lokakern.types import (
     Layout,
     Operand,
     Problem,
+    QuantizedTensor,
     Rejected,
     Support,
 )
@@ -55,9 +64,7 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
         modules=tuple(
             dict.fromkeys(("compositions", *first.modules, *b_quantizer.modules, *second.modules))
         ),
-        launch=functools.partial(
-            _launch_composition, first.launch, b_quantizer.launch, second.launch
-        ),
+        launch=_launcher_of(first.launch, b_quantizer.launch, second.launch),
         architectures=ANY
         if everywhere
         else frozenset.intersection(*(k.architectures for k in parts)),
@@ -65,7 +72,7 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
         b_granularity=second.b_granularity,
         accumulation=second.accumulation,
         supports_problem=functools.partial(_supports_composition, first, b_quantizer, second),
-        workspace=functools.partial(_composition_workspace, first, b_quantizer, second),
+        workspace=_workspace_of(first, b_quantizer, second),
         kernel_err_bound=second.kernel_err_bound,
         parts=tuple(dict.fromkeys((quantizer, b_quantizer.name, gemm))),
     )
@@ -126,21 +133,29 @@ def _quantize_problem(
     )
 
 
-def _composition_workspace(
-    first: Kernel, b_quantizer: Kernel, second: Kernel, a: Tensor, b: Any, *_: Any
-) -> tuple[Tensor, ...]:
+def _workspace_of(first: Kernel, b_quantizer: Kernel, second: Kernel) -> Workspace:
     """Elements and scales of a, then of b unless it is prepared, then what the parts want."""
-    dtype = _device_fp8(a.device)
-    data = torch.empty(a.shape, dtype=dtype, device=a.device)
-    scale = second.granularity.empty_scale(a.shape[0], a.shape[1], a.device)
-    extra = first.workspace(a, data, scale)
-    if not isinstance(b, Tensor):
-        return (data, scale, *extra)
-    weight = b.t()
-    b_data = torch.empty(weight.shape, dtype=dtype, device=a.device)
-    b_scale = second.b_granularity.empty_scale(weight.shape[0], weight.shape[1], a.device)
-    extra = extra or b_quantizer.workspace(weight, b_data, b_scale)
-    return (data, scale, b_data, b_scale, *extra)
+    by_row = second.granularity is Granularity.ROW
+
+    def workspace(a: Tensor, b: Any, *_: Any) -> tuple[Tensor, ...]:
+        device = a.device
+        dtype = _device_fp8(device)
+        data = torch.empty_like(a, dtype=dtype, memory_format=torch.contiguous_format)
+        if by_row:  # spelled out: on a warm call every microsecond of the host counts
+            scale = torch.empty_strided((a.shape[0], 1), (1, 1), dtype=torch.float32, device=device)
+        else:
+            scale = second.granularity.empty_scale(a.shape[0], a.shape[1], device)
+        extra = first.workspace(a, data, scale)
+        if type(b) is QuantizedTensor:
+            return (data, scale, *extra)
+        weight = b.t()
+        b_data = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+        b_scale = second.b_granularity.empty_scale(weight.shape[0], weight.shape[1], device)
+        # One scratch serves both quantizers: they run one after the other on one stream.
+        extra = extra or b_quantizer.workspace(weight, b_data, b_scale)
+        return (data, scale, b_data, b_scale, *extra)
+
+    return workspace
 
 
 @functools.cache
@@ -150,27 +165,25 @@ def _device_fp8(device: torch.device) -> torch.dtype:
     return fp8_format(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]).dtype
 
 
-def _launch_composition(
-    quantize: Launcher,
-    quantize_b: Launcher,
-    gemm: Launcher,
-    a: Tensor,
-    b: Any,
-    out: Tensor,
-    bias: Tensor | None,
-    workspace: tuple[Tensor, ...],
-) -> None:
-    data, scale = workspace[0], workspace[1]
-    if isinstance(b, Tensor):
-        b_data, b_scale = workspace[2], workspace[3]
-        extra = workspace[4:]
-        # One scratch serves both quantizers: they run one after the other on one stream.
+def _launcher_of(quantize: Launcher, quantize_b: Launcher, multiply: Launcher) -> Launcher:
+    def launch(
+        a: Tensor,
+        b: Any,
+        out: Tensor,
+        bias: Tensor | None,
+        workspace: tuple[Tensor, ...],
+    ) -> None:
+        data, scale = workspace[:2]
+        if type(b) is QuantizedTensor:
+            quantize(a, data, scale, workspace[2:])
+            multiply(data, scale, *b.transpose, out, bias, ())
+            return
+        b_data, b_scale, *extra = workspace[2:]
+        quantize(a, data, scale, extra)
         quantize_b(b.t(), b_data, b_scale, extra)
-    else:
-        b_data, b_scale = b.data, b.scale
-        extra = workspace[2:]
-    quantize(a, data, scale, extra)
-    gemm(data, scale, b_data, b_scale, out, bias, ())
+        multiply(data, scale, b_data.t(), b_scale.t(), out, bias, ())
+
+    return launch
 
 
 for _quantizer, _gemms in {

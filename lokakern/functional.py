@@ -280,7 +280,7 @@ def scaled_gemm(
         out = torch.empty((m, n), dtype=form.dtype, device=a.device)
     if m and n:
         kernel = _kernel_for(problem, a.data, budget)
-        operands = (a.data, a.scale, b.data, b.scale, out, bias)
+        operands = (a.data, a.scale, *b.transpose, out, bias)
         kernel.launch(*operands, kernel.workspace(*operands))
     return out
 
@@ -391,7 +391,7 @@ def run(kernel: Kernel, *operands: Any, **options: Any) -> Any:
         )  # fmt: skip
         if out is None:
             out = torch.empty((problem.m, problem.n), dtype=form.dtype, device=a.device)
-        launch = scratch = (a.data, a.scale, b.data, b.scale, out, bias)
+        launch = scratch = (a.data, a.scale, *b.transpose, out, bias)
         result = out
     elif kernel.op == "quantize":
         (x,) = operands

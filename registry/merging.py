@@ -79,7 +79,7 @@ def read_checked(source: Source) -> Rows:
             if row_key(name, values) != row[0] or any(x != x for x in row):
                 raise DatabaseError(
                     f"database {shown(resolve(source))}: {name} row {row[0]} does not have the key "
-                    "of its content, or holds NaN; it was damaged or edited; export it again"
+                    "of its content, or holds NaN; it was damaged or edited; ask for it again"
                 )
     return rows
 

@@ -37,7 +37,7 @@ Rows = dict[str, list[tuple[Any, ...]]]
 Source = str | Path | URL
 
 _MAGIC = b"SQLite format 3\0"
-_REMAKE = "ask for the file again, or write one with `python -m lokakern.bench export`"
+_REMAKE = "ask for the file again, or make one with `python -m lokakern.bench sweep`"
 
 
 def resolve(source: Source) -> Path | URL:
@@ -240,7 +240,7 @@ def translate(
     except KeyError as error:
         raise DatabaseError(
             f"a {name} row refers to {table} {error}, which is not there; the file was edited: "
-            "leave it out, or export it again"
+            "leave it out, or ask for it again"
         ) from None
     return list(zip(*columns, strict=True))
 

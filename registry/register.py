@@ -55,8 +55,9 @@ def _no_workspace(*_operands: Tensor) -> tuple[Tensor, ...]:
 class Kernel:
     """One implementation of an op.
 
-    ``launch`` neither checks nor allocates; what it is called with depends on the op (b is stored
-    ``[n, k]``, the layout of a linear layer's weight, unless the op is gemm):
+    ``launch`` neither checks nor allocates; what it is called with depends on the op. b is
+    ``[k, n]`` and its scales ``[k / 128, n / 128]``, ``[1, n]`` or ``[1, 1]``: both are transposed
+    views of what `quantize` made of a weight ``[n, k]`` (`QuantizedTensor.transpose`).
 
         quantize      launch(x, data, scale, workspace)
         dequantize    launch(data, scale, out, workspace)

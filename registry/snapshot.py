@@ -372,7 +372,7 @@ def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[
     if missing and row["status"] == "ok":
         raise DatabaseError(
             f"{name} row {row['key']} is 'ok' without {', '.join(missing)}; its file was edited: "
-            "export it again"
+            "ask for it again"
         )
     return {metric: float("nan") if row[metric] is None else row[metric] for metric in metrics}
 

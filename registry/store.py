@@ -82,7 +82,7 @@ def user_database() -> Path:
     if given and "://" in given:
         raise DatabaseError(
             "LOKAKERN_DB is a URL; expected a path: dispatch reads files, so merge the URL into "
-            "one (python -m lokakern.bench merge URL --into FILE)"
+            "one with lokakern.registry.store.merge"
         )
     return Path(given).expanduser() if given else _user_folder() / "lokakern.sqlite"
 

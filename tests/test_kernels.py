@@ -90,7 +90,7 @@ def launch_scaled_gemm(
     answer = kernel.supports(problem, current_device(out.device.type))
     if isinstance(answer, Rejected):
         return answer.reason
-    operands = (left.data, left.scale, right.data, right.scale, out, bias)
+    operands = (left.data, left.scale, *right.transpose, out, bias)
     kernel.launch(*operands, kernel.workspace(*operands))
     return None
 

@@ -1,6 +1,6 @@
 """FP8 scaled GEMM in stock PyTorch, on any device and in every format.
 
-    d[m, n] = sum_k (a[m, k] sa) * (b[n, k] sb) + bias[n]
+    d[m, n] = sum_k (a[m, k] sa) * (b[k, n] sb) + bias[n]
 
 Operands are dequantized to float32 and multiplied there: what an FP8 tensor core with a float32
 accumulator would give. It says what a format costs in error where no FP8 hardware is.
@@ -37,8 +37,8 @@ def _multiply(
     _workspace: tuple[Tensor, ...],
 ) -> None:
     left = numerics.dequantize(QuantizedTensor(a, a_scale, a_granularity))
-    right = numerics.dequantize(QuantizedTensor(b, b_scale, b_granularity))
-    result = left @ right.t()
+    right = numerics.dequantize(QuantizedTensor(b.t(), b_scale.t(), b_granularity, True))
+    result = left @ right
     if bias is not None:
         result += bias
     out.copy_(result)

@@ -1,6 +1,6 @@
 """PyTorch's own FP8 GEMMs (cuBLASLt, CUTLASS, hipBLASLt behind ``torch._scaled_mm``).
 
-d[m, n] = (sum_k a[m, k] * b[n, k]) * sa * sb + bias[n]
+d[m, n] = (sum_k a[m, k] * b[k, n]) * sa * sb + bias[n]
 """
 
 from __future__ import annotations
@@ -39,17 +39,7 @@ def _scaled_mm(
     bias: Tensor | None,
     _workspace: tuple[Tensor, ...],
 ) -> None:
-    torch._scaled_mm(
-        a,
-        b.t(),
-        a_scale,
-        b_scale.t(),
-        bias,
-        None,
-        out.dtype,
-        fast,
-        out=out,
-    )
+    torch._scaled_mm(a, b, a_scale, b_scale, bias, None, out.dtype, fast, out=out)
 
 
 def _scaled_mm_block(
@@ -61,11 +51,11 @@ def _scaled_mm_block(
     bias: Tensor | None,
     _workspace: tuple[Tensor, ...],
 ) -> None:
-    # cuBLASLt wants whole rows of the padded scales (`Granularity.empty_scale`), transposed.
-    height, stride = b_scale.shape[0], b_scale.stride(0)
-    padded = b_scale.as_strided((stride, height), (1, stride))
+    # cuBLASLt wants the padding of the scales too (`Granularity.empty_scale`).
+    width, stride = b_scale.shape[1], b_scale.stride(1)
+    padded = b_scale.as_strided((stride, width), (1, stride))
     torch.ops.aten._scaled_mm_v2.out(
-        a, b.t(), [a_scale], _GROUP, [], [padded], _BLOCK, [], bias, out.dtype, [], False, out=out
+        a, b, [a_scale], _GROUP, [], [padded], _BLOCK, [], bias, out.dtype, [], False, out=out
     )
 
 

@@ -1,0 +1,82 @@
+# Everything on a fresh clone, with only make and Python 3.11 or later:
+#     make demo     a first sweep on the machine at hand, and dispatch's answer
+#     make test     all tests; those that need a GPU run where there is one
+#     make lint types bench wheel clean
+# Overrides:
+#     PYTHON=python3.12      makes the virtual environment
+#     VENV=folder            the virtual environment; one that exists is used as it is
+#     TORCH=2.12.0           another torch than constraints.txt names
+#     JOBS=4                 processes that test
+#     ARGS="-k store"        for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+JOBS ?= auto
+ARGS ?=
+
+BIN := $(VENV)/bin
+# What is installed, for which torch; as old as the file that says what to install.
+FOR_DEMO := $(VENV)/.installed-demo-$(TORCH)
+FOR_DEV := $(VENV)/.installed-dev-$(TORCH)
+
+.PHONY: demo test lint types bench wheel clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# ---- what the demo runs ----
+DEMO_DB := build/demo.sqlite
+
+demo: $(FOR_DEMO)
+	@mkdir -p build && rm -rf $(DEMO_DB) $(DEMO_DB).runs
+	$(BIN)/python -m lokakern.bench sweep --suite smoke --grade quick --db $(DEMO_DB)
+	$(BIN)/python -m lokakern.bench explain gemm --shape 2048,256,256 --budget 0.06 --db $(DEMO_DB)
+
+test: $(FOR_DEV)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(FOR_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(FOR_DEV)
+	$(BIN)/mypy
+
+bench: $(FOR_DEV)
+	$(BIN)/python -m pytest --benchmark-enable --benchmark-only $(ARGS) tests/benchmarks
+
+wheel: $(FOR_DEV)
+	$(BIN)/python scripts/check_wheel.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -not -path './.git/*' -not -path './.venv/*' -prune -exec rm -rf {} +
+	@echo "kept $(VENV); to install everything again, remove it"
+
+# ---- installing ----
+say = { echo "$(1)" >&2; exit 1; }
+
+$(BIN)/python:
+	@command -v "$(PYTHON)" >/dev/null || $(call say,$(PYTHON) is not here: install Python 3.11 or later or name it with PYTHON=...)
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(call say,lokakern needs Python 3.11 or later and $(PYTHON) is older: name another with PYTHON=python3.12)
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || $(call say,$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt-get install python3-venv))
+	"$(PYTHON)" -m venv "$(VENV)"
+
+# An editable install of this folder ($1: with which extras) and torch $(TORCH).
+define install
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(call say,$(VENV) has no pip: remove it and run make again)
+	@echo "installing lokakern$(1) and torch $(TORCH) into $(VENV); the first time takes minutes"
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >"$(VENV)/constraints.txt"
+	@rm -f $(VENV)/.installed-*
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c "$(VENV)/constraints.txt" -e ".$(1)"
+endef
+
+$(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,)
+	@touch $@
+
+$(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,[dev])
+	@touch $(FOR_DEMO) $@

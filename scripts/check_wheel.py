@@ -1,0 +1,121 @@
+"""Check what users get: sdist, the wheel made from it, and dispatch from that wheel.
+
+Run by `make wheel`. The tree is copied first, so that nothing ignored or built earlier gets in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("kernels", "registry", "bench")  # lokakern/NAME is a link to NAME
+SHIPPED = {".py", ".cu", ".cuh", ".hip", ".hpp", ".sqlite", ".html"}
+SHAPE = (32768, 2048, 2048)
+
+USE = f"""
+import pathlib, sys
+import lokakern, lokakern.bench.cli, lokakern.kernels, lokakern.registry
+
+installed = pathlib.Path(sys.argv[1])
+for module in (lokakern, lokakern.bench, lokakern.kernels, lokakern.registry):
+    found = pathlib.Path(list(module.__path__)[0])
+    assert found.is_relative_to(installed), f"{{module.__name__}} is {{found}}, not the wheel's"
+if len(sys.argv) > 2:
+    choice = lokakern.dispatch("gemm", {SHAPE}, 0.06, device=sys.argv[2])
+    print(choice.explain())
+    assert not choice.is_miss, "the shipped database does not answer"
+"""
+DEVICE, DATABASE = "NVIDIA H200", "nvidia-h200.sqlite"
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Run a command and return its stdout; its output is shown where it fails."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}check_wheel: failed")
+    return done.stdout
+
+
+def tree_files() -> list[str]:
+    """Files of the tree that git does not ignore, links themselves included."""
+    listed = run("git", "ls-files", "-z", "-co", "--exclude-standard", cwd=ROOT).split("\0")
+    return sorted({name for name in listed if name and os.path.lexists(ROOT / name)})
+
+
+def expected_in_wheel(files: list[str]) -> set[str]:
+    """Names in the wheel of all files of the tree that belong into it."""
+    expected = set()
+    for name in files:
+        top = name.split("/")[0]
+        if Path(name).suffix not in SHIPPED and Path(name).name != "py.typed":
+            continue
+        if top in LINKED:
+            expected.add(f"lokakern/{name}")
+        elif top == "lokakern" and not (ROOT / name).is_symlink():
+            expected.add(name)
+    return expected
+
+
+def copy_tree(files: list[str], target: Path) -> None:
+    for name in files:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+
+
+def check(folder: Path) -> None:
+    files = tree_files()
+    for name in LINKED:
+        if not (ROOT / "lokakern" / name).is_symlink():
+            sys.exit(f"check_wheel: lokakern/{name} is no link (Windows needs core.symlinks)")
+    tree, built, installed = folder / "tree", folder / "built", folder / "installed"
+    copy_tree(files, tree)
+    run(sys.executable, "-m", "build", "--outdir", built, cwd=tree)  # the wheel from the sdist
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = expected_in_wheel(files)
+    if missing := sorted(expected - inside):
+        sys.exit(f"check_wheel: not in {wheel.name}: {', '.join(missing)}")
+    if surplus := sorted(inside - expected):
+        sys.exit(f"check_wheel: in {wheel.name} but not in the tree: {', '.join(surplus)}")
+    print(f"{wheel.name}: {len(inside)} files, {wheel.stat().st_size / 2**10:.0f} KiB, all there")
+
+    # Beside the dependencies of this environment, but before its editable install.
+    run(
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        "--no-deps", "--no-index", "--target", installed, wheel, cwd=folder,
+    )  # fmt: skip
+    databases = [name for name in files if name.endswith(".sqlite") and name.startswith("registry")]
+    if not databases:
+        print("no shipped database in the tree yet: dispatch from the wheel was NOT checked")
+    elif f"registry/databases/{DATABASE}" not in databases:
+        sys.exit(f"check_wheel: {DATABASE} is not among {', '.join(databases)}")
+    print(
+        run(
+            sys.executable, "-c", USE, installed, *([DEVICE] if databases else []),
+            cwd=folder, PYTHONPATH=str(installed), LOKAKERN_DB=str(folder / "none.sqlite"),
+        ),
+        end="",
+    )  # fmt: skip
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="lokakern-wheel-") as folder:
+        check(Path(folder).resolve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Host cost of a warm dispatch and of an eager gemm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lokakern
+from lokakern import numerics, selection
+from lokakern.registry.snapshot import load_snapshot
+from lokakern.types import Granularity, QuantizedTensor
+
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
+    selection.use_snapshot(None)
+    yield
+    selection.use_snapshot(None)
+
+
+def test_dict_look_up(benchmark: Any) -> None:
+    """What a warm dispatch is compared with."""
+    key = ("gemm", 2048, 2048, 0.06, None, H200, None, 16)
+    table = {key: 1}
+
+    def look_up() -> int:
+        return table[("gemm", 2048, 2048, 0.06, None, H200, None, 16)]
+
+    assert benchmark(look_up) == 1
+
+
+def test_warm_dispatch(benchmark: Any, shipped: None) -> None:
+    lokakern.dispatch("gemm", (32768, 2048, 2048), 0.06, device=H200)
+    choice = benchmark(lokakern.dispatch, "gemm", (32768, 2048, 2048), 0.06, device=H200)
+    assert choice.kernel and not choice.is_miss
+
+
+def test_cold_dispatch(benchmark: Any, shipped: None) -> None:
+    facts = selection.snapshot()
+
+    def cold() -> str:
+        selection.use_snapshot(facts)
+        return lokakern.dispatch("gemm", (32768, 2048, 2048), 0.06, device=H200).kernel
+
+    assert benchmark(cold)
+
+
+@pytest.mark.parametrize("m", [64, 2048])
+def test_eager_gemm_unquantized(benchmark: Any, m: int) -> None:
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    x, w = (torch.randn(s, 512, device=where).bfloat16() for s in (m, 512))
+    selection.use_snapshot(load_snapshot([]))
+    with torch.no_grad():
+        lokakern.gemm(x, w.t())
+        benchmark(lokakern.gemm, x, w.t())
+    selection.use_snapshot(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(1024, 1024), (2048, 2048)])
+def test_eager_gemm_on_a_prepared_weight(benchmark: Any, shipped: None, n: int, k: int) -> None:
+    """Quantize, GEMM and allocations; few enough calls that the queue to the GPU never fills."""
+    x, w = (torch.randn(s, k, device="cuda").bfloat16() for s in (2048, n))
+    prepared = lokakern.prepare_weight(w, 0.06, (2048, 32768))
+    assert prepared.granularity is not Granularity.NONE, "FP8 pays at this size on an H200"
+    with torch.no_grad():
+        lokakern.gemm(x, prepared)
+
+        def call() -> None:
+            lokakern.gemm(x, prepared)
+
+        benchmark.pedantic(call, setup=torch.cuda.synchronize, rounds=200, iterations=1)
+    assert isinstance(numerics.quantize(w, prepared.format, prepared.granularity), QuantizedTensor)

@@ -1,0 +1,213 @@
+"""Compile every Triton kernel for a GPU that is not here: ``python tests/cross_compile.py sm_90``.
+
+Run by test_triton_compiled.py in a process of its own. Prints one JSON object per compiled kernel:
+its name, the matrix or conversion instructions found, and what it takes of the hardware.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lokakern.kernels.triton import dequantize, quantize, scaled_gemm
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel with the arguments a launcher gives it."""
+
+    name: str
+    function: Any
+    pointers: tuple[str | None, ...]
+    specialized: tuple[int, ...]
+    unspecialized: int
+    constants: tuple[Any, ...]
+    num_warps: int
+    num_stages: int
+
+
+def formats(target: str) -> tuple[str, str]:
+    """Triton's names of E4M3 and E5M2 there."""
+    return ("fp8e4b8", "fp8e5b16") if target == "gfx942" else ("fp8e4nv", "fp8e5")
+
+
+def quantize_cases(target: str) -> Iterator[Case]:
+    amd = target.startswith("gfx")
+    for fp8, source in zip(formats(target), ("bf16", "fp32"), strict=True):
+        four = fp8.startswith("fp8e4")
+        maximum = 57344.0 if not four else 240.0 if target == "gfx942" else 448.0
+        constants = (maximum, (0x80 if target == "gfx942" else 0x7F) if amd else 0)
+        x, data, scale = f"*{source}", f"*{fp8}", "*fp32"
+        suffix = f"{source}->{fp8}"
+        for columns in (256, 1024, 8192, 16384):
+            height, width, num_warps = quantize.row_tile(columns)
+            yield Case(
+                f"quantize_row {columns} {suffix}", quantize.quantize_row_kernel,
+                (x, data, scale), (columns, columns), 1,
+                (*constants, height, width, columns <= width), num_warps, 1,
+            )  # fmt: skip
+        for name, height, whole, num_warps in (
+            ("group", quantize.TILE // 128, False, 4), ("block", 128, True, 16),
+        ):  # fmt: skip
+            yield Case(
+                f"quantize_{name} {suffix}", quantize.quantize_tile_kernel,
+                (x, data, scale), (1024, 1024), 2, (*constants, height, whole), num_warps, 1,
+            )  # fmt: skip
+        height, width, num_warps = quantize.row_tile(1024)
+        yield Case(
+            f"amax {source}", quantize.amax_kernel, (x, scale), (1024, 1024), 1,
+            (height, width), num_warps, 1,
+        )  # fmt: skip
+        yield Case(
+            f"quantize_tensor {suffix}", quantize.quantize_tensor_kernel,
+            (x, data, scale, "*fp32"), (1024, 1024), 1,
+            (*constants, height, width, quantize.PARTIALS), num_warps, 1,
+        )  # fmt: skip
+        for kind, rows_of_scale in (("tensor, _row, _group", 1), ("block", 128)):
+            yield Case(
+                f"dequantize_{kind} {fp8}->{source}", dequantize.dequantize_kernel,
+                (data, scale, x), (1024, 1024), 3, (dequantize.ROWS, rows_of_scale), 4, 1,
+            )  # fmt: skip
+
+
+def gemm_cases(target: str) -> Iterator[Case]:
+    four, five = formats(target)
+    large, medium = scaled_gemm.LARGE, scaled_gemm.TILES[0]
+    variants = [
+        (kind, promoted, tile, (four, four), "bf16", 1024)
+        for kind, promoted in (("tensor", True), ("tensor", False), ("row", True), ("row", False),
+                               ("block", True))
+        for tile in (scaled_gemm.TILES if promoted else (large, *scaled_gemm.TILES))
+    ]  # fmt: skip
+    # Once each: mixed formats, float32 out, and a k that needs masks.
+    variants.append(("row", True, medium, (five, four), "bf16", 1024))
+    variants.append(("row", False, large, (four, five), "bf16", 1040))
+    variants.append(("block", True, medium, (four, four), "fp32", 1040))
+    for kind, promoted, tile, (a, b), out, k in variants:
+        depth = 2 if target.startswith("gfx") else tile.num_stages
+        scale_stride = 16 if kind == "block" else 1
+        yield Case(
+            f"scaled_gemm_{kind}{'' if promoted else '_fast'} "
+            f"{tile.block_m}x{tile.block_n}x{tile.block_k} {a} {b} {out} k={k}",
+            scaled_gemm.scaled_gemm_kernel,
+            (f"*{a}", "*fp32", f"*{b}", "*fp32", f"*{out}", f"*{out}"),
+            (1024, k, 1024, scale_stride), 1,
+            (kind, promoted, True, k % tile.block_k == 0,
+             tile.block_m, tile.block_n, tile.block_k, depth),
+            tile.num_warps, depth,
+        )  # fmt: skip
+
+
+def cases(target: str) -> list[Case]:
+    return [*gemm_cases(target), *quantize_cases(target)]
+
+
+def compile_case(target: str, case: Case) -> dict[str, Any]:
+    """Compile as the launcher would, with its specializations; read what came out."""
+    arguments = [*case.pointers, *case.specialized, *[None] * case.unspecialized, *case.constants]
+    signature, constants, attributes = {}, {}, {}
+    pointer_attributes = [["tt.divisibility", 16]]
+    if target.startswith("gfx"):
+        pointer_attributes.append(["tt.pointer_range", 32])
+    numbers = len(case.pointers) + len(case.specialized) + case.unspecialized
+    for index, (name, value) in enumerate(zip(case.function.arg_names, arguments, strict=True)):
+        if index >= numbers or value == 1:
+            signature[name] = "constexpr"
+            constants[name] = value
+        elif index < len(case.pointers):
+            signature[name] = value
+            attributes[(index,)] = pointer_attributes
+        else:
+            signature[name] = "i32"
+            if value is not None and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(case.function, signature, constants, attributes)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    found = {"kernel": case.name, "shared": compiled.metadata.shared}
+    if target.startswith("sm"):
+        return found | read_nvidia(target, compiled.asm)
+    return found | read_amd(compiled.asm["amdgcn"])
+
+
+def read_nvidia(target: str, asm: Any) -> dict[str, Any]:
+    ptx = asm["ptx"]
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        shown = subprocess.run(
+            [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+        ).stdout
+    stack, local = (int(x) for x in re.search(r"STACK:(\d+).* LOCAL:(\d+)", shown).groups())
+    return {
+        "registers": int(re.search(r"REG:(\d+)", shown).group(1)),
+        "spilled": stack + local,
+        "matrix": sorted(set(re.findall(
+            r"wgmma\.mma_async\S*\.e[45]m[23]\.e[45]m[23]|tcgen05\.mma\S*kind::f8f6f4", ptx
+        ))),
+        "converts": sorted(set(re.findall(r"cvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f32", ptx))),
+        "async_copies": len(re.findall(r"cp\.async\.cg", ptx)),
+        "widest_load": max(
+            [int(n or 1) * int(bits) // 8 for n, bits in re.findall(
+                r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)] or [0]
+        ),
+    }  # fmt: skip
+
+
+def read_amd(gcn: str) -> dict[str, Any]:
+    def number(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", gcn).group(1))
+
+    return {
+        "registers": number("vgpr_count"),
+        "spilled": number("vgpr_spill_count") + number("sgpr_spill_count")
+        + number("private_segment_fixed_size"),
+        "matrix": sorted(set(re.findall(r"v_mfma_\S*(?:fp8|bf8|f8f6f4)\S*", gcn))),
+        "converts": sorted(set(re.findall(r"v_cvt_(?:scalef32_)?pk_(?:fp8|bf8)_f32", gcn))),
+        "async_copies": 0,
+        "widest_load": max(
+            [int(n or 1) * 4 for n in re.findall(
+                r"(?:buffer|global)_load_dword(?:x(\d))?\b", gcn)] or [0]
+        ),
+    }  # fmt: skip
+
+
+def run_case(target: str, index: int) -> dict[str, Any]:
+    case = cases(target)[index]
+    try:
+        return compile_case(target, case)
+    except Exception as error:  # reported by the test, which shows all of them at once
+        return {"kernel": case.name, "error": f"{type(error).__name__}: {error}"[-2000:]}
+
+
+def main(target: str, pattern: str = "") -> None:
+    chosen = [i for i, case in enumerate(cases(target)) if re.search(pattern, case.name)]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        for found in pool.map(run_case, itertools.repeat(target), chosen):
+            print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,296 @@
+"""The public functions: what they compute, what they refuse, and autograd and torch.compile."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lokakern
+from lokakern import functional, misses, numerics, selection
+from lokakern.device import current_device
+from lokakern.errors import (
+    BudgetError,
+    DeviceError,
+    FormatError,
+    MeasurementError,
+    MissError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from lokakern.registry.snapshot import load_snapshot
+from lokakern.types import Format, Granularity, QuantizedTensor
+
+WHERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+FP8_ROW = "torch.quantize_row+torch.emulated_row"
+
+
+@pytest.fixture(autouse=True)
+def empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
+    selection.use_snapshot(load_snapshot([]))
+    functional._LOGGED.clear()
+    yield
+    selection.use_snapshot(None)
+    misses._COUNTS.clear()
+
+
+def operands(where: str = "cpu", m: int = 48, n: int = 40, k: int = 64) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(m, k, device=where).bfloat16()
+    return x, torch.randn(n, k, device=where).bfloat16()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gemm_is_the_product(where: str, dtype: torch.dtype) -> None:
+    x, w = (t.to(dtype) for t in operands(where))
+    exact = x.double() @ w.t().double()
+    for y in (lokakern.gemm(x, w.t()), lokakern.gemm(x, w.t(), budget=0.06)):
+        assert y.dtype == dtype
+        assert numerics.measure_errors(y, exact).row_err < 0.06
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_gemm_with_bias_and_into_a_slice(where: str) -> None:
+    x, w = operands(where)
+    bias = torch.randn(40, device=where).bfloat16()
+    whole = torch.full((48, 120), 7.0, device=where, dtype=torch.bfloat16)
+    y = lokakern.gemm(x, w.t(), bias=bias, out=whole[:, 40:80], budget=0.06)
+    assert y.data_ptr() == whole[:, 40:80].data_ptr()
+    exact = x.double() @ w.t().double() + bias.double()
+    assert numerics.measure_errors(whole[:, 40:80], exact).row_err < 0.06
+    assert (whole[:, :40] == 7).all() and (whole[:, 80:] == 7).all()
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_gemm_of_few_rows(m: int) -> None:
+    x, w = operands(m=48)
+    assert lokakern.gemm(x[:m], w.t(), budget=0.06).shape == (m, 40)
+    prepared = QuantizedTensor(w, None, Granularity.NONE, True)
+    assert lokakern.gemm(x[:m], prepared).shape == (m, 40)
+    assert lokakern.quantize(x[:m]).shape == (m, 64)
+    assert lokakern.dequantize(lokakern.quantize(x[:m])).shape == (m, 64)
+
+
+def test_gemm_takes_any_strides() -> None:
+    x, w = operands()
+    exact = x.double() @ w.t().double()
+    for a in (x, x.t().contiguous().t(), torch.stack([x, x], dim=2)[:, :, 1]):
+        for b in (w.t(), w.t().contiguous(), torch.stack([w, w], dim=2)[:, :, 0].t()):
+            assert numerics.measure_errors(lokakern.gemm(a, b, budget=0.06), exact).row_err < 0.06
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+@pytest.mark.parametrize("where", WHERE)
+def test_quantize_and_back(where: str, granularity: str) -> None:
+    x, _ = operands(where, m=200, k=300)
+    q = lokakern.quantize(x, granularity)
+    expected = numerics.quantize(x, q.format, Granularity(granularity))
+    assert torch.equal(q.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert q.scale is not None and torch.equal(q.scale, expected.scale)
+    back = lokakern.dequantize(q)
+    assert back.dtype == torch.bfloat16
+    assert numerics.measure_errors(back, x.double()).row_err < 0.04
+    assert torch.equal(lokakern.dequantize(q.t()), back.t())
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128")]
+)
+@pytest.mark.parametrize("where", WHERE)
+def test_scaled_gemm(where: str, left: str, right: str) -> None:
+    x, w = operands(where, m=64, n=48, k=256)
+    a, b = lokakern.quantize(x, left), lokakern.quantize(w, right).t()
+    bias = torch.randn(48, device=where)
+    for form, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        y = lokakern.scaled_gemm(a, b, out_format=form, bias=bias.to(dtype))
+        assert y.dtype == dtype
+        exact = x.double() @ w.t().double() + bias.to(dtype).double()
+        assert numerics.measure_errors(y, exact).row_err < 0.06
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x, w: lokakern.gemm(x, w), ShapeError, "pass weight.t()"),
+        (lambda x, w: lokakern.gemm(x[0], w.t()), ShapeError, "two dimensions"),
+        (lambda x, w: lokakern.gemm(x, 3), FormatError, "int"),
+        (lambda x, w: lokakern.gemm(None, w.t()), FormatError, "NoneType"),
+        (lambda x, w: lokakern.gemm(x.half(), w.t().half()), FormatError, "convert"),
+        (lambda x, w: lokakern.gemm(x, w.t().float()), FormatError, "convert one"),
+        (lambda x, w: lokakern.gemm(x, w.t().to("meta")), DeviceError, "one device"),
+        (lambda x, w: lokakern.gemm(x, w.t(), budget=-1), BudgetError, "zero or larger"),
+        (lambda x, w: lokakern.gemm(x, w.t(), budget=math.nan), BudgetError, "finite"),
+        (lambda x, w: lokakern.gemm(x, w.t(), on_miss="ignore"), UnknownNameError, "measure"),
+        (lambda x, w: lokakern.gemm(x, w.t(), distribution="X99", budget=1), UnknownNameError, ""),
+        (lambda x, w: lokakern.gemm(x, w.t(), bias=x[0]), ShapeError, "[40]"),
+        (lambda x, w: lokakern.gemm(x, w.t(), out=x), ShapeError, "[48, 40]"),
+        (
+            lambda x, w: lokakern.gemm(x, w.t(), out=x.new_empty((40, 48)).t()),
+            ShapeError,
+            "columns must be contiguous",
+        ),
+        (
+            lambda x, w: lokakern.gemm(x, w.t(), out=x.new_empty(40).expand(48, 40)),
+            ShapeError,
+            "overlap",
+        ),
+        (lambda x, w: lokakern.gemm(x, lokakern.quantize(w)), ShapeError, ""),
+        (lambda x, w: lokakern.gemm(x, lokakern.quantize(w).t()), FormatError, "prepare_weight"),
+        (lambda x, w: lokakern.gemm(lokakern.quantize(x).data, w.t()), FormatError, ""),
+        (lambda x, w: lokakern.quantize(x, "column"), FormatError, "128x128"),
+        (lambda x, w: lokakern.quantize(x, out_format="int8"), FormatError, "e4m3fn"),
+        (lambda x, w: lokakern.quantize(x, out_format="bfloat16"), FormatError, "FP8"),
+        (lambda x, w: lokakern.quantize(x[0]), ShapeError, "two dimensions"),
+        (lambda x, w: lokakern.dequantize(x), FormatError, "QuantizedTensor"),
+        (
+            lambda x, w: lokakern.dequantize(lokakern.quantize(x), "e5m2"),
+            FormatError,
+            "bfloat16 or float32",
+        ),
+        (lambda x, w: lokakern.scaled_gemm(x, w), FormatError, "QuantizedTensor"),
+        (
+            lambda x, w: lokakern.scaled_gemm(lokakern.quantize(x), lokakern.quantize(w)),
+            ShapeError,
+            "quantize(weight).t()",
+        ),
+        (
+            lambda x, w: lokakern.scaled_gemm(
+                lokakern.quantize(x, "row"), lokakern.quantize(w, "tensor").t()
+            ),
+            UnsupportedError,
+            "takes row x row",
+        ),
+        (lambda x, w: lokakern.prepare_weight(w.t(), 0.1, (1, 2)), ShapeError, "row-major"),
+        (lambda x, w: lokakern.prepare_weight(w, 0.1, (5, 2)), ShapeError, "smallest"),
+        (lambda x, w: lokakern.prepare_weight(w, -0.1, (1, 2)), BudgetError, "zero"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(call: Any, error: type[Exception], words: str) -> None:
+    x, w = operands()
+    with pytest.raises(error) as found:
+        call(x, w)
+    assert words in str(found.value)
+
+
+def test_a_miss_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    x, w = operands()
+    with caplog.at_level(logging.WARNING, "lokakern"):
+        for _ in range(3):
+            lokakern.gemm(x, w.t(), budget=0.06)
+    assert len(caplog.records) == 1
+    message = caplog.records[0].getMessage()
+    assert "sweep --shape 48,40,64" in message and "torch.bf16" in message
+    misses.save()
+    assert misses.read() == [("gemm", (48, 40, 64), 3)]
+
+
+def test_no_budget_is_no_miss(caplog: pytest.LogCaptureFixture) -> None:
+    x, w = operands()
+    with caplog.at_level(logging.WARNING, "lokakern"):
+        lokakern.gemm(x, w.t())
+    assert not caplog.records and not misses._COUNTS
+
+
+def test_on_miss_raise() -> None:
+    x, w = operands()
+    with pytest.raises(MissError, match="sweep --shape 48,40,64"):
+        lokakern.gemm(x, w.t(), budget=0.06, on_miss="raise")
+
+
+def test_on_miss_measure_is_refused_under_torch_distributed(tmp_path: Path) -> None:
+    x, w = operands()
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(MeasurementError, match="ranks"):
+            lokakern.gemm(x, w.t(), budget=0.06, on_miss="measure")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_torn_ledger_is_read_as_far_as_it_goes() -> None:
+    path = misses.ledger_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"op": "gemm", "shape": [1, 2, 3], "count": 2}\n{"op": "ge\n[]\n7\n')
+    assert misses.read() == [("gemm", (1, 2, 3), 2)]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_gradients_are_those_of_the_unquantized_product(prepared: bool) -> None:
+    x, w = operands()
+    bias = torch.randn(40).bfloat16().requires_grad_()
+    x.requires_grad_()
+    w.requires_grad_()
+    b: Any = w.t()
+    if prepared:
+        q = numerics.quantize(w.detach(), Format.E4M3FN, Granularity.ROW)
+        b = QuantizedTensor(q.data, q.scale, q.granularity, True, w)
+    y = lokakern.gemm(x, b, budget=0.06, bias=bias)
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, w, bias), grad)
+    expected = torch.autograd.grad(torch.addmm(bias, x, w.t()), (x, w, bias), grad)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        lokakern.gemm(x, b, budget=0.06, out=torch.empty(48, 40, dtype=torch.bfloat16))
+
+
+def test_torch_compile_keeps_the_choice_out_of_the_graph() -> None:
+    x, w = operands()
+    w.requires_grad_()
+
+    def layer(a: torch.Tensor) -> torch.Tensor:
+        return torch.relu(lokakern.gemm(a, w.t(), budget=0.06))
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for m in (48, 7, 1):
+        torch.testing.assert_close(compiled(x[:m]), layer(x[:m]))
+    compiled(x).sum().backward()
+    compiled_grad, w.grad = w.grad, None
+    layer(x).sum().backward()
+    torch.testing.assert_close(compiled_grad, w.grad)
+
+
+def test_torch_compile_of_a_prepared_weight() -> None:
+    x, w = operands()
+    q = numerics.quantize(w, Format.E4M3FN, Granularity.ROW)
+    b = QuantizedTensor(q.data, q.scale, q.granularity, True, w)
+
+    def layer(a: torch.Tensor) -> torch.Tensor:
+        return lokakern.gemm(a, b, budget=0.06)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_the_library_op_passes_torchs_own_checks() -> None:
+    x, w = operands(m=8, n=8, k=16)
+    arguments = (x, w.t(), None, None, None, "none/tensor", [], [], "bf16")
+    torch.library.opcheck(torch.ops.lokakern.gemm.default, arguments)
+
+
+def test_run_refuses_what_the_kernel_refuses() -> None:
+    from lokakern.registry.register import kernel_named
+
+    x, w = operands()
+    with pytest.raises(UnsupportedError, match="float32"):
+        functional.run(kernel_named("torch.fp32"), x, w.t())
+    y = functional.run(kernel_named(FP8_ROW), x, w.t())
+    assert 0.02 < numerics.measure_errors(y, x.double() @ w.t().double()).row_err < 0.05
+
+
+def test_a_choice_here_can_be_called() -> None:
+    x, w = operands()
+    choice = lokakern.dispatch("gemm", (48, 40, 64), 0.06, device=current_device("cpu"))
+    if current_device().is_gpu:
+        pytest.skip("needs a CPU: there is a GPU, and choices are for it")
+    assert choice.callable
+    torch.testing.assert_close(choice(x, w.t()), x @ w.t())

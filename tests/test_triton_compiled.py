@@ -1,0 +1,118 @@
+"""Every Triton kernel compiles for every GPU it claims, to FP8 instructions and without spills."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.registry.register import KERNELS, load_kernels
+
+pytest.importorskip("triton", reason="needs Triton")
+ROOT = Path(__file__).resolve().parent.parent
+# What multiplies FP8 there, for E4M3 by E4M3; mixed formats differ in the last letters.
+MATRIX_INSTRUCTION = {
+    "sm_90": ("wgmma.mma_async", ".e4m3.e4m3"),
+    "sm_100": ("tcgen05.mma", "kind::f8f6f4"),
+    "gfx942": ("v_mfma_f32_", "_fp8_fp8"),
+    "gfx950": ("v_mfma_f32_", "f8f6f4"),
+}
+SHARED_MEMORY = {"sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}  # KiB a program may have
+TARGETS = sorted(MATRIX_INSTRUCTION)
+
+
+@functools.cache
+def compiled(target: str) -> list[dict[str, Any]]:
+    """All kernels for a target, in one process without the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, ROOT / "tests" / "cross_compile.py", target],
+        cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{target}: {ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    for kernel in found:
+        print(target, kernel)
+    return found
+
+
+def kernel_names(target: str) -> set[str]:
+    return {k["kernel"].split()[0].rstrip(",") for k in compiled(target)}
+
+
+def working(target: str, kind: str) -> list[dict[str, Any]]:
+    chosen = [k for k in compiled(target) if k["kernel"].startswith(kind) and "error" not in k]
+    assert chosen, f"{target}: no {kind} compiled"
+    return chosen
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_registered_kernel_is_compiled(target: str) -> None:
+    load_kernels()
+    names = {
+        name.removeprefix("triton.")
+        for name, kernel in KERNELS.items()
+        if kernel.language == "triton" and not kernel.parts
+    }
+    # The dequantizers are one function.
+    found = {"dequantize_" if k.startswith("dequantize_") else k for k in kernel_names(target)}
+    missing = {n for n in names if n not in found and not n.startswith("dequantize_")}
+    assert not missing and "dequantize_" in found, f"{target}: {missing} of {found}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_everything_compiles(target: str) -> None:
+    failed = [f"{k['kernel']}: {k['error']}" for k in compiled(target) if "error" in k]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_spills(target: str) -> None:
+    spilled = [
+        f"{k['kernel']}: {k['spilled']} bytes, {k['registers']} registers"
+        for k in compiled(target)
+        if k.get("spilled", 0)
+    ]
+    assert not spilled, "\n".join(spilled)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shared_memory_fits(target: str) -> None:
+    limit = SHARED_MEMORY[target] * 1024
+    large = [
+        f"{k['kernel']}: {k['shared']}" for k in compiled(target) if k.get("shared", 0) > limit
+    ]
+    assert not large, f"over {limit} bytes: {large}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_use_the_fp8_instruction(target: str) -> None:
+    start, end = MATRIX_INSTRUCTION[target]
+    for kernel in working(target, "scaled_gemm"):
+        found = kernel["matrix"]
+        mixed = "e5" in kernel["kernel"]
+        assert found and all(
+            name.startswith(start) and (mixed or name.endswith(end)) for name in found
+        ), f"{kernel['kernel']}: {found}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_quantizers_use_the_conversion_instruction_and_wide_loads(target: str) -> None:
+    """The conversion's rounding is the hardware's, to nearest even; loads are 16 bytes."""
+    for kernel in working(target, "quantize"):
+        assert kernel["converts"], f"{kernel['kernel']}: converts in software"
+        assert kernel["widest_load"] == 16, f"{kernel['kernel']}: {kernel['widest_load']} bytes"
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
+def test_operands_are_copied_asynchronously(target: str) -> None:
+    """16-byte cp.async means that the loop along k is pipelined."""
+    for kernel in working(target, "scaled_gemm"):
+        assert kernel["async_copies"] >= 8, f"{kernel['kernel']}: {kernel['async_copies']}"

@@ -1,0 +1,33 @@
+"""Every Triton kernel computes the right thing, in Triton's interpreter, with no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lokakern.registry.register import KERNELS, load_kernels
+
+pytest.importorskip("triton", reason="needs Triton")
+load_kernels()
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = sorted(k.name for k in KERNELS.values() if k.language == "triton" and not k.parts)
+
+
+def test_all_ops_have_triton_kernels() -> None:
+    """Guards the parametrization below against an import that failed in silence."""
+    assert {KERNELS[name].op for name in NAMES} == {"quantize", "dequantize", "scaled_gemm"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernel_is_right_in_the_interpreter(name: str) -> None:
+    """Bytes equal `numerics.quantize`; products stay within `numerics.kernel_error` of 1."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "tests" / "interpret.py", name],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-3000:]}"
