@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lokakern.jit import TritonLauncher
+from lokakern.jit import Launch, TritonLauncher
 from lokakern.registry.register import FP8_GPUS, register
 from lokakern.types import (
     ACCEPTED,
@@ -295,16 +295,17 @@ def quantize_tensor(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Ten
 def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
     """One scale per row."""
     rows, columns = x.shape
-    height, width, num_warps = _row_tile(columns)
-    _launch_row(
-        -(-rows // height),
-        (x, data, scale),
-        (columns, x.stride(0)),
-        (rows,),
-        (*format_constants(data.dtype), height, width, columns <= width),
-        num_warps,
-        1,
-    )
+    launch, height = _row_launch(columns, x.stride(0), x.dtype, data.dtype)
+    launch(-(-rows // height), (x, data, scale), (rows,))
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_launch(
+    columns: int, stride: int, source: torch.dtype, target: torch.dtype
+) -> tuple[Launch, int]:
+    height, width, num_warps = row_tile(columns)
+    constants = (*format_constants(target), height, width, columns <= width)
+    return _launch_row.bind((columns, stride), constants, num_warps, 1), height
 
 
 @register(

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lokakern.jit import TritonLauncher
+from lokakern.jit import Launch, TritonLauncher
 from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
     FAST_LARGEST_K,
@@ -206,13 +207,35 @@ _AMD = torch.version.hip is not None
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(m: int, n: int, one_sum: bool, device: int) -> tuple[int, Tile]:
+def _programs_and_launch(
+    m: int, n: int, device: int, one_sum: bool, *signature: Any
+) -> tuple[int, Launch]:
     if device < 0:
         compute_units = 4  # interpreted: few programs, several tiles each
     else:
         compute_units = torch.cuda.get_device_properties(device).multi_processor_count
     tile = tiles(m, n, compute_units, one_sum=one_sum, amd=_AMD)
-    return min(tile.count(m, n), compute_units * tile.resident), tile
+    return min(tile.count(m, n), compute_units * tile.resident), _bound(tile, n, *signature)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound(
+    tile: Tile,
+    n: int,
+    k: int,
+    out_stride: int,
+    b_scale_stride: int,
+    granularity: str,
+    promoted: bool,
+    has_bias: bool,
+    *_dtypes: torch.dtype,
+) -> Launch:
+    constants = (
+        granularity, promoted, has_bias, k % tile.block_k == 0,
+        tile.block_m, tile.block_n, tile.block_k, tile.num_stages,
+    )  # fmt: skip
+    specialized = (n, k, out_stride, b_scale_stride)
+    return _launch.bind(specialized, constants, tile.num_warps, tile.num_stages)
 
 
 def _scaled_gemm(
@@ -227,27 +250,13 @@ def _scaled_gemm(
     workspace: tuple[Tensor, ...],
 ) -> None:
     m, k = a.shape
-    n = b.shape[1]
-    one_sum = not promoted and out.dtype is torch.bfloat16
-    programs, tile = _plan(m, n, one_sum, a.get_device())
-    _launch(
-        programs,
-        (a, a_scale, b, b_scale, out, out if bias is None else bias),
-        (n, k, out.stride(0), b_scale.stride(1)),
-        (m,),
-        (
-            granularity,
-            promoted,
-            bias is not None,
-            k % tile.block_k == 0,
-            tile.block_m,
-            tile.block_n,
-            tile.block_k,
-            tile.num_stages,
-        ),
-        tile.num_warps,
-        tile.num_stages,
-    )
+    out_dtype = out.dtype
+    programs, launch = _programs_and_launch(
+        m, b.shape[1], a.get_device(), not promoted and out_dtype is torch.bfloat16,
+        k, out.stride(0), b_scale.stride(1), granularity, promoted, bias is not None,
+        a.dtype, b.dtype, out_dtype,
+    )  # fmt: skip
+    launch(programs, (a, a_scale, b, b_scale, out, out if bias is None else bias), (m,))
 
 
 def _supports(

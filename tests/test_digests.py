@@ -1,0 +1,328 @@
+"""Digests: what changes a kernel changes its digest, and nothing else does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.registry import digests
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+
+load_kernels()
+STANDALONE = Path(digests.__file__).resolve()
+
+PYTHON = '''"""A kernel."""
+
+import functools
+
+from lokakern.kernels.demo.helper import double
+from lokakern.registry.register import register
+
+LIMIT = 448.0
+
+
+@register("gemm")
+def launch(a, b, out, bias, workspace):
+    """Multiply."""
+    scale = a * LIMIT  # the largest value
+    if bias is None:
+        out = scale
+        out = out + 1
+    return f"{scale:>{LIMIT}} # no comment" + double(b)
+'''
+CUDA = """// A kernel.
+#include "common.cuh"
+#include <cuda_runtime.h>
+
+/* Adds. */
+__global__ void add(float* a, const char* b) {
+    a[0] = 2.0f + LIMIT;  // here
+    b = "a // string /* not a comment */";
+}
+"""
+COMMON = '#pragma once\n#include "deep/limits.cuh"\n#define LIMIT LARGEST\n'
+LIMITS = "#pragma once\n#define LARGEST 448\n"
+FILES = {
+    "kernels/demo/kernel.py": PYTHON,
+    "kernels/demo/kernel.cu": CUDA,
+    "kernels/demo/common.cuh": COMMON,
+    "kernels/demo/deep/limits.cuh": LIMITS,
+    "kernels/demo/helper.py": "from lokakern import numerics\n\ndef double(x):\n    return 2 * x\n",
+    "kernels/demo/other.py": "def unrelated():\n    return 3\n",
+    "lokakern/numerics.py": "SMALLEST = 2.0**-126\n",
+    "lokakern/types.py": "GROUP = 128\n",
+}
+Digest = Callable[..., str]
+
+
+@pytest.fixture
+def digest_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Digest]:
+    """Digest of the demo kernel above, in a tree of its own, with files replaced."""
+    monkeypatch.setattr(digests, "KERNELS_ROOT", tmp_path / "kernels")
+    monkeypatch.setattr(digests, "LIBRARY_ROOT", tmp_path / "lokakern")
+
+    def digest(
+        replaced: dict[str, str] | None = None,
+        *,
+        name: str = "demo.launch",
+        modules: tuple[str, ...] = ("demo/kernel",),
+    ) -> str:
+        for relative, text in {**FILES, **(replaced or {})}.items():
+            path = tmp_path / relative
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        digests._read.cache_clear()  # files of one tick of the clock look unchanged
+        return digests.kernel_digest(name, modules)
+
+    yield digest
+    digests._read.cache_clear()
+
+
+def edited(relative: str, old: str, new: str) -> dict[str, str]:
+    assert old in FILES[relative]
+    return {relative: FILES[relative].replace(old, new)}
+
+
+KERNEL, SOURCE = "kernels/demo/kernel.py", "kernels/demo/kernel.cu"
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        edited(KERNEL, "  # the largest value", ""),
+        edited(KERNEL, "the largest value", "another word"),
+        edited(KERNEL, '"""A kernel."""', '"""Another\n\nkernel, "quoted".\n"""'),
+        edited(KERNEL, '"""A kernel."""\n\n', ""),
+        edited(KERNEL, '    """Multiply."""\n', ""),
+        edited(KERNEL, "LIMIT = 448.0\n", "LIMIT = 448.0\n\n\n\n# more\n\n"),
+        edited(KERNEL, "a * LIMIT", "a*LIMIT"),
+        edited(KERNEL, "a, b, out, bias", "a,\n    b,  # second\n\n    out , bias"),
+        edited(KERNEL, "scale = a * LIMIT", "scale = \\\n        a * LIMIT"),
+        {KERNEL: PYTHON.replace("    ", "  ")},
+        {KERNEL: PYTHON + "\n\n# the end"},
+        {KERNEL: PYTHON.rstrip("\n")},
+        {KERNEL: PYTHON.replace("\n", "\r\n")},
+        edited(SOURCE, "  // here", ""),
+        edited(SOURCE, "/* Adds. */", "/* Adds\n two. */\n\n"),
+        edited(SOURCE, "    a[0] = 2.0f + LIMIT;", "\n\n  a[0] =   2.0f\n  + LIMIT;"),
+        edited("kernels/demo/deep/limits.cuh", "LARGEST 448", "LARGEST   448  // of e4m3fn"),
+        edited("kernels/demo/helper.py", "2 * x", "2 * x  # twice"),
+        edited("lokakern/numerics.py", "SMALLEST", "# a comment\nSMALLEST"),
+        edited("kernels/demo/other.py", "3", "4"),  # not included
+        edited("lokakern/types.py", "128", "64"),  # not part of a kernel
+    ],
+)
+def test_layout_does_not_change_a_digest(digest_of: Digest, replaced: dict[str, str]) -> None:
+    assert digest_of() == digest_of(replaced)
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        edited(KERNEL, "448.0", "240.0"),
+        edited(KERNEL, "a * LIMIT", "a / LIMIT"),
+        edited(KERNEL, "is None", "is not None"),
+        edited(KERNEL, "        out = out + 1", "    out = out + 1"),
+        edited(KERNEL, "# no comment", "# other text"),
+        edited(KERNEL, "{scale:>{LIMIT}}", "{scale:<{LIMIT}}"),
+        edited(KERNEL, '@register("gemm")', '@register("gemm", unmeasured={})'),
+        {KERNEL: PYTHON + '"""Not a docstring, but a statement."""\n'},
+        edited(SOURCE, "2.0f", "2.5f"),
+        edited(SOURCE, "+ LIMIT", "- LIMIT"),
+        edited(SOURCE, "a // string", "b // string"),
+        edited("kernels/demo/common.cuh", "LIMIT LARGEST", "LIMIT -LARGEST"),
+        edited("kernels/demo/deep/limits.cuh", "448", "240"),
+        edited("kernels/demo/helper.py", "2 * x", "3 * x"),
+        edited("lokakern/numerics.py", "126", "125"),
+        {"kernels/demo/kernel.hip": CUDA},
+        {"kernels/demo/helper.cu": CUDA},
+    ],
+)
+def test_code_changes_a_digest(digest_of: Digest, replaced: dict[str, str]) -> None:
+    before = digest_of()
+    assert before == digest_of()
+    assert before != digest_of(replaced)
+
+
+def test_names_and_places_are_part_of_a_digest(digest_of: Digest) -> None:
+    before = digest_of()
+    assert len(before) == 64
+    assert before != digest_of(name="demo.launch_fast")
+    assert before != digest_of(modules=("demo/kernel", "demo/other"))
+    assert digest_of(modules=("demo/kernel", "demo/other")) == digest_of(
+        modules=("demo/other", "demo/kernel", "demo/helper")
+    )
+    with pytest.raises(FileNotFoundError, match="demo/gone"):
+        digest_of(modules=("demo/gone",))
+
+
+def test_a_later_edit_is_seen(digest_of: Digest, tmp_path: Path) -> None:
+    before = digest_of()
+    path = tmp_path / KERNEL
+    seen = path.stat().st_mtime_ns
+    path.write_text(PYTHON.replace("448.0", "240.0"), encoding="utf-8")
+    os.utime(path, ns=(seen + 1, seen + 1))
+    assert digests.kernel_digest("demo.launch", ("demo/kernel",)) != before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import lokakern.kernels.demo.helper",
+        "from lokakern.kernels.demo import helper",
+        "from lokakern.kernels.demo.helper import double",
+        "def late():\n    from lokakern.kernels.demo import helper",
+    ],
+)
+def test_any_import_of_a_kernel_module_is_followed(digest_of: Digest, statement: str) -> None:
+    kernel = {KERNEL: f"{statement}\n"}
+    helper = {"kernels/demo/helper.py": "def double(x):\n    return x + x\n"}
+    assert digest_of(kernel) != digest_of({**kernel, **helper})
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import lokakern.numerics",
+        "from lokakern import numerics",
+        "from lokakern.numerics import SMALLEST",
+    ],
+)
+def test_any_import_of_numerics_is_followed(digest_of: Digest, statement: str) -> None:
+    kernel = {KERNEL: f"{statement}\n"}
+    assert digest_of(kernel) != digest_of({**kernel, "lokakern/numerics.py": "SMALLEST = 0\n"})
+
+
+def test_includes_may_form_a_circle(digest_of: Digest) -> None:
+    circle = {"kernels/demo/deep/limits.cuh": '#include "../common.cuh"\n#define LARGEST 448\n'}
+    assert digest_of(circle) != digest_of()
+
+
+def test_c_directives_keep_their_lines() -> None:
+    assert digests.normalize_c("#define A 1\nint a;") != digests.normalize_c("#define A 1 int a;")
+    assert digests.normalize_c("int a; /* \n */\n\n int b;") == digests.normalize_c("int a; int b;")
+
+
+# --- the same on every Python
+
+SOURCES = (
+    PYTHON,
+    *(path.read_text(encoding="utf-8") for path in sorted(STANDALONE.parent.glob("*.py"))),
+    "x = f'a{b!r:>{c}}d' f\"{e}\" 'g'\n",
+    "x = f'''one\n   {two}\n # three'''\n",
+    "x = f'{a}' f\"{f'{b}'}\" if f'''{c\n}''' else f'{{{d}}}'\n",
+    "x = rf'{a}\\d' + F'{{}}' + f''\n",
+    "é = 'ü'; x = 'ß' + f'ü{é}ö' + 'ä'\n",
+    "def f():\n    'doc'\n    return f'{1}'\n",
+    "if a:\n\tif b:\n\t\tc\n\td\nelse:\n e\n# end",
+    "class A:\n    '''doc'''\n\n    x: int = 1\n\n    def f(self): '''doc'''; return 1\n",
+    "x = (\n  1,\n\n  # two\n  2)\nasync def f(): await g()\nmatch x:\n    case 1: pass\n",
+    "",
+)
+
+
+@functools.cache
+def other_pythons() -> tuple[str, ...]:
+    """Interpreters of the Python versions that lokakern supports, this one first."""
+    found = [sys.executable]
+    for minor in (11, 12, 13, 14):
+        if minor == sys.version_info.minor:
+            continue
+        beside = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"))
+        for candidate in (shutil.which(f"python3.{minor}"), *map(str, beside)):
+            command = [candidate or "false", "-c", "import sys; print(sys.version_info[:2])"]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ran.stdout.strip() == f"(3, {minor})":  # pyenv's shims exist but may not run
+                found.append(str(candidate))
+                break
+    return tuple(found)
+
+
+def ask(python: str, program: str, given: Any) -> Any:
+    """Run a program that has `digests` alone, and no installed package, on some Python."""
+    load = (
+        "import importlib.util, json, sys\n"
+        f"spec = importlib.util.spec_from_file_location('digests', {str(STANDALONE)!r})\n"
+        "digests = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(digests)\n"
+        "given = json.load(sys.stdin)\n"
+    )
+    ran = subprocess.run(
+        [python, "-I", "-S", "-B", "-c", load + program],
+        input=json.dumps(given), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{python}: {ran.stderr}"
+    return json.loads(ran.stdout)
+
+
+def test_every_python_computes_the_same_digests() -> None:
+    """No kernel is imported for it: neither torch nor Triton is there."""
+    given = {name: kernel.modules for name, kernel in KERNELS.items()}
+    wanted = {name: kernel.digest for name, kernel in KERNELS.items()}
+    program = (
+        "assert not {'torch', 'triton'} & sys.modules.keys()\n"
+        "json.dump({k: digests.kernel_digest(k, m) for k, m in given.items()}, sys.stdout)\n"
+    )
+    for python in other_pythons():
+        assert ask(python, program, given) == wanted, python
+
+
+def test_every_python_normalizes_alike() -> None:
+    wanted = [digests.normalize_python(text) for text in SOURCES]
+    program = "json.dump([digests.normalize_python(text) for text in given], sys.stdout)\n"
+    for python in other_pythons():
+        assert ask(python, program, SOURCES) == wanted, python
+
+
+@pytest.mark.parametrize("text", SOURCES, ids=range(len(SOURCES)))
+def test_normalized_python_is_one_line_apart_from_strings(text: str) -> None:
+    normalized = digests.normalize_python(text)
+    assert normalized == digests.normalize_python(text + "\n# more\n\n")
+    assert "doc" not in normalized.split()
+
+
+def test_f_strings_are_kept_whole() -> None:
+    text = "x  =  f'a {b!r:>{c}}  # d' + rf\"{e}\"  # f\n"
+    assert digests.normalize_python(text).split(" ; ")[0].rstrip(" ;") == (
+        "x = f'a {b!r:>{c}}  # d' + rf\"{e}\""
+    )
+
+
+# --- the registered kernels
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=str)
+def test_every_kernel_has_a_digest_of_its_own_files(kernel: Kernel) -> None:
+    assert kernel.modules
+    for module in kernel.modules:
+        assert (digests.KERNELS_ROOT / f"{module}.py").is_file()
+    assert kernel.digest == digests.kernel_digest(kernel.name, kernel.modules)
+    assert kernel.digest != digests.kernel_digest(f"{kernel.name}2", kernel.modules)
+
+
+def test_no_two_kernels_share_a_digest() -> None:
+    assert len({kernel.digest for kernel in KERNELS.values()}) == len(KERNELS)
+
+
+def test_kernels_that_quantize_exactly_depend_on_numerics() -> None:
+    files: dict[str, str] = {}
+    digests._collect(digests.KERNELS_ROOT / "torch" / "quantize.py", files)
+    assert set(files) == {"kernels/torch/quantize.py", "lokakern/numerics.py"}
+
+
+def test_a_composition_depends_on_the_files_of_all_its_parts() -> None:
+    compositions = [kernel for kernel in KERNELS.values() if kernel.parts]
+    assert compositions
+    for kernel in compositions:
+        for part in kernel.parts:
+            assert set(KERNELS[part].modules) <= set(kernel.modules)
+        assert "compositions" in kernel.modules

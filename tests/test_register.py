@@ -1,0 +1,390 @@
+"""The registry: how kernels enter it, what they accept, and what importing lokakern needs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.errors import UnknownNameError
+from lokakern.problems import make_problem
+from lokakern.registry import register as registry
+from lokakern.registry.digests import KERNELS_ROOT
+from lokakern.registry.ops import OPS
+from lokakern.registry.register import (
+    ANY,
+    FP8_GPUS,
+    KERNELS,
+    Kernel,
+    add,
+    fp8_format,
+    kernel_named,
+    kernels_for,
+    load_kernels,
+    register,
+)
+from lokakern.types import (
+    ACCEPTED,
+    Accepted,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    NumericsClass,
+    Operand,
+    Problem,
+    Rejected,
+)
+
+UNAVAILABLE = load_kernels()
+compositions = importlib.import_module("lokakern.kernels.compositions")
+ROOT = Path(__file__).resolve().parent.parent
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
+CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
+GEMM = make_problem("gemm", (64, 256, 512))
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
+    """The registry, as a copy that a test may change."""
+    copy = dict(KERNELS)
+    monkeypatch.setattr(registry, "KERNELS", copy)
+    monkeypatch.setattr(compositions, "KERNELS", copy)
+    return copy
+
+
+def launch(*_: Any) -> None:
+    """Do nothing."""
+
+
+def kernel(**fields: Any) -> Kernel:
+    usual: dict[str, Any] = {
+        "name": "test.kernel", "op": "gemm", "language": "test", "modules": ("compositions",),
+        "launch": launch, "architectures": ANY,
+    }  # fmt: skip
+    return Kernel(**{**usual, **fields})
+
+
+def reason(answer: object) -> str:
+    assert isinstance(answer, Rejected)
+    return answer.reason
+
+
+# --- entering
+
+
+def test_register_is_the_whole_entry(registered: dict[str, Kernel]) -> None:
+    def multiply(*_: Any) -> None:
+        """Do nothing."""
+
+    multiply.__module__ = "lokakern.kernels.cuda.gemm_row"
+    enter = register(
+        "scaled_gemm",
+        architectures=frozenset({"sm_90"}),
+        granularity=Granularity.ROW,
+        accumulation="promoted",
+        unmeasured={"sm_90": "no GPU"},
+        kernel_err_bound=4.0,
+    )
+    assert enter(multiply) is multiply
+    found = registered["cuda.multiply"]
+    assert kernel_named("cuda.multiply") is found
+    assert str(found) == "cuda.multiply"
+    assert (found.language, found.modules, found.launch) == ("cuda", ("cuda/gemm_row",), multiply)
+    assert found.b_granularity is Granularity.ROW  # that of a, unless it is given
+    assert found.unmeasured == {"sm_90": "no GPU"}
+    assert (found.compile_only, found.parts, found.workspace()) == ({}, (), ())
+    register("gemm", name="other", b_granularity=Granularity.BLOCK)(multiply)
+    assert registered["cuda.other"].b_granularity is Granularity.BLOCK
+    assert registered["cuda.other"].granularity is Granularity.NONE
+
+
+def test_a_name_is_taken_once(registered: dict[str, Kernel]) -> None:
+    with pytest.raises(ValueError, match=r"'torch\.bf16' is registered twice"):
+        add(kernel(name="torch.bf16"))
+
+    def bf16(*_: Any) -> None:
+        """Do nothing."""
+
+    bf16.__module__ = "lokakern.kernels.torch.again"
+    with pytest.raises(ValueError, match="twice"):
+        register("gemm")(bf16)
+    assert registered["torch.bf16"] is KERNELS["torch.bf16"]
+
+
+def test_an_unknown_op_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'gem' is unknown; expected one of dequantize, ge"):
+        register("gem")
+
+
+# --- accepting
+
+
+def test_supports_says_why_not() -> None:
+    narrow = kernel(architectures=frozenset({"sm_90", "sm_100"}))
+    assert narrow.supports(GEMM, H200) == Accepted()
+    quantize = make_problem("quantize", (64, 512))
+    assert reason(narrow.supports(quantize, H200)) == "computes gemm, not quantize"
+    assert reason(narrow.supports(GEMM, CPU)) == "needs sm_100, sm_90; device is x86_64"
+    assert "batch" in reason(narrow.supports(replace(GEMM, batch=2), H200))
+    assert "accumulate" in reason(narrow.supports(replace(GEMM, accumulate=True), H200))
+
+
+def test_supports_asks_the_kernel_last() -> None:
+    asked: list[tuple[Problem, Device]] = []
+
+    def accept(problem: Problem, device: Device) -> Accepted:
+        asked.append((problem, device))
+        return ACCEPTED
+
+    picky = kernel(supports_problem=accept)
+    for problem in (replace(GEMM, batch=2), replace(GEMM, accumulate=True)):
+        assert isinstance(picky.supports(problem, H200), Rejected)
+    assert not asked
+    assert picky.supports(GEMM, H200) == ACCEPTED
+    assert asked == [(GEMM, H200)]
+    answer = Rejected("too small")
+    assert kernel(supports_problem=lambda *_: answer).supports(GEMM, H200) is answer
+
+
+def test_any_is_everywhere() -> None:
+    """Also for a set of the same content that somebody made."""
+    for architectures in (ANY, frozenset({"any"})):
+        everywhere = kernel(architectures=architectures)
+        assert all(everywhere.runs_on(device) for device in (H200, MI300X, CPU))
+        assert everywhere.supports(GEMM, CPU) == Accepted()
+
+
+def test_numerics_classes() -> None:
+    quantizing = kernel(
+        granularity=Granularity.GROUP, b_granularity=Granularity.BLOCK, accumulation="promoted"
+    )
+    found = quantizing.numerics(GEMM, MI300X)
+    assert found == NumericsClass(
+        Format.E4M3FNUZ, Granularity.GROUP, Format.E4M3FNUZ, Granularity.BLOCK,
+        "promoted", Format.BFLOAT16,
+    )  # fmt: skip
+    assert str(found) == "e4m3fnuz/1x128 x e4m3fnuz/128x128 -> bfloat16, promoted"
+    plain = KERNELS["torch.bf16"].numerics(GEMM, H200)
+    assert str(plain) == "bfloat16/none x bfloat16/none -> bfloat16, float32"
+    assert fp8_format("gfx942") is Format.E4M3FNUZ
+    assert {fp8_format(a) for a in ("sm_90", "gfx950", "x86_64")} == {Format.E4M3FN}
+
+
+# --- finding
+
+
+def test_kernels_for_an_op_and_a_device() -> None:
+    every = [k for op in OPS for k in kernels_for(op)]
+    assert sorted(k.name for k in every) == sorted(KERNELS)
+    for op in OPS:
+        names = [k.name for k in kernels_for(op)]
+        assert names == sorted(names)
+        assert {KERNELS[name].op for name in names} == {op}
+        here = kernels_for(op, CPU)
+        assert here
+        assert all(k.architectures == {"any"} for k in here)
+        assert [k for k in kernels_for(op, H200) if not k.runs_on(H200)] == []
+        assert {k.name for k in here} < {k.name for k in kernels_for(op, H200)} | {""}
+    assert kernels_for("gem") == []
+
+
+def test_an_unknown_kernel_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        kernel_named("torch.bf61")
+    message = str(caught.value)
+    assert message.startswith("kernel 'torch.bf61' is not registered; expected one of ")
+    assert all(name in message for name in KERNELS)
+
+
+def test_every_module_can_be_imported_here() -> None:
+    """CI has Triton: what does not import there is not tested there."""
+    assert UNAVAILABLE == {}
+
+
+# --- what is registered
+
+LANGUAGES = {"torch", "triton", "cuda", "hip", "adapters"}
+ACCUMULATIONS = {
+    "quantize": {"none"},
+    "dequantize": {"none"},
+    "scaled_gemm": {"float32", "promoted", "fast"},
+    "gemm": {"float32", "promoted", "fast"},
+}
+
+
+@pytest.mark.parametrize("found", KERNELS.values(), ids=str)
+def test_every_kernel_is_described(found: Kernel) -> None:
+    assert KERNELS[found.name] is found
+    assert re.fullmatch(r"[a-z0-9_]+\.[a-z0-9_]+(\+[a-z0-9_]+\.[a-z0-9_]+)*", found.name)
+    assert found.op in OPS
+    assert found.language in LANGUAGES
+    assert callable(found.launch)
+    assert found.architectures == {"any"} or found.architectures <= FP8_GPUS
+    assert found.accumulation in ACCUMULATIONS[found.op]
+    assert ("fast" in found.name) == (found.accumulation == "fast")
+    assert found.kernel_err_bound >= 1
+    for exceptions in (found.compile_only, found.unmeasured):
+        assert exceptions.keys() <= found.architectures
+        assert all(exceptions.values())
+    assert not found.compile_only.keys() & found.unmeasured.keys()
+    for module in found.modules:
+        assert (KERNELS_ROOT / f"{module}.py").is_file()
+    for part in found.parts:
+        assert KERNELS[part].op in {"quantize", "scaled_gemm"}
+    if found.op != "gemm":
+        assert found.granularity is not Granularity.NONE
+        assert not found.quantizes
+    assert found.quantizes == bool(found.parts)
+    if not found.parts:
+        assert found.name.startswith(f"{found.language}.")
+        assert found.modules[0].startswith(f"{found.language}/")
+
+
+@pytest.mark.parametrize("device", [H200, MI300X, CPU], ids=str)
+@pytest.mark.parametrize("found", KERNELS.values(), ids=str)
+def test_support_is_an_answer_whatever_the_problem(found: Kernel, device: Device) -> None:
+    fp8 = fp8_format(device)
+    problems = [
+        make_problem(op, (96, 40, 56)[: len(OPS[op].axes)], **fields)
+        for op in OPS
+        for fields in (
+            {}, {"batch": 3}, {"out_format": Format.FLOAT32}, {"epilogue": "bias"},
+            {"a": Operand(fp8, Granularity.TENSOR)}, {"a": Operand(Format.FLOAT32)},
+            {"a": Operand(fp8, Granularity.GROUP, Layout.STRIDED, 1)},
+        )
+    ]  # fmt: skip
+    for problem in problems:
+        answer = found.supports(problem, device)
+        assert isinstance(answer, Accepted) or reason(answer).strip()
+        if not found.runs_on(device) or problem.op != found.op:
+            assert isinstance(answer, Rejected)
+
+
+# --- compositions
+
+
+@pytest.mark.parametrize("found", [k for k in KERNELS.values() if k.parts], ids=str)
+def test_compositions_are_made_of_their_parts(found: Kernel) -> None:
+    quantizer, gemm = found.name.split("+")
+    parts = [KERNELS[name] for name in found.parts]
+    assert (found.parts[0], found.parts[-1]) == (quantizer, gemm)
+    assert (found.op, found.language) == ("gemm", KERNELS[gemm].language)
+    assert KERNELS[quantizer].granularity is found.granularity is KERNELS[gemm].granularity
+    assert found.b_granularity is KERNELS[gemm].b_granularity
+    assert found.accumulation == KERNELS[gemm].accumulation
+    assert found.kernel_err_bound == KERNELS[gemm].kernel_err_bound
+    makes = {part.granularity for part in parts if part.op == "quantize"}
+    assert makes == {found.granularity, found.b_granularity}
+    for device in (H200, MI300X, CPU):
+        assert found.runs_on(device) == all(part.runs_on(device) for part in parts)
+
+
+def composition() -> Kernel:
+    return KERNELS["torch.quantize_row+torch.emulated_row"]
+
+
+def prepared(form: Format, granularity: Granularity) -> Problem:
+    weight = Operand(form, granularity, Layout.COLUMN)
+    return make_problem("gemm", (64, 256, 512), b=weight, prepared=True)
+
+
+def test_a_composition_takes_weights_prepared_its_way() -> None:
+    found = composition()
+    assert found.supports(GEMM, CPU) == Accepted()
+    assert found.supports(prepared(Format.E4M3FN, Granularity.ROW), CPU) == Accepted()
+    assert found.supports(prepared(Format.E4M3FNUZ, Granularity.ROW), MI300X) == Accepted()
+    for problem in (
+        prepared(Format.E4M3FN, Granularity.BLOCK),
+        prepared(Format.E5M2, Granularity.ROW),
+    ):
+        assert problem.b is not None
+        assert reason(found.supports(problem, CPU)) == (
+            "needs a weight prepared as e4m3fn/row; it is "
+            f"{problem.b.format}/{problem.b.granularity}"
+        )
+    assert "e4m3fnuz/row" in reason(
+        found.supports(prepared(Format.E4M3FN, Granularity.ROW), MI300X)
+    )
+
+
+def test_a_composition_refuses_what_its_parts_refuse() -> None:
+    found = composition()
+    row_major = replace(GEMM, b=Operand(Format.BFLOAT16, layout=Layout.ROW))
+    assert "b is row-major; pass weight.t()" in reason(found.supports(row_major, CPU))
+    quantized = replace(GEMM, a=Operand(Format.E4M3FN, Granularity.ROW))
+    assert "unquantized a" in reason(found.supports(quantized, CPU))
+    triton = KERNELS["triton.quantize_row+torch.scaled_mm_row"]
+    odd = make_problem("gemm", (64, 40, 512))
+    assert reason(triton.supports(odd, H200)).startswith("torch.scaled_mm_row: n and k must be")
+    strided = replace(GEMM, a=Operand(Format.BFLOAT16, layout=Layout.STRIDED))
+    assert reason(triton.supports(strided, H200)).startswith("triton.quantize_row: ")
+
+
+def test_compose_needs_both_parts(registered: dict[str, Kernel]) -> None:
+    before = set(registered)
+    assert compositions.compose("gone.quantize_row", "torch.emulated_row") is None
+    assert compositions.compose("torch.quantize_row", "gone.gemm") is None
+    assert set(registered) == before
+    made = compositions.compose("triton.quantize_group", "torch.emulated_block")
+    assert made is not None
+    assert registered["triton.quantize_group+torch.emulated_block"] is made
+    assert made.parts == ("triton.quantize_group", "triton.quantize_block", "torch.emulated_block")
+    assert made.architectures == KERNELS["triton.quantize_group"].architectures
+    with pytest.raises(ValueError, match="twice"):
+        compositions.compose("triton.quantize_group", "torch.emulated_block")
+
+
+# --- what importing needs
+
+
+def in_a_fresh_process(program: str) -> Any:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT.parent,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_import_lokakern_is_light() -> None:
+    loaded = in_a_fresh_process(
+        "import json, sys\nimport lokakern\n"
+        "assert all(hasattr(lokakern, name) for name in lokakern.__all__)\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    assert "torch" in loaded
+    assert not {"sqlalchemy", "triton", "cupy", "typer", "rich"} & set(loaded)
+
+
+def test_without_triton_and_cupy_the_rest_works() -> None:
+    found = in_a_fresh_process(
+        "import json, sys\n"
+        "import torch\n"  # which has its own idea of what Triton is
+        "sys.modules['triton'] = sys.modules['cupy'] = None\n"
+        "import lokakern\n"
+        "from lokakern.registry.register import KERNELS, kernel_named, load_kernels\n"
+        "gone = load_kernels()\n"
+        "try:\n    kernel_named('triton.quantize_row')\nexcept KeyError as error:\n"
+        "    message = str(error)\n"
+        "x = torch.ones(4, 8, dtype=torch.bfloat16)\n"
+        "q = lokakern.quantize(x)\n"
+        "print(json.dumps([gone, message, sorted(KERNELS), q.shape]))"
+    )
+    gone, message, names, shape = found
+    assert "triton/quantize" in gone
+    assert all(module.startswith(("triton/", "cuda/")) for module in gone)
+    assert "; triton/quantize: " in message
+    assert "torch.quantize_row+torch.emulated_row" in names
+    assert not [name for name in names if "triton" in name]
+    assert shape == [4, 8]
