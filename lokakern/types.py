@@ -373,6 +373,9 @@ class ErrorBudget:
         return ", ".join(f"{name} {value:g}" for name, value in self.limits.items())
 
 
+_SIGNATURES: dict[object, object] = {}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
     """FP8 elements with their decode scales: ``x ~ data * scale``.
@@ -386,7 +389,8 @@ class QuantizedTensor:
         source: The unquantized weight a prepared weight came from, ``[rows, columns]``, held by
             reference so that the unquantized kernel stays legal. None otherwise.
         budget: What a prepared weight was prepared for; the default budget of `gemm` on it.
-        signature: What a warm call compares: everything that decides the kernel, hashable.
+        signature: One object for all tensors that agree in everything that decides the kernel:
+            what a warm call looks up, without hashing it all again.
         transpose: Views of data and scale the other way round, as a GEMM takes its right operand;
             made once, because a view costs 0.75 us of host time.
     """
@@ -397,7 +401,7 @@ class QuantizedTensor:
     transposed: bool = False
     source: Tensor | None = None
     budget: ErrorBudget | None = None
-    signature: tuple[object, ...] = field(init=False, repr=False, default=())
+    signature: object = field(init=False, repr=False)
     transpose: tuple[Tensor, Tensor | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -407,20 +411,18 @@ class QuantizedTensor:
             )
         scale = None if self.scale is None else self.scale.t()
         object.__setattr__(self, "transpose", (self.data.t(), scale))
-        object.__setattr__(
-            self,
-            "signature",
-            (
-                self.data.dtype,
-                self.granularity.value,
-                *self.data.shape,
-                self.data.device,
-                self.transposed,
-                (self.data.data_ptr() | self.data.stride(0) * self.data.element_size()) & 15,
-                None if self.source is None else self.source.dtype,
-                self.budget,
-            ),
+        row_bytes = self.data.stride(0) * self.data.element_size()
+        facts = (
+            self.data.dtype,
+            self.granularity,
+            self.data.shape,
+            self.data.device,
+            self.transposed,
+            (self.data.data_ptr() | row_bytes) & 15,
+            None if self.source is None else self.source.dtype,
+            self.budget,
         )
+        object.__setattr__(self, "signature", _SIGNATURES.setdefault(facts, object()))
         if self.granularity is Granularity.NONE:
             if self.scale is not None:
                 raise FormatError("QuantizedTensor: a scale was given but granularity is 'none'")
