@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from lokakern.errors import LokakernError, ShapeError, UnknownNameError
-from lokakern.types import REGIMES, ErrorBudget, Granularity, Layout, Operand
+from lokakern.types import REGIMES, ErrorBudget, Granularity, Layout, Operand, alignment_of
 
 app = typer.Typer(
     name="lokakern.bench",
@@ -235,7 +235,6 @@ def explain(
     """Say which kernel dispatch chooses, from which rows, and why not each other one."""
     import json
 
-    from lokakern.problems import alignment_of
     from lokakern.registry.register import fp8_format
     from lokakern.selection import dispatch, snapshot
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.device import l2_bytes
-from lokakern.errors import MeasurementError
 from lokakern.numerics import KernelError
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
@@ -111,7 +110,14 @@ class Operands:
         self._references: dict[Any, Case64] = {}
         set_bytes = max(problem.bytes_moved, 1)
         count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
-        self.order = [self._fresh_order(rows, problem.m, generator) for _ in range(count)]
+        # Rows under one scale stay together; elsewhere their order is fresh in every set.
+        fixed = problem.a.granularity is Granularity.BLOCK
+        self.order = [
+            torch.arange(problem.m) % rows
+            if fixed
+            else self._fresh_order(rows, problem.m, generator)
+            for _ in range(count)
+        ]
         self.sets = [self._make_set(order) for order in self.order]
 
     @staticmethod
@@ -132,10 +138,13 @@ class Operands:
         index = order.to(self.device)
         data = quantized.data.view(torch.uint8)[index].view(quantized.data.dtype)
         assert quantized.scale is not None  # made by `quantized`
-        per_row = quantized.granularity in (Granularity.ROW, Granularity.GROUP)
-        if not per_row:
-            return data, quantized.scale.clone()
         scale = quantized.granularity.empty_scale(len(order), data.shape[1], self.device)
+        match quantized.granularity:
+            case Granularity.TENSOR:
+                return data, scale.copy_(quantized.scale)
+            case Granularity.BLOCK:
+                blocks = torch.arange(len(scale), device=self.device) % len(quantized.scale)
+                return data, scale.copy_(quantized.scale[blocks])
         return data, scale.copy_(quantized.scale[index])
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
@@ -149,8 +158,6 @@ class Operands:
             return x, data, problem.out_granularity.empty_scale(m, k, self.device)
         if problem.op == "dequantize":
             quantized = self.quantized("x", problem.a.format, problem.a.granularity)
-            if problem.a.granularity is Granularity.BLOCK:
-                raise MeasurementError("dequantize: rows under one scale cannot be reordered")
             data, scale = self._tiled(quantized, order)
             return data, scale, torch.empty((m, k), dtype=out_dtype, device=self.device)
         assert problem.b is not None and self.w is not None  # the other two ops have two operands

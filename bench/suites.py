@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lokakern.errors import UnknownNameError
-from lokakern.problems import alignment_of, make_problem
+from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem
+from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, alignment_of
 
 PREPARED_FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
 
@@ -76,6 +76,7 @@ def shape_cases(shapes: Sequence[tuple[int, ...]], fp8: Format) -> Iterator[Case
             yield quantize_case(m, k, granularity, "X1", fp8)
             yield dequantize_case(m, k, granularity, "X1", fp8)
         yield quantize_case(m, k, Granularity.BLOCK, "X1", fp8)
+        yield dequantize_case(m, k, Granularity.BLOCK, "X1", fp8)
 
 
 def _smoke(fp8: Format) -> Iterator[Case]:
@@ -99,6 +100,11 @@ def _anchors(fp8: Format) -> Iterator[Case]:
             yield from gemm_cases(m, n, k, "X1", fp8)
             yield quantize_case(n, k, Granularity.BLOCK, "X1", fp8)
             yield dequantize_case(m, k, Granularity.ROW, "X1", fp8)
+    for granularity in (Granularity.TENSOR, Granularity.GROUP, Granularity.BLOCK):
+        yield dequantize_case(8192, 1024, granularity, "X1", fp8)
+    for n, k in ((512, 512), (1024, 1024), (2048, 2048)):
+        wide = Operand(Format.FLOAT32, Granularity.NONE, Layout.ROW)
+        yield Case(make_problem("gemm", (8192, n, k), a=wide), "X1")
 
 
 # (n, k, distribution of the input, bias): layers of published models. DLRM-v2 (bottom, DCN,

@@ -32,14 +32,8 @@ from lokakern.types import (
     QuantizedTensor,
     Rejected,
     Support,
+    alignment_of,
 )
-
-SUFFIX = {
-    Granularity.TENSOR: "tensor",
-    Granularity.ROW: "row",
-    Granularity.GROUP: "group",
-    Granularity.BLOCK: "block",
-}
 
 
 def compose(quantizer: str, gemm: str) -> Kernel | None:
@@ -54,7 +48,7 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
     b_quantizer = first
     if second.b_granularity is not second.granularity:
         stem = quantizer.rsplit("_", 1)[0]
-        b_quantizer = KERNELS[f"{stem}_{SUFFIX[second.b_granularity]}"]
+        b_quantizer = KERNELS[f"{stem}_{second.b_granularity.suffix}"]
     everywhere = first.architectures is ANY and second.architectures is ANY
     parts = [k for k in (first, second) if k.architectures is not ANY]
     kernel = Kernel(
@@ -73,6 +67,8 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
         accumulation=second.accumulation,
         supports_problem=functools.partial(_supports_composition, first, b_quantizer, second),
         workspace=_workspace_of(first, b_quantizer, second),
+        compile_only={**first.compile_only, **second.compile_only},
+        unmeasured={**first.unmeasured, **second.unmeasured},
         kernel_err_bound=second.kernel_err_bound,
         parts=tuple(dict.fromkeys((quantizer, b_quantizer.name, gemm))),
     )
@@ -82,11 +78,7 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
 
 def quantized_operand(granularity: Granularity, fp8: Format, layout: Layout, k: int) -> Operand:
     """How quantized data ``[rows, k]`` that lokakern allocates lies in memory."""
-    return Operand(fp8, granularity, layout, _alignment_of(k))
-
-
-def _alignment_of(row_bytes: int) -> int:
-    return min(16, row_bytes & -row_bytes) if row_bytes else 16
+    return Operand(fp8, granularity, layout, alignment_of(k))
 
 
 def _supports_composition(
@@ -207,4 +199,4 @@ for _quantizer, _gemms in {
 }.items():
     for _gemm in _gemms:
         if _gemm in KERNELS:
-            compose(f"{_quantizer}_{SUFFIX[KERNELS[_gemm].granularity]}", _gemm)
+            compose(f"{_quantizer}_{KERNELS[_gemm].granularity.suffix}", _gemm)

@@ -9,8 +9,16 @@ from torch import Tensor
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceError, FormatError, ShapeError
-from lokakern.problems import alignment_of
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, QuantizedTensor
+from lokakern.types import (
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    QuantizedTensor,
+    alignment_of,
+)
 
 
 def operand_of(x: Tensor, prefer: Layout = Layout.ROW) -> Operand:

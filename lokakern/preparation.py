@@ -12,7 +12,6 @@ from lokakern import selection
 from lokakern.errors import ShapeError
 from lokakern.functional import quantize
 from lokakern.operands import check_matrix, device_of, operand_of
-from lokakern.problems import alignment_of
 from lokakern.registry.register import fp8_format
 from lokakern.types import (
     Device,
@@ -22,6 +21,7 @@ from lokakern.types import (
     Operand,
     Problem,
     QuantizedTensor,
+    alignment_of,
 )
 
 

@@ -9,14 +9,9 @@ from typing import Any
 
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.registry.ops import op_named
-from lokakern.types import Format, Granularity, Layout, Operand, Problem
+from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
 ACCURACY_ROWS = 2048  # error is measured at this m: rows are independent unless a scale spans them
-
-
-def alignment_of(byte_count: int) -> int:
-    """Largest power of two, at most 16, that divides a number of bytes."""
-    return min(16, byte_count & -byte_count) if byte_count else 16
 
 
 def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:

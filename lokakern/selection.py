@@ -17,10 +17,17 @@ from typing import TYPE_CHECKING, Any
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.evidence import Candidate, candidate_of
-from lokakern.problems import alignment_of, baseline_name, make_problem
+from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
 from lokakern.table import Pick, Table
-from lokakern.types import REALISTIC_DISTRIBUTIONS, REGIMES, Device, ErrorBudget, Problem
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    REGIMES,
+    Device,
+    ErrorBudget,
+    Problem,
+    alignment_of,
+)
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot import Snapshot, TimingCell

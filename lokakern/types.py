@@ -86,6 +86,11 @@ class Granularity(StrEnum):
     GROUP = "1x128"
     BLOCK = "128x128"
 
+    @property
+    def suffix(self) -> str:
+        """What the names of kernels end with: tensor, row, group or block."""
+        return self.name.lower()
+
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape of the scales of a ``[rows, columns]`` tensor; always two-dimensional."""
         groups = -(-columns // GROUP)
@@ -126,6 +131,11 @@ class Layout(StrEnum):
     ROW = "row-major"
     COLUMN = "column-major"
     STRIDED = "strided"
+
+
+def alignment_of(byte_count: int) -> int:
+    """Largest power of two, at most 16, that divides a number of bytes."""
+    return min(16, byte_count & -byte_count) if byte_count else 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,11 @@ PROMOTED_KERNEL_ERR_BOUND = 8.0
 FAST_KERNEL_ERR_BOUND = 16.0
 FAST_LARGEST_K = 4096
 
+# Where kernels were compiled and inspected, or only written for, and never ran.
+_ABSENT = ("sm_100", "gfx942", "gfx950")
+COMPILED_ONLY = dict.fromkeys(_ABSENT, "no such GPU was at hand to run it")
+NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
+
 Launcher = Callable[..., None]
 Workspace = Callable[..., tuple[Tensor, ...]]
 Supports = Callable[[Problem, Device], Support]

@@ -60,21 +60,16 @@ def _supports_dequantize(granularity: Granularity, problem: Problem, _device: De
     return ACCEPTED
 
 
-for _granularity, _suffix in {
-    Granularity.TENSOR: "tensor",
-    Granularity.ROW: "row",
-    Granularity.GROUP: "group",
-    Granularity.BLOCK: "block",
-}.items():
+for _granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK):
     register(
         "quantize",
-        name=f"quantize_{_suffix}",
+        name=f"quantize_{_granularity.suffix}",
         granularity=_granularity,
         supports=functools.partial(_supports_quantize, _granularity),
     )(functools.partial(_quantize, _granularity))
     register(
         "dequantize",
-        name=f"dequantize_{_suffix}",
+        name=f"dequantize_{_granularity.suffix}",
         granularity=_granularity,
         supports=functools.partial(_supports_dequantize, _granularity),
     )(functools.partial(_dequantize, _granularity))

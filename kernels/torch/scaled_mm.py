@@ -14,6 +14,7 @@ from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
     FAST_LARGEST_K,
     FP8_GPUS,
+    NEVER_RUN,
     PROMOTED_KERNEL_ERR_BOUND,
     register,
 )
@@ -120,12 +121,13 @@ def _takes_formats_and_sizes(problem: Problem, device: Device) -> Support:
     return ACCEPTED
 
 
-for _granularity, _suffix in {Granularity.TENSOR: "tensor", Granularity.ROW: "row"}.items():
+for _granularity in (Granularity.TENSOR, Granularity.ROW):
     for _fast in (False, True):
         register(
             "scaled_gemm",
-            name=f"scaled_mm_{_suffix}" + ("_fast" if _fast else ""),
+            name=f"scaled_mm_{_granularity.suffix}" + ("_fast" if _fast else ""),
             architectures=FP8_GPUS,
+            unmeasured=NEVER_RUN,
             granularity=_granularity,
             accumulation="fast" if _fast else "promoted",
             supports=functools.partial(_supports, _granularity, _fast),
@@ -136,6 +138,7 @@ register(
     "scaled_gemm",
     name="scaled_mm_block",
     architectures=FP8_GPUS,
+    unmeasured=NEVER_RUN,
     granularity=Granularity.GROUP,
     b_granularity=Granularity.BLOCK,
     accumulation="promoted",

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lokakern.jit import TritonLauncher
-from lokakern.registry.register import FP8_GPUS, register
+from lokakern.registry.register import COMPILED_ONLY, FP8_GPUS, register
 from lokakern.types import (
     ACCEPTED,
     GROUP,
@@ -101,16 +101,12 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
     return ACCEPTED
 
 
-for _granularity, _suffix in {
-    Granularity.TENSOR: "tensor",
-    Granularity.ROW: "row",
-    Granularity.GROUP: "group",
-    Granularity.BLOCK: "block",
-}.items():
+for _granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK):
     register(
         "dequantize",
-        name=f"dequantize_{_suffix}",
+        name=f"dequantize_{_granularity.suffix}",
         architectures=FP8_GPUS,
+        compile_only=COMPILED_ONLY,
         granularity=_granularity,
         supports=functools.partial(_supports, _granularity),
     )(functools.partial(_dequantize, _granularity))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lokakern.jit import Launch, TritonLauncher
-from lokakern.registry.register import FP8_GPUS, register
+from lokakern.registry.register import COMPILED_ONLY, FP8_GPUS, register
 from lokakern.types import (
     ACCEPTED,
     GROUP,
@@ -261,6 +261,7 @@ def _partials(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
     "quantize",
     name="quantize_tensor",
     architectures=FP8_GPUS,
+    compile_only=COMPILED_ONLY,
     granularity=Granularity.TENSOR,
     supports=functools.partial(_supports, Granularity.TENSOR),
     workspace=_partials,
@@ -289,6 +290,7 @@ def quantize_tensor(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Ten
     "quantize",
     name="quantize_row",
     architectures=FP8_GPUS,
+    compile_only=COMPILED_ONLY,
     granularity=Granularity.ROW,
     supports=functools.partial(_supports, Granularity.ROW),
 )
@@ -312,6 +314,7 @@ def _row_launch(
     "quantize",
     name="quantize_group",
     architectures=FP8_GPUS,
+    compile_only=COMPILED_ONLY,
     granularity=Granularity.GROUP,
     supports=functools.partial(_supports, Granularity.GROUP),
 )
@@ -334,6 +337,7 @@ def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tens
     "quantize",
     name="quantize_block",
     architectures=FP8_GPUS,
+    compile_only=COMPILED_ONLY,
     granularity=Granularity.BLOCK,
     supports=functools.partial(_supports, Granularity.BLOCK),
 )

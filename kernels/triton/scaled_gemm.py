@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lokakern.jit import Launch, TritonLauncher
 from lokakern.registry.register import (
+    COMPILED_ONLY,
     FAST_KERNEL_ERR_BOUND,
     FAST_LARGEST_K,
     FP8_GPUS,
@@ -307,6 +308,7 @@ for _granularity, _kind in ((Granularity.TENSOR, "tensor"), (Granularity.ROW, "r
             "scaled_gemm",
             name=f"scaled_gemm_{_kind}" + ("" if _promoted else "_fast"),
             architectures=FP8_GPUS,
+            compile_only=COMPILED_ONLY,
             granularity=_granularity,
             accumulation="promoted" if _promoted else "fast",
             supports=functools.partial(
@@ -319,6 +321,7 @@ register(
     "scaled_gemm",
     name="scaled_gemm_block",
     architectures=FP8_GPUS,
+    compile_only=COMPILED_ONLY,
     granularity=Granularity.GROUP,
     b_granularity=Granularity.BLOCK,
     accumulation="promoted",
