@@ -130,6 +130,17 @@ def _reading(database: str | None) -> Iterator[None]:
         selection.use_snapshot(None)
 
 
+def _command_again(arguments: list[str]) -> str:
+    """The command line that is kept with a run: without where this machine keeps its database."""
+    words = ["python", "-m", "lokakern.bench"]
+    skip = False
+    for word in arguments:
+        if not skip and word != "--db" and not word.startswith("--db="):
+            words.append(word)
+        skip = word == "--db"
+    return " ".join(words)
+
+
 @app.command()
 @_says_errors
 def sweep(
@@ -184,7 +195,7 @@ def sweep(
             cases,
             database=target,
             suite=name,
-            command="python -m lokakern.bench " + " ".join(sys.argv[1:]),
+            command=_command_again(sys.argv[1:]),
             regime=regime.value if regime else None,
             grade=grade.value,
             time_limit_s=time_limit,
