@@ -2,7 +2,7 @@
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
-slower than allowed by ``--fail-under``.
+slower than allowed by ``--fail-under``; 5 a sweep is done, but rows of it are not ok.
 """
 
 from __future__ import annotations
@@ -18,19 +18,25 @@ from typing import Annotated, Any
 
 import typer
 
-from lokakern.errors import LokakernError, ShapeError, UnknownNameError
-from lokakern.types import REGIMES, ErrorBudget, Granularity, Layout, Operand, alignment_of
+from lokakern.errors import (
+    DatabaseError,
+    LokakernError,
+    MeasurementError,
+    ShapeError,
+    UnknownNameError,
+)
+from lokakern.types import REGIMES, ErrorBudget, Layout, Operand, alignment_of
 
 app = typer.Typer(
     name="lokakern.bench",
     help="Measure FP8 kernels, and ask which one dispatch would choose and why.\n\n"
     "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to go on), "
-    "4 slower than --fail-under.",
+    "4 slower than --fail-under, 5 swept, but rows are not ok.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-TIME_LIMIT_EXIT, SLOWER_EXIT = 3, 4
+TIME_LIMIT_EXIT, SLOWER_EXIT, NOT_OK_EXIT = 3, 4, 5
 
 
 class OutputFormat(StrEnum):
@@ -113,6 +119,11 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _source(text: str) -> str | Path:
+    """A database as asked for: a URL stays text, a path gets its home folder."""
+    return text if "://" in text else Path(text).expanduser()
+
+
 @contextmanager
 def _reading(database: str | None) -> Iterator[None]:
     """Answer from the shipped files and this database while inside."""
@@ -123,7 +134,7 @@ def _reading(database: str | None) -> Iterator[None]:
     from lokakern.registry.snapshot import load_snapshot
     from lokakern.registry.store import shipped_databases
 
-    selection.use_snapshot(load_snapshot([*shipped_databases(), Path(database)]))
+    selection.use_snapshot(load_snapshot([*shipped_databases(), _source(database)]))
     try:
         yield
     finally:
@@ -146,6 +157,10 @@ def _command_again(arguments: list[str]) -> str:
 def sweep(
     suite: Annotated[str, typer.Option(help="Suite to measure; see `list suites`.")] = "smoke",
     shape: ShapeOption = None,
+    problem: Annotated[
+        list[str] | None,
+        typer.Option(help="A problem as a miss printed it (JSON); may be repeated."),
+    ] = None,
     db: DatabaseOption = None,
     regime: RegimeOption = None,
     grade: Annotated[Grade, typer.Option(help="quick rows count only where none is full.")] = (
@@ -172,24 +187,43 @@ def sweep(
     from lokakern import misses, selection
     from lokakern.bench import report
     from lokakern.bench import sweep as sweeping
-    from lokakern.bench.suites import shape_cases, suite_named
+    from lokakern.bench.suites import Case, shape_cases, suite_named
+    from lokakern.bench.summary import summary_rows
     from lokakern.device import current_device
+    from lokakern.registry.reader import is_there
     from lokakern.registry.register import fp8_format
     from lokakern.registry.store import user_database
 
     device = current_device()
-    if shape or from_misses:
-        shapes = [_shape(text) for text in shape or ()]
-        if from_misses:
-            shapes += [sizes for op, sizes, _ in misses.read() if op == "gemm"]
-        cases = list(dict.fromkeys(shape_cases(shapes, fp8_format(device))))
+    if time_limit is not None and not time_limit >= 0:
+        raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
+    if shape or problem or from_misses:
+        cases = list(shape_cases([_shape(text) for text in shape or ()], fp8_format(device)))
+        asked = [misses.parse(text) for text in problem or ()]
+        asked += [missed for missed, _ in misses.read()] if from_misses else []
+        for found in asked:
+            reason = misses.why_not_measurable(found)
+            if reason is not None:
+                raise MeasurementError(f"{found} cannot be measured: {reason}")
+            cases.append(Case(found, "X1"))
+        cases = list(dict.fromkeys(cases))
         name = "misses" if from_misses else "shapes"
     else:
         cases, name = suite_named(suite).cases(device), suite
-    target = db or str(user_database())
-    if "://" not in target:
-        Path(target).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        target = str(Path(target).expanduser())
+    target = _source(db) if db else user_database()
+    if isinstance(target, Path):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DatabaseError(
+                f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
+                "another with --db"
+            ) from None
+    if kernel and not any(sweeping.candidates(case.problem, device, kernel) for case in cases):
+        raise UnknownNameError(
+            f"--kernel is {', '.join(kernel)}; no kernel that takes these problems has such a "
+            "name (see `list kernels`)"
+        )
     with report.TerminalProgress(quiet=quiet) as progress:
         done = sweeping.sweep(
             cases,
@@ -214,15 +248,15 @@ def sweep(
         print(f"not ok: {failure}", file=sys.stderr)
     if len(done.failures) > 20:
         print(f"not ok: and {len(done.failures) - 20} more", file=sys.stderr)
-    if "://" not in target and Path(target).exists():
-        from lokakern.bench.summary import summary_rows
-
-        rows = summary_rows(Path(target), cases, regime.value if regime else None)
+    if is_there(target):
+        rows = summary_rows(target, cases, regime.value if regime else None)
         report.print_rows(rows, "json" if as_json else how.value,
                           title=f"{name} on {device.product}")  # fmt: skip
     if done.out_of_time:
         print(f"the time limit of {time_limit:g} s ended the sweep; run it again", file=sys.stderr)
         raise typer.Exit(TIME_LIMIT_EXIT)
+    if done.failures:
+        raise typer.Exit(NOT_OK_EXIT)
 
 
 @app.command()
@@ -246,6 +280,8 @@ def explain(
     """Say which kernel dispatch chooses, from which rows, and why not each other one."""
     import json
 
+    from lokakern.bench.suites import PREPARED_FORMS
+    from lokakern.device import current_device
     from lokakern.registry.register import fp8_format
     from lokakern.selection import dispatch, snapshot
 
@@ -253,13 +289,14 @@ def explain(
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     with _reading(db):
         if prepared is not None:
-            known = {g.value: g for g in Granularity if g is not Granularity.NONE}
+            known = {g.value: g for g in PREPARED_FORMS} if op == "gemm" else {}
             if prepared not in known:
                 raise UnknownNameError(
-                    f"--prepared is {prepared!r}; expected one of {', '.join(known)}"
+                    f"--prepared is {prepared!r}; expected one of "
+                    f"{', '.join(g.value for g in PREPARED_FORMS)}, with gemm"
                 )
-            target = snapshot().find_device(device) if device else None
-            fp8 = fp8_format(target or "here")
+            target = snapshot().find_device(device) if device else current_device()
+            fp8 = fp8_format(target)
             fields |= {
                 "b": Operand(fp8, known[prepared], Layout.COLUMN, alignment_of(sizes[-1])),
                 "prepared": True,
@@ -295,7 +332,7 @@ def compare(
     db: DatabaseOption = None,
     fail_under: Annotated[
         float | None,
-        typer.Option(help="Exit with 4 if dispatch is less than this times as fast as bf16."),
+        typer.Option(help="Exit with 4 if dispatch is anywhere less than this times as fast."),
     ] = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
@@ -351,9 +388,12 @@ def compare(
         f"{len(found.fp8_missed)} more where an admissible FP8 kernel was faster beyond noise",
         file=sys.stderr,
     )
-    least = found.least_speedup.get(UNQUANTIZED)
-    if fail_under is not None and (least is None or least < fail_under):
-        raise typer.Exit(SLOWER_EXIT)
+    if fail_under is not None:
+        slower = [n for n in names if found.least_speedup.get(n, 0.0) < fail_under]
+        if slower:
+            words = ", ".join(slower)
+            print(f"less than {fail_under:g} times as fast as {words}", file=sys.stderr)
+            raise typer.Exit(SLOWER_EXIT)
 
 
 @app.command("list")

@@ -16,6 +16,7 @@ from lokakern.device import current_device
 from lokakern.evidence import margin_us, within_noise
 from lokakern.problems import baseline_name
 from lokakern.registry.register import Kernel, kernel_named
+from lokakern.selection import default_regime
 from lokakern.types import ErrorBudget, Granularity
 
 DISPATCH = "dispatch"
@@ -85,7 +86,7 @@ def compare(
         if name != UNQUANTIZED:
             kernel_named(name)
     device = current_device()
-    regime = regime or ("graph-cold" if device.is_gpu else "eager")
+    regime = regime or default_regime(device)
     where = torch_device()
     timing.warm(where)
     rows = []

@@ -37,14 +37,21 @@ def gemm_cases(
     m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
 ) -> Iterator[Case]:
     """One GEMM of a model as every op on its way: whole, prepared, and its parts."""
+    yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
+    yield from scaled_gemm_cases(m, n, k, distribution, fp8)
+    for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
+        yield quantize_case(m, k, granularity, distribution, fp8)
+
+
+def whole_gemm_cases(
+    m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
+) -> Iterator[Case]:
+    """A GEMM from unquantized operands, and from a weight prepared in each form."""
     fields = {"epilogue": "bias"} if bias else {}
     yield Case(make_problem("gemm", (m, n, k), **fields), distribution)
     for granularity in PREPARED_FORMS:
         weight = Operand(fp8, granularity, Layout.COLUMN, alignment_of(k))
         yield Case(make_problem("gemm", (m, n, k), b=weight, prepared=True, **fields), distribution)
-    yield from scaled_gemm_cases(m, n, k, distribution, fp8)
-    for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
-        yield quantize_case(m, k, granularity, distribution, fp8)
 
 
 def scaled_gemm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
@@ -98,6 +105,7 @@ def _anchors(fp8: Format) -> Iterator[Case]:
     for m in ANCHOR_M:
         for n, k in ANCHOR_N_K:
             yield from gemm_cases(m, n, k, "X1", fp8)
+            yield from whole_gemm_cases(m, n, k, "X1", fp8, bias=True)
             yield quantize_case(n, k, Granularity.BLOCK, "X1", fp8)
             yield dequantize_case(m, k, Granularity.ROW, "X1", fp8)
     for granularity in (Granularity.TENSOR, Granularity.GROUP, Granularity.BLOCK):

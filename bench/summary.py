@@ -10,10 +10,13 @@ from lokakern.device import current_device
 from lokakern.problems import accuracy_problem
 from lokakern.registry.identity import family_key, problem_key
 from lokakern.registry.snapshot import load_snapshot
+from lokakern.selection import default_regime
 from lokakern.types import Granularity
 
 
-def summary_rows(database: Path, cases: list[Case], regime: str | None) -> list[dict[str, Any]]:
+def summary_rows(
+    database: str | Path, cases: list[Case], regime: str | None
+) -> list[dict[str, Any]]:
     """One row per problem and kernel, fastest first within a problem.
 
     Columns: problem, kernel, median time in microseconds, the worst stored bound of the row error
@@ -21,7 +24,7 @@ def summary_rows(database: Path, cases: list[Case], regime: str | None) -> list[
     """
     facts = load_snapshot([database])
     device = current_device()
-    regime = regime or ("graph-cold" if device.is_gpu else "eager")
+    regime = regime or default_regime(device)
     rows = []
     for problem in dict.fromkeys(case.problem for case in cases):
         found = []

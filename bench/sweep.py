@@ -31,6 +31,7 @@ from lokakern.registry.identity import (
 )
 from lokakern.registry.records import AccuracyRecord, DistributionRow, TimingRecord
 from lokakern.registry.register import Kernel, kernels_for
+from lokakern.selection import default_regime
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
     Device,
@@ -150,7 +151,8 @@ def sweep(
     begun = time.monotonic()
     deadline = None if time_limit_s is None else begun + time_limit_s
     device, environment = current_device(), current_environment()
-    regime = regime or ("graph-cold" if device.is_gpu else "eager")
+    regime = regime or default_regime(device)
+    timing.check_regime(regime, torch_device())
     progress = progress or Progress()
     report = SweepReport()
     collect_runs(database)
@@ -257,9 +259,11 @@ def time_case(
     """Time a problem's kernels against each other, then check what each writes."""
     where = torch_device()
     problem = job.case.problem
-    operands = Operands(
-        problem, job.case.distribution, where, device, cold=regime != "graph-hot", seed=seed
-    )
+    cold = regime != "graph-hot"
+    try:
+        operands = Operands(problem, job.case.distribution, where, device, cold=cold, seed=seed)
+    except Exception as error:  # memory above all; another problem may fit
+        return [(kernel, _failed(error)) for kernel in job.kernels]
     pairs: list[tuple[Kernel, Contender]] = []
     for kernel in job.kernels:
         try:
@@ -281,17 +285,15 @@ def time_case(
 def _record(
     kernel: Kernel, contender: Contender, operands: Operands, regime: str, where: torch.device
 ) -> TimingRecord:
-    """Launch once more on poisoned outputs, check them, and put the row together."""
+    """Replay what was timed on poisoned outputs, check them, and put the row together."""
     if contender.status != "ok":
         return TimingRecord(status=contender.status, reason=contender.reason)
-    operands.poison()
     try:
-        for call in contender.calls:
-            call()
+        operands.poison()
+        contender.run_all()
         error, wrong = operands.check(kernel)
-    except torch.cuda.OutOfMemoryError as failure:
-        torch.cuda.empty_cache()
-        return TimingRecord(status="out_of_memory", reason=str(failure)[:500] or "out of memory")
+    except Exception as failure:  # any library may raise anything; the sweep goes on
+        return _failed(failure)
     found = timing.quantiles(contender)
     return TimingRecord(
         status="wrong" if wrong else "ok",
@@ -310,6 +312,15 @@ def _record(
     )
 
 
+def _failed(error: Exception) -> TimingRecord:
+    status = "error"
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        status = "out_of_memory"
+    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
+    return TimingRecord(status=status, reason=reason)
+
+
 class _Known:
     """What the database already holds for the device and environment here."""
 
@@ -322,10 +333,11 @@ class _Known:
         grade: str,
         fresh: bool,
     ) -> None:
+        from lokakern.registry.reader import is_there
         from lokakern.registry.snapshot import load_snapshot
 
         self._snapshot = None
-        if not fresh and ("://" in str(database) or Path(database).exists()):
+        if not fresh and is_there(database):
             self._snapshot = load_snapshot([database])
         self._device, self._environment = device_key(device), environment_key(environment)
         self._architecture, self._regime, self._grade = device.architecture, regime, grade

@@ -27,6 +27,7 @@ DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many re
 VOID_CLOCK_SHARE = 0.9  # a replay under this share of the candidate's own median clock is void
 GRAPH_US = 300.0  # a graph lasts at least this long, so that its launch (about 2 us) is noise
 WARM_SECONDS = 0.5
+MOST_CALLED = 64  # after timing, of the thousands of calls a tiny problem has
 
 
 @dataclass
@@ -45,6 +46,16 @@ class Contender:
     calls_per_replay: int = 0
     dropped: bool = False
     _replay: Callable[[], float] | None = None
+    _graph: torch.cuda.CUDAGraph | None = None
+
+    def run_all(self) -> None:
+        """Do once more what was timed: the graph, where there is one, else the first calls."""
+        if self._graph is not None:
+            self._graph.replay()
+            torch.cuda.synchronize()
+            return
+        for call in self.calls[:MOST_CALLED]:
+            call()
 
     def fail(self, status: str, error: BaseException) -> None:
         self.status = status
@@ -116,13 +127,8 @@ def time_contenders(
         UnknownNameError: No such regime.
         MeasurementError: A graph regime on a device without graphs.
     """
-    if regime not in REGIMES:
-        raise UnknownNameError(
-            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
-        )
+    check_regime(regime, device)
     graphs = regime != "eager"
-    if graphs and device.type != "cuda":
-        raise MeasurementError(f"regime {regime!r} needs a GPU; a {device.type} has only 'eager'")
     for contender in contenders:
         with _faults(contender):
             if graphs:
@@ -150,6 +156,21 @@ def time_contenders(
                 if clock is not None:
                     contender.clocks_mhz.append(clock)
         _drop_laggards(running)
+
+
+def check_regime(regime: str, device: torch.device) -> None:
+    """See that a regime can be timed here.
+
+    Raises:
+        UnknownNameError: No such regime.
+        MeasurementError: A graph regime on a device without graphs.
+    """
+    if regime not in REGIMES:
+        raise UnknownNameError(
+            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
+        )
+    if regime != "eager" and device.type != "cuda":
+        raise MeasurementError(f"regime {regime!r} needs a GPU; a {device.type} has only 'eager'")
 
 
 def _run(contender: Contender) -> float:
@@ -199,6 +220,7 @@ def _prepare_graph(contender: Contender, floor_us: float) -> None:
             for call in contender.calls:
                 call()
     contender.calls_per_replay = repeats * len(contender.calls)
+    contender._graph = graph
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def replay() -> float:
@@ -244,7 +266,7 @@ def _prepare_eager(contender: Contender, device: torch.device) -> None:
 def release(contenders: Sequence[Contender]) -> None:
     """Free the graphs and what they hold."""
     for contender in contenders:
-        contender._replay = None
+        contender._replay = contender._graph = None
         contender.calls = ()
 
 

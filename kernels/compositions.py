@@ -20,6 +20,7 @@ from lokakern.registry.register import (
     Workspace,
     add,
     fp8_format,
+    load_parts,
 )
 from lokakern.types import (
     ACCEPTED,
@@ -49,8 +50,7 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
     if second.b_granularity is not second.granularity:
         stem = quantizer.rsplit("_", 1)[0]
         b_quantizer = KERNELS[f"{stem}_{second.b_granularity.suffix}"]
-    everywhere = first.architectures is ANY and second.architectures is ANY
-    parts = [k for k in (first, second) if k.architectures is not ANY]
+    parts = [k for k in (first, second) if k.architectures != ANY]
     kernel = Kernel(
         name=f"{quantizer}+{gemm}",
         op="gemm",
@@ -59,9 +59,7 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
             dict.fromkeys(("compositions", *first.modules, *b_quantizer.modules, *second.modules))
         ),
         launch=_launcher_of(first.launch, b_quantizer.launch, second.launch),
-        architectures=ANY
-        if everywhere
-        else frozenset.intersection(*(k.architectures for k in parts)),
+        architectures=frozenset.intersection(*(k.architectures for k in parts)) if parts else ANY,
         granularity=second.granularity,
         b_granularity=second.b_granularity,
         accumulation=second.accumulation,
@@ -178,6 +176,7 @@ def _launcher_of(quantize: Launcher, quantize_b: Launcher, multiply: Launcher) -
     return launch
 
 
+load_parts()
 for _quantizer, _gemms in {
     "torch.quantize": (
         "torch.emulated_tensor",

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.errors import UnsupportedError
+from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.operands import check_bias, check_out
 from lokakern.types import ErrorBudget, Granularity, QuantizedTensor
 
 
@@ -20,10 +21,13 @@ class _Differentiable(torch.autograd.Function):
     """The gradient of the unquantized product, by unquantized kernels."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
-        ctx.save_for_backward(a, weight)
+    def forward(a: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
         result: Tensor = call()
         return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -94,7 +98,12 @@ def traced_gemm(
     given = {} if budget is None else ErrorBudget.of(budget).limits
     limits = [given.get(name, math.nan) for name in _LIMITS] if given else []
     names = [distribution] if isinstance(distribution, str) else list(distribution or ())
+    n = b.shape[1]
+    check_bias("gemm", bias, n, a.dtype)
+    check_out("gemm", out, (a.shape[0], n), a.dtype)
     if isinstance(b, QuantizedTensor):
+        if not b.transposed:
+            raise ShapeError("gemm: b is a QuantizedTensor stored [k, n]; pass quantize(w).t()")
         parts = (b.data, b.scale, b.source, bias, b.granularity.value)
     else:
         parts = (b, None, None, bias, Granularity.NONE.value + "/tensor")

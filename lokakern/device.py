@@ -28,6 +28,13 @@ def current_device(kind: str = "auto", index: int = 0) -> Device:
     return _cpu()
 
 
+@functools.cache
+def devices_here() -> frozenset[Device]:
+    """Types of all devices of this machine: its CPU and every GPU."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return frozenset({current_device("cpu"), *(current_device("cuda", i) for i in gpus)})
+
+
 def _gpu(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)
     amd = torch.version.hip is not None

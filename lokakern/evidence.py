@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lokakern.registry.snapshot import AccuracyCell, Snapshot, TimingCell
 
 TIE_FLOOR = 0.01  # times within 1 % are equal: fresh processes differ by that much
+TIE_CEILING = 0.05  # and beyond 5 % they differ, however few the replays
+FEWEST_SEEDS = 3  # of which a bound is the worst; fewer are no evidence
 LIMIT_COLUMNS = {
     "row_err": "row_err_upper",
     "row_p99": "row_p99_upper",
@@ -38,7 +40,9 @@ def margin_us(p20: float, p80: float, count: int) -> float:
 
 def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:
     """Whether two times cannot be told apart."""
-    return abs(a_us - b_us) <= max(TIE_FLOOR * min(a_us, b_us), math.hypot(a_margin, b_margin))
+    least = min(a_us, b_us)
+    noise = max(TIE_FLOOR * least, math.hypot(a_margin, b_margin))
+    return abs(a_us - b_us) <= min(noise, TIE_CEILING * least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +63,22 @@ class Candidate:
     kernel: Kernel | None
     granularity: Granularity
     times: dict[int, Time]
+    failed: dict[int, str]  # m where it was tried and never ended well, with the reason
     errors: dict[int, dict[str, float]]  # m -> limit name -> worst bound; m = 0: any m
     worst_distribution: str
     unquantized: bool
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
-        """Time at m, and whether it is interpolated; None outside what was measured."""
+        """Time at m, and whether it is interpolated; None outside what was measured.
+
+        Nor is there one between measured m when it failed at one of them.
+        """
         found = self.times.get(m)
         if found is not None:
             return found, False
         below = max((x for x in self.times if x < m), default=None)
         above = min((x for x in self.times if x > m), default=None)
-        if below is None or above is None:
+        if below is None or above is None or any(below < x < above for x in self.failed):
             return None
         low, high = self.times[below], self.times[above]
         share = (m - below) / (above - below)
@@ -129,6 +137,8 @@ def candidate_of(
     if wrong is not None:
         return f"wrong result at m={wrong.m}: {wrong.reason}"
     times = _times([(c, fresh) for c, fresh in graded if c.status == "ok"])
+    failed = {c.m: f"{c.status}: {c.reason}" for c, fresh in graded
+              if c.status != "ok" and fresh != "stale" and c.m not in times}  # fmt: skip
     if not times:
         worst = cells[-1]
         return f"{worst.status}: {worst.reason}" if worst.reason else worst.status
@@ -139,13 +149,13 @@ def candidate_of(
         errors = _errors_or_reason(name, granularity, problem, distributions, device, local,
                                    facts, tuple(times))  # fmt: skip
         known = errors if not isinstance(errors, str) else ({}, "")
-        return Candidate(name, kernel, granularity, times, *known, unquantized)
+        return Candidate(name, kernel, granularity, times, failed, *known, unquantized)
     found = _errors_or_reason(
         name, granularity, problem, distributions, device, local, facts, tuple(times)
     )
     if isinstance(found, str):
         return found
-    return Candidate(name, kernel, granularity, times, *found, unquantized)
+    return Candidate(name, kernel, granularity, times, failed, *found, unquantized)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,10 +167,15 @@ def is_current(kernel: KernelRow) -> bool:
         return False
 
 
-def _toolchain(language: str, environment: Environment) -> tuple[str, ...]:
-    if language == "triton":
-        return (environment.triton,)
-    return (environment.torch, environment.toolkit)
+def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
+    """Versions that decide what a kernel's source turns into; of all parts of a composition."""
+    tools: tuple[str, ...] = ()
+    languages = {module.split("/")[0] for module in kernel.modules}
+    if "triton" in languages:
+        tools += (environment.triton,)
+    if languages - {"triton", "compositions"}:
+        tools += (environment.torch, environment.toolkit)
+    return tools
 
 
 def _grade(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
@@ -170,9 +185,7 @@ def _grade(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str
     if not local:
         return "fresh"  # for a device that is not here only the digest counts
     then = facts.environment(cell.environment)
-    same = _toolchain(cell.kernel.language, then) == _toolchain(
-        cell.kernel.language, current_environment()
-    )
+    same = _toolchain(cell.kernel, then) == _toolchain(cell.kernel, current_environment())
     return "fresh" if same else "usable"
 
 
@@ -223,18 +236,24 @@ def _errors_or_reason(
         cells = facts.accuracy_cells(device.architecture, name, problem_key(asked))
         usable = [(c, _grade(c, local, facts)) for c in cells]
         usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
+        wrong = next((c for c, _ in usable if c.status == "wrong"), None)
+        if wrong is not None:  # on whatever distribution, in whatever grade
+            return f"wrong result on {wrong.distribution}: {wrong.reason}"
         bounds: dict[str, float] = {}
         missing = []
         for distribution in distributions:
-            here = [(c, fresh) for c, fresh in usable if c.distribution == distribution]
-            if not here:
+            here = [
+                (c, fresh)
+                for c, fresh in usable
+                if c.distribution == distribution
+                and c.status == "ok"
+                and c.parameters == facts.parameters_of(distribution)
+            ]
+            best = min((_rank(c.grade, fresh) for c, fresh in here), default=None)
+            chosen = [c for c, fresh in here if _rank(c.grade, fresh) == best]
+            if len({c.seed for c in chosen}) < FEWEST_SEEDS:
                 missing.append(distribution)
                 continue
-            best = min(_rank(c.grade, fresh) for c, fresh in here)
-            chosen = [c for c, fresh in here if _rank(c.grade, fresh) == best]
-            bad = next((c for c in chosen if c.status != "ok"), None)
-            if bad is not None:
-                return f"{bad.status} on {distribution}: {bad.reason}"
             for limit, column in LIMIT_COLUMNS.items():
                 value = max(getattr(c, column) for c in chosen)
                 if limit == "sqnr_db":
@@ -247,7 +266,7 @@ def _errors_or_reason(
                 return "error is stale: the kernel changed since it was measured"
             if m:
                 continue  # no error at this m: rejected there by `Table`
-            return f"error not measured on {', '.join(missing)}"
+            return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
         errors[m] = bounds
     if not errors:
         return "error not measured on every distribution asked for"

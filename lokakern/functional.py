@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor
 from lokakern import autograd, misses, selection
 from lokakern.errors import (
     FormatError,
-    MeasurementError,
     MissError,
     ShapeError,
     UnknownNameError,
@@ -28,22 +25,24 @@ from lokakern.operands import (
     check_out,
     check_same_device,
     device_of,
-    format_named,
     gemm_problem,
     granularity_named,
     operand_of,
 )
+from lokakern.problems import format_named
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.table import Table
 from lokakern.types import (
-    Accepted,
     ErrorBudget,
     Format,
     Granularity,
     Layout,
     Problem,
     QuantizedTensor,
+    Rejected,
 )
+
+Chooser = Callable[[Problem, Tensor], Kernel]  # the tensor says on which device
 
 logger = logging.getLogger("lokakern")
 ON_MISS = ("bf16", "raise", "measure")
@@ -97,7 +96,7 @@ def gemm(
         m, k = a.shape
         low = m & -m
         key = (
-            a.dtype, k, a.stride(), a.device, a.data_ptr() & 15, low if low < 16 else 16,
+            a.dtype, k, a.stride(), a.device, a.data_ptr() & 15, low if low < 16 else 16, m > 1,
             b.signature if type(b) is QuantizedTensor
             else (b.dtype, b.shape, b.stride(), b.device, b.data_ptr() & 15),  # type: ignore[union-attr]
             budget, distribution, on_miss,
@@ -108,10 +107,11 @@ def gemm(
     except (AttributeError, TypeError, ValueError, IndexError):
         key, table = None, None  # a wrong argument: the checks say which
     if table is None:
+        generation = selection.generation()
         table = _plan(a, b, budget, bias, out, distribution, on_miss)
-        if key is not None:
-            if len(_PLANS) > 4096:
-                _PLANS.clear()
+        if len(_PLANS) > 4096:
+            _PLANS.clear()
+        if key is not None and generation == selection.generation():
             _PLANS[key] = table
     m = a.shape[0]
     if out is None:
@@ -153,13 +153,10 @@ def _plan(
     problem = gemm_problem(a, b, bias, out)
     if budget is None and isinstance(b, QuantizedTensor):
         budget = b.budget
-    names = (distribution,) if isinstance(distribution, str) else distribution
-    return selection.table_for(
-        problem,
-        None if budget is None else ErrorBudget.of(budget),
-        None if names is None else tuple(names),
-        device_of(a),
-    )
+    names = selection.distribution_names(distribution)
+    if budget is None:  # needs no measurement, and none that cannot be read stands in its way
+        return selection.unquantized_table(problem, device_of(a))
+    return selection.table_for(problem, ErrorBudget.of(budget), names, device_of(a))
 
 
 _LOGGED: set[str] = set()
@@ -176,53 +173,25 @@ def _missed(
     m = a.shape[0]
     problem = replace(table.problem, m=m)
     pick = table.pick(m)
+    command = misses.sweep_command(problem)
     if on_miss == "raise":
-        raise MissError(f"gemm: {problem}: {pick.note}; measure it with {_sweep_command(problem)}")
+        raise MissError(f"gemm: {problem}: {pick.note}; measure it with: {command}")
     if on_miss == "measure":
-        measure(problem)
-        return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="bf16",
+        misses.measure(problem)
+        selection.use_snapshot(None)
+        return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="raise",
                     distribution=table.distributions)  # fmt: skip
     misses.record(problem, table.device)
     family = str(replace(problem, m=0))
     if family not in _LOGGED:
         _LOGGED.add(family)
-        logger.warning(
-            "gemm: %s: %s; using %s. Measure it with: %s",
-            problem, pick.note, pick.name, _sweep_command(problem),
-        )  # fmt: skip
+        words = "gemm: %s: %s; using %s. Measure it with: %s"
+        logger.warning(words, problem, pick.note, pick.name, command)
     kernel = pick.candidate.kernel if pick.candidate else None
     if kernel is None:
         raise UnsupportedError(f"gemm: {problem}: no kernel runs on {table.device.product}")
     kernel.launch(a, b, out, bias, kernel.workspace(a, b))
     return out
-
-
-def _sweep_command(problem: Problem) -> str:
-    sizes = ",".join(map(str, problem.shape))
-    return f"python -m lokakern.bench sweep --shape {sizes}"
-
-
-def measure(problem: Problem) -> None:
-    """Sweep one problem in a process of its own, into the user's database, and read that again.
-
-    Raises:
-        MeasurementError: The sweep failed, or torch.distributed is up (ranks would then differ).
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise MeasurementError(
-            'gemm: on_miss="measure" is refused while torch.distributed is initialized, because '
-            f"ranks would choose different kernels; run {_sweep_command(problem)} before"
-        )
-    sizes = ",".join(map(str, problem.shape))
-    done = subprocess.run(
-        [sys.executable, "-m", "lokakern.bench", "sweep", "--shape", sizes],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise MeasurementError(
-            f"gemm: {_sweep_command(problem)} ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    selection.use_snapshot(None)
 
 
 def scaled_gemm(
@@ -254,6 +223,17 @@ def scaled_gemm(
         FormatError: A granularity or format does not fit.
         UnsupportedError: No kernel multiplies these operands here.
     """
+    return _scaled_gemm(a, b, bias, out, out_format, _fastest_within(budget))
+
+
+def _scaled_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    out_format: Format | str,
+    choose: Chooser,
+) -> Tensor:
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, QuantizedTensor) or x.scale is None:
             raise FormatError(
@@ -267,6 +247,10 @@ def scaled_gemm(
             f"scaled_gemm: a is {list(a.shape)} and b is {list(b.shape)}; b must be [{k}, n]"
         )
     form = format_named("scaled_gemm", out_format)
+    if form.is_fp8:
+        raise FormatError(
+            f"scaled_gemm: out_format is {form.value!r}; expected bfloat16 or float32"
+        )
     check_same_device("scaled_gemm", a=a.data, b=b.data, bias=bias, out=out)
     strided = check_out("scaled_gemm", out, (m, n), form.dtype)
     check_bias("scaled_gemm", bias, n, form.dtype)
@@ -279,7 +263,7 @@ def scaled_gemm(
     if out is None:
         out = torch.empty((m, n), dtype=form.dtype, device=a.device)
     if m and n:
-        kernel = _kernel_for(problem, a.data, budget)
+        kernel = choose(problem, a.data)
         operands = (a.data, a.scale, *b.transpose, out, bias)
         kernel.launch(*operands, kernel.workspace(*operands))
     return out
@@ -302,6 +286,15 @@ def quantize(
         ShapeError: ``x`` is not two-dimensional.
         FormatError: The dtype, format or granularity is not supported.
     """
+    return _quantize(x, granularity, out_format, _fastest_within(None))
+
+
+def _quantize(
+    x: Tensor,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    choose: Chooser,
+) -> QuantizedTensor:
     check_matrix("quantize", "x", x)
     if Format.of(x.dtype).is_fp8:
         raise FormatError(f"quantize: x is {x.dtype}; expected torch.bfloat16 or torch.float32")
@@ -316,7 +309,7 @@ def quantize(
     if rows and columns:
         problem = Problem(op="quantize", m=rows, n=1, k=columns, a=operand_of(x),
                           out_format=form, out_granularity=granularity)  # fmt: skip
-        kernel = _kernel_for(problem, x, None)
+        kernel = choose(problem, x)
         kernel.launch(x.detach(), data, scale, kernel.workspace(x, data, scale))
     else:
         scale.fill_(1.0)
@@ -324,11 +317,15 @@ def quantize(
 
 
 def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:
-    """``data * scale``, rounded once to ``out_format``, in the orientation of ``x``.
+    """``data * scale`` in float32, rounded to ``out_format``, in the orientation of ``x``.
 
     Raises:
         FormatError: ``out_format`` is neither bfloat16 nor float32, or ``x`` has no scales.
     """
+    return _dequantize(x, out_format, _fastest_within(None))
+
+
+def _dequantize(x: QuantizedTensor, out_format: Format | str, choose: Chooser) -> Tensor:
     form = format_named("dequantize", out_format)
     if form.is_fp8:
         raise FormatError(f"dequantize: out_format is {form.value!r}; expected bfloat16 or float32")
@@ -341,80 +338,64 @@ def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -
     if rows and columns:
         operand = replace(operand_of(x.data), granularity=x.granularity)
         problem = Problem(op="dequantize", m=rows, n=1, k=columns, a=operand, out_format=form)
-        kernel = _kernel_for(problem, x.data, None)
+        kernel = choose(problem, x.data)
         kernel.launch(x.data, x.scale, out, kernel.workspace(x.data, x.scale, out))
     return out.t() if x.transposed else out
 
 
-def _kernel_for(problem: Problem, x: Tensor, budget: ErrorBudget | float | None) -> Kernel:
+def _fastest_within(budget: ErrorBudget | float | None) -> Chooser:
     limits = None if budget is None else ErrorBudget.of(budget)
-    table = selection.table_for(problem, limits, device=device_of(x))
-    kernel = table.kernels[bisect_right(table.breakpoints, problem.m) - 1]
-    if kernel is None:
-        raise UnsupportedError(
-            f"{problem.op}: no kernel runs {problem} on {table.device.product}: "
-            + "; ".join(f"{name}: {why}" for name, why in table.pick(problem.m).rejected)
-        )
-    return kernel
+
+    def choose(problem: Problem, x: Tensor) -> Kernel:
+        table = selection.table_for(problem, limits, device=device_of(x))
+        kernel = table.kernels[bisect_right(table.breakpoints, problem.m) - 1]
+        if kernel is None:
+            reasons = (f"{name}: {why}" for name, why in table.pick(problem.m).rejected)
+            raise UnsupportedError(
+                f"{problem.op}: no kernel runs {problem} on {table.device.product}: "
+                + "; ".join(reasons)
+            )
+        return kernel
+
+    return choose
 
 
-def run(kernel: Kernel, *operands: Any, **options: Any) -> Any:
-    """Run one kernel as the public function of its op would run the chosen one.
+def run(
+    kernel: Kernel,
+    *operands: Any,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_format: Format | str | None = None,
+) -> Any:
+    """Run one kernel as the public function of its op runs the chosen one, checks included.
 
     Args:
         kernel: A registered kernel.
         operands: ``a, b`` of gemm or scaled_gemm, ``x`` of quantize or dequantize.
-        options: ``bias`` and ``out`` of gemm and scaled_gemm; ``out_format``.
+        bias: Of gemm and scaled_gemm.
+        out: Of gemm and scaled_gemm.
+        out_format: Of the other ops; None means the usual.
 
     Raises:
         UnsupportedError: The kernel does not take these operands; its reason is in the message.
     """
-    bias, out = options.get("bias"), options.get("out")
-    launch: tuple[Any, ...]
-    scratch: tuple[Any, ...]
-    if kernel.op == "gemm":
-        a, b = operands
-        problem = gemm_problem(a, b, bias, out)
-        out = a.new_empty((problem.m, problem.n)) if out is None else out
-        launch = (a, b, out, bias)
-        scratch = (a, b)
-        result: Any = out
-    elif kernel.op == "scaled_gemm":
-        a, b = operands
-        form = format_named(kernel.op, options.get("out_format", Format.BFLOAT16))
-        strided = check_out(kernel.op, out, (a.shape[0], b.shape[1]), form.dtype)
-        problem = Problem(
-            op=kernel.op, m=a.shape[0], n=b.shape[1], k=a.shape[1],
-            a=replace(operand_of(a.data), granularity=a.granularity),
-            b=replace(operand_of(b.data), granularity=b.granularity, layout=Layout.COLUMN),
-            epilogue="none" if bias is None else "bias", out_format=form, out_strided=strided,
-        )  # fmt: skip
-        if out is None:
-            out = torch.empty((problem.m, problem.n), dtype=form.dtype, device=a.device)
-        launch = scratch = (a.data, a.scale, *b.transpose, out, bias)
-        result = out
-    elif kernel.op == "quantize":
-        (x,) = operands
-        form = format_named(kernel.op, options.get("out_format", fp8_format(device_of(x))))
-        problem = Problem(op=kernel.op, m=x.shape[0], n=1, k=x.shape[1], a=operand_of(x),
-                          out_format=form, out_granularity=kernel.granularity)  # fmt: skip
-        data = torch.empty(x.shape, dtype=form.dtype, device=x.device)
-        scale = kernel.granularity.empty_scale(x.shape[0], x.shape[1], x.device)
-        launch = scratch = (x, data, scale)
-        result = QuantizedTensor(data, scale, kernel.granularity)
-    else:
-        (x,) = operands
-        form = format_named(kernel.op, options.get("out_format", Format.BFLOAT16))
-        problem = Problem(op=kernel.op, m=x.data.shape[0], n=1, k=x.data.shape[1],
-                          a=replace(operand_of(x.data), granularity=x.granularity),
-                          out_format=form)  # fmt: skip
-        out = torch.empty(x.data.shape, dtype=form.dtype, device=x.device)
-        launch = scratch = (x.data, x.scale, out)
-        result = out.t() if x.transposed else out
-    device = device_of(operands[0] if isinstance(operands[0], Tensor) else operands[0].data)
-    answer = kernel.supports(problem, device)
-    if not isinstance(answer, Accepted):
-        raise UnsupportedError(f"{kernel.name}: {problem}: {answer.reason}")
-    if problem.m:
-        kernel.launch(*launch, kernel.workspace(*scratch))
-    return result
+
+    def choose(problem: Problem, x: Tensor) -> Kernel:
+        answer = kernel.supports(problem, device_of(x))
+        if isinstance(answer, Rejected):
+            raise UnsupportedError(f"{kernel.name}: {problem}: {answer.reason}")
+        return kernel
+
+    if kernel.op == "quantize":
+        return _quantize(operands[0], kernel.granularity, out_format, choose)
+    if kernel.op == "dequantize":
+        return _dequantize(operands[0], out_format or Format.BFLOAT16, choose)
+    a, b = operands
+    if kernel.op == "scaled_gemm":
+        return _scaled_gemm(a, b, bias, out, out_format or Format.BFLOAT16, choose)
+    problem = gemm_problem(a, b, bias, out)
+    choose(problem, a)
+    out = a.new_empty((problem.m, problem.n)) if out is None else out
+    if problem.m and problem.n:
+        kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+    return out

@@ -1,4 +1,4 @@
-"""The ledger of misses: which problems dispatch was asked and nothing was measured for.
+"""Misses: problems that dispatch was asked and nothing was measured for, and how to measure them.
 
 Counted in memory, appended to a file of the user at exit, read by ``sweep --from-misses``.
 """
@@ -8,12 +8,22 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from lokakern.types import Device, Problem
+import torch
 
-LARGEST_FILE_BYTES = 4 * 2**20  # about 20 000 misses; older ones were asked for long enough
+from lokakern.errors import LokakernError, MeasurementError
+from lokakern.problems import make_problem
+from lokakern.registry.identity import problem_from_row, problem_row
+from lokakern.types import Device, Layout, Problem, alignment_of
+
+LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; older ones were asked for long enough
+MOST_COUNTED = 10_000  # jagged batches come in every m: enough is known by then
 _COUNTS: Counter[tuple[Problem, str]] = Counter()
 
 
@@ -21,7 +31,9 @@ def record(problem: Problem, device: Device) -> None:
     """Count a miss."""
     if not _COUNTS:
         atexit.register(save)
-    _COUNTS[(problem, device.product)] += 1
+    key = (problem, device.product)
+    if key in _COUNTS or len(_COUNTS) < MOST_COUNTED:
+        _COUNTS[key] += 1
 
 
 def ledger_path() -> Path:
@@ -33,48 +45,100 @@ def ledger_path() -> Path:
 
 def save() -> None:
     """Append the counted misses to the ledger; if it cannot be written, only they are lost."""
-    if not _COUNTS:
-        return
     lines = "".join(
-        json.dumps(
-            {
-                "op": problem.op,
-                "shape": problem.shape,
-                "a": str(problem.a),
-                "b": str(problem.b) if problem.b else None,
-                "prepared": problem.prepared,
-                "epilogue": problem.epilogue,
-                "device": device,
-                "count": count,
-            }
-        )
-        + "\n"
+        json.dumps({"problem": _plain(problem), "device": device, "count": count}) + "\n"
         for (problem, device), count in _COUNTS.items()
     )
     _COUNTS.clear()
-    path = ledger_path()
     try:
+        path = ledger_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > LARGEST_FILE_BYTES:
             path.unlink()
         # One write of whole lines to a file opened for appending: processes do not mix.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "a") as file:
             file.write(lines)
-    except OSError:
+    except (OSError, LokakernError):
         return
 
 
-def read() -> list[tuple[str, tuple[int, ...], int]]:
-    """Op, shape and count of each miss with usual operands, most frequent first."""
-    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+def _plain(problem: Problem) -> dict[str, Any]:
+    return {name: value for name, value in problem_row(problem).items() if name != "key"}
+
+
+def read() -> list[tuple[Problem, int]]:
+    """Problems of the ledger that can be measured, with their counts, most frequent first."""
+    counts: Counter[Problem] = Counter()
     try:
-        text = ledger_path().read_text(encoding="utf-8")
+        text = ledger_path().read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     for line in text.splitlines():
         try:
             row = json.loads(line)
-            counts[(str(row["op"]), tuple(int(size) for size in row["shape"]))] += int(row["count"])
-        except (ValueError, KeyError, TypeError):
+            problem = problem_from_row(row["problem"])
+            counts[problem] += int(row["count"])
+        except (ValueError, KeyError, TypeError, LokakernError):
             continue  # a torn line, or a file of another program
-    return [(op, shape, count) for (op, shape), count in counts.most_common()]
+    return [(p, n) for p, n in counts.most_common() if why_not_measurable(p) is None]
+
+
+def parse(text: str) -> Problem:
+    """A problem as `sweep_command` writes it.
+
+    Raises:
+        MeasurementError: The text is no problem.
+    """
+    try:
+        return problem_from_row(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, LokakernError) as error:
+        raise MeasurementError(
+            f"--problem is {text!r}, which is no problem ({error}); expected what a miss printed"
+        ) from None
+
+
+def sweep_command(problem: Problem) -> str:
+    """The command that measures a problem."""
+    sizes = ",".join(map(str, problem.shape))
+    if problem == make_problem(problem.op, problem.shape):
+        return f"python -m lokakern.bench sweep --shape {sizes}"
+    return f"python -m lokakern.bench sweep --problem {shlex.quote(json.dumps(_plain(problem)))}"
+
+
+def why_not_measurable(problem: Problem) -> str | None:
+    """Why a sweep cannot lay operands out as the problem has them; None if it can."""
+    natural = alignment_of(problem.k * problem.a.format.dtype.itemsize)
+    if problem.a.layout is not Layout.ROW or problem.a.alignment != natural:
+        return "a is not row-major and aligned as an allocation of its own is"
+    if problem.b is not None and problem.b.layout is not Layout.COLUMN:
+        return "b is not weight.t() of a row-major weight"
+    if problem.b is not None:
+        natural = alignment_of(problem.k * problem.b.format.dtype.itemsize)
+        if problem.b.alignment != natural:
+            return "b is not aligned as an allocation of its own is"
+    return "out is a slice" if problem.out_strided else None
+
+
+def measure(problem: Problem) -> None:
+    """Sweep one problem in a process of its own, into the user's database.
+
+    Raises:
+        MeasurementError: The sweep failed or cannot lay the operands out so, or torch.distributed
+            is up (ranks would then choose differently).
+    """
+    command = sweep_command(problem)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise MeasurementError(
+            'gemm: on_miss="measure" is refused while torch.distributed is initialized, because '
+            f"ranks would choose different kernels; run {command} before"
+        )
+    reason = why_not_measurable(problem)
+    if reason is not None:
+        raise MeasurementError(f"gemm: {problem} cannot be measured: {reason}; copy it first")
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise MeasurementError(
+            f"gemm: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )

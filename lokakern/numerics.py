@@ -107,7 +107,7 @@ def spread_scale(scale: Tensor, granularity: Granularity, rows: int, columns: in
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``data * scale`` in the orientation of ``x``; float64 is exact, others round once."""
+    """``data * scale`` in the orientation of ``x``: float64 is exact, others go by way of float32."""
     wide = x.data.to(torch.float64 if dtype is torch.float64 else torch.float32)
     if x.scale is not None:
         rows, columns = x.data.shape
@@ -335,9 +335,10 @@ def kernel_error(
     ratio = (wide - exact).abs() / allowed
     ratio = torch.where(finite, ratio, 0.0)
     ratio = torch.where(torch.isfinite(wide) == finite, ratio, math.inf)
-    # Saturation to infinity is right where the exact value rounds past the largest finite one.
-    overflow = finite & (exact.abs() >= torch.finfo(out.dtype).max) & torch.isinf(wide)
-    ratio = torch.where(overflow, 0.0, ratio)
+    # Infinity is right where a sum as far off as it may be rounds past the largest finite value.
+    furthest = exact + exact.sign() * 2.0**-13 * magnitude
+    rounded = furthest.to(out.dtype).to(torch.float64)
+    ratio = torch.where(finite & torch.isinf(rounded) & (wide == rounded), 0.0, ratio)
     per_row = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).amax(dim=1)
     ordered = per_row.sort().values
     return KernelError(float(ordered[-1]), _quantile_with_upper(ordered, 0.99)[0])

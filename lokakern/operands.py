@@ -105,6 +105,8 @@ def gemm_problem(
 def check_matrix(op: str, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
+    if x.layout is not torch.strided:
+        raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor (use .to_dense())")
     if x.dim() != 2:
         raise ShapeError(
             f"{op}: {name} is {list(x.shape)}; expected two dimensions (use .flatten(0, -2))"
@@ -112,6 +114,9 @@ def check_matrix(op: str, name: str, x: Any) -> None:
 
 
 def check_same_device(op: str, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
     found = {name: x.device for name, x in tensors.items() if x is not None}
     if len(set(found.values())) > 1:
         words = ", ".join(f"{name} is on {device}" for name, device in found.items())
@@ -140,14 +145,6 @@ def check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None
         raise ShapeError(f"{op}: bias is {list(bias.shape)} {bias.dtype}; expected [{n}] {dtype}")
     if n > 1 and bias.stride(0) != 1:
         raise ShapeError(f"{op}: bias has stride {bias.stride(0)}; it must be contiguous")
-
-
-def format_named(op: str, value: Format | str) -> Format:
-    try:
-        return Format(value)
-    except ValueError:
-        known = ", ".join(f.value for f in Format)
-        raise FormatError(f"{op}: format is {value!r}; expected one of {known}") from None
 
 
 def granularity_named(op: str, value: Granularity | str) -> Granularity:

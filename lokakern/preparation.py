@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lokakern import selection
-from lokakern.errors import ShapeError
+from lokakern.errors import FormatError, ShapeError
 from lokakern.functional import quantize
 from lokakern.operands import check_matrix, device_of, operand_of
 from lokakern.registry.register import fp8_format
@@ -52,19 +52,25 @@ def prepare_weight(
         BudgetError: The budget is not a finite, non-negative number.
     """
     check_matrix("prepare_weight", "w", w)
-    usable = len(m_range) == 2 and all(isinstance(m, int) for m in m_range)
-    if not usable or not 1 <= m_range[0] <= m_range[1]:
+    usable = isinstance(m_range, Sequence) and len(m_range) == 2
+    if (
+        not usable
+        or not all(isinstance(m, int) for m in m_range)
+        or not 1 <= m_range[0] <= m_range[1]
+    ):
         raise ShapeError(
             f"prepare_weight: m_range is {m_range!r}; expected (smallest, largest), both at least 1"
         )
     limits = ErrorBudget.of(budget)
     weight = operand_of(w)
+    if weight.format.is_fp8:
+        raise FormatError(f"prepare_weight: w is {w.dtype}; expected bfloat16 or float32")
     if weight.layout is not Layout.ROW:
         raise ShapeError(
             f"prepare_weight: w has strides {w.stride()}; expected a row-major [n, k] weight"
         )
     device = device_of(w)
-    names = (distribution,) if isinstance(distribution, str) else distribution
+    names = selection.distribution_names(distribution)
     fp8 = fp8_format(device)
     n, k = w.shape
     best: tuple[float, str, Granularity] | None = None
@@ -79,11 +85,10 @@ def prepare_weight(
         gain = _mean_log_gain(problem, limits, names, device, m_range)
         if gain < 0 and (best is None or (gain, granularity.value) < best[:2]):
             best = (gain, granularity.value, granularity)
-    source = w.detach() if not w.requires_grad else w
     if best is None:
-        return QuantizedTensor(source, None, Granularity.NONE, True, None, limits)
+        return QuantizedTensor(w, None, Granularity.NONE, True, None, limits)
     quantized = quantize(w.detach(), best[2], out_format=fp8)
-    return QuantizedTensor(quantized.data, quantized.scale, best[2], True, source, limits)
+    return QuantizedTensor(quantized.data, quantized.scale, best[2], True, w, limits)
 
 
 def _mean_log_gain(

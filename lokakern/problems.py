@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.registry.ops import op_named
 from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
 ACCURACY_ROWS = 2048  # error is measured at this m: rows are independent unless a scale spans them
+
+
+def format_named(op: str, value: Format | str) -> Format:
+    try:
+        return Format(value)
+    except ValueError:
+        known = ", ".join(f.value for f in Format)
+        raise FormatError(f"{op}: format is {value!r}; expected one of {known}") from None
+
+
+def _integers(shape: object) -> tuple[int, ...]:
+    """Sizes as Python integers; empty where one is none."""
+    try:
+        sizes: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
+        return () if any(isinstance(s, bool) for s in sizes) else tuple(map(operator.index, sizes))
+    except TypeError:
+        return ()
 
 
 def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
@@ -33,10 +51,9 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
         raise UnknownNameError(
             f"{op}: a problem has no field {unknown}; expected {', '.join(sorted(known))}"
         )
-    sizes = tuple(shape) if isinstance(shape, Iterable) else ()
+    sizes = _integers(shape)
     usable = len(sizes) == len(axes) and all(
-        isinstance(size, int) and not isinstance(size, bool) and size >= (0 if i == 0 else 1)
-        for i, size in enumerate(sizes)
+        size >= (0 if place == 0 else 1) for place, size in enumerate(sizes)
     )
     if not usable:
         raise ShapeError(
@@ -44,6 +61,13 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
         )
     m, k = sizes[0], sizes[-1]
     n = sizes[1] if len(sizes) == 3 else 1
+    for name in ("a", "b"):
+        if fields.get(name) is not None and not isinstance(fields[name], Operand):
+            raise FormatError(
+                f"{op}: {name} is {fields[name]!r}; expected a lokakern.types.Operand"
+            )
+    if "out_format" in fields:
+        fields["out_format"] = format_named(op, fields["out_format"])
     a = fields.pop("a", None)
     b = fields.pop("b", None)
     if op == "quantize":

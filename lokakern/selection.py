@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from lokakern.device import current_device
+from lokakern.device import current_device, devices_here
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.evidence import Candidate, candidate_of
 from lokakern.problems import baseline_name, make_problem
@@ -132,6 +132,8 @@ class Choice:
             UnsupportedError: The choice is for another device.
         """
         kernel = self._kernel()
+        if kernel is None and self.pick.note and self.table.callable_here:
+            raise UnsupportedError(f"{self.problem}: {self.pick.note}")
         if not self.table.callable_here or kernel is None:
             raise UnsupportedError(
                 f"{self.kernel or 'this choice'} is for {self.table.device.product}; "
@@ -149,6 +151,7 @@ class Choice:
 _TABLES: dict[Any, Table] = {}
 _LOCK = threading.RLock()
 _SNAPSHOT: Snapshot | None = None
+_GENERATION = 0
 
 
 def snapshot() -> Snapshot:
@@ -164,9 +167,10 @@ def snapshot() -> Snapshot:
 
 def use_snapshot(new: Snapshot | None) -> None:
     """Answer from another snapshot from now on; None reads the files again at the next use."""
-    global _SNAPSHOT
+    global _SNAPSHOT, _GENERATION
     with _LOCK:
         _SNAPSHOT = new
+        _GENERATION += 1
         _TABLES.clear()
         for listener in _LISTENERS:
             listener()
@@ -224,23 +228,43 @@ def dispatch(
         key = (op, *shape[1:], error_budget, distribution, device, regime, low if low < 16 else 16)
         if problem:
             key = (*key, *sorted(problem.items()))
-        table = _TABLES.get(key)
-    except TypeError:  # an unhashable or wrong argument: the slow path says which
+        table = _TABLES.get(key) if m >= 0 else None
+    except (TypeError, IndexError):  # an unhashable or wrong argument: the slow path says which
         key, table = None, None
     if table is None:
+        generation = _GENERATION
         asked = make_problem(op, shape, **problem)
-        names = (distribution,) if isinstance(distribution, str) else distribution
         table = table_for(
             asked,
             None if error_budget is None else ErrorBudget.of(error_budget),
-            None if names is None else tuple(names),
+            distribution_names(distribution),
             device,
             regime,
         )
         m = asked.m
-        if key is not None:
-            _TABLES[key] = table
+        with _LOCK:
+            if key is not None and generation == _GENERATION:
+                _TABLES[key] = table
     return Choice(table, m)
+
+
+def distribution_names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Names as a tuple; None for all realistic ones.
+
+    Raises:
+        UnknownNameError: Neither a name nor names.
+    """
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    names = tuple(given) if isinstance(given, Iterable) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UnknownNameError(f"distribution is {given!r}; expected a name such as 'X3', or names")
+    return names
+
+
+def generation() -> int:
+    """Counts snapshots: what was built on an earlier one must not be kept."""
+    return _GENERATION
 
 
 def table_for(
@@ -271,6 +295,30 @@ def table_for(
         return table
 
 
+def unquantized_table(problem: Problem, device: Device) -> Table:
+    """The answer without a budget, from no measurement at all: the unquantized kernel."""
+    load_kernels()
+    base = baseline_name(problem)
+    return Table(
+        problem=problem,
+        device=device,
+        budget=None,
+        distributions=REALISTIC_DISTRIBUTIONS,
+        regime=default_regime(device),
+        candidates=(),
+        rejected=(),
+        baseline=base,
+        baseline_kernel=KERNELS.get(base) if base else None,
+        callable_here=True,
+        m_alignment=alignment_of(problem.m),
+    )
+
+
+def default_regime(device: Device) -> str:
+    """graph-cold on GPUs; CPUs have no graphs."""
+    return "graph-cold" if device.is_gpu else "eager"
+
+
 def _build(
     problem: Problem,
     budget: ErrorBudget | None,
@@ -281,14 +329,13 @@ def _build(
     from lokakern.registry.snapshot import family_key
 
     facts = snapshot()
-    here = current_device()
     if device is None:
-        target = here
+        target = current_device()
     else:
         target = device if isinstance(device, Device) else facts.find_device(device)
-    local = target == here
+    local = target in devices_here()
     if regime is None:
-        regime = "graph-cold" if target.is_gpu else "eager"
+        regime = default_regime(target)
     if distributions is None:
         distributions = REALISTIC_DISTRIBUTIONS
     else:

@@ -94,13 +94,16 @@ class Table:
         """The decision at m, with reasons; see `dispatch` for the rules."""
         rejected = list(self.rejected)
         timed: list[tuple[Candidate, Time, bool]] = []
-        problem = replace(self.problem, m=m)
+        problem = replace(self.problem, m=self._like(m))
         for candidate in self.candidates:
             reason = self._reason_against(candidate, problem)
             found = candidate.time_at(m)
             if reason is None and found is None:
                 measured = sorted(candidate.times)
                 reason = f"not measured at m={m} (measured: {_range_words(measured)})"
+                if candidate.failed:
+                    worst = min(candidate.failed, key=lambda x: abs(x - m))
+                    reason += f"; at m={worst} {candidate.failed[worst]}"
             if reason is not None:
                 rejected.append((candidate.name, reason))
             elif found is not None:
@@ -108,6 +111,11 @@ class Table:
         base = next((c for c in self.candidates if c.name == self.baseline), None)
         if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
             note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
+            if self.baseline_kernel is not None:
+                answer = self.baseline_kernel.supports(problem, self.device)
+                if isinstance(answer, Rejected):
+                    note = f"not even {self.baseline} takes it: {answer.reason}"
+                    return Pick(None, note=note, rejected=tuple(rejected))
             return Pick(base or _unmeasured(self.baseline, self.baseline_kernel), note=note,
                         rejected=tuple(rejected))  # fmt: skip
         if not timed:
@@ -119,6 +127,10 @@ class Table:
             if within_noise(item[1].latency_us, item[1].margin_us,
                             best[1].latency_us, best[1].margin_us)
         ]  # fmt: skip
+        plain = next((t.latency_us for c, t, _ in timed if c.name == self.baseline), math.inf)
+        tied = [
+            item for item in tied if item[0].name == self.baseline or item[1].latency_us <= plain
+        ]
         limit = next(iter(self.budget.limits)) if self.budget else "row_err"
 
         def order(item: tuple[Candidate, Time, bool]) -> tuple[bool, float, str]:
@@ -135,8 +147,15 @@ class Table:
         names = tuple(sorted(item[0].name for item in tied if item[0].name != winner.name))
         return Pick(winner, time, interpolated, names, tuple(rejected))
 
+    def _like(self, m: int) -> int:
+        """An m near m with the divisors this table is for; kernels are asked about that."""
+        unit = self.m_alignment
+        if unit == 16:
+            return max(m // 16, 1) * 16
+        return m // (2 * unit) * 2 * unit + unit
+
     def _reason_against(self, candidate: Candidate, problem: Problem) -> str | None:
-        if candidate.kernel is not None and self.callable_here:
+        if candidate.kernel is not None:
             answer = candidate.kernel.supports(problem, self.device)
             if isinstance(answer, Rejected):
                 return answer.reason
@@ -179,7 +198,7 @@ class Table:
 
 
 def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
-    return Candidate(name, kernel, Granularity.NONE, {}, {}, "", True)
+    return Candidate(name, kernel, Granularity.NONE, {}, {}, {}, "", True)
 
 
 def _range_words(measured: list[int]) -> str:

@@ -7,122 +7,14 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-import torch
-
 from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError
+from lokakern.formats import GROUP as GROUP
+from lokakern.formats import Format as Format
+from lokakern.formats import Granularity as Granularity
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
-
-GROUP = 128  # columns under one scale of a 1x128 group, rows and columns of a 128x128 block
-
-
-class Format(StrEnum):
-    """An element format. ``maximum`` is its largest finite value."""
-
-    E4M3FN = "e4m3fn"
-    E5M2 = "e5m2"
-    E4M3FNUZ = "e4m3fnuz"
-    E5M2FNUZ = "e5m2fnuz"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return _FORMAT_FACTS[self][0]
-
-    @property
-    def maximum(self) -> float:
-        return _FORMAT_FACTS[self][1]
-
-    @property
-    def unit_roundoff(self) -> float:
-        """Largest relative error of rounding to nearest: 2^-p for p significant bits."""
-        return _FORMAT_FACTS[self][2]
-
-    @property
-    def nan_byte(self) -> int:
-        """The byte a non-finite value becomes; only for the FP8 formats."""
-        return _FORMAT_FACTS[self][3]
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.dtype.itemsize == 1
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Format:
-        """The format of a torch dtype.
-
-        Raises:
-            FormatError: lokakern has no format for the dtype.
-        """
-        try:
-            return _FORMAT_OF_DTYPE[dtype]
-        except KeyError:
-            known = ", ".join(f"torch.{f.value}" for f in (cls.BFLOAT16, cls.FLOAT32))
-            raise FormatError(
-                f"operand dtype is {dtype}; expected {known} or a torch.float8 dtype "
-                "(convert with .bfloat16())"
-            ) from None
-
-
-_FORMAT_FACTS: dict[Format, tuple[torch.dtype, float, float, int]] = {
-    Format.E4M3FN: (torch.float8_e4m3fn, 448.0, 2.0**-4, 0x7F),
-    Format.E5M2: (torch.float8_e5m2, 57344.0, 2.0**-3, 0x7F),
-    Format.E4M3FNUZ: (torch.float8_e4m3fnuz, 240.0, 2.0**-4, 0x80),
-    Format.E5M2FNUZ: (torch.float8_e5m2fnuz, 57344.0, 2.0**-3, 0x80),
-    Format.BFLOAT16: (torch.bfloat16, torch.finfo(torch.bfloat16).max, 2.0**-8, -1),
-    Format.FLOAT32: (torch.float32, torch.finfo(torch.float32).max, 2.0**-24, -1),
-}
-_FORMAT_OF_DTYPE = {facts[0]: fmt for fmt, facts in _FORMAT_FACTS.items()}
-
-
-class Granularity(StrEnum):
-    """What one scale covers. A block is 128 rows by 128 columns, a group one row by 128 columns."""
-
-    NONE = "none"
-    TENSOR = "tensor"
-    ROW = "row"
-    GROUP = "1x128"
-    BLOCK = "128x128"
-
-    @property
-    def suffix(self) -> str:
-        """What the names of kernels end with: tensor, row, group or block."""
-        return self.name.lower()
-
-    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Shape of the scales of a ``[rows, columns]`` tensor; always two-dimensional."""
-        groups = -(-columns // GROUP)
-        match self:
-            case Granularity.TENSOR:
-                return (1, 1)
-            case Granularity.ROW:
-                return (rows, 1)
-            case Granularity.GROUP:
-                return (rows, groups)
-            case Granularity.BLOCK:
-                return (-(-rows // GROUP), groups)
-        raise FormatError(f"granularity {self.value!r} has no scales")
-
-    def empty_scale(self, rows: int, columns: int, device: torch.device) -> Tensor:
-        """Uninitialized float32 scales in the one memory layout every kernel reads and writes.
-
-        ``1x128`` scales are stored row-index-fastest (stride ``(1, rows)``) so that a GEMM reads
-        the scales of a tile's rows in one contiguous piece; rows of ``128x128`` scales start every
-        4 scales (16 bytes), which cuBLASLt and TMA ask for.
-        """
-        height, width = self.scale_shape(rows, columns)
-        if self is Granularity.GROUP:
-            stride = (1, max(height, 1))
-        elif self is Granularity.BLOCK:
-            stride = (-(-width // 4) * 4, 1)
-            # The padding is read by 16-byte loads: allocate it, so whole rows belong to us.
-            whole = torch.zeros((height, stride[0]), dtype=torch.float32, device=device)
-            return whole[:, :width]
-        else:
-            stride = (width, 1)
-        return torch.empty_strided((height, width), stride, dtype=torch.float32, device=device)
 
 
 class Layout(StrEnum):
@@ -358,6 +250,9 @@ class ErrorBudget:
     def __hash__(self) -> int:
         return self._hash  # computed once: a budget is part of every warm look-up
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _budget_of, (self.limits,)  # a hash of text differs between processes
+
     @property
     def limits(self) -> dict[str, float]:
         """The limits that were given, by name."""
@@ -383,7 +278,12 @@ class ErrorBudget:
         return ", ".join(f"{name} {value:g}" for name, value in self.limits.items())
 
 
+def _budget_of(limits: dict[str, float]) -> ErrorBudget:
+    return ErrorBudget(**limits)
+
+
 _SIGNATURES: dict[object, object] = {}
+_MOST_SIGNATURES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -432,7 +332,11 @@ class QuantizedTensor:
             None if self.source is None else self.source.dtype,
             self.budget,
         )
-        object.__setattr__(self, "signature", _SIGNATURES.setdefault(facts, object()))
+        if len(_SIGNATURES) >= _MOST_SIGNATURES:
+            _SIGNATURES.clear()  # tensors made before no longer share plans with later ones
+        # Only a GEMM's right operand is looked up; left ones come in every m.
+        signature = _SIGNATURES.setdefault(facts, object()) if self.transposed else object()
+        object.__setattr__(self, "signature", signature)
         if self.granularity is Granularity.NONE:
             if self.scale is not None:
                 raise FormatError("QuantizedTensor: a scale was given but granularity is 'none'")
@@ -443,7 +347,8 @@ class QuantizedTensor:
         if (
             self.scale is None
             or tuple(self.scale.shape) != expected
-            or self.scale.dtype != torch.float32
+            or self.scale.dtype.itemsize != 4
+            or not self.scale.dtype.is_floating_point
         ):
             found = (
                 "no scale" if self.scale is None else f"{list(self.scale.shape)} {self.scale.dtype}"
@@ -451,6 +356,12 @@ class QuantizedTensor:
             raise ShapeError(
                 f"QuantizedTensor: data {list(self.data.shape)} with granularity "
                 f"{self.granularity.value!r} needs float32 scales {list(expected)}; found {found}"
+            )
+        if not self.data.is_contiguous() or not self.granularity.lays_out(self.scale):
+            raise ShapeError(
+                f"QuantizedTensor: data has strides {self.data.stride()}, scale "
+                f"{self.scale.stride()}; kernels read contiguous data and scales laid out as "
+                "quantize makes them: quantize again, or use QuantizedTensor.packed(...)"
             )
         if self.scale.device != self.data.device:
             raise DeviceError(
@@ -469,6 +380,23 @@ class QuantizedTensor:
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+    @classmethod
+    def packed(cls, data: Tensor, scale: Tensor, granularity: Granularity) -> QuantizedTensor:
+        """From data and scales of any strides, copied into the layout that kernels read."""
+        rows, columns = data.shape
+        laid_out = granularity.empty_scale(rows, columns, data.device).copy_(scale)
+        return cls(data.contiguous(), laid_out, granularity)
+
+    def to(self, device: torch.device | str) -> QuantizedTensor:
+        """The same tensor on another device."""
+        data = self.data.to(device)
+        scale = None
+        if self.scale is not None:
+            rows, columns = data.shape
+            scale = self.granularity.empty_scale(rows, columns, data.device).copy_(self.scale)
+        source = None if self.source is None else self.source.to(device)
+        return QuantizedTensor(data, scale, self.granularity, self.transposed, source, self.budget)
 
     def t(self) -> QuantizedTensor:
         """The transpose; shares memory."""

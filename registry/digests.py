@@ -1,8 +1,9 @@
 """Digests of kernels, computed from their files and never by importing them.
 
 A digest covers the normalized source of a kernel's modules (no comments, docstrings or white
-space) and of everything they include: other modules of `lokakern.kernels` and
-`lokakern.numerics`, found by reading import statements, and `#include "..."` for CUDA and HIP.
+space) and of everything they include: other modules of `lokakern.kernels`, and `numerics`,
+`formats` and `jit` of lokakern, found by reading import statements; `#include "..."` for CUDA and
+HIP. A module outside lokakern is named ``python:package.module``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 import io
 import re
+import sys
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +24,7 @@ _IN_CHECKOUT = (PACKAGE / "lokakern").is_dir()
 # A checkout keeps real folders beside lokakern/; an installed wheel keeps them inside it.
 KERNELS_ROOT = PACKAGE / "kernels"
 LIBRARY_ROOT = PACKAGE / "lokakern" if _IN_CHECKOUT else PACKAGE
+_INCLUDED = {"lokakern.numerics", "lokakern.formats", "lokakern.jit"}
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 _FSTRING_END = getattr(tokenize, "FSTRING_END", None)
@@ -48,9 +52,25 @@ def kernel_digest(name: str, modules: Iterable[str]) -> str:
 
 def _module_file(module: str) -> Path:
     path = KERNELS_ROOT / f"{module}.py"
+    if module.startswith("python:"):
+        return _outside_file(module.removeprefix("python:"))
     if not path.is_file():
         raise FileNotFoundError(f"kernel module {module!r} has no source file {path.name}")
     return path
+
+
+def _outside_file(module: str) -> Path:
+    loaded = sys.modules.get(module)
+    found = getattr(loaded, "__file__", None)
+    if found is None:
+        try:
+            specification = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            specification = None
+        found = specification.origin if specification else None
+    if found is None or not Path(found).is_file():
+        raise FileNotFoundError(f"kernel module {module!r} has no source file")
+    return Path(found)
 
 
 def _collect(path: Path, files: dict[str, str]) -> None:
@@ -70,7 +90,9 @@ def _collect(path: Path, files: dict[str, str]) -> None:
 def _relative_name(path: Path) -> str:
     if path.is_relative_to(KERNELS_ROOT):
         return f"kernels/{path.relative_to(KERNELS_ROOT)}"
-    return f"lokakern/{path.relative_to(LIBRARY_ROOT)}"
+    if path.is_relative_to(LIBRARY_ROOT):
+        return f"lokakern/{path.relative_to(LIBRARY_ROOT)}"
+    return f"outside/{path.name}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,6 +111,7 @@ def normalize_python(source: str) -> str:
     docstrings = _docstring_starts(source)
     lines = source.splitlines(keepends=True)
     words: list[str] = []
+    ends_docstring = False
     fstring_depth = 0
     fstring_start = (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -102,7 +125,13 @@ def normalize_python(source: str) -> str:
             if fstring_depth == 0:
                 words.append(_slice(lines, fstring_start, token.end))
             continue
-        if fstring_depth or token.type in _SKIPPED or token.start in docstrings:
+        if token.start in docstrings:
+            ends_docstring = True
+            continue
+        if fstring_depth or token.type in _SKIPPED:
+            continue
+        if ends_docstring and token.type == tokenize.NEWLINE:
+            ends_docstring = False
             continue
         if token.type == tokenize.INDENT:
             words.append("{")
@@ -151,8 +180,10 @@ def _python_includes(source: str, path: Path) -> Iterable[Path]:
 
 
 def _included_file(name: str) -> Path | None:
-    if name == "lokakern.numerics":
-        return LIBRARY_ROOT / "numerics.py"
+    if name in _INCLUDED:
+        return LIBRARY_ROOT / f"{name.removeprefix('lokakern.')}.py"
+    if name == "lokakern.types":  # hands out the names of formats
+        return LIBRARY_ROOT / "formats.py"
     if name.startswith("lokakern.kernels."):
         path = KERNELS_ROOT.joinpath(*name.split(".")[2:]).with_suffix(".py")
         return path if path.is_file() else None

@@ -125,7 +125,7 @@ def _check_header(path: Path) -> None:
     except OSError as error:
         raise DatabaseError(
             f"database {name} cannot be read: {error.strerror}; check the path (LOKAKERN_DB, "
-            "--database), or make one with `python -m lokakern.bench sweep`"
+            "--db), or make one with `python -m lokakern.bench sweep`"
         ) from error
     if len(header) < 100 or not header.startswith(_MAGIC):
         raise DatabaseError(
@@ -316,6 +316,25 @@ def check_server(connection: Connection) -> None:
                 f"{', '.join(found)}; expected {SCHEMA_COMMENT!r} with {', '.join(columns)}; use "
                 "another database, or another schema of it"
             )
+
+
+def is_there(source: Source) -> bool:
+    """Whether there is something to read: the file, or our tables on a server.
+
+    Raises:
+        DatabaseError: The server cannot be reached.
+    """
+    found = resolve(source)
+    if isinstance(found, Path):
+        return found.exists()
+    engine = open_server(found)
+    try:
+        with engine.connect() as connection:
+            return sqlalchemy.inspect(connection).has_table("run")
+    except SQLAlchemyError as error:
+        raise DatabaseError(f"database {shown(found)} cannot be read: {short(error)}") from error
+    finally:
+        engine.dispose()
 
 
 def rows_digest(rows: Rows) -> str:

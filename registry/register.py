@@ -120,10 +120,12 @@ class Kernel:
             return Rejected("takes no batch")
         if problem.accumulate:
             return Rejected("does not accumulate into its output")
+        if problem.epilogue not in ("none", "bias"):
+            return Rejected(f"has no epilogue {problem.epilogue!r}")
         return self.supports_problem(problem, device)
 
     def runs_on(self, device: Device) -> bool:
-        return self.architectures is ANY or device.architecture in self.architectures
+        return "any" in self.architectures or device.architecture in self.architectures
 
     def numerics(self, problem: Problem, device: Device) -> NumericsClass:
         """What decides the error of this kernel on the problem."""
@@ -184,8 +186,11 @@ def register(
     def enter(launch: Launcher) -> Launcher:
         function = launch.func if isinstance(launch, functools.partial) else launch
         module = function.__module__
-        path = module.removeprefix("lokakern.kernels.").replace(".", "/")
-        language = path.split("/")[0]
+        if module.startswith("lokakern.kernels."):
+            path = module.removeprefix("lokakern.kernels.").replace(".", "/")
+            language = path.split("/")[0]
+        else:
+            path, language = f"python:{module}", module.split(".")[0].strip("_")
         add(
             Kernel(
                 name=f"{language}.{name or function.__name__}",
@@ -220,19 +225,27 @@ def add(kernel: Kernel) -> None:
     KERNELS[kernel.name] = kernel
 
 
-@functools.cache
 def load_kernels() -> dict[str, str]:
     """Import every module under ``lokakern.kernels``, once.
 
     Returns:
         Modules that cannot be imported here, with the reason.
     """
+    return {**load_parts(), **_import_modules(in_folders=False)}
+
+
+def load_parts() -> dict[str, str]:
+    """Import the modules in folders, of which those beside the folders (compositions) are made."""
+    return _import_modules(in_folders=True)
+
+
+@functools.cache
+def _import_modules(in_folders: bool) -> dict[str, str]:
     import lokakern.kernels
 
     unavailable: dict[str, str] = {}
     names = _module_names(lokakern.kernels.__path__, "lokakern.kernels.")
-    # Folders first: what stands beside them (compositions) is made of what they register.
-    for name in sorted(names, key=lambda name: (-name.count("."), name)):
+    for name in sorted(name for name in names if (name.count(".") > 2) is in_folders):
         try:
             importlib.import_module(name)
         except ImportError as error:

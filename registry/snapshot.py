@@ -139,6 +139,24 @@ class Snapshot:
         found = (self._distribution(key) for key in self._by_key["distribution"])
         return sorted(found, key=lambda d: (d.name, d.parameters, d.realistic))
 
+    def parameters_of(self, name: str) -> str:
+        """Canonical JSON of a distribution's parameters, as the newest run that used it had them.
+
+        When a default changes, what was measured under the old one no longer counts.
+        """
+        return self._newest_parameters.get(name, "")
+
+    @cached_property
+    def _newest_parameters(self) -> dict[str, str]:
+        started = {key: self._dimension("run", key, dict)["started_utc_ms"]
+                   for key in self._by_key["run"]}  # fmt: skip
+        newest: dict[str, tuple[int, str]] = {}
+        for run, key in {*self._picked("accuracy", ("run", "distribution"))}:
+            row = self._distribution(key)
+            seen = (started[run], row.parameters)
+            newest[row.name] = max(newest.get(row.name, seen), seen)
+        return {name: parameters for name, (_, parameters) in newest.items()}
+
     @cached_property
     def distribution_names(self) -> frozenset[str]:
         """Names of `distributions`."""
@@ -160,7 +178,7 @@ class Snapshot:
             known = ", ".join(sorted({repr(d.product) for d in self.devices})) or "none"
             raise DeviceError(
                 f"device {name!r} is in no database; known are {known}; measure it with "
-                "`python -m lokakern.bench sweep`, or import its database"
+                "`python -m lokakern.bench sweep` there"
             )
         return max(
             matches,
@@ -225,7 +243,7 @@ class Snapshot:
         regime: str,
         grade: str = "full",
     ) -> bool:
-        """Whether the same was timed before, whatever came of it; a full row serves for a quick."""
+        """Whether the same was timed before; a full row serves for a quick one."""
         asked = (
             kernel_digest, problem_key, distribution_key, device_key, environment_key, regime
         )  # fmt: skip
@@ -262,7 +280,10 @@ class Snapshot:
         return {
             name: {
                 (digest_of[kernel], *rest, grade_of[run])
-                for kernel, run, *rest in self._picked(name, ("kernel", "run", *wanted))
+                for kernel, run, status, *rest in self._picked(
+                    name, ("kernel", "run", "status", *wanted)
+                )
+                if status not in ("error", "out_of_memory")  # may pass: worth another try
             }
             for name, wanted in columns.items()
         }

@@ -168,6 +168,7 @@ def read_nvidia(target: str, asm: Any) -> dict[str, Any]:
             r"wgmma\.mma_async\S*\.e[45]m[23]\.e[45]m[23]|tcgen05\.mma\S*kind::f8f6f4", ptx
         ))),
         "converts": sorted(set(re.findall(r"cvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f32", ptx))),
+        "additions": len(re.findall(r"\badd\.(?:rn\.)?(?:ftz\.)?f32|\bfma\.rn\.f32", ptx)),
         "async_copies": len(re.findall(r"cp\.async\.cg", ptx)),
         "widest_load": max(
             [int(n or 1) * int(bits) // 8 for n, bits in re.findall(
@@ -186,6 +187,7 @@ def read_amd(gcn: str) -> dict[str, Any]:
         + number("private_segment_fixed_size"),
         "matrix": sorted(set(re.findall(r"v_mfma_\S*(?:fp8|bf8|f8f6f4)\S*", gcn))),
         "converts": sorted(set(re.findall(r"v_cvt_(?:scalef32_)?pk_(?:fp8|bf8)_f32", gcn))),
+        "additions": len(re.findall(r"\badd\.(?:rn\.)?(?:ftz\.)?f32|\bfma\.rn\.f32", ptx)),
         "async_copies": 0,
         "widest_load": max(
             [int(n or 1) * 4 for n in re.findall(

@@ -59,7 +59,9 @@ FILES = {
     "kernels/demo/helper.py": "from lokakern import numerics\n\ndef double(x):\n    return 2 * x\n",
     "kernels/demo/other.py": "def unrelated():\n    return 3\n",
     "lokakern/numerics.py": "SMALLEST = 2.0**-126\n",
-    "lokakern/types.py": "GROUP = 128\n",
+    "lokakern/formats.py": "GROUP = 128\n",
+    "lokakern/jit.py": "from lokakern import formats\n",
+    "lokakern/errors.py": "class ShapeError(ValueError): ...\n",
 }
 Digest = Callable[..., str]
 
@@ -118,7 +120,7 @@ KERNEL, SOURCE = "kernels/demo/kernel.py", "kernels/demo/kernel.cu"
         edited("kernels/demo/helper.py", "2 * x", "2 * x  # twice"),
         edited("lokakern/numerics.py", "SMALLEST", "# a comment\nSMALLEST"),
         edited("kernels/demo/other.py", "3", "4"),  # not included
-        edited("lokakern/types.py", "128", "64"),  # not part of a kernel
+        edited("lokakern/errors.py", "ValueError", "Exception"),  # not part of a kernel
     ],
 )
 def test_layout_does_not_change_a_digest(digest_of: Digest, replaced: dict[str, str]) -> None:
@@ -190,16 +192,39 @@ def test_any_import_of_a_kernel_module_is_followed(digest_of: Digest, statement:
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("statement", "file"),
     [
-        "import lokakern.numerics",
-        "from lokakern import numerics",
-        "from lokakern.numerics import SMALLEST",
+        ("import lokakern.numerics", "numerics"),
+        ("from lokakern import numerics", "numerics"),
+        ("from lokakern.numerics import SMALLEST", "numerics"),
+        ("from lokakern.formats import GROUP", "formats"),
+        ("from lokakern.types import GROUP", "formats"),  # which types hands out
+        ("from lokakern.jit import TritonLauncher", "jit"),
+        ("from lokakern.jit import TritonLauncher", "formats"),
     ],
 )
-def test_any_import_of_numerics_is_followed(digest_of: Digest, statement: str) -> None:
+def test_what_decides_results_outside_the_kernels_is_followed(
+    digest_of: Digest, statement: str, file: str
+) -> None:
     kernel = {KERNEL: f"{statement}\n"}
-    assert digest_of(kernel) != digest_of({**kernel, "lokakern/numerics.py": "SMALLEST = 0\n"})
+    name = f"lokakern/{file}.py"
+    assert digest_of(kernel) != digest_of({**kernel, name: FILES[name] + "more = 1\n"})
+
+
+def test_a_module_outside_lokakern_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "kernels_of_a_user.py"
+    found = []
+    for step, text in enumerate(("x = 1\n", "x = 1  # one\n", "x = 2\n")):
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(step, step))
+        found.append(digests.kernel_digest("user.x", ("python:kernels_of_a_user",)))
+    assert found[0] == found[1] != found[2]
+    assert "kernels_of_a_user" not in sys.modules
+    with pytest.raises(FileNotFoundError, match="gone"):
+        digests.kernel_digest("user.x", ("python:gone.module",))
 
 
 def test_includes_may_form_a_circle(digest_of: Digest) -> None:
@@ -316,7 +341,7 @@ def test_no_two_kernels_share_a_digest() -> None:
 def test_kernels_that_quantize_exactly_depend_on_numerics() -> None:
     files: dict[str, str] = {}
     digests._collect(digests.KERNELS_ROOT / "torch" / "quantize.py", files)
-    assert set(files) == {"kernels/torch/quantize.py", "lokakern/numerics.py"}
+    assert {"kernels/torch/quantize.py", "lokakern/numerics.py"} <= set(files)
 
 
 def test_a_composition_depends_on_the_files_of_all_its_parts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lokakern import functional, misses, numerics, selection
 from lokakern.device import current_device
 from lokakern.errors import (
     BudgetError,
+    DatabaseError,
     DeviceError,
     FormatError,
     MeasurementError,
@@ -24,6 +26,7 @@ from lokakern.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from lokakern.problems import make_problem
 from lokakern.registry.snapshot import load_snapshot
 from lokakern.types import Format, Granularity, QuantizedTensor
 
@@ -189,7 +192,8 @@ def test_a_miss_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> 
     message = caplog.records[0].getMessage()
     assert "sweep --shape 48,40,64" in message and "torch.bf16" in message
     misses.save()
-    assert misses.read() == [("gemm", (48, 40, 64), 3)]
+    ((problem, count),) = misses.read()
+    assert (problem, count) == (make_problem("gemm", (48, 40, 64)), 3)
 
 
 def test_no_budget_is_no_miss(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,8 +223,12 @@ def test_on_miss_measure_is_refused_under_torch_distributed(tmp_path: Path) -> N
 def test_a_torn_ledger_is_read_as_far_as_it_goes() -> None:
     path = misses.ledger_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text('{"op": "gemm", "shape": [1, 2, 3], "count": 2}\n{"op": "ge\n[]\n7\n')
-    assert misses.read() == [("gemm", (1, 2, 3), 2)]
+    problem = make_problem("gemm", (16, 32, 64), epilogue="bias")
+    misses.record(problem, current_device("cpu"))
+    misses.save()
+    with path.open("a") as file:
+        file.write('{"problem": {"op": "ge\n[]\n7\n{"problem": {}, "count": 1}\n')
+    assert misses.read() == [(problem, 1)]
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -294,3 +302,143 @@ def test_a_choice_here_can_be_called() -> None:
         pytest.skip("needs a CPU: there is a GPU, and choices are for it")
     assert choice.callable
     torch.testing.assert_close(choice(x, w.t()), x @ w.t())
+
+
+def test_scales_or_data_of_other_strides_are_refused() -> None:
+    """Kernels take strides for granted; anything else would be silently wrong."""
+    x, _ = operands(m=64, k=512)
+    by_row, by_group = lokakern.quantize(x), lokakern.quantize(x, "1x128")
+    assert by_row.scale is not None and by_group.scale is not None
+    for data, scale, granularity in (
+        (by_row.data[:, :256], by_row.scale, Granularity.ROW),
+        (by_row.data[::2], by_row.scale[::2], Granularity.ROW),
+        (by_group.data, by_group.scale.contiguous(), Granularity.GROUP),
+    ):
+        with pytest.raises(ShapeError, match="packed"):
+            QuantizedTensor(data, scale, granularity)
+        packed = QuantizedTensor.packed(data, scale, granularity)
+        expected = data.double() * numerics.spread_scale(scale, granularity, *data.shape).double()
+        assert torch.equal(numerics.dequantize(packed, torch.float64), expected)
+
+
+def test_a_plan_does_not_depend_on_earlier_calls() -> None:
+    """One row hides the outer stride; more rows must not reuse its plan."""
+    base = torch.randn(8, 33).bfloat16()
+    w = torch.randn(16, 32).bfloat16()
+    lokakern.gemm(base[:1, :32], w.t(), budget=0.06)
+    lokakern.gemm(base[:3, :32], w.t(), budget=0.06)
+    alignments = sorted(p.problem.a.alignment for p in functional._PLANS.values())
+    assert alignments == [2, 16]
+
+
+def test_without_a_budget_no_database_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.sqlite"
+    broken.write_text("no database")
+    monkeypatch.setenv("LOKAKERN_DB", str(broken))
+    selection.use_snapshot(None)
+    x, w = operands()
+    torch.testing.assert_close(lokakern.gemm(x, w.t()), x @ w.t())
+    with pytest.raises(DatabaseError, match=r"broken\.sqlite"):
+        lokakern.gemm(x, w.t(), budget=0.06)
+    assert broken.read_text() == "no database"
+
+
+def test_budgets_travel_between_processes() -> None:
+    budget = lokakern.ErrorBudget(row_err=0.06, sqnr_db=20.0)
+    again = pickle.loads(pickle.dumps(budget))
+    assert again == budget and again in {budget}
+
+
+def test_an_epilogue_nobody_computes_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="relu"):
+        x, w = operands()
+        lokakern.dispatch("gemm", (48, 40, 64), device=current_device("cpu"), epilogue="relu")(
+            x, w.t()
+        )
+
+
+def test_compiled_calls_refuse_what_eager_ones_refuse() -> None:
+    x, w = operands(m=64, n=64, k=64)
+    q = numerics.quantize(w, Format.E4M3FN, Granularity.ROW)
+    wrong = QuantizedTensor(q.data, q.scale, q.granularity, False, w)
+    for call in (
+        lambda: lokakern.gemm(x, wrong, budget=0.06),
+        lambda: lokakern.gemm(x, w.t(), out=torch.empty(64, 64)),
+    ):
+        with pytest.raises(Exception, match=r"quantize|expected"):
+            torch.compile(call, backend="eager")()
+
+
+def test_prepare_weight_takes_the_form_that_is_fastest_over_the_range(tmp_path: Path) -> None:
+    """Hand-made rows for the device here: 128x128 scales win at small m, row scales overall."""
+    from lokakern.operands import device_of
+
+    x, w = operands(m=64, n=256, k=256)
+    device = device_of(x)
+    path = tmp_path / "rows.sqlite"
+    times = {Granularity.TENSOR: (9.0, 9.0), Granularity.ROW: (6.0, 5.0),
+             Granularity.BLOCK: (4.0, 15.0)}  # fmt: skip
+    write_rows(path, device, times)
+    selection.use_snapshot(load_snapshot([path]))
+    chosen = lokakern.prepare_weight(w, 0.06, (1024, 4096))
+    assert chosen.granularity is Granularity.ROW
+    assert chosen.source is w and chosen.budget == lokakern.ErrorBudget(row_err=0.06)
+    assert lokakern.prepare_weight(w, 0.06, (1024, 1024)).granularity is Granularity.BLOCK
+    assert lokakern.prepare_weight(w, 0.03, (1024, 4096)).granularity is Granularity.NONE
+    assert lokakern.prepare_weight(w, 0.06, (8192, 9000)).granularity is Granularity.NONE
+    assert not misses._COUNTS
+
+
+def write_rows(path: Path, device: Any, times: dict[Granularity, tuple[float, float]]) -> None:
+    from lokakern.bench.sweep import distribution_row
+    from lokakern.device import current_environment
+    from lokakern.numerics import measure_errors
+    from lokakern.problems import accuracy_problem
+    from lokakern.registry.records import AccuracyRecord, TimingRecord
+    from lokakern.registry.register import KERNELS, load_kernels
+    from lokakern.registry.store import RunFile
+    from lokakern.types import REALISTIC_DISTRIBUTIONS, Layout, Operand
+
+    load_kernels()
+    ones = torch.ones(4, 4, dtype=torch.float64)
+    regime = selection.default_regime(device)
+    run = RunFile.create(path, suite="test", command="test", harness_digest="0" * 64)
+    with run:
+        for granularity, latencies in times.items():
+            suffix = Granularity.GROUP if granularity is Granularity.BLOCK else granularity
+            fp8 = f"torch.quantize_{suffix.suffix}+torch.emulated_{granularity.suffix}"
+            weight = Operand(Format.E4M3FN, granularity, Layout.COLUMN)
+            for m, us in zip((1024, 4096), latencies, strict=True):
+                problem = make_problem("gemm", (m, 256, 256), b=weight, prepared=True)
+                for name, latency, error in (("torch.bf16", 10.0, 0.003), (fp8, us, 0.04)):
+                    kernel = KERNELS[name]
+                    run.add_timing(
+                        kernel, problem, distribution_row("X1"), device, current_environment(),
+                        regime,
+                        TimingRecord(
+                            status="ok", latency_us_p20=latency, latency_us_p50=latency,
+                            latency_us_p80=latency, replay_count=9, void_count=0,
+                            calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.5,
+                        ),
+                    )  # fmt: skip
+                    asked = accuracy_problem(problem, kernel.granularity)
+                    if m == 4096 and granularity is not Granularity.TENSOR:
+                        continue
+                    if name == "torch.bf16" and granularity is not Granularity.TENSOR:
+                        continue
+                    if name == "torch.bf16" and m == 4096:
+                        continue
+                    for distribution in REALISTIC_DISTRIBUTIONS:
+                        for seed in range(3):
+                            run.add_accuracy(
+                                kernel, asked, distribution_row(distribution),
+                                device.architecture, current_environment(),
+                                AccuracyRecord(
+                                    status="ok", seed=seed, rows=4, kernel_err=0.5,
+                                    errors=measure_errors(ones * (1 + error), ones),
+                                    kernel_err_row_p99=0.5, flushed_share=0.0,
+                                    saturated_share=0.0,
+                                ),
+                            )  # fmt: skip

@@ -175,12 +175,13 @@ def test_beyond_noise_fp8_wins_within_it_does_not(book: Book) -> None:
     problem = gemm(4096)
     book.write(
         time(BF16, problem, 10.0, spread=0.2, count=5), accuracy(BF16, problem, 0.003),
-        time(ROW, problem, 9.5, spread=0.2, count=5), accuracy(ROW, problem, 0.04),
+        time(ROW, problem, 9.6, spread=0.2, count=5), accuracy(ROW, problem, 0.04),
     )  # fmt: skip
     assert ask().kernel == BF16
     margin = evidence.margin_us(8.0, 12.0, 5)
     assert margin > 0.5
-    assert evidence.within_noise(10.0, margin, 9.5, margin)
+    assert evidence.within_noise(10.0, margin, 9.6, margin)
+    assert not evidence.within_noise(10.0, margin, 9.4, margin)
 
 
 @pytest.mark.parametrize("missing", REALISTIC_DISTRIBUTIONS)
@@ -311,6 +312,92 @@ def test_tensor_scales_are_judged_at_their_own_m(book: Book) -> None:
     book.write(accuracy(TENSOR, problem, 0.05))
     assert ask().kernel == TENSOR
     assert ask().errors["row_err"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("status", ["error", "out_of_memory", "timeout", "crashed"])
+def test_no_time_is_interpolated_across_an_m_where_it_failed(book: Book, status: str) -> None:
+    rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(ROW, gemm(1), 0.04)]
+    for m in (2048, 8192, 32768):
+        rows.append(time(BF16, gemm(m), m / 100))
+        rows.append(time(ROW, gemm(m), m / 200, status="ok" if m != 8192 else status))
+    book.write(*rows)
+    assert ask(2048).kernel == ROW
+    for m in (4096, 8192, 16384):
+        assert ask(m).kernel == BF16
+        assert status in ask(m).rejected[ROW]
+
+
+def test_a_noisy_time_is_no_tie_with_one_far_below(book: Book) -> None:
+    problem = gemm(4096)
+    other = "triton.quantize_row+torch.scaled_mm_row_fast"
+    book.write(
+        time(BF16, problem, 12.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
+        time(other, problem, 13.0, spread=0.3, count=3), accuracy(other, problem, 0.0399),
+    )  # fmt: skip
+    assert ask().kernel == ROW
+
+
+def test_fewer_than_three_seeds_are_no_evidence(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04, seeds=(0, 1)),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "3 seeds" in ask().rejected[ROW]
+
+
+def test_an_error_row_beside_good_ones_does_no_harm(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(accuracy(ROW, gemm(4096), 0.04, only=("X5",), seeds=(1,), status="error"))
+    assert ask().kernel == ROW
+
+
+def test_a_quick_wrong_row_elsewhere_still_rejects(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.grade = "quick"
+    book.write(accuracy(ROW, gemm(4096), 0.04, only=("X3",), seeds=(0,), status="wrong"))
+    assert ask().kernel == BF16
+    assert ask(distribution="X1").kernel == BF16
+
+
+def test_another_toolchain_is_usable_and_marked(book: Book) -> None:
+    """Of a composition, that of every part counts."""
+    from lokakern.device import current_environment
+
+    now = current_environment()
+    for change in ({"triton": "0.1"}, {"torch": "0.1"}, {}):
+        then = replace(now, **change)
+        row = KernelRow.of(KERNELS[ROW])
+        assert (evidence._toolchain(row, then) == evidence._toolchain(row, now)) is not bool(change)
+    torch_only = KernelRow.of(KERNELS[BF16])
+    assert evidence._toolchain(torch_only, replace(now, triton="0.1")) == evidence._toolchain(
+        torch_only, now
+    )
+
+
+def test_a_choice_for_another_device_is_one_that_could_run_there(book: Book) -> None:
+    """cuBLASLt's block scales take m in multiples of 4 only."""
+    weight = Operand(Format.E4M3FN, Granularity.BLOCK, Layout.COLUMN, 16)
+    block = "triton.quantize_group+torch.scaled_mm_block"
+    rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(block, gemm(1), 0.04)]
+    for m in (4096, 8192):
+        problem = gemm(m, b=weight, prepared=True)
+        rows += [time(BF16, problem, m / 100), time(block, problem, m / 200)]
+    book.write(*rows)
+    assert ask(6000, b=weight, prepared=True).kernel == block
+    assert ask(6001, b=weight, prepared=True).kernel == BF16
+
+
+def test_warm_answers_refuse_what_cold_ones_refuse(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    ask(4096)
+    for m in (-4096, -1):
+        with pytest.raises(ShapeError):
+            ask(m)
+    with pytest.raises(ShapeError):
+        dispatch("gemm", (), 0.06)
 
 
 def test_deleting_a_row_changes_the_answer(book: Book, tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ def test_resume(snapshot: Snapshot) -> None:
     timing = snapshot.has_timing
     assert timing(OLD.digest, problem, x1, h200, then, "graph-cold")
     assert timing(OLD.digest, problem, x1, h200, then, "graph-cold", "quick")
-    assert timing(NEW.digest, problem, x1, h200, now, "graph-cold", "quick"), "failures count"
+    failed_before = timing(NEW.digest, problem, x1, h200, now, "graph-cold", "quick")
+    assert not failed_before, "an error may pass: it is tried again"
     assert not timing(NEW.digest, problem, x1, h200, now, "graph-cold", "full")
     assert not timing(NEW.digest, problem, x1, h200, then, "graph-cold", "quick")
     assert not timing(OLD.digest, problem, x1, h200, then, "eager")

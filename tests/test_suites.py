@@ -20,9 +20,17 @@ from lokakern.bench.suites import (
 )
 from lokakern.bench.sweep import candidates
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.problems import alignment_of, make_problem
+from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import fp8_format
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Format, Granularity, Layout, Problem
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Problem,
+    alignment_of,
+)
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
@@ -77,7 +85,7 @@ def test_fp8_competes_with_the_unquantized_kernel_on_an_h200(name: str) -> None:
         if case.problem.op != "gemm":
             continue
         kernels = {kernel.name: kernel for kernel in candidates(case.problem, H200)}
-        assert "torch.bf16" in kernels
+        assert baseline_name(case.problem) in kernels
         assert any(kernel.quantizes for kernel in kernels.values()), case
 
 
@@ -90,10 +98,18 @@ def test_anchors_are_27_shapes() -> None:
     assert len(found) == 27
     assert found == {(m, n, k) for m in ANCHOR_M for n, k in ANCHOR_N_K}
     assert {m for m, _, _ in found} == {2048, 8192, 32768}
-    ops = Counter(case.problem.op for case in SUITES["anchors"].cases(H200))
-    assert ops["gemm"] == 27 * 4
-    assert ops["scaled_gemm"] == 27 * 3
-    assert set(ops) == {"gemm", "scaled_gemm", "quantize", "dequantize"}
+    problems = [case.problem for case in SUITES["anchors"].cases(H200)]
+    of_bf16 = Counter(p.op for p in problems if p.a.format is not Format.FLOAT32)
+    assert of_bf16["gemm"] == 27 * 4 * 2  # with and without a bias
+    assert of_bf16["scaled_gemm"] == 27 * 3
+    assert any(p.op == "gemm" and p.a.format is Format.FLOAT32 for p in problems)
+
+
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_anchors_have_every_granularity(op: str) -> None:
+    problems = [c.problem for c in SUITES["anchors"].cases(H200) if c.problem.op == op]
+    found = {p.out_granularity if op == "quantize" else p.a.granularity for p in problems}
+    assert found == set(Granularity) - {Granularity.NONE}
 
 
 def test_lrm_has_every_layer_at_every_batch() -> None:
@@ -139,7 +155,7 @@ def test_shapes_of_a_user() -> None:
     assert all(isinstance(case, Case) for case in cases)
     assert {c.problem.shape for c in cases if c.problem.op == "gemm"} == {(64, 32, 48)}
     of_two = [c.problem for c in cases if c.problem.shape == (128, 64)]
-    assert Counter(problem.op for problem in of_two) == {"quantize": 4, "dequantize": 3}
+    assert Counter(problem.op for problem in of_two) == {"quantize": 4, "dequantize": 4}
     assert list(shape_cases([], Format.E4M3FN)) == []
     with pytest.raises(ShapeError):
         list(shape_cases([(64, 0, 48)], Format.E4M3FN))

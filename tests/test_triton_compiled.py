@@ -116,3 +116,16 @@ def test_operands_are_copied_asynchronously(target: str) -> None:
     """16-byte cp.async means that the loop along k is pipelined."""
     for kernel in working(target, "scaled_gemm"):
         assert kernel["async_copies"] >= 8, f"{kernel['kernel']}: {kernel['async_copies']}"
+
+
+def test_promoted_sums_are_added_in_float32() -> None:
+    """One addition for every sum a thread holds, where the fast twin has the scales' only."""
+    by_name = {k["kernel"]: k for k in working("sm_90", "scaled_gemm")}
+    twins = [(k, by_name.get(n.replace(" ", "_fast ", 1))) for n, k in by_name.items()]
+    twins = [(k, twin) for k, twin in twins if twin is not None and "_fast" not in k["kernel"]]
+    assert len(twins) >= 8
+    for promoted, fast in twins:
+        block_m, block_n = map(int, promoted["kernel"].split()[1].split("x")[:2])
+        held = block_m * block_n // 256  # by a thread, of at most 8 warps
+        extra = promoted["additions"] - fast["additions"]
+        assert extra >= held, f"{promoted['kernel']}: {extra} more additions for {held} sums"

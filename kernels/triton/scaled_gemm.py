@@ -288,8 +288,6 @@ def _supports(
         return Rejected("a must be row-major and b column-major")
     if problem.out_format not in (Format.BFLOAT16, Format.FLOAT32):
         return Rejected(f"writes bfloat16 or float32, not {problem.out_format.value}")
-    if problem.epilogue not in ("none", "bias"):
-        return Rejected(f"has no epilogue {problem.epilogue!r}")
     if max(problem.k, problem.n) > LARGEST_SIDE or problem.m >= 2**31:
         return Rejected(f"m, n, k are at most 2^31 - 1, 2^23, 2^23; they are {problem.shape}")
     if largest_k is not None:
