@@ -107,7 +107,7 @@ def spread_scale(scale: Tensor, granularity: Granularity, rows: int, columns: in
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``data * scale`` in the orientation of ``x``: float64 is exact, others go by way of float32."""
+    """``data * scale`` in the orientation of ``x``; exact in float64, else by way of float32."""
     wide = x.data.to(torch.float64 if dtype is torch.float64 else torch.float32)
     if x.scale is not None:
         rows, columns = x.data.shape

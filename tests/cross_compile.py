@@ -187,7 +187,6 @@ def read_amd(gcn: str) -> dict[str, Any]:
         + number("private_segment_fixed_size"),
         "matrix": sorted(set(re.findall(r"v_mfma_\S*(?:fp8|bf8|f8f6f4)\S*", gcn))),
         "converts": sorted(set(re.findall(r"v_cvt_(?:scalef32_)?pk_(?:fp8|bf8)_f32", gcn))),
-        "additions": len(re.findall(r"\badd\.(?:rn\.)?(?:ftz\.)?f32|\bfma\.rn\.f32", ptx)),
         "async_copies": 0,
         "widest_load": max(
             [int(n or 1) * 4 for n in re.findall(
