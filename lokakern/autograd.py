@@ -95,8 +95,13 @@ def traced_gemm(
 ) -> Tensor:
     if budget is None and isinstance(b, QuantizedTensor):
         budget = b.budget
-    given = {} if budget is None else ErrorBudget.of(budget).limits
-    limits = [given.get(name, math.nan) for name in _LIMITS] if given else []
+    # No ErrorBudget is made here: up to torch 2.11 Dynamo cannot trace the hash of a tuple.
+    limits: list[float] = []
+    if isinstance(budget, ErrorBudget):
+        given = [getattr(budget, name) for name in _LIMITS]
+        limits = [math.nan if limit is None else limit for limit in given]
+    elif budget is not None:
+        limits = [budget]  # of row_err, checked when the op runs
     names = [distribution] if isinstance(distribution, str) else list(distribution or ())
     n = b.shape[1]
     check_bias("gemm", bias, n, a.dtype)

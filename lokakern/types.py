@@ -245,10 +245,11 @@ class ErrorBudget:
                     f"budget {name} is {value!r}; expected a finite number, zero or larger "
                     "(0.06 admits E4M3 GEMMs, None means the unquantized kernel)"
                 )
-        object.__setattr__(self, "_hash", hash(tuple(given.items())))
 
     def __hash__(self) -> int:
-        return self._hash  # computed once: a budget is part of every warm look-up
+        if not self._hash:  # computed once: a budget is part of every warm look-up
+            object.__setattr__(self, "_hash", hash(tuple(self.limits.items())))
+        return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
         return _budget_of, (self.limits,)  # a hash of text differs between processes

@@ -12,6 +12,7 @@ import pytest
 
 from lokakern import evidence, selection
 from lokakern.bench.sweep import distribution_row
+from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, alignment_of, make_problem
@@ -441,7 +442,10 @@ def test_a_prepared_weight_takes_only_kernels_of_its_form(book: Book) -> None:
     assert ask().is_miss  # nothing was measured with the weight quantized on the way
 
 
-def test_a_choice_for_another_device_says_so_when_called(book: Book) -> None:
+def test_a_choice_for_another_device_says_so_when_called(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "devices_here", lambda: frozenset({current_device("cpu")}))
     book.write(*measured(bf16=20.0, row=10.0))
     choice = ask()
     assert not choice.callable
