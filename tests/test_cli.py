@@ -23,7 +23,7 @@ from lokakern.bench import operands
 from lokakern.bench.cli import app
 from lokakern.bench.distributions import DISTRIBUTIONS
 from lokakern.bench.suites import SUITES
-from lokakern.device import current_device
+from lokakern.device import current_device, current_environment, devices_here
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.store import open_readonly
@@ -61,15 +61,23 @@ Command = Callable[..., Ran]
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One thread, few operand sets, and a database of the user for this module alone."""
+    """On the CPU, one thread, few operand sets, and a database of the user for this module."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operands, "l2_bytes", lambda: 20_000)
         patch.setenv("LOKAKERN_DB", str(tmp_path_factory.mktemp("user") / "user.sqlite"))
         patch.setenv("COLUMNS", "200")
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        forget_devices()
         yield
+    forget_devices()
     torch.set_num_threads(threads)
+
+
+def forget_devices() -> None:
+    for cached in (current_device, current_environment, devices_here):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -569,7 +577,8 @@ def test_a_database_that_cannot_be_read_is_left_alone(
 
 
 def in_a_process(*words: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         [sys.executable, "-m", "lokakern.bench", *words],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
