@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.errors import BudgetError, ShapeError, UnsupportedError
 from lokakern.operands import check_bias, check_out
 from lokakern.types import ErrorBudget, Granularity, QuantizedTensor
 
@@ -101,7 +101,9 @@ def traced_gemm(
         given = [getattr(budget, name) for name in _LIMITS]
         limits = [math.nan if limit is None else limit for limit in given]
     elif budget is not None:
-        limits = [budget]  # of row_err, checked when the op runs
+        if isinstance(budget, bool) or budget != budget:
+            raise BudgetError(f"budget is {budget!r}; expected a number or an ErrorBudget")
+        limits = [budget]  # of row_err, checked further when the op runs
     names = [distribution] if isinstance(distribution, str) else list(distribution or ())
     n = b.shape[1]
     check_bias("gemm", bias, n, a.dtype)

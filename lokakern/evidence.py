@@ -136,9 +136,8 @@ def candidate_of(
     wrong = next((c for c, fresh in graded if c.status == "wrong" and fresh != "stale"), None)
     if wrong is not None:
         return f"wrong result at m={wrong.m}: {wrong.reason}"
-    times = _times([(c, fresh) for c, fresh in graded if c.status == "ok"])
-    failed = {c.m: f"{c.status}: {c.reason}" for c, fresh in graded
-              if c.status != "ok" and fresh != "stale" and c.m not in times}  # fmt: skip
+    good, failed = _outcomes(graded)
+    times = _times(good)
     if not times:
         worst = cells[-1]
         return f"{worst.status}: {worst.reason}" if worst.reason else worst.status
@@ -163,7 +162,7 @@ def is_current(kernel: KernelRow) -> bool:
     """Whether a stored digest is that of the kernel's files as they are now."""
     try:
         return digests.kernel_digest(kernel.name, kernel.modules) == kernel.digest
-    except FileNotFoundError:
+    except (OSError, ValueError, SyntaxError):  # no such file, or none that is a kernel's
         return False
 
 
@@ -193,6 +192,26 @@ def _graded(
     cells: Iterable[TimingCell], local: bool, facts: Snapshot
 ) -> list[tuple[TimingCell, str]]:
     return [(cell, _grade(cell, local, facts)) for cell in cells]
+
+
+def _outcomes(
+    graded: list[tuple[TimingCell, str]],
+) -> tuple[list[tuple[TimingCell, str]], dict[int, str]]:
+    """Cells with times, and the m where the freshest word is a failure, with its reason."""
+    age = ("fresh", "usable", "stale").index
+    good: list[tuple[TimingCell, str]] = []
+    failed: dict[int, str] = {}
+    for m in {cell.m for cell, _ in graded}:
+        here = [(cell, fresh) for cell, fresh in graded if cell.m == m]
+        ok = [(cell, fresh) for cell, fresh in here if cell.status == "ok"]
+        bad = [(cell, fresh) for cell, fresh in here if cell.status != "ok" and fresh != "stale"]
+        youngest = min((age(fresh) for _, fresh in ok), default=len(here) + 3)
+        worse = [cell for cell, fresh in bad if age(fresh) < youngest]
+        if worse:
+            failed[m] = f"{worse[0].status}: {worse[0].reason}"
+        else:
+            good += ok
+    return good, failed
 
 
 def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
@@ -247,11 +266,14 @@ def _errors_or_reason(
                 for c, fresh in usable
                 if c.distribution == distribution
                 and c.status == "ok"
-                and c.parameters == facts.parameters_of(distribution)
+                and c.parameters == facts.parameters_of(device.architecture, distribution)
             ]
-            best = min((_rank(c.grade, fresh) for c, fresh in here), default=None)
-            chosen = [c for c, fresh in here if _rank(c.grade, fresh) == best]
-            if len({c.seed for c in chosen}) < FEWEST_SEEDS:
+            chosen: list[AccuracyCell] = []
+            for rank in sorted({_rank(c.grade, fresh) for c, fresh in here}):
+                chosen += [c for c, fresh in here if _rank(c.grade, fresh) == rank]
+                if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
+                    break  # a younger rank with too few seeds is joined by the next, not hidden
+            else:
                 missing.append(distribution)
                 continue
             for limit, column in LIMIT_COLUMNS.items():

@@ -173,7 +173,8 @@ def _missed(
     m = a.shape[0]
     problem = replace(table.problem, m=m)
     pick = table.pick(m)
-    command = misses.sweep_command(problem)
+    reason = misses.why_not_measurable(problem)
+    command = misses.sweep_command(problem) if reason is None else f"nothing yet: {reason}"
     if on_miss == "raise":
         raise MissError(f"gemm: {problem}: {pick.note}; measure it with: {command}")
     if on_miss == "measure":

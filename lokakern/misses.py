@@ -20,7 +20,7 @@ import torch
 from lokakern.errors import LokakernError, MeasurementError
 from lokakern.problems import make_problem
 from lokakern.registry.identity import problem_from_row, problem_row
-from lokakern.types import Device, Layout, Problem, alignment_of
+from lokakern.types import Device, Layout, Operand, Problem, alignment_of
 
 LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; older ones were asked for long enough
 MOST_COUNTED = 10_000  # jagged batches come in every m: enough is known by then
@@ -66,6 +66,20 @@ def _plain(problem: Problem) -> dict[str, Any]:
     return {name: value for name, value in problem_row(problem).items() if name != "key"}
 
 
+_UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, LokakernError
+)  # fmt: skip
+
+
+def _problem_of(row: dict[str, Any]) -> Problem:
+    problem = problem_from_row(row)
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch}
+    if any(type(size) is not int or size < 1 for size in sizes.values()):
+        raise ValueError(f"sizes are {sizes}")
+    make_problem(problem.op, problem.shape)  # knows the op, and how many sizes it has
+    return problem
+
+
 def read() -> list[tuple[Problem, int]]:
     """Problems of the ledger that can be measured, with their counts, most frequent first."""
     counts: Counter[Problem] = Counter()
@@ -76,11 +90,12 @@ def read() -> list[tuple[Problem, int]]:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-            problem = problem_from_row(row["problem"])
-            counts[problem] += int(row["count"])
-        except (ValueError, KeyError, TypeError, LokakernError):
+            problem = _problem_of(row["problem"])
+            if why_not_measurable(problem) is None:
+                counts[problem] += int(row["count"])
+        except _UNREADABLE:
             continue  # a torn line, or a file of another program
-    return [(p, n) for p, n in counts.most_common() if why_not_measurable(p) is None]
+    return counts.most_common()
 
 
 def parse(text: str) -> Problem:
@@ -90,8 +105,8 @@ def parse(text: str) -> Problem:
         MeasurementError: The text is no problem.
     """
     try:
-        return problem_from_row(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError, LokakernError) as error:
+        return _problem_of(json.loads(text))
+    except _UNREADABLE as error:
         raise MeasurementError(
             f"--problem is {text!r}, which is no problem ({error}); expected what a miss printed"
         ) from None
@@ -107,16 +122,20 @@ def sweep_command(problem: Problem) -> str:
 
 def why_not_measurable(problem: Problem) -> str | None:
     """Why a sweep cannot lay operands out as the problem has them; None if it can."""
-    natural = alignment_of(problem.k * problem.a.format.dtype.itemsize)
+    natural = _natural_alignment(problem.m, problem.k, problem.a)
     if problem.a.layout is not Layout.ROW or problem.a.alignment != natural:
         return "a is not row-major and aligned as an allocation of its own is"
     if problem.b is not None and problem.b.layout is not Layout.COLUMN:
         return "b is not weight.t() of a row-major weight"
     if problem.b is not None:
-        natural = alignment_of(problem.k * problem.b.format.dtype.itemsize)
+        natural = _natural_alignment(problem.n, problem.k, problem.b)
         if problem.b.alignment != natural:
             return "b is not aligned as an allocation of its own is"
     return "out is a slice" if problem.out_strided else None
+
+
+def _natural_alignment(rows: int, columns: int, operand: Operand) -> int:
+    return alignment_of(columns * operand.format.dtype.itemsize) if rows > 1 else 16
 
 
 def measure(problem: Problem) -> None:
@@ -138,7 +157,7 @@ def measure(problem: Problem) -> None:
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]], capture_output=True, text=True, check=False
     )
-    if done.returncode:
+    if done.returncode not in (0, 5):  # 5: some kernel's row is not ok, which is an answer too
         raise MeasurementError(
             f"gemm: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib.util
 import io
 import re
 import sys
@@ -60,16 +59,10 @@ def _module_file(module: str) -> Path:
 
 
 def _outside_file(module: str) -> Path:
-    loaded = sys.modules.get(module)
-    found = getattr(loaded, "__file__", None)
-    if found is None:
-        try:
-            specification = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            specification = None
-        found = specification.origin if specification else None
-    if found is None or not Path(found).is_file():
-        raise FileNotFoundError(f"kernel module {module!r} has no source file")
+    """The file of a module that is loaded already: a database's word loads nothing."""
+    found = getattr(sys.modules.get(module), "__file__", None)
+    if found is None or not found.endswith(".py") or not Path(found).is_file():
+        raise FileNotFoundError(f"kernel module {module!r} is not loaded from a source file")
     return Path(found)
 
 

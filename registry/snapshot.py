@@ -139,23 +139,26 @@ class Snapshot:
         found = (self._distribution(key) for key in self._by_key["distribution"])
         return sorted(found, key=lambda d: (d.name, d.parameters, d.realistic))
 
-    def parameters_of(self, name: str) -> str:
-        """Canonical JSON of a distribution's parameters, as the newest run that used it had them.
+    def parameters_of(self, architecture: str, name: str) -> str:
+        """Canonical JSON of a distribution's parameters, as its newest good row there has them.
 
         When a default changes, what was measured under the old one no longer counts.
         """
-        return self._newest_parameters.get(name, "")
+        return self._newest_parameters.get((architecture, name), "")
 
     @cached_property
-    def _newest_parameters(self) -> dict[str, str]:
-        started = {key: self._dimension("run", key, dict)["started_utc_ms"]
-                   for key in self._by_key["run"]}  # fmt: skip
-        newest: dict[str, tuple[int, str]] = {}
-        for run, key in {*self._picked("accuracy", ("run", "distribution"))}:
-            row = self._distribution(key)
-            seen = (started[run], row.parameters)
-            newest[row.name] = max(newest.get(row.name, seen), seen)
-        return {name: parameters for name, (_, parameters) in newest.items()}
+    def _newest_parameters(self) -> dict[tuple[str, str], str]:
+        started = {
+            key: self._dimension("run", key, dict)["started_utc_ms"] for key in self._by_key["run"]
+        }
+        newest: dict[tuple[str, str], tuple[int, str]] = {}
+        columns = ("run", "distribution", "architecture", "status")
+        for run, key, architecture, status in {*self._picked("accuracy", columns)}:
+            if status == "ok":
+                row = self._distribution(key)
+                place, seen = (architecture, row.name), (started[run], row.parameters)
+                newest[place] = max(newest.get(place, seen), seen)
+        return {place: parameters for place, (_, parameters) in newest.items()}
 
     @cached_property
     def distribution_names(self) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import pickle
@@ -228,6 +229,10 @@ def test_a_torn_ledger_is_read_as_far_as_it_goes() -> None:
     misses.save()
     with path.open("a") as file:
         file.write('{"problem": {"op": "ge\n[]\n7\n{"problem": {}, "count": 1}\n')
+        whole = json.loads(path.read_text().splitlines()[0])
+        for change in ({"k": "abc"}, {"k": None}, {"m": -5}, {"n": 1.5}, {"op": "foo"}):
+            file.write(json.dumps({**whole, "problem": {**whole["problem"], **change}}) + "\n")
+        file.write(json.dumps({**whole, "count": math.inf}) + "\n" + "[" * 200_000 + "\n")
     assert misses.read() == [(problem, 1)]
 
 

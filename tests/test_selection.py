@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -347,6 +348,33 @@ def test_fewer_than_three_seeds_are_no_evidence(book: Book) -> None:
     )  # fmt: skip
     assert ask().kernel == BF16
     assert "3 seeds" in ask().rejected[ROW]
+
+
+def test_a_fresh_failure_outweighs_a_stale_time(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003), accuracy(ROW, problem, 0.04),
+        time(ROW, problem, 10.0, digest="f" * 64), time(ROW, problem, 10.0, status="error"),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "error" in ask().rejected[ROW]
+
+
+def test_one_full_seed_does_not_hide_three_quick_ones(book: Book) -> None:
+    problem = gemm(4096)
+    book.grade = "quick"
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.grade = "full"
+    book.write(accuracy(ROW, problem, 0.05, only=("X1",), seeds=(0,)))
+    assert ask().kernel == ROW
+    assert ask().errors["row_err"] == pytest.approx(0.05)
+
+
+def test_rows_of_a_database_load_no_module(book: Book) -> None:
+    row = replace(KernelRow.of(KERNELS[ROW]), modules=("python:this.x",), digest="0" * 64)
+    assert not evidence.is_current(row)
+    assert "this" not in sys.modules
+    assert not evidence.is_current(replace(row, modules=("python:torch._C",)))
 
 
 def test_an_error_row_beside_good_ones_does_no_harm(book: Book) -> None:
