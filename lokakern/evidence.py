@@ -139,8 +139,8 @@ def candidate_of(
     good, failed = _outcomes(graded)
     times = _times(good)
     if not times:
-        worst = cells[-1]
-        return f"{worst.status}: {worst.reason}" if worst.reason else worst.status
+        never = "not measured since the kernel changed"
+        return failed[max(failed)] if failed else never
     row = cells[0].kernel
     granularity = Granularity(row.granularity)
     unquantized = granularity is Granularity.NONE and problem.op == "gemm"
@@ -205,7 +205,7 @@ def _outcomes(
         here = [(cell, fresh) for cell, fresh in graded if cell.m == m]
         ok = [(cell, fresh) for cell, fresh in here if cell.status == "ok"]
         bad = [(cell, fresh) for cell, fresh in here if cell.status != "ok" and fresh != "stale"]
-        youngest = min((age(fresh) for _, fresh in ok), default=len(here) + 3)
+        youngest = min((age(fresh) for _, fresh in ok), default=3)
         worse = [cell for cell, fresh in bad if age(fresh) < youngest]
         if worse:
             failed[m] = f"{worse[0].status}: {worse[0].reason}"

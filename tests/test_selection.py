@@ -360,6 +360,16 @@ def test_a_fresh_failure_outweighs_a_stale_time(book: Book) -> None:
     assert "error" in ask().rejected[ROW]
 
 
+def test_a_kernel_that_only_failed_before_it_changed_is_not_measured(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0, status="crashed", digest="f" * 64),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "changed" in ask().rejected[ROW]
+
+
 def test_one_full_seed_does_not_hide_three_quick_ones(book: Book) -> None:
     problem = gemm(4096)
     book.grade = "quick"
