@@ -346,5 +346,9 @@ def _recover(path: Path) -> None:
     try:
         with closing(sqlite3.connect(os.path.abspath(path))) as connection:
             connection.execute("SELECT count(*) FROM run").fetchone()
+            # A journal whose header was not on disk yet is no reason to roll back, but it stays
+            # until something is written.
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            connection.execute(f"PRAGMA user_version = {int(version)}")
     except sqlite3.Error as error:
         raise DatabaseError(f"run file {shown(path)} cannot be recovered: {error}") from error

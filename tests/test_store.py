@@ -315,6 +315,18 @@ def test_killed_run_loses_no_committed_row(database: Path) -> None:
     assert collect_runs(database) == MergeReport(nothing, nothing)
 
 
+def test_a_journal_that_was_just_begun_loses_no_row(database: Path) -> None:
+    """Killed before the journal's header was written: there is nothing to roll back."""
+    run = begin(database)
+    add(run)
+    run.close()
+    journal = run.path.with_name(run.path.name + "-journal")
+    journal.write_bytes(bytes(512) + b"pages" * 200)
+    report = collect_runs(database)
+    assert not report.skipped
+    assert report.added["timing"] == 1
+
+
 def test_half_written_transaction_is_rolled_back(database: Path) -> None:
     """A process killed inside a commit leaves a journal, which only the collector may use."""
     run = begin(database)
