@@ -31,9 +31,9 @@ FP8_GPUS = frozenset({"sm_90", "sm_100", "gfx942", "gfx950"})
 # Largest `numerics.kernel_error` of a right FP8 tensor-core kernel. An sm_90 instruction lines up
 # its 32 products and the running sum with the largest and cuts them at 14 bits, so that where few
 # products dominate its error passes 2^-13 sum|a||b|: at most 33 times in each of the 4 steps
-# between promotions, 4.65 times over X1-X14, k 128-2048 and m to 32768 on an H200, where cuBLASLt,
-# CUTLASS and Triton give the same bits. Never promoted, the cuts add up: 4.34 at k = 2048 and in
-# proportion to k, so such kernels stop at k = 4096.
+# between promotions, 4.65 times over X1-X14, k 128-2048 and m to 32768 on an H200, where the
+# kernels of torch and of Triton print the same figures. Never promoted, the cuts add up: 4.34 at
+# k = 2048 and in proportion to k, so such kernels stop at k = 4096.
 PROMOTED_KERNEL_ERR_BOUND = 8.0
 FAST_KERNEL_ERR_BOUND = 16.0
 FAST_LARGEST_K = 4096
