@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.bench.operands import compare_bytes, operand_digest
+from lokakern.bench.timing import Contender, faults_of
 from lokakern.problems import accuracy_problem
 from lokakern.registry import ops
 from lokakern.registry.records import AccuracyRecord
@@ -25,50 +27,60 @@ from lokakern.types import (
     Granularity,
     Problem,
     QuantizedTensor,
-    Rejected,
 )
 
 SEEDS = (0, 1, 2)
+# Operands hold at most so many elements where that leaves rows enough for the 99th percentile and
+# its limit (299): at k = 123200 drawing 2048 rows for 13 distributions and 3 seeds would take an
+# hour of one core.
+DRAWN_ELEMENTS = 2**23
+FEWEST_ROWS = 320
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kernel's error at one problem, for one distribution and seed: a row to be."""
+    """One kernel's error at one problem, for one distribution and seed: a row to be.
+
+    ``stand_ins`` are other kernels of its numerics class, which can take its place.
+    """
 
     kernel: Kernel
     problem: Problem
     distribution: str
     seed: int
+    stand_ins: tuple[Kernel, ...] = ()
 
 
 def cells_for(
-    kernels: Iterable[Kernel],
-    problems: Iterable[Problem],
+    pairs: Iterable[tuple[Kernel, Problem]],
     device: Device,
     distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
     seeds: Sequence[int] = SEEDS,
 ) -> list[Cell]:
-    """What must be measured so that dispatch can judge the kernels at the problems."""
-    needed: dict[tuple[str, Problem], Kernel] = {}
-    chosen = list(kernels)
-    for problem in problems:
-        for kernel in chosen:
-            if kernel.op == problem.op and not isinstance(
-                kernel.supports(problem, device), Rejected
-            ):
-                asked = accuracy_problem(problem, _spanning(kernel, problem))
-                needed.setdefault((kernel.name, asked), kernel)
-    return [
-        Cell(kernel, problem, distribution, seed)
-        for (_, problem), kernel in needed.items()
-        for distribution in distributions
-        for seed in seeds
-    ]
+    """What must be measured so that dispatch can judge kernels at problems they accept.
+
+    Kernels of one numerics class have one error: the first by name is measured, the others can
+    stand in for it.
+    """
+    classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
+    for kernel, problem in pairs:
+        asked = accuracy_problem(problem, fp8_format(device))
+        key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
+        classes.setdefault(key, {})[kernel.name] = kernel
+    cells = []
+    for (problem, *_), members in classes.items():
+        first, *others = (members[name] for name in sorted(members))
+        cells += [
+            Cell(first, problem, distribution, seed, tuple(others))
+            for distribution in distributions
+            for seed in seeds
+        ]
+    return cells
 
 
-def _spanning(kernel: Kernel, problem: Problem) -> Granularity:
-    """The granularity that decides whether the error depends on m."""
-    return problem.out_granularity if problem.op == "quantize" else kernel.granularity
+def rows_drawn(rows: int, k: int) -> int:
+    """Rows of an operand that are drawn to measure an error, of those a problem has."""
+    return min(rows, max(FEWEST_ROWS, DRAWN_ELEMENTS // k))
 
 
 Draw = tuple[str, int, int, int, bool]
@@ -78,20 +90,35 @@ def measure_cells(
     cells: Sequence[Cell],
     torch_device: torch.device,
     device: Device,
-    done: Callable[[Cell, AccuracyRecord], None],
+    begin: Callable[[int], bool],
+    done: Callable[[int, AccuracyRecord], None],
+    alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measure every cell; ``done`` is called with each, in an order that shares draws.
+    """Measure cells, in an order that shares draws.
 
     Draws are made on the CPU in a pool of threads, a few groups ahead.
+
+    Args:
+        cells: What to measure.
+        torch_device: Where.
+        device: The device type there.
+        begin: Called with a cell's place before its kernel is launched; False ends the measuring.
+        done: Called with a cell's place and its record.
+        alive: Called while draws are waited for.
+
+    Raises:
+        DeviceLostError: The kernel of the cell last begun left the device unusable.
     """
-    groups: dict[tuple[str, int, int, int, int], list[Cell]] = {}
-    for cell in cells:
-        n = cell.problem.n if cell.problem.b is not None else 0
-        key = (cell.distribution, cell.seed, cell.problem.k, cell.problem.m, n)
-        groups.setdefault(key, []).append(cell)
+    groups: dict[tuple[str, int, int, int, int], list[int]] = {}
+    for place, cell in enumerate(cells):
+        problem = cell.problem
+        n = 0 if problem.b is None else rows_drawn(problem.n, problem.k)
+        key = (cell.distribution, cell.seed, problem.k, rows_drawn(problem.m, problem.k), n)
+        groups.setdefault(key, []).append(place)
     ordered = sorted(groups)
-    with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 12))) as pool:
-        drawn = _Drawer(pool, ordered)
+    pool = ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 16)))
+    try:
+        drawn = _Drawer(pool, ordered, alive)
         for place, key in enumerate(ordered):
             distribution, seed, k, m, n = key
             drawn.ahead(place)
@@ -100,8 +127,14 @@ def measure_cells(
             if n:
                 w, other = drawn.get((distribution, n, k, seed, True))
                 w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
-            _Group(x.to(torch_device), w, device, digest).measure(groups[key], done)
+            group = _Group(x.to(torch_device), w, device, digest)
+            for cell_place in groups[key]:
+                if not begin(cell_place):
+                    return
+                done(cell_place, group.measure(cells[cell_place]))
             drawn.forget(place)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class _Drawer:
@@ -110,10 +143,14 @@ class _Drawer:
     AHEAD = 12
 
     def __init__(
-        self, pool: ThreadPoolExecutor, keys: list[tuple[str, int, int, int, int]]
+        self,
+        pool: ThreadPoolExecutor,
+        keys: list[tuple[str, int, int, int, int]],
+        alive: Callable[[], None],
     ) -> None:
         self.pool = pool
         self.keys = keys
+        self.alive = alive
         self.last_use: dict[Draw, int] = {}
         for place, key in enumerate(keys):
             for draw in self._draws(key):
@@ -134,7 +171,10 @@ class _Drawer:
                     self.pending[draw] = self.pool.submit(_draw, *draw)
 
     def get(self, draw: Draw) -> tuple[Tensor, str]:
-        return self.pending[draw].result()
+        while True:
+            self.alive()
+            with contextlib.suppress(TimeoutError):
+                return self.pending[draw].result(timeout=1.0)
 
     def forget(self, place: int) -> None:
         for draw in self._draws(self.keys[place]):
@@ -178,23 +218,28 @@ class _Group:
             lambda: numerics.quantize(operand, form, granularity),
         )
 
-    def measure(self, cells: Sequence[Cell], done: Callable[[Cell, AccuracyRecord], None]) -> None:
-        for cell in cells:
-            try:
-                record = self._measure(cell)
-            except torch.cuda.OutOfMemoryError as error:
-                torch.cuda.empty_cache()
-                record = _failed(cell, "out_of_memory", error)
-            except Exception as error:  # any library may raise anything; the sweep goes on
-                record = _failed(cell, "error", error)
-            done(cell, record)
+    def measure(self, cell: Cell) -> AccuracyRecord:
+        """The record of a cell, whatever happens.
+
+        Raises:
+            DeviceLostError: Its kernel left the device unusable.
+        """
+        contender = Contender(cell.kernel.name, ())
+        with faults_of(contender, self.wide_x.device):
+            return self._measure(cell)
+        return AccuracyRecord(
+            status=contender.status,
+            reason=contender.reason,
+            seed=cell.seed,
+            rows=self.wide_x.shape[0],
+        )
 
     def _measure(self, cell: Cell) -> AccuracyRecord:
-        if cell.problem.op == "gemm":
+        if cell.kernel.op == "gemm":
             return self._gemm(cell)
-        if cell.problem.op == "scaled_gemm":
+        if cell.kernel.op == "scaled_gemm":
             return self._scaled_gemm(cell)
-        return self._quantize(cell) if cell.problem.op == "quantize" else self._dequantize(cell)
+        return self._quantize(cell) if cell.kernel.op == "quantize" else self._dequantize(cell)
 
     def _gemm(self, cell: Cell) -> AccuracyRecord:
         kernel, form = cell.kernel, cell.problem.a.format
@@ -220,15 +265,18 @@ class _Group:
     def _scaled_gemm(self, cell: Cell) -> AccuracyRecord:
         problem, source = cell.problem, Format.BFLOAT16
         assert problem.b is not None  # an op with two operands
-        left = self.quantized("x", source, problem.a.format, problem.a.granularity)
-        right = self.quantized("w", source, problem.b.format, problem.b.granularity)
+        formats = (problem.a.format, problem.b.format)
+        if problem.op == "gemm":  # the error of its class, see `accuracy_problem`
+            formats = (fp8_format(self.device),) * 2
+        left = self.quantized("x", source, formats[0], cell.kernel.granularity)
+        right = self.quantized("w", source, formats[1], cell.kernel.b_granularity)
         a, w = self.x(source), self.w(source)
         out = torch.full(
             (a.shape[0], w.shape[0]), math.nan, dtype=problem.out_format.dtype, device=a.device
         )
         operands = (left.data, left.scale, *right.transpose, out, None)
         cell.kernel.launch(*operands, cell.kernel.workspace(*operands))
-        key = (source, problem.a.format, left.granularity, right.granularity)
+        key = (source, formats[0], left.granularity, right.granularity)
         exact, size = self._once(key, lambda: _exact(left, right.t()))
         reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
         shares = numerics.flushed_and_saturated_shares(a, left)
@@ -308,8 +356,3 @@ class _Group:
 
 def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     return ops.product(a, b), ops.magnitude(a, b)
-
-
-def _failed(cell: Cell, status: str, error: BaseException) -> AccuracyRecord:
-    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
-    return AccuracyRecord(status=status, reason=reason, seed=cell.seed, rows=cell.problem.m)

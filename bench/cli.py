@@ -62,6 +62,14 @@ class Grade(StrEnum):
     QUICK = "quick"
 
 
+class Errors(StrEnum):
+    """Whose errors a sweep measures."""
+
+    ALL = "all"
+    NEEDED = "needed"
+    NONE = "none"
+
+
 class Listing(StrEnum):
     """What can be listed."""
 
@@ -178,7 +186,19 @@ def sweep(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure also what the database holds already.")
     ] = False,
-    no_accuracy: Annotated[bool, typer.Option("--no-accuracy", help="Times only.")] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Measure also what crashed or hung before.")
+    ] = False,
+    errors: Annotated[
+        Errors, typer.Option(help="Errors of all kernels, of those that may be chosen, or of none.")
+    ] = Errors.ALL,
+    watchdog: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of silence after which a kernel counts as hung. Default: 60 on "
+            "a GPU, 600 on a CPU."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
@@ -197,6 +217,8 @@ def sweep(
     device = current_device()
     if time_limit is not None and not time_limit >= 0:
         raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
+    if watchdog is not None and not watchdog > 0:
+        raise typer.BadParameter(f"{watchdog} is no number of seconds", param_hint="--watchdog")
     if shape or problem or from_misses:
         cases = list(shape_cases([_shape(text) for text in shape or ()], fp8_format(device)))
         asked = [misses.parse(text) for text in problem or ()]
@@ -235,7 +257,9 @@ def sweep(
             time_limit_s=time_limit,
             only=tuple(kernel or ()),
             fresh=fresh,
-            with_accuracy=not no_accuracy,
+            retry=retry,
+            errors=errors.value,
+            watchdog_s=watchdog,
             progress=progress,
         )
     selection.use_snapshot(None)
@@ -244,6 +268,8 @@ def sweep(
         f"{done.seconds:.0f} s, {done.skipped} were there already; database {target}"
     )
     print(words, file=sys.stderr)
+    for words in done.given_up:
+        print(f"given up: {words}; --retry launches it again", file=sys.stderr)
     for failure in done.failures[:20]:
         print(f"not ok: {failure}", file=sys.stderr)
     if len(done.failures) > 20:

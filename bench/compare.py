@@ -9,9 +9,10 @@ from typing import Any
 
 from lokakern import selection
 from lokakern.bench import timing
+from lokakern.bench.measure import contender_of, floor_us, torch_device
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
-from lokakern.bench.sweep import candidates, contender_of, floor_us, torch_device
+from lokakern.bench.sweep import candidates
 from lokakern.device import current_device
 from lokakern.evidence import margin_us, within_noise
 from lokakern.problems import baseline_name

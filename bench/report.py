@@ -89,6 +89,9 @@ class TerminalProgress(Progress):
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False)
+
     def begin(self, phase: str, total: int) -> None:
         self._task = self._bar.add_task(phase, total=total, what="")
 

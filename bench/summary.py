@@ -7,11 +7,12 @@ from typing import Any
 
 from lokakern.bench.suites import Case
 from lokakern.device import current_device
+from lokakern.evidence import is_current
 from lokakern.problems import accuracy_problem
 from lokakern.registry.identity import family_key, problem_key
+from lokakern.registry.register import fp8_format
 from lokakern.registry.snapshot import load_snapshot
 from lokakern.selection import default_regime
-from lokakern.types import Granularity
 
 
 def summary_rows(
@@ -28,16 +29,19 @@ def summary_rows(
     rows = []
     for problem in dict.fromkeys(case.problem for case in cases):
         found = []
+        asked = problem_key(accuracy_problem(problem, fp8_format(device)))
         for cell in facts.timing_cells(device, family_key(problem), regime):
             if cell.m != problem.m:
                 continue
-            granularity = Granularity(cell.kernel.granularity)
-            asked = problem_key(accuracy_problem(problem, granularity))
+            kernel = cell.kernel
             errors = [
                 (c.row_err_upper, c.distribution)
-                for c in facts.accuracy_cells(device.architecture, cell.kernel.name, asked)
-                if c.status == "ok" and c.kernel.digest == cell.kernel.digest
-            ]
+                for c in facts.accuracy_cells_of_class(
+                    device.architecture, asked,
+                    kernel.granularity, kernel.b_granularity, kernel.accumulation,
+                )
+                if c.status == "ok" and is_current(c.kernel)
+            ]  # fmt: skip
             worst = max(errors, default=(None, "not measured"))
             found.append(
                 {

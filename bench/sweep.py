@@ -1,7 +1,8 @@
 """Sweep: time every candidate of every problem, then measure every error, row by row into a run.
 
 What is already in the database for the same kernel digest, problem, device and environment is not
-measured again, so an interrupted sweep goes on where it stopped.
+measured again, so an interrupted sweep goes on where it stopped. Everything is launched in a
+disposable process (`lokakern.bench.worker`): a kernel that crashes or hangs becomes a row.
 """
 
 from __future__ import annotations
@@ -9,28 +10,41 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from lokakern.bench import timing
-from lokakern.bench.accuracy import Cell, cells_for, measure_cells
+from lokakern.bench import cost, timing
+from lokakern.bench.accuracy import Cell, cells_for
 from lokakern.bench.distributions import distribution_named
-from lokakern.bench.operands import Operands
+from lokakern.bench.measure import torch_device
 from lokakern.bench.suites import Case
-from lokakern.bench.timing import Contender
+from lokakern.bench.timing import DROP_FACTOR
+from lokakern.bench.worker import (
+    CPU_WATCHDOG_S,
+    GPU_WATCHDOG_S,
+    AccuracyTask,
+    Death,
+    Done,
+    Task,
+    TimingTask,
+    run_tasks,
+)
 from lokakern.device import current_device, current_environment
+from lokakern.errors import UnknownNameError
+from lokakern.evidence import TIE_CEILING
+from lokakern.problems import baseline_name
 from lokakern.registry.identity import (
     device_key,
     distribution_key,
     environment_key,
+    family_key,
     problem_key,
 )
 from lokakern.registry.records import AccuracyRecord, DistributionRow, TimingRecord
-from lokakern.registry.register import Kernel, kernels_for
+from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.selection import default_regime
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
@@ -40,8 +54,13 @@ from lokakern.types import (
     Rejected,
 )
 
-# Ceilings of an H200, for choosing how long a replay is; elsewhere they only have to be near.
-FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US = 4.3e6, 1.979e9, 1.5
+if TYPE_CHECKING:
+    from lokakern.registry.store import RunFile
+
+ERRORS = ("all", "needed", "none")
+# A kernel that crashed or hung at so many problems is launched no more: each costs a new worker,
+# and a hang the watchdog's patience as well.
+STRIKES = 3
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,9 @@ class Job:
 class Progress:
     """What a sweep tells about itself; replace the methods to show it."""
 
+    def note(self, text: str) -> None:
+        """A line for whoever waits."""
+
     def begin(self, phase: str, total: int) -> None:
         """A phase of so many steps begins."""
 
@@ -65,15 +87,22 @@ class Progress:
 
 @dataclass
 class SweepReport:
-    """What a sweep did."""
+    """What a sweep did.
+
+    ``job_s`` holds what each problem took, in seconds, with its number of candidates.
+    """
 
     timed: int = 0
     measured: int = 0
     skipped: int = 0
     problems: int = 0
+    deaths: int = 0
     failures: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
     out_of_time: bool = False
+    estimated_s: float = 0.0
     seconds: float = 0.0
+    job_s: list[tuple[Problem, int, float]] = field(default_factory=list)
 
 
 @functools.cache
@@ -90,15 +119,6 @@ def harness_digest() -> str:
     for path in sorted(folder.glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def torch_device() -> torch.device:
-    """The device that `current_device` describes."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if current_device().is_gpu
-        else (torch.device("cpu"))
-    )
 
 
 def candidates(problem: Problem, device: Device, only: Sequence[str] = ()) -> list[Kernel]:
@@ -122,8 +142,11 @@ def sweep(
     time_limit_s: float | None = None,
     only: Sequence[str] = (),
     fresh: bool = False,
+    retry: bool = False,
     distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
-    with_accuracy: bool = True,
+    errors: str = "all",
+    watchdog_s: float | None = None,
+    strikes: int = STRIKES,
     progress: Progress | None = None,
 ) -> SweepReport:
     """Measure cases on the device here and merge the rows into a database.
@@ -138,187 +161,283 @@ def sweep(
         time_limit_s: Stop beginning new work after so many seconds; what is done is kept.
         only: Words of kernel names; empty for all kernels.
         fresh: Measure also what the database holds already.
+        retry: Measure also what crashed or hung before.
         distributions: Whose errors are measured.
-        with_accuracy: Whether errors are measured at all.
+        errors: "all", "none", or "needed": only of numerics classes that have a kernel which is,
+            at some problem, at most 1.5x behind the fastest and not behind the unquantized one.
+            Others are chosen within no budget.
+        watchdog_s: Longest silence of a launched kernel; None means 60 on GPUs, 600 on CPUs.
+        strikes: Crashes and hangs after which a kernel is launched no more.
         progress: Where to tell.
 
     Raises:
         DatabaseError: The database cannot be read or written.
-        MeasurementError: The regime is not possible here.
+        MeasurementError: The regime is not possible here, or no worker can be started.
+        UnknownNameError: ``errors`` is none of those.
     """
     from lokakern.registry.store import RunFile, collect_runs
 
+    if errors not in ERRORS:
+        raise UnknownNameError(f"errors is {errors!r}; expected one of {', '.join(ERRORS)}")
     begun = time.monotonic()
     deadline = None if time_limit_s is None else begun + time_limit_s
     device, environment = current_device(), current_environment()
     regime = regime or default_regime(device)
     timing.check_regime(regime, torch_device())
+    if watchdog_s is None:
+        watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
     progress = progress or Progress()
     report = SweepReport()
     collect_runs(database)
-    known = _Known(database, device, environment, regime, grade, fresh)
-    jobs = [
-        Job(case, found)
-        for case in cases
-        if (found := tuple(candidates(case.problem, device, only)))
-    ]
+    known = _Known(database, device, environment, regime, grade, fresh, retry)
+    given_up = {} if retry else known.given_up(strikes)
+    jobs = []
+    for case in cases:
+        found = candidates(case.problem, device, only)
+        usable = tuple(kernel for kernel in found if kernel.digest not in given_up)
+        report.given_up += [
+            f"{kernel.name}: crashed or hung {given_up[kernel.digest]} times before"
+            for kernel in found
+            if kernel.digest in given_up
+        ]
+        if usable:
+            jobs.append(Job(case, usable))
+    report.given_up = list(dict.fromkeys(report.given_up))
     todo = [job for job in jobs if not known.has_timings(job)]
     report.skipped = sum(len(job.kernels) for job in jobs) - sum(len(j.kernels) for j in todo)
-    problems = list(dict.fromkeys(case.problem for case in cases))
-    kernels = [k for op in dict.fromkeys(p.op for p in problems)
-               for k in kernels_for(op, device)
-               if not only or any(word in k.name for word in only)]  # fmt: skip
-    cells = cells_for(kernels, problems, device, distributions) if with_accuracy else []
-    wanted = [cell for cell in cells if not known.has_accuracy(cell)]
-    report.skipped += len(cells) - len(wanted)
+    races = _Races(device, regime, known, jobs, todo)
+
+    def cells(every: bool) -> list[Cell]:
+        pairs = [(k, job.case.problem) for job in jobs for k in job.kernels]
+        return cells_for(pairs if every else races.needed(), device, distributions)
+
+    wanted = [] if errors == "none" else [c for c in cells(True) if not known.has_accuracy(c)]
     if not todo and not wanted:
+        report.skipped += 0 if errors == "none" else len(cells(True))
         return report
+    report.estimated_s = cost.BEGIN_S if device.is_gpu else 0.0
+    report.estimated_s += sum(cost.timing_s(j.case.problem, len(j.kernels), device) for j in todo)
+    share = cost.NEEDED_SHARE if errors == "needed" else 1.0
+    report.estimated_s += share * sum(cost.error_s(cell, device) for cell in wanted)
+    count = sum(len(job.kernels) for job in todo)
+    progress.note(
+        f"{count} times at {len(todo)} problems and "
+        f"{'at most ' if errors == 'needed' else ''}{len(wanted)} errors: "
+        f"about {_duration(report.estimated_s)}"
+    )
     run = RunFile.create(
         database, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
     )
     with run:
-        timing.warm(torch_device())
-        progress.begin("times", len(todo))
-        for job in todo:
-            if deadline is not None and time.monotonic() > deadline:
-                report.out_of_time = True
-                break
-            for kernel, record in time_case(job, device, regime):
-                run.add_timing(kernel, job.case.problem, distribution_row(job.case.distribution),
-                               device, environment, regime, record)  # fmt: skip
-                report.timed += 1
-                if record.status != "ok":
-                    report.failures.append(f"{kernel.name}: {job.case.problem}: {record.reason}")
-            report.problems += 1
-            progress.step(str(job.case.problem))
-        progress.begin("errors", len(wanted))
-
-        def write(cell: Cell, record: AccuracyRecord) -> None:
-            run.add_accuracy(cell.kernel, cell.problem, distribution_row(cell.distribution),
-                             device.architecture, environment, record)  # fmt: skip
-            report.measured += 1
-            if record.status != "ok":
-                report.failures.append(
-                    f"{cell.kernel.name}: {cell.problem} on {cell.distribution} "
-                    f"seed {cell.seed}: {record.reason}"
-                )
-            progress.step(f"{cell.distribution} {cell.problem}")
-
-        report.out_of_time |= _measure_in_time(wanted, device, write, deadline)
+        session = _Session(
+            run, device, environment, regime, report, progress, races, watchdog_s, deadline, strikes
+        )
+        session.time(todo)
+        if errors == "needed":
+            chosen = cells(False)
+            wanted = [] if report.out_of_time else [c for c in chosen if not known.has_accuracy(c)]
+            report.skipped += len(chosen) - len(wanted)
+        elif errors == "all":
+            report.skipped += len(cells(True)) - len(wanted)
+        session.measure(wanted)
     report.seconds = time.monotonic() - begun
     return report
 
 
-def _measure_in_time(
-    cells: Sequence[Cell],
-    device: Device,
-    write: Callable[[Cell, AccuracyRecord], None],
-    deadline: float | None,
-) -> bool:
-    """Measure cells; returns whether the time ran out."""
-
-    class OutOfTime(Exception):
-        pass
-
-    def until(cell: Cell, record: AccuracyRecord) -> None:
-        write(cell, record)
-        if deadline is not None and time.monotonic() > deadline:
-            raise OutOfTime
-
-    if not cells:
-        return False
-    try:
-        measure_cells(cells, torch_device(), device, until)
-    except OutOfTime:
-        return True
-    return False
-
-
-def floor_us(problem: Problem) -> float:
-    """Least time of a problem on an H200, in microseconds: bytes, FLOPs, and one launch."""
-    moved = problem.bytes_moved / FLOOR_BYTES_PER_US
-    return max(moved, problem.flops / FLOOR_FLOPS_PER_US) + FLOOR_LAUNCH_US
-
-
-def contender_of(operands: Operands, kernel: Kernel, name: str | None = None) -> Contender:
-    """A kernel on operand sets, each with its own workspace, ready to be timed."""
-    calls: list[Callable[[], None]] = []
-    for given in operands.sets:
-        workspace = operands.workspace_of(kernel, given)
-
-        def call(given: tuple[Any, ...] = given, workspace: Any = workspace) -> None:
-            kernel.launch(*given, workspace)
-
-        calls.append(call)
-    return Contender(name or kernel.name, calls)
-
-
-def time_case(
-    job: Job, device: Device, regime: str, *, seed: int = 0
-) -> Iterable[tuple[Kernel, TimingRecord]]:
-    """Time a problem's kernels against each other, then check what each writes."""
-    where = torch_device()
-    problem = job.case.problem
-    cold = regime != "graph-hot"
-    try:
-        operands = Operands(problem, job.case.distribution, where, device, cold=cold, seed=seed)
-    except Exception as error:  # memory above all; another problem may fit
-        return [(kernel, _failed(error)) for kernel in job.kernels]
-    pairs: list[tuple[Kernel, Contender]] = []
-    for kernel in job.kernels:
-        try:
-            pairs.append((kernel, contender_of(operands, kernel)))
-        except Exception as error:  # allocating a workspace may fail like any launch
-            broken = Contender(kernel.name, ())
-            broken.fail("error", error)
-            pairs.append((kernel, broken))
-    timing.time_contenders(
-        [c for _, c in pairs if c.status == "ok"],
-        regime=regime, device=where, floor_us=floor_us(problem), seed=seed,
-    )  # fmt: skip
-    records = [(kernel, _record(kernel, contender, operands, regime, where))
-               for kernel, contender in pairs]  # fmt: skip
-    timing.release([contender for _, contender in pairs])
-    return records
-
-
-def _record(
-    kernel: Kernel, contender: Contender, operands: Operands, regime: str, where: torch.device
-) -> TimingRecord:
-    """Replay what was timed on poisoned outputs, check them, and put the row together."""
-    if contender.status != "ok":
-        return TimingRecord(status=contender.status, reason=contender.reason)
-    try:
-        operands.poison()
-        contender.run_all()
-        error, wrong = operands.check(kernel)
-    except Exception as failure:  # any library may raise anything; the sweep goes on
-        return _failed(failure)
-    found = timing.quantiles(contender)
-    return TimingRecord(
-        status="wrong" if wrong else "ok",
-        reason=wrong,
-        latency_us_p20=found.p20,
-        latency_us_p50=found.p50,
-        latency_us_p80=found.p80,
-        replay_count=found.replay_count,
-        void_count=found.void_count,
-        calls_per_replay=contender.calls_per_replay,
-        clock_mhz=found.clock_mhz,
-        kernel_err=error.maximum,
-        kernel_err_row_p99=error.row_p99,
-        timer=timing.timer_name(regime, where),
-        operand_digest=operands.digest,
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return (
+        f"{seconds / 60:.0f} min {seconds % 60:.0f} s"
+        if seconds < 600
+        else (f"{seconds / 60:.0f} min")
     )
 
 
-def _failed(error: Exception) -> TimingRecord:
-    status = "error"
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        torch.cuda.empty_cache()
-        status = "out_of_memory"
-    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
-    return TimingRecord(status=status, reason=reason)
+@dataclass
+class _Session:
+    """Hands tasks to workers, writes what comes back, and goes on after a death."""
+
+    run: RunFile
+    device: Device
+    environment: Environment
+    regime: str
+    report: SweepReport
+    progress: Progress
+    races: _Races
+    watchdog_s: float
+    deadline: float | None
+    strikes: int
+    tasks: dict[int, Task] = field(default_factory=dict)
+    struck: Counter[str] = field(default_factory=Counter)
+    stand_ins: dict[AccuracyTask, tuple[str, ...]] = field(default_factory=dict)
+
+    def time(self, jobs: Sequence[Job]) -> None:
+        self.tasks = {
+            number: TimingTask(job.case, tuple(k.name for k in job.kernels), self.regime)
+            for number, job in enumerate(jobs)
+        }
+        self._work("times")
+
+    def measure(self, cells: Sequence[Cell]) -> None:
+        self.tasks = {}
+        for number, cell in enumerate(cells):
+            task = AccuracyTask(cell.kernel.name, cell.problem, cell.distribution, cell.seed)
+            self.stand_ins[task] = tuple(kernel.name for kernel in cell.stand_ins)
+            self.tasks[number] = task
+        self._work("errors")
+
+    def _work(self, phase: str) -> None:
+        if self.report.out_of_time or not self.tasks:
+            return
+        self.progress.begin(phase, len(self.tasks))
+        for name in [name for name, count in self.struck.items() if count >= self.strikes]:
+            self._give_up(name)
+        self.report.out_of_time = not run_tasks(
+            self.tasks, self._done, self._died, watchdog_s=self.watchdog_s, deadline=self.deadline
+        )
+
+    def _done(self, number: int, task: Task, done: Done) -> None:
+        if isinstance(task, TimingTask):
+            for name, record in zip(task.kernels, done.records, strict=True):
+                assert isinstance(record, TimingRecord)
+                self._write_timing(name, task, record)
+            self.report.problems += 1
+            self.report.job_s.append((task.case.problem, len(task.kernels), done.seconds))
+            self.progress.step(str(task.case.problem))
+        else:
+            (record,) = done.records
+            assert isinstance(record, AccuracyRecord)
+            self._write_accuracy(task, record)
+            if record.status != "ok":
+                self._replace(number, task)
+            self.progress.step(f"{task.distribution} {task.problem}")
+
+    def _died(self, number: int, task: Task, death: Death) -> Task | None:
+        self.report.deaths += 1
+        if isinstance(task, TimingTask):
+            return self._died_timing(task, death)
+        failed = AccuracyRecord(
+            status=death.status if death.kernel else "error",
+            reason=death.reason,
+            seed=task.seed,
+            rows=0,
+        )
+        self._write_accuracy(task, failed)
+        if death.kernel is None:
+            return None
+        self._strike(death.kernel)
+        # Its other cells at this problem would end the same way.
+        same = [n for n, t in self.tasks.items()
+                if isinstance(t, AccuracyTask)
+                and (t.kernel, t.problem) == (task.kernel, task.problem)]  # fmt: skip
+        for other in same:
+            doomed = self.tasks.pop(other)
+            assert isinstance(doomed, AccuracyTask)
+            self._replace(other, doomed)
+        self._replace(number, task)
+        return None
+
+    def _died_timing(self, task: TimingTask, death: Death) -> Task | None:
+        if death.kernel is None:  # nobody's fault: the next sweep tries again
+            for name in task.kernels:
+                self._write_timing(name, task, TimingRecord(status="error", reason=death.reason))
+            return None
+        record = TimingRecord(status=death.status, reason=death.reason)
+        self._write_timing(death.kernel, task, record)
+        self._strike(death.kernel)
+        left = tuple(
+            name
+            for name in task.kernels
+            if name != death.kernel and self.struck[name] < self.strikes
+        )
+        return replace(task, kernels=left) if left else None
+
+    def _replace(self, number: int, task: AccuracyTask) -> None:
+        """Let the next kernel of the numerics class bring the error."""
+        others = [n for n in self.stand_ins.get(task, ()) if self.struck[n] < self.strikes]
+        if others:
+            stand_in = replace(task, kernel=others[0])
+            self.stand_ins[stand_in] = tuple(others[1:])
+            self.tasks[number] = stand_in
+
+    def _strike(self, name: str) -> None:
+        self.struck[name] += 1
+        if self.struck[name] == self.strikes:
+            self.report.given_up.append(f"{name}: crashed or hung {self.strikes} times")
+            self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        """Launch a kernel no more."""
+        for number, task in list(self.tasks.items()):
+            if isinstance(task, AccuracyTask):
+                if task.kernel == name:
+                    del self.tasks[number]
+                    self._replace(number, task)
+            elif name in task.kernels:
+                left = tuple(other for other in task.kernels if other != name)
+                if left:
+                    self.tasks[number] = replace(task, kernels=left)
+                else:
+                    del self.tasks[number]
+
+    def _write_timing(self, name: str, task: TimingTask, record: TimingRecord) -> None:
+        problem = task.case.problem
+        self.run.add_timing(
+            KERNELS[name], problem, distribution_row(task.case.distribution),
+            self.device, self.environment, self.regime, record,
+        )  # fmt: skip
+        self.races.add(problem, name, record)
+        self.report.timed += 1
+        if record.status != "ok":
+            self.report.failures.append(f"{name}: {problem}: {record.status}: {record.reason}")
+
+    def _write_accuracy(self, task: AccuracyTask, record: AccuracyRecord) -> None:
+        self.run.add_accuracy(
+            KERNELS[task.kernel], task.problem, distribution_row(task.distribution),
+            self.device.architecture, self.environment, record,
+        )  # fmt: skip
+        self.report.measured += 1
+        if record.status != "ok":
+            self.report.failures.append(
+                f"{task.kernel}: {task.problem} on {task.distribution} seed {task.seed}: "
+                f"{record.status}: {record.reason}"
+            )
+
+
+class _Races:
+    """Times at each problem, from this sweep and from before it: who is worth an error."""
+
+    def __init__(
+        self,
+        device: Device,
+        regime: str,
+        known: _Known,
+        jobs: Sequence[Job],
+        todo: Sequence[Job],
+    ) -> None:
+        self._times: dict[Problem, dict[str, float]] = {}
+        self._known, self._regime, self._device = known, regime, device
+        fresh = set(map(id, todo))
+        self._before = [job for job in jobs if id(job) not in fresh]
+
+    def add(self, problem: Problem, name: str, record: TimingRecord) -> None:
+        if record.status == "ok" and record.latency_us_p50 is not None:
+            self._times.setdefault(problem, {})[name] = record.latency_us_p50
+
+    def needed(self) -> Iterable[tuple[Kernel, Problem]]:
+        """Kernels with the problems at which somebody might choose them."""
+        for job in self._before:
+            self._times.setdefault(job.case.problem, {}).update(self._known.times(job))
+        for problem, times in self._times.items():
+            base = baseline_name(problem)
+            limit = DROP_FACTOR * min(times.values())
+            if base in times:
+                limit = min(limit, (1 + TIE_CEILING) * times[base])
+            racing = [name for name, us in times.items() if us <= limit]
+            if racing == [base]:
+                continue  # nothing to choose between
+            yield from ((KERNELS[name], problem) for name in racing)
 
 
 class _Known:
@@ -332,6 +451,7 @@ class _Known:
         regime: str,
         grade: str,
         fresh: bool,
+        retry: bool,
     ) -> None:
         from lokakern.registry.reader import is_there
         from lokakern.registry.snapshot import load_snapshot
@@ -339,8 +459,16 @@ class _Known:
         self._snapshot = None
         if not fresh and is_there(database):
             self._snapshot = load_snapshot([database])
+        self._target, self._regime, self._grade = device, regime, grade
         self._device, self._environment = device_key(device), environment_key(environment)
-        self._architecture, self._regime, self._grade = device.architecture, regime, grade
+        self._retry = retry
+
+    def given_up(self, strikes: int) -> dict[str, int]:
+        """Digests of kernels that crashed or hung so often here, with how often."""
+        if self._snapshot is None:
+            return {}
+        found = self._snapshot.casualties(self._device, self._environment)
+        return {digest: count for digest, count in found.items() if count >= strikes}
 
     def has_timings(self, job: Job) -> bool:
         """Whether all candidates of a problem are there: they are timed together or not at all."""
@@ -352,17 +480,38 @@ class _Known:
         return all(
             facts.has_timing(
                 kernel.digest, problem, distribution, self._device, self._environment,
-                self._regime, self._grade,
+                self._regime, self._grade, retry=self._retry,
             )
             for kernel in job.kernels
         )  # fmt: skip
 
+    def times(self, job: Job) -> dict[str, float]:
+        """Medians of the candidates of a problem that is known."""
+        if self._snapshot is None:
+            return {}
+        problem = job.case.problem
+        digests = {kernel.digest for kernel in job.kernels}
+        cells = self._snapshot.timing_cells(self._target, family_key(problem), self._regime)
+        return {
+            cell.kernel.name: cell.latency_us_p50
+            for cell in cells
+            if cell.m == problem.m and cell.status == "ok" and cell.kernel.digest in digests
+        }
+
     def has_accuracy(self, cell: Cell) -> bool:
+        """Whether a kernel of the class has this error."""
         facts = self._snapshot
         if facts is None:
             return False
-        return facts.has_accuracy(
-            cell.kernel.digest, problem_key(cell.problem),
-            distribution_key(distribution_row(cell.distribution)), self._architecture,
-            self._environment, cell.seed, self._grade,
+        distribution = distribution_key(distribution_row(cell.distribution))
+        return any(
+            facts.has_accuracy(
+                kernel.digest, problem_key(cell.problem), distribution, self._architecture,
+                self._environment, cell.seed, self._grade, retry=self._retry,
+            )
+            for kernel in (cell.kernel, *cell.stand_ins)
         )  # fmt: skip
+
+    @property
+    def _architecture(self) -> str:
+        return self._target.architecture

@@ -17,12 +17,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lokakern.errors import MeasurementError, UnknownNameError
+from lokakern.errors import DeviceLostError, MeasurementError, UnknownNameError
+from lokakern.evidence import margin_us
 from lokakern.types import REGIMES
 
-BUDGET_MS = 25.0  # of replays a candidate
+BUDGET_MS = 25.0  # of replays a candidate, at most
 FEWEST_REPLAYS = 5
 MOST_REPLAYS = 200
+# A median known this well after so many replays is not replayed on: a quarter of what tells two
+# candidates apart (`evidence.TIE_FLOOR`).
+SETTLED_REPLAYS, SETTLED_SHARE = 20, 0.0025
 DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many replays is dropped
 VOID_CLOCK_SHARE = 0.9  # a replay under this share of the candidate's own median clock is void
 GRAPH_US = 300.0  # a graph lasts at least this long, so that its launch (about 2 us) is noise
@@ -59,8 +63,17 @@ class Contender:
 
     def fail(self, status: str, error: BaseException) -> None:
         self.status = status
-        self.reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
+        self.reason = reason_of(error)
         self._replay = None
+
+
+def reason_of(error: BaseException) -> str:
+    """What a row says of an exception."""
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
+
+
+def _nothing(_contender: Contender) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ def time_contenders(
     floor_us: float,
     seed: int = 0,
     budget_ms: float = BUDGET_MS,
+    announce: Callable[[Contender], None] = _nothing,
 ) -> None:
     """Time contenders against each other; fills in their samples, status and reason.
 
@@ -122,15 +136,18 @@ def time_contenders(
         floor_us: Least time a call can take, for choosing how many calls a replay holds.
         seed: Of the order within rounds.
         budget_ms: Of replays a contender.
+        announce: Called with a contender before anything of it is launched.
 
     Raises:
         UnknownNameError: No such regime.
         MeasurementError: A graph regime on a device without graphs.
+        DeviceLostError: A contender left the device unusable; nothing more can be timed here.
     """
     check_regime(regime, device)
     graphs = regime != "eager"
     for contender in contenders:
-        with _faults(contender):
+        announce(contender)
+        with faults_of(contender, device):
             if graphs:
                 _prepare_graph(contender, floor_us)
             else:
@@ -138,7 +155,8 @@ def time_contenders(
     read_clock = _clock_reader(device)
     running = [c for c in contenders if c._replay is not None]
     for contender in running:  # a first replay uploads the graph; its time does not count
-        with _faults(contender):
+        announce(contender)
+        with faults_of(contender, device):
             _run(contender)
     order = random.Random(seed)
     spent_us = {c.name: 0.0 for c in running}
@@ -148,7 +166,8 @@ def time_contenders(
             return
         order.shuffle(active)
         for contender in active:
-            with _faults(contender):
+            announce(contender)
+            with faults_of(contender, device):
                 elapsed = _run(contender)
                 contender.samples_us.append(elapsed / contender.calls_per_replay)
                 spent_us[contender.name] += elapsed
@@ -179,8 +198,12 @@ def _run(contender: Contender) -> float:
 
 
 @contextlib.contextmanager
-def _faults(contender: Contender) -> Iterator[None]:
-    """A Python error of a contender becomes its status; a broken context cannot be survived."""
+def faults_of(contender: Contender, device: torch.device) -> Iterator[None]:
+    """An exception of a contender becomes its status, unless the device did not survive it.
+
+    Raises:
+        DeviceLostError: Nothing can be launched any more, as after an illegal memory access.
+    """
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -188,6 +211,11 @@ def _faults(contender: Contender) -> Iterator[None]:
         torch.cuda.empty_cache()
     except Exception as error:  # any library may raise anything; the sweep goes on
         contender.fail("error", error)
+        if device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except Exception:  # its errors stay with the context until the process ends
+                raise DeviceLostError(contender.reason) from error
 
 
 def _wants_more(contender: Contender, spent_us: float, budget_ms: float) -> bool:
@@ -196,7 +224,15 @@ def _wants_more(contender: Contender, spent_us: float, budget_ms: float) -> bool
     count = len(contender.samples_us)
     if count < FEWEST_REPLAYS:
         return True
-    return count < MOST_REPLAYS and spent_us < budget_ms * 1e3
+    if count >= MOST_REPLAYS or spent_us >= budget_ms * 1e3:
+        return False
+    return count < SETTLED_REPLAYS or count % 10 > 0 or not _settled(contender.samples_us)
+
+
+def _settled(samples_us: Sequence[float]) -> bool:
+    ordered = sorted(samples_us)
+    p20, p50, p80 = (_quantile(ordered, q) for q in (0.2, 0.5, 0.8))
+    return margin_us(p20, p80, len(ordered)) <= SETTLED_SHARE * p50
 
 
 def _drop_laggards(running: Sequence[Contender]) -> None:

@@ -42,3 +42,7 @@ class DatabaseError(LokakernError):
 
 class MeasurementError(LokakernError):
     """A measurement could not be made as the contracts ask."""
+
+
+class DeviceLostError(MeasurementError):
+    """A kernel left the device unusable for this process, as an illegal memory access does."""

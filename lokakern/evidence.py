@@ -6,14 +6,14 @@ import functools
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem
 from lokakern.registry import digests
-from lokakern.registry.register import KERNELS, Kernel
-from lokakern.types import Device, Environment, ErrorBudget, Granularity, Problem, Rejected
+from lokakern.registry.register import KERNELS, Kernel, fp8_format
+from lokakern.types import Device, Environment, Granularity, Problem, Rejected
 
 if TYPE_CHECKING:
     from lokakern.registry.records import KernelRow
@@ -64,8 +64,9 @@ class Candidate:
     granularity: Granularity
     times: dict[int, Time]
     failed: dict[int, str]  # m where it was tried and never ended well, with the reason
-    errors: dict[int, dict[str, float]]  # m -> limit name -> worst bound; m = 0: any m
+    errors: dict[str, float]  # limit name -> worst bound; empty where not known
     worst_distribution: str
+    error_unknown: str  # why errors is empty
     unquantized: bool
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
@@ -93,19 +94,6 @@ class Candidate:
             True,
         )
 
-    def error_at(self, m: int) -> dict[str, float]:
-        """Worst bounds at m; where a scale spans rows, the worse of the neighboring m."""
-        if 0 in self.errors:
-            return self.errors[0]
-        if m in self.errors:
-            return self.errors[m]
-        below = max((x for x in self.errors if x < m), default=None)
-        above = min((x for x in self.errors if x > m), default=None)
-        if below is None or above is None:
-            return {}
-        low, high = self.errors[below], self.errors[above]
-        return {key: _worse(key, low[key], high[key]) for key in low}
-
 
 def _worse(limit: str, a: float, b: float) -> float:
     return min(a, b) if limit == "sqnr_db" else max(a, b)
@@ -119,8 +107,6 @@ def candidate_of(
     device: Device,
     local: bool,
     facts: Snapshot,
-    budget: ErrorBudget | None,
-    base: str | None,
 ) -> Candidate | str:
     """The candidate, or the reason why a kernel is none at any m."""
     kernel = KERNELS.get(name)
@@ -133,9 +119,10 @@ def candidate_of(
     if not cells:
         return "not measured here"
     graded = _graded(cells, local, facts)
-    wrong = next((c for c, fresh in graded if c.status == "wrong" and fresh != "stale"), None)
-    if wrong is not None:
-        return f"wrong result at m={wrong.m}: {wrong.reason}"
+    unsafe = ("wrong", "crashed")  # at one m: not to be trusted at another
+    bad = next((c for c, fresh in graded if c.status in unsafe and fresh != "stale"), None)
+    if bad is not None:
+        return f"{bad.status} at m={bad.m}: {bad.reason}"
     good, failed = _outcomes(graded)
     times = _times(good)
     if not times:
@@ -144,17 +131,12 @@ def candidate_of(
     row = cells[0].kernel
     granularity = Granularity(row.granularity)
     unquantized = granularity is Granularity.NONE and problem.op == "gemm"
-    if name == base or (budget is None and base is None):
-        errors = _errors_or_reason(name, granularity, problem, distributions, device, local,
-                                   facts, tuple(times))  # fmt: skip
-        known = errors if not isinstance(errors, str) else ({}, "")
-        return Candidate(name, kernel, granularity, times, failed, *known, unquantized)
-    found = _errors_or_reason(
-        name, granularity, problem, distributions, device, local, facts, tuple(times)
-    )
-    if isinstance(found, str):
-        return found
-    return Candidate(name, kernel, granularity, times, failed, *found, unquantized)
+    found = _errors_or_reason(row, problem, distributions, device, local, facts)
+    if isinstance(found, Wrong):
+        return found.reason
+    errors, worst = ({}, "") if isinstance(found, str) else found
+    unknown = found if isinstance(found, str) else ""
+    return Candidate(name, kernel, granularity, times, failed, errors, worst, unknown, unquantized)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -234,62 +216,65 @@ def _rank(grade: str, fresh: str) -> tuple[int, int]:
     return ("fresh", "usable", "stale").index(fresh), 0 if grade == "full" else 1
 
 
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """A kernel wrote what it must not, on whatever distribution and in whatever grade."""
+
+    reason: str
+
+
 def _errors_or_reason(
-    name: str,
-    granularity: Granularity,
+    kernel: KernelRow,
     problem: Problem,
     distributions: tuple[str, ...],
     device: Device,
     local: bool,
     facts: Snapshot,
-    measured: tuple[int, ...],
-) -> tuple[dict[int, dict[str, float]], str] | str:
-    """Worst bounds by m (0: any m) and the distribution worst in row error; or why none."""
+) -> tuple[dict[str, float], str] | Wrong | str:
+    """Worst bounds and the distribution worst in row error; or why there are none.
+
+    Kernels of one numerics class have one error, so that any of them may bring the rows; that each
+    is right was checked at every problem it was timed at.
+    """
     from lokakern.registry.identity import problem_key
 
-    sizes = measured if granularity is Granularity.TENSOR else (0,)
-    errors: dict[int, dict[str, float]] = {}
+    asked = problem_key(accuracy_problem(problem, fp8_format(device)))
+    own = facts.accuracy_cells(device.architecture, kernel.name, asked)
+    for cell in own:
+        if cell.status in ("wrong", "crashed") and _grade(cell, local, facts) != "stale":
+            return Wrong(f"{cell.status} on {cell.distribution}: {cell.reason}")
+    cells = facts.accuracy_cells_of_class(
+        device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
+    )
+    usable = [(c, _grade(c, local, facts)) for c in cells if c.status == "ok"]
+    usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
+    bounds: dict[str, float] = {}
     worst_name, worst_value = "", -1.0
-    for m in sizes:
-        asked = accuracy_problem(replace(problem, m=m), granularity)
-        cells = facts.accuracy_cells(device.architecture, name, problem_key(asked))
-        usable = [(c, _grade(c, local, facts)) for c in cells]
-        usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
-        wrong = next((c for c, _ in usable if c.status == "wrong"), None)
-        if wrong is not None:  # on whatever distribution, in whatever grade
-            return f"wrong result on {wrong.distribution}: {wrong.reason}"
-        bounds: dict[str, float] = {}
-        missing = []
-        for distribution in distributions:
-            here = [
-                (c, fresh)
-                for c, fresh in usable
-                if c.distribution == distribution
-                and c.status == "ok"
-                and c.parameters == facts.parameters_of(device.architecture, distribution)
-            ]
-            chosen: list[AccuracyCell] = []
-            for rank in sorted({_rank(c.grade, fresh) for c, fresh in here}):
-                chosen += [c for c, fresh in here if _rank(c.grade, fresh) == rank]
-                if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
-                    break  # a younger rank with too few seeds is joined by the next, not hidden
-            else:
-                missing.append(distribution)
-                continue
-            for limit, column in LIMIT_COLUMNS.items():
-                value = max(getattr(c, column) for c in chosen)
-                if limit == "sqnr_db":
-                    value = -20 * math.log10(value) if value > 0 else math.inf
-                bounds[limit] = _worse(limit, bounds.get(limit, value), value)
-                if limit == "row_err" and value > worst_value:
-                    worst_name, worst_value = distribution, value
-        if missing:
-            if cells and not usable:
-                return "error is stale: the kernel changed since it was measured"
-            if m:
-                continue  # no error at this m: rejected there by `Table`
-            return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
-        errors[m] = bounds
-    if not errors:
-        return "error not measured on every distribution asked for"
-    return errors, worst_name
+    missing = []
+    for distribution in distributions:
+        here = [
+            (c, fresh)
+            for c, fresh in usable
+            if c.distribution == distribution
+            and c.parameters == facts.parameters_of(device.architecture, distribution)
+        ]
+        chosen: list[AccuracyCell] = []
+        for rank in sorted({_rank(c.grade, fresh) for c, fresh in here}):
+            chosen += [c for c, fresh in here if _rank(c.grade, fresh) == rank]
+            if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
+                break  # a younger rank with too few seeds is joined by the next, not hidden
+        else:
+            missing.append(distribution)
+            continue
+        for limit, column in LIMIT_COLUMNS.items():
+            value = max(getattr(c, column) for c in chosen)
+            if limit == "sqnr_db":
+                value = -20 * math.log10(value) if value > 0 else math.inf
+            bounds[limit] = _worse(limit, bounds.get(limit, value), value)
+            if limit == "row_err" and value > worst_value:
+                worst_name, worst_value = distribution, value
+    if missing and cells and not usable:
+        return "error is stale: the kernel changed since it was measured"
+    if missing:
+        return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
+    return bounds, worst_name

@@ -12,7 +12,7 @@ from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.registry.ops import op_named
 from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
-ACCURACY_ROWS = 2048  # error is measured at this m: rows are independent unless a scale spans them
+ACCURACY_ROWS = 2048  # error is measured at this m
 
 
 def format_named(op: str, value: Format | str) -> Format:
@@ -84,24 +84,29 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     return Problem(op=op, m=m, n=n, k=k, a=a, b=b, **fields)
 
 
-def accuracy_problem(problem: Problem, granularity: Granularity) -> Problem:
-    """The problem under which a kernel's error is stored.
+def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
+    """The problem under which the error of a numerics class is stored.
 
     What does not change the error is set to its usual value: layout, alignment, preparation,
-    strides of the output, bias; and m, unless one scale spans all rows (``granularity`` TENSOR).
+    strides of the output, bias, batch, and m. One scale may span all rows, but operands have at
+    most 2048 distinct ones, so that its amax is the same at any larger m. A scaled GEMM in
+    ``fp8``, the format that a GEMM quantizes to on the device, has the error of that GEMM, because
+    quantizing is exact in every kernel.
     """
-    a = replace(problem.a, layout=Layout.ROW, alignment=16)
-    b = problem.b
+    op, a, b = problem.op, problem.a, problem.b
+    if op == "scaled_gemm" and b is not None and (a.format, b.format) == (fp8, fp8):
+        op, a, b = "gemm", Operand(Format.BFLOAT16), Operand(Format.BFLOAT16)
+    a = replace(a, layout=Layout.ROW, alignment=16)
     if b is not None:
-        form = a.format if problem.op == "gemm" else b.format
-        b = Operand(form, Granularity.NONE if problem.op == "gemm" else b.granularity,
-                    Layout.COLUMN, 16)  # fmt: skip
-    spans_rows = granularity is Granularity.TENSOR
+        form = a.format if op == "gemm" else b.format
+        b = Operand(form, Granularity.NONE if op == "gemm" else b.granularity, Layout.COLUMN, 16)
     return replace(
         problem,
+        op=op,
         a=a,
         b=b,
-        m=problem.m if spans_rows else ACCURACY_ROWS,
+        m=ACCURACY_ROWS,
+        batch=1,
         prepared=False,
         out_strided=False,
         epilogue="none",

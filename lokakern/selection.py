@@ -86,7 +86,7 @@ class Choice:
     @property
     def errors(self) -> dict[str, float]:
         """Worst stored bounds of the winner over the distributions asked for."""
-        return dict(self.pick.candidate.error_at(self.m)) if self.pick.candidate else {}
+        return dict(self.pick.candidate.errors) if self.pick.candidate else {}
 
     @property
     def callable(self) -> bool:
@@ -358,7 +358,7 @@ def _build(
         names |= {k.name for k in kernels_for(problem.op, target)}
     for name in sorted(names):
         found = candidate_of(
-            name, cells.get(name, []), problem, distributions, target, local, facts, budget, base
+            name, cells.get(name, []), problem, distributions, target, local, facts
         )
         if isinstance(found, str):
             rejected.append((name, found))

@@ -96,8 +96,8 @@ class Table:
         timed: list[tuple[Candidate, Time, bool]] = []
         problem = replace(self.problem, m=self._like(m))
         for candidate in self.candidates:
-            reason = self._reason_against(candidate, problem)
             found = candidate.time_at(m)
+            reason = self._reason_against(candidate, problem, found[0] if found else None)
             if reason is None and found is None:
                 measured = sorted(candidate.times)
                 reason = f"not measured at m={m} (measured: {_range_words(measured)})"
@@ -134,7 +134,7 @@ class Table:
         limit = next(iter(self.budget.limits)) if self.budget else "row_err"
 
         def order(item: tuple[Candidate, Time, bool]) -> tuple[bool, float, str]:
-            error = item[0].error_at(m).get(limit, math.inf)
+            error = item[0].errors.get(limit, math.inf)
             error = -error if limit == "sqnr_db" else error
             return (not item[0].unquantized, error, item[0].name)
 
@@ -154,7 +154,9 @@ class Table:
             return max(m // 16, 1) * 16
         return m // (2 * unit) * 2 * unit + unit
 
-    def _reason_against(self, candidate: Candidate, problem: Problem) -> str | None:
+    def _reason_against(
+        self, candidate: Candidate, problem: Problem, time: Time | None
+    ) -> str | None:
         if candidate.kernel is not None:
             answer = candidate.kernel.supports(problem, self.device)
             if isinstance(answer, Rejected):
@@ -163,9 +165,10 @@ class Table:
             return None
         if self.budget is None:
             return "no budget: only the unquantized kernel" if self.baseline else None
-        error = candidate.error_at(problem.m)
+        error = candidate.errors
         if not error:
-            return f"error not measured at m={problem.m} (one scale spans all rows)"
+            slower = f"slower: {time.latency_us:.2f} us; " if self._behind(time, problem.m) else ""
+            return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
             found = error[limit]
             passed = found >= allowed if limit == "sqnr_db" else found <= allowed
@@ -177,14 +180,20 @@ class Table:
                 )
         return None
 
+    def _behind(self, time: Time | None, m: int) -> bool:
+        """Whether the unquantized kernel is faster: then a larger error is no answer anyway."""
+        base = next((c for c in self.candidates if c.name == self.baseline), None)
+        found = base.time_at(m) if base is not None else None
+        return time is not None and found is not None and time.latency_us > found[0].latency_us
+
     def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
         """No measured kernel is left: the most accurate measured one, else one that accepts."""
         note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
-        usable = [c for c in self.candidates if c.time_at(m) and c.error_at(m)]
+        usable = [c for c in self.candidates if c.time_at(m) and c.errors]
         if self.budget is not None and usable:
             limit = next(iter(self.budget.limits))
             sign = -1 if limit == "sqnr_db" else 1
-            best = min(usable, key=lambda c: (sign * c.error_at(m)[limit], c.name))
+            best = min(usable, key=lambda c: (sign * c.errors[limit], c.name))
             return Pick(best, note=f"no kernel is within {self.budget}; the most accurate is taken",
                         rejected=tuple(rejected))  # fmt: skip
         if self.callable_here:
@@ -198,7 +207,7 @@ class Table:
 
 
 def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
-    return Candidate(name, kernel, Granularity.NONE, {}, {}, {}, "", True)
+    return Candidate(name, kernel, Granularity.NONE, {}, {}, {}, "", "not measured here", True)
 
 
 def _range_words(measured: list[int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,8 @@ _UPPERS = (
     "mean_shift_upper",
     "kernel_err",
 )
+_MAY_PASS = frozenset({"error", "out_of_memory"})  # worth another try
+_CASUALTIES = frozenset({"crashed", "timeout"})
 _LATENCIES = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
 
 
@@ -216,6 +219,28 @@ class Snapshot:
             key=lambda c: (c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters),
         )
 
+    def accuracy_cells_of_class(
+        self,
+        architecture: str,
+        problem_key: str,
+        granularity: str,
+        b_granularity: str,
+        accumulation: str,
+    ) -> list[AccuracyCell]:
+        """Accuracies of all kernels of a numerics class at a problem."""
+        found = []
+        for row in self._rows.get("accuracy", ()):
+            d = dict(zip(self._columns["accuracy"], row, strict=True))
+            if d["architecture"] == architecture and d["problem"] == problem_key:
+                c = self._accuracy_cell(row)
+                if (c.kernel.granularity, c.kernel.b_granularity, c.kernel.accumulation) == (
+                    granularity,
+                    b_granularity,
+                    accumulation,
+                ):
+                    found.append(c)
+        return found
+
     def measured_kernels(self) -> set[tuple[str, str, str]]:
         """Kernels with a timing that is "ok": name, digest, and product it was measured on."""
         found = {
@@ -245,12 +270,17 @@ class Snapshot:
         environment_key: str,
         regime: str,
         grade: str = "full",
+        *,
+        retry: bool = False,
     ) -> bool:
-        """Whether the same was timed before; a full row serves for a quick one."""
+        """Whether the same was timed before; a full row serves for a quick one.
+
+        A crash or a hang counts as timed, unless it is to be tried again.
+        """
         asked = (
             kernel_digest, problem_key, distribution_key, device_key, environment_key, regime
         )  # fmt: skip
-        return self._has("timing", asked, grade)
+        return self._has("timing", asked, grade, retry)
 
     def has_accuracy(
         self,
@@ -261,19 +291,35 @@ class Snapshot:
         environment_key: str,
         seed: int,
         grade: str = "full",
+        *,
+        retry: bool = False,
     ) -> bool:
-        """Whether the same error was measured before; a full row serves for a quick one."""
+        """Whether the same error was measured before, as `has_timing` says."""
         asked = (
             kernel_digest, problem_key, distribution_key, architecture, environment_key, seed
         )  # fmt: skip
-        return self._has("accuracy", asked, grade)
+        return self._has("accuracy", asked, grade, retry)
 
-    def _has(self, name: str, asked: tuple[str | int, ...], grade: str) -> bool:
-        measured = self._measured[name]
+    def _has(self, name: str, asked: tuple[str | int, ...], grade: str, retry: bool) -> bool:
+        measured = self._measured[retry][name]
         return (*asked, "full") in measured or (*asked, grade) in measured
 
+    def casualties(self, device_key: str, environment_key: str) -> dict[str, int]:
+        """How often each kernel digest crashed or hung while it was timed there."""
+        digest_of = self._column("kernel", "digest")
+        columns = ("kernel", "status", "device", "environment")
+        return Counter(
+            digest_of[kernel]
+            for kernel, status, *where in self._picked("timing", columns)
+            if status in _CASUALTIES and where == [device_key, environment_key]
+        )
+
     @cached_property
-    def _measured(self) -> dict[str, set[tuple[Any, ...]]]:
+    def _measured(self) -> tuple[dict[str, set[tuple[Any, ...]]], ...]:
+        """What need not be measured again; then the same without crashes and hangs."""
+        return self._measured_but(_MAY_PASS), self._measured_but(_MAY_PASS | _CASUALTIES)
+
+    def _measured_but(self, statuses: frozenset[str]) -> dict[str, set[tuple[Any, ...]]]:
         digest_of = self._column("kernel", "digest")
         grade_of = self._column("run", "grade")
         columns = {
@@ -286,7 +332,7 @@ class Snapshot:
                 for kernel, run, status, *rest in self._picked(
                     name, ("kernel", "run", "status", *wanted)
                 )
-                if status not in ("error", "out_of_memory")  # may pass: worth another try
+                if status not in statuses
             }
             for name, wanted in columns.items()
         }

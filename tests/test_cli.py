@@ -10,16 +10,18 @@ import shlex
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from lokakern import misses, selection
-from lokakern.bench import operands
+from lokakern.bench import operands, sweep, worker
 from lokakern.bench.cli import app
 from lokakern.bench.distributions import DISTRIBUTIONS
 from lokakern.bench.suites import SUITES
@@ -66,6 +68,7 @@ def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operands, "l2_bytes", lambda: 20_000)
+        patch.setattr(sweep, "run_tasks", run_tasks_here)  # workers: tests/test_worker.py
         patch.setenv("LOKAKERN_DB", str(tmp_path_factory.mktemp("user") / "user.sqlite"))
         patch.setenv("COLUMNS", "200")
         patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -73,6 +76,33 @@ def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
     forget_devices()
     torch.set_num_threads(threads)
+
+
+class Pipe:
+    """Keeps what a worker would send."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def run_tasks_here(
+    tasks: dict[int, Any], done: Any, died: Any, *, watchdog_s: float, deadline: float | None = None
+) -> bool:
+    """`worker.run_tasks` without a process of its own."""
+    while tasks:
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        pipe, page = Pipe(), SimpleNamespace(beats=0)
+        timings = {n: t for n, t in tasks.items() if isinstance(t, worker.TimingTask)}
+        errors = {n: t for n, t in tasks.items() if isinstance(t, worker.AccuracyTask)}
+        worker._time(pipe, page, timings, deadline)
+        worker._measure(pipe, page, errors, deadline)
+        for event in pipe.sent:
+            done(event.task, tasks.pop(event.task), event)
+    return True
 
 
 def forget_devices() -> None:
@@ -220,7 +250,7 @@ def test_a_second_sweep_does_nothing(command: Command, tmp_path: Path) -> None:
 
 def test_fresh_measures_again(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
-    words = ("sweep", *SHAPE, "--kernel", "torch.quantize_row", "--no-accuracy", "--quiet")
+    words = ("sweep", *SHAPE, "--kernel", "torch.quantize_row", "--errors", "none", "--quiet")
     for times in (1, 2):
         ran = command(*words, "--db", str(path), "--fresh")
         assert "3 times of 3 problems and 0 errors" in ran.err
@@ -249,7 +279,7 @@ def test_a_time_limit_ends_a_sweep_and_the_next_one_goes_on(
 
 def test_a_sweep_goes_to_the_users_database_by_default(command: Command) -> None:
     target = os.environ["LOKAKERN_DB"]
-    ran = command("sweep", *SHAPE, "--kernel", "torch.quantize_row", "--no-accuracy", "--quiet")
+    ran = command("sweep", *SHAPE, "--kernel", "torch.quantize_row", "--errors", "none", "--quiet")
     assert ran.code == 0
     assert target in ran.err
     assert count(target, "timing") == 3
@@ -257,7 +287,7 @@ def test_a_sweep_goes_to_the_users_database_by_default(command: Command) -> None
 
 def test_a_sweep_makes_folders(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "a.sqlite"
-    ran = command("sweep", *SHAPE, *FEW, "--no-accuracy", "--quiet", "--db", str(path))
+    ran = command("sweep", *SHAPE, *FEW, "--errors", "none", "--quiet", "--db", str(path))
     assert ran.code == 0
     assert count(path, "timing") == 7
 
@@ -265,7 +295,7 @@ def test_a_sweep_makes_folders(command: Command, tmp_path: Path) -> None:
 def test_quick_rows_are_marked(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
     command(
-        "sweep", *SHAPE, *FEW, "--no-accuracy", "--quiet", "--grade", "quick", "--db", str(path)
+        "sweep", *SHAPE, *FEW, "--errors", "none", "--quiet", "--grade", "quick", "--db", str(path)
     )
     with open_readonly(path) as connection:
         grades = connection.exec_driver_sql("SELECT grade, suite FROM run").fetchall()
@@ -286,7 +316,7 @@ def test_a_sweep_of_misses(command: Command, tmp_path: Path) -> None:
     ledger = misses.ledger_path()
     with ledger.open("a") as file:
         file.write('not of ours\n{"op": "ge')
-    words = ("sweep", "--from-misses", "--no-accuracy", "--quiet", "--json")
+    words = ("sweep", "--from-misses", "--errors", "none", "--quiet", "--json")
     try:
         ran = command(*words, "--kernel", "torch.bf16", "--kernel", "torch.fp32",
                       "--db", str(tmp_path / "a.sqlite"))  # fmt: skip
@@ -301,7 +331,7 @@ def test_a_sweep_of_misses(command: Command, tmp_path: Path) -> None:
 def test_a_sweep_of_a_problem_that_a_miss_printed(command: Command, tmp_path: Path) -> None:
     problem = make_problem("gemm", (48, 16, 32), epilogue="bias")
     words = shlex.split(misses.sweep_command(problem))[3:]
-    ran = command(*words, "--no-accuracy", "--quiet", "--json", "--kernel", "torch.bf16",
+    ran = command(*words, "--errors", "none", "--quiet", "--json", "--kernel", "torch.bf16",
                   "--db", str(tmp_path / "a.sqlite"))  # fmt: skip
     assert ran.code == 0, ran.err
     assert str(problem) in {row["problem"] for row in ran.json}
@@ -316,7 +346,7 @@ def test_rows_that_are_not_ok_have_an_exit_code(
     name = "torch.quantize_row"
     monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], launch=refuse))
     path = tmp_path / "a.sqlite"
-    ran = command("sweep", "--shape", "64,32", "--kernel", "torch.quantize", "--no-accuracy",
+    ran = command("sweep", "--shape", "64,32", "--kernel", "torch.quantize", "--errors", "none",
                   "--quiet", "--json", "--db", str(path))  # fmt: skip
     assert ran.code == 5
     assert "RuntimeError: no such instruction" in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def accuracy(
     digest: str | None = None,
 ) -> Any:  # fmt: skip
     def write(run: RunFile) -> None:
-        asked = accuracy_problem(problem, KERNELS[name].granularity)
+        asked = accuracy_problem(problem, Format.E4M3FN)
         for distribution in only or REALISTIC_DISTRIBUTIONS:
             if distribution in without:
                 continue
@@ -304,19 +305,55 @@ def test_an_unknown_shape_is_a_miss(book: Book) -> None:
     assert "nothing was measured" in choice.explain()
 
 
-def test_tensor_scales_are_judged_at_their_own_m(book: Book) -> None:
+def test_errors_are_of_a_numerics_class(book: Book) -> None:
+    """Any kernel of a class brings its error; a wrong one brings none and is rejected itself."""
+    rival = "triton.quantize_row+triton.scaled_gemm_row"
+    assert rival in KERNELS and KERNELS[rival].accumulation == KERNELS[ROW].accumulation
     problem = gemm(4096)
     book.write(
-        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
-        time(TENSOR, problem, 10.0), accuracy(TENSOR, gemm(2048), 0.04),
+        time(BF16, problem, 20.0), time(ROW, problem, 12.0), time(rival, problem, 10.0),
+        accuracy(ROW, problem, 0.04),
     )  # fmt: skip
-    assert ask().kernel == BF16  # measured at m=2048 only: one scale spans more rows at 4096
-    book.write(accuracy(TENSOR, problem, 0.05))
-    assert ask().kernel == TENSOR
+    assert ask().kernel == rival
+    assert ask().errors["row_err"] == pytest.approx(0.04)
+    book.write(accuracy(rival, problem, 0.05))
+    assert ask().errors["row_err"] == pytest.approx(0.05)
+    book.write(accuracy(rival, problem, 0.9, status="wrong", only=("X3",)))
+    assert ask().kernel == ROW
+    assert "wrong on X3" in ask().rejected[rival]
     assert ask().errors["row_err"] == pytest.approx(0.05)
 
 
-@pytest.mark.parametrize("status", ["error", "out_of_memory", "timeout", "crashed"])
+def test_a_scaled_gemm_has_the_error_of_its_gemm(book: Book) -> None:
+    problem = make_problem("scaled_gemm", (4096, 512, 512))
+    book.write(time("torch.scaled_mm_row", problem, 10.0))
+    ask_scaled = functools.partial(dispatch, "scaled_gemm", problem.shape, device="NVIDIA H200")
+    assert ask_scaled(0.06).is_miss
+    book.write(accuracy(ROW, gemm(4096), 0.04))
+    assert ask_scaled(0.06).kernel == "torch.scaled_mm_row"
+    assert ask_scaled(0.03).is_miss
+
+
+def test_a_slower_kernel_needs_no_error(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), time(ROW, problem, 30.0), time(TENSOR, problem, 10.0))
+    choice = ask()
+    assert choice.kernel == BF16
+    assert choice.rejected[ROW].startswith("slower: 30.00 us; error not measured")
+    assert choice.rejected[TENSOR].startswith("error not measured")
+
+
+def test_what_crashed_once_is_trusted_nowhere(book: Book) -> None:
+    book.write(
+        *(time(BF16, gemm(m), m / 100) for m in (2048, 4096)),
+        time(ROW, gemm(2048), 10.0, status="crashed"), time(ROW, gemm(4096), 20.0),
+        accuracy(ROW, gemm(1), 0.04),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert ask().rejected[ROW] == "crashed at m=2048: made up"
+
+
+@pytest.mark.parametrize("status", ["error", "out_of_memory", "timeout"])
 def test_no_time_is_interpolated_across_an_m_where_it_failed(book: Book, status: str) -> None:
     rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(ROW, gemm(1), 0.04)]
     for m in (2048, 8192, 32768):

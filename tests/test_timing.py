@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from lokakern import numerics
-from lokakern.bench import operands, sweep, timing
+from lokakern.bench import measure, operands, timing
+from lokakern.bench.measure import contender_of, time_case
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
-from lokakern.bench.sweep import Job, contender_of, time_case
 from lokakern.bench.timing import Contender, quantiles, time_contenders
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.problems import make_problem
@@ -70,6 +70,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock that `lokakern.bench.timing` reads."""
     clock = Clock()
+    monkeypatch.setattr(timing, "SETTLED_SHARE", -1.0)  # whatever they say, replay on
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter_ns=clock.perf_counter_ns))
     return clock
 
@@ -113,6 +114,24 @@ def test_no_samples_are_an_error() -> None:
 
 
 # --- time_contenders
+
+
+def test_a_median_that_is_known_well_is_not_replayed_on(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 20 replays, and then every 10, until 25 ms are spent."""
+    monkeypatch.setattr(timing, "SETTLED_SHARE", 0.0025)
+    steady = Contender("steady", [clock.call("steady", 100.0)])
+    calms = [100.0, 140.0] * 10 + [100.0] * 400
+    calm = Contender("calm", [clock.call("calm", *calms)])
+    wild = Contender("wild", [clock.call("wild", *([100.0, 140.0] * 200))])
+    for contender in (steady, calm, wild):
+        contender.calls = list(contender.calls)
+        run(contender)
+    assert len(steady.samples_us) == timing.SETTLED_REPLAYS
+    assert timing.SETTLED_REPLAYS < len(calm.samples_us) < 200
+    assert len(calm.samples_us) % 10 == 0
+    assert len(wild.samples_us) == timing.MOST_REPLAYS
 
 
 def test_times_are_per_call(clock: Clock) -> None:
@@ -556,7 +575,7 @@ def test_time_case_keeps_going_and_says_what_was_wrong(monkeypatch: pytest.Monke
     problem = make_problem("gemm", SHAPE)
     monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
     monkeypatch.setattr(timing, "MOST_REPLAYS", 5)
-    monkeypatch.setattr(sweep, "torch_device", lambda: CPU)
+    monkeypatch.setattr(measure, "torch_device", lambda: CPU)
 
     def refuse(*_: Any) -> None:
         raise Broken("no such instruction")
@@ -579,8 +598,12 @@ def test_time_case_keeps_going_and_says_what_was_wrong(monkeypatch: pytest.Monke
         spoiled(problem, lambda out: bump(out)),
         replace(right, name="test.once", launch=once),
     )
-    records = dict(time_case(Job(Case(problem, "X1"), kernels), HERE, "eager"))
-    refused, good, no_room, wrong, lazy = (records[kernel] for kernel in kernels)
+    told: list[tuple[int | None, str]] = []
+    records = time_case(
+        Case(problem, "X1"), kernels, HERE, "eager", announce=lambda *words: told.append(words)
+    )
+    assert {place for place, _ in told} == {None, *range(len(kernels))}
+    refused, good, no_room, wrong, lazy = records
     assert (refused.status, refused.reason) == ("error", "Broken: no such instruction")
     assert refused.latency_us_p50 is None
     assert (no_room.status, no_room.reason) == ("error", "MemoryError: too large a workspace")
@@ -596,8 +619,8 @@ def test_time_case_keeps_going_and_says_what_was_wrong(monkeypatch: pytest.Monke
 
 def test_floor_of_time_grows_with_the_problem() -> None:
     small, large = make_problem("gemm", (64, 64, 64)), make_problem("gemm", (8192, 8192, 8192))
-    assert sweep.FLOOR_LAUNCH_US < sweep.floor_us(small) < sweep.floor_us(large)
-    assert sweep.floor_us(large) == pytest.approx(large.flops / 1.979e9 + 1.5)
+    assert measure.FLOOR_LAUNCH_US < measure.floor_us(small) < measure.floor_us(large)
+    assert measure.floor_us(large) == pytest.approx(large.flops / 1.979e9 + 1.5)
 
 
 def test_registry_is_as_it_was() -> None:

@@ -1,0 +1,37 @@
+"""What a sweep will cost, so that its estimate can be told before it begins.
+
+The constants were fitted to the sweeps of an H200 (DESIGN.md, Timing contract).
+"""
+
+from __future__ import annotations
+
+from lokakern.bench.accuracy import Cell, rows_drawn
+from lokakern.bench.measure import floor_us
+from lokakern.types import Device, Problem
+
+BEGIN_S = 8.0  # a worker, a GPU context, and what is compiled or loaded first
+PROBLEM_S, CANDIDATE_S, ERROR_S = 0.02, 0.018, 0.004
+# Calls of a candidate, in floors of its problem: warmed, replayed at least 5 times, checked.
+GPU_CALLS, CPU_CALLS = 30.0, 8.0
+CPU_SLOWDOWN = 1e4  # of an H200's floor, by a core
+CPU_CANDIDATE_S = 0.06
+NEEDED_SHARE = 0.4  # of all errors, those of kernels that somebody might choose
+
+
+def timing_s(problem: Problem, candidates: int, device: Device) -> float:
+    """Seconds to time a problem's candidates."""
+    call_s = floor_us(problem) * 1e-6
+    if not device.is_gpu:
+        each = CPU_CANDIDATE_S + CPU_CALLS * CPU_SLOWDOWN * call_s / device.compute_units
+        return PROBLEM_S + candidates * each
+    return PROBLEM_S + candidates * (CANDIDATE_S + GPU_CALLS * call_s)
+
+
+def error_s(cell: Cell, device: Device) -> float:
+    """Seconds to measure one error."""
+    problem = cell.problem
+    if device.is_gpu:
+        return ERROR_S
+    rows, columns = rows_drawn(problem.m, problem.k), rows_drawn(problem.n, problem.k)
+    products = rows * (columns if problem.b is not None else 1) * problem.k
+    return ERROR_S + products / 1e10

@@ -1,0 +1,383 @@
+"""The disposable process that measures: a kernel may crash it, hang it or lose its device.
+
+The measuring process is forked from a server that has everything imported, so that a new one costs
+milliseconds where importing torch costs seconds. Before it launches anything of a kernel it writes
+so into a journal, memory that outlives it; what it finds it sends through a pipe. When it dies or
+stops to answer, the journal names the culprit, what was sent is kept, and a new one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from types import ModuleType, TracebackType
+from typing import Any
+
+from lokakern.bench.accuracy import Cell, measure_cells
+from lokakern.bench.measure import time_case, torch_device
+from lokakern.bench.operands import draw_ahead
+from lokakern.bench.suites import Case
+from lokakern.bench.timing import warm
+from lokakern.device import current_device
+from lokakern.errors import DeviceLostError, MeasurementError
+from lokakern.registry.records import AccuracyRecord, TimingRecord
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import Problem
+
+# Longest silence: a first launch may compile for seconds, and a CPU may multiply for minutes.
+GPU_WATCHDOG_S, CPU_WATCHDOG_S = 60.0, 600.0
+PREPARING_FACTOR = 10.0  # while nothing of a kernel runs: drawing a few GiB takes minutes
+POLL_S = 0.5
+GRACE_S = 30.0  # the driver may take seconds to end a killed process
+DRAWN_AHEAD = 32  # timing tasks whose operands are drawn together, on all cores, before any runs
+NOBODY = -1
+MOST_STILLBORN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TimingTask:
+    """A problem's candidates, to be timed against each other; kernels by name."""
+
+    case: Case
+    kernels: tuple[str, ...]
+    regime: str
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyTask:
+    """One error of one kernel, by name."""
+
+    kernel: str
+    problem: Problem
+    distribution: str
+    seed: int
+
+
+Task = TimingTask | AccuracyTask
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A task is done: one record for each of its kernels, in their order."""
+
+    task: int
+    records: tuple[TimingRecord | AccuracyRecord, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker ended before its tasks.
+
+    ``task`` is None if it had begun none; ``kernel`` is None if nothing of a kernel ran. ``status``
+    is the row's: "crashed" or "timeout".
+    """
+
+    task: int | None
+    kernel: str | None
+    status: str
+    reason: str
+
+
+class _Page(ctypes.Structure):
+    """The journal: which kernel of which task runs, and a count that moves while all is well."""
+
+    _fields_ = (
+        ("beats", ctypes.c_int64),
+        ("task", ctypes.c_int64),
+        ("kernel", ctypes.c_int64),
+        ("what", ctypes.c_char * 40),
+    )
+
+
+class Worker:
+    """A process on some tasks; used as a context manager, which ends it.
+
+    Args:
+        tasks: By number; all timings or all accuracies.
+        watchdog_s: Longest silence while something of a kernel runs, in seconds.
+        deadline: `time.monotonic` after which it begins nothing new; None: never.
+    """
+
+    def __init__(
+        self, tasks: Mapping[int, Task], *, watchdog_s: float, deadline: float | None = None
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lokakern.bench.preload"])
+        self._tasks = dict(tasks)
+        self._watchdog_s = watchdog_s
+        self._page: Any = context.RawValue(_Page)
+        self._page.task = self._page.kernel = NOBODY
+        self._connection, theirs = context.Pipe(duplex=False)
+        self._process: ForkServerProcess = context.Process(
+            target=_serve,
+            args=(theirs, self._page, self._tasks, _modules_of_users(), deadline),
+            daemon=True,
+        )
+        with _main_module_hidden():
+            self._process.start()
+        theirs.close()
+        self._finished = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._kill()
+        self._connection.close()
+
+    def events(self) -> Iterator[Done | Death]:
+        """What it reports, in order; ends after a death, and when it is finished or out of time."""
+        beats, seen = -1, time.monotonic()
+        while True:
+            ready = connection.wait([self._connection, self._process.sentinel], timeout=POLL_S)
+            if self._connection in ready:
+                yield from self._received()
+                if self._finished:
+                    return
+                seen = time.monotonic()
+            elif ready:  # dead, and everything it sent is read
+                yield self._death("crashed", _exit_words(self._process))
+                return
+            if self._page.beats != beats:
+                beats, seen = self._page.beats, time.monotonic()
+            elif time.monotonic() - seen > self._patience_s():
+                yield from self._silenced()
+                return
+
+    def _received(self) -> Iterator[Done | Death]:
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):  # cut off by its death
+            self._process.join(GRACE_S)
+            yield self._death("crashed", _exit_words(self._process))
+            self._finished = True
+            return
+        if isinstance(message, Done):
+            yield message
+        elif isinstance(message, str):  # it lost its device and says why
+            yield self._death("crashed", message)
+            self._finished = True
+        else:  # None: all done
+            self._finished = True
+
+    def _silenced(self) -> Iterator[Done | Death]:
+        """Kill it; what it still had to say counts."""
+        patience_s = self._patience_s()
+        death = self._death("timeout", f"no sign of life for {patience_s:g} s while {self._what()}")
+        self._kill()
+        with contextlib.suppress(EOFError, OSError):
+            while self._connection.poll():
+                message = self._connection.recv()
+                if isinstance(message, Done):
+                    yield message
+                    if message.task == death.task:  # it was slow, not dead
+                        return
+        yield death
+
+    def _patience_s(self) -> float:
+        idle = self._page.kernel == NOBODY
+        return self._watchdog_s * (PREPARING_FACTOR if idle else 1.0)
+
+    def _what(self) -> str:
+        return bytes(self._page.what).decode(errors="replace")
+
+    def _death(self, status: str, reason: str) -> Death:
+        number = None if self._page.task == NOBODY else int(self._page.task)
+        kernel = None
+        if number is not None and self._page.kernel != NOBODY:
+            kernel = _kernels_of(self._tasks[number])[self._page.kernel]
+        if status == "crashed" and number is not None:
+            reason = f"{reason} while {self._what()}"
+        return Death(number, kernel, status, reason[:500])
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.join(GRACE_S)  # beyond it the driver holds the process; leave it behind
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """A worker needs nothing of the program that sweeps, and must not run it a second time."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _exit_words(process: ForkServerProcess) -> str:
+    code = process.exitcode
+    if code is None:
+        return "the process stopped talking"
+    if code >= 0:
+        return f"the process exited with {code}"
+    try:
+        return f"the process was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"the process was killed by signal {-code}"
+
+
+def _kernels_of(task: Task) -> tuple[str, ...]:
+    return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
+
+
+def _modules_of_users() -> tuple[str, ...]:
+    """Modules outside lokakern that registered kernels."""
+    names = {module for kernel in KERNELS.values() for module in kernel.modules}
+    return tuple(sorted(n.removeprefix("python:") for n in names if n.startswith("python:")))
+
+
+def _serve(
+    pipe: Connection,
+    page: Any,
+    tasks: Mapping[int, Task],
+    modules: Sequence[str],
+    deadline: float | None,
+) -> None:
+    """Body of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    try:
+        load_kernels()
+        for module in modules:
+            importlib.import_module(module)
+        device = torch_device()
+        warm(device)
+        timings = {n: task for n, task in tasks.items() if isinstance(task, TimingTask)}
+        errors = {n: task for n, task in tasks.items() if isinstance(task, AccuracyTask)}
+        _time(pipe, page, timings, deadline)
+        _measure(pipe, page, errors, deadline)
+        pipe.send(None)
+    except BrokenPipeError:  # nobody listens any more
+        pass
+    except DeviceLostError as error:
+        pipe.send(str(error))
+    pipe.close()
+    os._exit(0)  # a device in trouble may hang what libraries do at exit
+
+
+def _announce(page: Any, task: int, kernel: int, what: str) -> None:
+    # The name is cleared first: whoever looks in between blames nobody rather than another.
+    page.kernel = NOBODY
+    page.task = task
+    page.what = what.encode()[:40]
+    page.kernel = kernel
+    page.beats += 1
+
+
+def _time(
+    pipe: Connection, page: Any, tasks: Mapping[int, TimingTask], deadline: float | None
+) -> None:
+    device = current_device()
+    numbers = list(tasks)
+    for place, number in enumerate(numbers):
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        if place % DRAWN_AHEAD == 0:
+            _announce(page, number, NOBODY, "operands are drawn")
+            chunk = [tasks[n].case for n in numbers[place : place + DRAWN_AHEAD]]
+            draw_ahead(chunk, lambda: _beat(page))
+        task, begun = tasks[number], time.monotonic()
+
+        def announce(kernel: int | None, what: str, number: int = number) -> None:
+            _announce(page, number, NOBODY if kernel is None else kernel, what)
+
+        records = time_case(
+            task.case,
+            [KERNELS[name] for name in task.kernels],
+            device,
+            task.regime,
+            announce=announce,
+        )
+        _announce(page, number, NOBODY, "its rows are sent")
+        pipe.send(Done(number, tuple(records), time.monotonic() - begun))
+
+
+def _measure(
+    pipe: Connection, page: Any, tasks: Mapping[int, AccuracyTask], deadline: float | None
+) -> None:
+    if not tasks:
+        return
+    numbers = list(tasks)
+    cells = [Cell(KERNELS[t.kernel], t.problem, t.distribution, t.seed) for t in tasks.values()]
+    last = time.monotonic()
+
+    def begin(place: int) -> bool:
+        _announce(page, numbers[place], 0, "its error is measured")
+        return deadline is None or time.monotonic() <= deadline
+
+    def done(place: int, record: AccuracyRecord) -> None:
+        nonlocal last
+        _announce(page, numbers[place], NOBODY, "its row is sent")
+        seconds, last = time.monotonic() - last, time.monotonic()
+        pipe.send(Done(numbers[place], (record,), seconds))
+
+    measure_cells(cells, torch_device(), current_device(), begin, done, lambda: _beat(page))
+
+
+def _beat(page: Any) -> None:
+    page.beats += 1
+
+
+def run_tasks(
+    tasks: dict[int, Task],
+    done: Callable[[int, Task, Done], None],
+    died: Callable[[int, Task, Death], Task | None],
+    *,
+    watchdog_s: float,
+    deadline: float | None = None,
+) -> bool:
+    """Have workers do tasks, one worker after another, until none is left.
+
+    Args:
+        tasks: By number; emptied. ``done`` and ``died`` may add and remove tasks.
+        done: Called with the records of a task.
+        died: Called when a worker died at a task; returns what is still to be done of it.
+        watchdog_s: See `Worker`.
+        deadline: See `Worker`.
+
+    Returns:
+        Whether all was done; False when time ran out.
+
+    Raises:
+        MeasurementError: Workers die before they begin anything.
+    """
+    stillborn = 0
+    while tasks:
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        with Worker(tasks, watchdog_s=watchdog_s, deadline=deadline) as worker:
+            for event in worker.events():
+                if isinstance(event, Done):
+                    done(event.task, tasks.pop(event.task), event)
+                elif event.task is None:
+                    stillborn += 1
+                    if stillborn == MOST_STILLBORN:
+                        raise MeasurementError(
+                            f"{stillborn} workers ended before they began to measure: "
+                            f"{event.reason}; what they printed says why"
+                        )
+                    break
+                else:
+                    left = died(event.task, tasks.pop(event.task), event)
+                    if left is not None:
+                        tasks[event.task] = left
+                stillborn = 0
+    return True

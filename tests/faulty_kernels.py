@@ -1,0 +1,81 @@
+"""Kernels that misbehave on purpose, in ways that only a process of their own survives.
+
+What one does follows from n, so that one sweep meets every fault. Imported by the tests and, since
+they are registered from here, by the workers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.registry.register import register
+from lokakern.types import ACCEPTED, Device, Problem, Rejected, Support
+
+FAULTS = ("segfault", "abort", "exit", "kill", "hang", "raise", "wrong", "out_of_memory")
+STATUS = {
+    "segfault": "crashed", "abort": "crashed", "exit": "crashed", "kill": "crashed",
+    "hang": "timeout", "raise": "error", "wrong": "wrong", "out_of_memory": "error",
+}  # fmt: skip
+# Calls that go well before: at the first launch, while it is timed, while it is checked.
+PATIENCE = (0, 2, 7)
+_calls: Counter[tuple[int, int]] = Counter()
+
+
+def fault_of(problem: Problem) -> str:
+    return FAULTS[problem.m % len(FAULTS)]
+
+
+def _commit(fault: str, out: Tensor) -> None:
+    match fault:
+        case "segfault":
+            ctypes.string_at(8)
+        case "abort":
+            os.abort()
+        case "exit":
+            os._exit(3)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            while True:
+                time.sleep(0.01)
+        case "raise":
+            raise RuntimeError("raised on purpose")
+        case "wrong":
+            out.zero_()
+        case "out_of_memory":
+            torch.empty(2**60, dtype=torch.uint8)
+
+
+def _chaos(
+    a: Tensor, b: Any, out: Tensor, bias: Tensor | None, workspace: tuple[Tensor, ...]
+) -> None:
+    m, n = out.shape
+    _calls[m, n] += 1
+    torch.mm(a, b, out=out)
+    fault = FAULTS[m % len(FAULTS)]
+    if _calls[m, n] > PATIENCE[m // len(FAULTS) % len(PATIENCE)] or fault == "wrong":
+        _commit(fault, out)
+
+
+def _takes_plain(problem: Problem, _device: Device) -> Support:
+    if problem.prepared or problem.epilogue != "none":
+        return Rejected("takes plain products only")
+    return ACCEPTED
+
+
+def _always(fault: str, *operands: Any) -> None:
+    _commit(fault, operands[2])
+
+
+register("gemm", name="chaos", supports=_takes_plain)(_chaos)
+for _fault in ("segfault", "hang"):
+    register("gemm", name=_fault, supports=_takes_plain)(functools.partial(_always, _fault))

@@ -1,0 +1,236 @@
+"""Sweeps survive kernels that crash, hang, lose the device or lie, and lose no row."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lokakern.bench import worker
+from lokakern.bench.suites import Case
+from lokakern.bench.sweep import SweepReport, sweep
+from lokakern.bench.worker import Death, TimingTask, run_tasks
+from lokakern.device import current_device
+from lokakern.errors import MeasurementError
+from lokakern.problems import make_problem
+from lokakern.registry.identity import family_key
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.snapshot import Snapshot, TimingCell, load_snapshot
+from lokakern.selection import default_regime
+from lokakern.types import Problem
+
+load_kernels()
+ROOT = Path(__file__).resolve().parent.parent
+# 40 here; a thousand take minutes: LOKAKERN_FAULTS=1000 python -m pytest tests/test_worker.py
+FAULTS = int(os.environ.get("LOKAKERN_FAULTS", "40"))
+WATCHDOG_S = 2.0
+
+
+def registered(name: str) -> Iterator[ModuleType]:
+    """A module's kernels, for as long as a test needs them."""
+    before = set(KERNELS)
+    module = importlib.import_module(name)
+    mine = {k: v for k, v in KERNELS.items() if k not in before} or module.__dict__["_kept"]
+    module.__dict__["_kept"] = mine
+    KERNELS.update(mine)
+    yield module
+    for kernel in mine:
+        KERNELS.pop(kernel, None)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(ROOT / "tests")
+    yield from registered("faulty_kernels")
+
+
+@pytest.fixture
+def faulty_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(ROOT / "tests")
+    yield from registered("faulty_gpu_kernels")
+
+
+def case(m: int, n: int = 256, k: int = 512) -> Case:
+    return Case(make_problem("gemm", (m, n, k)), "X1")
+
+
+def swept(path: Path, cases: list[Case], *only: str, **options: Any) -> SweepReport:
+    settings = {"errors": "none", "watchdog_s": WATCHDOG_S, **options}
+    return sweep(cases, database=path, suite="test", command="test", only=only, **settings)
+
+
+def rows(facts: Snapshot, problem: Problem) -> dict[str, TimingCell]:
+    device = current_device()
+    cells = facts.timing_cells(device, family_key(problem), default_regime(device))
+    found = [cell for cell in cells if cell.problem.m == problem.m]
+    assert len({cell.kernel.name for cell in found}) == len(found)
+    return {cell.kernel.name: cell for cell in found}
+
+
+def test_faults_become_rows_and_lose_none(faulty: Any, tmp_path: Path) -> None:
+    """Every fault at every stage: the culprit gets the row, its rivals get theirs."""
+    path = tmp_path / "rows.sqlite"
+    cases = [case(m) for m in range(1, FAULTS + 1)]
+    report = swept(path, cases, "faulty_kernels.chaos", "torch.bf16", strikes=10**9)
+    assert report.problems == FAULTS and not report.out_of_time
+    facts = load_snapshot([path])
+    seen = 0
+    for one in cases:
+        found = rows(facts, one.problem)
+        fault = faulty.fault_of(one.problem)
+        assert found["torch.bf16"].status == "ok", one
+        culprit = found["faulty_kernels.chaos"]
+        assert culprit.status == faulty.STATUS[fault], (one, culprit)
+        seen += len(found)
+    assert seen == 2 * FAULTS == report.timed
+    deadly = [
+        c for c in cases if faulty.STATUS[faulty.fault_of(c.problem)] in ("crashed", "timeout")
+    ]
+    assert report.deaths == len(deadly)
+
+
+def test_reasons_name_the_signal_and_the_stage(faulty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    size = len(faulty.FAULTS)
+    first = {fault: size * 3 + place for place, fault in enumerate(faulty.FAULTS)}
+    cases = [case(m) for m in first.values()]
+    swept(path, cases, "faulty_kernels.chaos", strikes=10**9)
+    facts = load_snapshot([path])
+    words = {
+        fault: rows(facts, case(m).problem)["faulty_kernels.chaos"].reason
+        for fault, m in first.items()
+    }
+    assert words["segfault"] == "the process was killed by SIGSEGV while it is timed"
+    assert "SIGABRT" in words["abort"] and "SIGKILL" in words["kill"]
+    assert words["exit"] == "the process exited with 3 while it is timed"
+    assert words["hang"] == "no sign of life for 2 s while it is timed"
+    assert "raised on purpose" in words["raise"]
+
+
+def test_a_casualty_is_not_tried_again_unless_asked(faulty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    cases = [case(8), case(9)]
+    only = ("faulty_kernels.segfault", "torch.bf16")
+    assert swept(path, cases, *only).deaths == 2
+    again = swept(path, cases, *only)
+    assert (again.deaths, again.timed, again.skipped) == (0, 0, 4)
+    asked = swept(path, cases, *only, retry=True)
+    assert (asked.deaths, asked.timed) == (2, 4)
+
+
+def test_a_kernel_is_given_up_after_three_strikes(faulty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    cases = [case(m) for m in range(8, 16)]
+    only = ("faulty_kernels.segfault", "torch.bf16")
+    report = swept(path, cases, *only)
+    assert report.deaths == 3
+    assert report.given_up == ["faulty_kernels.segfault: crashed or hung 3 times"]
+    assert report.timed == 8 + 3 and report.problems == 8
+    later = swept(path, [*cases, case(100)], *only)
+    assert later.given_up == ["faulty_kernels.segfault: crashed or hung 3 times before"]
+    assert (later.deaths, later.timed) == (0, 1)
+
+
+def test_an_error_is_brought_by_another_of_the_class(faulty: Any, tmp_path: Path) -> None:
+    """The first of a numerics class dies at its first error; the next brings all of them."""
+    path = tmp_path / "rows.sqlite"
+    one = case(64, 256, 512)
+    report = swept(path, [one], "faulty_kernels.segfault", "torch.bf16", errors="all",
+                   distributions=("X1", "X8"), strikes=10**9)  # fmt: skip
+    # Both are unquantized but sum differently in name: two classes, one of which has no other.
+    assert report.deaths >= 1
+    assert report.measured >= 6
+
+
+def test_hangs_are_told_from_slow_preparation(faulty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    begun = time.monotonic()
+    report = swept(path, [case(8)], "faulty_kernels.hang", "torch.bf16", watchdog_s=1.0)
+    assert report.deaths == 1
+    assert time.monotonic() - begun < 60
+    assert rows(load_snapshot([path]), case(8).problem)["faulty_kernels.hang"].status == "timeout"
+
+
+def test_a_time_limit_ends_a_sweep_between_problems(faulty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    report = swept(path, [case(m) for m in range(1, 400)], "torch.bf16", time_limit_s=3.0)
+    assert report.out_of_time and 0 < report.problems < 399
+    facts = load_snapshot([path])
+    assert sum(len(rows(facts, case(m).problem)) for m in range(1, 400)) == report.timed
+
+
+def test_workers_that_never_begin_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_modules_of_users", lambda: ("no_such_module_anywhere",))
+    tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
+    with pytest.raises(MeasurementError, match="3 workers ended before they began"):
+        run_tasks(tasks, _unexpected, _unexpected, watchdog_s=60.0)
+
+
+def _unexpected(*_: Any) -> None:
+    raise AssertionError
+
+
+def test_nothing_is_left_running(faulty: Any, tmp_path: Path) -> None:
+    tasks: dict[int, Any] = {0: TimingTask(case(8), ("faulty_kernels.hang",), "eager")}
+    deaths: list[Death] = []
+    with worker.Worker(tasks, watchdog_s=1.0) as one:
+        deaths = [event for event in one.events() if isinstance(event, Death)]
+        process = one._process
+    assert [death.kernel for death in deaths] == ["faulty_kernels.hang"]
+    assert not process.is_alive()
+
+
+def test_a_killed_sweep_keeps_what_was_reported(tmp_path: Path) -> None:
+    """kill -9 of the sweep itself: its workers end, its rows are collected by the next."""
+    path = tmp_path / "rows.sqlite"
+    words = [sys.executable, "-m", "lokakern.bench", "sweep", "--errors", "none", "--quiet",
+             "--db", str(path), "--kernel", "torch.bf16"]  # fmt: skip
+    for m in range(8, 40):
+        words += ["--shape", f"{m},256,512"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    runs = path.with_name(path.name + ".runs")
+    sizes: list[int] = []
+    while process.poll() is None and (not sizes or max(sizes) < min(sizes) + 8192):
+        sizes += [file.stat().st_size for file in runs.glob("*.sqlite")]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(runs.glob("*.sqlite")), "it was done before it was killed"
+    report = swept(path, [case(m, 256, 512) for m in range(8, 40)], "torch.bf16")
+    assert report.skipped > 0
+    facts = load_snapshot([path])
+    assert all("torch.bf16" in rows(facts, case(m, 256, 512).problem) for m in range(8, 40))
+
+
+@pytest.mark.gpu
+def test_gpu_faults_become_rows(faulty_on_gpu: Any, tmp_path: Path) -> None:
+    """A real SIGSEGV, a device loop without end, a real illegal access, and no memory."""
+    path = tmp_path / "rows.sqlite"
+    cases = [case(m, 256, 256) for m in (256, 512)]
+    report = swept(path, cases, "faulty_gpu_kernels", "torch.bf16", watchdog_s=8.0)
+    facts = load_snapshot([path])
+    for one in cases:
+        found = {
+            name: (cell.status, cell.reason) for name, cell in rows(facts, one.problem).items()
+        }
+        assert found["torch.bf16"][0] == "ok", found
+        status, reason = found["faulty_gpu_kernels.gpu_segfault"]
+        assert status == "crashed" and "SIGSEGV" in reason
+        assert found["faulty_gpu_kernels.gpu_loop"][0] == "timeout", found
+        status, reason = found["faulty_gpu_kernels.gpu_illegal_access"]
+        assert status == "crashed" and "illegal memory access" in reason, found
+        assert found["faulty_gpu_kernels.gpu_out_of_memory"][0] == "out_of_memory", found
+    assert report.deaths == 6
+    torch.cuda.synchronize()  # this process never noticed
