@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from lokakern.bench import lrm
 from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
@@ -116,14 +117,20 @@ SUITES: dict[str, Suite] = {
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name.
+    """The suite of that name, or of a file whose name ends in ``.toml``.
 
     Raises:
         UnknownNameError: There is none.
+        SuiteError: The file cannot be read, or is no suite.
     """
+    if name.endswith(".toml"):
+        from lokakern.bench.suite_files import suite_from_file  # it makes a Suite
+
+        return suite_from_file(Path(name))
     try:
         return SUITES[name]
     except KeyError:
         raise UnknownNameError(
-            f"suite {name!r} is unknown; expected one of {', '.join(SUITES)}"
+            f"suite {name!r} is unknown; expected one of {', '.join(SUITES)}, "
+            "or a file that ends in .toml"
         ) from None

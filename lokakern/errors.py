@@ -42,3 +42,7 @@ class DatabaseError(LokakernError):
 
 class MeasurementError(LokakernError):
     """A measurement could not be made as the contracts ask."""
+
+
+class SuiteError(LokakernError, ValueError):
+    """A file of a suite that cannot be read, or asks for what cannot be measured."""
