@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -198,11 +198,12 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="draw")
 
 
-def _draws_of(case: Case, seed: int) -> Iterator[Draw]:
-    plan = plan_of(case.problem, case.distribution, seed)
-    yield plan.x
-    if plan.w is not None:
-        yield plan.w
+def _draws_of(case: Case, seed: int) -> list[Draw]:
+    try:
+        plan = plan_of(case.problem, case.distribution, seed)
+    except (MeasurementError, ShapeError):
+        return []  # `Operands` says so when the case's turn comes
+    return [plan.x] if plan.w is None else [plan.x, plan.w]
 
 
 def draw_ahead(cases: Iterable[Case], *, seed: int = 0) -> int:

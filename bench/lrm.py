@@ -16,7 +16,8 @@ BATCHES = (256, 1024, 2048, 6144, 8192, 20480)  # samples per GPU, B, of trainin
 BACKWARD_BATCHES = (1024, 2048, 8192, 20480)
 # Sums over 160 B rows of a batch read 160 times as much: two sizes keep them affordable.
 WIDE_GRAD_WEIGHT_BATCHES = (2048, 8192)
-FLOP_LIMIT = 5e12  # 7 ms and more a call in bf16 on an H200: a problem would take over a second
+# In bf16 an H200 takes some 7 ms for this: five replays pass a candidate's 25 ms already.
+FLOP_LIMIT = 5e12
 
 TOKENS = (15168, 24576, 36032)  # of jagged sequences: the published ends, and a middle
 

@@ -459,6 +459,8 @@ def test_draws_ahead_stop_before_they_push_each_other_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(draws, "DRAWN_BYTES", 1)
     assert draw_ahead(cases) == 1
     assert draw_ahead([]) == 0
+    refused = [Case(make_problem("gemm", shape), "X1") for shape in ((0, 8, 8), (8, 8, 2**21))]
+    assert draw_ahead(refused) == 2  # it is for `Operands` to say
 
 
 def test_a_draw_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
