@@ -16,7 +16,7 @@ from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.bench.operands import compare_bytes, operand_digest
 from lokakern.bench.timing import Contender, faults_of
-from lokakern.problems import accuracy_problem
+from lokakern.problems import accuracy_problem, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.records import AccuracyRecord
 from lokakern.registry.register import Kernel, fp8_format
@@ -64,6 +64,8 @@ def cells_for(
     """
     classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
     for kernel, problem in pairs:
+        if sums_over_samples(problem) and not kernel.quantizes:
+            continue  # k is a batch, to 3 million; there is nothing to choose between
         asked = accuracy_problem(problem, fp8_format(device))
         key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
         classes.setdefault(key, {})[kernel.name] = kernel

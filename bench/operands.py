@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,18 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
+from lokakern.bench.draws import digest_of, drawn_on, plan_of
+from lokakern.bench.draws import operand_digest as operand_digest
+from lokakern.bench.pieces import Piece, pieces_to_check, product_of_piece
+from lokakern.bench.pieces import compare_bytes as compare_bytes
 from lokakern.device import l2_bytes
+from lokakern.errors import MeasurementError
 from lokakern.numerics import KernelError
+from lokakern.problems import sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
+    GROUP,
     Device,
     Format,
     Granularity,
@@ -26,36 +31,10 @@ from lokakern.types import (
     QuantizedTensor,
 )
 
-DRAWN_ROWS = 2048  # rows drawn in float64 on the CPU; larger m repeats them in fresh order
-CHECKED_ELEMENTS = 2**26  # of outputs, after timing; at least one whole set
+CHECKED_ELEMENTS = 2**26  # of outputs, after timing; at least one whole set up to this size
 CHECKED_SETS = 64  # of the thousands that a tiny problem has
 
-
-@functools.lru_cache(maxsize=64)
-def _draw(distribution: str, rows: int, k: int, seed: int, weight: bool) -> Tensor:
-    recipe = distribution_named(distribution)
-    found = draw_weight(recipe, rows, k, seed) if weight else draw_rows(recipe, rows, k, seed)
-    return found
-
-
-def drawn(
-    distribution: str, rows: int, k: int, seed: int, form: Format, *, weight: bool = False
-) -> Tensor:
-    """Operand values in the operand's own format, on the CPU: ``[rows, k]``."""
-    return _draw(distribution, rows, k, seed, weight).to(form.dtype)
-
-
-def draw_ahead(cases, alive):  # TEMPORARY
-    alive()
-
-
-def operand_digest(*operands: Tensor | None) -> str:
-    """Sixteen hex digits that tell whether two measurements saw the same values."""
-    digest = hashlib.sha256()
-    for x in operands:
-        if x is not None:
-            digest.update(x.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +49,9 @@ class Operands:
     """Everything a problem's candidates are timed on.
 
     Every set holds its own copy of every operand, weight, scale and output, so that a replay over
-    all sets finds none of it in the cache. Rows repeat the drawn ones in an order of each set.
+    all sets finds none of it in the cache. Rows repeat the drawn ones in an order of each set;
+    where samples run along k (gradients of weights) both operands repeat theirs along k, in the
+    same order. Outputs of a weight repeat in one order.
 
     Args:
         problem: What is computed.
@@ -79,6 +60,11 @@ class Operands:
         target: The device type (formats follow it).
         cold: Whether to make enough sets to pass 2x the last-level cache; else one set.
         seed: Of the draw and of the order of rows.
+
+    Raises:
+        MeasurementError: No operands are made of such a problem (strided ones, batches of
+            quantized ones).
+        ShapeError: m is 0.
     """
 
     def __init__(
@@ -91,20 +77,24 @@ class Operands:
         cold: bool,
         seed: int = 0,
     ) -> None:
+        _refuse(problem)
         self.problem = problem
         self.device = device
         self.target = target
-        self.form = problem.a.format if problem.op != "dequantize" else Format.BFLOAT16
-        if problem.op == "scaled_gemm":
-            self.form = Format.BFLOAT16
-        rows = min(problem.m, DRAWN_ROWS)
-        x = drawn(distribution, rows, problem.k, seed, self.form)
-        w = None
-        if problem.b is not None:
-            w = drawn(distribution, problem.n, problem.k, seed, self.form, weight=True)
-        self.digest = operand_digest(x, w)
-        self.x = x.to(device)
-        self.w = None if w is None else w.to(device)
+        self.along_k = sums_over_samples(problem)
+        # Operands that come quantized are quantized from bfloat16.
+        self.form = problem.a.format if problem.op in ("gemm", "quantize") else Format.BFLOAT16
+        plan = plan_of(problem, distribution, seed)
+        self.x = drawn_on(plan.x, plan.x_rows, self.form, device)
+        self.w: Tensor | None = None
+        self.digest = digest_of(plan.x, plan.x_rows, self.form)
+        self.columns: Tensor | None = None  # output column -> row of w, where not the same
+        if plan.w is not None:
+            self.w = drawn_on(plan.w, plan.w_rows, self.form, device)
+            other = digest_of(plan.w, plan.w_rows, self.form)
+            self.digest = f"{self.digest[:8]}{other[:8]}"
+            if not self.along_k and (problem.batch > 1 or problem.n > plan.w_rows):
+                self.w, self.columns = _repeated(self.w, problem.batch, problem.n)
         generator = torch.Generator().manual_seed(seed + 1)
         self.bias = (
             torch.randn(problem.n, generator=generator).to(problem.out_format.dtype).to(device)
@@ -115,20 +105,21 @@ class Operands:
         self._references: dict[Any, Case64] = {}
         set_bytes = max(problem.bytes_moved, 1)
         count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
+        total = problem.batch * (problem.k if self.along_k else problem.m)
         # Rows under one scale stay together; elsewhere their order is fresh in every set.
         fixed = problem.a.granularity is Granularity.BLOCK
         self.order = [
-            torch.arange(problem.m) % rows
+            torch.arange(total) % plan.x_rows
             if fixed
-            else self._fresh_order(rows, problem.m, generator)
+            else self._fresh_order(plan.x_rows, total, generator)
             for _ in range(count)
         ]
-        self.sets = [self._make_set(order) for order in self.order]
+        self.sets = [self._make_set(order.to(device)) for order in self.order]
 
     @staticmethod
-    def _fresh_order(rows: int, m: int, generator: torch.Generator) -> Tensor:
-        pieces = [torch.randperm(rows, generator=generator) for _ in range(-(-m // rows))]
-        return torch.cat(pieces)[:m]
+    def _fresh_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
+        pieces = [torch.randperm(rows, generator=generator) for _ in range(-(-total // rows))]
+        return torch.cat(pieces)[:total]
 
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
         """The drawn rows ("x") or the weight ("w"), exactly quantized."""
@@ -139,18 +130,26 @@ class Operands:
             self._quantized[key] = numerics.quantize(source, form, granularity)
         return self._quantized[key]
 
-    def _tiled(self, quantized: QuantizedTensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        index = order.to(self.device)
+    def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A copy of quantized rows, repeated as the index says; None for as they are."""
+        if index is None:
+            index = torch.arange(len(quantized.data), device=self.device)
         data = quantized.data.view(torch.uint8)[index].view(quantized.data.dtype)
         assert quantized.scale is not None  # made by `quantized`
-        scale = quantized.granularity.empty_scale(len(order), data.shape[1], self.device)
+        scale = quantized.granularity.empty_scale(len(index), data.shape[1], self.device)
         match quantized.granularity:
             case Granularity.TENSOR:
                 return data, scale.copy_(quantized.scale)
             case Granularity.BLOCK:
-                blocks = torch.arange(len(scale), device=self.device) % len(quantized.scale)
-                return data, scale.copy_(quantized.scale[blocks])
+                return data, scale.copy_(quantized.scale[index[::GROUP] // GROUP])
         return data, scale.copy_(quantized.scale[index])
+
+    def _weight(self) -> Tensor:
+        """A copy of the weight, ``[n, k]``, or ``[batch, n, k]``."""
+        assert self.w is not None  # an op with two operands
+        weight = self.w.clone() if self.columns is None else self.w[self.columns]
+        batch = self.problem.batch
+        return weight if batch == 1 else weight.view(batch, self.problem.n, self.problem.k)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
         """Operands of one call, outputs last; see `Kernel` for the order."""
@@ -158,33 +157,36 @@ class Operands:
         m, n, k = problem.m, problem.n, problem.k
         out_dtype = problem.out_format.dtype
         if problem.op == "quantize":
-            x = self.x[order.to(self.device)]
+            x = self.x[order]
             data = torch.empty((m, k), dtype=out_dtype, device=self.device)
             return x, data, problem.out_granularity.empty_scale(m, k, self.device)
         if problem.op == "dequantize":
             quantized = self.quantized("x", problem.a.format, problem.a.granularity)
             data, scale = self._tiled(quantized, order)
             return data, scale, torch.empty((m, k), dtype=out_dtype, device=self.device)
-        assert problem.b is not None and self.w is not None  # the other two ops have two operands
-        out = torch.empty((m, n), dtype=out_dtype, device=self.device)
+        assert problem.b is not None  # the other two ops have two operands
+        front = () if problem.batch == 1 else (problem.batch,)
+        out = torch.empty((*front, m, n), dtype=out_dtype, device=self.device)
         bias = None if self.bias is None else self.bias.clone()
         if problem.op == "scaled_gemm":
             left = self.quantized("x", problem.a.format, problem.a.granularity)
             right = self.quantized("w", problem.b.format, problem.b.granularity)
-            assert right.scale is not None  # made by `quantized`
-            scale = right.granularity.empty_scale(n, k, self.device).copy_(right.scale)
-            return *self._tiled(left, order), right.data.clone().t(), scale.t(), out, bias
-        a = self.x[order.to(self.device)]
-        weight = self.w.clone()
-        b: Tensor | QuantizedTensor = weight.t()
+            data, scale = self._tiled(right, self.columns)
+            return *self._tiled(left, order), data.t(), scale.t(), out, bias
+        if self.along_k:
+            assert self.w is not None  # an op with two operands
+            a = self.x[order].view(*front, k, m).transpose(-1, -2)
+            return a, self.w[order].view(*front, k, n), out, bias
+        a = self.x[order].view(*front, m, k)
+        if problem.a.layout is Layout.COLUMN:
+            a = a.transpose(-1, -2).contiguous().transpose(-1, -2)
+        weight = self._weight()
         if problem.prepared:
             right = self.quantized("w", problem.b.format, problem.b.granularity)
-            assert right.scale is not None  # made by `quantized`
-            scale = right.granularity.empty_scale(n, k, self.device).copy_(right.scale)
-            b = QuantizedTensor(right.data.clone(), scale, right.granularity, True, weight)
-        elif problem.b.layout is Layout.ROW:
-            b = weight.t().contiguous()
-        return a, b, out, bias
+            data, scale = self._tiled(right, self.columns)
+            return a, QuantizedTensor(data, scale, right.granularity, True, weight), out, bias
+        b = weight.transpose(-1, -2)
+        return a, b.contiguous() if problem.b.layout is Layout.ROW else b, out, bias
 
     def workspace_of(self, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return (
@@ -207,7 +209,10 @@ class Operands:
                     out.fill_(math.nan)
 
     def reference(self, kernel: Kernel) -> Case64:
-        """Exact result of the operands as the kernel sees them, for the drawn rows."""
+        """Exact result of the drawn rows as the kernel sees them, without a bias.
+
+        Row by row of x and of w: what every output repeats, so its size is bounded by the draw's.
+        """
         problem = self.problem
         if problem.op == "gemm":
             fp8 = fp8_format(self.target)
@@ -229,38 +234,93 @@ class Operands:
                 exact = ops.exact(left)
                 self._references[key] = Case64(exact, torch.zeros_like(exact))
             else:
-                self._references[key] = Case64(
-                    ops.product(left, right, self.bias), ops.magnitude(left, right, self.bias)
-                )
+                self._references[key] = Case64(ops.product(left, right), ops.magnitude(left, right))
         return self._references[key]
 
+    def _expectation(self, kernel: Kernel, number: int) -> Expectation:
+        """What a kernel must have written into a set: for a piece, exact values and magnitudes."""
+        problem = self.problem
+        if self.along_k:
+            # Every set repeats the rows in an order of its own: only the operands say what it is.
+            a, b = self.sets[number][:2]
+            if kernel.quantizes:
+                fp8 = fp8_format(self.target)
+                a = numerics.quantize(a, fp8, kernel.granularity)
+                b = numerics.quantize(b.t(), fp8, kernel.b_granularity).t()
+
+            def expect(piece: Piece) -> tuple[Tensor, Tensor]:
+                return product_of_piece(a, b, piece)
+
+            return expect
+        case = self.reference(kernel)
+        rows = self.order[number].to(self.device).view(problem.batch, -1)
+
+        def gather(piece: Piece) -> tuple[Tensor, Tensor]:
+            index: Any = rows[piece.batch, piece.rows]
+            if self.columns is not None:
+                across = self.columns.view(problem.batch, problem.n)[piece.batch]
+                index = (index[:, :, None], across[:, None, :])
+            return case.exact[index].flatten(0, 1), case.magnitude[index].flatten(0, 1)
+
+        return gather
+
     def check(self, kernel: Kernel) -> tuple[KernelError, str]:
-        """Kernel error over the sets just written, and what is wrong ("" if nothing is)."""
+        """Kernel error over the sets just written, and what is wrong ("" if nothing is).
+
+        Of an output larger than CHECKED_ELEMENTS the first, the last and random pieces are
+        compared, and the rest only searched for what was not written. ``row_p99`` is the largest
+        of the pieces'.
+        """
         worst = KernelError(0.0, 0.0)
         checked = 0
-        pairs = list(zip(self.sets, self.order, strict=True))[:CHECKED_SETS]
-        for operands, order in pairs:
+        for number, operands in enumerate(self.sets[:CHECKED_SETS]):
             if checked and checked >= CHECKED_ELEMENTS:
                 break
-            index = order.to(self.device)
+            checked += self.outputs(operands)[0].numel()
             if self.problem.op == "quantize":
-                wrong = self._check_bytes(operands, index)
+                wrong = self._check_bytes(operands, self.order[number].to(self.device))
                 if wrong:
                     return KernelError(math.inf, math.inf), wrong
-                checked += operands[1].numel()
                 continue
-            case = self.reference(kernel)
-            (out,) = self.outputs(operands)
-            found = numerics.kernel_error(
-                out, case.exact[index], case.magnitude[index], self.problem.out_format.unit_roundoff
-            )
+            found, unwritten = self._check_set(kernel, number)
             worst = KernelError(
                 max(worst.maximum, found.maximum), max(worst.row_p99, found.row_p99)
             )
-            checked += out.numel()
+            if unwritten:
+                return KernelError(math.inf, math.inf), unwritten
         if worst.maximum > kernel.kernel_err_bound:
             return worst, f"kernel_err {worst.maximum:.3g} > {kernel.kernel_err_bound:g}"
         return worst, ""
+
+    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
+        (out,) = self.outputs(self.sets[number])
+        out = out if out.dim() == 3 else out[None]
+        checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
+        expected = self._expectation(kernel, number)
+        maximum = row_p99 = 0.0
+        for piece in checked:
+            exact, magnitude = expected(piece)
+            if self.bias is not None:
+                exact += self.bias
+                magnitude += self.bias.abs()
+            found = numerics.kernel_error(
+                piece.of(out).flatten(0, 1), exact, magnitude,
+                self.problem.out_format.unit_roundoff,
+            )  # fmt: skip
+            maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
+        if rest and self._all_finite():  # then so is every sum in float64
+            for piece in rest:
+                count = int(torch.isnan(piece.of(out)).sum())
+                if count:
+                    return KernelError(math.inf, math.inf), (
+                        f"{count} outputs of batch {piece.batch.start}, rows from "
+                        f"{piece.rows.start}, were not written or are NaN"
+                    )
+        return KernelError(maximum, row_p99), ""
+
+    def _all_finite(self) -> bool:
+        given = [x for x in (self.x, self.w, self.bias) if x is not None]
+        return all(bool(torch.isfinite(x).all()) for x in given)
 
     def _check_bytes(self, operands: tuple[Any, ...], index: Tensor) -> str:
         x, data, scale = operands
@@ -277,15 +337,31 @@ class Operands:
         return compare_bytes(data, scale, exact_data, exact_scale)
 
 
-def compare_bytes(
-    data: Tensor, scale: Tensor, exact_data: Tensor, exact_scale: Tensor | None
-) -> str:
-    """What differs from the exact quantization, "" if nothing does."""
-    differ = int((data.view(torch.uint8) != exact_data.view(torch.uint8)).sum())
-    if exact_scale is None or differ:
-        return f"{differ} of {data.numel()} bytes differ from the exact quantization"
-    differ = int((scale.contiguous().view(torch.int32)
-                  != exact_scale.contiguous().view(torch.int32)).sum())  # fmt: skip
-    if differ:
-        return f"{differ} of {scale.numel()} scales differ from the exact quantization"
-    return ""
+def _refuse(problem: Problem) -> None:
+    operands = [problem.a] if problem.b is None else [problem.a, problem.b]
+    if any(operand.layout is Layout.STRIDED for operand in operands):
+        raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
+    if problem.op != "gemm" or problem.prepared:
+        if problem.batch != 1:
+            raise MeasurementError(f"{problem}: batches are measured of unquantized gemm only")
+        usual = [Layout.ROW, Layout.COLUMN]
+        if problem.prepared:  # its weight was laid out ahead; a may lie either way
+            usual[0] = problem.a.layout
+        if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
+            raise MeasurementError(
+                f"{problem}: quantized operands are measured with a row-major and b column-major"
+            )
+
+
+def _repeated(w: Tensor, batch: int, n: int) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a weight of more rows than were drawn, and which row comes where.
+
+    One scale covers 128 rows, so what is left beyond whole blocks stands as distinct rows at the
+    end: quantizing the distinct rows quantizes the weight.
+    """
+    index = torch.arange(batch * n, device=w.device) % len(w)
+    rest = n % GROUP if batch == 1 else 0
+    if rest:
+        w = torch.cat([w, w[index[-rest:]]])
+        index[-rest:] = torch.arange(len(w) - rest, len(w), device=w.device)
+    return w, index

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from lokakern.bench import lrm
+from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
+from lokakern.bench.forms import Case as Case
+from lokakern.bench.forms import (
+    dequantize_case,
+    grad_input_cases,
+    grad_weight_case,
+    quantize_case,
+    scaled_gemm_cases,
+    unquantized_case,
+    whole_gemm_cases,
+)
+from lokakern.bench.forms import gemm_cases as gemm_cases
+from lokakern.bench.forms import shape_cases as shape_cases
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, alignment_of
-
-PREPARED_FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A problem and the input distribution it is timed under."""
-
-    problem: Problem
-    distribution: str
+from lokakern.types import Device, Format, Granularity, Layout, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,59 +36,6 @@ class Suite:
 
     def cases(self, device: Device) -> list[Case]:
         return list(dict.fromkeys(self.build(fp8_format(device))))
-
-
-def gemm_cases(
-    m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
-) -> Iterator[Case]:
-    """One GEMM of a model as every op on its way: whole, prepared, and its parts."""
-    yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
-    yield from scaled_gemm_cases(m, n, k, distribution, fp8)
-    for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
-        yield quantize_case(m, k, granularity, distribution, fp8)
-
-
-def whole_gemm_cases(
-    m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
-) -> Iterator[Case]:
-    """A GEMM from unquantized operands, and from a weight prepared in each form."""
-    fields = {"epilogue": "bias"} if bias else {}
-    yield Case(make_problem("gemm", (m, n, k), **fields), distribution)
-    for granularity in PREPARED_FORMS:
-        weight = Operand(fp8, granularity, Layout.COLUMN, alignment_of(k))
-        yield Case(make_problem("gemm", (m, n, k), b=weight, prepared=True, **fields), distribution)
-
-
-def scaled_gemm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
-    for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
-        a = Operand(fp8, granularity, Layout.ROW, alignment_of(k))
-        yield Case(make_problem("scaled_gemm", (m, n, k), a=a), distribution)
-
-
-def quantize_case(m: int, k: int, granularity: Granularity, distribution: str, fp8: Format) -> Case:
-    problem = make_problem("quantize", (m, k), out_format=fp8, out_granularity=granularity)
-    return Case(problem, distribution)
-
-
-def dequantize_case(
-    m: int, k: int, granularity: Granularity, distribution: str, fp8: Format
-) -> Case:
-    operand = Operand(fp8, granularity, Layout.ROW, alignment_of(k))
-    return Case(make_problem("dequantize", (m, k), a=operand), distribution)
-
-
-def shape_cases(shapes: Sequence[tuple[int, ...]], fp8: Format) -> Iterator[Case]:
-    """Everything about shapes a user names: ``(m, n, k)`` for GEMMs, ``(m, k)`` for quantizing."""
-    for shape in shapes:
-        m, k = shape[0], shape[-1]
-        if len(shape) == 3:
-            yield from gemm_cases(m, shape[1], k, "X1", fp8)
-            continue
-        for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
-            yield quantize_case(m, k, granularity, "X1", fp8)
-            yield dequantize_case(m, k, granularity, "X1", fp8)
-        yield quantize_case(m, k, Granularity.BLOCK, "X1", fp8)
-        yield dequantize_case(m, k, Granularity.BLOCK, "X1", fp8)
 
 
 def _smoke(fp8: Format) -> Iterator[Case]:
@@ -115,25 +67,42 @@ def _anchors(fp8: Format) -> Iterator[Case]:
         yield Case(make_problem("gemm", (8192, n, k), a=wide), "X1")
 
 
-# (n, k, distribution of the input, bias): layers of published models. DLRM-v2 (bottom, DCN,
-# over), Wukong-S and -M, TorchEasyRec's Wukong, HSTU's input and task layers, LoKA's example.
-LRM_LAYERS = (
-    (512, 16, "X7", True), (256, 512, "X2", True), (128, 256, "X8", True),
-    (512, 3456, "X5", False), (3456, 512, "X2", True), (1024, 3456, "X5", True),
-    (1024, 1024, "X8", True), (512, 1024, "X8", True),
-    (2048, 1536, "X3", False), (2048, 2048, "X8", False), (5120, 2048, "X8", False),
-    (4096, 4608, "X3", False), (4096, 4096, "X8", False),
-    (768, 256, "X4", False), (512, 648, "X3", False), (512, 312, "X3", False),
-    (2048, 512, "X3", True), (512, 1536, "X9", False),
-    (256, 512, "X5", True), (512, 256, "X5", True),
-)  # fmt: skip
-LRM_BATCHES = (1024, 2048, 8192, 20480)
+# Where the operands of a scaled GEMM are given, only the GEMM's own time differs from `gemm`.
+SCALED_M = 2048
+SCALED = (Granularity.ROW, Granularity.GROUP)
+TENSOR_QUANTIZE_M = (2048, 20480)
 
 
 def _lrm(fp8: Format) -> Iterator[Case]:
-    for n, k, distribution, bias in LRM_LAYERS:
-        for m in LRM_BATCHES:
-            yield from gemm_cases(m, n, k, distribution, fp8, bias=bias)
+    quantized: set[tuple[int, int]] = set()
+    in_one_scale: set[int] = set()
+    for layer in lrm.LAYERS:
+        n, k, distribution, bias = layer.n, layer.k, layer.distribution, layer.bias
+        sizes = layer.sizes()
+        for batch, m in sizes:
+            if batch != 1:
+                yield unquantized_case(m, n, k, distribution, bias=bias, batch=batch)
+                continue
+            yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
+            if m in (SCALED_M, sizes[-1][1]):
+                yield from scaled_gemm_cases(m, n, k, distribution, fp8, SCALED)
+            if (m, k) not in quantized:  # layers that share it share its cost, too
+                quantized.add((m, k))
+                for granularity in SCALED:
+                    yield quantize_case(m, k, granularity, distribution, fp8)
+            if m in TENSOR_QUANTIZE_M and m * k not in in_one_scale:
+                in_one_scale.add(m * k)
+                yield quantize_case(m, k, Granularity.TENSOR, distribution, fp8)
+
+
+def _lrm_backward(fp8: Format) -> Iterator[Case]:
+    for layer in lrm.LAYERS:
+        for batch, m in layer.sizes(lrm.BACKWARD_BATCHES):
+            yield from grad_input_cases(m, layer.n, layer.k, fp8, batch=batch)
+        wide = layer.per_sample > 1
+        samples = lrm.WIDE_GRAD_WEIGHT_BATCHES if wide else lrm.BACKWARD_BATCHES
+        for batch, m in layer.sizes(samples):
+            yield grad_weight_case(m, layer.n, layer.k, batch=batch)
 
 
 SUITES: dict[str, Suite] = {
@@ -142,19 +111,26 @@ SUITES: dict[str, Suite] = {
         Suite("smoke", "one small GEMM at two m: seconds on a CPU", _smoke),
         Suite("anchors", "27 GEMM shapes measured against today's libraries", _anchors),
         Suite("lrm", "layers of published recommendation models", _lrm),
+        Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
     )
 }
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name.
+    """The suite of that name, or of a file whose name ends in ``.toml``.
 
     Raises:
         UnknownNameError: There is none.
+        SuiteError: The file cannot be read, or is no suite.
     """
+    if name.endswith(".toml"):
+        from lokakern.bench.suite_files import suite_from_file  # it makes a Suite
+
+        return suite_from_file(Path(name))
     try:
         return SUITES[name]
     except KeyError:
         raise UnknownNameError(
-            f"suite {name!r} is unknown; expected one of {', '.join(SUITES)}"
+            f"suite {name!r} is unknown; expected one of {', '.join(SUITES)}, "
+            "or a file that ends in .toml"
         ) from None

@@ -25,8 +25,8 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from lokakern.bench.accuracy import Cell, measure_cells
+from lokakern.bench.draws import finish_draws
 from lokakern.bench.measure import time_case, torch_device
-from lokakern.bench.operands import draw_ahead
 from lokakern.bench.suites import Case
 from lokakern.bench.timing import warm
 from lokakern.device import current_device
@@ -40,7 +40,7 @@ GPU_WATCHDOG_S, CPU_WATCHDOG_S = 60.0, 600.0
 PREPARING_FACTOR = 10.0  # while nothing of a kernel runs: drawing a few GiB takes minutes
 POLL_S = 0.5
 GRACE_S = 30.0  # the driver may take seconds to end a killed process
-DRAWN_AHEAD = 32  # timing tasks whose operands are drawn together, on all cores, before any runs
+DRAWN_AHEAD = 64  # timing tasks whose operands are drawn together, on all cores, before any runs
 NOBODY = -1
 MOST_STILLBORN = 3
 
@@ -293,7 +293,7 @@ def _time(
         if place % DRAWN_AHEAD == 0:
             _announce(page, number, NOBODY, "operands are drawn")
             chunk = [tasks[n].case for n in numbers[place : place + DRAWN_AHEAD]]
-            draw_ahead(chunk, lambda: _beat(page))
+            finish_draws(chunk, lambda: _beat(page))
         task, begun = tasks[number], time.monotonic()
 
         def announce(kernel: int | None, what: str, number: int = number) -> None:

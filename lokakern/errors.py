@@ -46,3 +46,7 @@ class MeasurementError(LokakernError):
 
 class DeviceLostError(MeasurementError):
     """A kernel left the device unusable for this process, as an illegal memory access does."""
+
+
+class SuiteError(LokakernError, ValueError):
+    """A file of a suite that cannot be read, or asks for what cannot be measured."""

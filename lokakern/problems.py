@@ -42,7 +42,8 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
 
     Raises:
         UnknownNameError: No such op, or a field that `Problem` does not have.
-        ShapeError: Wrong number of sizes, or a size that is not an integer of at least 0 (m), 1.
+        ShapeError: Wrong number of sizes, or a size that is not an integer of at least 0 (m), 1;
+            a batch that is not an integer of at least 1.
     """
     axes = op_named(op).axes
     known = {f.name for f in dataclasses.fields(Problem)} - {"op", "m", "n", "k"}
@@ -59,6 +60,11 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
         raise ShapeError(
             f"{op}: shape is {shape!r}; expected ({', '.join(axes)}), integers, m >= 0, others >= 1"
         )
+    if "batch" in fields:
+        batch = _integers((fields["batch"],))
+        if not batch or batch[0] < 1:
+            raise ShapeError(f"{op}: batch is {fields['batch']!r}; expected an integer >= 1")
+        fields["batch"] = batch[0]
     m, k = sizes[0], sizes[-1]
     n = sizes[1] if len(sizes) == 3 else 1
     for name in ("a", "b"):
@@ -78,10 +84,22 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     if op in ("gemm", "scaled_gemm"):
         wide = a.granularity is Granularity.GROUP
         granularity = Granularity.BLOCK if wide else a.granularity
-        b = b or Operand(a.format, granularity, Layout.COLUMN, a.alignment)
+        # b's contiguous axis is k, as a's is unless a is transposed.
+        along_k = a.layout is Layout.ROW
+        alignment = a.alignment if along_k else alignment_of(k * a.format.dtype.itemsize)
+        b = b or Operand(a.format, granularity, Layout.COLUMN, alignment)
         if op == "gemm":
             fields.setdefault("out_format", a.format)
     return Problem(op=op, m=m, n=n, k=k, a=a, b=b, **fields)
+
+
+def sums_over_samples(problem: Problem) -> bool:
+    """Whether the samples of a batch run along k: ``dW = dY^T X`` of operands as they lie."""
+    return (
+        problem.b is not None
+        and problem.a.layout is Layout.COLUMN
+        and problem.b.layout is Layout.ROW
+    )
 
 
 def accuracy_problem(problem: Problem, fp8: Format) -> Problem:

@@ -4,6 +4,8 @@ quantize      x [m, k]                     -> q, s      x ~ q * s
 dequantize    q [m, k], s                  -> x         x = q * s
 scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = (a.q a.s) @ (b.q b.s) + bias
 gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
+
+A batch is one more axis in front of a, b and d of a gemm; its bias stays [n].
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def exact(x: Matrix) -> Tensor:
 
 
 def product(a: Matrix, b: Matrix, bias: Tensor | None = None) -> Tensor:
-    """``a @ b + bias`` in float64, ``[m, n]``."""
+    """``a @ b + bias`` in float64, ``[m, n]`` or ``[batch, m, n]``."""
     result = exact(a) @ exact(b)
     return result if bias is None else result + bias.to(torch.float64)
 

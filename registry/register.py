@@ -82,6 +82,8 @@ class Kernel:
         unmeasured: Architectures where nobody measured it, with the reason.
         kernel_err_bound: Largest accepted `numerics.kernel_error`.
         parts: Names of a composition's parts.
+        batched: Whether it takes a batch: every operand and output but the bias has one more axis
+            then, in front.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Kernel:
     unmeasured: dict[str, str] = field(default_factory=dict)
     kernel_err_bound: float = 1.0
     parts: tuple[str, ...] = ()
+    batched: bool = False
 
     @functools.cached_property
     def digest(self) -> str:
@@ -116,7 +119,7 @@ class Kernel:
         if not self.runs_on(device):
             needs = ", ".join(sorted(self.architectures))
             return Rejected(f"needs {needs}; device is {device.architecture}")
-        if problem.batch != 1:
+        if problem.batch != 1 and not self.batched:
             return Rejected("takes no batch")
         if problem.accumulate:
             return Rejected("does not accumulate into its output")
@@ -171,6 +174,7 @@ def register(
     compile_only: dict[str, str] | None = None,
     unmeasured: dict[str, str] | None = None,
     kernel_err_bound: float = 1.0,
+    batched: bool = False,
 ) -> Callable[[Launcher], Launcher]:
     """Enter a launcher into the registry: tested, swept and dispatchable from then on.
 
@@ -207,6 +211,7 @@ def register(
                 compile_only=compile_only or {},
                 unmeasured=unmeasured or {},
                 kernel_err_bound=kernel_err_bound,
+                batched=batched,
             )
         )
         return launch

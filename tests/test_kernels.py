@@ -233,6 +233,32 @@ def test_gemm_takes_views_and_odd_sizes_or_says_why_not(name: str, where: str) -
     assert functional.run(kernel, base[:0, :256], weights[:128, :256].t()).shape == (0, 128)
 
 
+def batched_cases() -> list[Any]:
+    return [case for case in cases("gemm") if KERNELS[case.values[0]].batched]
+
+
+@pytest.mark.parametrize(("name", "where"), batched_cases())
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_gemm_takes_a_batch_in_every_layout(name: str, where: str, with_bias: bool) -> None:
+    kernel = kernel_here(name, where)
+    dtype = torch.float32 if name == "torch.fp32" else torch.bfloat16
+    for batch, m, n, k in [(1, 8, 16, 24), (5, 27, 13, 39), (3, 1, 1, 7), (40, 64, 24, 160)]:
+        x = torch.randn(batch, m, k, device=where).to(dtype)
+        w = torch.randn(batch, n, k, device=where).to(dtype)
+        bias = torch.randn(n, device=where).to(dtype) if with_bias else None
+        for a in (x, x.mT.contiguous().mT):
+            for b in (w.mT, w.mT.contiguous()):
+                out = torch.full((batch, m, n), math.nan, dtype=dtype, device=where)
+                kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+                exact, size = ops.product(a, b, bias), ops.magnitude(a, b, bias)
+                assert torch.equal(exact[-1], ops.product(a[-1], b[-1], bias))
+                error = numerics.kernel_error(
+                    out.flatten(0, 1), exact.flatten(0, 1), size.flatten(0, 1),
+                    Format.of(dtype).unit_roundoff,
+                )  # fmt: skip
+                assert error.maximum <= 1
+
+
 def formats(where: str) -> list[Format]:
     return [f for f in Format if f.is_fp8]
 

@@ -155,6 +155,19 @@ def test_supports_says_why_not() -> None:
     assert "'gelu'" in reason(narrow.supports(replace(GEMM, epilogue="gelu"), H200))
 
 
+def test_kernels_declare_that_they_take_a_batch(registered: dict[str, Kernel]) -> None:
+    many = replace(GEMM, batch=2)
+    assert reason(kernel().supports(many, H200)) == "takes no batch"
+    assert kernel(batched=True).supports(many, H200) == Accepted()
+    register("gemm", batched=True)(own_kernel)
+    (name,) = set(registered) - set(KERNELS)
+    assert registered[name].batched
+    assert {k.name for k in KERNELS.values() if k.batched} == {"torch.bf16", "torch.fp32"}
+    weight = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
+    prepared = make_problem("gemm", (64, 256, 512), b=weight, prepared=True, batch=2)
+    assert "no batch of prepared" in reason(KERNELS["torch.bf16"].supports(prepared, H200))
+
+
 def test_supports_asks_the_kernel_last() -> None:
     asked: list[tuple[Problem, Device]] = []
 

@@ -305,6 +305,16 @@ def test_an_unknown_shape_is_a_miss(book: Book) -> None:
     assert "nothing was measured" in choice.explain()
 
 
+def test_a_batch_is_dispatched_once_it_is_measured(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    assert ask(batch=16).is_miss
+    assert ask(batch=16).kernel == BF16
+    book.write(time(BF16, gemm(4096, batch=16), 90.0))
+    choice = ask(batch=16)
+    assert (choice.kernel, choice.latency_us, choice.is_miss) == (BF16, 90.0, False)
+    assert ask().kernel == ROW
+
+
 def test_errors_are_of_a_numerics_class(book: Book) -> None:
     """Any kernel of a class brings its error; a wrong one brings none and is rejected itself."""
     rival = "triton.quantize_row+triton.scaled_gemm_row"

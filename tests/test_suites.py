@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
+from lokakern.bench import lrm
 from lokakern.bench.distributions import DISTRIBUTIONS
+from lokakern.bench.forms import dense_operand, grad_input_cases, grad_weight_case
 from lokakern.bench.suites import (
     ANCHOR_M,
     ANCHOR_N_K,
-    LRM_BATCHES,
-    LRM_LAYERS,
     SUITES,
     Case,
     gemm_cases,
@@ -20,6 +22,7 @@ from lokakern.bench.suites import (
 )
 from lokakern.bench.sweep import candidates
 from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.operands import operand_of
 from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.types import (
@@ -28,6 +31,7 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
+    Operand,
     Problem,
     alignment_of,
 )
@@ -43,9 +47,19 @@ every_suite = pytest.mark.parametrize(
 
 def remade(problem: Problem) -> Problem:
     """The same problem through the checks that a caller's problem goes through."""
-    names = ("a", "b", "prepared", "epilogue", "out_format", "out_granularity", "out_strided")
+    names = ("a", "b", "prepared", "epilogue", "out_format", "out_granularity", "out_strided",
+             "batch")  # fmt: skip
     fields = {name: getattr(problem, name) for name in names}
     return make_problem(problem.op, problem.shape, **fields)
+
+
+def lying(operand: Operand, shape: tuple[int, int], prefer: Layout) -> Operand:
+    """The operand with the layout and alignment that a tensor of that shape has."""
+    if operand.layout is prefer:  # a vector is given the alignment of its one long row
+        size = shape[1] if prefer is Layout.ROW else shape[0]
+        return replace(operand, alignment=alignment_of(size * operand.format.dtype.itemsize))
+    made = dense_operand(operand.format, shape, operand.layout, prefer)
+    return replace(made, granularity=operand.granularity)
 
 
 @every_suite
@@ -58,10 +72,9 @@ def test_cases_are_problems_with_a_distribution(name: str, device: Device) -> No
         assert case.distribution in REALISTIC_DISTRIBUTIONS
         assert remade(problem) == problem
         assert min(problem.shape) >= 1
-        assert problem.batch == 1
-        for operand in (problem.a, problem.b):
-            if operand is not None:
-                assert operand.alignment == alignment_of(problem.k * operand.format.dtype.itemsize)
+        assert problem.a == lying(problem.a, (problem.m, problem.k), Layout.ROW)
+        if problem.b is not None:
+            assert problem.b == lying(problem.b, (problem.k, problem.n), Layout.COLUMN)
         formats = [problem.a.format, problem.out_format, *([problem.b.format] if problem.b else [])]
         assert {form for form in formats if form.is_fp8} <= {fp8_format(device)}
 
@@ -82,11 +95,14 @@ def test_some_kernel_takes_every_case(name: str, device: Device) -> None:
 @pytest.mark.parametrize("name", SUITES)
 def test_fp8_competes_with_the_unquantized_kernel_on_an_h200(name: str) -> None:
     for case in SUITES[name].cases(H200):
-        if case.problem.op != "gemm":
+        problem = case.problem
+        if problem.op != "gemm":
             continue
         kernels = {kernel.name: kernel for kernel in candidates(case.problem, H200)}
         assert baseline_name(case.problem) in kernels
-        assert any(kernel.quantizes for kernel in kernels.values()), case
+        transposed = not problem.prepared and problem.b and problem.b.layout is Layout.ROW
+        if problem.batch == 1 and not transposed:
+            assert any(kernel.quantizes for kernel in kernels.values()), case
 
 
 def gemm_shapes(name: str) -> set[tuple[int, ...]]:
@@ -112,15 +128,160 @@ def test_anchors_have_every_granularity(op: str) -> None:
     assert found == set(Granularity) - {Granularity.NONE}
 
 
-def test_lrm_has_every_layer_at_every_batch() -> None:
-    assert gemm_shapes("lrm") == {(m, n, k) for n, k, _, _ in LRM_LAYERS for m in LRM_BATCHES}
-    paired = {
-        (c.problem.n, c.problem.k, c.distribution, c.problem.epilogue == "bias")
-        for c in SUITES["lrm"].cases(H200)
-        if c.problem.op == "gemm"
-    }
-    assert paired == set(LRM_LAYERS)
-    assert len(LRM_LAYERS) == len(set(LRM_LAYERS))
+# --- lrm and lrm-backward
+
+ROWS = {"A": 12, "B": 12, "C": 4, "D": 6, "E": 4, "F": 4, "G": 2, "H": 6, "I": 8, "J": 4,
+        "K": 2, "L": 4}  # fmt: skip
+
+
+def problems_of(name: str, op: str = "gemm") -> list[Problem]:
+    return [case.problem for case in SUITES[name].cases(H200) if case.problem.op == op]
+
+
+def test_every_row_of_the_table_is_there_once() -> None:
+    ids = [name for layer in lrm.LAYERS for name in layer.ids]
+    assert len(set(ids)) == len(ids)
+    expected = {f"{letter}{i}" for letter, rows in ROWS.items() for i in range(1, rows + 1)}
+    assert {name.partition("/")[0] for name in ids} == expected
+    facts = [replace(layer, ids=()) for layer in lrm.LAYERS]
+    assert len(set(facts)) == len(facts), "equal rows share one entry"
+
+
+def test_every_layer_is_at_every_size_of_its_row() -> None:
+    found = {(p.batch, *p.shape) for p in problems_of("lrm")}
+    for layer in lrm.LAYERS:
+        sizes = layer.sizes()
+        assert sizes, layer
+        for batch, m in sizes:
+            assert (batch, m, layer.n, layer.k) in found
+        at_most = len(layer.m) or len(lrm.BATCHES)
+        if layer.batch == 0:
+            at_most = len(lrm.BATCHES)
+        assert len(sizes) <= at_most
+        if 2 * max(1, layer.batch) * layer.n * layer.k * 160 * 20480 < lrm.FLOP_LIMIT:
+            assert len(sizes) == at_most
+
+
+@pytest.mark.parametrize("name", ["lrm", "lrm-backward"])
+def test_layers_stay_under_the_limit(name: str) -> None:
+    assert max(p.flops for p in problems_of(name)) < 5e12
+    assert max(p.bytes_moved for p in problems_of(name)) < 16 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "batch"),
+    [
+        (20480, 512, 13, 1), (20480, 1024, 479, 1), (20480, 512, 312, 1), (64 * 8192, 8, 39, 1),
+        (20480, 1, 256, 1), (64 * 20480, 8, 39, 1), (160 * 20480, 24, 720, 1),
+        (160 * 8192, 24, 720, 1), (160 * 20480, 32, 720, 1), (160 * 20480, 64, 720, 1),
+        (2048, 1024, 123200, 1), (2048, 768, 256, 1), (2048, 16384, 73728, 1),
+        (1024, 16384, 115200, 1), (20480, 115200, 512, 1), (152710, 2048, 512, 1),
+        (131168, 4096, 1024, 1), (36032, 512, 1536, 1), (15168, 256, 512, 1),
+        (27, 27, 128, 20480), (720, 24, 160, 256), (64, 24, 160, 6144), (720, 96, 160, 20480),
+        (1000, 192, 128, 3072), (1000, 256, 128, 4608), (1000, 256, 32, 4608),
+        (100, 128, 128, 2048), (20480, 3072, 768, 16), (8192, 6144, 1536, 32),
+        (256, 1536, 6144, 32),
+    ],
+)  # fmt: skip
+def test_lrm_has(m: int, n: int, k: int, batch: int) -> None:
+    assert any((p.batch, p.shape) == (batch, (m, n, k)) for p in problems_of("lrm"))
+
+
+def test_lrm_keeps_what_is_too_large_out() -> None:
+    found = {(p.batch, *p.shape) for p in problems_of("lrm")}
+    assert (1, 8192, 16384, 69120) not in found
+    assert (1, 2048, 16384, 115200) not in found
+    assert (32, 20480, 6144, 1536) not in found
+
+
+def test_the_table_pairs_distributions() -> None:
+    paired = {name: layer.distribution for layer in lrm.LAYERS for name in layer.ids}
+    pairing = {
+        "X7": "A1", "X2": "A5", "X4": "G1", "X9": "I2",
+        "X3": "B3 B10 C1 C4 D2 D5 E1 E3 H2 H4 I1",
+        "X8": "B4 A7 C2 D3 E2",
+        "X5": "B1 B6 B7 D1 I3 I5",
+    }  # fmt: skip
+    for distribution, ids in pairing.items():
+        assert {paired[name] for name in ids.split()} == {distribution}
+    assert {paired[name] for name in ("A4", "A6", "F1", "F2", "F3", "G2")} <= {"X5", "X6"}
+    assert {d for name, d in paired.items() if name[:2] in ("L1", "L2", "L3")} <= {"X10", "X3"}
+    biased = {name for layer in lrm.LAYERS for name in layer.ids if layer.bias}
+    assert {name.partition("/")[0] for name in biased} == set(
+        ["A1", "A2", "A3", "A5", "A6", "A7", "A8", "A9", "F2", "I1", "I8"]
+    )
+
+
+def test_forms_of_lrm() -> None:
+    cases = SUITES["lrm"].cases(H200)
+    gemms = [c for c in cases if c.problem.op == "gemm"]
+    whole = {(c.problem.shape, c.distribution, c.problem.epilogue)
+             for c in gemms if not c.problem.prepared and c.problem.batch == 1}  # fmt: skip
+    prepared = Counter((c.problem.shape, c.distribution, c.problem.epilogue)
+                       for c in gemms if c.problem.prepared)  # fmt: skip
+    assert set(prepared) == whole
+    assert set(prepared.values()) == {3}
+    assert all(c.problem.batch == 1 for c in cases if c.problem.op != "gemm")
+    quantized = Counter((p.shape, p.out_granularity) for p in problems_of("lrm", "quantize"))
+    assert set(quantized.values()) == {1}
+    inputs = {(m, k) for (m, _, k), _, _ in whole}
+    for granularity in (Granularity.ROW, Granularity.GROUP):
+        assert {shape for shape, g in quantized if g is granularity} == inputs
+    by_tensor = [shape for shape, g in quantized if g is Granularity.TENSOR]
+    assert {m for m, _ in by_tensor} == {2048, 20480}
+    assert len({m * k for m, k in by_tensor}) == len(by_tensor)
+    scaled = problems_of("lrm", "scaled_gemm")
+    assert {p.a.granularity for p in scaled} == {Granularity.ROW, Granularity.GROUP}
+    for layer in lrm.LAYERS:
+        sizes = [m for batch, m in layer.sizes() if batch == 1]
+        if sizes:
+            found = {p.m for p in scaled if (p.n, p.k) == (layer.n, layer.k)}
+            assert found >= {sizes[-1], *({2048} & set(sizes))}
+
+
+def test_backward_problems_are_those_of_the_layers() -> None:
+    cases = SUITES["lrm-backward"].cases(H200)
+    assert {case.distribution for case in cases} == {"X12"}
+    assert {case.problem.op for case in cases} == {"gemm"}
+    found = {(c.problem.batch, *c.problem.shape) for c in cases}
+    for layer in lrm.LAYERS:
+        for batch, m in layer.sizes(lrm.BACKWARD_BATCHES):
+            assert (batch, m, layer.k, layer.n) in found
+        samples = (2048, 8192) if layer.per_sample > 1 else lrm.BACKWARD_BATCHES
+        for batch, m in layer.sizes(samples):
+            assert (batch, layer.n, layer.k, m) in found
+    assert (1, 131168, 1024, 4096) in found  # J2
+    assert (1, 4096, 1024, 131168) in found
+    assert (1, 1024, 1024, 131168) in found  # J4
+    assert (1, 24, 720, 160 * 8192) in found
+    assert (1, 24, 720, 160 * 20480) not in found
+    prepared = [c.problem for c in cases if c.problem.prepared]
+    assert {p.b.granularity for p in prepared if p.b} == {Granularity.ROW, Granularity.BLOCK}
+
+
+def test_gradients_read_operands_as_they_lie() -> None:
+    whole, row, block = (c.problem for c in grad_input_cases(64, 48, 40, Format.E4M3FN))
+    assert whole == make_problem(
+        "gemm", (64, 40, 48), b=Operand(Format.BFLOAT16, layout=Layout.ROW)
+    )
+    assert [p.b.layout for p in (row, block) if p.b] == [Layout.COLUMN] * 2
+    weight = grad_weight_case(64, 48, 40).problem
+    assert weight.shape == (48, 40, 64)
+    assert (weight.a.layout, weight.b and weight.b.layout) == (Layout.COLUMN, Layout.ROW)
+    assert weight.out_format is Format.BFLOAT16
+    odd = grad_weight_case(64, 13, 39).problem
+    assert (odd.a.alignment, odd.b and odd.b.alignment) == (2, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("columns", [1, 2, 3, 8])
+@pytest.mark.parametrize("prefer", [Layout.ROW, Layout.COLUMN])
+def test_dense_operands_are_what_a_tensor_is(rows: int, columns: int, prefer: Layout) -> None:
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16)
+    made = dense_operand(Format.BFLOAT16, (rows, columns), Layout.ROW, prefer)
+    assert made == operand_of(x, prefer)
+    made = dense_operand(Format.BFLOAT16, (columns, rows), Layout.COLUMN, prefer)
+    assert made == operand_of(x.t(), prefer)
 
 
 def test_smoke_is_small() -> None:

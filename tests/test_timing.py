@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lokakern import numerics
-from lokakern.bench import measure, operands, timing
+from lokakern.bench import draws, measure, operands, timing
 from lokakern.bench.measure import contender_of, time_case
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
@@ -354,7 +354,7 @@ def test_cold_sets_exceed_twice_the_cache_and_share_no_memory(problem: Problem) 
 
 @pytest.mark.parametrize("m", [1, 300, 2048, 5000])
 def test_rows_are_the_drawn_ones_in_an_order_of_each_set(m: int) -> None:
-    drawn = min(m, operands.DRAWN_ROWS)
+    drawn = min(m, draws.DRAWN_ROWS)
     cold = make(make_problem("gemm", (m, 8, 16)), cold=m > 1)
     for (a, b, out, bias), order in zip(cold.sets, cold.order, strict=True):
         assert order.shape == (m,)
@@ -402,7 +402,7 @@ def test_layouts_are_those_of_the_problem() -> None:
 def test_rows_under_one_scale_stay_together(m: int) -> None:
     problem = make_problem("dequantize", (m, 200), a=Operand(FP8, Granularity.BLOCK))
     cold = make(problem, distribution="X14")
-    assert cold.x.shape == (min(m, operands.DRAWN_ROWS), 200)
+    assert cold.x.shape == (min(m, draws.DRAWN_ROWS), 200)
     exact = numerics.dequantize(numerics.quantize(cold.x, FP8, Granularity.BLOCK))
     for (data, scale, _), order in zip(cold.sets, cold.order, strict=True):
         assert torch.equal(order, torch.arange(m) % len(cold.x))

@@ -1,6 +1,8 @@
 """Unquantized matrix products: the baselines, and the answer when no FP8 kernel is good enough.
 
 d[m, n] = sum_k a[m, k] * b[k, n] + bias[n]
+
+With a batch: a [batch, m, k], b [batch, k, n] and d [batch, m, n], one bias [n] for all.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ def _takes(form: Format, problem: Problem, _device: Device) -> Support:
         return Rejected(f"takes {form.value} operands; a is {problem.a.format.value}")
     if problem.out_format is not form:
         return Rejected(f"writes {form.value}, not {problem.out_format.value}")
+    if problem.prepared and problem.batch != 1:
+        return Rejected("takes no batch of prepared weights")
     if problem.b is not None and not problem.prepared and problem.b.format is not form:
         return Rejected(f"takes {form.value} operands; b is {problem.b.format.value}")
     return ACCEPTED
@@ -48,11 +52,18 @@ def _multiply(
     if isinstance(b, QuantizedTensor):
         source = b.data if b.source is None else b.source
         b = source.t()
-    if bias is None:
+    if a.dim() == 3:
+        if bias is None:
+            torch.bmm(a, b, out=out)
+        else:
+            torch.baddbmm(bias, a, b, out=out)
+    elif bias is None:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(bias, a, b, out=out)
 
 
-register("gemm", name="bf16", accumulation="float32", supports=_takes_bfloat16)(_multiply)
-register("gemm", name="fp32", accumulation="float32", supports=_takes_float32)(_multiply)
+for _name, _supports in (("bf16", _takes_bfloat16), ("fp32", _takes_float32)):
+    register("gemm", name=_name, accumulation="float32", supports=_supports, batched=True)(
+        _multiply
+    )

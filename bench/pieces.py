@@ -1,0 +1,122 @@
+"""Pieces of an output that are compared at a time, so that float64 copies stay small."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.types import GROUP, Granularity, QuantizedTensor
+
+# `numerics.kernel_error` holds about 8 float64 copies of what it compares: 2 GiB of 2^25 elements.
+PIECE_ELEMENTS = 2**25
+SECTIONS = 8  # at least, of an output that is checked in part
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of some products of a batch of outputs ``[batch, m, n]``."""
+
+    batch: slice
+    rows: slice
+
+    def of(self, out: Tensor) -> Tensor:
+        return out[self.batch, self.rows]
+
+
+def pieces_of(shape: Sequence[int], elements: int) -> list[Piece]:
+    """All of an output ``[batch, m, n]``, in pieces of at most so many elements, or of one row."""
+    batch, m, n = shape
+    if m * n <= elements:
+        step = elements // (m * n)
+        return [
+            Piece(slice(first, min(first + step, batch)), slice(0, m))
+            for first in range(0, batch, step)
+        ]
+    rows = max(1, elements // n)
+    return [
+        Piece(slice(entry, entry + 1), slice(first, min(first + rows, m)))
+        for entry in range(batch)
+        for first in range(0, m, rows)
+    ]
+
+
+def pieces_to_check(
+    shape: Sequence[int], elements: int, seed: int
+) -> tuple[list[Piece], list[Piece]]:
+    """Pieces that are compared, and those that are not.
+
+    All are compared of an output of at most so many elements; of a larger one the first, the last
+    and random others until they hold as many.
+    """
+    batch, m, n = shape
+    if batch * m * n <= elements:
+        return pieces_of(shape, PIECE_ELEMENTS), []
+    every = pieces_of(shape, min(PIECE_ELEMENTS, max(1, elements // SECTIONS)))
+    between = every[1:-1]
+    random.Random(seed).shuffle(between)
+    left = [every[0], every[-1], *between] if len(every) > 1 else every
+    count = held = 0
+    while (held < elements or count < 2) and count < len(left):
+        piece = left[count]
+        held += (piece.batch.stop - piece.batch.start) * (piece.rows.stop - piece.rows.start) * n
+        count += 1
+    return left[:count], left[count:]
+
+
+def _columns(x: QuantizedTensor, start: int, stop: int) -> Tensor:
+    """Columns of quantized data ``[rows, k]``, float64; start is a multiple of 128."""
+    scale = x.scale
+    assert scale is not None  # it was quantized
+    if x.granularity in (Granularity.GROUP, Granularity.BLOCK):
+        scale = scale[:, start // GROUP : -(-stop // GROUP)]
+    spread = numerics.spread_scale(scale, x.granularity, x.data.shape[0], stop - start)
+    return x.data[:, start:stop].to(torch.float64) * spread.to(torch.float64)
+
+
+def product_of_piece(a: Any, b: Any, piece: Piece) -> tuple[Tensor, Tensor]:
+    """Rows of ``a @ b`` and of ``|a| @ |b|`` in float64, ``[rows, n]``, added up along k.
+
+    Args:
+        a: ``[m, k]`` or ``[batch, m, k]``, or without a batch a QuantizedTensor.
+        b: ``[k, n]`` or ``[batch, k, n]``, or a transposed QuantizedTensor.
+        piece: Of the product.
+    """
+    quantized = isinstance(a, QuantizedTensor)
+    if not quantized and a.dim() == 2:
+        a, b = a[None], b[None]
+    k, n = a.shape[-1], b.shape[-1]
+    entries, rows = piece.batch.stop - piece.batch.start, piece.rows.stop - piece.rows.start
+    exact = torch.zeros((entries, rows, n), dtype=torch.float64, device=a.device)
+    magnitude = torch.zeros_like(exact)
+    step = max(GROUP, PIECE_ELEMENTS // (entries * (rows + n)) // GROUP * GROUP)
+    for start in range(0, k, step):
+        stop = min(start + step, k)
+        if quantized:
+            left = _columns(a, start, stop)[None, piece.rows]
+            right = _columns(b, start, stop).t()[None]
+        else:
+            left = a[piece.batch, piece.rows, start:stop].to(torch.float64)
+            right = b[piece.batch, start:stop].to(torch.float64)
+        exact.baddbmm_(left, right)
+        magnitude.baddbmm_(left.abs(), right.abs())
+    return exact.flatten(0, 1), magnitude.flatten(0, 1)
+
+
+def compare_bytes(
+    data: Tensor, scale: Tensor, exact_data: Tensor, exact_scale: Tensor | None
+) -> str:
+    """What differs from the exact quantization, "" if nothing does."""
+    differ = int((data.view(torch.uint8) != exact_data.view(torch.uint8)).sum())
+    if exact_scale is None or differ:
+        return f"{differ} of {data.numel()} bytes differ from the exact quantization"
+    differ = int((scale.contiguous().view(torch.int32)
+                  != exact_scale.contiguous().view(torch.int32)).sum())  # fmt: skip
+    if differ:
+        return f"{differ} of {scale.numel()} scales differ from the exact quantization"
+    return ""

@@ -1,0 +1,262 @@
+"""Suites of a user's own model, from TOML.
+
+    name = "my-model"
+    title = "layers of my model"           # default: the name of the file
+
+    [[layer]]                              # Y[m, n] = X[m, k] W[n, k]^T + bias[n]
+    m = [2048, 8192]                       # or one integer
+    n = 512
+    k = 1024
+    distribution = "X5"                    # of X; default X1
+    bias = true                            # default false
+    format = "float32"                     # of X, W and Y; default bfloat16
+    forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
+
+    [[layer]]
+    m = 27
+    n = 27
+    k = 128
+    batch = 2048                           # products at once; default 1
+    forms = ["gemm", "grad_input"]
+
+Forms are the problems a layer poses: ``gemm`` on unquantized operands, ``prepared`` with W
+quantized ahead (tensor, row and 128x128 scales), ``scaled_gemm`` on quantized operands and
+``quantize`` of X (tensor, row and 1x128 scales), and the gradients, timed on X12: ``grad_input``
+(W as stored, and prepared with row and 128x128 scales) and ``grad_weight``. The default is gemm,
+prepared and quantize; of a batch it is gemm, because no quantized form takes one. ``bias`` is of
+gemm and prepared. A scaled GEMM writes bfloat16, so a float32 layer has none.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lokakern.bench.distributions import distribution_named
+from lokakern.bench.forms import (
+    LEFT_SCALES,
+    PREPARED_BACKWARD_FORMS,
+    PREPARED_FORMS,
+    Case,
+    grad_input_cases,
+    grad_weight_case,
+    prepared_cases,
+    quantize_case,
+    scaled_gemm_cases,
+    unquantized_case,
+)
+from lokakern.bench.suites import SUITES, Suite
+from lokakern.errors import SuiteError, UnknownNameError
+from lokakern.types import Format
+
+LARGEST_FILE_BYTES = 2**20
+MOST_CASES = 100_000
+LARGEST_SIZE = 2**31 - 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")
+FILE_KEYS = ("name", "title", "layer")
+FORMATS = (Format.BFLOAT16, Format.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    m: tuple[int, ...]
+    n: int
+    k: int
+    distribution: str
+    bias: bool
+    batch: int
+    format: Format
+    forms: tuple[str, ...]
+
+
+Maker = Callable[[_Layer, int, Format], Iterator[Case]]
+
+
+def _gemm(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+    yield unquantized_case(
+        m, layer.n, layer.k, layer.distribution, layer.format, bias=layer.bias, batch=layer.batch
+    )
+
+
+def _prepared(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+    n, k, distribution = layer.n, layer.k, layer.distribution
+    return prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+
+
+def _scaled_gemm(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+    return scaled_gemm_cases(m, layer.n, layer.k, layer.distribution, fp8)
+
+
+def _quantize(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+    for granularity in LEFT_SCALES:
+        yield quantize_case(m, layer.k, granularity, layer.distribution, fp8, layer.format)
+
+
+def _grad_input(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+    return grad_input_cases(m, layer.n, layer.k, fp8, layer.format, batch=layer.batch)
+
+
+def _grad_weight(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+    yield grad_weight_case(m, layer.n, layer.k, layer.format, batch=layer.batch)
+
+
+# The cases of a form at one m, and how many they are at most.
+FORMS: dict[str, tuple[Maker, int]] = {
+    "gemm": (_gemm, 1),
+    "prepared": (_prepared, len(PREPARED_FORMS)),
+    "scaled_gemm": (_scaled_gemm, len(LEFT_SCALES)),
+    "quantize": (_quantize, len(LEFT_SCALES)),
+    "grad_input": (_grad_input, 1 + len(PREPARED_BACKWARD_FORMS)),
+    "grad_weight": (_grad_weight, 1),
+}
+DEFAULT_FORMS = ("gemm", "prepared", "quantize")
+BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
+
+
+def suite_from_file(path: str | Path) -> Suite:
+    """The suite that a TOML file describes; the module says how.
+
+    Raises:
+        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, asks for more than
+            100 000 problems, or has an entry that is unknown, missing or no such value.
+    """
+    path = Path(path)
+    table = _read(path)
+    _known(table, FILE_KEYS, f"suite {path}")
+    name = _text(table, "name", f"suite {path}")
+    if not NAME.fullmatch(name) or name in SUITES:
+        raise SuiteError(
+            f"suite {path}: name is {name!r}; expected letters, digits, blanks, dots, dashes and "
+            f"underscores, at most 100, and not {', '.join(SUITES)}"
+        )
+    title = _text(table, "title", f"suite {path}") if "title" in table else path.name
+    entries = table.get("layer")
+    if not isinstance(entries, list) or not entries:
+        raise SuiteError(f"suite {path}: found no [[layer]]; expected at least one")
+    layers = [_layer(entry, f"suite {path}, layer {i}") for i, entry in enumerate(entries, 1)]
+    count = sum(len(layer.m) * FORMS[form][1] for layer in layers for form in layer.forms)
+    if count > MOST_CASES:
+        raise SuiteError(
+            f"suite {path}: asks for {count} problems; expected at most {MOST_CASES}, fewer sizes "
+            "of m, or fewer forms"
+        )
+
+    def build(fp8: Format) -> Iterator[Case]:
+        for layer in layers:
+            for m in layer.m:
+                for form in layer.forms:
+                    yield from FORMS[form][0](layer, m, fp8)
+
+    return Suite(name, title, build)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SuiteError(f"suite {path}: cannot be read: {reason}") from None
+    if len(data) > LARGEST_FILE_BYTES:
+        raise SuiteError(f"suite {path}: is larger than {LARGEST_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # both decoders' errors; too many brackets
+        raise SuiteError(f"suite {path}: is not TOML: {error}") from None
+
+
+def _known(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    unknown = sorted(table.keys() - set(keys))
+    if unknown:
+        raise SuiteError(f"{where}: has no entry {unknown[0]!r}; expected one of {', '.join(keys)}")
+
+
+def _text(table: dict[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        found = "missing" if value is None else _shown(value)
+        raise SuiteError(f"{where}: {key} is {found}; expected a line of text")
+    return value
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _size(value: object, key: str, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        found = "missing" if value is None else _shown(value)
+        raise SuiteError(f"{where}: {key} is {found}; expected an integer from 1 to {LARGEST_SIZE}")
+    return value
+
+
+LAYER_KEYS = ("m", "n", "k", "distribution", "bias", "batch", "format", "forms")
+
+
+def _layer(entry: object, where: str) -> _Layer:
+    if not isinstance(entry, dict):
+        raise SuiteError(f"{where}: is {_shown(entry)}; expected a table, [[layer]]")
+    _known(entry, LAYER_KEYS, where)
+    given = entry.get("m")
+    many = given if isinstance(given, list) else [given]
+    if not many:
+        raise SuiteError(f"{where}: m is empty; expected one integer or more")
+    batch = _size(entry.get("batch", 1), "batch", where)
+    bias = entry.get("bias", False)
+    if not isinstance(bias, bool):
+        raise SuiteError(f"{where}: bias is {_shown(bias)}; expected true or false")
+    form = entry.get("format", Format.BFLOAT16.value)
+    if form not in [known.value for known in FORMATS]:
+        known = ", ".join(known.value for known in FORMATS)
+        raise SuiteError(f"{where}: format is {_shown(form)}; expected one of {known}")
+    return _Layer(
+        m=tuple(dict.fromkeys(_size(size, "m", where) for size in many)),
+        n=_size(entry.get("n"), "n", where),
+        k=_size(entry.get("k"), "k", where),
+        distribution=_distribution(entry.get("distribution", "X1"), where),
+        bias=bias,
+        batch=batch,
+        format=Format(form),
+        forms=_forms(entry, batch, Format(form), where),
+    )
+
+
+def _distribution(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise SuiteError(f"{where}: distribution is {_shown(value)}; expected a name such as X1")
+    try:
+        return distribution_named(value).name
+    except UnknownNameError as error:
+        raise SuiteError(f"{where}: {error}") from None
+
+
+def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple[str, ...]:
+    default = DEFAULT_FORMS if batch == 1 else ("gemm",)
+    forms = entry.get("forms", list(default))
+    if not isinstance(forms, list) or not forms:
+        raise SuiteError(f"{where}: forms is {_shown(forms)}; expected a list of {_words(FORMS)}")
+    for name in forms:
+        if not isinstance(name, str) or name not in FORMS:
+            raise SuiteError(
+                f"{where}: forms holds {_shown(name)}; expected some of {_words(FORMS)}"
+            )
+        if batch != 1 and name not in BATCHED_FORMS:
+            raise SuiteError(
+                f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
+                f"{_words(BATCHED_FORMS)}"
+            )
+        if form is Format.FLOAT32 and name == "scaled_gemm":
+            raise SuiteError(f"{where}: form {name!r} writes bfloat16; leave it out of float32")
+    return tuple(dict.fromkeys(forms))
+
+
+def _words(names: Any) -> str:
+    return ", ".join(names)

@@ -1,0 +1,64 @@
+"""Problems as callers ask for them, and as their errors are stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lokakern.bench.forms import grad_input_cases, grad_weight_case
+from lokakern.errors import ShapeError
+from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
+from lokakern.registry.identity import problem_key
+from lokakern.types import Format, Granularity, Layout, Operand
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.0, "2", None, True, [2]])
+def test_a_batch_is_an_integer_of_at_least_one(batch: Any) -> None:
+    with pytest.raises(ShapeError, match="expected an integer >= 1"):
+        make_problem("gemm", (8, 8, 8), batch=batch)
+
+
+def test_a_batch_is_part_of_a_problem() -> None:
+    one, many = (make_problem("gemm", (64, 32, 16), batch=batch) for batch in (1, 3))
+    assert one == make_problem("gemm", (64, 32, 16))
+    assert problem_key(one) == problem_key(make_problem("gemm", (64, 32, 16)))
+    assert problem_key(one) != problem_key(many)
+    assert many.bytes_moved == 3 * one.bytes_moved == 3 * 2 * (64 * 16 + 32 * 16 + 64 * 32)
+    assert many.flops == 3 * one.flops == 3 * 2 * 64 * 32 * 16
+    assert "batch=3" in str(many)
+
+
+def test_a_transposed_left_operand_says_nothing_of_the_right_one() -> None:
+    a = Operand(Format.BFLOAT16, layout=Layout.COLUMN, alignment=16)
+    problem = make_problem("gemm", (64, 32, 13), a=a)
+    assert (problem.b and problem.b.alignment) == 2
+    assert (problem.b and problem.b.layout) is Layout.COLUMN
+
+
+def test_errors_of_a_batch_are_those_of_one_product() -> None:
+    many = make_problem("gemm", (64, 32, 16), batch=3)
+    for granularity in (Granularity.NONE, Granularity.ROW, Granularity.GROUP):
+        assert accuracy_problem(many, granularity) == accuracy_problem(
+            make_problem("gemm", (64, 32, 16)), granularity
+        )
+    assert accuracy_problem(many, Granularity.TENSOR).batch == 3
+
+
+def test_errors_of_gradients_of_inputs_are_those_of_any_gemm() -> None:
+    for case in grad_input_cases(4096, 48, 40, Format.E4M3FN):
+        assert accuracy_problem(case.problem, Granularity.ROW) == make_problem(
+            "gemm", (2048, 40, 48)
+        )
+
+
+def test_errors_of_gradients_of_weights_are_measured_as_they_lie() -> None:
+    problem = grad_weight_case(4096, 39, 13, batch=2).problem
+    assert sums_over_samples(problem)
+    asked = accuracy_problem(problem, Granularity.ROW)
+    assert sums_over_samples(asked)
+    assert (asked.shape, asked.batch) == ((39, 13, 4096), 1)
+    assert asked.a.alignment == (asked.b and asked.b.alignment) == 16
+    assert accuracy_problem(replace(problem, epilogue="bias"), Granularity.ROW) == asked
+    assert accuracy_problem(asked, Granularity.ROW) == asked
