@@ -157,5 +157,5 @@ class TestResultRecord:
 
 
 def canonical_seeds(seeds: Iterable[int]) -> str:
-    """One text for equal sets of seeds: ascending, such as "0,7"; "none" for no seed."""
+    """One text for equal sets of seeds: ascending, such as "0,7"; "none" where nothing is drawn."""
     return ",".join(map(str, sorted(set(seeds)))) or "none"

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -238,6 +239,7 @@ class Evidence:
     def _write(self) -> None:
         from lokakern import device
         from lokakern.errors import DatabaseError
+        from lokakern.registry.records import now_utc_ms
         from lokakern.registry.register import KERNELS, load_kernels
         from lokakern.registry.store import RunFile
 
@@ -261,7 +263,7 @@ class Evidence:
                     for subject, record in results.items():
                         run.add_test_result(
                             KERNELS[subject.kernel], architecture, subject.suite, environment,
-                            record,
+                            replace(record, measured_utc_ms=now_utc_ms()),
                         )  # fmt: skip
         except DatabaseError as error:
             pytest.exit(f"--evidence: {error}", returncode=3)

@@ -136,7 +136,7 @@ def test_list_kernels(command: Command, measured: str) -> None:
     assert ("triton.quantize_row", here.architecture) not in states
 
 
-def test_list_kernels_is_read_by_a_person_in_100_columns(command: Command, measured: str) -> None:
+def test_a_table_of_kernels_fits_100_columns() -> None:
     rows = listing.rows_of("kernels", brief=True)
     assert {column for row in rows for column in row} == {
         "kernel", "state", "architectures", "why"
