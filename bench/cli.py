@@ -434,7 +434,7 @@ def list_(
     from lokakern.bench import listing, report
 
     with _reading(db):
-        rows = listing.rows_of(what.value)
+        rows = listing.rows_of(what.value, brief=how is OutputFormat.TABLE and not as_json)
     report.print_rows(rows, "json" if as_json else how.value)
 
 

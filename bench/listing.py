@@ -8,58 +8,63 @@ from lokakern import selection
 from lokakern.bench.distributions import DISTRIBUTIONS
 from lokakern.bench.suites import SUITES
 from lokakern.device import current_device, current_environment
+from lokakern.registry.coverage import coverage_of
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.store import shipped_databases, user_database
 
 Row = dict[str, Any]
 
 
-def rows_of(what: str) -> list[Row]:
-    """Rows of a listing: "kernels", "suites", "distributions" or "device"."""
-    return {
+# What fits a terminal of 100 columns; names of kernels tell the rest.
+BRIEF = {"kernels": ("kernel", "state", "architectures", "why")}
+
+
+def rows_of(what: str, *, brief: bool = False) -> list[Row]:
+    """Rows of a listing.
+
+    Args:
+        what: "kernels", "suites", "distributions" or "device".
+        brief: Only the columns that a person needs in a table.
+    """
+    rows = {
         "kernels": _kernels,
         "suites": _suites,
         "distributions": _distributions,
         "device": _device,
     }[what]()
+    if brief and what in BRIEF:
+        return [{column: row[column] for column in BRIEF[what]} for row in rows]
+    return rows
 
 
 def _kernels() -> list[Row]:
+    """A row for each kernel and what is known of it alike, with the architectures of that."""
     unavailable = load_kernels()
-    facts = selection.snapshot()
-    measured: dict[tuple[str, str], set[str]] = {}
-    for name, digest, product in facts.measured_kernels():
-        measured.setdefault((name, digest), set()).add(product)
-    stale: dict[str, set[str]] = {}
-    for (name, digest), products in measured.items():
-        if name in KERNELS and digest != KERNELS[name].digest:
-            stale.setdefault(name, set()).update(products)
-    rows = []
-    for name, kernel in sorted(KERNELS.items()):
-        on = measured.get((name, kernel.digest), set())
-        words = [f"measured on {product}" for product in sorted(on)]
-        words += [f"stale on {product}" for product in sorted(stale.get(name, set()) - on)]
-        words += [f"compile only on {a}: {why}" for a, why in sorted(kernel.compile_only.items())]
-        words += [f"unmeasured on {a}: {why}" for a, why in sorted(kernel.unmeasured.items())]
-        rows.append(
-            {
-                "kernel": name,
-                "op": kernel.op,
-                "scales": kernel.granularity.value,
-                "accumulation": kernel.accumulation,
-                "architectures": ", ".join(sorted(kernel.architectures)),
-                "evidence": "; ".join(words) or "unmeasured",
-            }
-        )
+    kernels = [kernel for _, kernel in sorted(KERNELS.items())]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for found in coverage_of(selection.snapshot(), kernels):
+        alike.setdefault((found.kernel, found.state, found.why), []).append(found.architecture)
+    rows = [
+        {
+            "kernel": name,
+            "op": KERNELS[name].op,
+            "scales": KERNELS[name].granularity.value,
+            "accumulation": KERNELS[name].accumulation,
+            "state": state,
+            "architectures": ", ".join(architectures),
+            "why": why,
+        }
+        for (name, state, why), architectures in alike.items()
+    ]
     for module, why in unavailable.items():
+        unknown = dict.fromkeys(("op", "scales", "accumulation"), "-")
         rows.append(
             {
                 "kernel": f"({module})",
-                "op": "-",
-                "scales": "-",
-                "accumulation": "-",
+                **unknown,
+                "state": "unavailable",
                 "architectures": "-",
-                "evidence": f"cannot be imported here: {why}",
+                "why": f"cannot be imported here: {why}",
             }
         )
     return rows

@@ -21,11 +21,12 @@ Row = dict[str, Value]
 # field is left out of the hash, so the keys of older rows stay. Version 1 fields are never here.
 ADDED_LATER: dict[str, dict[str, str | int]] = {}
 
-TIMING_IDENTITY = (
-    "run", "kernel", "problem", "distribution", "device", "environment", "regime"
-)  # fmt: skip
-# One run is one process on one machine, so its environment is part of no accuracy's identity.
-ACCURACY_IDENTITY = ("run", "kernel", "problem", "distribution", "architecture", "seed")
+# One run is one process on one machine, so its environment need be part of no identity.
+FACT_IDENTITY: dict[str, tuple[str, ...]] = {
+    "timing": ("run", "kernel", "problem", "distribution", "device", "environment", "regime"),
+    "accuracy": ("run", "kernel", "problem", "distribution", "architecture", "seed"),
+    "test_result": ("run", "kernel", "architecture", "suite"),
+}
 
 
 def key_of(table: str, identity: Mapping[str, Value]) -> str:
@@ -55,10 +56,8 @@ def row_key(table: str, row: Mapping[str, Value]) -> str:
         if not isinstance(key, str) or not re.fullmatch(r"[0-9a-f]{32}", key):
             raise DatabaseError(f"run {key!r} is not a UUID in hex")
         return key
-    if table == "timing":
-        return key_of(table, {name: row[name] for name in TIMING_IDENTITY})
-    if table == "accuracy":
-        return key_of(table, {name: row[name] for name in ACCURACY_IDENTITY})
+    if table in FACT_IDENTITY:
+        return key_of(table, {name: row[name] for name in FACT_IDENTITY[table]})
     return key_of(table, {name: value for name, value in row.items() if name != "key"})
 
 

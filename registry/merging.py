@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Insert, Table, insert, select
+from sqlalchemy import Connection, Engine, Insert, Table, insert, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -30,7 +30,7 @@ from lokakern.registry.reader import (
     shown,
     translate,
 )
-from lokakern.registry.tables import COLUMNS, DIMENSIONS, TABLES, Base
+from lokakern.registry.tables import COLUMNS, DIMENSIONS, SCHEMA_VERSION, TABLES, Base
 from lokakern.registry.writer import locked, replace_file
 
 
@@ -142,9 +142,15 @@ def insert_missing(engine: Engine, rows: Rows) -> MergeReport:
     url = shown(engine.url)
     try:
         with suppress(SQLAlchemyError), engine.begin() as connection:  # another may make them
-            Base.metadata.create_all(connection)
+            if not inspect(connection).has_table("run"):  # else they may be of an older version
+                Base.metadata.create_all(connection)
         with engine.begin() as connection:
-            check_server(connection)
+            version = check_server(connection)
+            if version != SCHEMA_VERSION:
+                raise DatabaseError(
+                    f"database {url} has schema version {version}; merges write version "
+                    f"{SCHEMA_VERSION}; merge it into a new database"
+                )
             ids: dict[str, dict[str, int]] = {}
             added = {}
             for name in TABLES:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from lokakern.registry.tables import (
     DIMENSIONS,
     FACTS,
     REFERENCES,
-    SCHEMA_COMMENT,
     SCHEMA_VERSION,
     TABLES,
+    schema_comment,
     sqlite_statements,
+    tables_of,
 )
 
 # Every row of a database: by table, tuples in the order of `tables.COLUMNS`, references as keys.
@@ -168,16 +169,21 @@ Schema = dict[str, tuple[object, ...]]
 def _check_schema(path: Path, connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
-    found, expected = _schema(driver), _expected_schema()
+    version = _version(connection)
+    found, expected = _schema(driver), _expected_schema(version)
     if found == expected:
         return
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):
             raise DatabaseError(
-                f"database {shown(path)} does not have the schema of version {SCHEMA_VERSION}: "
+                f"database {shown(path)} does not have the schema of version {version}: "
                 f"{name} is {found.get(name, 'missing')}; expected "
                 f"{expected.get(name, 'nothing of that name')}; {_REMAKE}"
             )
+
+
+def _version(connection: Connection) -> int:
+    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
 
 def _schema(connection: sqlite3.Connection) -> Schema:
@@ -198,23 +204,32 @@ def _schema(connection: sqlite3.Connection) -> Schema:
 
 
 @functools.cache
-def _expected_schema() -> Schema:
+def _expected_schema(version: int) -> Schema:
     with closing(sqlite3.connect(":memory:")) as connection:
-        for statement in sqlite_statements():
+        for statement in sqlite_statements(version):
             connection.execute(statement)
         return _schema(connection)
 
 
-def _read_version_1(connection: Connection) -> Rows:
-    rows: Rows = {}
+def _read_tables(connection: Connection, names: Collection[str]) -> Rows:
+    rows: Rows = {name: [] for name in TABLES}  # none of a table that came later
     keys: dict[str, dict[Any, Any]] = {}
     for name in DIMENSIONS:
         found = _all_rows(connection, name, "id")
         keys[name] = {row[0]: row[1] for row in found}
         rows[name] = [row[1:] for row in found]
     for name in FACTS:
-        rows[name] = translate(name, _all_rows(connection, name), keys)
+        if name in names:
+            rows[name] = translate(name, _all_rows(connection, name), keys)
     return rows
+
+
+def _read_version_1(connection: Connection) -> Rows:
+    return _read_tables(connection, tables_of(1))
+
+
+def _read_version_2(connection: Connection) -> Rows:
+    return _read_tables(connection, tables_of(2))
 
 
 def _all_rows(connection: Connection, name: str, *more: str) -> list[tuple[Any, ...]]:
@@ -246,7 +261,7 @@ def translate(
 
 
 # One reader for each released schema version; all return rows of the present one.
-READERS: dict[int, Callable[[Connection], Rows]] = {1: _read_version_1}
+READERS: dict[int, Callable[[Connection], Rows]] = {1: _read_version_1, 2: _read_version_2}
 
 
 def read_rows(source: Source) -> Rows:
@@ -258,13 +273,12 @@ def read_rows(source: Source) -> Rows:
     found = resolve(source)
     if isinstance(found, Path):
         with open_readonly(found) as connection:
-            version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-            return _read_with(READERS[version], found, connection)
+            return _read_with(READERS[_version(connection)], found, connection)
     engine = open_server(found)
     try:
         with engine.connect() as connection:
-            check_server(connection)
-            return _read_with(_read_version_1, found, connection)
+            version = check_server(connection)
+            return _read_with(READERS[version], found, connection)
     except SQLAlchemyError as error:
         raise DatabaseError(f"database {shown(found)} cannot be read: {short(error)}") from error
     finally:
@@ -295,27 +309,39 @@ def open_server(url: URL) -> Engine:
         ) from error
 
 
-def check_server(connection: Connection) -> None:
-    """See that a server holds our tables, in the present schema version.
+def check_server(connection: Connection) -> int:
+    """See that a server holds our tables, in a schema version that is read here.
+
+    Returns:
+        The schema version.
 
     Raises:
         DatabaseError: It does not.
     """
     inspector = sqlalchemy.inspect(connection)
     url = shown(connection.engine.url)
-    for name, columns in COLUMNS.items():
+
+    def comment_of(name: str) -> str | None:
         if not inspector.has_table(name):
             raise DatabaseError(f"database {url} has no table {name!r}; merge into it first")
-        commented = connection.dialect.supports_comments
-        comment = inspector.get_table_comment(name)["text"] if commented else SCHEMA_COMMENT
+        if not connection.dialect.supports_comments:
+            return schema_comment(SCHEMA_VERSION)
+        return inspector.get_table_comment(name)["text"]
+
+    versions: dict[str | None, int] = {schema_comment(version): version for version in READERS}
+    version = versions.get(comment_of("run"), SCHEMA_VERSION)  # if it is none, the loop refuses
+    expected = schema_comment(version)
+    for name in tables_of(version):
+        comment, columns = comment_of(name), COLUMNS[name]
         known = (column["name"] for column in inspector.get_columns(name))
         found = tuple(column for column in known if column != "id")
-        if comment != SCHEMA_COMMENT or found != columns:
+        if comment != expected or found != columns:
             raise DatabaseError(
                 f"database {url}: table {name!r} is marked {comment!r} with columns "
-                f"{', '.join(found)}; expected {SCHEMA_COMMENT!r} with {', '.join(columns)}; use "
+                f"{', '.join(found)}; expected {expected!r} with {', '.join(columns)}; use "
                 "another database, or another schema of it"
             )
+    return version
 
 
 def is_there(source: Source) -> bool:
@@ -338,7 +364,10 @@ def is_there(source: Source) -> bool:
 
 
 def rows_digest(rows: Rows) -> str:
-    """SHA-256, in hex, of rows sorted by key: equal content, equal digest, whatever the file."""
+    """SHA-256, in hex, of rows sorted by key: equal content, equal digest, whatever the file.
+
+    The rows are those of the present schema version, whichever version the file has.
+    """
     digest = hashlib.sha256(f"lokakern {SCHEMA_VERSION}\n".encode())
     for name in sorted(rows):
         digest.update(f"{name}\n".encode())

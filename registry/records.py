@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from lokakern.errors import DatabaseError
 
@@ -130,3 +130,32 @@ class AccuracyRecord:
     saturated_share: float | None = None
     operand_digest: str = "unknown"
     measured_utc_ms: int = field(default_factory=now_utc_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestResultRecord:
+    """How the tests of one module ended for a kernel on a GPU.
+
+    ``seeds`` is text of `canonical_seeds`; ``reason`` is "" where the status is "ok".
+    """
+
+    __test__: ClassVar[bool] = False  # pytest takes every other class of such a name for tests
+
+    seeds: str
+    passed_count: int
+    failed_count: int
+    skipped_count: int
+    reason: str = ""
+    measured_utc_ms: int = field(default_factory=now_utc_ms)
+
+    @property
+    def status(self) -> str:
+        """What the counts say: "ok", "failed", or "nothing" where no test ran to its end."""
+        if self.failed_count:
+            return "failed"
+        return "ok" if self.passed_count else "nothing"
+
+
+def canonical_seeds(seeds: Iterable[int]) -> str:
+    """One text for equal sets of seeds: ascending, such as "0,7"; "none" where nothing is drawn."""
+    return ",".join(map(str, sorted(set(seeds)))) or "none"

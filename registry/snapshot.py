@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -18,69 +17,21 @@ from typing import Any
 
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry import identity
+from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.identity import family_key
-from lokakern.registry.records import DistributionRow, KernelRow
-from lokakern.types import Device, Environment, Problem
+from lokakern.registry.records import DistributionRow
+from lokakern.types import Device, Environment
 
-__all__ = ["AccuracyCell", "Snapshot", "TimingCell", "family_key", "load_snapshot"]
+__all__ = [
+    "AccuracyCell",
+    "Snapshot",
+    "TestResultCell",
+    "TimingCell",
+    "family_key",
+    "load_snapshot",
+]
 
 Tuples = list[tuple[Any, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class TimingCell:
-    """One timing. Metrics are NaN where the status is not "ok" and nothing was measured.
-
-    ``environment`` and ``run`` are keys, ``started_utc_ms`` is when the run began.
-    """
-
-    kernel: KernelRow
-    problem: Problem
-    distribution: str
-    environment: str
-    grade: str
-    status: str
-    reason: str
-    latency_us_p20: float
-    latency_us_p50: float
-    latency_us_p80: float
-    replay_count: int
-    kernel_err: float
-    run: str
-    started_utc_ms: int
-    measured_utc_ms: int
-
-    @property
-    def m(self) -> int:
-        """Rows of a."""
-        return self.problem.m
-
-
-@dataclass(frozen=True, slots=True)
-class AccuracyCell:
-    """One accuracy: the upper limits a budget is compared with, NaN where nothing was measured.
-
-    ``environment`` and ``run`` are keys; ``parameters`` are the distribution's, canonical JSON.
-    """
-
-    kernel: KernelRow
-    distribution: str
-    parameters: str
-    realistic: bool
-    environment: str
-    grade: str
-    seed: int
-    status: str
-    reason: str
-    row_err_upper: float
-    row_p99_upper: float
-    rel_err_upper: float
-    mean_rel_err_upper: float
-    mean_shift_upper: float
-    kernel_err: float
-    run: str
-    started_utc_ms: int
-    measured_utc_ms: int
 
 
 _UPPERS = (
@@ -227,19 +178,39 @@ class Snapshot:
         b_granularity: str,
         accumulation: str,
     ) -> list[AccuracyCell]:
-        """Accuracies of all kernels of a numerics class at a problem."""
-        found = []
-        for row in self._rows.get("accuracy", ()):
-            d = dict(zip(self._columns["accuracy"], row, strict=True))
-            if d["architecture"] == architecture and d["problem"] == problem_key:
-                c = self._accuracy_cell(row)
-                if (c.kernel.granularity, c.kernel.b_granularity, c.kernel.accumulation) == (
-                    granularity,
-                    b_granularity,
-                    accumulation,
-                ):
-                    found.append(c)
-        return found
+        """Accuracies at a problem of all kernels that scale and accumulate alike.
+
+        By distribution, run, seed and kernel. The arguments after `problem_key` are fields of
+        `KernelRow`.
+        """
+        asked = (architecture, problem_key, granularity, b_granularity, accumulation)
+        return sorted(
+            map(self._accuracy_cell, self._accuracy_class_index.get(asked, ())),
+            key=lambda c: (
+                c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters,
+                c.kernel.name, c.kernel.digest,
+            ),
+        )  # fmt: skip
+
+    @cached_property
+    def test_results(self) -> list[TestResultCell]:
+        """How tests of kernels ended, by kernel, architecture, suite and time."""
+        return sorted(
+            map(self._test_result_cell, self._rows.get("test_result", ())),
+            key=lambda c: (
+                c.kernel.name, c.architecture, c.suite, c.started_utc_ms, c.measured_utc_ms, c.run,
+                c.kernel.digest,
+            ),
+        )  # fmt: skip
+
+    def timing_outcomes(self) -> set[tuple[str, str, Device, str, str]]:
+        """How timings ended: kernel name, its digest, device, status and reason."""
+        found = {*self._picked("timing", ("kernel", "device", "status", "reason"))}
+        name_of, digest_of = self._column("kernel", "name"), self._column("kernel", "digest")
+        return {
+            (name_of[kernel], digest_of[kernel], self._device(device), status, reason)
+            for kernel, device, status, reason in found
+        }
 
     def measured_kernels(self) -> set[tuple[str, str, str]]:
         """Kernels with a timing that is "ok": name, digest, and product it was measured on."""
@@ -370,6 +341,19 @@ class Snapshot:
             index.setdefault((architecture, name_of[kernel], problem), []).append(row)
         return index
 
+    @cached_property
+    def _accuracy_class_index(self) -> dict[tuple[str, ...], Tuples]:
+        alike = ("granularity", "b_granularity", "accumulation")
+        pick = itemgetter(*(self._place["kernel"][column] for column in alike))
+        class_of = {key: pick(row) for key, row in self._by_key["kernel"].items()}
+        index: dict[tuple[str, ...], Tuples] = {}
+        picked = self._picked("accuracy", ("architecture", "problem", "kernel"))
+        for (architecture, problem, kernel), row in zip(
+            picked, self._rows.get("accuracy", ()), strict=True
+        ):
+            index.setdefault((architecture, problem, *class_of[kernel]), []).append(row)
+        return index
+
     def _picked(self, name: str, columns: Iterable[str]) -> Iterator[tuple[Any, ...]]:
         places = self._place[name]
         return map(itemgetter(*(places[column] for column in columns)), self._rows.get(name, ()))
@@ -435,6 +419,13 @@ class Snapshot:
             started_utc_ms=run["started_utc_ms"],
             measured_utc_ms=row["measured_utc_ms"],
         )
+
+    def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
+        row = dict(zip(self._columns["test_result"], values, strict=True))
+        run = self._dimension("run", row["run"], dict)
+        kernel = self._dimension("kernel", row["kernel"], identity.kernel_from_row)
+        kept = {name: value for name, value in row.items() if name not in ("key", "kernel")}
+        return TestResultCell(kernel=kernel, started_utc_ms=run["started_utc_ms"], **kept)
 
 
 def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:

@@ -45,6 +45,7 @@ from lokakern.registry.records import (
     AccuracyRecord,
     DistributionRow,
     KernelRow,
+    TestResultRecord,
     TimingRecord,
     now_utc_ms,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "KernelRow",
     "MergeReport",
     "RunFile",
+    "TestResultRecord",
     "TimingRecord",
     "collect_runs",
     "database_digest",
@@ -219,6 +221,37 @@ class RunFile:
         row |= {name: getattr(record, name) for name in record.__slots__ if name != "errors"}
         return self._add("accuracy", parts, {**row, "architecture": architecture})
 
+    def add_test_result(
+        self,
+        kernel: Kernel | KernelRow,
+        architecture: str,
+        suite: str,
+        environment: Environment,
+        record: TestResultRecord,
+    ) -> str:
+        """Write how a kernel's tests ended; committed when this returns.
+
+        Args:
+            kernel: What was tested.
+            architecture: Of the GPU it ran on.
+            suite: Name of the test module, such as "tests/test_kernels.py".
+            environment: Software and power limit.
+            record: The outcome.
+
+        Returns:
+            The row's key.
+
+        Raises:
+            DatabaseError: A value is impossible, or this run has tested the same already.
+        """
+        parts = {
+            "kernel": _kernel_part(kernel),
+            "environment": identity.environment_row(environment),
+        }
+        row: dict[str, Any] = {name: part["key"] for name, part in parts.items()}
+        row |= {"architecture": architecture, "suite": suite, "status": record.status}
+        return self._add("test_result", parts, {**row, **asdict(record)})
+
     def _add(self, name: str, parts: Mapping[str, identity.Row], row: dict[str, Any]) -> str:
         if os.getpid() != self._process:
             raise DatabaseError(
@@ -286,13 +319,17 @@ def _parts(
     distribution: DistributionRow,
     environment: Environment,
 ) -> dict[str, identity.Row]:
-    known = kernel if isinstance(kernel, KernelRow) else KernelRow.of(kernel)
     return {
-        "kernel": identity.kernel_row(known),
+        "kernel": _kernel_part(kernel),
         "problem": identity.problem_row(problem),
         "distribution": identity.distribution_row(distribution),
         "environment": identity.environment_row(environment),
     }
+
+
+def _kernel_part(kernel: Kernel | KernelRow) -> identity.Row:
+    known = kernel if isinstance(kernel, KernelRow) else KernelRow.of(kernel)
+    return identity.kernel_row(known)
 
 
 def _delete_run(path: Path) -> None:

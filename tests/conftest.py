@@ -1,15 +1,27 @@
-"""What all tests share: the marker ``gpu``, strict skips, and a database of their own."""
+"""What all tests share: the marker ``gpu``, strict skips, a database of their own, ``--evidence``.
+
+With ``--evidence FILE`` a run on a GPU leaves a row in FILE for each kernel and test module: how
+many of the module's tests that take the kernel as ``name`` passed, failed and were skipped there.
+Tests on the CPU leave none. A module says with ``SEEDS`` what its tests draw from.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shlex
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+
+if TYPE_CHECKING:
+    from lokakern.registry.records import TestResultRecord
 
 NEEDS_A_GPU = "needs a GPU"
 # Before torch is imported: as many threads in all as there are cores.
@@ -19,18 +31,29 @@ if _PROCESSES > 1:
 _FOLDER = pytest.StashKey[Path]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--evidence", metavar="FILE", help="database that gets this GPU run's result of each kernel"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"gpu: {NEEDS_A_GPU}; skipped where there is none")
     folder = Path(tempfile.mkdtemp(prefix="lokakern-tests-"))
     config.stash[_FOLDER] = folder
     os.environ["LOKAKERN_DB"] = str(folder / "user.sqlite")  # never the user's
+    if config.getoption("evidence") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Evidence(config))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_FOLDER], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take tests away: `of` counts them all
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("evidence"):
+        _name_subjects(items)
     for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpus:
         return
@@ -39,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in for_gpus:
             item.add_marker(pytest.mark.skip(reason=NEEDS_A_GPU), append=False)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seeds = _seeds_of(item)
+    if seeds:
+        import torch
+
+        torch.manual_seed(seeds[0])  # the same values whatever ran before, in whichever process
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,3 +100,177 @@ def _fail_a_silent_skip(report: Any) -> None:
             f"{report.nodeid} was skipped because {reason!r}; LOKAKERN_STRICT=1 accepts "
             f"{NEEDS_A_GPU!r} only"
         )
+
+
+# --- evidence: what a run on a GPU leaves in a database
+
+_SUBJECT = "lokakern_subject"  # the property by which a report says what it is evidence of
+
+
+class Subject(NamedTuple):
+    """What a test is evidence of: a kernel as it is now, one of `of` tests of a module."""
+
+    kernel: str
+    digest: str
+    suite: str
+    seeds: str
+    of: int
+
+
+def _seeds_of(item: pytest.Item) -> Sequence[int] | None:
+    seeds: Sequence[int] | None = getattr(getattr(item, "module", None), "SEEDS", None)
+    return seeds
+
+
+def _name_subjects(items: Iterable[pytest.Item]) -> None:
+    from lokakern.registry.records import canonical_seeds
+    from lokakern.registry.register import KERNELS, load_kernels
+
+    load_kernels()
+    found = []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        name, where = parameters.get("name"), parameters.get("where")
+        on_gpu = where == "cuda" or (where is None and item.get_closest_marker("gpu"))
+        if on_gpu and isinstance(name, str) and name in KERNELS:
+            found.append((item, name, item.nodeid.split("::")[0]))
+    counts = Counter((name, suite) for _, name, suite in found)
+    for item, name, suite in found:
+        known = _seeds_of(item)
+        seeds = "unknown" if known is None else canonical_seeds(known)
+        subject = Subject(name, KERNELS[name].digest, suite, seeds, counts[name, suite])
+        item.user_properties.append((_SUBJECT, list(subject)))  # a list goes between processes
+
+
+def results_of(
+    reports: Iterable[pytest.TestReport], root: Path
+) -> dict[Subject, TestResultRecord | None]:
+    """How the tests of each subject ended; None where not all of them ran to their end."""
+    from lokakern.registry.records import TestResultRecord
+
+    tests: dict[Subject, dict[str, list[pytest.TestReport]]] = {}
+    for report in reports:
+        for name, value in report.user_properties:
+            if name == _SUBJECT:
+                by_test = tests.setdefault(Subject(*value), {})
+                by_test.setdefault(report.nodeid, []).append(report)
+    results: dict[Subject, TestResultRecord | None] = {}
+    for subject, by_test in tests.items():
+        ended = [phases for phases in by_test.values() if phases[-1].when == "teardown"]
+        if len(ended) < subject.of:  # chosen by -k, or its process died
+            results[subject] = None
+            continue
+        failed = [next((r for r in phases if r.failed), None) for phases in ended]
+        skipped = [next((r for r in phases if r.skipped), None) for phases in ended]
+        failures = [report for report in failed if report]
+        skips = [s for s, f in zip(skipped, failed, strict=True) if s and not f]
+        passed_count = len(ended) - len(failures) - len(skips)
+        reasons = failures or ([] if passed_count else skips)
+        results[subject] = TestResultRecord(
+            seeds=subject.seeds,
+            passed_count=passed_count,
+            failed_count=len(failures),
+            skipped_count=len(skips),
+            reason=_line_of(reasons[0], root) if reasons else "",
+        )
+    return results
+
+
+def _line_of(report: pytest.TestReport, root: Path) -> str:
+    """Which test, and the line that says why; no paths of this machine."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        why = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"
+    else:
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    first = (why.splitlines() or [""])[0]
+    return f"{report.nodeid}: {first}".replace(str(root), ".")
+
+
+def portable_command(arguments: Iterable[str], root: Path) -> str:
+    """The command again, without ``--evidence`` and paths of this machine."""
+    words = ["pytest"]
+    skip = False
+    for word in arguments:
+        option, equals, value = word.rpartition("=")
+        if not skip and word != "--evidence" and option != "--evidence":
+            path = Path(value)
+            if path.is_absolute():
+                value = str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+            words.append(f"{option}{equals}{value}")
+        skip = word == "--evidence"
+    return shlex.join(words)
+
+
+class Evidence:
+    """Collects reports, where they come together, and writes them as rows in the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        import torch
+
+        from lokakern.errors import DatabaseError
+        from lokakern.registry.store import database_digest
+
+        self._root = config.rootpath
+        self._file = config.invocation_params.dir / Path(config.getoption("evidence"))
+        self._command = portable_command(config.invocation_params.args, self._root)
+        self._reports: list[pytest.TestReport] = []
+        self._summary = "nothing written: the session did not end by itself"
+        if not torch.cuda.is_available():
+            raise pytest.UsageError(f"--evidence {NEEDS_A_GPU}; tests on a CPU leave no rows")
+        if config.getoption("lf", False) or any("::" in word for word in config.args):
+            raise pytest.UsageError(
+                "--evidence counts all tests of a module; leave out --lf, and names of tests"
+            )
+        if self._file.exists():
+            try:
+                database_digest(self._file)
+            except DatabaseError as error:  # now, rather than after all tests
+                raise pytest.UsageError(f"--evidence: {error}") from error
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if ended and not session.shouldstop and not session.shouldfail:
+            self._write()
+
+    def _write(self) -> None:
+        from lokakern import device
+        from lokakern.errors import DatabaseError
+        from lokakern.registry.records import now_utc_ms
+        from lokakern.registry.register import KERNELS, load_kernels
+        from lokakern.registry.store import RunFile
+
+        load_kernels()
+        known = results_of(self._reports, self._root)
+        results = {subject: record for subject, record in known.items() if record is not None}
+        changed = {s.kernel for s in results if KERNELS[s.kernel].digest != s.digest}
+        if changed:
+            pytest.exit(f"--evidence: {', '.join(changed)} changed while tested", returncode=3)
+        architecture = device.current_device("cuda").architecture
+        environment = device.current_environment("cuda")
+        digest = hashlib.sha256()
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+        try:
+            if results:
+                with RunFile.create(
+                    self._file, suite="tests", command=self._command,
+                    harness_digest=digest.hexdigest(),
+                ) as run:  # fmt: skip
+                    for subject, record in results.items():
+                        run.add_test_result(
+                            KERNELS[subject.kernel], architecture, subject.suite, environment,
+                            replace(record, measured_utc_ms=now_utc_ms()),
+                        )  # fmt: skip
+        except DatabaseError as error:
+            pytest.exit(f"--evidence: {error}", returncode=3)
+        good = sum(record.status == "ok" for record in results.values())
+        self._summary = f"{len(results)} results of kernels on {architecture}, {good} ok"
+        if len(known) > len(results):
+            self._summary += f"; {len(known) - len(results)} left out: not all their tests ran"
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(f"evidence: {self._summary} ({self._file})")

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lokakern import misses, selection
-from lokakern.bench import operands, sweep, worker
+from lokakern.bench import listing, operands, sweep, worker
 from lokakern.bench.cli import app
 from lokakern.bench.distributions import DISTRIBUTIONS
 from lokakern.bench.suites import SUITES
@@ -149,15 +149,39 @@ def test_list_kernels(command: Command, measured: str) -> None:
     assert (ran.code, ran.err) == (0, "")
     rows = {row["kernel"]: row for row in ran.json}
     assert set(rows) == set(KERNELS)
-    here = f"measured on {current_device().product}"
-    for name, row in rows.items():
-        kernel = KERNELS[name]
+    states: dict[tuple[str, str], tuple[str, str]] = {}
+    for row in ran.json:
+        kernel = KERNELS[row["kernel"]]
         assert (row["op"], row["scales"]) == (kernel.op, kernel.granularity.value)
-        assert row["evidence"]
-        for why in (*kernel.compile_only.values(), *kernel.unmeasured.values()):
-            assert why in row["evidence"]
-    assert here in rows["torch.quantize_row+torch.emulated_row"]["evidence"]
-    assert here not in rows["triton.quantize_row"]["evidence"]
+        for architecture in row["architectures"].split(", "):
+            assert (kernel.name, architecture) not in states
+            states[kernel.name, architecture] = (row["state"], row["why"])
+    for name, kernel in KERNELS.items():
+        for architecture, why in {**kernel.unmeasured, **kernel.compile_only}.items():
+            state = "compile_only" if architecture in kernel.compile_only else "unmeasured"
+            assert states[name, architecture] == (state, why)
+    here = current_device()
+    emulated = "torch.quantize_row+torch.emulated_row"
+    assert states[emulated, here.architecture] == ("measured", here.product)
+    assert ("triton.quantize_row", here.architecture) not in states
+
+
+def test_a_table_of_kernels_fits_100_columns() -> None:
+    rows = listing.rows_of("kernels", brief=True)
+    assert {column for row in rows for column in row} == {
+        "kernel", "state", "architectures", "why"
+    }  # fmt: skip
+    assert max(len(row["architectures"]) for row in rows) <= 25
+    assert max(len(row["state"]) for row in rows) <= 12
+
+
+def test_modules_that_cannot_be_imported_are_listed(
+    monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.setattr(listing, "load_kernels", lambda: {"triton/quantize": "No module 'triton'"})
+    row = command("list", "kernels", "--json").json[-1]
+    assert (row["kernel"], row["state"]) == ("(triton/quantize)", "unavailable")
+    assert row["why"] == "cannot be imported here: No module 'triton'"
 
 
 def test_list_suites_and_distributions(command: Command) -> None:
@@ -382,7 +406,7 @@ def test_every_command_reads_an_sqlite_url(
     ran = command(*words, "--json", "--db", f"sqlite:///{measured}")
     assert ran.code == 0, ran.err
     if words[0] == "list":
-        assert any("measured on" in row["evidence"] for row in ran.json)
+        assert any(row["state"] == "measured" for row in ran.json)
     elif words[0] == "explain":
         assert ran.json["miss"] is False
 

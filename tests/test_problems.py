@@ -13,6 +13,8 @@ from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
 from lokakern.registry.identity import problem_key
 from lokakern.types import Format, Granularity, Layout, Operand
 
+E4M3 = Format.E4M3FN
+
 
 @pytest.mark.parametrize("batch", [0, -1, 1.0, "2", None, True, [2]])
 def test_a_batch_is_an_integer_of_at_least_one(batch: Any) -> None:
@@ -37,28 +39,30 @@ def test_a_transposed_left_operand_says_nothing_of_the_right_one() -> None:
     assert (problem.b and problem.b.layout) is Layout.COLUMN
 
 
-def test_errors_of_a_batch_are_those_of_one_product() -> None:
+def test_errors_of_a_batch_and_of_any_m_are_those_of_one_product() -> None:
     many = make_problem("gemm", (64, 32, 16), batch=3)
-    for granularity in (Granularity.NONE, Granularity.ROW, Granularity.GROUP):
-        assert accuracy_problem(many, granularity) == accuracy_problem(
-            make_problem("gemm", (64, 32, 16)), granularity
-        )
-    assert accuracy_problem(many, Granularity.TENSOR).batch == 3
+    assert accuracy_problem(many, E4M3) == make_problem("gemm", (2048, 32, 16))
 
 
-def test_errors_of_gradients_of_inputs_are_those_of_any_gemm() -> None:
-    for case in grad_input_cases(4096, 48, 40, Format.E4M3FN):
-        assert accuracy_problem(case.problem, Granularity.ROW) == make_problem(
-            "gemm", (2048, 40, 48)
-        )
-
-
-def test_errors_of_gradients_of_weights_are_measured_as_they_lie() -> None:
+def test_errors_of_gradients_are_those_of_any_gemm() -> None:
+    for case in grad_input_cases(4096, 48, 40, E4M3):
+        assert accuracy_problem(case.problem, E4M3) == make_problem("gemm", (2048, 40, 48))
     problem = grad_weight_case(4096, 39, 13, batch=2).problem
     assert sums_over_samples(problem)
-    asked = accuracy_problem(problem, Granularity.ROW)
-    assert sums_over_samples(asked)
-    assert (asked.shape, asked.batch) == ((39, 13, 4096), 1)
-    assert asked.a.alignment == (asked.b and asked.b.alignment) == 16
-    assert accuracy_problem(replace(problem, epilogue="bias"), Granularity.ROW) == asked
-    assert accuracy_problem(asked, Granularity.ROW) == asked
+    asked = accuracy_problem(problem, E4M3)
+    assert not sums_over_samples(asked)
+    assert (asked.shape, asked.batch) == ((2048, 13, 4096), 1)
+    assert (asked.a.alignment, asked.b and asked.b.alignment) == (16, 16)
+    assert accuracy_problem(replace(problem, epilogue="bias"), E4M3) == asked
+    assert accuracy_problem(asked, E4M3) == asked
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.ROW, Granularity.GROUP])
+def test_a_scaled_gemm_has_the_error_of_its_gemm(granularity: Granularity) -> None:
+    a = Operand(E4M3, granularity)
+    scaled = make_problem("scaled_gemm", (64, 32, 16), a=a)
+    assert accuracy_problem(scaled, E4M3) == make_problem("gemm", (2048, 32, 16))
+    other = accuracy_problem(scaled, Format.E4M3FNUZ)  # the device's own is another
+    assert (other.op, other.m, other.a.granularity) == ("scaled_gemm", 2048, granularity)
+    mixed = make_problem("scaled_gemm", (64, 32, 16), a=replace(a, format=Format.E5M2))
+    assert accuracy_problem(mixed, E4M3).op == "scaled_gemm"

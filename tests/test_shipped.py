@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,17 @@ import lokakern
 from lokakern import selection
 from lokakern.bench.suites import SUITES, Case
 from lokakern.evidence import is_current
+from lokakern.registry import digests
+from lokakern.registry.coverage import Gap, missing_evidence
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot import Snapshot, load_snapshot
-from lokakern.registry.store import database_digest, shipped_databases
-from lokakern.types import Device, ErrorBudget, Granularity
+from lokakern.registry.store import (
+    RunFile,
+    TestResultRecord,
+    database_digest,
+    shipped_databases,
+)
+from lokakern.types import Device, Environment, ErrorBudget, Granularity
 
 H200 = "NVIDIA H200"
 LARGEST_BYTES = 10 * 2**20
@@ -51,24 +59,80 @@ def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snap
     assert database_digest(path) == facts.digest
 
 
-def test_every_kernel_that_runs_on_it_was_measured_as_it_is_now(facts: Snapshot) -> None:
+def missing(facts: Snapshot, table: str) -> list[str]:
+    gaps = missing_evidence(facts, KERNELS.values())
+    return [str(gap) for gap in gaps if gap.table == table]
+
+
+def test_every_kernel_was_timed_as_it_is_now_where_it_claims_to_run(facts: Snapshot) -> None:
     """Changing a line of a kernel, or removing its rows, fails here."""
-    measured = {(name, digest) for name, digest, _ in facts.measured_kernels()}
-    missing = [
-        name
-        for name, kernel in KERNELS.items()
-        if (kernel.architectures == {"any"} or "sm_90" in kernel.architectures)
-        and "sm_90" not in {**kernel.compile_only, **kernel.unmeasured}
-        and (name, kernel.digest) not in measured
-    ]
-    assert not missing, f"changed or never measured on an H200: {missing}"
+    found = missing(facts, "timing")
+    assert not found, "\n".join(["sweep there, or give @register a reason:", *found])
 
 
-def test_kernels_claim_no_architecture_without_evidence_or_a_reason() -> None:
-    for name, kernel in KERNELS.items():
-        if kernel.architectures != {"any"}:
-            explained = {"sm_90", *kernel.compile_only, *kernel.unmeasured}
-            assert kernel.architectures <= explained, f"{name}: {kernel.architectures - explained}"
+def test_every_kernel_passed_its_tests_as_it_is_now_where_it_claims_to_run(
+    facts: Snapshot,
+) -> None:
+    """Every kernel, compositions too, is a parameter of tests/test_kernels.py."""
+    found = missing(facts, "test_result")
+    assert not found, "\n".join(["run `pytest -m gpu --evidence FILE` there:", *found])
+
+
+def with_test_results(path: Path, folder: Path) -> Snapshot:
+    """The shipped rows, and an invented passing test of every kernel that claims its GPU."""
+    copy = folder / "with_test_results.sqlite"
+    shutil.copy(path, copy)
+    copy.chmod(0o644)
+    record = TestResultRecord(seeds="0", passed_count=1, failed_count=0, skipped_count=0)
+    with RunFile.create(copy, suite="tests", command="pytest", harness_digest="h") as run:
+        for kernel in KERNELS.values():
+            run.add_test_result(kernel, "sm_90", "tests/test_a.py", Environment(), record)
+    return load_snapshot([copy])
+
+
+def test_with_every_row_there_nothing_is_missing(path: Path, tmp_path: Path) -> None:
+    assert missing_evidence(with_test_results(path, tmp_path), KERNELS.values()) == []
+
+
+@pytest.mark.parametrize("table", ["timing", "test_result"])
+def test_removing_the_rows_of_a_kernel_is_seen(path: Path, tmp_path: Path, table: str) -> None:
+    name = "triton.quantize_row+triton.scaled_gemm_row"
+    with_test_results(path, tmp_path)
+    copy = tmp_path / "with_test_results.sqlite"
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        deleted = connection.execute(
+            f"DELETE FROM {table} WHERE kernel IN (SELECT id FROM kernel WHERE name = ?)", (name,)
+        ).rowcount
+    assert deleted
+    (gap,) = missing_evidence(load_snapshot([copy]), KERNELS.values())
+    assert (gap.kernel, gap.architecture, gap.table) == (name, "sm_90", table)
+    assert gap.why.startswith("never")
+
+
+@pytest.mark.parametrize("module", ["triton/scaled_gemm", "torch/scaled_mm"])
+def test_changing_a_line_of_a_kernel_is_seen(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    """In a copy of the sources: every kernel made of that file lacks both kinds of rows."""
+    facts = with_test_results(path, tmp_path)
+    sources = tmp_path / "kernels"
+    shutil.copytree(digests.KERNELS_ROOT, sources)
+    monkeypatch.setattr(digests, "KERNELS_ROOT", sources)
+
+    def gaps() -> list[Gap]:
+        # Copies, because a kernel keeps the digest that it was asked for once.
+        return missing_evidence(facts, [replace(kernel) for kernel in KERNELS.values()])
+
+    changed = sources / f"{module}.py"
+    with changed.open("a", encoding="utf-8") as file:
+        file.write("# A comment.\n")
+    assert gaps() == []
+    with changed.open("a", encoding="utf-8") as file:
+        file.write("_ADDED = 1\n")
+    made_of_it = {name for name, kernel in KERNELS.items() if module in kernel.modules}
+    assert {gap.kernel for gap in gaps()} == made_of_it
+    assert {gap.table for gap in gaps()} == {"timing", "test_result"}
+    assert all(gap.why.startswith("changed since") for gap in gaps())
 
 
 def test_every_anchor_is_answered_and_never_slower_than_bf16(facts: Snapshot) -> None:

@@ -20,6 +20,7 @@ from lokakern.registry.store import (
     DistributionRow,
     KernelRow,
     RunFile,
+    TestResultRecord,
     TimingRecord,
     database_digest,
     merge,
@@ -32,6 +33,8 @@ MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
 THEN, NOW = Environment(torch="2.8.0"), Environment(torch="2.9.0")
 OLD = KernelRow("cuda.row", "gemm", "cuda", ("cuda/row",), "1" * 64, "promoted", "row", "row")
 NEW = dataclasses.replace(OLD, digest="2" * 64)
+TWIN = dataclasses.replace(OLD, name="triton.row", digest="4" * 64)
+FAST = dataclasses.replace(OLD, name="triton.row_fast", digest="5" * 64, accumulation="fast")
 BF16 = KernelRow("torch.bf16", "gemm", "torch", ("torch/bf16",), "3" * 64, "none", "none", "none")
 X1, X7 = DistributionRow.of("X1"), DistributionRow.of("X7", {"df": 2}, realistic=False)
 PROBLEM = Problem(
@@ -65,6 +68,13 @@ def accurate(seed: int, row_err_upper: float) -> AccuracyRecord:
     )  # fmt: skip
 
 
+def outcome(failed_count: int = 0) -> TestResultRecord:
+    return TestResultRecord(
+        seeds="0,7", passed_count=3, failed_count=failed_count, skipped_count=0,
+        reason="1 > 0.5" if failed_count else "", measured_utc_ms=8,
+    )  # fmt: skip
+
+
 def begin(path: Path, grade: str = "full") -> RunFile:
     return RunFile.create(path, suite="s", command="c", harness_digest="h", grade=grade)
 
@@ -91,6 +101,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         run.add_timing(NEW, at(1), X1, H200, NOW, "graph-cold", failed)
         run.add_timing(NEW, at(1), X1, SLICE, NOW, "graph-cold", timed(4.0))
         run.add_accuracy(NEW, PROBLEM, X7, "sm_90", NOW, accurate(0, 0.04))
+        run.add_accuracy(TWIN, PROBLEM, X1, "sm_90", NOW, accurate(0, 0.02))
+        run.add_accuracy(FAST, PROBLEM, X1, "sm_90", NOW, accurate(0, 0.06))
+        run.add_test_result(NEW, "sm_90", "tests/test_b.py", NOW, outcome(failed_count=1))
+        run.add_test_result(NEW, "sm_90", "tests/test_a.py", NOW, outcome())
     return [shipped, user]
 
 
@@ -160,6 +174,58 @@ def test_accuracy_cells(snapshot: Snapshot) -> None:
     assert other.row_err_upper == 0.05
 
 
+def test_accuracy_cells_of_a_class(snapshot: Snapshot) -> None:
+    """Whatever the kernel: those that scale and accumulate alike, and no others."""
+    asked = identity.problem_key(PROBLEM)
+    cells = snapshot.accuracy_cells_of_class("sm_90", asked, "row", "row", "promoted")
+    found = [(c.distribution, c.seed, c.kernel.name, c.kernel.digest[0]) for c in cells]
+    assert found == [
+        ("X1", 0, "cuda.row", "1"),
+        ("X1", 1, "cuda.row", "1"),
+        ("X1", 2, "cuda.row", "1"),
+        ("X1", 0, "triton.row", "4"),
+        ("X7", 0, "cuda.row", "2"),
+    ]
+    (fast,) = snapshot.accuracy_cells_of_class("sm_90", asked, "row", "row", "fast")
+    assert fast.row_err_upper == 0.06
+    (other,) = snapshot.accuracy_cells_of_class("gfx942", asked, "row", "row", "promoted")
+    assert other.row_err_upper == 0.05
+    for changed in (
+        ("sm_100", asked, "row", "row", "promoted"),
+        ("sm_90", identity.problem_key(at(1)), "row", "row", "promoted"),
+        ("sm_90", asked, "tensor", "row", "promoted"),
+        ("sm_90", asked, "row", "tensor", "promoted"),
+    ):
+        assert not snapshot.accuracy_cells_of_class(*changed)
+
+
+def test_test_results(snapshot: Snapshot) -> None:
+    found = [(c.kernel, c.architecture, c.suite, c.status) for c in snapshot.test_results]
+    assert found == [
+        (NEW, "sm_90", "tests/test_a.py", "ok"),
+        (NEW, "sm_90", "tests/test_b.py", "failed"),
+    ]
+    cell = snapshot.test_results[1]
+    assert (cell.seeds, cell.passed_count, cell.failed_count, cell.skipped_count) == (
+        "0,7",
+        3,
+        1,
+        0,
+    )
+    assert cell.reason == "1 > 0.5" and snapshot.environment(cell.environment) == NOW
+
+
+def test_timing_outcomes(snapshot: Snapshot) -> None:
+    outcomes = snapshot.timing_outcomes()
+    assert ("cuda.row", NEW.digest, H200, "out_of_memory", "needs 200 GiB") in outcomes
+    assert {
+        ("cuda.row", NEW.digest, H200, "ok", ""),
+        ("cuda.row", NEW.digest, SLICE, "ok", ""),
+    } < outcomes
+    assert {(name, digest, device.product) for name, digest, device, status, _ in outcomes
+            if status == "ok"} == snapshot.measured_kernels()  # fmt: skip
+
+
 def test_devices(snapshot: Snapshot) -> None:
     assert snapshot.devices == [MI300X, H200, SLICE]
     assert snapshot.distributions == [X1, X7]
@@ -202,6 +268,23 @@ def test_resume(snapshot: Snapshot) -> None:
     assert not snapshot.has_accuracy(OLD.digest, asked, x1, "sm_100", then, 2)
 
 
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [("error", True), ("out_of_memory", True), ("crashed", False), ("timeout", False),
+     ("wrong", False)],
+)  # fmt: skip
+def test_what_ended_a_process_is_not_tried_again(tmp_path: Path, status: str, again: bool) -> None:
+    path = tmp_path / "a.sqlite"
+    with begin(path) as run:
+        record = TimingRecord(status=status, reason="why")
+        run.add_timing(NEW, at(1), X1, H200, NOW, "graph-cold", record)
+    measured = load_snapshot([path]).has_timing(
+        NEW.digest, identity.problem_key(at(1)), identity.distribution_key(X1),
+        identity.device_key(H200), identity.environment_key(NOW), "graph-cold",
+    )  # fmt: skip
+    assert measured is not again
+
+
 def test_digest_depends_on_content_only(files: list[Path], tmp_path: Path) -> None:
     merge(files, tmp_path / "merged.sqlite")
     digests = {
@@ -230,6 +313,7 @@ def test_no_file_is_an_empty_snapshot() -> None:
     assert empty.devices == [] and len(empty.digest) == 64
     assert empty.timing_cells(H200, family_key(PROBLEM), "graph-cold") == []
     assert empty.accuracy_cells("sm_90", "cuda.row", identity.problem_key(PROBLEM)) == []
+    assert empty.test_results == [] and empty.timing_outcomes() == set()
     assert not empty.has_timing("d", "p", "x", "h", "e", "eager")
     with pytest.raises(DeviceError, match="known are none"):
         empty.find_device("NVIDIA H200")

@@ -19,17 +19,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
+from lokakern import selection
 from lokakern.errors import DatabaseError
 from lokakern.numerics import Errors
 from lokakern.registry import identity, tables
 from lokakern.registry.merging import insert_missing
-from lokakern.registry.reader import READERS, Rows, read_rows
+from lokakern.registry.reader import READERS, Rows, check_server, read_rows
+from lokakern.registry.records import canonical_seeds
+from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import (
     AccuracyRecord,
     DistributionRow,
     KernelRow,
     MergeReport,
     RunFile,
+    TestResultRecord,
     TimingRecord,
     collect_runs,
     database_digest,
@@ -42,7 +46,10 @@ from lokakern.registry.store import (
 from lokakern.registry.writer import write_file
 from lokakern.types import Device, Environment, Format, Granularity, Layout, Operand, Problem
 
-FIXTURE = Path(__file__).parent / "fixtures" / "schema_v1.sqlite"
+FIXTURES = {
+    version: Path(__file__).parent / "fixtures" / f"schema_v{version}.sqlite" for version in (1, 2)
+}
+FIXTURE = FIXTURES[tables.SCHEMA_VERSION]
 DEVICE = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 ENVIRONMENT = Environment(driver="570.1", torch="2.9.0", power_cap_w="700")
 KERNEL = KernelRow(
@@ -81,6 +88,13 @@ ACCURATE = AccuracyRecord(
     saturated_share=1.0,
     measured_utc_ms=1_700_000_000_001,
 )
+TESTED = TestResultRecord(
+    seeds="0,7",
+    passed_count=40,
+    failed_count=0,
+    skipped_count=2,
+    measured_utc_ms=1_700_000_000_002,
+)
 
 
 def begin(database: Path | str, **changes: Any) -> RunFile:
@@ -104,8 +118,14 @@ def add_accuracy(run: RunFile, record: AccuracyRecord = ACCURATE) -> str:
     return run.add_accuracy(KERNEL, PROBLEM, X1, "sm_90", ENVIRONMENT, record)
 
 
+def add_test_result(run: RunFile, record: TestResultRecord = TESTED) -> str:
+    return run.add_test_result(KERNEL, "sm_90", "tests/test_kernels.py", ENVIRONMENT, record)
+
+
 def small_rows() -> Rows:
-    """The content of tests/fixtures/schema_v1.sqlite, the same every time it is made.
+    """The content of the files in tests/fixtures, the same every time it is made.
+
+    Files of versions before a table was added have none of its rows.
 
     To make the file of a new schema version:
 
@@ -128,7 +148,7 @@ def small_rows() -> Rows:
         "distribution": [identity.distribution_row(X1)],
         "run": [run],
     }
-    facts: dict[str, list[dict[str, Any]]] = {"timing": [], "accuracy": []}
+    facts: dict[str, list[dict[str, Any]]] = {"timing": [], "accuracy": [], "test_result": []}
     for i, parts in enumerate(itertools.product(*dimensions.values())):
         row = {name: part["key"] for name, part in zip(dimensions, parts, strict=True)}
         record: Any = OK if i else TimingRecord(status="timeout", reason="60 s", measured_utc_ms=1)
@@ -137,6 +157,12 @@ def small_rows() -> Rows:
         measured = dataclasses.asdict(ACCURATE)
         row = {**row, **measured, **measured["errors"], "architecture": f"sm_{i}", "seed": i}
         facts["accuracy"].append({"key": identity.row_key("accuracy", row), **row})
+    for i, kernel in enumerate(dimensions["kernel"]):
+        failed = dataclasses.replace(TESTED, failed_count=i, reason="1 > 0.5" if i else "")
+        row = {"run": run["key"], "kernel": kernel["key"], "suite": "tests/test_kernels.py"}
+        row |= {"architecture": "sm_90", "environment": dimensions["environment"][0]["key"]}
+        row |= {**dataclasses.asdict(failed), "status": failed.status}
+        facts["test_result"].append({"key": identity.row_key("test_result", row), **row})
     return {
         name: [tuple(row[column] for column in tables.COLUMNS[name]) for row in rows]
         for name, rows in {**dimensions, **facts}.items()
@@ -162,7 +188,7 @@ def rows_as_dicts(database: Path | str, name: str) -> list[dict[str, Any]]:
 
 def test_everything_written_is_read_back(database: Path) -> None:
     with begin(database, grade="quick") as run:
-        timing_key, accuracy_key = add(run), add_accuracy(run)
+        timing_key, accuracy_key, result_key = add(run), add_accuracy(run), add_test_result(run)
     (timing,) = rows_as_dicts(database, "timing")
     for name, value in dataclasses.asdict(OK).items():
         assert timing[name] == value, name
@@ -173,6 +199,17 @@ def test_everything_written_is_read_back(database: Path) -> None:
     for name, value in dataclasses.asdict(ACCURATE)["errors"].items():
         assert accuracy[name] == value, name
     assert accuracy["seed"] == 1 and accuracy["rows"] == 2048 and accuracy["saturated_share"] == 1
+    (result,) = rows_as_dicts(database, "test_result")
+    assert result == {
+        "key": result_key,
+        "run": run.run,
+        "kernel": identity.kernel_key(KERNEL),
+        "architecture": "sm_90",
+        "suite": "tests/test_kernels.py",
+        "environment": identity.environment_key(ENVIRONMENT),
+        "status": "ok",
+        **dataclasses.asdict(TESTED),
+    }
     (kernel,) = rows_as_dicts(database, "kernel")
     assert identity.kernel_from_row(kernel) == KERNEL
     (problem,) = rows_as_dicts(database, "problem")
@@ -204,6 +241,8 @@ def test_every_field_of_our_types_has_a_column() -> None:
     assert set(tables.ACCURACY_METRICS) <= set(tables.COLUMNS["accuracy"])
     timed = {field.name for field in dataclasses.fields(TimingRecord)}
     assert timed < set(tables.COLUMNS["timing"])
+    tested = {field.name for field in dataclasses.fields(TestResultRecord)}
+    assert tested < set(tables.COLUMNS["test_result"])
 
 
 @pytest.mark.parametrize("metric", ["latency_us_p50", "kernel_err", "clock_mhz"])
@@ -251,6 +290,43 @@ def test_impossible_rows_are_refused_and_the_run_goes_on(
             add(run, dataclasses.replace(OK, **changes))
         add(run)
     assert len(rows_as_dicts(database, "timing")) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"failed_count": 1},  # without a reason
+        {"reason": "1 > 0.5"},  # of nothing that failed
+        {"passed_count": 0},  # without a reason
+        {"passed_count": -1},
+        {"passed_count": 0, "skipped_count": 0, "reason": "no test"},
+        {"seeds": ""},
+    ],
+    ids=str,
+)
+def test_impossible_test_results_are_refused(database: Path, changes: dict[str, Any]) -> None:
+    with begin(database) as run:
+        with pytest.raises(DatabaseError, match=r"test_result row .* CHECK"):
+            add_test_result(run, dataclasses.replace(TESTED, **changes))
+        add_test_result(run)
+        with pytest.raises(DatabaseError, match="UNIQUE"):
+            add_test_result(run)
+    assert len(rows_as_dicts(database, "test_result")) == 1
+
+
+def test_the_status_of_a_test_result_is_what_the_counts_say(database: Path) -> None:
+    failed = dataclasses.replace(TESTED, failed_count=1, reason="1 > 0.5")
+    skipped = dataclasses.replace(TESTED, passed_count=0, reason="needs 60 GiB")
+    for record, status in [(TESTED, "ok"), (failed, "failed"), (skipped, "nothing")]:
+        with begin(database) as run:
+            add_test_result(run, record)
+        rows = {row["run"]: row for row in rows_as_dicts(database, "test_result")}
+        assert (rows[run.run]["status"], rows[run.run]["reason"]) == (status, record.reason)
+
+
+def test_seeds_have_one_text() -> None:
+    assert canonical_seeds([7, 0, 7]) == canonical_seeds((0, 7)) == "0,7"
+    assert canonical_seeds([]) == "none"
 
 
 def test_a_failure_needs_no_metrics_and_its_reason_may_be_anything(database: Path) -> None:
@@ -559,13 +635,35 @@ def test_merging_into_a_server(tmp_path: Path) -> None:
     assert (report.added["timing"], report.known["timing"], report.added["kernel"]) == (2, 1, 2)
     both = rows_of([(0, 1, 0), (1, 2, 0), (2, 3, 1), (0, 9, 2)])
     with engine.connect() as connection:
-        found = READERS[1](connection)
+        found = READERS[tables.SCHEMA_VERSION](connection)
     assert {n: set(r) for n, r in found.items()} == {n: set(r) for n, r in both.items()}
     bad = edited(rows_of([(0, 1, 0), (3, 3, 2)]), "timing", kernel_err=1.0)
     with pytest.raises(DatabaseError, match="two contents"):
         insert_missing(engine, bad)
     with engine.connect() as connection:
-        assert READERS[1](connection) == found, "nothing of a refused merge stays"
+        kept = READERS[tables.SCHEMA_VERSION](connection)
+    assert kept == found, "nothing of a refused merge stays"
+
+
+def test_an_older_server_is_read_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables on a server say their version in comments, which SQLite does not have."""
+    path = tmp_path / "server.sqlite"
+    path.write_bytes(FIXTURES[1].read_bytes())
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection, pytest.raises(DatabaseError, match="no table 'test_res"):
+        check_server(connection)
+    monkeypatch.setattr(engine.dialect, "supports_comments", True)
+    monkeypatch.setattr(
+        engine.dialect, "get_table_comment", lambda *_, **__: {"text": "lokakern schema 1"}
+    )
+    with engine.connect() as connection:
+        assert check_server(connection) == 1
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match="has schema version 1; merges write version 2"):
+        insert_missing(engine, rows_of([(0, 1, 0)]))
+    assert path.read_bytes() == before
 
 
 def test_passwords_are_not_shown() -> None:
@@ -579,11 +677,43 @@ def test_passwords_are_not_shown() -> None:
 
 def test_released_schema_versions_stay_readable() -> None:
     """A fixture of every released version stays."""
-    assert set(READERS) == {1}, "add a fixture for the new version"
-    assert read_rows(FIXTURE) == {name: sorted(rows) for name, rows in small_rows().items()}
-    assert database_digest(FIXTURE) == (
-        "e5944fab27e01f925ce9da52fe015fb36be7cd6367cd4370fdeec325fd517c04"
-    )
+    assert set(READERS) == set(FIXTURES), "add a fixture for the new version"
+    present = {name: sorted(rows) for name, rows in small_rows().items()}
+    assert read_rows(FIXTURES[2]) == present
+    assert read_rows(FIXTURES[1]) == {**present, "test_result": []}
+    assert [database_digest(FIXTURES[version]) for version in (1, 2)] == [
+        "047501c611cb1b9c76fe54c49764211d46bae0f6480508c1486c11b452e5c38b",
+        "7a72657f47a4e6904f8cc5b59cca0d3e9cb2fec259c34d3e5917def3d135c781",
+    ]
+
+
+def test_an_older_file_merges_into_one_of_the_present_version(database: Path) -> None:
+    before = FIXTURES[1].read_bytes()
+    database.write_bytes(before)
+    assert merge([FIXTURES[1]], database).added["timing"] == 0
+    assert database.read_bytes() == before, "nothing new: the file is let alone"
+    with begin(database) as run:
+        add(run)
+    assert merge([FIXTURES[2]], database).added == {
+        **dict.fromkeys(tables.TABLES, 0),
+        "test_result": 2,
+    }
+    with open_readonly(database) as connection:
+        assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == 2
+    assert len(rows_as_dicts(database, "timing")) == len(small_rows()["timing"]) + 1
+
+
+def test_dispatch_reads_an_older_file() -> None:
+    facts = load_snapshot([FIXTURES[1]])
+    assert facts.digest == database_digest(FIXTURES[1])
+    assert facts.test_results == []
+    selection.use_snapshot(facts)
+    try:
+        choice = selection.dispatch("gemm", (4096, 512, 1024), 0.06, device="NVIDIA H200", a=A, b=B)
+    finally:
+        selection.use_snapshot(None)
+    assert (choice.kernel, choice.latency_us) == ("torch.bf16", OK.latency_us_p50)
+    assert "stale" in choice.explain()
 
 
 def refused(path: Path, words: str) -> None:
@@ -612,13 +742,15 @@ def changed(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("PRAGMA user_version = 2", "schema version 2.*reads 1; install a newer"),
+        ("PRAGMA user_version = 3", "schema version 3.*reads 1, 2; install a newer"),
         ("PRAGMA user_version = 0", "schema version 0"),
+        ("PRAGMA user_version = 1", "schema of version 1: test_result is .*nothing of that name"),
         ("PRAGMA application_id = 7", "application id 0x7; expected 0x4c4f4b41"),
         ("PRAGMA journal_mode = WAL", "write-ahead log"),
         ("ALTER TABLE timing DROP COLUMN timer", "timing is .*; expected"),
         ("ALTER TABLE timing ADD COLUMN note TEXT", "timing is .*note"),
         ("DROP TABLE accuracy", "accuracy is missing"),
+        ("DROP TABLE test_result", "schema of version 2: test_result is missing"),
         ("CREATE TABLE extra (x)", "extra is .*nothing of that name"),
         ("CREATE VIEW endless AS WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) "
          "SELECT x FROM c", "endless is .*view"),
@@ -704,6 +836,11 @@ NEW_KEY = "'" + "9" * 64 + "'"
         ("accuracy", {"row_err": "-0.1"}, "CHECK"),
         ("accuracy", {"flushed_share": "1.5"}, "CHECK"),
         ("accuracy", {"row_err": "x'7fffffff'"}, "cannot store BLOB"),
+        ("test_result", {}, None),
+        ("test_result", {"passed_count": "0", "failed_count": "0"}, "CHECK"),
+        ("test_result", {"failed_count": "1", "status": "'ok'", "reason": "''"}, "CHECK"),
+        ("test_result", {"status": "'nothing'", "reason": "'x'"}, "CHECK"),
+        ("test_result", {"seeds": "NULL"}, "NOT NULL"),
         ("problem", {"id": "NULL", "prepared": "2"}, "CHECK"),
         ("problem", {"id": "NULL", "b": "NULL"}, "NOT NULL"),
         ("problem", {"id": "NULL", "key": "key"}, "UNIQUE"),

@@ -1,0 +1,152 @@
+"""What is known of each kernel as it is now, by architecture; and what is missing.
+
+Evidence belongs to a digest: a row of another state of a kernel's source is stale. Nothing here
+needs the GPU that a row was measured on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lokakern.registry.cells import TestResultCell
+    from lokakern.registry.register import Kernel
+    from lokakern.registry.snapshot import Snapshot
+    from lokakern.types import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What is known of a kernel on an architecture.
+
+    Attributes:
+        architecture: Or "any", for a kernel that runs anywhere and was measured nowhere.
+        state: "measured", "failed" (a GPU test, or every timing), "stale" (measured before it
+            changed), "compile_only" or "unmeasured".
+        why: Where it was measured and how its tests ended, or the reason for the state.
+    """
+
+    kernel: str
+    architecture: str
+    state: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A row that should be there; `table` is "timing" or "test_result"."""
+
+    kernel: str
+    architecture: str
+    table: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel} on {self.architecture}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    state: str  # "ok", "failed", "stale" or "none"
+    why: str
+
+
+def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
+    """Timings and test results that kernels lack, as they are now, where they claim to run.
+
+    Needed are a timing and a test result that are "ok", on each architecture that is not
+    `compile_only` or `unmeasured` with a reason. A kernel for any architecture claims those of all
+    GPUs in the facts.
+    """
+    rows = _Rows(facts)
+    return [
+        Gap(kernel.name, architecture, table, verdict.why)
+        for kernel in kernels
+        for architecture in sorted(rows.claimed_by(kernel))
+        if not (kernel.compile_only.get(architecture) or kernel.unmeasured.get(architecture))
+        for table, verdict in (
+            ("timing", rows.timed(kernel, architecture)),
+            ("test_result", rows.tested(kernel, architecture)),
+        )
+        if verdict.state != "ok"
+    ]
+
+
+def coverage_of(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Coverage]:
+    """What is known of kernels on each architecture that they claim or were measured on."""
+    rows = _Rows(facts)
+    found = []
+    for kernel in kernels:
+        architectures = rows.claimed_by(kernel)
+        if "any" in kernel.architectures:
+            architectures |= rows.measured_on(kernel.name)
+        for architecture in sorted(architectures) or ["any"]:
+            found.append(Coverage(kernel.name, architecture, *rows.state_of(kernel, architecture)))
+    return found
+
+
+class _Rows:
+    """The rows of a snapshot by kernel name and architecture."""
+
+    def __init__(self, facts: Snapshot) -> None:
+        self._times: dict[tuple[str, str], list[tuple[str, Device, str, str]]] = {}
+        self._tests: dict[tuple[str, str], list[TestResultCell]] = {}
+        for name, digest, device, status, reason in sorted(facts.timing_outcomes(), key=str):
+            row = (digest, device, status, reason)
+            self._times.setdefault((name, device.architecture), []).append(row)
+        for cell in facts.test_results:  # the last of a suite is the newest
+            self._tests.setdefault((cell.kernel.name, cell.architecture), []).append(cell)
+        self._gpus = {device.architecture for device in facts.devices if device.is_gpu}
+
+    def claimed_by(self, kernel: Kernel) -> set[str]:
+        return set(self._gpus if "any" in kernel.architectures else kernel.architectures)
+
+    def measured_on(self, name: str) -> set[str]:
+        return {architecture for known, architecture in self._times if known == name}
+
+    def timed(self, kernel: Kernel, architecture: str) -> _Verdict:
+        rows = self._times.get((kernel.name, architecture), [])
+        present = [row for row in rows if row[0] == kernel.digest]
+        good = sorted({device.product for _, device, status, _ in present if status == "ok"})
+        if good:
+            return _Verdict("ok", ", ".join(good))
+        if present:
+            _, device, status, reason = present[0]
+            return _Verdict("failed", f"no time on {device.product}: {status}: {reason}")
+        if rows:
+            products = ", ".join(sorted({device.product for _, device, _, _ in rows}))
+            return _Verdict("stale", f"changed since it was timed on {products}")
+        return _Verdict("none", "never timed")
+
+    def tested(self, kernel: Kernel, architecture: str) -> _Verdict:
+        cells = self._tests.get((kernel.name, architecture), [])
+        newest = {cell.suite: cell for cell in cells if cell.kernel.digest == kernel.digest}
+        for cell in newest.values():
+            if cell.status == "failed":
+                return _Verdict("failed", f"{cell.failed_count} tests failed: {cell.reason}")
+        passed = sum(cell.passed_count for cell in newest.values())
+        if passed:
+            return _Verdict("ok", f"{passed} tests passed")
+        for cell in newest.values():
+            return _Verdict("none", f"no test ran: {cell.reason}")
+        if cells:
+            return _Verdict("stale", "changed since it was tested")
+        return _Verdict("none", "never tested")
+
+    def state_of(self, kernel: Kernel, architecture: str) -> tuple[str, str]:
+        """The state and why; what was seen counts before what was declared."""
+        timed, tested = self.timed(kernel, architecture), self.tested(kernel, architecture)
+        if tested.state == "failed":
+            return "failed", tested.why
+        if timed.state == "ok":
+            is_gpu = architecture in self._gpus  # tests on a CPU leave no rows
+            return "measured", f"{timed.why}; {tested.why}" if is_gpu else timed.why
+        if timed.state == "failed":
+            return "failed", timed.why
+        if kernel.compile_only.get(architecture):
+            return "compile_only", kernel.compile_only[architecture]
+        if kernel.unmeasured.get(architecture):
+            return "unmeasured", kernel.unmeasured[architecture]
+        return "stale" if timed.state == "stale" else "unmeasured", timed.why

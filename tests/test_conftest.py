@@ -1,0 +1,227 @@
+"""``--evidence``: what a run of the tests on a GPU leaves in a database."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lokakern.registry.reader import read_rows
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.snapshot import TestResultCell, load_snapshot
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFTEST = runpy.run_path(str(ROOT / "tests" / "conftest.py"))
+results_of, portable_command = CONFTEST["results_of"], CONFTEST["portable_command"]
+Subject, PROPERTY = CONFTEST["Subject"], CONFTEST["_SUBJECT"]
+HERE = Path("/home/me/lokakern")
+load_kernels()
+
+
+def subject(of: int) -> Any:
+    return Subject("torch.bf16", "d" * 64, "tests/test_a.py", "0,7", of)
+
+
+def reports(name: str, about: Any, *, message: str = "1 > 0.5\nassert", **ends: str) -> list[Any]:
+    """Reports of a test: how its phases ended; by default all three passed."""
+    found = []
+    for when, end in (ends or PASSED).items():
+        longrepr: Any = None
+        if end == "failed":
+            crash = SimpleNamespace(path=f"{HERE}/tests/test_a.py", lineno=7, message=message)
+            longrepr = SimpleNamespace(reprcrash=crash)
+        elif end == "skipped":
+            longrepr = (f"{HERE}/tests/test_a.py", 3, "Skipped: needs 60 GiB")
+        found.append(
+            SimpleNamespace(
+                nodeid=f"tests/test_a.py::{name}", when=when, longrepr=longrepr,
+                user_properties=[] if about is None else [(PROPERTY, list(about))],
+                failed=end == "failed", skipped=end == "skipped",
+            )
+        )  # fmt: skip
+    return found
+
+
+PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
+FAILED = PASSED | {"call": "failed"}
+SKIPPED = {"setup": "skipped", "teardown": "passed"}
+
+
+def test_each_test_counts_once() -> None:
+    it = subject(5)
+    found = results_of(
+        [
+            *reports("one", it),
+            *reports("two", it, **FAILED),
+            *reports("three", it, **PASSED | {"teardown": "failed"}),
+            *reports("four", it, setup="failed", teardown="passed"),
+            *reports("of_no_kernel", None, **FAILED),
+            *reports("five", it),
+        ],
+        HERE,
+    )[it]
+    assert (found.passed_count, found.failed_count, found.skipped_count) == (2, 3, 0)
+    assert (found.status, found.seeds) == ("failed", "0,7")
+    assert found.reason == "tests/test_a.py::two: test_a.py:7: 1 > 0.5"
+
+
+@pytest.mark.parametrize("last", [{}, {"setup": "passed", "call": "passed"}], ids=["no", "half"])
+def test_there_is_no_result_until_every_test_has_ended(last: dict[str, str]) -> None:
+    """The process of the last one died."""
+    it = subject(2)
+    begun = reports("two", it, **last) if last else []
+    assert results_of([*reports("one", it), *begun], HERE) == {it: None}
+
+
+def test_skips_are_counted_and_are_a_reason_only_if_nothing_ran() -> None:
+    it = subject(2)
+    found = results_of([*reports("one", it, **SKIPPED), *reports("two", it)], HERE)[it]
+    assert (found.passed_count, found.skipped_count) == (1, 1)
+    assert (found.status, found.reason) == ("ok", "")
+    found = results_of([*reports("one", it, **SKIPPED), *reports("two", it, **SKIPPED)], HERE)[it]
+    assert (found.passed_count, found.skipped_count, found.status) == (0, 2, "nothing")
+    assert found.reason == "tests/test_a.py::one: Skipped: needs 60 GiB"
+
+
+def test_reports_of_several_processes_may_come_in_any_order() -> None:
+    it, other = subject(2), subject(1)._replace(kernel="torch.fp32")
+    one, two = reports("one", it), reports("two", it)
+    third = reports("three", other)
+    mixed = [one[0], two[0], third[0], two[1], one[1], third[1], two[2], third[2], one[2]]
+    found = results_of(mixed, HERE)
+    assert (found[it].passed_count, found[other].passed_count) == (2, 1)
+
+
+def test_a_reason_names_no_folder_of_this_machine() -> None:
+    it = subject(1)
+    message = f"FileNotFoundError: {HERE}/build/x is not there"
+    failed = reports("one", it, **FAILED, message=message)
+    assert str(HERE) not in results_of(failed, HERE)[it].reason
+
+
+def test_a_command_names_no_folder_of_this_machine() -> None:
+    words = ["-m", "gpu", "-n", "8", f"{HERE}/tests/test_a.py", "--evidence", "/tmp/a.sqlite",
+             "--basetemp=/tmp/b", "-k", "not slow"]  # fmt: skip
+    expected = "pytest -m gpu -n 8 tests/test_a.py --basetemp=b -k 'not slow'"
+    assert portable_command(words, HERE) == expected
+    assert portable_command(["--evidence=/tmp/a.sqlite", "tests"], HERE) == "pytest tests"
+
+
+# --- whole sessions, with a device that is not there
+
+FAKE_GPU = """
+import torch
+from lokakern import device
+from lokakern.types import Device, Environment
+
+torch.cuda.is_available = lambda: True
+device.current_device = lambda *_: Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
+device.current_environment = lambda *_: Environment(driver="1.0")
+"""
+TINY = """
+import pytest
+import torch
+
+SEEDS = (7, 0)
+WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+{more}
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", ["torch.bf16", "torch.fp32", "not.registered"])
+def test_one(name, where):
+    assert torch.initial_seed() == 7
+    assert name != "torch.fp32" or where == "cpu", "too far off"
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch.bf16", "torch.quantize_row"])
+def test_two(name):
+    pytest.skip("needs 60 GiB")
+
+@pytest.mark.parametrize("name", ["torch.bf16", "torch.quantize_row"])
+def test_three(name):
+    assert False
+"""
+
+
+def session(
+    folder: Path, *words: str, more: str = "", gpu: bool = True
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs a tiny test module under a copy of our conftest."""
+    (folder / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
+    (folder / "tests" / "test_tiny.py").write_text(TINY.format(more=more), encoding="utf-8")
+    (folder / "fake_gpu.py").write_text(FAKE_GPU, encoding="utf-8")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    file = folder / "evidence.sqlite"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "LOKAKERN_"))}
+    kept |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), "CUDA_VISIBLE_DEVICES": ""}
+    fake = ["-p", "fake_gpu"] if gpu else []
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *fake, "tests",
+         f"--evidence={file.name}", *words],
+        cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return ran, file
+
+
+def test_processes_leave_one_row_for_each_kernel_and_module(tmp_path: Path) -> None:
+    ran, file = session(tmp_path, "-n", "2")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "evidence: 3 results of kernels on sm_90, 1 ok" in ran.stdout
+    cells = {cell.kernel.name: cell for cell in load_snapshot([file]).test_results}
+
+    def counts(cell: TestResultCell) -> tuple[str, int, int, int]:
+        return cell.status, cell.passed_count, cell.failed_count, cell.skipped_count
+
+    assert {name: counts(cell) for name, cell in cells.items()} == {
+        "torch.bf16": ("ok", 1, 0, 1),
+        "torch.fp32": ("failed", 0, 1, 0),
+        "torch.quantize_row": ("nothing", 0, 0, 1),
+    }
+    for name, cell in cells.items():
+        assert cell.kernel.digest == KERNELS[name].digest
+        assert (cell.architecture, cell.suite) == ("sm_90", "tests/test_tiny.py")
+        assert cell.seeds == "0,7"
+        assert load_snapshot([file]).environment(cell.environment).driver == "1.0"
+    failed = cells["torch.fp32"].reason
+    assert failed.startswith("tests/test_tiny.py::test_one[torch.fp32-cuda]: test_tiny.py:")
+    assert "too far off" in failed
+    assert cells["torch.quantize_row"].reason.endswith("Skipped: needs 60 GiB")
+    (run,) = read_rows(file)["run"]
+    assert {"tests", "pytest -p no:cacheprovider -p fake_gpu tests -n 2"} < set(run)
+
+
+def test_an_interrupted_session_leaves_nothing(tmp_path: Path) -> None:
+    more = "def test_zero():\n    raise KeyboardInterrupt"
+    ran, file = session(tmp_path, more=more)
+    assert ran.returncode == 2, ran.stdout + ran.stderr
+    assert "nothing written: the session did not end by itself" in ran.stdout
+    assert not file.exists()
+
+
+def test_a_kernel_of_which_not_every_test_ran_is_left_out(tmp_path: Path) -> None:
+    ran, file = session(tmp_path, "-k", "test_one")
+    assert "1 results of kernels on sm_90, 0 ok; 1 left out: not all" in ran.stdout, ran.stdout
+    assert [cell.kernel.name for cell in load_snapshot([file]).test_results] == ["torch.fp32"]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu", "why"),
+    [((), False, "--evidence needs a GPU"),
+     (("tests/test_tiny.py::test_two",), True, "leave out --lf, and names of tests")],
+    ids=["no GPU", "one test"],
+)  # fmt: skip
+def test_what_would_be_no_evidence_is_refused(
+    tmp_path: Path, words: tuple[str, ...], gpu: bool, why: str
+) -> None:
+    ran, file = session(tmp_path, *words, gpu=gpu)
+    assert ran.returncode == 4
+    assert why in ran.stderr
+    assert not file.exists()
