@@ -167,7 +167,9 @@ class Table:
             return "no budget: only the unquantized kernel" if self.baseline else None
         error = candidate.errors
         if not error:
-            slower = f"slower: {time.latency_us:.2f} us; " if self._behind(time, problem.m) else ""
+            slower = ""
+            if time is not None and self._is_behind(time, problem.m):
+                slower = f"slower: {time.latency_us:.2f} us; "
             return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
             found = error[limit]
@@ -180,11 +182,11 @@ class Table:
                 )
         return None
 
-    def _behind(self, time: Time | None, m: int) -> bool:
+    def _is_behind(self, time: Time, m: int) -> bool:
         """Whether the unquantized kernel is faster: then a larger error is no answer anyway."""
         base = next((c for c in self.candidates if c.name == self.baseline), None)
         found = base.time_at(m) if base is not None else None
-        return time is not None and found is not None and time.latency_us > found[0].latency_us
+        return found is not None and time.latency_us > found[0].latency_us
 
     def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
         """No measured kernel is left: the most accurate measured one, else one that accepts."""

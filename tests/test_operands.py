@@ -24,9 +24,9 @@ from lokakern.bench.forms import (
     prepared_cases,
     unquantized_case,
 )
+from lokakern.bench.measure import contender_of
 from lokakern.bench.operands import Operands
 from lokakern.bench.pieces import Piece, pieces_of, pieces_to_check, product_of_piece
-from lokakern.bench.sweep import contender_of
 from lokakern.errors import MeasurementError, ShapeError
 from lokakern.operands import operand_of
 from lokakern.problems import make_problem
