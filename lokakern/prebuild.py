@@ -6,6 +6,7 @@ would be compiled; `build` compiles it into the caches that later launches read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -387,11 +388,12 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )  # fmt: skip
         theirs.close()
-        self.connection.send_bytes(pickle.dumps(device))
+        with contextlib.suppress(OSError):  # dead already: its answer will be missed
+            self.connection.send_bytes(pickle.dumps(device))
 
     def why_dead(self) -> str:
         """In words, with what it printed last."""
-        status = self.process.wait()
+        status = self.wait()
         how = f"exit status {status}"
         if status < 0:
             try:
@@ -407,12 +409,16 @@ class _Worker:
         self.connection.close()
         if self.job or not self.ready:
             self.process.terminate()
+        self.wait()
+        self.log.close()
+
+    def wait(self) -> int:
+        """Exit status, of a process that has closed its end or was told to end."""
         try:
-            self.process.wait(timeout=10)
+            return self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
-        self.log.close()
+            return self.process.wait()
 
 
 class _Build:
