@@ -20,14 +20,15 @@ import pytest
 import torch
 
 import lokakern
-from lokakern import jit, prebuild, selection
+from lokakern import jit, prebuild, selection, workers
 from lokakern.bench.suites import gemm_cases, suite_named
 from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError
-from lokakern.prebuild import BuildReport, build, jobs_for, meta_operands
+from lokakern.prebuild import jobs_for, meta_operands
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, fp8_format, kernel_named, kernels_for
 from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, Rejected
+from lokakern.workers import BuildReport, build
 
 pytest.importorskip("triton", reason="needs Triton")
 from lokakern.kernels.triton import quantize, scaled_gemm
@@ -318,7 +319,7 @@ def test_workers_that_cannot_start_are_reported(made: Any, monkeypatch: pytest.M
 
 
 def test_nothing_to_build_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prebuild, "_Worker", None)
+    monkeypatch.setattr(workers, "_Worker", None)
     assert build([], H200).compiled == 0
 
 
@@ -328,7 +329,7 @@ def test_an_interrupt_ends_the_workers(made: Any, tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent(f"""
         from made_jobs import Sleeps
-        from lokakern.prebuild import build
+        from lokakern.workers import build
         from lokakern.types import Device
         build([Sleeps(0), Sleeps(1)], {H200!r}, 2)
     """)
@@ -472,7 +473,7 @@ assert report.compiled > 10 and not report.failures, report
     compiled = folders(tmp_path)
     found = launch_prebuilt(device, **cache)
     assert found["looks"] == found["hits"] > 10
-    # Triton compiles C for its launchers where the GPU is; only kernels have a .json.
+    # Triton 3.6 compiles launchers in C where the GPU is; only kernels have a .json.
     added = folders(tmp_path) - compiled
     assert [name for name in added if list((tmp_path / name).glob("*.json"))] == []
 
