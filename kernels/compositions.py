@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lokakern import jit
 from lokakern.registry.register import (
     ANY,
     KERNELS,
@@ -148,8 +149,10 @@ def _workspace_of(first: Kernel, b_quantizer: Kernel, second: Kernel) -> Workspa
     return workspace
 
 
-@functools.cache
+@jit.cached
 def _device_fp8(device: torch.device) -> torch.dtype:
+    if device.type == "meta" and jit.recording is not None:
+        return fp8_format(jit.recording.device).dtype
     if device.type != "cuda" or torch.version.hip is None:
         return torch.float8_e4m3fn
     return fp8_format(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]).dtype

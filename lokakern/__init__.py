@@ -1,6 +1,7 @@
 """The fastest FP8 kernel whose error you can afford, chosen from measurements."""
 
 from lokakern.functional import dequantize, gemm, quantize, scaled_gemm
+from lokakern.prebuild import warmup
 from lokakern.preparation import prepare_weight
 from lokakern.registry.register import register
 from lokakern.selection import Choice, dispatch
@@ -18,4 +19,5 @@ __all__ = [
     "quantize",
     "register",
     "scaled_gemm",
+    "warmup",
 ]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lokakern.jit import Launch, TritonLauncher
+from lokakern.jit import Launch, TritonLauncher, cached, for_amd
 from lokakern.registry.register import COMPILED_ONLY, FP8_GPUS, register
 from lokakern.types import (
     ACCEPTED,
@@ -229,11 +229,11 @@ def row_tile(columns: int) -> tuple[int, int, int]:
 _row_tile = functools.cache(row_tile)
 
 
-@functools.cache
+@cached
 def format_constants(dtype: torch.dtype) -> tuple[float, int]:
     """MAX, and the NaN byte where the cast instruction cannot be relied upon, else 0."""
     form = Format.of(dtype)
-    by_hand = torch.version.hip is not None or form.nan_byte == 0x80
+    by_hand = for_amd() or form.nan_byte == 0x80
     return form.maximum, form.nan_byte if by_hand else 0
 
 
@@ -301,7 +301,7 @@ def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor
     launch(-(-rows // height), (x, data, scale), (rows,))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _row_launch(
     columns: int, stride: int, source: torch.dtype, target: torch.dtype
 ) -> tuple[Launch, int]:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lokakern.jit import Launch, TritonLauncher
+from lokakern.jit import Launch, TritonLauncher, cached, compute_units, for_amd
 from lokakern.registry.register import (
     COMPILED_ONLY,
     FAST_KERNEL_ERR_BOUND,
@@ -204,22 +204,17 @@ def scaled_gemm_kernel(
 
 _launch = TritonLauncher(scaled_gemm_kernel)
 
-_AMD = torch.version.hip is not None
 
-
-@functools.lru_cache(maxsize=4096)
+@cached
 def _programs_and_launch(
     m: int, n: int, device: int, one_sum: bool, *signature: Any
 ) -> tuple[int, Launch]:
-    if device < 0:
-        compute_units = 4  # interpreted: few programs, several tiles each
-    else:
-        compute_units = torch.cuda.get_device_properties(device).multi_processor_count
-    tile = tiles(m, n, compute_units, one_sum=one_sum, amd=_AMD)
-    return min(tile.count(m, n), compute_units * tile.resident), _bound(tile, n, *signature)
+    units = compute_units(device)
+    tile = tiles(m, n, units, one_sum=one_sum, amd=for_amd())
+    return min(tile.count(m, n), units * tile.resident), _bound(tile, n, *signature)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _bound(
     tile: Tile,
     n: int,

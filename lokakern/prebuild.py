@@ -1,0 +1,278 @@
+"""Compile ahead: many kernels at a time, in processes of their own, with no GPU.
+
+`jobs_for` launches kernels on meta tensors, which have shapes and no memory, and collects what
+would be compiled; `build` compiles it into the caches that later launches read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lokakern import selection
+from lokakern.device import current_device
+from lokakern.errors import DeviceError, ShapeError, UnsupportedError
+from lokakern.jit import Job, record
+from lokakern.problems import make_problem
+from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
+from lokakern.types import (
+    Device,
+    ErrorBudget,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+)
+from lokakern.workers import BuildReport, Progress, build, check_workers
+
+_META = torch.device("meta")
+_REASON = 500  # characters of a failure's reason
+
+
+def warmup(
+    problems: Iterable[Problem | Sequence[int]],
+    budget: ErrorBudget | float | None = None,
+    *,
+    device: Device | str | None = None,
+    workers: int | None = None,
+) -> BuildReport:
+    """Compile now, in parallel, what the public functions would compile at their first calls.
+
+    Nothing is launched. A first call afterwards finds its kernels in the caches on disk
+    (``TRITON_CACHE_DIR``, which must not be moved meanwhile) and loads them into its process;
+    Triton 3.6 then also compiles, in C, a launcher for each new list of argument types. Operands
+    are taken to be contiguous and 16-byte aligned; others are compiled when met, as ever.
+
+    Args:
+        problems: `Problem`s, or shapes ``(m, n, k)`` of a `gemm` on bfloat16 operands with
+            ``weight.t()`` on the right.
+        budget: What `gemm` and `scaled_gemm` will be called with: the kernels that `dispatch`
+            chooses are compiled, at the problem's m and over the whole range of m that was
+            measured. What was never measured has the unquantized kernel, and nothing to compile.
+            None compiles every registered kernel that accepts a problem, at its m.
+        device: A product such as "NVIDIA H200", or a `Device`, which need not be here; None means
+            the GPU here.
+        workers: Processes; None means one for each CPU core this process may use.
+
+    Returns:
+        Counts, and each failure with its reason; printable.
+
+    Raises:
+        DeviceError: There is no GPU here and none is named, the database does not know the name,
+            or it is no GPU's.
+        ShapeError: A shape is not three integers, or ``problems`` is no list.
+        BudgetError: The budget is not a finite, non-negative number.
+        ValueError: Fewer than one worker.
+    """
+    check_workers(workers)
+    target = _gpu_named(device)
+    limits = None if budget is None else ErrorBudget.of(budget)
+    try:
+        given = list(problems)
+    except TypeError:
+        raise ShapeError(
+            f"warmup: problems is {problems!r}; expected a list of Problems or of (m, n, k)"
+        ) from None
+    asked = [x if isinstance(x, Problem) else make_problem("gemm", x) for x in given]
+    if limits is None:
+        jobs = jobs_for(asked, target)
+    else:
+        jobs = _record([pair for p in asked for pair in _chosen(p, limits, target)], target)
+    return build(jobs, target, workers)
+
+
+def prebuild(
+    problems: Iterable[Problem],
+    device: Device,
+    only: Sequence[str] = (),
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> BuildReport:
+    """Compile every kernel that a sweep of these problems launches on a device.
+
+    Args:
+        problems: What will be measured.
+        device: The GPU type; it need not be here.
+        only: Words of kernel names; empty for all kernels.
+        workers: Processes; None means one for each CPU core this process may use.
+        progress: Where to tell.
+    """
+    load_kernels()
+    named = [k for _, k in sorted(KERNELS.items())
+             if not only or any(word in k.name for word in only)]  # fmt: skip
+    return build(jobs_for(problems, device, named), device, workers, progress)
+
+
+def jobs_for(
+    problems: Iterable[Problem], device: Device, kernels: Iterable[Kernel] | None = None
+) -> list[Job]:
+    """What problems would compile on a device, each compilation once.
+
+    Args:
+        problems: Of any ops.
+        device: The GPU type; it need not be here.
+        kernels: Which to ask, whatever their ops; None means all that are registered.
+
+    Returns:
+        Jobs for `build`. A kernel that cannot tell what it compiles leaves one that fails with
+        the reason.
+    """
+    given = None if kernels is None else list(kernels)
+    pairs = [
+        (kernel, problem)
+        for problem in dict.fromkeys(problems)
+        for kernel in (kernels_for(problem.op, device) if given is None else given)
+        if not isinstance(kernel.supports(problem, device), Rejected)
+    ]
+    return _record(pairs, device)
+
+
+def _gpu_named(device: Device | str | None) -> Device:
+    if device is None:
+        found = current_device()
+        if not found.is_gpu:
+            raise DeviceError(
+                "warmup: there is no GPU here; name the one to compile for, such as "
+                "device='NVIDIA H200'"
+            )
+        return found
+    found = device if isinstance(device, Device) else selection.snapshot().find_device(device)
+    if not found.is_gpu:
+        raise DeviceError(f"warmup: {found} is no GPU; nothing is compiled for it")
+    return found
+
+
+def _chosen(
+    problem: Problem, budget: ErrorBudget, device: Device
+) -> Iterable[tuple[Kernel, Problem]]:
+    """What dispatch takes at a problem and, m being free at run time, at every other m.
+
+    m itself is in no compilation, but decides tiles: each winner is asked at the problem's m, at
+    the measured m, and at powers of two and 1.5 times those between.
+    """
+    limits = budget if problem.op in ("gemm", "scaled_gemm") else None  # the others take none
+    table = selection.table_for(problem, limits, None, device)
+    load_kernels()
+    largest = max([problem.m, *table.measured_m])
+    steps = {size for power in range(1, 32) for size in (2**power, 3 * 2 ** (power - 1))}
+    sizes = {problem.m, *table.measured_m, *(size for size in steps if size <= largest)}
+    for m in sorted(sizes):
+        name = table.winners[bisect_right(table.breakpoints, m) - 1]
+        if name in KERNELS:
+            yield KERNELS[name], replace(problem, m=m)
+
+
+def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job]:
+    with record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
+        for kernel, problem in pairs:
+            if not _compiles(kernel) or not problem.m:  # an empty output launches nothing
+                continue
+            try:
+                operands = meta_operands(problem)
+                # As `functional` does: a gemm's workspace depends on a and b alone.
+                seen = operands[:2] if problem.op == "gemm" else operands
+                kernel.launch(*operands, kernel.workspace(*seen))
+            except Exception as error:  # a row of the report; other kernels can be built
+                reason = f"{type(error).__name__}: {error}"[:_REASON]
+                recording.add(_Unrecorded(kernel.name, str(problem), reason))
+        return list(recording.jobs.values())
+
+
+def _compiles(kernel: Kernel) -> bool:
+    """Whether any part of a kernel is more than torch, which comes compiled."""
+    parts = [KERNELS[name] for name in kernel.parts] or [kernel]
+    return any(part.language != "torch" for part in parts)
+
+
+class _OutputsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Skips torch's part of a composition: what writes into a given tensor is not computed.
+
+    Not every FP8 GEMM of torch has a meta implementation, and none has anything to compile.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        outputs = [kwargs[x.name] for x in func._schema.arguments if x.is_out and x.name in kwargs]
+        if outputs:
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Unrecorded:
+    """A kernel that could not be launched on meta tensors."""
+
+    kernel: str
+    problem: str
+    reason: str
+
+    @property
+    def key(self) -> Hashable:
+        return (self.kernel, self.reason)
+
+    def compile(self, _device: Device) -> bool | None:
+        raise UnsupportedError(f"cannot be launched on meta tensors: {self.reason}")
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.problem}"
+
+
+def meta_operands(problem: Problem) -> tuple[Any, ...]:
+    """Operands of one launch without memory, laid out as `lokakern.bench` lays them out.
+
+    Returns:
+        What `Kernel` says an op is launched with, less the workspace.
+
+    Raises:
+        UnsupportedError: Nothing says how a batch of scaled operands lies in memory.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    batch = () if problem.batch == 1 else (problem.batch,)
+    out_dtype = problem.out_format.dtype
+    if problem.op == "quantize":
+        data = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
+        return _matrix(batch, m, k, problem.a), data, _scale(problem.out_granularity, batch, m, k)
+    a = _matrix(batch, m, k, problem.a)
+    if problem.op == "dequantize":
+        out = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
+        return a, _scale(problem.a.granularity, batch, m, k), out
+    assert problem.b is not None  # the other two ops have two operands
+    out = torch.empty((*batch, m, n), dtype=out_dtype, device=_META)
+    bias = torch.empty(n, dtype=out_dtype, device=_META) if problem.epilogue == "bias" else None
+    b = _matrix(batch, k, n, problem.b)
+    if problem.op == "scaled_gemm":
+        left = _scale(problem.a.granularity, batch, m, k)
+        right = _scale(problem.b.granularity, batch, n, k)
+        return a, left, b, right.mT, out, bias
+    if not problem.prepared:
+        return a, b, out, bias
+    source = _matrix(batch, n, k, Operand(problem.a.format))
+    scale = None
+    if problem.b.granularity is not Granularity.NONE:
+        scale = _scale(problem.b.granularity, batch, n, k)
+    return a, QuantizedTensor(b.mT, scale, problem.b.granularity, True, source), out, bias
+
+
+def _matrix(batch: tuple[int, ...], rows: int, columns: int, operand: Operand) -> Tensor:
+    dtype = operand.format.dtype
+    if operand.layout is Layout.COLUMN:
+        return torch.empty((*batch, columns, rows), dtype=dtype, device=_META).mT
+    if operand.layout is Layout.STRIDED:
+        return torch.empty((*batch, rows, 2 * columns), dtype=dtype, device=_META)[..., ::2]
+    return torch.empty((*batch, rows, columns), dtype=dtype, device=_META)
+
+
+def _scale(granularity: Granularity, batch: tuple[int, ...], rows: int, columns: int) -> Tensor:
+    if batch:
+        raise UnsupportedError(f"no layout is defined for {granularity.value} scales of a batch")
+    return granularity.empty_scale(rows, columns, _META)
