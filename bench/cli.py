@@ -199,6 +199,15 @@ def sweep(
             "a GPU, 600 on a CPU."
         ),
     ] = None,
+    prebuild: Annotated[
+        bool,
+        typer.Option("--prebuild", help="Compile what the sweep would launch, on all cores and "
+                     "with no GPU, and measure nothing."),
+    ] = False,
+    device_name: Annotated[
+        str | None,
+        typer.Option("--device", help='With --prebuild: a GPU type such as "NVIDIA H200".'),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
@@ -210,11 +219,16 @@ def sweep(
     from lokakern.bench.suites import Case, shape_cases, suite_named
     from lokakern.bench.summary import summary_rows
     from lokakern.device import current_device
+    from lokakern.prebuild import gpu_named
+    from lokakern.prebuild import prebuild as build_ahead
     from lokakern.registry.reader import is_there
     from lokakern.registry.register import fp8_format
     from lokakern.registry.store import user_database
 
-    device = current_device()
+    if device_name is not None and not prebuild:
+        raise typer.BadParameter("goes with --prebuild: a sweep measures the device that is here",
+                                 param_hint="--device")  # fmt: skip
+    device = gpu_named(device_name) if prebuild else current_device()
     if time_limit is not None and not time_limit >= 0:
         raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
     if watchdog is not None and not watchdog > 0:
@@ -231,7 +245,8 @@ def sweep(
         cases = list(dict.fromkeys(cases))
         name = "misses" if from_misses else "shapes"
     else:
-        cases, name = suite_named(suite).cases(device), suite
+        chosen = suite_named(suite)
+        cases, name = chosen.cases(device), chosen.name
     target = _source(db) if db else user_database()
     if isinstance(target, Path):
         try:
@@ -246,6 +261,20 @@ def sweep(
             f"--kernel is {', '.join(kernel)}; no kernel that takes these problems has such a "
             "name (see `list kernels`)"
         )
+    if prebuild:
+        with report.TerminalProgress(quiet=quiet) as progress:
+            built = build_ahead([case.problem for case in cases], device, tuple(kernel or ()),
+                                progress=progress)  # fmt: skip
+        print(
+            f"{built.compiled} kernels compiled for {device.product} and {built.already_there} "
+            f"there already, in {built.seconds:.0f} s",
+            file=sys.stderr,
+        )
+        for broken in built.failures:
+            print(f"not compiled: {broken.job}: {broken.reason}", file=sys.stderr)
+        if built.failures:
+            raise typer.Exit(NOT_OK_EXIT)
+        return
     with report.TerminalProgress(quiet=quiet) as progress:
         done = sweeping.sweep(
             cases,

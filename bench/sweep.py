@@ -35,6 +35,7 @@ from lokakern.bench.worker import (
 from lokakern.device import current_device, current_environment
 from lokakern.errors import UnknownNameError
 from lokakern.evidence import TIE_CEILING
+from lokakern.prebuild import prebuild
 from lokakern.problems import baseline_name
 from lokakern.registry.identity import (
     device_key,
@@ -61,6 +62,8 @@ ERRORS = ("all", "needed", "none")
 # A kernel that crashed or hung at so many problems is launched no more: each costs a new worker,
 # and a hang the watchdog's patience as well.
 STRIKES = 3
+# Problems from which on it pays to compile on all cores first: those processes take 4 s to start.
+FEWEST_PREBUILT = 16
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ def sweep(
         f"{'at most ' if errors == 'needed' else ''}{len(wanted)} errors: "
         f"about {_duration(report.estimated_s)}"
     )
+    if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
+        prebuild([job.case.problem for job in todo], device, only, progress=progress)
     run = RunFile.create(
         database, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
     )

@@ -73,7 +73,7 @@ def warmup(
         ValueError: Fewer than one worker.
     """
     check_workers(workers)
-    target = _gpu_named(device)
+    target = gpu_named(device)
     limits = None if budget is None else ErrorBudget.of(budget)
     try:
         given = list(problems)
@@ -135,7 +135,7 @@ def jobs_for(
     return _record(pairs, device)
 
 
-def _gpu_named(device: Device | str | None) -> Device:
+def gpu_named(device: Device | str | None) -> Device:
     if device is None:
         found = current_device()
         if not found.is_gpu:
