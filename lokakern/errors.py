@@ -42,3 +42,11 @@ class DatabaseError(LokakernError):
 
 class MeasurementError(LokakernError):
     """A measurement could not be made as the contracts ask."""
+
+
+class CompilationError(LokakernError):
+    """A kernel that does not compile here, or nothing to compile it with."""
+
+
+class LaunchError(LokakernError):
+    """The driver refused to load or launch a kernel."""
