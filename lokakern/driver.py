@@ -61,12 +61,28 @@ class CudaLaunch:
         cluster: Blocks of a cluster, along x.
         programmatic: Begin while the kernel before in the stream still ends. The kernel must then
             wait (``griddepcontrol.wait``) before it touches any memory.
+
+    Attributes:
+        program: What is launched.
     """
 
     __slots__ = (
-        "_attributes", "_attributes_memory", "_cluster", "_current_device", "_current_stream",
-        "_functions", "_maps_at", "_maps_format", "_pack", "_parameters", "_program", "_shape",
-        "_shared_bytes", "_spare", "_submit", "_values_format",
+        "_attributes",
+        "_attributes_memory",
+        "_cluster",
+        "_current_device",
+        "_current_stream",
+        "_functions",
+        "_maps_at",
+        "_maps_format",
+        "_pack",
+        "_parameters",
+        "_shape",
+        "_shared_bytes",
+        "_spare",
+        "_submit",
+        "_values_format",
+        "program",
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +97,7 @@ class CudaLaunch:
         cluster: int = 1,
         programmatic: bool = False,
     ) -> None:
-        self._program = program
+        self.program = program
         self._parameters = (pointers, len(scalars), tensor_maps)
         self._cluster = cluster
         self._shared_bytes = shared_bytes
@@ -154,7 +170,7 @@ class CudaLaunch:
         self._spare.append(arguments)
         if failed:
             raise LaunchError(
-                f"{self._program}: grid {grid}, {self._shape[0]} threads, {self._shared_bytes} "
+                f"{self.program}: grid {grid}, {self._shape[0]} threads, {self._shared_bytes} "
                 f"bytes of shared memory, clusters of {self._cluster}: {_message(failed)}"
             )
 
@@ -185,16 +201,16 @@ class CudaLaunch:
         given = (len(pointers), len(scalars), len(tensor_maps))
         if given != self._parameters:
             raise LaunchError(
-                f"{self._program}: given {given} pointers, scalars and tensor maps; it was bound "
+                f"{self.program}: given {given} pointers, scalars and tensor maps; it was bound "
                 f"for {self._parameters}"
             )
         recording = getattr(jit, "recording", None)
         if recording is not None and pointers[0].is_meta:
-            recording.add(self._program)
+            recording.add(self.program)
             return
         if device < 0:
             raise LaunchError(
-                f"{self._program}: the first operand is on {pointers[0].device}; pass CUDA tensors"
+                f"{self.program}: the first operand is on {pointers[0].device}; pass CUDA tensors"
             )
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -206,10 +222,10 @@ class CudaLaunch:
     def _load(self, device: int) -> ctypes.c_void_p:
         """The kernel on the current device, loaded for good."""
         _use_context(device)
-        code = cubin(self._program, current_device("cuda", device).architecture)
+        code = cubin(self.program, current_device("cuda", device).architecture)
         library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
         _call("cuLibraryLoadData", ctypes.byref(library), code, None, None, 0, None, None, 0)
-        entry = self._program.entry.encode()
+        entry = self.program.entry.encode()
         _call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry)
         limits = []
         if self._shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:

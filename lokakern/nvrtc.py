@@ -110,10 +110,10 @@ def cubin(program: Program, architecture: str) -> bytes:
     Raises:
         CompilationError: A file is missing, NVRTC is missing, or it refuses the source.
     """
-    texts = _texts(Path(program.source))
+    texts = _texts(Path(program.source).resolve())  # kernels/ is reached by a link
     target = _target(architecture)
     options = (f"--gpu-architecture={target}", "--std=c++17", *program.options)
-    decisive = (texts, program.entry, program.macros, options, _nvrtc_version())
+    decisive = (texts, program.entry, program.macros, options, version())
     key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return _cached(key, lambda: _compile(program, texts, options))
 
@@ -159,8 +159,12 @@ def _nvrtc() -> Any:
 
 
 @functools.cache
-def _nvrtc_version() -> str:
-    """Version of the library, and of its package: patch releases compile differently."""
+def version() -> str:
+    """Version of NVRTC and of its package: patch releases compile differently.
+
+    Raises:
+        CompilationError: It is not installed.
+    """
     nvrtc = _nvrtc()
     try:
         _, major, minor = nvrtc.nvrtcVersion()
