@@ -65,6 +65,12 @@ def architectures() -> list[str]:
     return sorted({architecture for kernel in kernels for architecture in kernel.architectures})
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile afresh, and leave the user's cache alone."""
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path_factory.getbasetemp() / "compiled"))
+
+
 @functools.cache
 def compiled(name: str, architecture: str = "sm_90") -> bytes:
     return nvrtc.cubin(CASES[name], architecture)

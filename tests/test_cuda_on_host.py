@@ -140,11 +140,16 @@ def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
 
 
 @pytest.mark.usefixtures("on_host")
-def test_quotients_beside_the_ties_are_rounded_once() -> None:
-    """x a last place beside a tie of E4M3 times each scale: a quotient off by one would show."""
+@pytest.mark.parametrize("exponent", [0, -100, -112, 90])
+def test_quotients_beside_the_ties_are_rounded_once(exponent: int) -> None:
+    """x next to a tie of E4M3 times each scale: a quotient off by a last place would show.
+
+    Tiny scales too, where remainders underflow unless they are lifted.
+    """
     ties = torch.tensor([17.0, 19.0, 27.0, 29.0, 104.0, 232.0, 2.0**-10, 3 * 2.0**-10])
-    amax = torch.rand(512, 1, generator=torch.Generator().manual_seed(1)) * 448 + 1
-    near = (ties * (amax / 448)).float()
+    amax = torch.rand(4096, 1, generator=torch.Generator().manual_seed(1)) * 448 + 1
+    amax = amax * 2.0**exponent
+    near = ties * (amax / 448)
     up = torch.nextafter(near, torch.tensor(math.inf))
     down = torch.nextafter(near, torch.tensor(0.0))
     check(torch.cat([amax, near, up, down, amax, near, -up], 1), Format.E4M3FN, Granularity.ROW)

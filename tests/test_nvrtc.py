@@ -25,8 +25,9 @@ import torch
 from lokakern import driver, jit, nvrtc
 from lokakern.driver import CudaLaunch, TensorMap, tensor_map
 from lokakern.errors import CompilationError, LaunchError
+from lokakern.kernels.cuda import quantize
 from lokakern.nvrtc import Program
-from lokakern.types import Device
+from lokakern.types import Device, Granularity
 
 FEATURES = str(Path(__file__).with_name("cuda_features.cu"))
 BOX = (("ROWS", 16), ("COLUMNS", 32))
@@ -446,7 +447,9 @@ def test_threads_that_share_a_launch_keep_their_arguments_apart(fake: RecordingD
 def test_an_error_names_the_launch_and_the_drivers_reason(fake: RecordingDriver) -> None:
     fake.codes = [1]
     launch = CudaLaunch(LAUNCH, pointers=2, scalars="iq", threads=2048)
-    with pytest.raises(LaunchError, match=r"add_late .*: grid \(1, 1, 1\), 2048 threads.*INVALID_VAL"):
+    with pytest.raises(
+        LaunchError, match=r"add_late .*: grid \(1, 1, 1\), 2048 threads.*INVALID_VAL"
+    ):
         launch((1, 1, 1), (Operand(1), Operand(2)), (3, 4))  # type: ignore[arg-type]
 
 
@@ -479,6 +482,22 @@ def test_a_recorded_launch_hands_over_its_program(
     assert not fake.launches
     jobs[0].compile(H200)
     assert len(entries(nvrtc.cache_folder())) == 1
+
+
+def test_recorded_kernels_are_those_of_the_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Any] = []
+    recording = SimpleNamespace(device=H200, add=jobs.append)
+    monkeypatch.setattr(jit, "recording", recording, raising=False)
+    x = torch.empty(64, 1000, dtype=torch.bfloat16, device="meta")
+    data = torch.empty(64, 1000, dtype=torch.float8_e4m3fn, device="meta")
+    for granularity, launch, span in (
+        (Granularity.ROW, quantize.quantize_row, 1000),
+        (Granularity.GROUP, quantize.quantize_group, 128),
+    ):
+        launch(x, data, granularity.empty_scale(64, 1000, x.device), ())
+        real = quantize.bind(1000, span, True, x.dtype, data.dtype)
+        assert jobs.pop() == real.launch.program
+    assert not jobs
 
 
 def test_tensor_maps_are_encoded_once_and_forgotten_in_time(
