@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ _ATTRIBUTE = "@i4x3I52x"  # CUlaunchAttribute: id, then a union of 64 bytes
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 _MAX_DYNAMIC_SHARED_BYTES, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
 _INVALID_CONTEXT = 201
+_RELAXED_CAPTURE = 2  # CUstreamCaptureMode
 _SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
 _PORTABLE_CLUSTER = 8
 _POINTER_BYTES = 8
@@ -224,18 +227,19 @@ class CudaLaunch:
         _use_context(device)
         code = cubin(self.program, current_device("cuda", device).architecture)
         library, kernel, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        _call("cuLibraryLoadData", ctypes.byref(library), code, None, None, 0, None, None, 0)
         entry = self.program.entry.encode()
-        _call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry)
         limits = []
         if self._shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
             limits.append((_MAX_DYNAMIC_SHARED_BYTES, self._shared_bytes))
         if self._cluster > _PORTABLE_CLUSTER:
             limits.append((_NON_PORTABLE_CLUSTER, 1))
-        for limit, value in limits:
-            _call("cuKernelSetAttribute", limit, value, kernel, device)
-        # Loads it here and now: a first launch may be captured into a graph.
-        _call("cuKernelGetFunction", ctypes.byref(function), kernel)
+        with _anything_while_capturing():
+            _call("cuLibraryLoadData", ctypes.byref(library), code, None, None, 0, None, None, 0)
+            _call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry)
+            for limit, value in limits:
+                _call("cuKernelSetAttribute", limit, value, kernel, device)
+            # Loads the code now instead of at the first launch.
+            _call("cuKernelGetFunction", ctypes.byref(function), kernel)
         self._submit = _driver().cuLaunchKernelEx
         return function
 
@@ -347,6 +351,17 @@ def _use_context(device: int) -> None:
     if context.value is None:
         _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         _call("cuCtxSetCurrent", context)
+
+
+@contextmanager
+def _anything_while_capturing() -> Iterator[None]:
+    """Let this thread load code though a stream is being captured into a graph."""
+    mode = ctypes.c_int(_RELAXED_CAPTURE)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -12,9 +12,11 @@ __device__ unsigned shared_address(const void* pointer) {
 // box lies above the first 48 KiB of shared memory, which a block has only if it is asked for.
 extern "C" __global__ void copy_box(
     unsigned* out, int row, int column, const __grid_constant__ TensorMap map) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    extern __shared__ unsigned char memory[];
     __shared__ __align__(8) unsigned long long barrier;
-    const unsigned* box = reinterpret_cast<const unsigned*>(memory + 48 * 1024);
+    const unsigned char* above = memory + 48 * 1024;
+    above += -shared_address(above) & 127;  // where a bulk copy may write
+    const unsigned* box = reinterpret_cast<const unsigned*>(above);
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)));
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -32,8 +32,8 @@ from lokakern.types import (
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 WIDE_BYTES = 16  # of a load where rows are aligned
-# Loads of 16 bytes a thread has in flight: 4 times 2048 threads are 128 KiB for each SM, and 3 MB
-# in all hide the memory's latency at 4.3 TB/s.
+# Loads of 16 bytes a thread has in flight. 4.3 TB/s times a latency of 0.7 us are 3 MB, or 23 KiB
+# for each of 132 SMs: 366 such threads of the 2048 an SM holds.
 WIDE_LOADS = 4
 SINGLE_LOADS = 16  # of one element, where rows are not aligned
 # A warp reads lines of up to so many times WIDE_LOADS: without a barrier, in up to 64 registers.
@@ -58,8 +58,8 @@ class Tile(NamedTuple):
         return max(1, 32 // self.team) * self.rows
 
     @property
-    def lines_of_block(self) -> int:
-        """Lines of a block, divided by the rows of a warp (a block, where a team is one)."""
+    def warps(self) -> int:
+        """Warps of a block that work each for itself."""
         return 1 if self.team > 32 else self.threads // 32
 
 
@@ -117,7 +117,7 @@ def bind(columns: int, span: int, aligned: bool, source: torch.dtype, target: to
     }
     program = nvrtc.Program(SOURCE, "quantize", tuple(macros.items()))
     launch = CudaLaunch(program, pointers=3, scalars="iqq", threads=tile.threads)
-    return Bound(launch, tile.rows_of_warp, -(-columns // span), tile.lines_of_block)
+    return Bound(launch, tile.rows_of_warp, -(-columns // span), tile.warps)
 
 
 def _launch(x: Tensor, data: Tensor, scale: Tensor, span: int, scale_stride: int) -> None:
