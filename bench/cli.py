@@ -201,8 +201,11 @@ def sweep(
     ] = None,
     prebuild: Annotated[
         bool,
-        typer.Option("--prebuild", help="Compile what the sweep would launch, on all cores and "
-                     "with no GPU, and measure nothing."),
+        typer.Option(
+            "--prebuild",
+            help="Compile what the sweep would launch, on all cores and "
+            "with no GPU, and measure nothing.",
+        ),
     ] = False,
     device_name: Annotated[
         str | None,

@@ -50,3 +50,11 @@ class DeviceLostError(MeasurementError):
 
 class SuiteError(LokakernError, ValueError):
     """A file of a suite that cannot be read, or asks for what cannot be measured."""
+
+
+class CompilationError(LokakernError):
+    """A kernel that does not compile here, or nothing to compile it with."""
+
+
+class LaunchError(LokakernError):
+    """The driver refused to load or launch a kernel."""

@@ -2,8 +2,8 @@
 
 A digest covers the normalized source of a kernel's modules (no comments, docstrings or white
 space) and of everything they include: other modules of `lokakern.kernels`, and `numerics`,
-`formats` and `jit` of lokakern, found by reading import statements; `#include "..."` for CUDA and
-HIP. A module outside lokakern is named ``python:package.module``.
+`formats`, `jit`, `nvrtc` and `driver` of lokakern, found by reading import statements;
+`#include "..."` for CUDA and HIP. A module outside lokakern is named ``python:package.module``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ _IN_CHECKOUT = (PACKAGE / "lokakern").is_dir()
 # A checkout keeps real folders beside lokakern/; an installed wheel keeps them inside it.
 KERNELS_ROOT = PACKAGE / "kernels"
 LIBRARY_ROOT = PACKAGE / "lokakern" if _IN_CHECKOUT else PACKAGE
-_INCLUDED = {"lokakern.numerics", "lokakern.formats", "lokakern.jit"}
+_INCLUDED = {
+    "lokakern.numerics",
+    "lokakern.formats",
+    "lokakern.jit",
+    "lokakern.nvrtc",
+    "lokakern.driver",
+}
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 _FSTRING_END = getattr(tokenize, "FSTRING_END", None)

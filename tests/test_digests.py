@@ -62,6 +62,8 @@ FILES = {
     "lokakern/numerics.py": "SMALLEST = 2.0**-126\n",
     "lokakern/formats.py": "GROUP = 128\n",
     "lokakern/jit.py": "from lokakern import formats\n",
+    "lokakern/nvrtc.py": "OPTIONS = ()\n",
+    "lokakern/driver.py": "from lokakern.nvrtc import OPTIONS\n",
     "lokakern/errors.py": "class ShapeError(ValueError): ...\n",
 }
 Digest = Callable[..., str]
@@ -202,6 +204,8 @@ def test_any_import_of_a_kernel_module_is_followed(digest_of: Digest, statement:
         ("from lokakern.types import GROUP", "formats"),  # which types hands out
         ("from lokakern.jit import TritonLauncher", "jit"),
         ("from lokakern.jit import TritonLauncher", "formats"),
+        ("from lokakern.driver import CudaLaunch", "driver"),
+        ("from lokakern.driver import CudaLaunch", "nvrtc"),
     ],
 )
 def test_what_decides_results_outside_the_kernels_is_followed(
@@ -348,6 +352,20 @@ def test_kernels_that_quantize_exactly_depend_on_numerics() -> None:
     files: dict[str, str] = {}
     digests._collect(digests.KERNELS_ROOT / "torch" / "quantize.py", files)
     assert {"kernels/torch/quantize.py", "lokakern/numerics.py"} <= set(files)
+
+
+def test_how_cuda_kernels_compile_and_launch_is_part_of_them_alone() -> None:
+    def files_of(module: str) -> set[str]:
+        files: dict[str, str] = {}
+        digests._collect(digests._module_file(module), files)
+        return set(files)
+
+    route = {"lokakern/nvrtc.py", "lokakern/driver.py"}
+    source = {"kernels/cuda/quantize.cu", "kernels/cuda/ptx.cuh"}
+    assert route | source <= files_of("cuda/quantize")
+    for kernel in KERNELS.values():
+        if not any(module.startswith("cuda/") for module in kernel.modules):
+            assert not route & set().union(*map(files_of, kernel.modules)), kernel
 
 
 def test_a_composition_depends_on_the_files_of_all_its_parts() -> None:

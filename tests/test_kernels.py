@@ -346,7 +346,11 @@ def test_dequantize_rounds_once(name: str, where: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name",
-    [n for n, k in sorted(KERNELS.items()) if k.language == "triton" or n == "torch.scaled_mm_row"],
+    [
+        n
+        for n, k in sorted(KERNELS.items())
+        if k.language in ("triton", "cuda") or n == "torch.scaled_mm_row"
+    ],
 )
 def test_more_than_two_to_the_31_elements(name: str) -> None:
     """Offsets past 2^31 are 64 bits wide: the last rows are right."""

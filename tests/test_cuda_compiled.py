@@ -1,0 +1,166 @@
+"""CUDA kernels compile for all GPUs they claim, without spills, to the instructions they are for.
+
+What they take of the hardware is kept in kernels/cuda/resources.json. After a change on purpose, or
+with another NVRTC:
+
+    python tests/test_cuda_compiled.py
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lokakern import nvrtc
+from lokakern.kernels.cuda import quantize
+from lokakern.nvrtc import Program
+from lokakern.registry.digests import KERNELS_ROOT
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import GROUP
+
+FOLDER = KERNELS_ROOT / "cuda"
+RECORD = FOLDER / "resources.json"
+# One size of every kind of tile: parts of a warp, a warp, a block, two reads.
+ROW_COLUMNS = (128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384)
+GROUP_COLUMNS = (1024, 200)
+UNALIGNED_COLUMNS = (13, 500, 8191, 9001)
+KINDS = (
+    (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
+    (torch.float32, torch.float8_e5m2, "float32->e5m2"),
+)
+
+
+def cases() -> dict[str, Program]:
+    """Programs with the macros their launchers choose, by kernel, size and types."""
+    found: dict[str, Program] = {}
+    for source, target, kind in KINDS:
+        for columns in (*ROW_COLUMNS, *UNALIGNED_COLUMNS):
+            aligned = columns in ROW_COLUMNS
+            bound = quantize.bind(columns, columns, aligned, source, target)
+            found[f"quantize_row {columns} {kind}"] = bound.launch.program
+        for columns in (*GROUP_COLUMNS, UNALIGNED_COLUMNS[0]):
+            aligned = columns in GROUP_COLUMNS
+            bound = quantize.bind(columns, GROUP, aligned, source, target)
+            found[f"quantize_group {columns} {kind}"] = bound.launch.program
+    return found
+
+
+CASES = cases()
+NAMES = list(CASES)
+ALIGNED = [name for name in NAMES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
+
+
+@functools.cache
+def architectures() -> list[str]:
+    load_kernels()
+    kernels = [k for k in KERNELS.values() if k.language == "cuda" and not k.parts]
+    return sorted({architecture for kernel in kernels for architecture in kernel.architectures})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile afresh, and leave the user's cache alone."""
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path_factory.getbasetemp() / "compiled"))
+
+
+@functools.cache
+def compiled(name: str, architecture: str = "sm_90") -> bytes:
+    return nvrtc.cubin(CASES[name], architecture)
+
+
+def cuobjdump(cubin: bytes, *options: str) -> str:
+    """Output of the tool that comes with Triton."""
+    triton = pytest.importorskip("triton", reason="needs Triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [tool, *options, path]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def instructions(name: str) -> list[str]:
+    """Machine instructions with their suffixes, such as LDG.E.NA.128."""
+    code = cuobjdump(compiled(name), "--dump-sass")
+    return re.findall(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code)
+
+
+def resources(name: str, architecture: str) -> dict[str, int]:
+    """Of one thread, and the shared memory of a block (of which the system takes 1 KiB)."""
+    shown = cuobjdump(compiled(name, architecture), "--dump-resource-usage")
+    registers, stack, shared, local = (
+        int(re.search(rf"\b{what}:(\d+)", shown).group(1))  # type: ignore[union-attr]
+        for what in ("REG", "STACK", "SHARED", "LOCAL")
+    )
+    return {"registers": registers, "shared_bytes": shared, "spilled_bytes": stack + local}
+
+
+def measured() -> dict[str, Any]:
+    found: dict[str, Any] = {"nvrtc": nvrtc.version()}
+    for architecture in architectures():
+        found[architecture] = {name: resources(name, architecture) for name in NAMES}
+    return found
+
+
+def test_every_cuda_file_is_compiled_here() -> None:
+    found = {Path(program.source).resolve() for program in CASES.values()}
+    assert found == set(FOLDER.glob("*.cu"))
+
+
+def test_every_registered_cuda_kernel_is_compiled_here() -> None:
+    load_kernels()
+    registered = {k.name for k in KERNELS.values() if k.language == "cuda" and not k.parts}
+    assert {f"cuda.{name.split()[0]}" for name in NAMES} == registered
+
+
+def test_nothing_spills_and_resources_are_as_recorded() -> None:
+    """Figures are exact: a change of them is seen, and measured, before it is recorded."""
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    found = measured()
+    for architecture in architectures():
+        spilled = {n: r for n, r in found[architecture].items() if r["spilled_bytes"]}
+        assert not spilled, f"{architecture}: {spilled}"
+    if found["nvrtc"] == recorded["nvrtc"]:
+        assert found == recorded, "if this is on purpose, run python tests/test_cuda_compiled.py"
+
+
+def test_m_is_in_no_program() -> None:
+    for program in CASES.values():
+        assert not {"M", "m", "rows"} & {name for name, _ in program.macros}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantizers_convert_in_hardware(name: str) -> None:
+    form = "E5M2" if "e5m2" in name else "E4M3"
+    assert any(word.startswith(f"F2FP.SATFINITE.{form}") for word in instructions(name))
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_aligned_rows_are_read_16_bytes_at_a_time_before_any_is_used(name: str) -> None:
+    words = instructions(name)
+    loads = [at for at, word in enumerate(words) if word.startswith("LDG")]
+    assert loads and all(words[at].endswith(".128") for at in loads)
+    macros = dict(CASES[name].macros)
+    together = int(macros["ACCESSES"]) * int(macros["ROWS"])
+    first = [word for word in words[loads[0] : loads[together - 1]] if word.startswith("FFMA")]
+    assert together >= 2 and not first, f"{name}: {len(first)} FFMA among the first loads"
+
+
+@pytest.mark.parametrize("name", [n for n in ALIGNED if "bfloat16" in n])
+def test_bfloat16_rows_are_written_8_bytes_at_a_time(name: str) -> None:
+    stores = [word for word in instructions(name) if word.startswith("STG")]
+    assert sum(not word.endswith(".64") for word in stores) == 1, stores  # the scale
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {RECORD}")
