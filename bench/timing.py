@@ -28,10 +28,14 @@ MOST_REPLAYS = 200
 # candidates apart (`evidence.TIE_FLOOR`).
 SETTLED_REPLAYS, SETTLED_SHARE = 20, 0.0025
 DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many replays is dropped
+# A tiny problem has a thousand cold sets, and capturing as many calls takes 20 ms, of an emulation
+# a second: a graph of a few calls first shows who is hopeless. Its sets may stay in the cache,
+# which flatters, so that only a factor of 2 counts.
+SCREENED_CALLS, SCREEN_FACTOR = 8, 2.0
 VOID_CLOCK_SHARE = 0.9  # a replay under this share of the candidate's own median clock is void
 GRAPH_US = 300.0  # a graph lasts at least this long, so that its launch (about 2 us) is noise
 WARM_SECONDS = 0.5
-MOST_CALLED = 64  # after timing, of the thousands of calls a tiny problem has
+MOST_CALLED = 8  # after timing, of the thousand calls a tiny problem has
 
 
 @dataclass
@@ -51,10 +55,11 @@ class Contender:
     dropped: bool = False
     _replay: Callable[[], float] | None = None
     _graph: torch.cuda.CUDAGraph | None = None
+    _screened: bool = False  # the graph holds a few of the calls only
 
     def run_all(self) -> None:
         """Do once more what was timed: the graph, where there is one, else the first calls."""
-        if self._graph is not None:
+        if self._graph is not None and not self._screened:
             self._graph.replay()
             torch.cuda.synchronize()
             return
@@ -149,11 +154,18 @@ def time_contenders(
         announce(contender)
         with faults_of(contender, device):
             if graphs:
-                _prepare_graph(contender, floor_us)
+                _warm_up(contender)
             else:
                 _prepare_eager(contender, device)
+    if graphs:
+        _screen(contenders, device, announce)
+        for contender in contenders:
+            if contender.status == "ok" and not contender.dropped:
+                announce(contender)
+                with faults_of(contender, device):
+                    _capture(contender, contender.calls, floor_us)
     read_clock = _clock_reader(device)
-    running = [c for c in contenders if c._replay is not None]
+    running = [c for c in contenders if c._replay is not None and not c.dropped]
     for contender in running:  # a first replay uploads the graph; its time does not count
         announce(contender)
         with faults_of(contender, device):
@@ -245,17 +257,48 @@ def _drop_laggards(running: Sequence[Contender]) -> None:
             contender.dropped = True
 
 
-def _prepare_graph(contender: Contender, floor_us: float) -> None:
+def _warm_up(contender: Contender) -> None:
     for call in (contender.calls[0], contender.calls[-1]):
         call()
     torch.cuda.synchronize()
-    repeats = max(1, math.ceil(GRAPH_US / (len(contender.calls) * max(floor_us, 0.5))))
+
+
+def _screen(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    announce: Callable[[Contender], None],
+) -> None:
+    """Drop who is hopeless by a graph of a few calls, where a whole one is long."""
+    running = [c for c in contenders if c.status == "ok"]
+    if len(running) < 2 or len(running[0].calls) <= SCREENED_CALLS:
+        return
+    for contender in running:
+        announce(contender)
+        with faults_of(contender, device):
+            _capture(contender, contender.calls[:SCREENED_CALLS], math.inf)
+            contender._screened = True
+            _run(contender)  # uploads the graph
+            for _ in range(DROP_AFTER):
+                contender.samples_us.append(_run(contender) / contender.calls_per_replay)
+    timed = [c for c in running if c.status == "ok"]
+    best = min((statistics.median(c.samples_us) for c in timed), default=0.0)
+    for contender in timed:
+        if statistics.median(contender.samples_us) > SCREEN_FACTOR * best:
+            contender.dropped = True
+        else:
+            contender._screened = False
+            contender.samples_us.clear()
+
+
+def _capture(contender: Contender, calls: Sequence[Callable[[], None]], floor_us: float) -> None:
+    """Capture calls, over and over until they last at least GRAPH_US."""
+    repeats = max(1, math.ceil(GRAPH_US / (len(calls) * max(floor_us, 0.5))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(repeats):
-            for call in contender.calls:
+            for call in calls:
                 call()
-    contender.calls_per_replay = repeats * len(contender.calls)
+    contender.calls_per_replay = repeats * len(calls)
     contender._graph = graph
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 

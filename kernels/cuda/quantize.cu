@@ -9,8 +9,8 @@
 //     data:   [rows, COLUMNS], FP8 bytes, contiguous
 //     scale:  float32; of group g of row r at scale[g * scale_stride + r]
 //
-// TEAM threads share a line. A thread holds ACCESSES times WIDTH neighboring elements of each of
-// ROWS lines at once; a line too long for that is read twice. Macros, all set by quantize.py:
+// TEAM threads share a line. A thread holds ACCESSES times WIDTH neighboring elements of it at
+// once; a line too long for that is read twice. Macros, all set by quantize.py:
 //
 //     INPUT_BYTES  2 for bfloat16, 4 for float32
 //     IS_E5M2      1 for e5m2, 0 for e4m3fn
@@ -19,7 +19,7 @@
 //     WIDTH        elements of one load: 16 bytes of them where every row of x starts at a multiple
 //                  of 16 bytes and of data at one of WIDTH, else 1
 //     TEAM         a power of two up to 32, or else a multiple of 32 and the whole block
-//     ACCESSES, ROWS, THREADS
+//     ACCESSES, THREADS
 #include "ptx.cuh"
 
 constexpr bool VECTORS = WIDTH > 1;
@@ -35,9 +35,7 @@ constexpr int WARPS = TEAM > 32 ? TEAM / 32 : 1;  // of a team
 constexpr float MAX = IS_E5M2 ? 57344.0f : 448.0f;
 constexpr unsigned INFINITY_BITS = 0x7f800000u;
 
-static_assert(TEAM <= 32 || (TEAM == THREADS && ROWS == 1), "a team of several warps is a block");
-static_assert(AT_ONCE || ROWS == 1, "long lines are read one at a time");
-static_assert(ROWS <= TEAM, "one thread of a team stores one scale");
+static_assert(TEAM <= 32 || TEAM == THREADS, "a team of several warps is a block");
 
 struct Held {
     unsigned word[ACCESSES][WORDS];
@@ -176,70 +174,41 @@ __device__ __forceinline__ void store(
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const char* x, unsigned char* data, float* scale, int rows, long long x_stride,
     long long scale_stride) {
-    // A warp, or a block where a team is one, takes TEAMS * ROWS rows of one group. Neighbors are
-    // neighbors along a row, so that a block reads whole rows of memory; the scales that a warp
-    // stores are neighbors too.
+    // A warp, or a block where a team is one, takes TEAMS rows of one group. Neighbors are neighbors
+    // along a row, so that a block reads whole rows of memory.
     const unsigned tile =
         TEAM > 32 ? blockIdx.x : blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     const int position = threadIdx.x % TEAM;
     const int group = tile % GROUPS;
-    const long long first = static_cast<long long>(tile / GROUPS) * (TEAMS * ROWS) +
-                            threadIdx.x % 32 / TEAM % TEAMS;
+    const long long row =
+        static_cast<long long>(tile / GROUPS) * TEAMS + threadIdx.x % 32 / TEAM % TEAMS;
     const int span = COLUMNS % SPAN == 0 ? SPAN : min(SPAN, COLUMNS - group * SPAN);
+    const int columns = row < rows ? span : 0;
+    const char* from = x + (row * x_stride + group * SPAN) * INPUT_BYTES;
+    unsigned char* to = data + row * COLUMNS + group * SPAN;
 
-    int columns[ROWS];  // 0 for rows past the last
-    const char* from[ROWS];
-    unsigned char* to[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const long long row = first + i * TEAMS;
-        columns[i] = row < rows ? span : 0;
-        from[i] = x + (row * x_stride + group * SPAN) * INPUT_BYTES;
-        to[i] = data + row * COLUMNS + group * SPAN;
-    }
-
-    float scales[ROWS];
+    Held held;
+    float decode;
     if constexpr (AT_ONCE) {
-        Held held[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) load(from[i], position, columns[i], held[i]);
-        unsigned amax[ROWS];
-        bool finite = true;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            amax[i] = largest_of_team<0>(magnitude<false>(held[i]));
-            finite = finite && amax[i] < INFINITY_BITS;
+        load(from, position, columns, held);
+        unsigned amax = largest_of_team<0>(magnitude<false>(held));
+        if (any_of_warp(amax >= INFINITY_BITS)) {  // seldom; the same answer in all warps of a team
+            amax = largest_of_team<1>(magnitude<true>(held));
         }
-        if (any_of_warp(!finite)) {  // seldom; the same answer in all warps of a team
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                amax[i] = largest_of_team<1>(magnitude<true>(held[i]));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            scales[i] = decode_scale(amax[i]);
-            store(held[i], Divisor(scales[i]), to[i], position, columns[i]);
-        }
+        decode = decode_scale(amax);
+        store(held, Divisor(decode), to, position, columns);
     } else {
-        Held held;
         unsigned largest = 0;
         for (int start = 0; start < span; start += STEP) {
-            load(from[0] + start * INPUT_BYTES, position, max(columns[0] - start, 0), held);
+            load(from + start * INPUT_BYTES, position, max(columns - start, 0), held);
             largest = max(largest, magnitude<true>(held));
         }
-        scales[0] = decode_scale(largest_of_team<0>(largest));
-        const Divisor divisor(scales[0]);
+        decode = decode_scale(largest_of_team<0>(largest));
+        const Divisor divisor(decode);
         for (int start = 0; start < span; start += STEP) {
-            load(from[0] + start * INPUT_BYTES, position, max(columns[0] - start, 0), held);
-            store(held, divisor, to[0] + start, position, max(columns[0] - start, 0));
+            load(from + start * INPUT_BYTES, position, max(columns - start, 0), held);
+            store(held, divisor, to + start, position, max(columns - start, 0));
         }
     }
-
-    // Thread i of a team stores the scale of its i-th row.
-    float mine = scales[0];
-#pragma unroll
-    for (int i = 1; i < ROWS; ++i) mine = position == i ? scales[i] : mine;
-    const long long row = first + position * TEAMS;
-    if (position < ROWS && row < rows) scale[group * scale_stride + row] = mine;
+    if (position == 0 && row < rows) scale[group * scale_stride + row] = decode;
 }

@@ -50,12 +50,11 @@ class Tile(NamedTuple):
 
     team: int
     accesses: int
-    rows: int
     threads: int
 
     @property
     def rows_of_warp(self) -> int:
-        return max(1, 32 // self.team) * self.rows
+        return max(1, 32 // self.team)
 
     @property
     def warps(self) -> int:
@@ -68,14 +67,15 @@ def tile_of(span: int, width: int) -> Tile:
     loads = -(-span // width)
     deep = SINGLE_LOADS if width == 1 else WIDE_LOADS
     if span > LONGEST_LINE:
-        return Tile(LONG_TEAM, deep, 1, LONG_TEAM)
+        return Tile(LONG_TEAM, deep, LONG_TEAM)
     if loads > 32 * deep * LONG_IN_WARP:
         team = -(-loads // (32 * deep)) * 32
-        return Tile(team, -(-loads // team), 1, team)
+        return Tile(team, -(-loads // team), team)
     fitting = _power_of_two(-(-loads // deep))
     team = min(32, max(fitting, min(SMALLEST_TEAM, _power_of_two(loads))))
-    accesses = -(-loads // team)
-    return Tile(team, accesses, max(1, min(team, deep // accesses)), THREADS)
+    # Short lines leave a thread fewer loads than WIDE_LOADS. Several lines a thread would fill them
+    # up and took 4 % longer on an H200 (geometric mean over 21 sizes of bfloat16).
+    return Tile(team, -(-loads // team), THREADS)
 
 
 def _power_of_two(least: int) -> int:
@@ -112,7 +112,6 @@ def bind(columns: int, span: int, aligned: bool, source: torch.dtype, target: to
         "WIDTH": width,
         "TEAM": tile.team,
         "ACCESSES": tile.accesses,
-        "ROWS": tile.rows,
         "THREADS": tile.threads,
     }
     program = nvrtc.Program(SOURCE, "quantize", tuple(macros.items()))
@@ -165,5 +164,5 @@ def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor
     supports=functools.partial(_supports, Granularity.GROUP),
 )
 def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
-    """One scale per row and 128 columns; a warp stores the scales of 8 rows side by side."""
+    """One scale per row and 128 columns."""
     _launch(x, data, scale, GROUP, scale.stride(1))

@@ -24,6 +24,8 @@ from lokakern.types import (
     Support,
 )
 
+MOST_FLOPS = 1e12  # 20 ms of an H200 in float32, a minute of a CPU
+
 
 def _multiply(
     a_granularity: Granularity,
@@ -53,6 +55,11 @@ def _supports(
         return Rejected(
             f"takes {a_granularity.value} x {b_granularity.value} scales, "
             f"not {have[0].value} x {have[1].value}"
+        )
+    if problem.flops > MOST_FLOPS or problem.m * max(problem.n, problem.k) >= 2**31:
+        return Rejected(
+            "emulates up to 1 TFLOP and less than 2^31 elements; "
+            f"this has {problem.flops / 1e12:.1f} TFLOP"
         )
     return ACCEPTED
 
