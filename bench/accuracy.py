@@ -303,8 +303,8 @@ class _Group:
         reason = ""
         if errors.nonfinite_unexpected_count:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
-        elif error.maximum > cell.kernel.kernel_err_bound:
-            reason = f"kernel_err {error.maximum:.3g} > {cell.kernel.kernel_err_bound:g}"
+        elif error.maximum > cell.kernel.bound_at(cell.problem):
+            reason = f"kernel_err {error.maximum:.3g} > {cell.kernel.bound_at(cell.problem):g}"
         return AccuracyRecord(
             status="wrong" if reason else "ok",
             reason=reason,

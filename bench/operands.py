@@ -288,8 +288,9 @@ class Operands:
             )
             if unwritten:
                 return KernelError(math.inf, math.inf), unwritten
-        if worst.maximum > kernel.kernel_err_bound:
-            return worst, f"kernel_err {worst.maximum:.3g} > {kernel.kernel_err_bound:g}"
+        bound = kernel.bound_at(self.problem)
+        if worst.maximum > bound:
+            return worst, f"kernel_err {worst.maximum:.3g} > {bound:g}"
         return worst, ""
 
     def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:

@@ -67,13 +67,19 @@ class Program:
         """What tells it from other programs."""
         return ("cuda", self.source, self.entry, self.macros, self.options)
 
-    def compile(self, device: Device) -> None:
+    def compile(self, device: Device) -> bool:
         """Put the machine code for a device, which need not be here, into the cache.
+
+        Returns:
+            Whether it was there already.
 
         Raises:
             CompilationError: See `cubin`.
         """
+        key, _, _ = _identity(self, device.architecture)
+        there = _read(cache_folder() / f"{key}.cubin") is not None
         cubin(self, device.architecture)
+        return there
 
     def __str__(self) -> str:
         macros = " ".join(f"{name}={value}" for name, value in self.macros)
@@ -110,12 +116,19 @@ def cubin(program: Program, architecture: str) -> bytes:
     Raises:
         CompilationError: A file is missing, NVRTC is missing, or it refuses the source.
     """
+    key, texts, options = _identity(program, architecture)
+    return _cached(key, lambda: _compile(program, texts, options))
+
+
+def _identity(
+    program: Program, architecture: str
+) -> tuple[str, list[tuple[str, str]], tuple[str, ...]]:
+    """The key of a program's machine code, its texts, and NVRTC's options."""
     texts = _texts(Path(program.source).resolve())  # kernels/ is reached by a link
     target = _target(architecture)
     options = (f"--gpu-architecture={target}", "--std=c++17", *program.options)
     decisive = (texts, program.entry, program.macros, options, version())
-    key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-    return _cached(key, lambda: _compile(program, texts, options))
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest(), texts, options
 
 
 def _target(architecture: str) -> str:

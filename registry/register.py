@@ -81,6 +81,7 @@ class Kernel:
         compile_only: Architectures where it only compiles so far, with the reason.
         unmeasured: Architectures where nobody measured it, with the reason.
         kernel_err_bound: Largest accepted `numerics.kernel_error`.
+        odd_kernel_err_bound: The same where n or k is no multiple of 8; None: no other.
         parts: Names of a composition's parts.
         batched: Whether it takes a batch: every operand and output but the bias has one more axis
             then, in front.
@@ -100,6 +101,7 @@ class Kernel:
     compile_only: dict[str, str] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     kernel_err_bound: float = 1.0
+    odd_kernel_err_bound: float | None = None
     parts: tuple[str, ...] = ()
     batched: bool = False
 
@@ -126,6 +128,12 @@ class Kernel:
         if problem.epilogue not in ("none", "bias"):
             return Rejected(f"has no epilogue {problem.epilogue!r}")
         return self.supports_problem(problem, device)
+
+    def bound_at(self, problem: Problem) -> float:
+        """Largest accepted `numerics.kernel_error` at a problem."""
+        odd = problem.b is not None and (problem.n % 8 or problem.k % 8)
+        bound = self.odd_kernel_err_bound
+        return bound if odd and bound is not None else self.kernel_err_bound
 
     def runs_on(self, device: Device) -> bool:
         return "any" in self.architectures or device.architecture in self.architectures
@@ -174,6 +182,7 @@ def register(
     compile_only: dict[str, str] | None = None,
     unmeasured: dict[str, str] | None = None,
     kernel_err_bound: float = 1.0,
+    odd_kernel_err_bound: float | None = None,
     batched: bool = False,
 ) -> Callable[[Launcher], Launcher]:
     """Enter a launcher into the registry: tested, swept and dispatchable from then on.
@@ -211,6 +220,7 @@ def register(
                 compile_only=compile_only or {},
                 unmeasured=unmeasured or {},
                 kernel_err_bound=kernel_err_bound,
+                odd_kernel_err_bound=odd_kernel_err_bound,
                 batched=batched,
             )
         )

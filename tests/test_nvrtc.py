@@ -126,9 +126,10 @@ def test_a_program_travels_to_another_process(program: Program, cache: Path) -> 
     """A worker with no GPU compiles what was recorded, and the real run finds it."""
     travelled = pickle.loads(pickle.dumps(program))
     assert travelled == program and hash(travelled.key) == hash(program.key)
-    assert travelled.compile(H200) is None
+    assert travelled.compile(H200) is False
     (entry,) = entries(cache)
     assert nvrtc.cubin(program, "sm_90") == entry.read_bytes()[:-32]
+    assert travelled.compile(H200) is True
 
 
 def test_kernels_are_listed_where_nothing_can_compile_them() -> None:

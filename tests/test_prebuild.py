@@ -24,9 +24,16 @@ from lokakern import jit, prebuild, selection, workers
 from lokakern.bench.suites import gemm_cases, suite_named
 from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError
+from lokakern.nvrtc import Program
 from lokakern.prebuild import jobs_for, meta_operands
 from lokakern.problems import make_problem
-from lokakern.registry.register import KERNELS, fp8_format, kernel_named, kernels_for
+from lokakern.registry.register import (
+    KERNELS,
+    fp8_format,
+    kernel_named,
+    kernels_for,
+    load_kernels,
+)
 from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, Rejected
 from lokakern.workers import BuildReport, build
 
@@ -46,6 +53,12 @@ def problems_of(suite: str, device: Device) -> list[Problem]:
     return list(dict.fromkeys(case.problem for case in suite_named(suite).cases(device)))
 
 
+def triton_jobs(problems: list[Problem], device: Device) -> list[TritonJob]:
+    load_kernels()
+    kernels = [kernel for kernel in KERNELS.values() if kernel.language != "cuda"]
+    return jobs_for(problems, device, kernels)  # type: ignore[return-value]
+
+
 def keys(jobs: list[Any]) -> set[Hashable]:
     return {job.key for job in jobs}
 
@@ -54,22 +67,25 @@ def keys(jobs: list[Any]) -> set[Hashable]:
 @pytest.mark.parametrize("suite", ["smoke", "anchors"])
 def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) -> None:
     problems = problems_of(suite, device)
-    jobs = jobs_for(problems, device)
+    jobs = triton_jobs(problems, device)
     assert len(keys(jobs)) == len(jobs) > 10
     assert all(isinstance(job, TritonJob) for job in jobs), [str(job) for job in jobs]
+    programs = [job for job in jobs_for(problems, device) if job.key not in keys(jobs)]
+    assert all(isinstance(job, Program) for job in programs)
+    assert bool(programs) is (device is H200)
     for kernel in [k for op in {p.op for p in problems} for k in kernels_for(op, device)]:
         accepts = [p for p in problems if not isinstance(kernel.supports(p, device), Rejected)]
         found = jobs_for(problems, device, [kernel])
-        compiles = "triton." in kernel.name  # in part or whole
+        compiles = "triton." in kernel.name or kernel.language == "cuda"  # in part or whole
         assert bool(found) == bool(accepts and compiles), kernel.name
-        assert keys(found) <= keys(jobs)
+        assert keys(found) <= keys([*jobs, *programs])
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)
 def test_m_decides_nothing_but_the_tile(device: Device) -> None:
     def at(m: int) -> list[TritonJob]:
         cases = gemm_cases(m, 1024, 1024, "X1", fp8_format(device), bias=True)
-        return jobs_for([case.problem for case in cases], device)  # type: ignore[return-value]
+        return triton_jobs([case.problem for case in cases], device)
 
     def without_tile(job: TritonJob) -> Hashable:
         if job.name != "scaled_gemm_kernel":
@@ -204,7 +220,7 @@ def test_launches_of_real_tensors_find_all_compiled(
 ) -> None:
     """Another process launches through Triton's own code, with a driver that drives nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    jobs = jobs_for(problems_launched(device), device)
+    jobs = triton_jobs(problems_launched(device), device)
     report = build(jobs, device)
     assert report.failures == []
     assert (report.compiled, report.already_there) == (len(jobs), 0)
@@ -214,6 +230,17 @@ def test_launches_of_real_tensors_find_all_compiled(
     assert folders(tmp_path) == compiled
     assert found["looks"] == found["hits"] == len(jobs)
     assert found["launches"] > len(jobs)
+
+
+def test_cuda_programs_are_compiled_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path))
+    problem = make_problem("quantize", (512, 256))
+    jobs = jobs_for([problem], H200, [kernel_named("cuda.quantize_row")])
+    assert len(jobs) == 1
+    assert (build(jobs, H200, 1).compiled, build(jobs, H200, 1).already_there) == (1, 1)
+    assert list(tmp_path.rglob("*")), "the cache is elsewhere"
 
 
 def test_integers_that_triton_does_not_tell_apart_are_one_job(
