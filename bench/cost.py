@@ -9,8 +9,8 @@ from lokakern.bench.accuracy import Cell, rows_drawn
 from lokakern.bench.measure import floor_us
 from lokakern.types import Device, Problem
 
-BEGIN_S = 8.0  # a worker, a GPU context, and what is compiled or loaded first
-PROBLEM_S, CANDIDATE_S, ERROR_S = 0.02, 0.018, 0.004
+BEGIN_S = 20.0  # a worker, a GPU context, and what is compiled or loaded first
+PROBLEM_S, CANDIDATE_S, ERROR_S = 0.045, 0.014, 0.004
 # Calls of a candidate, in floors of its problem: warmed, replayed at least 5 times, checked.
 GPU_CALLS, CPU_CALLS = 30.0, 8.0
 CPU_SLOWDOWN = 1e4  # of an H200's floor, by a core

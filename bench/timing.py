@@ -28,9 +28,10 @@ MOST_REPLAYS = 200
 # candidates apart (`evidence.TIE_FLOOR`).
 SETTLED_REPLAYS, SETTLED_SHARE = 20, 0.0025
 DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many replays is dropped
-# A tiny problem has a thousand cold sets, and capturing as many calls takes 20 ms, of an emulation
-# a second: a graph of a few calls first shows who is hopeless. Its sets may stay in the cache,
-# which flatters, so that only a factor of 2 counts.
+# A tiny problem has a thousand cold sets, and to capture as many calls takes 20 ms, of an emulation
+# a second; a slow candidate replays for long what a fast one does in GRAPH_US. A graph of a few
+# calls first shows who is hopeless. Its sets may stay in the cache, which flatters, so that only a
+# factor of 2 counts.
 SCREENED_CALLS, SCREEN_FACTOR = 8, 2.0
 VOID_CLOCK_SHARE = 0.9  # a replay under this share of the candidate's own median clock is void
 GRAPH_US = 300.0  # a graph lasts at least this long, so that its launch (about 2 us) is noise
@@ -158,7 +159,7 @@ def time_contenders(
             else:
                 _prepare_eager(contender, device)
     if graphs:
-        _screen(contenders, device, announce)
+        _screen(contenders, device, floor_us, announce)
         for contender in contenders:
             if contender.status == "ok" and not contender.dropped:
                 announce(contender)
@@ -257,6 +258,11 @@ def _drop_laggards(running: Sequence[Contender]) -> None:
             contender.dropped = True
 
 
+def _repeats(calls: Sequence[Callable[[], None]], floor_us: float) -> int:
+    """Calls of a graph: all of them, over and over until they last at least GRAPH_US."""
+    return len(calls) * max(1, math.ceil(GRAPH_US / (len(calls) * max(floor_us, 0.5))))
+
+
 def _warm_up(contender: Contender) -> None:
     for call in (contender.calls[0], contender.calls[-1]):
         call()
@@ -266,11 +272,12 @@ def _warm_up(contender: Contender) -> None:
 def _screen(
     contenders: Sequence[Contender],
     device: torch.device,
+    floor_us: float,
     announce: Callable[[Contender], None],
 ) -> None:
     """Drop who is hopeless by a graph of a few calls, where a whole one is long."""
     running = [c for c in contenders if c.status == "ok"]
-    if len(running) < 2 or len(running[0].calls) <= SCREENED_CALLS:
+    if len(running) < 2 or _repeats(running[0].calls, floor_us) <= SCREENED_CALLS:
         return
     for contender in running:
         announce(contender)
@@ -292,13 +299,12 @@ def _screen(
 
 def _capture(contender: Contender, calls: Sequence[Callable[[], None]], floor_us: float) -> None:
     """Capture calls, over and over until they last at least GRAPH_US."""
-    repeats = max(1, math.ceil(GRAPH_US / (len(calls) * max(floor_us, 0.5))))
+    count = _repeats(calls, floor_us)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    contender.calls_per_replay = repeats * len(calls)
+        for place in range(count):
+            calls[place % len(calls)]()
+    contender.calls_per_replay = count
     contender._graph = graph
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
 

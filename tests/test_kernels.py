@@ -258,7 +258,7 @@ def test_gemm_takes_a_batch_in_every_layout(name: str, where: str, with_bias: bo
                     out.flatten(0, 1), exact.flatten(0, 1), size.flatten(0, 1),
                     Format.of(dtype).unit_roundoff,
                 )  # fmt: skip
-                assert error.maximum <= 1
+                assert error.maximum <= kernel.bound_at(make_problem("gemm", (m, n, k)))
 
 
 def formats(where: str) -> list[Format]:
