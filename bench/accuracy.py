@@ -21,6 +21,7 @@ from lokakern.registry import ops
 from lokakern.registry.records import AccuracyRecord
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
+    GROUP,
     REALISTIC_DISTRIBUTIONS,
     Device,
     Format,
@@ -32,9 +33,9 @@ from lokakern.types import (
 SEEDS = (0, 1, 2)
 # Operands hold at most so many elements where that leaves rows enough for the 99th percentile and
 # its limit (299): at k = 123200 drawing 2048 rows for 13 distributions and 3 seeds would take an
-# hour of one core.
+# hour of one core. Rows come in steps of 128, as some kernels want of n.
 DRAWN_ELEMENTS = 2**23
-FEWEST_ROWS = 320
+FEWEST_ROWS = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def cells_for(
 
 def rows_drawn(rows: int, k: int) -> int:
     """Rows of an operand that are drawn to measure an error, of those a problem has."""
-    return min(rows, max(FEWEST_ROWS, DRAWN_ELEMENTS // k))
+    return min(rows, max(FEWEST_ROWS, DRAWN_ELEMENTS // k // GROUP * GROUP))
 
 
 Draw = tuple[str, int, int, int, bool]

@@ -258,7 +258,8 @@ def test_gemm_takes_a_batch_in_every_layout(name: str, where: str, with_bias: bo
                     out.flatten(0, 1), exact.flatten(0, 1), size.flatten(0, 1),
                     Format.of(dtype).unit_roundoff,
                 )  # fmt: skip
-                assert error.maximum <= kernel.bound_at(make_problem("gemm", (m, n, k)))
+                # torch rounds the products of a batch before it adds the bias
+                assert error.maximum <= (kernel.odd_kernel_err_bound or kernel.kernel_err_bound)
 
 
 def formats(where: str) -> list[Format]:
