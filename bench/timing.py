@@ -24,7 +24,7 @@ from lokakern.types import REGIMES
 BUDGET_MS = 25.0  # of replays a candidate, at most
 FEWEST_REPLAYS = 5
 MOST_REPLAYS = 200
-# A median known this well after so many replays is not replayed on: a quarter of what tells two
+# A median known this well after so many replays is not replayed on: a twelfth of what tells two
 # candidates apart (`evidence.TIE_FLOOR`).
 SETTLED_REPLAYS, SETTLED_SHARE = 20, 0.0025
 DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many replays is dropped

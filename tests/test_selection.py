@@ -279,7 +279,7 @@ def test_the_winner_changes_where_interpolated_times_cross(book: Book) -> None:
     book.write(*rows)
     table = ask(4096).table
     crossing = 4096 + (20 - 10) / ((60 - 10) - (40 - 20)) * 4096
-    before, after = int(crossing * 0.98), int(crossing * 1.02)
+    before, after = int(crossing * 0.95), int(crossing * 1.05)  # beyond the noise of 3 %
     assert ask(before - before % 16).kernel == BF16
     assert ask(after - after % 16).kernel == ROW
     # The frozen table answers as the rules do, at every m.
