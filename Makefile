@@ -79,5 +79,5 @@ $(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 
 $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,[dev])
-	@command -v g++ c++ clang++ >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check ziglang
+	@command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check ziglang
 	@touch $(FOR_DEMO) $@

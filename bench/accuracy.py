@@ -15,7 +15,7 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.bench.operands import compare_bytes, operand_digest
-from lokakern.bench.timing import Contender, faults_of
+from lokakern.bench.timing import Contender, faults_of, reason_of
 from lokakern.problems import accuracy_problem, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.records import AccuracyRecord
@@ -28,6 +28,7 @@ from lokakern.types import (
     Granularity,
     Problem,
     QuantizedTensor,
+    Rejected,
 )
 
 SEEDS = (0, 1, 2)
@@ -65,9 +66,11 @@ def cells_for(
     """
     classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
     for kernel, problem in pairs:
-        if sums_over_samples(problem) and not kernel.quantizes:
-            continue  # k is a batch, to 3 million; there is nothing to choose between
         asked = accuracy_problem(problem, fp8_format(device))
+        if sums_over_samples(asked):
+            continue  # scales span samples there, and nothing is drawn along k so far
+        if kernel.op == asked.op and isinstance(kernel.supports(asked, device), Rejected):
+            continue
         key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
         classes.setdefault(key, {})[kernel.name] = kernel
     cells = []
@@ -93,7 +96,7 @@ def measure_cells(
     cells: Sequence[Cell],
     torch_device: torch.device,
     device: Device,
-    begin: Callable[[int], bool],
+    begin: Callable[[int, bool], bool],
     done: Callable[[int, AccuracyRecord], None],
     alive: Callable[[], None] = lambda: None,
 ) -> None:
@@ -105,7 +108,8 @@ def measure_cells(
         cells: What to measure.
         torch_device: Where.
         device: The device type there.
-        begin: Called with a cell's place before its kernel is launched; False ends the measuring.
+        begin: Called with a cell's place and True before its kernel is launched, and False before
+            operands are drawn for it and those after it; what returns False ends the measuring.
         done: Called with a cell's place and its record.
         alive: Called while draws are waited for.
 
@@ -125,14 +129,21 @@ def measure_cells(
         for place, key in enumerate(ordered):
             distribution, seed, k, m, n = key
             drawn.ahead(place)
-            x, digest = drawn.get((distribution, m, k, seed, False))
-            w = None
-            if n:
-                w, other = drawn.get((distribution, n, k, seed, True))
-                w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
-            group = _Group(x.to(torch_device), w, device, digest)
+            if not begin(groups[key][0], False):
+                return
+            try:
+                x, digest = drawn.get((distribution, m, k, seed, False))
+                w = None
+                if n:
+                    w, other = drawn.get((distribution, n, k, seed, True))
+                    w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
+                group = _Group(x.to(torch_device), w, device, digest)
+            except Exception as error:  # memory above all; another group may fit
+                for cell_place in groups[key]:
+                    done(cell_place, _undrawn(cells[cell_place], error))
+                continue
             for cell_place in groups[key]:
-                if not begin(cell_place):
+                if not begin(cell_place, True):
                     return
                 done(cell_place, group.measure(cells[cell_place]))
             drawn.forget(place)
@@ -263,7 +274,7 @@ class _Group:
             left = self.quantized("x", form, fp8, kernel.granularity)
             right = self.quantized("w", form, fp8, kernel.b_granularity)
             shares = numerics.flushed_and_saturated_shares(a, left)
-            key: Any = (form, fp8, kernel.granularity, kernel.b_granularity)
+            key: Any = (form, fp8, fp8, kernel.granularity, kernel.b_granularity)
             exact, size = self._once(key, lambda: _exact(left, right.t()))
         else:
             exact, size = self._once(("plain", form), lambda: _exact(a, b))
@@ -284,7 +295,7 @@ class _Group:
         )
         operands = (left.data, left.scale, *right.transpose, out, None)
         cell.kernel.launch(*operands, cell.kernel.workspace(*operands))
-        key = (source, formats[0], left.granularity, right.granularity)
+        key = (source, *formats, left.granularity, right.granularity)
         exact, size = self._once(key, lambda: _exact(left, right.t()))
         reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
         shares = numerics.flushed_and_saturated_shares(a, left)
@@ -364,3 +375,13 @@ class _Group:
 
 def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     return ops.product(a, b), ops.magnitude(a, b)
+
+
+def _undrawn(cell: Cell, error: Exception) -> AccuracyRecord:
+    memory = isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
+    return AccuracyRecord(
+        status="out_of_memory" if memory else "error",
+        reason=reason_of(error),
+        seed=cell.seed,
+        rows=0,
+    )

@@ -90,6 +90,7 @@ def time_case(
         )
     except Exception as error:  # memory above all; another problem may fit
         return [_failed(error) for _ in kernels]
+    fingerprint = operands.fingerprint()
     contenders = []
     for place, kernel in enumerate(kernels):
         announce(place, "its workspace is made")
@@ -98,11 +99,30 @@ def time_case(
             contender = contender_of(operands, kernel)
         contenders.append(contender)
     places = {id(contender): place for place, contender in enumerate(contenders)}
-    timing.time_contenders(
-        [contender for contender in contenders if contender.status == "ok"],
-        regime=regime, device=where, floor_us=floor_us(problem), seed=seed,
-        announce=lambda contender: announce(places[id(contender)], "it is timed"),
-    )  # fmt: skip
+
+    def inspect(contender: Contender) -> None:
+        if operands.fingerprint() != fingerprint:
+            raise _OverwrittenError(places[id(contender)])
+
+    try:
+        timing.time_contenders(
+            [contender for contender in contenders if contender.status == "ok"],
+            regime=regime, device=where, floor_us=floor_us(problem), seed=seed,
+            announce=lambda contender: announce(places[id(contender)], "it is timed"),
+            inspect=inspect,
+        )  # fmt: skip
+    except _OverwrittenError as error:
+        at = error.place
+        timing.release(contenders)
+        del operands, contenders
+        others = [*kernels[:at], *kernels[at + 1 :]]
+
+        def told(place: int | None, what: str) -> None:
+            announce(place if place is None or place < at else place + 1, what)
+
+        records = time_case(case, others, device, regime, seed=seed, announce=told)
+        culprit = TimingRecord(status="wrong", reason="it changes what it should only read")
+        return [*records[:at], culprit, *records[at:]]
     records = []
     for place, (kernel, contender) in enumerate(zip(kernels, contenders, strict=True)):
         announce(place, "its outputs are checked")
@@ -110,6 +130,11 @@ def time_case(
         announce(None, "the next kernel's turn comes")
     timing.release(contenders)
     return records
+
+
+class _OverwrittenError(BaseException):  # past `faults_of`: what the rivals read is spoiled
+    def __init__(self, place: int) -> None:
+        self.place = place
 
 
 def _record(
@@ -137,7 +162,7 @@ def _record(
         clock_mhz=found.clock_mhz,
         kernel_err=error.maximum,
         kernel_err_row_p99=error.row_p99,
-        timer=timing.timer_name(regime, where),
+        timer=timing.timer_name(regime, contender),
         operand_digest=operands.digest,
     )
 

@@ -15,6 +15,7 @@ from lokakern.bench.draws import digest_of, drawn_on, plan_of
 from lokakern.bench.draws import operand_digest as operand_digest
 from lokakern.bench.pieces import Piece, pieces_to_check, product_of_piece
 from lokakern.bench.pieces import compare_bytes as compare_bytes
+from lokakern.bench.timing import MOST_CALLED
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError
 from lokakern.numerics import KernelError
@@ -32,7 +33,7 @@ from lokakern.types import (
 )
 
 CHECKED_ELEMENTS = 2**24  # of outputs, after timing; at least one whole set up to this size
-CHECKED_SETS = 8  # of the thousand that a tiny problem has; as many as `Contender.run_all` runs
+CHECKED_SETS = MOST_CALLED  # of the thousand that a tiny problem has
 
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
 
@@ -199,6 +200,18 @@ class Operands:
             return operands[1], operands[2]
         return (operands[2],) if self.problem.op in ("gemm", "dequantize") else (operands[4],)
 
+    def fingerprint(self) -> list[int]:
+        """Sums of the bytes of what the first and the last set read, which no kernel may change."""
+        sums = []
+        for operands in (self.sets[0], self.sets[-1]):
+            written = {id(out) for out in self.outputs(operands)}
+            for operand in operands:
+                parts = [operand]
+                if isinstance(operand, QuantizedTensor):
+                    parts = [operand.data, operand.scale, operand.source]
+                sums += [_byte_sum(x) for x in parts if x is not None and id(x) not in written]
+        return sums
+
     def poison(self) -> None:
         """Fill every output with what no kernel may leave there."""
         for operands in self.sets:
@@ -336,6 +349,11 @@ class Operands:
             per_row = granularity in (Granularity.ROW, Granularity.GROUP)
             exact_scale = expected.scale[index] if per_row else expected.scale
         return compare_bytes(data, scale, exact_data, exact_scale)
+
+
+def _byte_sum(x: Tensor) -> int:
+    whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    return int(whole.sum(dtype=torch.int64))
 
 
 def _refuse(problem: Problem) -> None:

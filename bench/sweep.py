@@ -7,21 +7,19 @@ disposable process (`lokakern.bench.worker`): a kernel that crashes or hangs bec
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lokakern.bench import cost, timing
 from lokakern.bench.accuracy import Cell, cells_for
-from lokakern.bench.distributions import distribution_named
+from lokakern.bench.known import Job, Known, Races, distribution_row
 from lokakern.bench.measure import torch_device
 from lokakern.bench.suites import Case
-from lokakern.bench.timing import DROP_FACTOR
 from lokakern.bench.worker import (
     CPU_WATCHDOG_S,
     GPU_WATCHDOG_S,
@@ -34,26 +32,11 @@ from lokakern.bench.worker import (
 )
 from lokakern.device import current_device, current_environment
 from lokakern.errors import UnknownNameError
-from lokakern.evidence import TIE_CEILING
 from lokakern.prebuild import prebuild
-from lokakern.problems import baseline_name
-from lokakern.registry.identity import (
-    device_key,
-    distribution_key,
-    environment_key,
-    family_key,
-    problem_key,
-)
-from lokakern.registry.records import AccuracyRecord, DistributionRow, TimingRecord
+from lokakern.registry.records import AccuracyRecord, TimingRecord
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.selection import default_regime
-from lokakern.types import (
-    REALISTIC_DISTRIBUTIONS,
-    Device,
-    Environment,
-    Problem,
-    Rejected,
-)
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Problem, Rejected
 
 if TYPE_CHECKING:
     from lokakern.registry.store import RunFile
@@ -64,14 +47,6 @@ ERRORS = ("all", "needed", "none")
 STRIKES = 3
 # Problems from which on it pays to compile on all cores first: those processes take 4 s to start.
 FEWEST_PREBUILT = 16
-
-
-@dataclass(frozen=True)
-class Job:
-    """One problem to be timed."""
-
-    case: Case
-    kernels: tuple[Kernel, ...]
 
 
 @dataclass
@@ -106,13 +81,6 @@ class SweepReport:
     estimated_s: float = 0.0
     seconds: float = 0.0
     job_s: list[tuple[Problem, int, float]] = field(default_factory=list)
-
-
-@functools.cache
-def distribution_row(name: str) -> DistributionRow:
-    """The database's row of a distribution."""
-    recipe = distribution_named(name)
-    return DistributionRow.of(recipe.name, dict(recipe.parameters), realistic=recipe.realistic)
 
 
 def harness_digest() -> str:
@@ -166,8 +134,8 @@ def sweep(
         fresh: Measure also what the database holds already.
         retry: Measure also what crashed or hung before.
         distributions: Whose errors are measured.
-        errors: "all", "none", or "needed": only of numerics classes that have a kernel which is,
-            at some problem, at most 1.5x behind the fastest and not behind the unquantized one.
+        errors: "all", "none", or "needed": only of numerics classes that have a kernel which is, at
+            at most 1.5x behind the fastest and not behind the unquantized one.
             Others are chosen within no budget.
         watchdog_s: Longest silence of a launched kernel; None means 60 on GPUs, 600 on CPUs.
         strikes: Crashes and hangs after which a kernel is launched no more.
@@ -192,11 +160,16 @@ def sweep(
     progress = progress or Progress()
     report = SweepReport()
     collect_runs(database)
-    known = _Known(database, device, environment, regime, grade, fresh, retry)
+    known = Known(database, device, environment, regime, grade, fresh, retry)
     given_up = {} if retry else known.given_up(strikes)
     jobs = []
     for case in cases:
         found = candidates(case.problem, device, only)
+        for kernel in found:
+            if "python:__main__" in kernel.modules:
+                report.given_up.append(f"{kernel.name}: a worker cannot import the script that "
+                                       "registers it; move it to a module")  # fmt: skip
+        found = [kernel for kernel in found if "python:__main__" not in kernel.modules]
         usable = tuple(kernel for kernel in found if kernel.digest not in given_up)
         report.given_up += [
             f"{kernel.name}: crashed or hung {given_up[kernel.digest]} times before"
@@ -208,15 +181,19 @@ def sweep(
     report.given_up = list(dict.fromkeys(report.given_up))
     todo = [job for job in jobs if not known.has_timings(job)]
     report.skipped = sum(len(job.kernels) for job in jobs) - sum(len(j.kernels) for j in todo)
-    races = _Races(device, regime, known, jobs, todo)
+    races = Races(device, known, jobs, todo)
 
-    def cells(every: bool) -> list[Cell]:
-        pairs = [(k, job.case.problem) for job in jobs for k in job.kernels]
-        return cells_for(pairs if every else races.needed(), device, distributions)
-
-    wanted = [] if errors == "none" else [c for c in cells(True) if not known.has_accuracy(c)]
+    cells: list[Cell] = []
+    if errors != "none":
+        pairs = [(kernel, job.case.problem) for job in jobs for kernel in job.kernels]
+        cells = cells_for(pairs, device, distributions)
+    if errors == "needed" and not todo:
+        needed = races.needed()
+        cells = [cell for cell in cells if races.is_needed(cell, needed)]
+    wanted = [left for cell in cells if (left := known.remaining(cell)) is not None]
+    if errors != "needed" or not todo:
+        report.skipped += len(cells) - len(wanted)
     if not todo and not wanted:
-        report.skipped += 0 if errors == "none" else len(cells(True))
         return report
     report.estimated_s = cost.BEGIN_S if device.is_gpu else 0.0
     report.estimated_s += sum(cost.timing_s(j.case.problem, len(j.kernels), device) for j in todo)
@@ -238,12 +215,11 @@ def sweep(
             run, device, environment, regime, report, progress, races, watchdog_s, deadline, strikes
         )
         session.time(todo)
-        if errors == "needed":
-            chosen = cells(False)
-            wanted = [] if report.out_of_time else [c for c in chosen if not known.has_accuracy(c)]
-            report.skipped += len(chosen) - len(wanted)
-        elif errors == "all":
-            report.skipped += len(cells(True)) - len(wanted)
+        if errors == "needed" and todo:
+            needed = races.needed()
+            report.skipped += sum(races.is_needed(c, needed) for c in cells)
+            wanted = [cell for cell in wanted if races.is_needed(cell, needed)]
+            report.skipped -= len(wanted)
         session.measure(wanted)
     report.seconds = time.monotonic() - begun
     return report
@@ -269,7 +245,7 @@ class _Session:
     regime: str
     report: SweepReport
     progress: Progress
-    races: _Races
+    races: Races
     watchdog_s: float
     deadline: float | None
     strikes: int
@@ -332,13 +308,15 @@ class _Session:
         if death.kernel is None:
             return None
         self._strike(death.kernel)
-        # Its other cells at this problem would end the same way.
+        # Its other cells at this problem would end the same way, in this sweep and the next.
         same = [n for n, t in self.tasks.items()
                 if isinstance(t, AccuracyTask)
                 and (t.kernel, t.problem) == (task.kernel, task.problem)]  # fmt: skip
         for other in same:
             doomed = self.tasks.pop(other)
             assert isinstance(doomed, AccuracyTask)
+            reason = f"not launched: on {task.distribution} seed {task.seed} {death.reason}"[:500]
+            self._write_accuracy(doomed, replace(failed, reason=reason, seed=doomed.seed))
             self._replace(other, doomed)
         self._replace(number, task)
         return None
@@ -408,115 +386,3 @@ class _Session:
                 f"{task.kernel}: {task.problem} on {task.distribution} seed {task.seed}: "
                 f"{record.status}: {record.reason}"
             )
-
-
-class _Races:
-    """Times at each problem, from this sweep and from before it: who is worth an error."""
-
-    def __init__(
-        self,
-        device: Device,
-        regime: str,
-        known: _Known,
-        jobs: Sequence[Job],
-        todo: Sequence[Job],
-    ) -> None:
-        self._times: dict[Problem, dict[str, float]] = {}
-        self._known, self._regime, self._device = known, regime, device
-        fresh = set(map(id, todo))
-        self._before = [job for job in jobs if id(job) not in fresh]
-
-    def add(self, problem: Problem, name: str, record: TimingRecord) -> None:
-        if record.status == "ok" and record.latency_us_p50 is not None:
-            self._times.setdefault(problem, {})[name] = record.latency_us_p50
-
-    def needed(self) -> Iterable[tuple[Kernel, Problem]]:
-        """Kernels with the problems at which somebody might choose them."""
-        for job in self._before:
-            self._times.setdefault(job.case.problem, {}).update(self._known.times(job))
-        for problem, times in self._times.items():
-            base = baseline_name(problem)
-            limit = DROP_FACTOR * min(times.values())
-            if base in times:
-                limit = min(limit, (1 + TIE_CEILING) * times[base])
-            racing = [name for name, us in times.items() if us <= limit]
-            if racing == [base]:
-                continue  # nothing to choose between
-            yield from ((KERNELS[name], problem) for name in racing)
-
-
-class _Known:
-    """What the database already holds for the device and environment here."""
-
-    def __init__(
-        self,
-        database: str | Path,
-        device: Device,
-        environment: Environment,
-        regime: str,
-        grade: str,
-        fresh: bool,
-        retry: bool,
-    ) -> None:
-        from lokakern.registry.reader import is_there
-        from lokakern.registry.snapshot import load_snapshot
-
-        self._snapshot = None
-        if not fresh and is_there(database):
-            self._snapshot = load_snapshot([database])
-        self._target, self._regime, self._grade = device, regime, grade
-        self._device, self._environment = device_key(device), environment_key(environment)
-        self._retry = retry
-
-    def given_up(self, strikes: int) -> dict[str, int]:
-        """Digests of kernels that crashed or hung so often here, with how often."""
-        if self._snapshot is None:
-            return {}
-        found = self._snapshot.casualties(self._device, self._environment)
-        return {digest: count for digest, count in found.items() if count >= strikes}
-
-    def has_timings(self, job: Job) -> bool:
-        """Whether all candidates of a problem are there: they are timed together or not at all."""
-        facts = self._snapshot
-        if facts is None:
-            return False
-        problem = problem_key(job.case.problem)
-        distribution = distribution_key(distribution_row(job.case.distribution))
-        return all(
-            facts.has_timing(
-                kernel.digest, problem, distribution, self._device, self._environment,
-                self._regime, self._grade, retry=self._retry,
-            )
-            for kernel in job.kernels
-        )  # fmt: skip
-
-    def times(self, job: Job) -> dict[str, float]:
-        """Medians of the candidates of a problem that is known."""
-        if self._snapshot is None:
-            return {}
-        problem = job.case.problem
-        digests = {kernel.digest for kernel in job.kernels}
-        cells = self._snapshot.timing_cells(self._target, family_key(problem), self._regime)
-        return {
-            cell.kernel.name: cell.latency_us_p50
-            for cell in cells
-            if cell.m == problem.m and cell.status == "ok" and cell.kernel.digest in digests
-        }
-
-    def has_accuracy(self, cell: Cell) -> bool:
-        """Whether a kernel of the class has this error."""
-        facts = self._snapshot
-        if facts is None:
-            return False
-        distribution = distribution_key(distribution_row(cell.distribution))
-        return any(
-            facts.has_accuracy(
-                kernel.digest, problem_key(cell.problem), distribution, self._architecture,
-                self._environment, cell.seed, self._grade, retry=self._retry,
-            )
-            for kernel in (cell.kernel, *cell.stand_ins)
-        )  # fmt: skip
-
-    @property
-    def _architecture(self) -> str:
-        return self._target.architecture

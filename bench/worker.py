@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ POLL_S = 0.5
 GRACE_S = 30.0  # the driver may take seconds to end a killed process
 DRAWN_AHEAD = 64  # timing tasks whose operands are drawn together, on all cores, before any runs
 NOBODY = -1
-MOST_STILLBORN = 3
+# Before each of the workers that follow one which died before it began: a GPU needs seconds to be
+# rid of a killed process.
+STILLBORN_PAUSES_S = (0.0, 1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,8 @@ class Done:
 class Death:
     """A worker ended before its tasks.
 
-    ``task`` is None if it had begun none; ``kernel`` is None if nothing of a kernel ran. ``status``
-    is the row's: "crashed" or "timeout".
+    ``task`` is None if it was at none; ``kernel`` is None if nothing of a kernel ran. ``status`` is
+    the row's: "crashed", "timeout" or "out_of_memory".
     """
 
     task: int | None
@@ -144,29 +147,35 @@ class Worker:
 
     def events(self) -> Iterator[Done | Death]:
         """What it reports, in order; ends after a death, and when it is finished or out of time."""
-        beats, seen = -1, time.monotonic()
+        beats, silence_s, last = -1, 0.0, time.monotonic()
         while True:
             ready = connection.wait([self._connection, self._process.sentinel], timeout=POLL_S)
+            # Counted in polls: a sweep that was stopped for an hour did not listen for an hour.
+            now = time.monotonic()
+            silence_s, last = silence_s + min(now - last, 2 * POLL_S), now
             if self._connection in ready:
                 yield from self._received()
                 if self._finished:
                     return
-                seen = time.monotonic()
+                silence_s = 0.0
             elif ready:  # dead, and everything it sent is read
-                yield self._death("crashed", _exit_words(self._process))
+                yield self._death(*_exit_words(self._process))
                 return
             if self._page.beats != beats:
-                beats, seen = self._page.beats, time.monotonic()
-            elif time.monotonic() - seen > self._patience_s():
+                beats, silence_s = self._page.beats, 0.0
+            elif silence_s > self._patience_s():
                 yield from self._silenced()
                 return
 
     def _received(self) -> Iterator[Done | Death]:
         try:
             message = self._connection.recv()
-        except (EOFError, OSError):  # cut off by its death
-            self._process.join(GRACE_S)
-            yield self._death("crashed", _exit_words(self._process))
+        except Exception:  # cut off by its death, or written to by a wild kernel
+            self._process.join(POLL_S)
+            words = ("crashed", "the process sent what nobody can read")
+            if not self._process.is_alive():
+                words = _exit_words(self._process)
+            yield self._death(*words)
             self._finished = True
             return
         if isinstance(message, Done):
@@ -182,7 +191,7 @@ class Worker:
         patience_s = self._patience_s()
         death = self._death("timeout", f"no sign of life for {patience_s:g} s while {self._what()}")
         self._kill()
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(Exception):  # cut off by its death
             while self._connection.poll():
                 message = self._connection.recv()
                 if isinstance(message, Done):
@@ -203,7 +212,7 @@ class Worker:
         kernel = None
         if number is not None and self._page.kernel != NOBODY:
             kernel = _kernels_of(self._tasks[number])[self._page.kernel]
-        if status == "crashed" and number is not None:
+        if status != "timeout" and number is not None:
             reason = f"{reason} while {self._what()}"
         return Death(number, kernel, status, reason[:500])
 
@@ -223,16 +232,19 @@ def _main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _exit_words(process: ForkServerProcess) -> str:
+def _exit_words(process: ForkServerProcess) -> tuple[str, str]:
+    """Status and reason of a row."""
     code = process.exitcode
     if code is None:
-        return "the process stopped talking"
+        return "crashed", "the process stopped talking"
     if code >= 0:
-        return f"the process exited with {code}"
+        return "crashed", f"the process exited with {code}"
+    if code == -signal.SIGKILL:  # nobody here did: the system does when memory is exhausted
+        return "out_of_memory", "the process was killed by SIGKILL"
     try:
-        return f"the process was killed by {signal.Signals(-code).name}"
+        return "crashed", f"the process was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"the process was killed by signal {-code}"
+        return "crashed", f"the process was killed by signal {-code}"
 
 
 def _kernels_of(task: Task) -> tuple[str, ...]:
@@ -254,6 +266,7 @@ def _serve(
 ) -> None:
     """Body of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         load_kernels()
         for module in modules:
@@ -271,6 +284,14 @@ def _serve(
         pipe.send(str(error))
     pipe.close()
     os._exit(0)  # a device in trouble may hang what libraries do at exit
+
+
+def _end_with_the_parent() -> None:
+    """A worker whose sweep was killed would hold the GPU for as long as its kernel hangs."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _announce(page: Any, task: int, kernel: int, what: str) -> None:
@@ -306,7 +327,7 @@ def _time(
             task.regime,
             announce=announce,
         )
-        _announce(page, number, NOBODY, "its rows are sent")
+        _announce(page, NOBODY, NOBODY, "the next task begins")
         pipe.send(Done(number, tuple(records), time.monotonic() - begun))
 
 
@@ -319,13 +340,14 @@ def _measure(
     cells = [Cell(KERNELS[t.kernel], t.problem, t.distribution, t.seed) for t in tasks.values()]
     last = time.monotonic()
 
-    def begin(place: int) -> bool:
-        _announce(page, numbers[place], 0, "its error is measured")
+    def begin(place: int, launches: bool) -> bool:
+        what = "its error is measured" if launches else "operands are drawn"
+        _announce(page, numbers[place], 0 if launches else NOBODY, what)
         return deadline is None or time.monotonic() <= deadline
 
     def done(place: int, record: AccuracyRecord) -> None:
         nonlocal last
-        _announce(page, numbers[place], NOBODY, "its row is sent")
+        _announce(page, NOBODY, NOBODY, "the next task begins")
         seconds, last = time.monotonic() - last, time.monotonic()
         pipe.send(Done(numbers[place], (record,), seconds))
 
@@ -367,13 +389,14 @@ def run_tasks(
             for event in worker.events():
                 if isinstance(event, Done):
                     done(event.task, tasks.pop(event.task), event)
-                elif event.task is None:
+                elif event.task is None or event.task not in tasks:
                     stillborn += 1
-                    if stillborn == MOST_STILLBORN:
+                    if stillborn == len(STILLBORN_PAUSES_S):
                         raise MeasurementError(
                             f"{stillborn} workers ended before they began to measure: "
                             f"{event.reason}; what they printed says why"
                         )
+                    time.sleep(STILLBORN_PAUSES_S[stillborn])
                     break
                 else:
                     left = died(event.task, tasks.pop(event.task), event)

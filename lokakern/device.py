@@ -84,7 +84,18 @@ def current_environment(kind: str = "auto") -> Environment:
         toolkit=toolkit if gpu else "none",
         torch=torch.__version__.split("+")[0],
         triton=version_of("triton"),
+        libraries=_libraries(),
         power_cap_w=power_cap,
+    )
+
+
+def _libraries() -> str:
+    """What else compiles kernels here, with its version."""
+    packages = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
+    found = {package: version_of(package) for package in packages}
+    return (
+        ", ".join(f"{name} {version}" for name, version in found.items() if version != "none")
+        or "none"
     )
 
 

@@ -122,8 +122,7 @@ def candidate_of(
     if not cells:
         return "not measured here"
     graded = _graded(cells, local, facts)
-    unsafe = ("wrong", "crashed")  # at one m: not to be trusted at another
-    bad = next((c for c, fresh in graded if c.status in unsafe and fresh != "stale"), None)
+    bad = _unsafe(c for c, fresh in graded if fresh != "stale")
     if bad is not None:
         return f"{bad.status} at m={bad.m}: {bad.reason}"
     good, failed = _outcomes(graded)
@@ -142,6 +141,27 @@ def candidate_of(
     return Candidate(name, kernel, granularity, times, failed, errors, worst, unknown, unquantized)
 
 
+def _unsafe(cells: Iterable[TimingCell]) -> TimingCell | None:
+    """A wrong result or a crash: at one m, so not to be trusted at another.
+
+    A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven.
+    """
+    found = list(cells)
+    for cell in found:
+        if cell.status == "wrong":
+            return cell
+        redeemed = any(
+            c.status == "ok"
+            and c.problem == cell.problem
+            and c.kernel.digest == cell.kernel.digest
+            and c.measured_utc_ms > cell.measured_utc_ms
+            for c in found
+        )
+        if cell.status == "crashed" and not redeemed:
+            return cell
+    return None
+
+
 @functools.lru_cache(maxsize=4096)
 def is_current(kernel: KernelRow) -> bool:
     """Whether a stored digest is that of the kernel's files as they are now."""
@@ -157,7 +177,9 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
     languages = {module.split("/")[0] for module in kernel.modules}
     if "triton" in languages:
         tools += (environment.triton,)
-    if languages - {"triton", "compositions"}:
+    if "cuda" in languages:
+        tools += (environment.libraries,)
+    if languages - {"triton", "cuda", "compositions"}:
         tools += (environment.torch, environment.toolkit)
     return tools
 
@@ -208,10 +230,14 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
     for m, found in by_m.items():
         best = min((_rank(cell.grade, fresh) for cell, fresh in found))
         chosen = [item for item in found if _rank(item[0].grade, item[1]) == best]
-        p50 = statistics.median(c.latency_us_p50 for c, _ in chosen)
+        # One run may have timed a problem under several distributions; it counts once.
+        by_run: dict[str, list[float]] = {}
+        for c, _ in chosen:
+            by_run.setdefault(c.run, []).append(c.latency_us_p50)
+        p50 = statistics.median(map(statistics.median, by_run.values()))
         margin = max(margin_us(c.latency_us_p20, c.latency_us_p80, c.replay_count)
                      for c, _ in chosen)  # fmt: skip
-        times[m] = Time(p50, margin, chosen[0][1], len(chosen))
+        times[m] = Time(p50, margin, chosen[0][1], len(by_run))
     return times
 
 

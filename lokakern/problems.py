@@ -109,15 +109,18 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
     strides of the output, bias, batch, and m. One scale may span all rows, but operands have at
     most 2048 distinct ones, so that its amax is the same at any larger m. A scaled GEMM in
     ``fp8``, the format that a GEMM quantizes to on the device, has the error of that GEMM, because
-    quantizing is exact in every kernel.
+    quantizing is exact in every kernel. Where samples run along k (the gradient of a weight) the
+    layouts stay: a scale of a row spans samples there.
     """
     op, a, b = problem.op, problem.a, problem.b
     if op == "scaled_gemm" and b is not None and (a.format, b.format) == (fp8, fp8):
         op, a, b = "gemm", Operand(Format.BFLOAT16), Operand(Format.BFLOAT16)
-    a = replace(a, layout=Layout.ROW, alignment=16)
+    along_k = sums_over_samples(problem)
+    a = replace(a, layout=Layout.COLUMN if along_k else Layout.ROW, alignment=16)
     if b is not None:
         form = a.format if op == "gemm" else b.format
-        b = Operand(form, Granularity.NONE if op == "gemm" else b.granularity, Layout.COLUMN, 16)
+        layout = Layout.ROW if along_k else Layout.COLUMN
+        b = Operand(form, Granularity.NONE if op == "gemm" else b.granularity, layout, 16)
     return replace(
         problem,
         op=op,

@@ -251,7 +251,7 @@ class Snapshot:
         asked = (
             kernel_digest, problem_key, distribution_key, device_key, environment_key, regime
         )  # fmt: skip
-        return self._has("timing", asked, grade, retry)
+        return self._has("timing", asked, grade, int(retry))
 
     def has_accuracy(
         self,
@@ -264,31 +264,47 @@ class Snapshot:
         grade: str = "full",
         *,
         retry: bool = False,
+        ok_only: bool = False,
     ) -> bool:
-        """Whether the same error was measured before, as `has_timing` says."""
+        """Whether the same error was measured before, as `has_timing` says; or with success."""
         asked = (
             kernel_digest, problem_key, distribution_key, architecture, environment_key, seed
         )  # fmt: skip
-        return self._has("accuracy", asked, grade, retry)
+        return self._has("accuracy", asked, grade, 2 if ok_only else int(retry))
 
-    def _has(self, name: str, asked: tuple[str | int, ...], grade: str, retry: bool) -> bool:
-        measured = self._measured[retry][name]
+    def _has(self, name: str, asked: tuple[str | int, ...], grade: str, which: int) -> bool:
+        measured = self._measured[which][name]
         return (*asked, "full") in measured or (*asked, grade) in measured
 
-    def casualties(self, device_key: str, environment_key: str) -> dict[str, int]:
-        """How often each kernel digest crashed or hung while it was timed there."""
+    def casualties(self, device: Device, environment_key: str) -> dict[str, int]:
+        """At how many problems each kernel digest crashed or hung there and did not end well later.
+
+        Timed on the device, or measured for errors on its architecture.
+        """
         digest_of = self._column("kernel", "digest")
-        columns = ("kernel", "status", "device", "environment")
+        place = ("kernel", "problem", "status", "measured_utc_ms", "environment")
+        last: dict[tuple[str, str, str], tuple[int, str]] = {}
+        for name, column, here in (
+            ("timing", "device", identity.device_key(device)),
+            ("accuracy", "architecture", device.architecture),
+        ):
+            for kernel, problem, status, when, environment, where in self._picked(
+                name, (*place, column)
+            ):
+                if where == here and environment == environment_key:
+                    key = (name, digest_of[kernel], problem)
+                    last[key] = max(last.get(key, (0, "")), (when, status))
         return Counter(
-            digest_of[kernel]
-            for kernel, status, *where in self._picked("timing", columns)
-            if status in _CASUALTIES and where == [device_key, environment_key]
+            digest for (_, digest, _), (_, status) in last.items() if status in _CASUALTIES
         )
 
     @cached_property
     def _measured(self) -> tuple[dict[str, set[tuple[Any, ...]]], ...]:
-        """What need not be measured again; then the same without crashes and hangs."""
-        return self._measured_but(_MAY_PASS), self._measured_but(_MAY_PASS | _CASUALTIES)
+        """What need not be measured again; that without crashes and hangs; what is ok."""
+        from lokakern.registry.tables import STATUSES
+
+        failures = frozenset(STATUSES) - {"ok"}
+        return tuple(map(self._measured_but, (_MAY_PASS, _MAY_PASS | _CASUALTIES, failures)))
 
     def _measured_but(self, statuses: frozenset[str]) -> dict[str, set[tuple[Any, ...]]]:
         digest_of = self._column("kernel", "digest")

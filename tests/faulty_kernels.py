@@ -22,9 +22,11 @@ from lokakern.types import ACCEPTED, Device, Problem, Rejected, Support
 
 FAULTS = ("segfault", "abort", "exit", "kill", "hang", "raise", "wrong", "out_of_memory")
 STATUS = {
-    "segfault": "crashed", "abort": "crashed", "exit": "crashed", "kill": "crashed",
+    "segfault": "crashed", "abort": "crashed", "exit": "crashed",
+    "kill": "out_of_memory",  # what the system does then
     "hang": "timeout", "raise": "error", "wrong": "wrong", "out_of_memory": "error",
 }  # fmt: skip
+DEADLY = ("segfault", "abort", "exit", "kill", "hang")
 # Calls that go well before: at the first launch, while it is timed, while it is checked.
 PATIENCE = (0, 2, 7)
 _calls: Counter[tuple[int, int]] = Counter()
@@ -76,6 +78,17 @@ def _always(fault: str, *operands: Any) -> None:
     _commit(fault, operands[2])
 
 
+def _scribble(
+    a: Tensor, b: Any, out: Tensor, bias: Tensor | None, workspace: tuple[Tensor, ...]
+) -> None:
+    torch.mm(a, b, out=out)
+    a.mul_(2)
+
+
 register("gemm", name="chaos", supports=_takes_plain)(_chaos)
+register("gemm", name="scribble", supports=_takes_plain)(_scribble)
 for _fault in ("segfault", "hang"):
-    register("gemm", name=_fault, supports=_takes_plain)(functools.partial(_always, _fault))
+    # Of torch.bf16's numerics class.
+    register("gemm", name=_fault, supports=_takes_plain, accumulation="float32")(
+        functools.partial(_always, _fault)
+    )

@@ -395,7 +395,7 @@ def test_prepare_weight_takes_the_form_that_is_fastest_over_the_range(tmp_path: 
 
 
 def write_rows(path: Path, device: Any, times: dict[Granularity, tuple[float, float]]) -> None:
-    from lokakern.bench.sweep import distribution_row
+    from lokakern.bench.known import distribution_row
     from lokakern.device import current_environment
     from lokakern.numerics import measure_errors
     from lokakern.problems import accuracy_problem

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lokakern import evidence, selection
-from lokakern.bench.sweep import distribution_row
+from lokakern.bench.known import distribution_row
 from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.numerics import Errors

@@ -59,6 +59,11 @@ def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snap
     assert database_digest(path) == facts.digest
 
 
+def test_every_kernel_is_registered_here() -> None:
+    """So that none escapes the tests below."""
+    assert load_kernels() == {}
+
+
 def missing(facts: Snapshot, table: str) -> list[str]:
     gaps = missing_evidence(facts, KERNELS.values())
     return [str(gap) for gap in gaps if gap.table == table]
@@ -109,7 +114,9 @@ def test_removing_the_rows_of_a_kernel_is_seen(path: Path, tmp_path: Path, table
     assert gap.why.startswith("never")
 
 
-@pytest.mark.parametrize("module", ["triton/scaled_gemm", "torch/scaled_mm"])
+@pytest.mark.parametrize(
+    "module", ["triton/scaled_gemm.py", "torch/scaled_mm.py", "cuda/quantize.cu"]
+)
 def test_changing_a_line_of_a_kernel_is_seen(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
@@ -123,13 +130,15 @@ def test_changing_a_line_of_a_kernel_is_seen(
         # Copies, because a kernel keeps the digest that it was asked for once.
         return missing_evidence(facts, [replace(kernel) for kernel in KERNELS.values()])
 
-    changed = sources / f"{module}.py"
+    changed = sources / module
+    comment, line = ("//", "constexpr int ADDED = 1;") if "cuda" in module else ("#", "_ADDED = 1")
     with changed.open("a", encoding="utf-8") as file:
-        file.write("# A comment.\n")
+        file.write(f"{comment} A comment.\n")
     assert gaps() == []
     with changed.open("a", encoding="utf-8") as file:
-        file.write("_ADDED = 1\n")
-    made_of_it = {name for name, kernel in KERNELS.items() if module in kernel.modules}
+        file.write(f"{line}\n")
+    stem = module.rsplit(".", 1)[0]
+    made_of_it = {name for name, kernel in KERNELS.items() if stem in kernel.modules}
     assert {gap.kernel for gap in gaps()} == made_of_it
     assert {gap.table for gap in gaps()} == {"timing", "test_result"}
     assert all(gap.why.startswith("changed since") for gap in gaps())

@@ -274,7 +274,10 @@ def test_a_cpu_has_no_clock_to_read_and_no_graphs(clock: Clock) -> None:
         with pytest.raises(MeasurementError, match="has only 'eager'"):
             time_contenders([contender], regime=regime, device=CPU, floor_us=1.0)
     assert clock.visits == []
-    assert timing.timer_name("eager", CPU) != timing.timer_name("graph-cold", CPU)
+    whole, screened = Contender("whole", ()), Contender("screened", (), screened=True)
+    names = {timing.timer_name("eager", whole), timing.timer_name("graph-cold", whole),
+             timing.timer_name("graph-cold", screened)}  # fmt: skip
+    assert len(names) == 3
 
 
 def test_an_unknown_regime_is_refused() -> None:
@@ -626,3 +629,74 @@ def test_floor_of_time_grows_with_the_problem() -> None:
 def test_registry_is_as_it_was() -> None:
     assert not [name for name in KERNELS if name.startswith("test.")]
     assert set(ANY) == {"any"}
+
+
+# --- screening, with graphs that are none
+
+
+@pytest.fixture
+def graphs(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Graphs that call on the CPU; says whether the one that replays is of a few calls, so hot."""
+    state = {"hot": False}
+
+    def capture(contender: Contender, calls: Any, floor_us: float) -> None:
+        count = timing._repeats(calls, floor_us)
+        hot = len(calls) < len(contender.calls)
+        contender.calls_per_replay = count
+
+        def replay() -> float:
+            begun, state["hot"] = clock.now_ns, hot
+            for place in range(count):
+                calls[place % len(calls)]()
+            return (clock.now_ns - begun) / 1e3
+
+        contender._replay = replay
+
+    monkeypatch.setattr(timing, "_capture", capture)
+    monkeypatch.setattr(timing, "_warm_up", lambda contender: contender.calls[0]())
+    monkeypatch.setattr(timing, "check_regime", lambda *_: None)
+    return state
+
+
+def contender_of_many(
+    clock: Clock, graphs: dict[str, bool], name: str, hot_us: float, cold_us: float
+) -> Contender:
+    def call() -> None:
+        clock.now_ns += round(1e3 * (hot_us if graphs["hot"] else cold_us))
+
+    return Contender(name, [call] * 50)
+
+
+def race(*contenders: Contender) -> None:
+    time_contenders(contenders, regime="graph-cold", device=CPU, floor_us=5.0)
+
+
+def test_a_few_calls_show_who_is_hopeless(clock: Clock, graphs: dict[str, bool]) -> None:
+    fast = contender_of_many(clock, graphs, "fast", 10.0, 10.0)
+    near = contender_of_many(clock, graphs, "near", 14.0, 14.0)
+    slow = contender_of_many(clock, graphs, "slow", 100.0, 100.0)
+    race(fast, near, slow)
+    assert (slow.screened, slow.dropped, slow.samples_us) == (True, True, [100.0] * 3)
+    assert slow.calls_per_replay == timing.SCREENED_CALLS
+    for contender, us in ((fast, 10.0), (near, 14.0)):
+        assert (contender.screened, contender.status) == (False, "ok")
+        assert len(contender.samples_us) > timing.DROP_AFTER
+        assert set(contender.samples_us) == {us}
+        assert contender.calls_per_replay == 100  # twice 50 cold sets: 500 us by the floor
+
+
+def test_nobody_is_judged_by_times_in_the_cache(clock: Clock, graphs: dict[str, bool]) -> None:
+    """Screened out beside one whom the cache flatters, but not 1.5x behind its cold time."""
+    flattered = contender_of_many(clock, graphs, "flattered", 4.0, 10.0)
+    honest = contender_of_many(clock, graphs, "honest", 11.0, 12.0)
+    behind = contender_of_many(clock, graphs, "behind", 16.0, 18.0)
+    race(flattered, honest, behind)
+    assert set(flattered.samples_us) == {10.0}
+    assert set(honest.samples_us) == {12.0} and not honest.screened
+    assert behind.screened and set(behind.samples_us) == {16.0}
+
+
+def test_who_is_alone_is_not_screened(clock: Clock, graphs: dict[str, bool]) -> None:
+    alone = contender_of_many(clock, graphs, "alone", 1.0, 10.0)
+    race(alone)
+    assert set(alone.samples_us) == {10.0}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +25,13 @@ from lokakern.bench.sweep import SweepReport, sweep
 from lokakern.bench.worker import Death, TimingTask, run_tasks
 from lokakern.device import current_device
 from lokakern.errors import MeasurementError
-from lokakern.problems import make_problem
-from lokakern.registry.identity import family_key
+from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.identity import family_key, problem_key
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot import Snapshot, TimingCell, load_snapshot
+from lokakern.registry.store import open_readonly
 from lokakern.selection import default_regime
-from lokakern.types import Problem
+from lokakern.types import Format, Problem
 
 load_kernels()
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,9 +97,7 @@ def test_faults_become_rows_and_lose_none(faulty: Any, tmp_path: Path) -> None:
         assert culprit.status == faulty.STATUS[fault], (one, culprit)
         seen += len(found)
     assert seen == 2 * FAULTS == report.timed
-    deadly = [
-        c for c in cases if faulty.STATUS[faulty.fault_of(c.problem)] in ("crashed", "timeout")
-    ]
+    deadly = [one for one in cases if faulty.fault_of(one.problem) in faulty.DEADLY]
     assert report.deaths == len(deadly)
 
 
@@ -111,7 +113,8 @@ def test_reasons_name_the_signal_and_the_stage(faulty: Any, tmp_path: Path) -> N
         for fault, m in first.items()
     }
     assert words["segfault"] == "the process was killed by SIGSEGV while it is timed"
-    assert "SIGABRT" in words["abort"] and "SIGKILL" in words["kill"]
+    assert "SIGABRT" in words["abort"]
+    assert words["kill"] == "the process was killed by SIGKILL while it is timed"
     assert words["exit"] == "the process exited with 3 while it is timed"
     assert words["hang"] == "no sign of life for 2 s while it is timed"
     assert "raised on purpose" in words["raise"]
@@ -142,14 +145,112 @@ def test_a_kernel_is_given_up_after_three_strikes(faulty: Any, tmp_path: Path) -
 
 
 def test_an_error_is_brought_by_another_of_the_class(faulty: Any, tmp_path: Path) -> None:
-    """The first of a numerics class dies at its first error; the next brings all of them."""
+    """The first by name dies at its first error; torch.bf16 brings them all, and once is enough."""
     path = tmp_path / "rows.sqlite"
-    one = case(64, 256, 512)
-    report = swept(path, [one], "faulty_kernels.segfault", "torch.bf16", errors="all",
-                   distributions=("X1", "X8"), strikes=10**9)  # fmt: skip
-    # Both are unquantized but sum differently in name: two classes, one of which has no other.
-    assert report.deaths >= 1
-    assert report.measured >= 6
+    options: dict[str, Any] = {"errors": "all", "distributions": ("X1", "X8")}
+    only = ("faulty_kernels.segfault", "torch.bf16")
+    report = swept(path, [case(64)], *only, **options)
+    assert report.deaths == 2  # one while it was timed, one while its error was measured
+    assert (report.timed, report.measured) == (2, 6 + 6)
+    facts = load_snapshot([path])
+    asked = problem_key(accuracy_problem(case(64).problem, Format.E4M3FN))
+    architecture = current_device().architecture
+    mine = facts.accuracy_cells(architecture, "faulty_kernels.segfault", asked)
+    assert Counter(cell.status for cell in mine) == {"crashed": 6}
+    assert sum(cell.reason.startswith("not launched") for cell in mine) == 5
+    others = facts.accuracy_cells(architecture, "torch.bf16", asked)
+    assert {(cell.distribution, cell.seed, cell.status) for cell in others} == {
+        (name, seed, "ok") for name in ("X1", "X8") for seed in range(3)
+    }
+    again = swept(path, [case(64)], *only, **options)
+    assert (again.deaths, again.timed, again.measured) == (0, 0, 0)
+
+
+def test_a_failed_error_is_made_good_by_a_later_sweep(faulty: Any, tmp_path: Path) -> None:
+    """A kernel that failed alone hides no other of its class."""
+    path = tmp_path / "rows.sqlite"
+    options: dict[str, Any] = {"errors": "all", "distributions": ("X1",)}
+    assert swept(path, [case(64)], "faulty_kernels.segfault", **options).deaths == 2
+    later = swept(path, [case(64)], "faulty_kernels.segfault", "torch.bf16", **options)
+    assert (later.deaths, later.measured) == (1, 3)  # the problem is timed anew, its errors added
+
+
+def test_who_writes_into_its_operands_spoils_nobody_else(faulty: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    swept(path, [case(64)], "faulty_kernels.scribble", "faulty_kernels.segfault", "torch.bf16")
+    found = rows(load_snapshot([path]), case(64).problem)
+    assert found["torch.bf16"].status == "ok"
+    culprit = found["faulty_kernels.scribble"]
+    assert (culprit.status, culprit.reason) == ("wrong", "it changes what it should only read")
+    assert found["faulty_kernels.segfault"].status == "crashed"
+
+
+def test_only_errors_that_may_decide_are_needed(tmp_path: Path) -> None:
+    """An emulation is slower than bf16 on a CPU: nobody would choose it, and a baseline is none."""
+    path = tmp_path / "rows.sqlite"
+    only = ("torch.bf16", "torch.quantize_row+torch.emulated_row")
+    options: dict[str, Any] = {"errors": "needed", "distributions": ("X1",)}
+    first = swept(path, [case(256)], *only, **options)
+    assert (first.timed, first.measured) == (2, 0)
+    with open_readonly(path) as connection:
+        runs = connection.exec_driver_sql("SELECT count(*) FROM run").scalar_one()
+    again = swept(path, [case(256)], *only, **options)
+    assert (again.timed, again.measured) == (0, 0)
+    with open_readonly(path) as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM run").scalar_one() == runs
+    assert swept(path, [case(256)], *only, errors="all", distributions=("X1",)).measured == 6
+
+
+def test_a_death_between_tasks_blames_nobody() -> None:
+    """As when the system ends it while operands are drawn; what is left is done by the next."""
+    tasks: dict[int, Any] = {n: TimingTask(case(8 + n), ("torch.bf16",), "eager") for n in range(3)}
+    done: list[int] = []
+
+    def kill(number: int, task: Any, event: Any) -> None:
+        done.append(number)
+        if number == 0:
+            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+
+    def died(number: int, task: Any, death: Death) -> Any:
+        assert death.kernel is None or death.status == "out_of_memory"
+        return task
+
+    assert run_tasks(tasks, kill, died, watchdog_s=60.0)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_a_hung_worker_ends_with_a_killed_sweep(faulty: Any, tmp_path: Path) -> None:
+    code = textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(ROOT / "tests")!r})
+        from lokakern.registry.register import load_kernels
+        load_kernels()
+        import faulty_kernels
+        from lokakern.bench import worker
+        from lokakern.bench.suites import Case
+        from lokakern.problems import make_problem
+        case = Case(make_problem("gemm", (8, 256, 512)), "X1")
+        tasks = {{0: worker.TimingTask(case, ("faulty_kernels.hang",), "eager")}}
+        with worker.Worker(tasks, watchdog_s=600.0) as one:
+            while one._page.kernel != 0:
+                pass
+            print(one._process.pid, flush=True)
+            next(one.events())
+    """)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                               env=environment, start_new_session=True)  # fmt: skip
+    assert process.stdout is not None
+    worker_pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    for _ in range(100):
+        if not Path(f"/proc/{worker_pid}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(worker_pid, signal.SIGKILL)
+    raise AssertionError("the worker outlived its sweep")
 
 
 def test_hangs_are_told_from_slow_preparation(faulty: Any, tmp_path: Path) -> None:
