@@ -9,13 +9,14 @@ from lokakern.bench.accuracy import Cell, rows_drawn
 from lokakern.bench.measure import floor_us
 from lokakern.types import Device, Problem
 
-BEGIN_S = 20.0  # a worker, a GPU context, and what is compiled or loaded first
-PROBLEM_S, CANDIDATE_S, ERROR_S = 0.045, 0.014, 0.004
+BEGIN_S = 20.0  # kernels compiled on all cores, a worker, a GPU context
+PROBLEM_S, CANDIDATE_S = 0.04, 0.012
 # Calls of a candidate, in floors of its problem: warmed, replayed at least 5 times, checked.
 GPU_CALLS, CPU_CALLS = 30.0, 8.0
 CPU_SLOWDOWN = 1e4  # of an H200's floor, by a core
 CPU_CANDIDATE_S = 0.06
-NEEDED_SHARE = 0.4  # of all errors, those of kernels that somebody might choose
+ERROR_S, DRAWN_ELEMENT_S = 0.0013, 9.5e-10  # of one error; 16 cores draw while the GPU measures
+NEEDED_SHARE = 0.6  # of all errors, those of kernels that somebody might choose
 
 
 def timing_s(problem: Problem, candidates: int, device: Device) -> float:
@@ -30,8 +31,9 @@ def timing_s(problem: Problem, candidates: int, device: Device) -> float:
 def error_s(cell: Cell, device: Device) -> float:
     """Seconds to measure one error."""
     problem = cell.problem
-    if device.is_gpu:
-        return ERROR_S
     rows, columns = rows_drawn(problem.m, problem.k), rows_drawn(problem.n, problem.k)
-    products = rows * (columns if problem.b is not None else 1) * problem.k
-    return ERROR_S + products / 1e10
+    if problem.b is None:
+        columns = 0
+    if device.is_gpu:
+        return ERROR_S + DRAWN_ELEMENT_S * (rows + columns) * problem.k
+    return ERROR_S + rows * max(columns, 1) * problem.k / 1e10
