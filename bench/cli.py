@@ -155,7 +155,7 @@ def _command_again(arguments: list[str]) -> str:
     skip = False
     for word in arguments:
         if not skip and word != "--db" and not word.startswith("--db="):
-            words.append(word)
+            words.append(Path(word).name if word.endswith(".toml") else word)
         skip = word == "--db"
     return " ".join(words)
 
@@ -250,15 +250,6 @@ def sweep(
     else:
         chosen = suite_named(suite)
         cases, name = chosen.cases(device), chosen.name
-    target = _source(db) if db else user_database()
-    if isinstance(target, Path):
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DatabaseError(
-                f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
-                "another with --db"
-            ) from None
     if kernel and not any(sweeping.candidates(case.problem, device, kernel) for case in cases):
         raise UnknownNameError(
             f"--kernel is {', '.join(kernel)}; no kernel that takes these problems has such a "
@@ -278,6 +269,15 @@ def sweep(
         if built.failures:
             raise typer.Exit(NOT_OK_EXIT)
         return
+    target = _source(db) if db else user_database()
+    if isinstance(target, Path):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DatabaseError(
+                f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
+                "another with --db"
+            ) from None
     with report.TerminalProgress(quiet=quiet) as progress:
         done = sweeping.sweep(
             cases,

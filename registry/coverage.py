@@ -111,7 +111,8 @@ class _Rows:
         present = [row for row in rows if row[0] == kernel.digest]
         good = sorted({device.product for _, device, status, _ in present if status == "ok"})
         if good:
-            return _Verdict("ok", ", ".join(good))
+            others = sorted({status for _, _, status, _ in present} - {"ok"})
+            return _Verdict("ok", "; ".join([", ".join(good), *(f"also {s}" for s in others)]))
         if present:
             _, device, status, reason = present[0]
             return _Verdict("failed", f"no time on {device.product}: {status}: {reason}")

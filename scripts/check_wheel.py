@@ -30,6 +30,11 @@ if len(sys.argv) > 2:
     choice = lokakern.dispatch("gemm", {SHAPE}, 0.06, device=sys.argv[2])
     print(choice.explain())
     assert not choice.is_miss, "the shipped database does not answer"
+    from lokakern import selection
+    from lokakern.registry.coverage import missing_evidence
+    from lokakern.registry.register import KERNELS
+    missing = missing_evidence(selection.snapshot(), KERNELS.values())
+    assert KERNELS and not missing, f"the shipped database lacks {{missing}}"
 """
 DEVICE, DATABASE = "NVIDIA H200", "nvidia-h200.sqlite"
 
