@@ -20,6 +20,7 @@ from lokakern.jit import Job
 from lokakern.types import Device
 
 _REASON = 500  # characters of a failure's reason
+LONGEST_S = 300.0  # of one job, where the slowest kernel seen compiled for 10: it hangs
 
 
 class Progress(Protocol):
@@ -112,6 +113,8 @@ class _Worker:
     def __init__(self, device: Device) -> None:
         self.job = ""  # its text, while it is being compiled
         self.ready = False
+        self.begun = time.monotonic()
+        self.overdue = False
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self.connection, theirs = Pipe()
         # -c: multiprocessing would run the caller's script again. -P: the folder we happen to be
@@ -130,6 +133,8 @@ class _Worker:
     def why_dead(self) -> str:
         """In words, with what it printed last."""
         status = self.wait()
+        if self.overdue:
+            return f"not done after {LONGEST_S:g} s"
         how = f"exit status {status}"
         if status < 0:
             try:
@@ -174,9 +179,14 @@ class _Build:
             for _ in range(min(workers, len(self.pending))):
                 self.start()
             while self.workers:
-                for connection in wait(list(self.workers)):
+                for connection in wait(list(self.workers), timeout=1.0):
                     assert isinstance(connection, Connection)  # we wait for nothing else
                     self.hear(self.workers[connection])
+                for worker in list(self.workers.values()):
+                    if time.monotonic() - worker.begun > LONGEST_S:
+                        worker.overdue = True
+                        worker.process.kill()
+                        self.bury(worker)
         finally:
             for worker in self.workers.values():
                 worker.end()
@@ -194,7 +204,7 @@ class _Build:
             return
         if worker.ready:
             self.tally(worker.job, word, reason)
-        worker.ready, worker.job = True, ""
+        worker.ready, worker.job, worker.begun = True, "", time.monotonic()
         while self.pending:
             job = self.pending.popleft()
             try:

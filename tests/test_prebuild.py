@@ -336,6 +336,13 @@ def test_what_fails_is_reported_and_the_rest_is_built(made: Any) -> None:
     assert ", 4 failed, in " in str(report)
 
 
+def test_a_compilation_without_end_is_given_up(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "LONGEST_S", 20.0)  # with the start of a worker under load
+    report = build([made.Fine(0), made.Sleeps(1), made.Fine(2)], H200, 1)
+    assert report.compiled == 2
+    assert [failure.reason for failure in report.failures] == ["not done after 20 s"]
+
+
 def test_workers_that_cannot_start_are_reported(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     report = build([made.Fine(0), made.Fine(1), made.Fine(2)], H200, 2)
