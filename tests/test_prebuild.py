@@ -336,7 +336,10 @@ def test_what_fails_is_reported_and_the_rest_is_built(made: Any) -> None:
     assert ", 4 failed, in " in str(report)
 
 
-def test_a_compilation_without_end_is_given_up(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_without_end_is_given_up(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where it says that it began
     monkeypatch.setattr(workers, "LONGEST_S", 20.0)  # with the start of a worker under load
     report = build([made.Fine(0), made.Sleeps(1), made.Fine(2)], H200, 1)
     assert report.compiled == 2
