@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.bench.operands import compare_bytes, operand_digest
-from lokakern.bench.timing import Contender, faults_of, reason_of
+from lokakern.bench.draws import operand_digest
+from lokakern.bench.pieces import compare_bytes
+from lokakern.bench.timing import Contender, faults_of, status_and_reason
 from lokakern.problems import accuracy_problem, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.records import AccuracyRecord
@@ -139,13 +140,16 @@ def measure_cells(
                     w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
                 group = _Group(x.to(torch_device), w, device, digest)
             except Exception as error:  # memory above all; another group may fit
+                status, reason = status_and_reason(error)
                 for cell_place in groups[key]:
-                    done(cell_place, _undrawn(cells[cell_place], error))
-                continue
-            for cell_place in groups[key]:
-                if not begin(cell_place, True):
-                    return
-                done(cell_place, group.measure(cells[cell_place]))
+                    cell = cells[cell_place]
+                    done(cell_place, AccuracyRecord(status=status, reason=reason, seed=cell.seed,
+                                                    rows=0))  # fmt: skip
+            else:
+                for cell_place in groups[key]:
+                    if not begin(cell_place, True):
+                        return
+                    done(cell_place, group.measure(cells[cell_place]))
             drawn.forget(place)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -375,13 +379,3 @@ class _Group:
 
 def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
     return ops.product(a, b), ops.magnitude(a, b)
-
-
-def _undrawn(cell: Cell, error: Exception) -> AccuracyRecord:
-    memory = isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
-    return AccuracyRecord(
-        status="out_of_memory" if memory else "error",
-        reason=reason_of(error),
-        seed=cell.seed,
-        rows=0,
-    )

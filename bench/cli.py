@@ -163,7 +163,9 @@ def _command_again(arguments: list[str]) -> str:
 @app.command()
 @_says_errors
 def sweep(
-    suite: Annotated[str, typer.Option(help="Suite to measure; see `list suites`.")] = "smoke",
+    suite: Annotated[
+        str, typer.Option(help="Suite to measure: a name of `list suites`, or a .toml file.")
+    ] = "smoke",
     shape: ShapeOption = None,
     problem: Annotated[
         list[str] | None,

@@ -10,7 +10,7 @@ import torch
 from lokakern.bench import timing
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
-from lokakern.bench.timing import Contender, faults_of, reason_of
+from lokakern.bench.timing import Contender, faults_of, status_and_reason
 from lokakern.device import current_device
 from lokakern.registry.records import TimingRecord
 from lokakern.registry.register import Kernel
@@ -89,7 +89,8 @@ def time_case(
             problem, case.distribution, where, device, cold=regime != "graph-hot", seed=seed
         )
     except Exception as error:  # memory above all; another problem may fit
-        return [_failed(error) for _ in kernels]
+        status, reason = status_and_reason(error)
+        return [TimingRecord(status=status, reason=reason) for _ in kernels]
     fingerprint = operands.fingerprint()
     contenders = []
     for place, kernel in enumerate(kernels):
@@ -165,11 +166,3 @@ def _record(
         timer=timing.timer_name(regime, contender),
         operand_digest=operands.digest,
     )
-
-
-def _failed(error: Exception) -> TimingRecord:
-    status = "error"
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        torch.cuda.empty_cache()
-        status = "out_of_memory"
-    return TimingRecord(status=status, reason=reason_of(error))

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.draws import digest_of, drawn_on, plan_of
-from lokakern.bench.draws import operand_digest as operand_digest
-from lokakern.bench.pieces import Piece, pieces_to_check, product_of_piece
-from lokakern.bench.pieces import compare_bytes as compare_bytes
+from lokakern.bench.pieces import Piece, compare_bytes, pieces_to_check, product_of_piece
 from lokakern.bench.timing import MOST_CALLED
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError

@@ -135,8 +135,8 @@ def sweep(
         retry: Measure also what crashed or hung before.
         distributions: Whose errors are measured.
         errors: "all", "none", or "needed": only of numerics classes that have a kernel which is, at
-            at most 1.5x behind the fastest and not behind the unquantized one.
-            Others are chosen within no budget.
+            some problem, no slower than the unquantized one (of ops that have none: at most 1.5x
+            behind the fastest). Others are never chosen.
         watchdog_s: Longest silence of a launched kernel; None means 60 on GPUs, 600 on CPUs.
         strikes: Crashes and hangs after which a kernel is launched no more.
         progress: Where to tell.
@@ -182,7 +182,6 @@ def sweep(
     todo = [job for job in jobs if not known.has_timings(job)]
     report.skipped = sum(len(job.kernels) for job in jobs) - sum(len(j.kernels) for j in todo)
     races = Races(device, known, jobs, todo)
-
     cells: list[Cell] = []
     if errors != "none":
         pairs = [(kernel, job.case.problem) for job in jobs for kernel in job.kernels]
@@ -228,11 +227,8 @@ def sweep(
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return (
-        f"{seconds / 60:.0f} min {seconds % 60:.0f} s"
-        if seconds < 600
-        else (f"{seconds / 60:.0f} min")
-    )
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 10 else f"{minutes} min"
 
 
 @dataclass

@@ -67,15 +67,18 @@ class Contender:
         for call in self.calls[:MOST_CALLED]:
             call()
 
-    def fail(self, status: str, error: BaseException) -> None:
-        self.status = status
-        self.reason = reason_of(error)
+    def fail(self, error: Exception) -> None:
+        self.status, self.reason = status_and_reason(error)
         self._replay = None
 
 
-def reason_of(error: BaseException) -> str:
-    """What a row says of an exception."""
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
+def status_and_reason(error: Exception) -> tuple[str, str]:
+    """What a row says of an exception; frees what torch keeps where memory was short."""
+    status = "error"
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        status = "out_of_memory"
+        torch.cuda.empty_cache()
+    return status, f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:500]
 
 
 def _nothing(_contender: Contender) -> None:
@@ -248,12 +251,9 @@ def faults_of(contender: Contender, device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
-        contender.fail("out_of_memory", error)
-        torch.cuda.empty_cache()
     except Exception as error:  # any library may raise anything; the sweep goes on
-        contender.fail("error", error)
-        if device.type == "cuda":
+        contender.fail(error)
+        if device.type == "cuda" and contender.status == "error":
             try:
                 torch.cuda.synchronize()
             except Exception:  # its errors stay with the context until the process ends

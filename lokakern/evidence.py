@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem
@@ -122,7 +122,7 @@ def candidate_of(
     if not cells:
         return "not measured here"
     graded = _graded(cells, local, facts)
-    bad = _unsafe(c for c, fresh in graded if fresh != "stale")
+    bad = _unsafe((c for c, fresh in graded if fresh != "stale"), lambda c: c.problem)
     if bad is not None:
         return f"{bad.status} at m={bad.m}: {bad.reason}"
     good, failed = _outcomes(graded)
@@ -141,23 +141,24 @@ def candidate_of(
     return Candidate(name, kernel, granularity, times, failed, errors, worst, unknown, unquantized)
 
 
-def _unsafe(cells: Iterable[TimingCell]) -> TimingCell | None:
-    """A wrong result or a crash: at one m, so not to be trusted at another.
+Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
+
+
+def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
+    """A wrong result or a crash: at one place, so not to be trusted at another.
 
     A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven.
     """
     found = list(cells)
     for cell in found:
-        if cell.status == "wrong":
-            return cell
         redeemed = any(
             c.status == "ok"
-            and c.problem == cell.problem
+            and place(c) == place(cell)
             and c.kernel.digest == cell.kernel.digest
             and c.measured_utc_ms > cell.measured_utc_ms
             for c in found
         )
-        if cell.status == "crashed" and not redeemed:
+        if cell.status == "wrong" or (cell.status == "crashed" and not redeemed):
             return cell
     return None
 
@@ -269,9 +270,10 @@ def _errors_or_reason(
 
     asked = problem_key(accuracy_problem(problem, fp8_format(device)))
     own = facts.accuracy_cells(device.architecture, kernel.name, asked)
-    for cell in own:
-        if cell.status in ("wrong", "crashed") and _grade(cell, local, facts) != "stale":
-            return Wrong(f"{cell.status} on {cell.distribution}: {cell.reason}")
+    fresh_enough = (c for c in own if _grade(c, local, facts) != "stale")
+    bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
+    if bad is not None:
+        return Wrong(f"{bad.status} on {bad.distribution}: {bad.reason}")
     cells = facts.accuracy_cells_of_class(
         device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
     )

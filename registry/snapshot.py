@@ -212,17 +212,6 @@ class Snapshot:
             for kernel, device, status, reason in found
         }
 
-    def measured_kernels(self) -> set[tuple[str, str, str]]:
-        """Kernels with a timing that is "ok": name, digest, and product it was measured on."""
-        found = {
-            (kernel, device)
-            for kernel, device, status in self._picked("timing", ("kernel", "device", "status"))
-            if status == "ok"
-        }
-        name_of, digest_of = self._column("kernel", "name"), self._column("kernel", "digest")
-        product_of = self._column("device", "product")
-        return {(name_of[k], digest_of[k], product_of[d]) for k, d in found}
-
     def environment(self, key: str) -> Environment:
         """The environment of a cell.
 

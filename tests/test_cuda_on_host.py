@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.bench.operands import compare_bytes
+from lokakern.bench.pieces import compare_bytes
 from lokakern.kernels.cuda import quantize
 from lokakern.types import GROUP, Format, Granularity
 

@@ -16,7 +16,7 @@ import torch
 
 from lokakern import functional, numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.bench.operands import compare_bytes
+from lokakern.bench.pieces import compare_bytes
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.operands import operand_of

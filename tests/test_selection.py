@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import time as clock
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -361,6 +362,21 @@ def test_what_crashed_once_is_trusted_nowhere(book: Book) -> None:
     )  # fmt: skip
     assert ask().kernel == BF16
     assert ask().rejected[ROW] == "crashed at m=2048: made up"
+
+
+@pytest.mark.parametrize("crash", ["while it was timed", "while its error was measured"])
+def test_a_crash_is_forgiven_once_it_does_not_happen_again(book: Book, crash: str) -> None:
+    book.write(time(BF16, gemm(4096), 20.0), accuracy(BF16, gemm(1), 0.003))
+    if crash == "while it was timed":
+        book.write(time(ROW, gemm(4096), 10.0, status="crashed"))
+    else:
+        book.write(accuracy(ROW, gemm(1), 0.04, only=("X1",), seeds=(0,), status="crashed"))
+        book.write(time(ROW, gemm(4096), 10.0))
+    assert ask().kernel == BF16
+    assert ask().rejected[ROW].startswith("crashed ")
+    clock.sleep(0.002)  # rows carry milliseconds
+    book.write(time(ROW, gemm(4096), 10.0), accuracy(ROW, gemm(1), 0.04))
+    assert ask().kernel == ROW
 
 
 @pytest.mark.parametrize("status", ["error", "out_of_memory", "timeout"])

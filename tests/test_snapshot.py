@@ -222,8 +222,14 @@ def test_timing_outcomes(snapshot: Snapshot) -> None:
         ("cuda.row", NEW.digest, H200, "ok", ""),
         ("cuda.row", NEW.digest, SLICE, "ok", ""),
     } < outcomes
-    assert {(name, digest, device.product) for name, digest, device, status, _ in outcomes
-            if status == "ok"} == snapshot.measured_kernels()  # fmt: skip
+    good = {(name, digest, device.product)
+            for name, digest, device, status, _ in outcomes if status == "ok"}  # fmt: skip
+    assert good == {
+        ("cuda.row", OLD.digest, "NVIDIA H200"),
+        ("cuda.row", OLD.digest, "AMD Instinct MI300X"),
+        ("cuda.row", NEW.digest, "NVIDIA H200"),
+        ("torch.bf16", BF16.digest, "NVIDIA H200"),
+    }
 
 
 def test_devices(snapshot: Snapshot) -> None:
@@ -235,18 +241,6 @@ def test_devices(snapshot: Snapshot) -> None:
     assert snapshot.find_device("amd-instinct-mi300x") == MI300X
     with pytest.raises(DeviceError, match=r"'NVIDIA H2' .* 'AMD Instinct MI300X', 'NVIDIA H200'"):
         snapshot.find_device("NVIDIA H2")
-
-
-def test_measured_kernels(snapshot: Snapshot) -> None:
-    """A kernel that failed everywhere is not measured."""
-    assert snapshot.measured_kernels() == {
-        ("cuda.row", OLD.digest, "NVIDIA H200"),
-        ("cuda.row", OLD.digest, "AMD Instinct MI300X"),
-        ("cuda.row", NEW.digest, "NVIDIA H200"),
-        ("torch.bf16", BF16.digest, "NVIDIA H200"),
-    }
-    failed = [row for row in snapshot._rows["timing"] if "ok" not in row]
-    assert not Snapshot({**snapshot._rows, "timing": failed}).measured_kernels()
 
 
 def test_resume(snapshot: Snapshot) -> None:
