@@ -79,7 +79,7 @@ __device__ __forceinline__ void arrive_at(unsigned barrier, unsigned rank) {
         "{\n"
         ".reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
         "}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
@@ -200,9 +200,16 @@ __device__ __forceinline__ void store_blocks(unsigned address, const unsigned (&
 
 // A matrix of rows of 128 bytes in shared memory, its 16-byte pieces permuted among 8 rows (the
 // copy's swizzle of 128 bytes): address and stride of 8 rows in units of 16 bytes.
-__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address) {
-    return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+struct Matrix {
+    unsigned low;
+
+    __device__ __forceinline__ explicit Matrix(unsigned address) : low(address >> 4 | 1u << 16) {}
+
+    // That of another place, so many bytes on.
+    __device__ __forceinline__ unsigned long long at(unsigned bytes) const {
+        return 0x4000004000000000ull | (low + bytes / 16);
+    }
+};
 
 __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -23,8 +23,12 @@
 //     N, K                 sizes; m is a parameter
 //     BLOCK_N              columns of a tile: 8, 16, 24, 32, 64, 96, 128, 192 or 256
 //     ROWS                 of a warpgroup's tile: 64 or 128
-//     WARPGROUPS           that multiply: 1 or 2
+//     WARPGROUPS           that multiply: 1, 2 or 3
 //     RESIDENT, STAGES, CLUSTER, SPLIT_K
+//     DOUBLE               1: a warpgroup multiplies a unit of work while it adds the one before, in
+//                          registers of its own; tiles of half the size have them
+//     SKEW                 steps that the second warpgroup starts behind the first, so that one
+//                          writes out while the other multiplies; 0: none
 //     BAND                 tiles along m that are taken before the next columns are
 //     SCALES               0: none here; 1: of a by 1x128 and of b by 128x128; 2: of both by 1x128
 //     BATCH                1: rows of all products are tiled as one; more: so many products of m
@@ -46,6 +50,9 @@ constexpr int MULTICAST = SPLIT_K ? 1 : CLUSTER;
 constexpr int PARTS = SPLIT_K ? CLUSTER : 1;  // of K
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
 constexpr int THREADS = MATH_THREADS + (WARPGROUPS > 1 ? 128 : 32);
+// Of a thread, where there is more than one warpgroup: 64512 of the SM's 65536 in all.
+constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 24;
 constexpr bool PROMOTES = SCALES != 0 || STEPS > 1;
 
 constexpr int A_BYTES = TILE_ROWS * DEPTH;
@@ -68,6 +75,8 @@ static_assert(!RESIDENT || CLUSTER == 1, "what stays is not shared");
 static_assert(SLICE == 8 || SLICE == 16 || SLICE == 24 || SLICE == 32 || SLICE == 64 ||
               SLICE == 96 || SLICE == 128, "columns of a product");
 static_assert(SCALES != 1 || 128 % SLICE == 0, "a slice lies in one block of scales");
+static_assert(SKEW == 0 || (WARPGROUPS == 2 && PARTS == 1 && PROMOTES && SKEW <= STEPS), "skew");
+static_assert(!DOUBLE || PARTS == 1, "parts of K have any number of steps");
 static_assert(BATCH == 1 || !RESIDENT, "weights of a batch are streamed");
 
 // Of a thread: of each 8 columns of a block of 64 rows, columns lane % 4 * 2 and the next of row
@@ -333,93 +342,163 @@ __device__ __forceinline__ float (&slice_of(Sums& sums, int block, int slice))[S
     return reinterpret_cast<float (&)[SLICE / 2]>(sums[block][slice * (SLICE / 2)]);
 }
 
-// The sums of a warpgroup's tile. `warpgroup` counts within the pipeline.
-__device__ __forceinline__ void multiply_tile(
-    Sums& sums, const Memory& memory, const Operands& operands, const Tile& tile, int pipeline,
-    int warpgroup, Place& place, bool first) {
-    const int lane = threadIdx.x % 32;
-    const int row = warpgroup * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;  // of the ring's a
-    if constexpr (PROMOTES) {
+// A place where operands are, as tensor cores and scales want it.
+struct Stage {
+    Matrix a, b;
+    unsigned scales;
+
+    __device__ __forceinline__ Stage(
+        const Memory& memory, int pipeline, int warpgroup, const Place& place, int step)
+        : a(memory.a(pipeline, place.stage) + warpgroup * ROWS * DEPTH),
+          b(memory.b(place.stage, step)), scales(memory.scales(pipeline, place.stage)) {}
+};
+
+// The first warpgroup lets the second start; SKEW_BARRIER is none of `synchronize_warpgroup`.
+constexpr int SKEW_BARRIER = 9;
+
+__device__ __forceinline__ void wait_for_skew() {
+    asm volatile("bar.sync %0, 256;" ::"n"(SKEW_BARRIER) : "memory");
+}
+
+__device__ __forceinline__ void end_skew() {
+    asm volatile("bar.arrive %0, 256;" ::"n"(SKEW_BARRIER) : "memory");
+}
+
+// A unit of work is 64 rows and one slice of columns of one step.
+constexpr int UNITS = BLOCKS_M * SLICES;
+constexpr int PRODUCTS = PROMOTES ? 4 : (K + 31) / 32;  // of 32 bytes of K
+
+__device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stage, int unit) {
+    const int a = unit / SLICES * 64 * DEPTH, b = unit % SLICES * SLICE * DEPTH;
+    pin(sum);
+    begin_products();
 #pragma unroll
-        for (int block = 0; block < BLOCKS_M; ++block) {
+    for (int i = 0; i < PRODUCTS; ++i) {
+        multiply(sum, stage.a.at(a + i * 32), stage.b.at(b + i * 32), i > 0);
+    }
+    commit_products();
+}
+
+// What multiplies a tile: one warpgroup, which counts within its pipeline.
+struct Multiplier {
+    const Memory& memory;
+    const Operands& operands;
+    const Tile& tile;
+    int pipeline, warpgroup;
+    bool first;
+    bool leads;  // the first warpgroup's first tile, where the second waits for it
+
+    __device__ __forceinline__ Stage wait_for(const Place& place, int step) const {
+        wait(memory.full(pipeline, place.stage), place.parity);
+        return Stage(memory, pipeline, warpgroup, place, step);
+    }
+
+    // Adds what `issue` has made of a unit; the stage is free after its last.
+    __device__ __forceinline__ void retire(
+        Sums& sums, float (&sum)[SLICE / 2], int unit, const Place& place, int step) const {
+        const int block = unit / SLICES, slice = unit % SLICES, lane = threadIdx.x % 32;
+        const unsigned scales = memory.scales(pipeline, place.stage);
+        float a_scale[2] = {}, b_scale = 1.0f;
+        if constexpr (SCALES) {
+            const int row = warpgroup * ROWS + block * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+            a_scale[0] = load_shared(scales + row * 4);
+            a_scale[1] = load_shared(scales + (row + 8) * 4);
+        }
+        if constexpr (SCALES == 1) {
+            const int column = min(tile.column + slice * SLICE, N - 1) / 128;
+            b_scale = __ldg(operands.block_scale + step * operands.block_scale_step +
+                            (column + tile.batch * ((N + 127) / 128)) * operands.block_scale_column);
+        }
+        if (SCALES != 2 && unit == UNITS - 1) release(memory, pipeline, place);
+        promote(slice_of(sums, block, slice), sum, a_scale, b_scale,
+                scales + A_SCALE_BYTES + (slice * SLICE + lane % 4 * 2) * 4);
+        if (SCALES == 2 && unit == UNITS - 1) release(memory, pipeline, place);
+    }
+
+    // Multiplies COUNT units of work, each while the one before is added.
+    template <int COUNT>
+    __device__ __forceinline__ void advance(
+        Sums& sums, float (&sum)[2][SLICE / 2], Place& place, int step) const {
+        Place ahead = place;
+        issue(sum[0], wait_for(place, step), 0);
 #pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) {
-#pragma unroll
-                for (int i = 0; i < SLICE / 2; ++i) slice_of(sums, block, slice)[i] = 0.0f;
+        for (int i = 0; i < COUNT; ++i) {
+            if (i + 1 < COUNT) {
+                const int next = step + (i + 1) / UNITS;
+                if ((i + 1) % UNITS == 0) {
+                    ahead.advance();
+                    wait_for(ahead, next);
+                }
+                issue(sum[(i + 1) % 2], Stage(memory, pipeline, warpgroup, ahead, next),
+                      (i + 1) % UNITS);
+                wait_for_products<1>();
+            } else {
+                wait_for_products<0>();
             }
+            pin(sum[i % 2]);
+            retire(sums, sum[i % 2], i % UNITS, place, step + i / UNITS);
+            if (i % UNITS == UNITS - 1) place.advance();
+            if (SKEW && i + 1 == SKEW * UNITS && leads && step == 0) end_skew();
         }
     }
-    for (int step = first_step(); step < last_step(); ++step) {
-        float b_scale[SLICES] = {};
-        if constexpr (SCALES == 1) {
-#pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) {
-                const int block = min(tile.column + slice * SLICE, N - 1) / 128;
-                b_scale[slice] = __ldg(
-                    operands.block_scale + step * operands.block_scale_step +
-                    (block + tile.batch * ((N + 127) / 128)) * operands.block_scale_column);
-            }
-        }
-        if constexpr (RESIDENT) {
-            if (first) wait(memory.arrived(step), 0);
-        }
-        wait(memory.full(pipeline, place.stage), place.parity);
-        const unsigned a = memory.a(pipeline, place.stage) + warpgroup * ROWS * DEPTH;
-        const unsigned b = memory.b(place.stage, step);
-        const unsigned scales = memory.scales(pipeline, place.stage);
-        constexpr int PRODUCTS = PROMOTES ? 4 : (K + 31) / 32;  // of 32 bytes of K
+
+    __device__ __forceinline__ void multiply_tile(Sums& sums, Place& place) const {
         if constexpr (PROMOTES) {
-            float sum[SLICE / 2];
 #pragma unroll
-            for (int block = 0; block < BLOCKS_M; ++block) {
-                float a_scale[2] = {};
-                if constexpr (SCALES) {
-                    a_scale[0] = load_shared(scales + (row + block * 64) * 4);
-                    a_scale[1] = load_shared(scales + (row + block * 64 + 8) * 4);
-                }
+            for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
-                for (int slice = 0; slice < SLICES; ++slice) {
-                    pin(sum);
-                    begin_products();
-#pragma unroll
-                    for (int i = 0; i < PRODUCTS; ++i) {
-                        multiply(sum, matrix_descriptor(a + block * 64 * DEPTH + i * 32),
-                                 matrix_descriptor(b + slice * SLICE * DEPTH + i * 32), i > 0);
-                    }
-                    commit_products();
-                    pin(sum);
-                    wait_for_products<0>();
-                    const bool last = block == BLOCKS_M - 1 && slice == SLICES - 1;
-                    if (SCALES != 2 && last) release(memory, pipeline, place);
-                    promote(slice_of(sums, block, slice), sum, a_scale, b_scale[slice],
-                            scales + A_SCALE_BYTES + (slice * SLICE + lane % 4 * 2) * 4);
-                    if (SCALES == 2 && last) release(memory, pipeline, place);
+                for (int i = 0; i < SLICE / 2; ++i) {
+                    slice_of(sums, unit / SLICES, unit % SLICES)[i] = 0.0f;
                 }
             }
-        } else {
-            begin_products();
-#pragma unroll
-            for (int block = 0; block < BLOCKS_M; ++block) {
-#pragma unroll
-                for (int slice = 0; slice < SLICES; ++slice) {
-                    pin(slice_of(sums, block, slice));
-#pragma unroll
-                    for (int i = 0; i < PRODUCTS; ++i) {
-                        multiply(slice_of(sums, block, slice),
-                                 matrix_descriptor(a + block * 64 * DEPTH + i * 32),
-                                 matrix_descriptor(b + slice * SLICE * DEPTH + i * 32), i > 0);
-                    }
-                }
+        }
+        if constexpr (!PROMOTES) {
+            if constexpr (RESIDENT) {
+                if (first) wait(memory.arrived(0), 0);
             }
-            commit_products();
+            const Stage stage = wait_for(place, 0);
 #pragma unroll
-            for (int block = 0; block < BLOCKS_M; ++block) {
-#pragma unroll
-                for (int slice = 0; slice < SLICES; ++slice) pin(slice_of(sums, block, slice));
+            for (int unit = 0; unit < UNITS; ++unit) {
+                issue(slice_of(sums, unit / SLICES, unit % SLICES), stage, unit);
             }
             wait_for_products<0>();
+#pragma unroll
+            for (int unit = 0; unit < UNITS; ++unit) {
+                pin(slice_of(sums, unit / SLICES, unit % SLICES));
+            }
             release(memory, pipeline, place);
+            place.advance();
+        } else if (DOUBLE && !(RESIDENT && first)) {
+            if constexpr (DOUBLE) {
+                // Between units in flight there must be no loop: ptxas would make them take turns
+                // (its warning C7514).
+                constexpr int UNROLLED = STEPS <= 16 ? STEPS : 8;
+                constexpr int REST = STEPS % UNROLLED;
+                float sum[2][SLICE / 2];
+#pragma unroll 1
+                for (int step = 0; step < STEPS - REST; step += UNROLLED) {
+                    advance<UNROLLED * UNITS>(sums, sum, place, step);
+                }
+                if constexpr (REST > 0) advance<REST * UNITS>(sums, sum, place, STEPS - REST);
+            }
+        } else {
+            float sum[SLICE / 2];
+#pragma unroll 1
+            for (int step = first_step(); step < last_step(); ++step) {
+                if constexpr (RESIDENT) {
+                    if (first) wait(memory.arrived(step), 0);
+                }
+                const Stage stage = wait_for(place, step);
+#pragma unroll
+                for (int unit = 0; unit < UNITS; ++unit) {
+                    issue(sum, stage, unit);
+                    wait_for_products<0>();
+                    pin(sum);
+                    retire(sums, sum, unit, place, step);
+                }
+                place.advance();
+                if (SKEW && step + 1 == SKEW && leads) end_skew();
+            }
         }
-        place.advance();
     }
-}
+};

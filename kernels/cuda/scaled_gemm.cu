@@ -313,7 +313,7 @@ __device__ __forceinline__ void add_parts(
     constexpr int GROUPS = BLOCK_N / 8, TAKEN = COLUMNS / 8;
     const unsigned thread = threadIdx.x % 128;
     const unsigned base = memory.base + warpgroup * (ROWS * BLOCK_N * 4) + thread * 16;
-    asm volatile("bar.sync 3, %0;" ::"n"(MATH_THREADS) : "memory");  // all stages are read
+    asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");  // all stages are read
 #pragma unroll
     for (int block = 0; block < BLOCKS_M; ++block) {
 #pragma unroll
@@ -446,13 +446,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     wait_for_previous_kernel();
 
     if (threadIdx.x >= MATH_THREADS) {
-        if constexpr (WARPGROUPS > 1) give_registers<40>();
+        if constexpr (WARPGROUPS > 1) give_registers<PRODUCER_REGISTERS>();
         const int pipeline = (threadIdx.x - MATH_THREADS) / 32;
         if (pipeline < PIPELINES && threadIdx.x % 32 == 0) produce(memory, operands, pipeline);
         __syncwarp();
     } else {
-        if constexpr (WARPGROUPS > 1) take_registers<232>();
-        const int warpgroup = threadIdx.x / 128;
+        if constexpr (WARPGROUPS > 1) take_registers<MATH_REGISTERS>();
+        const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be uniform
         const int pipeline = RESIDENT ? warpgroup : 0;
         const int inside = RESIDENT ? 0 : warpgroup;  // of the pipeline's tile
         const unsigned staging = base + OPERAND_BYTES + warpgroup * STAGING_BYTES;
@@ -462,6 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
         Tile tile;
         Sums sums;
         bool first = true;
+        if (SKEW && warpgroup == 1) wait_for_skew();
         while (walk.next(tile)) {
             const int row = tile.row + inside * ROWS;
             Rows rows;
@@ -469,7 +470,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
             if constexpr (ROW_SCALES) {
                 if (!RESIDENT || first) load_scales(scales, out, tile);
             }
-            multiply_tile(sums, memory, operands, tile, pipeline, inside, place, first);
+            Multiplier{memory, operands, tile, pipeline, inside, first,
+                       first && warpgroup == 0}.multiply_tile(sums, place);
             first = false;
 #if SPLIT_K
             float part[BLOCKS_M][COLUMNS / 2];
@@ -480,6 +482,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
             finish(part, out, tile, rows, staging, scales, warpgroup, row,
                    PARTS > 1 ? rank_in_cluster() * COLUMNS : 0, m);
         }
+        if (SKEW && warpgroup == 0 && first) end_skew();  // there was no tile
         if (threadIdx.x % 128 == 0) wait_until_stores_have_read();
         __syncwarp();
     }

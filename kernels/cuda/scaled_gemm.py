@@ -36,6 +36,8 @@ class Tile:
     resident: bool = False
     cluster: int = 1
     split_k: bool = False
+    double: bool = False
+    skew: int = 0
     chunks: int = 2
     blocks: int = 1
     stages: int = 0  # as many as fit
@@ -110,7 +112,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind, band: int = 1) -> dict[str
     return {
         "N": n, "K": k, "BLOCK_N": tile.block_n, "ROWS": tile.rows, "WARPGROUPS": tile.warpgroups,
         "RESIDENT": int(tile.resident), "STAGES": stages, "CLUSTER": tile.cluster,
-        "SPLIT_K": int(tile.split_k), "BAND": band, "SCALES": in_mainloop, "BATCH": kind.batch,
+        "SPLIT_K": int(tile.split_k), "DOUBLE": int(tile.double), "SKEW": tile.skew, "BAND": band, "SCALES": in_mainloop, "BATCH": kind.batch,
         "A_TYPE": kind.a_type, "B_TYPE": kind.b_type,
         "TENSOR_SCALES": int(kind.scales == "tensor"), "ROW_SCALES": int(kind.scales == "row"),
         "OUT": kind.out_bytes, "BIAS": kind.bias_bytes, "BIAS_PAIRS": int(kind.bias_pairs),
