@@ -79,13 +79,13 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     if op == "quantize":
         fields = {"out_format": Format.E4M3FN, "out_granularity": Granularity.ROW, **fields}
     if op in ("dequantize", "scaled_gemm"):
-        a = a or Operand(Format.E4M3FN, Granularity.ROW, Layout.ROW, alignment_of(k))
+        a = a or Operand(Format.E4M3FN, Granularity.ROW)
     a = a or Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(k * 2))
     if op in ("gemm", "scaled_gemm"):
         wide = a.granularity is Granularity.GROUP
         granularity = Granularity.BLOCK if wide else a.granularity
-        # b's contiguous axis is k, as a's is unless a is transposed.
-        along_k = a.layout is Layout.ROW
+        # b's contiguous axis is k, as a's is unless a is transposed. FP8 rows are padded.
+        along_k = a.layout is Layout.ROW or a.format.is_fp8
         alignment = a.alignment if along_k else alignment_of(k * a.format.dtype.itemsize)
         b = b or Operand(a.format, granularity, Layout.COLUMN, alignment)
         if op == "gemm":
