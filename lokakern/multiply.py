@@ -20,6 +20,7 @@ from lokakern.operands import (
     operand_of,
 )
 from lokakern.problems import format_named
+from lokakern.quantized import ROW_BYTES
 from lokakern.registry.register import fp8_format
 from lokakern.types import (
     GROUP,
@@ -126,6 +127,8 @@ def multiply(
         **{f"a[{i}]": x.data for i, x in enumerate(slices)},
     )  # fmt: skip
     strided = check_out("scaled_gemm", out, (m, n), form.dtype)
+    if form.is_fp8 and out is not None:  # the rows of such an output are padded
+        strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
     check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
     scale = None if out_scale is None else _checked_out_scale(out_scale, first.device)
     x0, x = _checked_cross(cross, (m, n), first.device, activation)
@@ -213,7 +216,7 @@ def _check_slices(slices: Sequence[QuantizedTensor]) -> None:
                 f"scaled_gemm: a[0] has {first.shape[0]} rows and {name} {x.shape[0]}; slices are "
                 "[m, some of k]"
             )
-        if x is not slices[-1] and x.shape[1] % GROUP:
+        if place < len(slices) - 1 and x.shape[1] % GROUP:
             raise ShapeError(
                 f"scaled_gemm: {name} has {x.shape[1]} columns; all slices but the last must hold "
                 f"a multiple of {GROUP}"
@@ -259,11 +262,12 @@ def _group_count(m: int, b: QuantizedTensor, groups: int, offsets: Tensor | None
 def _out_format(
     given: Format | str | None, out_scale: object, accumulate: bool, a: QuantizedTensor
 ) -> Format:
-    if given is None:
-        if out_scale is not None:
-            return fp8_format(device_of(a.data))
-        return Format.FLOAT32 if accumulate else Format.BFLOAT16
-    form = format_named("scaled_gemm", given)
+    if given is not None:
+        form = format_named("scaled_gemm", given)
+    elif out_scale is not None:
+        form = fp8_format(device_of(a.data))
+    else:
+        form = Format.FLOAT32 if accumulate else Format.BFLOAT16
     if form.is_fp8 is (out_scale is None):
         need = "needs out_scale=, its decode scale" if form.is_fp8 else "takes no out_scale"
         raise FormatError(f"scaled_gemm: out_format is {form.value!r}, which {need}")
