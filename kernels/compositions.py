@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lokakern import jit
+from lokakern.problems import sums_over_samples
 from lokakern.registry.register import (
     ANY,
     FP8_GPUS,
@@ -100,6 +101,8 @@ def _supports_composition(
     assert problem.b is not None
     if problem.a.format.is_fp8:
         return Rejected("takes an unquantized a; use scaled_gemm")
+    if second.accumulation == "fast" and sums_over_samples(problem):
+        return Rejected("sums over samples are promoted; errors of long ones are not measured")
     if problem.out_format.is_fp8:
         return Rejected(f"writes the format of a, not {problem.out_format.value}")
     a = Operand(fp8, second.granularity)
