@@ -163,7 +163,11 @@ def multiply(
         else:
             result = out = torch.empty((m, n), dtype=form.dtype, device=first.device)
     if m and n:
-        needs = {"k_slices": len(slices) > 1, "batch_invariant": batch_invariant}
+        needs = {
+            "batched": offsets is not None,
+            "k_slices": len(slices) > 1,
+            "batch_invariant": batch_invariant,
+        }
         kernel = choose(problem, first.data, frozenset(name for name in needs if needs[name]))
         operands = (*_left(slices), *b.transpose, out, bias)
         kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
