@@ -160,11 +160,14 @@ class Operands:
 
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
         """The drawn rows ("x") or the weight ("w"), exactly quantized."""
+        power_of_two = self.problem.op == "quantize" and self.problem.epilogue == "power_of_two"
         key = (which, form, granularity)
         if key not in self._quantized:
             source = self.x if which == "x" else self.w
             assert source is not None  # "w" is asked for by ops with two operands only
-            self._quantized[key] = numerics.quantize(source, form, granularity)
+            self._quantized[key] = numerics.quantize(
+                source, form, granularity, power_of_two_scale=power_of_two
+            )
         return self._quantized[key]
 
     def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -416,7 +419,10 @@ class Operands:
         x, data, scale = operands
         granularity = self.problem.out_granularity
         if granularity is Granularity.BLOCK:  # rows under one scale: quantize them as they lie
-            expected = numerics.quantize(x, self.problem.out_format, granularity)
+            power_of_two = self.problem.epilogue == "power_of_two"
+            expected = numerics.quantize(
+                x, self.problem.out_format, granularity, power_of_two_scale=power_of_two
+            )
             exact_data, exact_scale = expected.data, expected.scale
         else:
             expected = self.quantized("x", self.problem.out_format, granularity)
@@ -441,6 +447,8 @@ def _refuse(problem: Problem) -> None:
     if any(operand.layout is Layout.STRIDED for operand in operands):
         raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
     if problem.op != "gemm" or problem.prepared:
+        if problem.op == "quantize" and problem.epilogue not in ("none", "power_of_two"):
+            raise MeasurementError(f"{problem}: quantizing by given scales is not measured")
         if problem.batch != 1 and problem.op != "scaled_gemm":
             raise MeasurementError(
                 f"{problem}: batches are measured of unquantized gemm and of scaled_gemm only"

@@ -20,6 +20,7 @@ from lokakern.operands import (
     operand_of,
 )
 from lokakern.problems import format_named
+from lokakern.quantized import ROW_BYTES
 from lokakern.registry.register import fp8_format
 from lokakern.types import (
     GROUP,
@@ -121,14 +122,17 @@ def multiply(
     form = _out_format(out_format, out_scale, accumulate, first)
     if accumulate and out is None:
         raise ShapeError("scaled_gemm: accumulate adds to out, and out is None; pass out=")
+    x0, x = _checked_cross(cross, (m, n), activation)
     check_same_device(
-        "scaled_gemm", b=b.data, bias=bias, out=out, offsets=offsets,
-        **{f"a[{i}]": x.data for i, x in enumerate(slices)},
+        "scaled_gemm", a=first.data, b=b.data, bias=bias, out=out, offsets=offsets, x0=x0, x=x,
+        out_scale=out_scale if isinstance(out_scale, Tensor) else None,
+        **{f"a[{i}]": x.data for i, x in enumerate(slices) if i},
     )  # fmt: skip
     strided = check_out("scaled_gemm", out, (m, n), form.dtype)
+    if form.is_fp8 and out is not None:  # the rows of such an output are padded
+        strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
     check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
     scale = None if out_scale is None else _checked_out_scale(out_scale, first.device)
-    x0, x = _checked_cross(cross, (m, n), first.device, activation)
     epilogue = PLAIN
     extra: tuple[Epilogue, ...] = ()
     if (
@@ -159,7 +163,11 @@ def multiply(
         else:
             result = out = torch.empty((m, n), dtype=form.dtype, device=first.device)
     if m and n:
-        needs = {"k_slices": len(slices) > 1, "batch_invariant": batch_invariant}
+        needs = {
+            "batched": offsets is not None,
+            "k_slices": len(slices) > 1,
+            "batch_invariant": batch_invariant,
+        }
         kernel = choose(problem, first.data, frozenset(name for name in needs if needs[name]))
         operands = (*_left(slices), *b.transpose, out, bias)
         kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
@@ -213,7 +221,7 @@ def _check_slices(slices: Sequence[QuantizedTensor]) -> None:
                 f"scaled_gemm: a[0] has {first.shape[0]} rows and {name} {x.shape[0]}; slices are "
                 "[m, some of k]"
             )
-        if x is not slices[-1] and x.shape[1] % GROUP:
+        if place < len(slices) - 1 and x.shape[1] % GROUP:
             raise ShapeError(
                 f"scaled_gemm: {name} has {x.shape[1]} columns; all slices but the last must hold "
                 f"a multiple of {GROUP}"
@@ -259,11 +267,12 @@ def _group_count(m: int, b: QuantizedTensor, groups: int, offsets: Tensor | None
 def _out_format(
     given: Format | str | None, out_scale: object, accumulate: bool, a: QuantizedTensor
 ) -> Format:
-    if given is None:
-        if out_scale is not None:
-            return fp8_format(device_of(a.data))
-        return Format.FLOAT32 if accumulate else Format.BFLOAT16
-    form = format_named("scaled_gemm", given)
+    if given is not None:
+        form = format_named("scaled_gemm", given)
+    elif out_scale is not None:
+        form = fp8_format(device_of(a.data))
+    else:
+        form = Format.FLOAT32 if accumulate else Format.BFLOAT16
     if form.is_fp8 is (out_scale is None):
         need = "needs out_scale=, its decode scale" if form.is_fp8 else "takes no out_scale"
         raise FormatError(f"scaled_gemm: out_format is {form.value!r}, which {need}")
@@ -281,15 +290,11 @@ def _checked_out_scale(given: Tensor | float, device: torch.device) -> Tensor:
         raise ShapeError(
             f"scaled_gemm: out_scale is {list(given.shape)} {given.dtype}; expected float32 [1, 1]"
         )
-    check_same_device("scaled_gemm", a=torch.empty(0, device=device), out_scale=given)
     return given.reshape(1, 1)
 
 
 def _checked_cross(
-    cross: tuple[Tensor, Tensor] | None,
-    shape: tuple[int, int],
-    device: torch.device,
-    activation: str,
+    cross: tuple[Tensor, Tensor] | None, shape: tuple[int, int], activation: str
 ) -> tuple[Tensor | None, Tensor | None]:
     if activation not in ACTIVATIONS:
         raise UnknownNameError(
@@ -310,5 +315,4 @@ def _checked_cross(
                 f"scaled_gemm: {name} of cross is {list(x.shape)} {x.dtype} with strides "
                 f"{x.stride()}; expected {list(shape)} torch.bfloat16, columns contiguous"
             )
-        check_same_device("scaled_gemm", a=torch.empty(0, device=device), **{name: x})
     return cross[0], cross[1]

@@ -44,9 +44,10 @@ _ABSENT = ("sm_100", "gfx942", "gfx950")
 COMPILED_ONLY = dict.fromkeys(_ABSENT, "no such GPU was at hand to run it")
 NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
 
-BIAS = frozenset({"none", "bias"})  # what a kernel adds unless it says more
+PLAIN_EPILOGUES = frozenset({"none", "bias"})  # of a kernel that says no more
 # Attributes of a kernel that a caller of scaled_gemm may need and no problem tells of.
 NEEDS = {
+    "batched": "takes no groups",
     "k_slices": "does not take a as slices along k",
     "batch_invariant": "its bits may depend on the number of rows",
 }
@@ -122,7 +123,7 @@ class Kernel:
     odd_kernel_err_bound: float | None = None
     parts: tuple[str, ...] = ()
     batched: bool = False
-    epilogues: frozenset[str] = BIAS
+    epilogues: frozenset[str] = PLAIN_EPILOGUES
     accumulates: bool = False
     k_slices: bool = False
     batch_invariant: bool = False
@@ -218,7 +219,7 @@ def register(
     kernel_err_bound: float = 1.0,
     odd_kernel_err_bound: float | None = None,
     batched: bool = False,
-    epilogues: frozenset[str] = BIAS,
+    epilogues: frozenset[str] = PLAIN_EPILOGUES,
     accumulates: bool = False,
     k_slices: bool = False,
     batch_invariant: bool = False,
