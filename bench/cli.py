@@ -1,4 +1,4 @@
-"""The command line: sweep, explain, compare, list.
+"""The command line: sweep, explain, compare, export, list.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
@@ -297,6 +297,35 @@ def explain(
 
 
 app.command()(compare)
+
+
+@app.command()
+@says_errors
+def export(
+    target: Annotated[str, typer.Argument(help="File to write.")],
+    device: Annotated[str, typer.Option(help='GPU type, such as "NVIDIA H200".')],
+    db: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--db", help="Database to read; repeatable. Default: the shipped ones and the user's."
+        ),
+    ] = None,
+) -> None:
+    """Write what is known of a GPU type and of kernels as they are now into a file to ship."""
+    from lokakern.bench.export import export as export_rows
+    from lokakern.registry.snapshot import load_snapshot
+    from lokakern.registry.store import shipped_databases, user_database
+
+    sources = [source_of(text) for text in db or ()]
+    if not sources:
+        user = user_database()
+        sources = [*shipped_databases(), *([user] if user.exists() else [])]
+    path = Path(target).expanduser()
+    found = load_snapshot(sources).find_device(device)
+    left_out = export_rows(sources, path, found)
+    words = ", ".join(f"{count} {name} rows" for name, count in left_out.items())
+    print(f"{path}: {path.stat().st_size / 2**20:.2f} MiB of {found}; left out, of changed kernels "
+          f"or other devices: {words}", file=sys.stderr)  # fmt: skip
 
 
 @app.command("list")

@@ -597,6 +597,18 @@ def test_compare_loads_rivals(command: Command, tmp_path: Path,
     assert (row["rival"], row["accurate_rival"]) == ("a_rival.gemm", "")
 
 
+# --- export
+
+
+def test_export_writes_what_is_current(command: Command, measured: str, tmp_path: Path) -> None:
+    target = tmp_path / "out.sqlite"
+    ran = command("export", str(target), "--device", current_device().product, "--db", measured)
+    assert (ran.code, ran.out) == (0, "")
+    assert "0 timing rows, 0 accuracy rows, 0 test_result rows" in ran.errors[0]
+    for table in ("timing", "accuracy"):
+        assert count(target, table) == count(measured, table) > 0
+
+
 # --- errors
 
 
@@ -625,6 +637,7 @@ def test_compare_loads_rivals(command: Command, tmp_path: Path,
         (("compare", "--where", "m > 9**9"), "UnknownNameError: no problem of gemm is in smoke"),
         (("compare", "--where", "rows > 9"), "SuiteError: condition 'rows > 9' cannot be"),
         (("compare", "--load", "no_such"), "UnknownNameError: --load: 'no_such' cannot be"),
+        (("export", "a.sqlite", "--device", "no such"), "DeviceError: device 'no such' is in no"),
         (("list", "--db", "/nowhere/a.sqlite"), "DatabaseError: database '/nowhere/a.sqlite'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -675,7 +688,9 @@ def test_wrong_usage_is_exit_code_2(command: Command, words: tuple[str, ...]) ->
 def test_help_is_no_error(command: Command) -> None:
     ran = command("--help")
     assert ran.code == 0
-    assert all(name in ran.out for name in ("sweep", "explain", "compare", "list", "Exit codes"))
+    assert all(
+        name in ran.out for name in ("sweep", "explain", "compare", "export", "list", "Exit codes")
+    )
 
 
 def spoil_newer(path: Path) -> None:
