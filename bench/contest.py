@@ -8,7 +8,8 @@ weight whichever is fastest counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +23,7 @@ from lokakern.bench.suites import Case
 from lokakern.bench.sweep import FEWEST_PREBUILT, candidates
 from lokakern.bench.timing import Contender, faults_of, status_and_reason
 from lokakern.device import current_device
-from lokakern.errors import UnknownNameError
+from lokakern.errors import DeviceLostError, UnknownNameError
 from lokakern.evidence import margin_us
 from lokakern.prebuild import prebuild
 from lokakern.registry.register import Kernel, kernels_for
@@ -170,6 +171,7 @@ def contest(
 
     Raises:
         UnknownNameError: No kernel of the op has a name of ours, or of the rivals.
+        DeviceLostError: A kernel, which is named, left the device unusable.
     """
     _refuse_unknown(op, ours)
     _refuse_unknown(op, rivals)
@@ -190,11 +192,14 @@ def contest(
     })  # fmt: skip
     if device.is_gpu and len(problems) >= FEWEST_PREBUILT:
         prebuild(problems, device, names)
-    finish_draws([case for same in found.values() for case in same], lambda: None)
     timing.warm(where)
-    rows = []
+    waiting = [case for same in found.values() for case in same]
+    rows, drawn = [], 0
     for (problem, _), same in found.items():
         step(str(problem))
+        if drawn < len(same):
+            drawn = finish_draws(waiting)
+        drawn, waiting = drawn - len(same), waiting[len(same) :]
         rows.append(_row(problem, same, side_of, groups, regime))
     return Contest(tuple(rows), tuple(_summaries(rows, groups)))
 
@@ -263,21 +268,81 @@ def _ratio(one: Entry | None, other: Entry | None) -> float | None:
     return one.latency_us / other.latency_us
 
 
+@dataclass(slots=True)
+class _Running:
+    """A kernel at a problem while it is timed; without operands where there is no room."""
+
+    kernel: Kernel
+    problem: Problem
+    ours: bool
+    operands: Operands | None
+    contender: Contender
+
+    @property
+    def accurate(self) -> bool:
+        return self.kernel.accumulation in ACCURATE
+
+    @property
+    def median_us(self) -> float:
+        samples = self.contender.samples_us
+        return statistics.median(samples) if samples and self.contender.status == "ok" else math.inf
+
+
 def _timed(
     same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str
 ) -> list[Entry]:
     """Everybody's time at the problems of one contest, in the same rounds."""
+    running = list(_running(same, side_of, regime))
+    ready = [one.contender for one in running if one.contender.status == "ok"]
+    floor = min((floor_us(case.problem) for case in same), default=1.0)
+    launched = ""
+
+    def announce(contender: Contender) -> None:
+        nonlocal launched
+        launched = contender.name
+
+    try:
+        _race(running, ready, regime, floor, announce)
+        entries = [_entry(one, announce) for one in running]
+    except DeviceLostError as error:
+        raise DeviceLostError(f"{launched}: {error}; leave that kernel out") from error
+    timing.release([one.contender for one in running])
+    return entries
+
+
+def _race(
+    running: Sequence[_Running],
+    ready: Sequence[Contender],
+    regime: str,
+    floor: float,
+    announce: Callable[[Contender], None],
+) -> None:
+    def race(contenders: Sequence[Contender]) -> None:
+        timing.time_contenders(
+            contenders, regime=regime, device=torch_device(), floor_us=floor, announce=announce
+        )
+
+    race(ready)
+    while flattered := [one for one in _leaders(running) if one.contender.screened]:
+        # Who was timed by a few warm calls only is ahead of all others of its side: a ratio to it
+        # would be too low.
+        for one in flattered:
+            one.contender.screened = one.contender.dropped = False
+            one.contender.samples_us.clear()
+            one.contender.clocks_mhz.clear()
+            race([one.contender])
+
+
+def _running(
+    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str
+) -> Iterator[_Running]:
     device, where = current_device(), torch_device()
-    running: list[tuple[Contender, Kernel, Problem, Operands | None]] = []
     unquantized: set[str] = set()
     for case in same:
-        kernels = []
-        for kernel in candidates(case.problem, device):
-            if side_of(kernel) is None or kernel.name in unquantized:
-                continue
-            if kernel.op == "gemm" and not kernel.quantizes:  # it reads the source of each form
-                unquantized.add(kernel.name)
-            kernels.append(kernel)
+        kernels = [kernel for kernel in candidates(case.problem, device)
+                   if side_of(kernel) is not None and kernel.name not in unquantized]  # fmt: skip
+        # It reads the source of a prepared weight, whatever its form: once is enough.
+        unquantized |= {k.name for k in kernels if k.op == "gemm" and not k.quantizes}
         if not kernels:
             continue
         operands, status, reason = None, "ok", ""
@@ -292,34 +357,43 @@ def _timed(
             if operands is not None:
                 with faults_of(contender, where):
                     contender = contender_of(operands, kernel, name)
-            running.append((contender, kernel, case.problem, operands))
-    ready = [contender for contender, *_ in running if contender.status == "ok"]
-    floor = min((floor_us(case.problem) for case in same), default=1.0)
-    timing.time_contenders(ready, regime=regime, device=where, floor_us=floor)
-    entries = []
-    for contender, kernel, problem, operands in running:
-        reason = contender.reason
-        if contender.status == "ok" and operands is not None:
-            with faults_of(contender, where):
-                operands.poison()
-                contender.run_all()
-                _, reason = operands.check(kernel)
-            reason = reason or contender.reason
-        times = None if reason else timing.quantiles(contender)
-        entries.append(
-            Entry(
-                kernel=kernel.name,
-                problem=str(problem),
-                ours=bool(side_of(kernel)),
-                accurate=kernel.accumulation in ACCURATE,
-                latency_us=times.p50 if times else None,
-                margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
-                is_lower_bound=contender.screened,
-                failed=reason,
-            )
-        )
-    timing.release([contender for contender, *_ in running])
-    return entries
+            yield _Running(kernel, case.problem, bool(side_of(kernel)), operands, contender)
+
+
+def _leaders(running: Sequence[_Running]) -> list[_Running]:
+    """Who is fastest of ours, of the rivals, and of the accurate rivals."""
+    sides = (
+        [one for one in running if one.ours and one.accurate],
+        [one for one in running if not one.ours],
+        [one for one in running if not one.ours and one.accurate],
+    )
+    found = [min(side, key=lambda one: one.median_us) for side in sides if side]
+    distinct = {id(one): one for one in found if one.median_us < math.inf}
+    return list(distinct.values())
+
+
+def _entry(one: _Running, announce: Callable[[Contender], None]) -> Entry:
+    """Check what was written while it was timed, and put its entry together."""
+    contender = one.contender
+    wrong = ""
+    if contender.status == "ok" and one.operands is not None:
+        announce(contender)
+        with faults_of(contender, torch_device()):
+            one.operands.poison()
+            contender.run_all()
+            _, wrong = one.operands.check(one.kernel)
+    reason = wrong or contender.reason
+    times = None if reason else timing.quantiles(contender)
+    return Entry(
+        kernel=one.kernel.name,
+        problem=str(one.problem),
+        ours=one.ours,
+        accurate=one.accurate,
+        latency_us=times.p50 if times else None,
+        margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
+        is_lower_bound=contender.screened,
+        failed=reason,
+    )
 
 
 def _summaries(rows: Sequence[Row], groups: Sequence[Condition]) -> Iterable[Summary]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,7 @@ from lokakern.bench.forms import Case, gemm_cases, quantize_case, scaled_gemm_ca
 from lokakern.bench.suites import SUITES
 from lokakern.bench.timing import Contender
 from lokakern.device import current_device
-from lokakern.errors import UnknownNameError
+from lokakern.errors import DeviceLostError, UnknownNameError
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Device, Format, Granularity
 
@@ -171,6 +171,41 @@ def test_contenders_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(contests.timing, "time_contenders", time)
     run(list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN)), "gemm", "torch.quantize*", "torch.*")
     assert len(set(seen)) == len(seen) > 6
+
+
+def test_who_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(contenders: Sequence[Contender], *, announce: Callable[[Contender], None],
+             **_: object) -> None:  # fmt: skip
+        announce(contenders[1])
+        raise DeviceLostError("illegal memory access")
+
+    monkeypatch.setattr(contests.timing, "time_contenders", lose)
+    with pytest.raises(DeviceLostError, match=r"^torch.emulated_row at .*: illegal .*; leave"):
+        run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*")
+
+
+def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a few warm calls took is no time to compare with."""
+    warm = {"torch.emulated_tensor": 3.0, "torch.emulated_row": 1.0, "torch.emulated_block": 5.0}
+    cold = {"torch.emulated_tensor": 6.0, "torch.emulated_row": 1.0, "torch.emulated_block": 7.0}
+    races: list[list[str]] = []
+
+    def time(contenders: Sequence[Contender], **_: object) -> None:
+        names = [contender.name.split(" ")[0] for contender in contenders]
+        races.append(names)
+        for name, contender in zip(names, contenders, strict=True):
+            contender.screened = len(names) > 1 and name != "torch.emulated_row"
+            contender.samples_us.append((warm if contender.screened else cold)[name])
+            contender.calls[0]()
+            contender.calls_per_replay = 1
+
+    monkeypatch.setattr(contests.timing, "time_contenders", time)
+    monkeypatch.setattr(operands.Operands, "check", lambda *_: (None, ""))
+    (row,) = run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*").rows
+    # The next fastest by its flattered time, and no more than that.
+    assert races[1:] == [["torch.emulated_tensor"], ["torch.emulated_block"]]
+    assert (row.ours_us, row.rival, row.rival_us) == (1.0, "torch.emulated_tensor", 6.0)
+    assert not any(entry.is_lower_bound for entry in row.entries)
 
 
 @pytest.mark.parametrize(("ours", "rivals"), [("nope.*", "torch.*"), ("torch.*", "torch.nope")])
