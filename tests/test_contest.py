@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lokakern.bench import contest as contests
-from lokakern.bench import operands
+from lokakern.bench import operands, race
 from lokakern.bench.conditions import parse_condition
-from lokakern.bench.contest import Contest, Entry, bound_us, contest, contests_of, unscaled
+from lokakern.bench.contest import Contest, bound_us, contest, contests_of, unscaled
 from lokakern.bench.forms import Case, gemm_cases, quantize_case, scaled_gemm_cases
+from lokakern.bench.race import Entry
 from lokakern.bench.suites import SUITES
 from lokakern.bench.timing import Contender
 from lokakern.device import current_device
@@ -110,7 +111,7 @@ def entry(kernel: str, ours: bool, accurate: bool, us: float | None) -> Entry:
 
 
 def row_of(monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> contests.Row:
-    monkeypatch.setattr(contests, "_timed", lambda *_: list(entries))
+    monkeypatch.setattr(contests, "timed", lambda *_: list(entries))
     return contests._row(unscaled(SHAPES[0].problem), SHAPES, lambda _: None, (), "eager")
 
 
@@ -168,7 +169,7 @@ def test_contenders_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
         for contender in contenders:
             contender.fail(RuntimeError("not timed"))
 
-    monkeypatch.setattr(contests.timing, "time_contenders", time)
+    monkeypatch.setattr(race.timing, "time_contenders", time)
     run(list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN)), "gemm", "torch.quantize*", "torch.*")
     assert len(set(seen)) == len(seen) > 6
 
@@ -179,7 +180,7 @@ def test_who_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         announce(contenders[1])
         raise DeviceLostError("illegal memory access")
 
-    monkeypatch.setattr(contests.timing, "time_contenders", lose)
+    monkeypatch.setattr(race.timing, "time_contenders", lose)
     with pytest.raises(DeviceLostError, match=r"^torch.emulated_row at .*: illegal .*; leave"):
         run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*")
 
@@ -199,7 +200,7 @@ def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
             contender.calls[0]()
             contender.calls_per_replay = 1
 
-    monkeypatch.setattr(contests.timing, "time_contenders", time)
+    monkeypatch.setattr(race.timing, "time_contenders", time)
     monkeypatch.setattr(operands.Operands, "check", lambda *_: (None, ""))
     (row,) = run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*").rows
     # The next fastest by its flattered time, and no more than that.
