@@ -201,7 +201,7 @@ def _compare_kernels(
     quiet: bool,
 ) -> None:
     from lokakern.bench import report
-    from lokakern.bench.contest import contest, contests_of
+    from lokakern.bench.contest import BOUNDS, contest, contests_of
     from lokakern.device import current_device
 
     with report.TerminalProgress(quiet=quiet) as progress:
@@ -212,7 +212,11 @@ def _compare_kernels(
         print(json.dumps(found.as_json(), indent=2))
     else:
         title = f"{op}: {', '.join(ours)} against {', '.join(rivals)} on {current_device().product}"
-        report.print_rows([_cells(op, row) for row in found.rows], how.value, title=title)
+        factor, launch_us = BOUNDS.get(op, (1.0, 0.0))
+        report.print_rows(
+            [_cells(op, row) for row in found.rows], how.value, title=title,
+            note=f"bound: {factor:g} times the bytes at 4.3 TB/s, and {launch_us:g} us",
+        )  # fmt: skip
     for summary in found.summaries:
         print(_words(summary), file=sys.stderr)
     for line in _failures(found):

@@ -540,6 +540,7 @@ def test_compare_kernels_with_rivals(command: Command) -> None:
     assert "scaled_gemm: torch.emulated_row against torch.* on" in ran.out
     assert "m=64 n=32 k=32 a=e4m3fn b=e4m3fn out=bfloat16" in ran.out
     assert "x accurate" in ran.out and "/ bound" in ran.out
+    assert "bound: 1 times the bytes at 4.3 TB/s, and 0 us" in ran.out
     every, none = ran.errors
     assert every.startswith("all, 1 of 1 compared: ")
     assert "x the best accurate one (least " in every
