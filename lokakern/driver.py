@@ -306,10 +306,11 @@ def _encode(tensor: Tensor, box: tuple[int, ...], swizzle_bytes: int) -> TensorM
         return made
     sizes = (ctypes.c_uint64 * rank)(*reversed(tensor.shape))
     # Of an axis of size 1 torch gives any stride, and the driver wants a multiple of 16 bytes.
-    strides = (ctypes.c_uint64 * rank)(*(
+    steps_bytes = [
         item * stride if size > 1 else _round_up(item * stride, 16)
-        for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]))
-    ))
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    strides = (ctypes.c_uint64 * rank)(*reversed(steps_bytes))
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     sides = (ctypes.c_uint32 * rank)(*reversed(box))
     _call(

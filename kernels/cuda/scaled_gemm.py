@@ -474,7 +474,7 @@ def _supports(scales: str, split: bool, problem: Problem, device: Device) -> Sup
     if problem.out_format not in (Format.BFLOAT16, Format.FLOAT32, Format.E4M3FN):
         return Rejected(f"writes bfloat16, float32 or e4m3fn, not {problem.out_format.value}")
     if problem.batch > 1 and scales == "block" and problem.n % 128:
-        return Rejected(f"groups share no 128x128 block: n must be a multiple of 128; n={problem.n}")
+        return Rejected(f"groups share no block: n must be a multiple of 128; n={problem.n}")
     if max(problem.m * problem.batch, problem.n * problem.batch, problem.k) >= 2**31:
         return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
     if split:
