@@ -68,6 +68,32 @@ def quantize(
     return QuantizedTensor(data, scale, granularity)
 
 
+def quantize_static(
+    x: Tensor, out_format: Format, granularity: Granularity, scale: Tensor
+) -> tuple[QuantizedTensor, Tensor]:
+    """Quantize ``x`` by given scales: ``q = cast(rn(x / s))``, saturating.
+
+    Args:
+        x: ``[rows, columns]``, bfloat16 or float32, any strides.
+        out_format: An FP8 format.
+        granularity: What one scale covers.
+        scale: Decode factors from 2^-126 to 2^125, as `Granularity.empty_scale` lays them out.
+
+    Returns:
+        The quantized tensor, and amax over the finite values of ``x``, float32 ``[1, 1]``.
+    """
+    rows, columns = x.shape
+    wide = x.float()
+    finite = torch.isfinite(wide)
+    ratio = wide / spread_scale(scale, granularity, rows, columns)
+    limit = out_format.maximum
+    encoded = ratio.clamp_(-limit, limit).to(out_format.dtype).view(torch.uint8)
+    encoded = torch.where(finite, encoded, torch.full_like(encoded, out_format.nan_byte))
+    amax = _amax(torch.where(finite, wide.abs(), 0.0), Granularity.TENSOR)
+    data = encoded.contiguous().view(out_format.dtype)
+    return QuantizedTensor(data, scale, granularity), amax
+
+
 def _amax(magnitude: Tensor, granularity: Granularity) -> Tensor:
     rows, columns = magnitude.shape
     height, width = granularity.scale_shape(rows, columns)

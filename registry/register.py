@@ -44,6 +44,8 @@ _ABSENT = ("sm_100", "gfx942", "gfx950")
 COMPILED_ONLY = dict.fromkeys(_ABSENT, "no such GPU was at hand to run it")
 NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
 
+PLAIN_EPILOGUES = frozenset({"none", "bias"})
+
 Launcher = Callable[..., None]
 Workspace = Callable[..., tuple[Tensor, ...]]
 Supports = Callable[[Problem, Device], Support]
@@ -87,6 +89,7 @@ class Kernel:
         parts: Names of a composition's parts.
         batched: Whether it takes a batch: every operand and output but the bias has one more axis
             then, in front.
+        epilogues: Which `Problem.epilogue` it computes.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Kernel:
     odd_kernel_err_bound: float | None = None
     parts: tuple[str, ...] = ()
     batched: bool = False
+    epilogues: frozenset[str] = PLAIN_EPILOGUES
 
     @functools.cached_property
     def digest(self) -> str:
@@ -127,7 +131,7 @@ class Kernel:
             return Rejected("takes no batch")
         if problem.accumulate:
             return Rejected("does not accumulate into its output")
-        if problem.epilogue not in ("none", "bias"):
+        if problem.epilogue not in self.epilogues:
             return Rejected(f"has no epilogue {problem.epilogue!r}")
         return self.supports_problem(problem, device)
 
@@ -194,6 +198,7 @@ def register(
     kernel_err_bound: float = 1.0,
     odd_kernel_err_bound: float | None = None,
     batched: bool = False,
+    epilogues: frozenset[str] = PLAIN_EPILOGUES,
 ) -> Callable[[Launcher], Launcher]:
     """Enter a launcher into the registry: tested, swept and dispatchable from then on.
 
@@ -232,6 +237,7 @@ def register(
                 kernel_err_bound=kernel_err_bound,
                 odd_kernel_err_bound=odd_kernel_err_bound,
                 batched=batched,
+                epilogues=epilogues,
             )
         )
         return launch

@@ -28,10 +28,10 @@ from lokakern.types import GROUP
 
 FOLDER = KERNELS_ROOT / "cuda"
 RECORD = FOLDER / "resources.json"
-# One size of every kind of tile: parts of a warp, a warp, a block, two reads.
-ROW_COLUMNS = (128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384)
+# One size of every kind of tile: parts of a warp, a warp, a block, a cluster, two reads.
+ROW_COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384, 34560, 115200, 300000)
 GROUP_COLUMNS = (1024, 200)
-UNALIGNED_COLUMNS = (13, 500, 8191, 9001)
+UNALIGNED_COLUMNS = (13, 479, 8191, 9001)
 KINDS = (
     (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
     (torch.float32, torch.float8_e5m2, "float32->e5m2"),
@@ -42,14 +42,16 @@ def cases() -> dict[str, Program]:
     """Programs with the macros their launchers choose, by kernel, size and types."""
     found: dict[str, Program] = {}
     for source, target, kind in KINDS:
+        types = (source, target)
         for columns in (*ROW_COLUMNS, *UNALIGNED_COLUMNS):
-            aligned = columns in ROW_COLUMNS
-            bound = quantize.bind(columns, columns, aligned, source, target)
+            bound = quantize.bind(columns, columns, columns in ROW_COLUMNS, True, *types)
             found[f"quantize_row {columns} {kind}"] = bound.launch.program
         for columns in (*GROUP_COLUMNS, UNALIGNED_COLUMNS[0]):
-            aligned = columns in GROUP_COLUMNS
-            bound = quantize.bind(columns, GROUP, aligned, source, target)
+            bound = quantize.bind(columns, GROUP, columns in GROUP_COLUMNS, True, *types)
             found[f"quantize_group {columns} {kind}"] = bound.launch.program
+        for name, span in (("row", 1024), ("group", GROUP)):
+            bound = quantize.bind(1024, span, True, True, *types, power_of_two=True)
+            found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
     return found
 
 
@@ -109,6 +111,16 @@ def measured() -> dict[str, Any]:
     for architecture in architectures():
         found[architecture] = {name: resources(name, architecture) for name in NAMES}
     return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_let_the_next_begin_and_wait_for_the_one_before(name: str) -> None:
+    """As a programmatic launch must, before the first access of memory."""
+    words = instructions(name)
+    wait = words.index("ACQBULK")
+    assert "PREEXIT" in words
+    first = next(at for at, word in enumerate(words) if word.startswith(("LDG", "STG")))
+    assert wait < first
 
 
 def test_every_cuda_file_is_compiled_here() -> None:

@@ -502,7 +502,7 @@ def test_recorded_kernels_are_those_of_the_real_run(monkeypatch: pytest.MonkeyPa
         (Granularity.GROUP, quantize.quantize_group, 128),
     ):
         launch(x, data, granularity.empty_scale(64, 1000, x.device), ())
-        real = quantize.bind(1000, span, True, x.dtype, data.dtype)
+        real = quantize.bind(1000, span, True, True, x.dtype, data.dtype)
         assert jobs.pop() == real.launch.program
     assert not jobs
 
