@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.pieces import compare_bytes
-from lokakern.kernels.cuda import quantize
+from lokakern.kernels.cuda import quantize, quantize_tensor, quantize_tile
 from lokakern.nvrtc import Program
-from lokakern.types import GROUP, Format, Granularity
+from lokakern.registry.register import KERNELS
+from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
 
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -32,6 +33,33 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigne
                        long long scale_stride) {
     run_grid(blocks, threads, CLUSTER > 1, [=] {
         quantize(x, data, scale, rows, x_stride, data_stride, scale_stride);
+    });
+}
+""",
+    "quantize_tile": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* y, unsigned char* data,
+                       unsigned char* across, float* scale, float* across_scale, unsigned* amax,
+                       int rows, int columns, long long y_stride, long long data_stride,
+                       long long across_stride, long long scale_stride,
+                       long long across_scale_stride) {
+    run_grid(blocks, threads, false, [=] {
+        quantize_tile(y, data, across, scale, across_scale, amax, rows, columns, y_stride,
+                      data_stride, across_stride, scale_stride, across_scale_stride);
+    });
+}
+""",
+    "quantize_scales": """
+extern "C" void launch(unsigned blocks, unsigned threads, float* scale, float* other, int count,
+                       int others) {
+    run_grid(blocks, threads, false, [=] { quantize_scales(scale, other, count, others); });
+}
+""",
+    "quantize_tensor": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
+                       float* scale, unsigned* maxima, int rows, int parts, long long columns,
+                       long long x_stride, long long data_stride) {
+    run_grid(blocks, threads, AT_ONCE, [=] {
+        quantize_tensor(x, data, scale, maxima, rows, parts, columns, x_stride, data_stride);
     });
 }
 """,
@@ -93,8 +121,12 @@ class HostLaunch:
 @pytest.fixture
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = functools.partial(HostLaunch, folder)
-    monkeypatch.setattr(quantize, "CudaLaunch", launch)
-    monkeypatch.setattr(quantize, "bind", functools.cache(quantize.bind.__wrapped__))
+    for module in (quantize, quantize_tile, quantize_tensor):
+        monkeypatch.setattr(module, "CudaLaunch", launch)
+        monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
+    scales = functools.cache(quantize_tile.bind_scales.__wrapped__)
+    monkeypatch.setattr(quantize_tile, "bind_scales", scales)
+    monkeypatch.setattr(quantize_tensor, "_units", lambda index: 3)
 
 
 def hostile(rows: int, columns: int, source: torch.dtype) -> Tensor:
@@ -127,19 +159,38 @@ def check(
     x: Tensor,
     form: Format,
     granularity: Granularity,
-    power_of_two: bool = False,
+    epilogue: str = "none",
     contiguous: bool = False,
 ) -> None:
-    expected = numerics.quantize(x, form, granularity, power_of_two_scale=power_of_two)
+    """Bytes and scales of a quantizer are those of `numerics`, and nothing else is written."""
+    suffix = "" if epilogue == "none" else f"_{epilogue}"
+    kernel = KERNELS[f"cuda.quantize_{granularity.suffix}{suffix}"]
+    expected, amax = exact(x, form, granularity, epilogue)
     data = padded(*x.shape, form)
     if contiguous:
         data = torch.full(x.shape, 0xA5, dtype=torch.uint8).view(form.dtype)
     scale = granularity.empty_scale(*x.shape, x.device).fill_(math.nan)
-    name = f"quantize_{granularity.suffix}{'_power_of_two' if power_of_two else ''}"
-    getattr(quantize, name)(x, data, scale, ())
+    if amax is not None:
+        scale.copy_(expected.scale)  # type: ignore[arg-type]
+    workspace = kernel.workspace(x, data, scale)
+    kernel.launch(x, data, scale, workspace)
     wrong = compare_bytes(data, scale, expected.data, expected.scale)
-    assert not wrong, f"{name} {form.value} {x.dtype} {list(x.shape)}: {wrong}"
+    assert not wrong, f"{kernel} {form.value} {x.dtype} {list(x.shape)} {x.stride()}: {wrong}"
     check_padding(data)
+    if epilogue == "delayed":
+        assert float(workspace[0]) == float(amax)  # type: ignore[arg-type]
+
+
+def exact(
+    x: Tensor, form: Format, granularity: Granularity, epilogue: str
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """What `numerics` makes of x; by a scale that some values pass by far where one is given."""
+    by_power = epilogue == "power_of_two"
+    made = numerics.quantize(x, form, granularity, power_of_two_scale=by_power)
+    if epilogue not in ("static", "delayed"):
+        return made, None
+    assert made.scale is not None
+    return numerics.quantize_static(x, form, granularity, made.scale * 0.01)
 
 
 SOURCES = [torch.bfloat16, torch.float32]
@@ -206,7 +257,7 @@ def test_scales_may_be_powers_of_two(granularity: Granularity, form: Format) -> 
         x = hostile(40, 256, source)
         x[7, :128] = form.maximum * 2.0**-20  # amax / MAX is a power of two already
         x[8] = 1e-41
-        check(x, form, granularity, power_of_two=True)
+        check(x, form, granularity, "power_of_two")
 
 
 @pytest.mark.usefixtures("on_host")
@@ -249,6 +300,110 @@ def test_quotients_beside_the_ties_are_rounded_once(exponent: int) -> None:
     up = torch.nextafter(near, torch.tensor(math.inf))
     down = torch.nextafter(near, torch.tensor(0.0))
     check(torch.cat([amax, near, up, down, amax, near, -up], 1), Format.E4M3FN, Granularity.ROW)
+
+
+ALL_SCALES = [g for g in Granularity if g is not Granularity.NONE]
+TILE_SIZES = [(1, 1), (3, 150), (140, 13), (130, 272), (257, 128)]
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("epilogue", ["none", "power_of_two"])
+def test_blocks_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+    for rows, columns in TILE_SIZES:
+        wide = hostile(rows, columns + 9, source)
+        for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
+            check(x, Format.E4M3FN, Granularity.BLOCK, epilogue)
+    check(hostile(40, 77, source), Format.E5M2, Granularity.BLOCK, epilogue, contiguous=True)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("granularity", ALL_SCALES, ids=str)
+def test_column_major_input_is_written_transposed(
+    granularity: Granularity, source: torch.dtype
+) -> None:
+    for rows, columns in TILE_SIZES:
+        wide = hostile(columns, rows + 9, source)
+        for x in (wide[:, :rows].contiguous().t(), wide[:, 5 : 5 + rows].t()):
+            check(x, Format.E4M3FN, granularity)
+            if granularity is Granularity.TENSOR:
+                check(x, Format.E5M2, granularity, "static")
+                check(x, Format.E5M2, granularity, "delayed")
+            else:
+                check(x, Format.E5M2, granularity, "power_of_two")
+    check(hostile(77, 40, source).t(), Format.E4M3FN, granularity, contiguous=True)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("epilogue", ["none", "static", "delayed"])
+def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+    """In registers of 3 multiprocessors, and read twice; with every kind of row."""
+    form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
+    for rows, columns in [(1, 1), (3, 150), (140, 13), (70, 1024), (200, 700), (61, 7001)]:
+        wide = hostile(rows, columns + 9, source) * 1e-37
+        for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
+            check(x, form, Granularity.TENSOR, epilogue)
+    for contiguous in (False, True):
+        x = hostile(40, 77, source) * 1e-37
+        check(x, form, Granularity.TENSOR, epilogue, contiguous=contiguous)
+    check(torch.zeros(40, 80, dtype=source), form, Granularity.TENSOR, epilogue)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-70, 0.3, 2.0**60, 2.0**120])
+def test_given_scales_of_any_size_saturate_and_keep_non_finite_values(
+    form: Format, scale: float
+) -> None:
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for x in (values.reshape(512, 128), values.reshape(512, 128).t()):
+        given = torch.full((1, 1), scale)
+        expected, amax = numerics.quantize_static(x, form, Granularity.TENSOR, given)
+        for name in ("static", "delayed"):
+            kernel = KERNELS[f"cuda.quantize_tensor_{name}"]
+            data = padded(*x.shape, form)
+            workspace = kernel.workspace(x, data, given)
+            kernel.launch(x, data, given, workspace)
+            assert not compare_bytes(data, given, expected.data, expected.scale)
+            assert name == "static" or float(workspace[0]) == float(amax)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", [n for n in KERNELS if n.startswith("cuda.quantize_transpose")])
+def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
+    kernel = KERNELS[name]
+    granularity = kernel.granularity
+    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
+    for rows, columns in TILE_SIZES:
+        wide = hostile(rows, columns + 9, source)
+        tall = hostile(columns, rows + 9, source)
+        views = [
+            wide[:, :columns].contiguous(),
+            wide[:, 5 : 5 + columns],
+            tall[:, 3 : 3 + rows].t(),
+        ]
+        for x in views:
+            expected, amax = exact(x, form, granularity, epilogue)
+            turned, _ = exact(x.t(), form, granularity, epilogue)
+            data, data_t = padded(*x.shape, form), padded(*x.t().shape, form)
+            scale = granularity.empty_scale(*x.shape, x.device).fill_(math.nan)
+            scale_t = granularity.empty_scale(*x.t().shape, x.device).fill_(math.nan)
+            if amax is not None:
+                scale.copy_(expected.scale)  # type: ignore[arg-type]
+            workspace = kernel.workspace(x, data, scale, data_t, scale_t)
+            kernel.launch(x, data, scale, data_t, scale_t, workspace)
+            where = f"{name} {list(x.shape)} {x.stride()}"
+            wrong = compare_bytes(data, scale, expected.data, expected.scale)
+            assert not wrong, f"{where}: {wrong}"
+            wrong = compare_bytes(data_t, scale_t, turned.data, turned.scale)
+            assert not wrong, f"{where}, transposed: {wrong}"
+            check_padding(data)
+            check_padding(data_t)
+            assert epilogue != "delayed" or float(workspace[0]) == float(amax)  # type: ignore[arg-type]
 
 
 def test_tiles_cover_their_lines() -> None:

@@ -76,6 +76,38 @@ static __device__ __forceinline__ unsigned largest_of_cluster(unsigned value, un
     return largest;
 }
 
+// Every thread of a cooperative launch gets here before any goes on, and sees what the others wrote.
+// The driver gives such a launch a word of memory for it, in environment registers, as it does for
+// cooperative groups: its lowest bits count blocks and are 0 in between, its highest bit flips.
+static __device__ __forceinline__ void barrier_of_grid() {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned high, low, before, now;
+        asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+        asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+        const unsigned long long word = (static_cast<unsigned long long>(high) << 32 | low) + 4;
+        const unsigned mine = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+        asm volatile("atom.add.release.gpu.u32 %0, [%1], %2;"
+                     : "=r"(before) : "l"(word), "r"(mine) : "memory");
+        do {
+            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+        } while (((before ^ now) & 0x80000000u) == 0);
+    }
+    __syncthreads();
+}
+
+// Past the L1, where what other blocks of this launch wrote does not arrive.
+static __device__ __forceinline__ unsigned load_from_l2(const unsigned* from) {
+    unsigned value;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+}
+
+// Of numbers that are not negative, the bits of the largest: their order does not matter.
+static __device__ __forceinline__ void raise_to(unsigned* place, unsigned value) {
+    asm volatile("red.global.max.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
 static __device__ __forceinline__ bool any_of_warp(bool condition) {
     return __any_sync(0xffffffffu, condition);
 }

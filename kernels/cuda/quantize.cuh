@@ -36,9 +36,9 @@ __device__ __forceinline__ void fetch(const char* place, int columns, unsigned* 
     }
 }
 
-// Makes of what `fetch` read the 4 words of a chunk, 0 beyond the row. RAGGED: rows may end inside
-// a chunk.
-template <bool RAGGED>
+// Makes of what `fetch` read the 4 words of a chunk, 0 beyond the row. PARTIAL: rows may end
+// inside a chunk.
+template <bool PARTIAL>
 __device__ __forceinline__ void settle(
     const char* place, int columns, unsigned* words, unsigned* word) {
     if constexpr (IN_PLACE) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void settle(
             word[i] = HALVES ? shifted_words(words[i], words[i + 1], (askew & 2) * 8) : words[i];
         }
     }
-    if constexpr (RAGGED) {
+    if constexpr (PARTIAL) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int left = columns - i * PER_WORD;
@@ -68,8 +68,9 @@ __device__ __forceinline__ void settle(
 __device__ __forceinline__ unsigned element(const unsigned* word, int index) {
     if constexpr (HALVES) {
         return index % 2 == 0 ? word[index / 2] << 16 : word[index / 2] & 0xffff0000u;
+    } else {
+        return word[index];
     }
-    return word[index];
 }
 
 // Largest magnitude in a chunk and so far, as float32 bits, which order as the values do. Infinity
@@ -80,10 +81,11 @@ __device__ __forceinline__ unsigned larger_magnitude(const unsigned* word, unsig
 #pragma unroll
         for (int i = 0; i < 4; ++i) largest = larger_halves(largest, word[i] & 0x7fff7fffu);
         return max(so_far, max(largest << 16, largest & 0xffff0000u));
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) so_far = max(so_far, word[i] & 0x7fffffffu);
-    return so_far;
+        for (int i = 0; i < 4; ++i) so_far = max(so_far, word[i] & 0x7fffffffu);
+        return so_far;
+    }
 }
 
 // The same over finite values.
@@ -159,10 +161,10 @@ __device__ __forceinline__ void cast(
 }
 
 // Writes a chunk's bytes, of which `columns` are in the row: nothing beyond it.
-template <bool RAGGED>
+template <bool PARTIAL>
 __device__ __forceinline__ void write(const unsigned* bytes, unsigned char* to, int columns) {
     if constexpr (WHOLE) {
-        if (RAGGED ? columns >= CHUNK : columns > 0) {
+        if (PARTIAL ? columns >= CHUNK : columns > 0) {
             if constexpr (HALVES) {
                 *reinterpret_cast<unsigned long long*>(to) =
                     bytes[0] | static_cast<unsigned long long>(bytes[1]) << 32;
@@ -172,7 +174,7 @@ __device__ __forceinline__ void write(const unsigned* bytes, unsigned char* to, 
             return;
         }
     }
-    if constexpr (RAGGED || !WHOLE) {
+    if constexpr (PARTIAL || !WHOLE) {
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i) {
             if (i < columns) to[i] = bytes[i / 4] >> i % 4 * 8 & 0xffu;

@@ -3,7 +3,8 @@
     s = max(rn(amax / MAX), 2^-126),  1 where amax is 0;  q = cast(rn(x / s))
 
 x: [rows, columns], bfloat16 or float32, any row stride; q: [rows, columns], any row stride; scales
-as `Granularity.empty_scale` lays them out. amax is over finite values. See quantize.cu.
+as `Granularity.empty_scale` lays them out. amax is over finite values. See quantize.cu, and
+quantize_tile.cu for a column-major x.
 """
 
 from __future__ import annotations
@@ -17,21 +18,16 @@ from torch import Tensor
 
 from lokakern import nvrtc
 from lokakern.driver import CudaLaunch
-from lokakern.registry.register import register
-from lokakern.types import (
-    ACCEPTED,
-    GROUP,
-    Device,
-    Format,
-    Granularity,
-    Layout,
-    Problem,
-    Rejected,
-    Support,
+from lokakern.kernels.cuda.quantize_tile import (
+    CHUNK_BYTES,
+    is_column_major,
+    launch_column_major,
+    supports,
 )
+from lokakern.registry.register import register
+from lokakern.types import GROUP, Format, Granularity
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-CHUNK_BYTES = 16  # of one load
 # Loads of 16 bytes a thread has in flight. 4.3 TB/s times a latency of 0.7 us are 3 MB, or 23 KiB
 # for each of 132 SMs: 366 such threads of the 2048 an SM holds.
 LOADS = 4
@@ -160,30 +156,18 @@ def _launch(
     launch((blocks, 1, 1), (x, data, scale), (rows, stride, pitch, scale_stride))
 
 
-def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
-    if problem.a.format not in (Format.BFLOAT16, Format.FLOAT32):
-        return Rejected(f"takes bfloat16 or float32, not {problem.a.format.value}")
-    if problem.a.layout is not Layout.ROW:
-        return Rejected("takes row-major input")
-    if problem.out_format not in (Format.E4M3FN, Format.E5M2):
-        return Rejected(f"{device.architecture} does not convert to {problem.out_format.value}")
-    if problem.out_granularity is not granularity:
-        return Rejected(f"makes {granularity.value} scales, not {problem.out_granularity.value}")
-    if max(problem.m, problem.k) >= 2**31:
-        return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
-    missing = nvrtc.why_not(device)
-    return ACCEPTED if missing is None else Rejected(missing)
-
-
 @register(
     "quantize",
     name="quantize_row",
     architectures=frozenset({"sm_90"}),
     granularity=Granularity.ROW,
-    supports=functools.partial(_supports, Granularity.ROW),
+    supports=functools.partial(supports, Granularity.ROW),
 )
 def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
     """One scale per row, which a warp, a block or a cluster of blocks holds in registers."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.ROW, False)
+        return
     _launch(x, data, scale, x.shape[1], 0, False)
 
 
@@ -192,10 +176,13 @@ def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor
     name="quantize_group",
     architectures=frozenset({"sm_90"}),
     granularity=Granularity.GROUP,
-    supports=functools.partial(_supports, Granularity.GROUP),
+    supports=functools.partial(supports, Granularity.GROUP),
 )
 def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
     """One scale per row and 128 columns."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.GROUP, False)
+        return
     _launch(x, data, scale, GROUP, scale.stride(1), False)
 
 
@@ -204,13 +191,16 @@ def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tens
     name="quantize_row_power_of_two",
     architectures=frozenset({"sm_90"}),
     granularity=Granularity.ROW,
-    supports=functools.partial(_supports, Granularity.ROW),
+    supports=functools.partial(supports, Granularity.ROW),
     epilogues=frozenset({"power_of_two"}),
 )
 def quantize_row_power_of_two(
     x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]
 ) -> None:
     """One scale per row, a power of two."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.ROW, True)
+        return
     _launch(x, data, scale, x.shape[1], 0, True)
 
 
@@ -219,11 +209,14 @@ def quantize_row_power_of_two(
     name="quantize_group_power_of_two",
     architectures=frozenset({"sm_90"}),
     granularity=Granularity.GROUP,
-    supports=functools.partial(_supports, Granularity.GROUP),
+    supports=functools.partial(supports, Granularity.GROUP),
     epilogues=frozenset({"power_of_two"}),
 )
 def quantize_group_power_of_two(
     x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]
 ) -> None:
     """One scale per row and 128 columns, a power of two."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.GROUP, True)
+        return
     _launch(x, data, scale, GROUP, scale.stride(1), True)
