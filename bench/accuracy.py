@@ -25,11 +25,13 @@ from lokakern.types import (
     GROUP,
     REALISTIC_DISTRIBUTIONS,
     Device,
+    Epilogue,
     Format,
     Granularity,
     Problem,
     QuantizedTensor,
     Rejected,
+    empty_data,
 )
 
 SEEDS = (0, 1, 2)
@@ -68,8 +70,6 @@ def cells_for(
     classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
     for kernel, problem in pairs:
         asked = accuracy_problem(problem, fp8_format(device))
-        if sums_over_samples(asked):
-            continue  # scales span samples there, and nothing is drawn along k so far
         if kernel.op == asked.op and isinstance(kernel.supports(asked, device), Rejected):
             continue
         key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
@@ -117,28 +117,29 @@ def measure_cells(
     Raises:
         DeviceLostError: The kernel of the cell last begun left the device unusable.
     """
-    groups: dict[tuple[str, int, int, int, int], list[int]] = {}
+    groups: dict[Key, list[int]] = {}
     for place, cell in enumerate(cells):
         problem = cell.problem
         n = 0 if problem.b is None else rows_drawn(problem.n, problem.k)
-        key = (cell.distribution, cell.seed, problem.k, rows_drawn(problem.m, problem.k), n)
+        m, along_k = rows_drawn(problem.m, problem.k), sums_over_samples(problem)
+        key = (cell.distribution, cell.seed, problem.k, m, n, along_k)
         groups.setdefault(key, []).append(place)
     ordered = sorted(groups)
     pool = ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 16)))
     try:
         drawn = _Drawer(pool, ordered, alive)
         for place, key in enumerate(ordered):
-            distribution, seed, k, m, n = key
             drawn.ahead(place)
             if not begin(groups[key][0], False):
                 return
             try:
-                x, digest = drawn.get((distribution, m, k, seed, False))
-                w = None
-                if n:
-                    w, other = drawn.get((distribution, n, k, seed, True))
+                (x, digest), *others = (drawn.get(draw) for draw in _draws(key))
+                x, w = x.to(torch_device), None
+                for w, other in others:
                     w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
-                group = _Group(x.to(torch_device), w, device, digest)
+                if key[-1]:  # drawn by sample
+                    x, w = x.t(), None if w is None else w.t()
+                group = _Group(x, w, device, digest)
             except Exception as error:  # memory above all; another group may fit
                 status, reason = status_and_reason(error)
                 for cell_place in groups[key]:
@@ -155,6 +156,18 @@ def measure_cells(
         pool.shutdown(cancel_futures=True)
 
 
+# Distribution, seed, k, m, n, and whether samples run along k.
+Key = tuple[str, int, int, int, int, bool]
+
+
+def _draws(key: Key) -> Iterator[Draw]:
+    """Rows of x ``[m, k]`` and of w ``[n, k]``; samples of both where these run along k."""
+    distribution, seed, k, m, n, along_k = key
+    yield (distribution, k, m, seed, False) if along_k else (distribution, m, k, seed, False)
+    if n:
+        yield (distribution, k, n, seed, True) if along_k else (distribution, n, k, seed, True)
+
+
 class _Drawer:
     """Draws operands ahead of use, each once, and forgets what no later group needs."""
 
@@ -163,7 +176,7 @@ class _Drawer:
     def __init__(
         self,
         pool: ThreadPoolExecutor,
-        keys: list[tuple[str, int, int, int, int]],
+        keys: list[Key],
         alive: Callable[[], None],
     ) -> None:
         self.pool = pool
@@ -171,20 +184,13 @@ class _Drawer:
         self.alive = alive
         self.last_use: dict[Draw, int] = {}
         for place, key in enumerate(keys):
-            for draw in self._draws(key):
+            for draw in _draws(key):
                 self.last_use[draw] = place
         self.pending: dict[Draw, Future[tuple[Tensor, str]]] = {}
 
-    @staticmethod
-    def _draws(key: tuple[str, int, int, int, int]) -> Iterator[Draw]:
-        distribution, seed, k, m, n = key
-        yield (distribution, m, k, seed, False)
-        if n:
-            yield (distribution, n, k, seed, True)
-
     def ahead(self, place: int) -> None:
         for key in self.keys[place : place + self.AHEAD]:
-            for draw in self._draws(key):
+            for draw in _draws(key):
                 if draw not in self.pending:
                     self.pending[draw] = self.pool.submit(_draw, *draw)
 
@@ -195,7 +201,7 @@ class _Drawer:
                 return self.pending[draw].result(timeout=1.0)
 
     def forget(self, place: int) -> None:
-        for draw in self._draws(self.keys[place]):
+        for draw in _draws(self.keys[place]):
             if self.last_use[draw] <= place:
                 self.pending.pop(draw, None)
 
@@ -293,17 +299,24 @@ class _Group:
             formats = (fp8_format(self.device),) * 2
         left = self.quantized("x", source, formats[0], cell.kernel.granularity)
         right = self.quantized("w", source, formats[1], cell.kernel.b_granularity)
-        a, w = self.x(source), self.w(source)
-        out = torch.full(
-            (a.shape[0], w.shape[0]), math.nan, dtype=problem.out_format.dtype, device=a.device
-        )
-        operands = (left.data, left.scale, *right.transpose, out, None)
-        cell.kernel.launch(*operands, cell.kernel.workspace(*operands))
+        a, w, form = self.x(source), self.w(source), problem.out_format
         key = (source, *formats, left.granularity, right.granularity)
         exact, size = self._once(key, lambda: _exact(left, right.t()))
         reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
+        out_scale: Tensor | None = None
+        extra: tuple[Epilogue, ...] = ()
+        if form.is_fp8:  # under a scale that fits, as a static one is meant to
+            out = empty_data(a.shape[0], w.shape[0], form.dtype, a.device)
+            out.view(torch.uint8).fill_(form.nan_byte)
+            largest = exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().clamp_min(1e-30)
+            out_scale = (largest / form.maximum).float().view(1, 1)
+            extra = (Epilogue(out_scale=out_scale),)
+        else:
+            out = torch.full(exact.shape, math.nan, dtype=form.dtype, device=a.device)
+        operands = (left.data, left.scale, *right.transpose, out, None)
+        cell.kernel.launch(*operands, cell.kernel.workspace(*operands, *extra), *extra)
         shares = numerics.flushed_and_saturated_shares(a, left)
-        return self._record(cell, out, reference, exact, size, shares)
+        return self._record(cell, out, reference, exact, size, shares, out_scale)
 
     def _record(
         self,
@@ -313,9 +326,12 @@ class _Group:
         exact: Tensor,
         size: Tensor,
         shares: tuple[float, float],
+        out_scale: Tensor | None = None,
     ) -> AccuracyRecord:
-        error = numerics.kernel_error(out, exact, size, cell.problem.out_format.unit_roundoff)
-        errors = numerics.measure_errors(out, reference)
+        roundoff = cell.problem.out_format.unit_roundoff
+        error = numerics.kernel_error(out, exact, size, roundoff, out_scale)
+        value = out if out_scale is None else out.double() * out_scale
+        errors = numerics.measure_errors(value, reference)
         reason = ""
         if errors.nonfinite_unexpected_count:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
@@ -338,7 +354,7 @@ class _Group:
         problem, kernel = cell.problem, cell.kernel
         x = self.x(problem.a.format)
         expected = self.quantized("x", problem.a.format, problem.out_format, kernel.granularity)
-        data = torch.empty_like(expected.data)
+        data = empty_data(x.shape[0], x.shape[1], problem.out_format.dtype, x.device)
         data.view(torch.uint8).fill_(0xA5)
         scale = kernel.granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(math.nan)
         kernel.launch(x, data, scale, kernel.workspace(x, data, scale))

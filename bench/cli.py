@@ -25,7 +25,7 @@ from lokakern.errors import (
     ShapeError,
     UnknownNameError,
 )
-from lokakern.types import REGIMES, ErrorBudget, Layout, Operand, alignment_of
+from lokakern.types import REGIMES, ErrorBudget, Layout, Operand
 
 app = typer.Typer(
     name="lokakern.bench",
@@ -358,7 +358,7 @@ def explain(
             target = snapshot().find_device(device) if device else current_device()
             fp8 = fp8_format(target)
             fields |= {
-                "b": Operand(fp8, known[prepared], Layout.COLUMN, alignment_of(sizes[-1])),
+                "b": Operand(fp8, known[prepared], Layout.COLUMN),
                 "prepared": True,
             }
         choice = dispatch(

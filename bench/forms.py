@@ -46,8 +46,8 @@ def dense_operand(form: Format, shape: tuple[int, int], layout: Layout, prefer: 
     return Operand(form, Granularity.NONE, layout, alignment_of(step))
 
 
-def prepared_weight(fp8: Format, granularity: Granularity, k: int) -> Operand:
-    return Operand(fp8, granularity, Layout.COLUMN, alignment_of(k))
+def prepared_weight(fp8: Format, granularity: Granularity) -> Operand:
+    return Operand(fp8, granularity, Layout.COLUMN)
 
 
 def gemm_cases(
@@ -102,7 +102,7 @@ def prepared_cases(
     if form is not Format.BFLOAT16:
         fields["a"] = dense_operand(form, (m, k), Layout.ROW, Layout.ROW)
     for granularity in granularities:
-        weight = prepared_weight(fp8, granularity, k)
+        weight = prepared_weight(fp8, granularity)
         yield Case(make_problem("gemm", (m, n, k), b=weight, prepared=True, **fields), distribution)
 
 
@@ -116,7 +116,7 @@ def scaled_gemm_cases(
 ) -> Iterator[Case]:
     """A GEMM of operands that are quantized already, without a bias."""
     for granularity in granularities:
-        a = Operand(fp8, granularity, Layout.ROW, alignment_of(k))
+        a = Operand(fp8, granularity)
         yield Case(make_problem("scaled_gemm", (m, n, k), a=a), distribution)
 
 
@@ -161,7 +161,7 @@ def quantize_case(
 def dequantize_case(
     m: int, k: int, granularity: Granularity, distribution: str, fp8: Format
 ) -> Case:
-    operand = Operand(fp8, granularity, Layout.ROW, alignment_of(k))
+    operand = Operand(fp8, granularity)
     return Case(make_problem("dequantize", (m, k), a=operand), distribution)
 
 

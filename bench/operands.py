@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,17 +18,20 @@ from lokakern.bench.timing import MOST_CALLED
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError
 from lokakern.numerics import KernelError
-from lokakern.problems import sums_over_samples
+from lokakern.problems import bias_format, epilogue_of, is_plain, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
     GROUP,
+    PLAIN,
     Device,
+    Epilogue,
     Format,
     Granularity,
     Layout,
     Problem,
     QuantizedTensor,
+    empty_data,
 )
 
 CHECKED_ELEMENTS = 2**24  # of outputs, after timing; at least one whole set up to this size
@@ -51,6 +55,9 @@ class Operands:
     all sets finds none of it in the cache. Rows repeat the drawn ones in an order of each set;
     where samples run along k (gradients of weights) both operands repeat theirs along k, in the
     same order. Outputs of a weight repeat in one order.
+
+    A float32 output that is added to begins at `before`, an FP8 output has a scale that fits the
+    drawn rows, both the same in every set.
 
     Args:
         problem: What is computed.
@@ -96,8 +103,8 @@ class Operands:
                 self.w, self.columns = _repeated(self.w, problem.batch, problem.n)
         generator = torch.Generator().manual_seed(seed + 1)
         self.bias = (
-            torch.randn(problem.n, generator=generator).to(problem.out_format.dtype).to(device)
-            if problem.epilogue == "bias"
+            torch.randn(problem.n, generator=generator).to(bias_format(problem).dtype).to(device)
+            if problem.epilogue.startswith("bias")
             else None
         )
         self._quantized: dict[Any, QuantizedTensor] = {}
@@ -105,6 +112,13 @@ class Operands:
         set_bytes = max(problem.bytes_moved, 1)
         count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
         total = problem.batch * (problem.k if self.along_k else problem.m)
+        self.cross: tuple[Tensor, Tensor] | None = None
+        self.before: Tensor | None = None
+        if problem.epilogue.endswith("cross"):
+            self.cross = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
+        if problem.accumulate:
+            self.before = self._normal(2, Format.FLOAT32)
+        self.out_scale = self._fitting_scale() if problem.op == "scaled_gemm" else None
         # Rows under one scale stay together; elsewhere their order is fresh in every set.
         fixed = problem.a.granularity is Granularity.BLOCK
         self.order = [
@@ -114,6 +128,30 @@ class Operands:
             for _ in range(count)
         ]
         self.sets = [self._make_set(order.to(device)) for order in self.order]
+        # What a launcher gets after its workspace, for each set.
+        self.epilogues = [self._epilogue() for _ in self.sets]
+
+    def _normal(self, seed: int, form: Format) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (self.problem.batch * self.problem.m, self.problem.n)
+        return torch.randn(shape, generator=generator, device=self.device).to(form.dtype)
+
+    def _fitting_scale(self) -> Tensor | None:
+        """Decode scale of an FP8 output: of the largest of the drawn rows' products."""
+        if not self.problem.out_format.is_fp8:
+            return None
+        assert self.problem.b is not None  # a scaled GEMM
+        exact = self._scaled_case().exact
+        largest = float(exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        scale = largest / self.problem.out_format.maximum if largest else 1.0
+        return torch.full((1, 1), scale, dtype=torch.float32, device=self.device)
+
+    def _epilogue(self) -> tuple[Epilogue, ...]:
+        if is_plain(self.problem):
+            return ()
+        x0, x = (None, None) if self.cross is None else (y.clone() for y in self.cross)
+        scale = None if self.out_scale is None else self.out_scale.clone()
+        return (epilogue_of(self.problem, x0, x, scale),)
 
     @staticmethod
     def _fresh_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
@@ -122,18 +160,22 @@ class Operands:
 
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
         """The drawn rows ("x") or the weight ("w"), exactly quantized."""
+        power_of_two = self.problem.op == "quantize" and self.problem.epilogue == "power_of_two"
         key = (which, form, granularity)
         if key not in self._quantized:
             source = self.x if which == "x" else self.w
             assert source is not None  # "w" is asked for by ops with two operands only
-            self._quantized[key] = numerics.quantize(source, form, granularity)
+            self._quantized[key] = numerics.quantize(
+                source, form, granularity, power_of_two_scale=power_of_two
+            )
         return self._quantized[key]
 
     def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         """A copy of quantized rows, repeated as the index says; None for as they are."""
         if index is None:
             index = torch.arange(len(quantized.data), device=self.device)
-        data = quantized.data.view(torch.uint8)[index].view(quantized.data.dtype)
+        data = empty_data(len(index), quantized.data.shape[1], quantized.data.dtype, self.device)
+        data.view(torch.uint8).copy_(quantized.data.view(torch.uint8)[index])
         assert quantized.scale is not None  # made by `quantized`
         scale = quantized.granularity.empty_scale(len(index), data.shape[1], self.device)
         match quantized.granularity:
@@ -157,7 +199,9 @@ class Operands:
         out_dtype = problem.out_format.dtype
         if problem.op == "quantize":
             x = self.x[order]
-            data = torch.empty((m, k), dtype=out_dtype, device=self.device)
+            if problem.a.layout is Layout.COLUMN:
+                x = x.t().contiguous().t()
+            data = empty_data(m, k, out_dtype, self.device)
             return x, data, problem.out_granularity.empty_scale(m, k, self.device)
         if problem.op == "dequantize":
             quantized = self.quantized("x", problem.a.format, problem.a.granularity)
@@ -165,13 +209,20 @@ class Operands:
             return data, scale, torch.empty((m, k), dtype=out_dtype, device=self.device)
         assert problem.b is not None  # the other two ops have two operands
         front = () if problem.batch == 1 else (problem.batch,)
-        out = torch.empty((*front, m, n), dtype=out_dtype, device=self.device)
         bias = None if self.bias is None else self.bias.clone()
         if problem.op == "scaled_gemm":
+            rows = problem.batch * m
+            if self.before is not None:
+                out = self.before.clone()
+            elif out_dtype.itemsize == 1:
+                out = empty_data(rows, n, out_dtype, self.device)
+            else:
+                out = torch.empty((rows, n), dtype=out_dtype, device=self.device)
             left = self.quantized("x", problem.a.format, problem.a.granularity)
             right = self.quantized("w", problem.b.format, problem.b.granularity)
             data, scale = self._tiled(right, self.columns)
             return *self._tiled(left, order), data.t(), scale.t(), out, bias
+        out = torch.empty((*front, m, n), dtype=out_dtype, device=self.device)
         if self.along_k:
             assert self.w is not None  # an op with two operands
             a = self.x[order].view(*front, k, m).transpose(-1, -2)
@@ -187,10 +238,12 @@ class Operands:
         b = weight.transpose(-1, -2)
         return a, b.contiguous() if problem.b.layout is Layout.ROW else b, out, bias
 
-    def workspace_of(self, kernel: Kernel, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        return (
-            kernel.workspace(*operands[:2]) if kernel.op == "gemm" else kernel.workspace(*operands)
-        )
+    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
+        """A launch on one set, with a workspace of its own."""
+        given, extra = self.sets[number], self.epilogues[number]
+        seen = given[:2] if kernel.op == "gemm" else given
+        workspace = kernel.workspace(*seen, *extra)
+        return functools.partial(kernel.launch, *given, workspace, *extra)
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What a launch writes."""
@@ -201,9 +254,11 @@ class Operands:
     def fingerprint(self) -> list[int]:
         """Sums of the bytes of what the first and the last set read, which no kernel may change."""
         sums = []
-        for operands in (self.sets[0], self.sets[-1]):
+        for number in (0, -1):
+            operands = self.sets[number]
             written = {id(out) for out in self.outputs(operands)}
-            for operand in operands:
+            extra = self.epilogues[number]
+            for operand in (*operands, *(extra[0][1:4] if extra else ())):
                 parts = [operand]
                 if isinstance(operand, QuantizedTensor):
                     parts = [operand.data, operand.scale, operand.source]
@@ -211,11 +266,14 @@ class Operands:
         return sums
 
     def poison(self) -> None:
-        """Fill every output with what no kernel may leave there."""
+        """Fill every output with what no kernel may leave there, or with what is added to."""
         for operands in self.sets:
             for out in self.outputs(operands):
-                if out.dtype.itemsize == 1:
-                    out.view(torch.uint8).fill_(0xA5)
+                if self.before is not None:
+                    out.copy_(self.before)
+                elif out.dtype.itemsize == 1:
+                    nan = self.problem.out_format.nan_byte  # which quantizing writes, too
+                    out.view(torch.uint8).fill_(nan if self.out_scale is not None else 0xA5)
                 else:
                     out.fill_(math.nan)
 
@@ -225,28 +283,31 @@ class Operands:
         Row by row of x and of w: what every output repeats, so its size is bounded by the draw's.
         """
         problem = self.problem
-        if problem.op == "gemm":
-            fp8 = fp8_format(self.target)
-            key = (kernel.granularity, kernel.b_granularity)
-        else:
-            fp8 = problem.a.format
-            key = (problem.a.granularity, Granularity.NONE)
+        if problem.op == "scaled_gemm":
+            return self._scaled_case()
+        key = (kernel.granularity, kernel.b_granularity)
         if key not in self._references:
-            left: Any = self.x
-            right: Any = None if self.w is None else self.w.t()
-            if problem.op == "gemm" and kernel.quantizes:
+            if problem.op != "gemm":
+                exact = ops.exact(self.quantized("x", problem.a.format, problem.a.granularity))
+                self._references[key] = Case64(exact, torch.zeros_like(exact))
+            elif kernel.quantizes:
+                fp8 = fp8_format(self.target)
                 left = self.quantized("x", fp8, kernel.granularity)
                 right = self.quantized("w", fp8, kernel.b_granularity).t()
-            elif problem.op != "gemm":
-                left = self.quantized("x", problem.a.format, problem.a.granularity)
-                if problem.b is not None:
-                    right = self.quantized("w", problem.b.format, problem.b.granularity).t()
-            if right is None:
-                exact = ops.exact(left)
-                self._references[key] = Case64(exact, torch.zeros_like(exact))
+                self._references[key] = _case_of(left, right)
             else:
-                self._references[key] = Case64(ops.product(left, right), ops.magnitude(left, right))
+                assert self.w is not None  # an op with two operands
+                self._references[key] = _case_of(self.x, self.w.t())
         return self._references[key]
+
+    def _scaled_case(self) -> Case64:
+        a, b = self.problem.a, self.problem.b
+        assert b is not None  # an op with two operands
+        if not self._references:
+            left = self.quantized("x", a.format, a.granularity)
+            right = self.quantized("w", b.format, b.granularity).t()
+            self._references["scaled"] = _case_of(left, right)
+        return self._references["scaled"]
 
     def _expectation(self, kernel: Kernel, number: int) -> Expectation:
         """What a kernel must have written into a set: for a piece, exact values and magnitudes."""
@@ -305,30 +366,50 @@ class Operands:
         return worst, ""
 
     def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
+        problem = self.problem
         (out,) = self.outputs(self.sets[number])
-        out = out if out.dim() == 3 else out[None]
+        out = out if out.dim() == 3 else self._by_group(out)
         checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
         expected = self._expectation(kernel, number)
         maximum = row_p99 = 0.0
         for piece in checked:
             exact, magnitude = expected(piece)
-            if self.bias is not None:
-                exact += self.bias
-                magnitude += self.bias.abs()
+            exact, magnitude = self._finished(exact, magnitude, number, piece)
             found = numerics.kernel_error(
-                piece.of(out).flatten(0, 1), exact, magnitude,
-                self.problem.out_format.unit_roundoff,
+                piece.of(out).flatten(0, 1), exact, magnitude, problem.out_format.unit_roundoff,
+                self.out_scale,
             )  # fmt: skip
             maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
         if rest and self._all_finite():  # then so is every sum in float64
             for piece in rest:
-                count = int(torch.isnan(piece.of(out)).sum())
+                left = piece.of(out)
+                left = left.float() if problem.out_format.is_fp8 else left
+                count = int(torch.isnan(left).sum())
                 if count:
                     return KernelError(math.inf, math.inf), (
                         f"{count} outputs of batch {piece.batch.start}, rows from "
                         f"{piece.rows.start}, were not written or are NaN"
                     )
         return KernelError(maximum, row_p99), ""
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""
+        strides = (x.stride(0), x.stride(1))
+        shape = (self.problem.batch, self.problem.m, x.shape[1])
+        return x.as_strided(shape, (self.problem.m * strides[0], *strides))
+
+    def _finished(
+        self, exact: Tensor, magnitude: Tensor, number: int, piece: Piece
+    ) -> tuple[Tensor, Tensor]:
+        """What comes after the sums, in one piece of a set's output."""
+        epilogue = self.epilogues[number][0] if self.epilogues[number] else PLAIN
+        before = self.before
+        if epilogue.x0 is not None and epilogue.x is not None:
+            x0, x = (piece.of(self._by_group(y)).flatten(0, 1) for y in (epilogue.x0, epilogue.x))
+            epilogue = epilogue._replace(x0=x0, x=x)
+        if before is not None:
+            before = piece.of(self._by_group(before)).flatten(0, 1)
+        return ops.finished(exact, magnitude, self.bias, epilogue, before)
 
     def _all_finite(self) -> bool:
         given = [x for x in (self.x, self.w, self.bias) if x is not None]
@@ -338,7 +419,10 @@ class Operands:
         x, data, scale = operands
         granularity = self.problem.out_granularity
         if granularity is Granularity.BLOCK:  # rows under one scale: quantize them as they lie
-            expected = numerics.quantize(x, self.problem.out_format, granularity)
+            power_of_two = self.problem.epilogue == "power_of_two"
+            expected = numerics.quantize(
+                x, self.problem.out_format, granularity, power_of_two_scale=power_of_two
+            )
             exact_data, exact_scale = expected.data, expected.scale
         else:
             expected = self.quantized("x", self.problem.out_format, granularity)
@@ -347,6 +431,10 @@ class Operands:
             per_row = granularity in (Granularity.ROW, Granularity.GROUP)
             exact_scale = expected.scale[index] if per_row else expected.scale
         return compare_bytes(data, scale, exact_data, exact_scale)
+
+
+def _case_of(left: Any, right: Any) -> Case64:
+    return Case64(ops.product(left, right), ops.magnitude(left, right))
 
 
 def _byte_sum(x: Tensor) -> int:
@@ -359,10 +447,14 @@ def _refuse(problem: Problem) -> None:
     if any(operand.layout is Layout.STRIDED for operand in operands):
         raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
     if problem.op != "gemm" or problem.prepared:
-        if problem.batch != 1:
-            raise MeasurementError(f"{problem}: batches are measured of unquantized gemm only")
+        if problem.op == "quantize" and problem.epilogue not in ("none", "power_of_two"):
+            raise MeasurementError(f"{problem}: quantizing by given scales is not measured")
+        if problem.batch != 1 and problem.op != "scaled_gemm":
+            raise MeasurementError(
+                f"{problem}: batches are measured of unquantized gemm and of scaled_gemm only"
+            )
         usual = [Layout.ROW, Layout.COLUMN]
-        if problem.prepared:  # its weight was laid out ahead; a may lie either way
+        if problem.prepared or problem.op == "quantize":  # what is not quantized lies either way
             usual[0] = problem.a.layout
         if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
             raise MeasurementError(
@@ -377,7 +469,7 @@ def _repeated(w: Tensor, batch: int, n: int) -> tuple[Tensor, Tensor]:
     end: quantizing the distinct rows quantizes the weight.
     """
     index = torch.arange(batch * n, device=w.device) % len(w)
-    rest = n % GROUP if batch == 1 else 0
+    rest = batch * n % GROUP
     if rest:
         w = torch.cat([w, w[index[-rest:]]])
         index[-rest:] = torch.arange(len(w) - rest, len(w), device=w.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lokakern import jit
 from lokakern.registry.register import (
     ANY,
+    FP8_GPUS,
     KERNELS,
     Kernel,
     Launcher,
@@ -34,24 +35,37 @@ from lokakern.types import (
     QuantizedTensor,
     Rejected,
     Support,
-    alignment_of,
+    empty_data,
 )
 
 
-def compose(quantizer: str, gemm: str) -> Kernel | None:
-    """Register ``gemm`` on unquantized operands as a quantizer followed by a scaled GEMM.
+def compose(stem: str, gemm: str, architectures: frozenset[str] = ANY) -> Kernel | None:
+    """Register ``gemm`` on unquantized operands as quantizers followed by a scaled GEMM.
 
     The composition is named from its parts and measured whole. A prepared weight is not quantized
-    again. Returns None when a part could not be imported on this machine.
+    again.
+
+    Args:
+        stem: Of the quantizers' names, such as ``cuda.quantize``.
+        gemm: Name of the scaled GEMM.
+        architectures: Where the composition is worth its time, of those where its parts run.
+
+    Returns:
+        None where a part could not be imported on this machine.
     """
-    if quantizer not in KERNELS or gemm not in KERNELS:
+    second = KERNELS.get(gemm)
+    if second is None:
         return None
-    first, second = KERNELS[quantizer], KERNELS[gemm]
-    b_quantizer = first
-    if second.b_granularity is not second.granularity:
-        stem = quantizer.rsplit("_", 1)[0]
-        b_quantizer = KERNELS[f"{stem}_{second.b_granularity.suffix}"]
-    parts = [k for k in (first, second) if k.architectures != ANY]
+    quantizer = f"{stem}_{second.granularity.suffix}"
+    first = KERNELS.get(quantizer)
+    b_quantizer = KERNELS.get(f"{stem}_{second.b_granularity.suffix}")
+    if first is None or b_quantizer is None:
+        return None
+    runs = [k.architectures for k in (first, b_quantizer, second)] + [architectures]
+    runs = [where for where in runs if where != ANY]
+    where = frozenset.intersection(*runs) if runs else ANY
+    if not where:
+        return None
     kernel = Kernel(
         name=f"{quantizer}+{gemm}",
         op="gemm",
@@ -60,14 +74,14 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
             dict.fromkeys(("compositions", *first.modules, *b_quantizer.modules, *second.modules))
         ),
         launch=_launcher_of(first.launch, b_quantizer.launch, second.launch),
-        architectures=frozenset.intersection(*(k.architectures for k in parts)) if parts else ANY,
+        architectures=where,
         granularity=second.granularity,
         b_granularity=second.b_granularity,
         accumulation=second.accumulation,
         supports_problem=functools.partial(_supports_composition, first, b_quantizer, second),
         workspace=_workspace_of(first, b_quantizer, second),
-        compile_only={**first.compile_only, **second.compile_only},
-        unmeasured={**first.unmeasured, **second.unmeasured},
+        compile_only=_reasons(where, first.compile_only, second.compile_only),
+        unmeasured=_reasons(where, first.unmeasured, second.unmeasured),
         kernel_err_bound=second.kernel_err_bound,
         parts=tuple(dict.fromkeys((quantizer, b_quantizer.name, gemm))),
     )
@@ -75,9 +89,8 @@ def compose(quantizer: str, gemm: str) -> Kernel | None:
     return kernel
 
 
-def quantized_operand(granularity: Granularity, fp8: Format, layout: Layout, k: int) -> Operand:
-    """How quantized data ``[rows, k]`` that lokakern allocates lies in memory."""
-    return Operand(fp8, granularity, layout, alignment_of(k))
+def _reasons(where: frozenset[str], *given: dict[str, str]) -> dict[str, str]:
+    return {name: why for found in given for name, why in found.items() if name in where}
 
 
 def _supports_composition(
@@ -87,8 +100,10 @@ def _supports_composition(
     assert problem.b is not None
     if problem.a.format.is_fp8:
         return Rejected("takes an unquantized a; use scaled_gemm")
-    a = quantized_operand(second.granularity, fp8, Layout.ROW, problem.k)
-    b = quantized_operand(second.b_granularity, fp8, Layout.COLUMN, problem.k)
+    if problem.out_format.is_fp8:
+        return Rejected(f"writes the format of a, not {problem.out_format.value}")
+    a = Operand(fp8, second.granularity)
+    b = Operand(fp8, second.b_granularity, Layout.COLUMN)
     if problem.prepared:
         have = (problem.b.format, problem.b.granularity)
         if have != (fp8, second.b_granularity):
@@ -97,9 +112,8 @@ def _supports_composition(
                 f"it is {have[0].value}/{have[1].value}"
             )
     else:
-        if problem.b.layout is not Layout.COLUMN:
-            return Rejected("b is row-major; pass weight.t() of a row-major weight")
-        weight = replace(problem.b, layout=Layout.ROW)
+        # The quantizer gets b.t(): row-major where b is column-major, and the other way round.
+        weight = replace(problem.b, layout=_TRANSPOSED[problem.b.layout])
         answer = b_quantizer.supports(
             _quantize_problem(problem.n, problem.k, weight, fp8, second.b_granularity), device
         )
@@ -125,28 +139,41 @@ def _quantize_problem(
 
 
 def _workspace_of(first: Kernel, b_quantizer: Kernel, second: Kernel) -> Workspace:
-    """Elements and scales of a, then of b unless it is prepared, then what the parts want."""
-    by_row = second.granularity is Granularity.ROW
+    """Elements and scales of a, what the quantizers and the GEMM want, then those of b.
 
-    def workspace(a: Tensor, b: Any, *_: Any) -> tuple[Tensor, ...]:
+    A prepared weight has its own. The scaled GEMM's output and bias are not known here.
+    """
+    by_row = second.granularity is Granularity.ROW
+    b_scales, second_workspace = second.b_granularity.empty_scale, second.workspace
+
+    def workspace(a: Tensor, b: Any, *_: Any) -> tuple[Any, ...]:
         device = a.device
         dtype = _device_fp8(device)
-        data = torch.empty_like(a, dtype=dtype, memory_format=torch.contiguous_format)
+        data = _empty_data(a, dtype)
         if by_row:  # spelled out: on a warm call every microsecond of the host counts
             scale = torch.empty_strided((a.shape[0], 1), (1, 1), dtype=torch.float32, device=device)
         else:
             scale = second.granularity.empty_scale(a.shape[0], a.shape[1], device)
-        extra = first.workspace(a, data, scale)
+        scratch = first.workspace(a, data, scale)
         if type(b) is QuantizedTensor:
-            return (data, scale, *extra)
+            sums = second_workspace(data, scale, *b.transpose, None, None)
+            return data, scale, scratch, sums
         weight = b.t()
-        b_data = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-        b_scale = second.b_granularity.empty_scale(weight.shape[0], weight.shape[1], device)
+        b_data = _empty_data(weight, dtype)
+        b_scale = b_scales(weight.shape[0], weight.shape[1], device)
         # One scratch serves both quantizers: they run one after the other on one stream.
-        extra = extra or b_quantizer.workspace(weight, b_data, b_scale)
-        return (data, scale, b_data, b_scale, *extra)
+        scratch = scratch or b_quantizer.workspace(weight, b_data, b_scale)
+        sums = second_workspace(data, scale, b_data.t(), b_scale.t(), None, None)
+        return data, scale, scratch, sums, b_data, b_scale
 
     return workspace
+
+
+def _empty_data(x: Tensor, dtype: torch.dtype) -> Tensor:
+    rows, columns = x.shape
+    if columns & 15:
+        return empty_data(rows, columns, dtype, x.device)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 @jit.cached
@@ -164,41 +191,35 @@ def _launcher_of(quantize: Launcher, quantize_b: Launcher, multiply: Launcher) -
         b: Any,
         out: Tensor,
         bias: Tensor | None,
-        workspace: tuple[Tensor, ...],
+        workspace: tuple[Any, ...],
     ) -> None:
-        data, scale = workspace[:2]
+        data, scale, scratch, sums = workspace[:4]
+        quantize(a, data, scale, scratch)
         if type(b) is QuantizedTensor:
-            quantize(a, data, scale, workspace[2:])
-            multiply(data, scale, *b.transpose, out, bias, ())
+            multiply(data, scale, *b.transpose, out, bias, sums)
             return
-        b_data, b_scale, *extra = workspace[2:]
-        quantize(a, data, scale, extra)
-        quantize_b(b.t(), b_data, b_scale, extra)
-        multiply(data, scale, b_data.t(), b_scale.t(), out, bias, ())
+        b_data, b_scale = workspace[4:]
+        quantize_b(b.t(), b_data, b_scale, scratch)
+        multiply(data, scale, b_data.t(), b_scale.t(), out, bias, sums)
 
     return launch
 
 
+_TRANSPOSED = {
+    Layout.ROW: Layout.COLUMN,
+    Layout.COLUMN: Layout.ROW,
+    Layout.STRIDED: Layout.STRIDED,
+}
+
 load_parts()
-for _quantizer, _gemms in {
-    "torch.quantize": (
-        "torch.emulated_tensor",
-        "torch.emulated_row",
-        "torch.emulated_block",
-    ),
-    "triton.quantize": (
-        "torch.scaled_mm_tensor",
-        "torch.scaled_mm_tensor_fast",
-        "torch.scaled_mm_row",
-        "torch.scaled_mm_row_fast",
-        "torch.scaled_mm_block",
-        "triton.scaled_gemm_tensor",
-        "triton.scaled_gemm_tensor_fast",
-        "triton.scaled_gemm_row",
-        "triton.scaled_gemm_row_fast",
-        "triton.scaled_gemm_block",
-    ),
-}.items():
-    for _gemm in _gemms:
-        if _gemm in KERNELS:
-            compose(f"{_quantizer}_{KERNELS[_gemm].granularity.suffix}", _gemm)
+_TORCH = [f"torch.scaled_mm_{kind}" for kind in ("tensor", "row", "tensor_fast", "row_fast")]
+_TORCH.append("torch.scaled_mm_block")
+_TRITON = [f"triton.scaled_gemm_{kind}" for kind in ("tensor", "row", "tensor_fast", "row_fast")]
+_TRITON.append("triton.scaled_gemm_block")
+_CUDA = [f"cuda.scaled_gemm_{kind}" for kind in ("tensor", "row", "group", "group_group")]
+for _gemm in ("tensor", "row", "block", "group"):
+    compose("torch.quantize", f"torch.emulated_{_gemm}")
+for _gemm in (*_TORCH, *_CUDA):
+    compose("cuda.quantize", _gemm)
+for _gemm in (*_TORCH, *_TRITON):  # CUDA's quantizers are faster where they run
+    compose("triton.quantize", _gemm, FP8_GPUS - {"sm_90"})

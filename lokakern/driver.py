@@ -154,7 +154,7 @@ class CudaLaunch:
             CompilationError: The program does not compile here.
             LaunchError: The driver refuses, or the arguments are not those the launch was made for.
         """
-        # 0.1 us. A tensor map too few would leave the address of one of a launch before in its place.
+        # Costs 0.1 us. A tensor map too few would leave a stale address in its place.
         if (len(pointers), len(scalars), len(tensor_maps)) != self._parameters:
             raise LaunchError(
                 f"{self.program}: given {(len(pointers), len(scalars), len(tensor_maps))} "

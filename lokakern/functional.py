@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lokakern import autograd, misses, selection
+from lokakern.chooser import Chooser, fastest_within, only
 from lokakern.errors import (
     FormatError,
     MissError,
@@ -19,11 +20,10 @@ from lokakern.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from lokakern.multiply import multiply
+from lokakern.multiply import scaled_gemm as scaled_gemm
 from lokakern.operands import (
-    check_bias,
     check_matrix,
-    check_out,
-    check_same_device,
     device_of,
     gemm_problem,
     granularity_named,
@@ -36,13 +36,10 @@ from lokakern.types import (
     ErrorBudget,
     Format,
     Granularity,
-    Layout,
     Problem,
     QuantizedTensor,
-    Rejected,
+    empty_data,
 )
-
-Chooser = Callable[[Problem, Tensor], Kernel]  # the tensor says on which device
 
 logger = logging.getLogger("lokakern")
 ON_MISS = ("bf16", "raise", "measure")
@@ -195,81 +192,6 @@ def _missed(
     return out
 
 
-def scaled_gemm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    out_format: Format | str = Format.BFLOAT16,
-    budget: ErrorBudget | float | None = None,
-) -> Tensor:
-    """Multiply two quantized operands, ``a @ b + bias``, with the fastest kernel for them.
-
-    Args:
-        a: ``[m, k]``, from `quantize`.
-        b: ``[k, n]``, from ``quantize(weight).t()``. Granularities that go together: tensor x
-            tensor, row x row, 1x128 x 128x128.
-        bias: ``[n]``, dtype of the output.
-        out: Where to write, ``[m, n]``, columns contiguous.
-        out_format: "bfloat16" or "float32".
-        budget: Limits on the error against the unquantized product; among the kernels within it
-            the fastest is taken, the most accurate where none is.
-
-    Returns:
-        ``[m, n]`` in ``out_format``.
-
-    Raises:
-        ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
-        FormatError: A granularity or format does not fit.
-        UnsupportedError: No kernel multiplies these operands here.
-    """
-    return _scaled_gemm(a, b, bias, out, out_format, _fastest_within(budget))
-
-
-def _scaled_gemm(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    bias: Tensor | None,
-    out: Tensor | None,
-    out_format: Format | str,
-    choose: Chooser,
-) -> Tensor:
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, QuantizedTensor) or x.scale is None:
-            raise FormatError(
-                f"scaled_gemm: {name} is {type(x).__name__}; expected a QuantizedTensor with scales"
-            )
-    if a.transposed or not b.transposed:
-        raise ShapeError("scaled_gemm: a must be quantize(x) and b quantize(weight).t()")
-    (m, k), (rows, n) = a.shape, b.shape
-    if rows != k:
-        raise ShapeError(
-            f"scaled_gemm: a is {list(a.shape)} and b is {list(b.shape)}; b must be [{k}, n]"
-        )
-    form = format_named("scaled_gemm", out_format)
-    if form.is_fp8:
-        raise FormatError(
-            f"scaled_gemm: out_format is {form.value!r}; expected bfloat16 or float32"
-        )
-    check_same_device("scaled_gemm", a=a.data, b=b.data, bias=bias, out=out)
-    strided = check_out("scaled_gemm", out, (m, n), form.dtype)
-    check_bias("scaled_gemm", bias, n, form.dtype)
-    problem = Problem(
-        op="scaled_gemm", m=m, n=n, k=k,
-        a=replace(operand_of(a.data), granularity=a.granularity),
-        b=replace(operand_of(b.data), granularity=b.granularity, layout=Layout.COLUMN),
-        epilogue="none" if bias is None else "bias", out_format=form, out_strided=strided,
-    )  # fmt: skip
-    if out is None:
-        out = torch.empty((m, n), dtype=form.dtype, device=a.device)
-    if m and n:
-        kernel = choose(problem, a.data)
-        operands = (a.data, a.scale, *b.transpose, out, bias)
-        kernel.launch(*operands, kernel.workspace(*operands))
-    return out
-
-
 def quantize(
     x: Tensor,
     granularity: Granularity | str = Granularity.ROW,
@@ -287,7 +209,7 @@ def quantize(
         ShapeError: ``x`` is not two-dimensional.
         FormatError: The dtype, format or granularity is not supported.
     """
-    return _quantize(x, granularity, out_format, _fastest_within(None))
+    return _quantize(x, granularity, out_format, fastest_within(None))
 
 
 def _quantize(
@@ -305,7 +227,7 @@ def _quantize(
         raise FormatError(f"quantize: out_format is {form.value!r}; expected an FP8 format")
     granularity = granularity_named("quantize", granularity)
     rows, columns = x.shape
-    data = torch.empty((rows, columns), dtype=form.dtype, device=x.device)
+    data = empty_data(rows, columns, form.dtype, x.device)
     scale = granularity.empty_scale(rows, columns, x.device)
     if rows and columns:
         problem = Problem(op="quantize", m=rows, n=1, k=columns, a=operand_of(x),
@@ -323,7 +245,7 @@ def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -
     Raises:
         FormatError: ``out_format`` is neither bfloat16 nor float32, or ``x`` has no scales.
     """
-    return _dequantize(x, out_format, _fastest_within(None))
+    return _dequantize(x, out_format, fastest_within(None))
 
 
 def _dequantize(x: QuantizedTensor, out_format: Format | str, choose: Chooser) -> Tensor:
@@ -344,29 +266,13 @@ def _dequantize(x: QuantizedTensor, out_format: Format | str, choose: Chooser) -
     return out.t() if x.transposed else out
 
 
-def _fastest_within(budget: ErrorBudget | float | None) -> Chooser:
-    limits = None if budget is None else ErrorBudget.of(budget)
-
-    def choose(problem: Problem, x: Tensor) -> Kernel:
-        table = selection.table_for(problem, limits, device=device_of(x))
-        kernel = table.kernels[bisect_right(table.breakpoints, problem.m) - 1]
-        if kernel is None:
-            reasons = (f"{name}: {why}" for name, why in table.pick(problem.m).rejected)
-            raise UnsupportedError(
-                f"{problem.op}: no kernel runs {problem} on {table.device.product}: "
-                + "; ".join(reasons)
-            )
-        return kernel
-
-    return choose
-
-
 def run(
     kernel: Kernel,
     *operands: Any,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     out_format: Format | str | None = None,
+    **options: Any,
 ) -> Any:
     """Run one kernel as the public function of its op runs the chosen one, checks included.
 
@@ -376,24 +282,19 @@ def run(
         bias: Of gemm and scaled_gemm.
         out: Of gemm and scaled_gemm.
         out_format: Of the other ops; None means the usual.
+        options: Others of scaled_gemm.
 
     Raises:
         UnsupportedError: The kernel does not take these operands; its reason is in the message.
     """
-
-    def choose(problem: Problem, x: Tensor) -> Kernel:
-        answer = kernel.supports(problem, device_of(x))
-        if isinstance(answer, Rejected):
-            raise UnsupportedError(f"{kernel.name}: {problem}: {answer.reason}")
-        return kernel
-
+    choose = only(kernel)
     if kernel.op == "quantize":
         return _quantize(operands[0], kernel.granularity, out_format, choose)
     if kernel.op == "dequantize":
         return _dequantize(operands[0], out_format or Format.BFLOAT16, choose)
     a, b = operands
     if kernel.op == "scaled_gemm":
-        return _scaled_gemm(a, b, bias, out, out_format or Format.BFLOAT16, choose)
+        return multiply(a, b, choose, bias=bias, out=out, out_format=out_format, **options)
     problem = gemm_problem(a, b, bias, out)
     choose(problem, a)
     out = a.new_empty((problem.m, problem.n)) if out is None else out

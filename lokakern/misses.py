@@ -135,6 +135,8 @@ def why_not_measurable(problem: Problem) -> str | None:
 
 
 def _natural_alignment(rows: int, columns: int, operand: Operand) -> int:
+    if operand.format.is_fp8:  # whose rows are padded
+        return 16
     return alignment_of(columns * operand.format.dtype.itemsize) if rows > 1 else 16
 
 

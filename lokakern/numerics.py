@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lokakern.errors import FormatError, ShapeError
-from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
+from lokakern.types import GROUP, Format, Granularity, QuantizedTensor, empty_data
 
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32: x / s stays finite for every finite x
 UPPER_95 = 1.6448536269514722  # one-sided 95 % quantile of the normal distribution
@@ -58,18 +58,28 @@ def quantize(
         scale = granularity.empty_scale(rows, columns, x.device)
     scale.copy_(_decode_scale(_amax(magnitude, granularity), out_format, power_of_two_scale))
     ratio = wide / spread_scale(scale, granularity, rows, columns)
-    limit = out_format.maximum
-    cast = ratio.clamp_(-limit, limit).to(out_format.dtype)  # torch <= 2.11 makes NaN of overflow
-    encoded = cast.view(torch.uint8)
-    encoded = torch.where(finite, encoded, torch.full_like(encoded, out_format.nan_byte))
     if data is None:
-        data = torch.empty((rows, columns), dtype=out_format.dtype, device=x.device)
-    data.view(torch.uint8).copy_(encoded)
-    return QuantizedTensor(data, scale, granularity)
+        data = empty_data(rows, columns, out_format.dtype, x.device)
+    ratio = torch.where(finite, ratio, math.nan)
+    return QuantizedTensor(cast(ratio, data), scale, granularity)
+
+
+def cast(x: Tensor, data: Tensor) -> Tensor:
+    """Round float32 to nearest even into FP8 data, saturating; NaN becomes the format's one NaN."""
+    form = Format.of(data.dtype)
+    limit = form.maximum  # torch <= 2.11 makes NaN of overflow
+    encoded = x.clamp(-limit, limit).to(data.dtype).view(torch.uint8)
+    data.view(torch.uint8).copy_(torch.where(x.isnan(), form.nan_byte, encoded))
+    return data
 
 
 def quantize_static(
-    x: Tensor, out_format: Format, granularity: Granularity, scale: Tensor
+    x: Tensor,
+    out_format: Format,
+    granularity: Granularity,
+    scale: Tensor,
+    *,
+    data: Tensor | None = None,
 ) -> tuple[QuantizedTensor, Tensor]:
     """Quantize ``x`` by given scales: ``q = cast(rn(x / s))``, saturating.
 
@@ -78,6 +88,7 @@ def quantize_static(
         out_format: An FP8 format.
         granularity: What one scale covers.
         scale: Decode factors from 2^-126 to 2^125, as `Granularity.empty_scale` lays them out.
+        data: Where to write the elements, ``[rows, columns]``; allocated if None.
 
     Returns:
         The quantized tensor, and amax over the finite values of ``x``, float32 ``[1, 1]``.
@@ -86,11 +97,10 @@ def quantize_static(
     wide = x.float()
     finite = torch.isfinite(wide)
     ratio = wide / spread_scale(scale, granularity, rows, columns)
-    limit = out_format.maximum
-    encoded = ratio.clamp_(-limit, limit).to(out_format.dtype).view(torch.uint8)
-    encoded = torch.where(finite, encoded, torch.full_like(encoded, out_format.nan_byte))
+    if data is None:
+        data = empty_data(rows, columns, out_format.dtype, x.device)
+    cast(torch.where(finite, ratio, math.nan), data)
     amax = _amax(torch.where(finite, wide.abs(), 0.0), Granularity.TENSOR)
-    data = encoded.contiguous().view(out_format.dtype)
     return QuantizedTensor(data, scale, granularity), amax
 
 
@@ -161,8 +171,9 @@ def to_fnuz(x: QuantizedTensor) -> QuantizedTensor:
     finite = torch.isfinite(x.data.float())
     bits = torch.where(bits == 0x80, torch.zeros_like(bits), bits)
     bits = torch.where(finite, bits, torch.full_like(bits, 0x80))
-    data = bits.view(twins[x.format].dtype)
     rows, columns = x.data.shape
+    data = empty_data(rows, columns, twins[x.format].dtype, x.device)
+    data.view(torch.uint8).copy_(bits)
     doubled = x.granularity.empty_scale(rows, columns, x.device)
     doubled.copy_(x.scale * 2.0)
     return QuantizedTensor(data, doubled, x.granularity, x.transposed)
@@ -334,7 +345,11 @@ class KernelError:
 
 
 def kernel_error(
-    out: Tensor, exact: Tensor, magnitude: Tensor, out_unit_roundoff: float
+    out: Tensor,
+    exact: Tensor,
+    magnitude: Tensor,
+    out_unit_roundoff: float,
+    out_scale: Tensor | float | None = None,
 ) -> KernelError:
     """Whether a kernel is right, apart from what its formats lose.
 
@@ -346,6 +361,7 @@ def kernel_error(
         exact: Product of the operands in float64, scales applied, ``[m, n]``.
         magnitude: The same product of absolute values, ``[m, n]``.
         out_unit_roundoff: Of the output format, see `Format.unit_roundoff`.
+        out_scale: Decode scale of an FP8 output, which saturates; None for other outputs.
 
     Returns:
         The maximum, and the 99th percentile over rows of each row's maximum; +inf where the output
@@ -355,16 +371,24 @@ def kernel_error(
         return KernelError(0.0, 0.0)
     wide = out.to(torch.float64)
     finite = torch.isfinite(exact)
-    allowed = out_unit_roundoff * exact.abs() + 2.0**-13 * magnitude
+    # An output in the subnormal range is spaced by this, not by |e|.
     smallest = torch.finfo(out.dtype).smallest_normal * out_unit_roundoff * 2
-    allowed = allowed + smallest  # an output in the subnormal range is spaced by this, not by |e|
-    ratio = (wide - exact).abs() / allowed
+    if out_scale is not None:
+        scale = float(out_scale)
+        wide, smallest = wide * scale, smallest * scale
+        limit = Format.of(out.dtype).maximum * scale
+        finite = ~torch.isnan(exact)  # infinity saturates
+        exact = torch.clamp(exact, -limit, limit)
+        magnitude = torch.where(torch.isfinite(magnitude), magnitude, 0.0)
+    allowed = out_unit_roundoff * exact.abs() + 2.0**-13 * magnitude
+    ratio = (wide - exact).abs() / (allowed + smallest)
     ratio = torch.where(finite, ratio, 0.0)
     ratio = torch.where(torch.isfinite(wide) == finite, ratio, math.inf)
-    # Infinity is right where a sum as far off as it may be rounds past the largest finite value.
-    furthest = exact + exact.sign() * 2.0**-13 * magnitude
-    rounded = furthest.to(out.dtype).to(torch.float64)
-    ratio = torch.where(finite & torch.isinf(rounded) & (wide == rounded), 0.0, ratio)
+    if out_scale is None:
+        # Infinity is right where a sum as far off as it may be rounds past the largest finite one.
+        furthest = exact + exact.sign() * 2.0**-13 * magnitude
+        rounded = furthest.to(out.dtype).to(torch.float64)
+        ratio = torch.where(finite & torch.isinf(rounded) & (wide == rounded), 0.0, ratio)
     per_row = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).amax(dim=1)
     ordered = per_row.sort().values
     return KernelError(float(ordered[-1]), _quantile_with_upper(ordered, 0.99)[0])

@@ -19,10 +19,11 @@ from lokakern import selection
 from lokakern.device import current_device
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.jit import Job, record
-from lokakern.problems import make_problem
+from lokakern.problems import bias_format, epilogue_of, is_plain, make_problem
 from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
 from lokakern.types import (
     Device,
+    Epilogue,
     ErrorBudget,
     Granularity,
     Layout,
@@ -30,6 +31,7 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
     Rejected,
+    empty_data,
 )
 from lokakern.workers import BuildReport, Progress, build, check_workers
 
@@ -179,7 +181,8 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
                 operands = meta_operands(problem)
                 # As `functional` does: a gemm's workspace depends on a and b alone.
                 seen = operands[:2] if problem.op == "gemm" else operands
-                kernel.launch(*operands, kernel.workspace(*seen))
+                extra = () if is_plain(problem) else (_meta_epilogue(problem),)
+                kernel.launch(*operands, kernel.workspace(*seen, *extra), *extra)
             except Exception as error:  # a row of the report; other kernels can be built
                 reason = f"{type(error).__name__}: {error}"[:_REASON]
                 recording.add(_Unrecorded(kernel.name, str(problem), reason))
@@ -231,29 +234,30 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
     """Operands of one launch without memory, laid out as `lokakern.bench` lays them out.
 
     Returns:
-        What `Kernel` says an op is launched with, less the workspace.
+        What `Kernel` says an op is launched with, less the workspace and the epilogue.
 
     Raises:
-        UnsupportedError: Nothing says how a batch of scaled operands lies in memory.
+        UnsupportedError: Nothing says how a batch of scales lies in memory, but of scaled GEMMs.
     """
     m, n, k = problem.m, problem.n, problem.k
     batch = () if problem.batch == 1 else (problem.batch,)
     out_dtype = problem.out_format.dtype
     if problem.op == "quantize":
-        data = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
+        data = empty_data(m, k, out_dtype, _META)
         return _matrix(batch, m, k, problem.a), data, _scale(problem.out_granularity, batch, m, k)
+    if problem.op == "scaled_gemm" and problem.b is not None:  # groups lie below each other
+        rows, columns = problem.batch * m, problem.batch * n
+        a, b = _matrix((), rows, k, problem.a), _matrix((), k, columns, problem.b)
+        left = problem.a.granularity.empty_scale(rows, k, _META)
+        right = problem.b.granularity.empty_scale(columns, k, _META)
+        return a, left, b, right.mT, _output((), rows, n, problem), _bias(problem)
     a = _matrix(batch, m, k, problem.a)
     if problem.op == "dequantize":
         out = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
         return a, _scale(problem.a.granularity, batch, m, k), out
-    assert problem.b is not None  # the other two ops have two operands
-    out = torch.empty((*batch, m, n), dtype=out_dtype, device=_META)
-    bias = torch.empty(n, dtype=out_dtype, device=_META) if problem.epilogue == "bias" else None
+    assert problem.b is not None  # an op with two operands
+    out, bias = _output(batch, m, n, problem), _bias(problem)
     b = _matrix(batch, k, n, problem.b)
-    if problem.op == "scaled_gemm":
-        left = _scale(problem.a.granularity, batch, m, k)
-        right = _scale(problem.b.granularity, batch, n, k)
-        return a, left, b, right.mT, out, bias
     if not problem.prepared:
         return a, b, out, bias
     source = _matrix(batch, n, k, Operand(problem.a.format))
@@ -263,8 +267,33 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
     return a, QuantizedTensor(b.mT, scale, problem.b.granularity, True, source), out, bias
 
 
+def _output(batch: tuple[int, ...], rows: int, columns: int, problem: Problem) -> Tensor:
+    if problem.out_format.is_fp8:
+        return empty_data(rows, columns, problem.out_format.dtype, _META)
+    return torch.empty((*batch, rows, columns), dtype=problem.out_format.dtype, device=_META)
+
+
+def _bias(problem: Problem) -> Tensor | None:
+    if not problem.epilogue.startswith("bias"):
+        return None
+    return torch.empty(problem.n, dtype=bias_format(problem).dtype, device=_META)
+
+
+def _meta_epilogue(problem: Problem) -> Epilogue:
+    cross = None
+    if problem.epilogue.endswith("cross"):
+        shape = (problem.batch * problem.m, problem.n)
+        cross = torch.empty(shape, dtype=torch.bfloat16, device=_META)
+    scale = torch.empty((1, 1), device=_META) if problem.out_format.is_fp8 else None
+    return epilogue_of(problem, cross, cross, scale)
+
+
 def _matrix(batch: tuple[int, ...], rows: int, columns: int, operand: Operand) -> Tensor:
     dtype = operand.format.dtype
+    if operand.format.is_fp8 and not batch:
+        if operand.layout is Layout.COLUMN:
+            return empty_data(columns, rows, dtype, _META).mT
+        return empty_data(rows, columns, dtype, _META)
     if operand.layout is Layout.COLUMN:
         return torch.empty((*batch, columns, rows), dtype=dtype, device=_META).mT
     if operand.layout is Layout.STRIDED:

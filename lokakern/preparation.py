@@ -79,7 +79,7 @@ def prepare_weight(
             op="gemm", m=m_range[0], n=n, k=k,
             a=Operand(weight.format, Granularity.NONE, Layout.ROW,
                       alignment_of(k * w.element_size())),
-            b=Operand(fp8, granularity, Layout.COLUMN, alignment_of(k)),
+            b=Operand(fp8, granularity, Layout.COLUMN),
             prepared=True, out_format=weight.format,
         )  # fmt: skip
         gain = _mean_log_gain(problem, limits, names, device, m_range)

@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.registry.ops import op_named
-from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
+from lokakern.types import Epilogue, Format, Granularity, Layout, Operand, Problem, alignment_of
 
 ACCURACY_ROWS = 2048  # error is measured at this m
+# And at no larger k where samples run along it: sums of more samples err alike, because signal and
+# noise add up alike, but for the amax that a scale over more samples sees.
+ACCURACY_SAMPLES = 1024
 
 
 def format_named(op: str, value: Format | str) -> Format:
@@ -79,18 +85,49 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     if op == "quantize":
         fields = {"out_format": Format.E4M3FN, "out_granularity": Granularity.ROW, **fields}
     if op in ("dequantize", "scaled_gemm"):
-        a = a or Operand(Format.E4M3FN, Granularity.ROW, Layout.ROW, alignment_of(k))
+        a = a or Operand(Format.E4M3FN, Granularity.ROW)
     a = a or Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(k * 2))
     if op in ("gemm", "scaled_gemm"):
         wide = a.granularity is Granularity.GROUP
         granularity = Granularity.BLOCK if wide else a.granularity
-        # b's contiguous axis is k, as a's is unless a is transposed.
-        along_k = a.layout is Layout.ROW
+        # b's contiguous axis is k, as a's is unless a is transposed. FP8 rows are padded.
+        along_k = a.layout is Layout.ROW or a.format.is_fp8
         alignment = a.alignment if along_k else alignment_of(k * a.format.dtype.itemsize)
         b = b or Operand(a.format, granularity, Layout.COLUMN, alignment)
         if op == "gemm":
             fields.setdefault("out_format", a.format)
     return Problem(op=op, m=m, n=n, k=k, a=a, b=b, **fields)
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether a launcher needs no `Epilogue`: the kernel adds a bias at most, to one product."""
+    scaled = problem.op == "scaled_gemm"
+    return not scaled or (
+        problem.epilogue in ("none", "bias")
+        and not problem.accumulate
+        and not problem.out_format.is_fp8
+        and problem.batch == 1
+    )
+
+
+def epilogue_of(
+    problem: Problem, x0: Tensor | None, x: Tensor | None, out_scale: Tensor | None
+) -> Epilogue:
+    """What a launcher of a scaled GEMM is given at a problem, with groups of equal rows."""
+    last = problem.epilogue.split("+")[-1]
+    return Epilogue(
+        last if last in ACTIVATIONS else "none",
+        x0,
+        x,
+        out_scale,
+        problem.accumulate,
+        problem.batch,
+    )
+
+
+def bias_format(problem: Problem) -> Format:
+    """Of the bias: the output's, bfloat16 where that is FP8."""
+    return Format.BFLOAT16 if problem.out_format.is_fp8 else problem.out_format
 
 
 def sums_over_samples(problem: Problem) -> bool:
@@ -110,7 +147,8 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
     most 2048 distinct ones, so that its amax is the same at any larger m. A scaled GEMM in
     ``fp8``, the format that a GEMM quantizes to on the device, has the error of that GEMM, because
     quantizing is exact in every kernel. Where samples run along k (the gradient of a weight) the
-    layouts stay: a scale of a row spans samples there.
+    layouts stay, because a scale of a row spans samples there, and k is at most 1024. What comes
+    after the sums is left out, but for the format of the output.
     """
     op, a, b = problem.op, problem.a, problem.b
     if op == "scaled_gemm" and b is not None and (a.format, b.format) == (fp8, fp8):
@@ -127,6 +165,8 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
         a=a,
         b=b,
         m=ACCURACY_ROWS,
+        k=min(problem.k, ACCURACY_SAMPLES) if along_k else problem.k,
+        accumulate=False,
         batch=1,
         prepared=False,
         out_strided=False,

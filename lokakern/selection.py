@@ -273,8 +273,11 @@ def table_for(
     distributions: tuple[str, ...] | None = None,
     device: Device | str | None = None,
     regime: str | None = None,
+    needs: frozenset[str] = frozenset(),
 ) -> Table:
     """The frozen answers for a problem at every m with the same power-of-two divisors.
+
+    Only kernels that do what ``needs`` says (`registry.register.NEEDS`) are considered.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
@@ -285,13 +288,13 @@ def table_for(
         raise UnknownNameError(
             f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
         )
-    key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime)
+    key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs)
     with _LOCK:
         table = _TABLES.get(key)
         if table is None:
             if len(_TABLES) > 4096:  # callers that invent budgets must not fill the memory
                 _TABLES.clear()
-            table = _TABLES[key] = _build(problem, budget, distributions, device, regime)
+            table = _TABLES[key] = _build(problem, budget, distributions, device, regime, needs)
         return table
 
 
@@ -325,6 +328,7 @@ def _build(
     distributions: tuple[str, ...] | None,
     device: Device | str | None,
     regime: str | None,
+    needs: frozenset[str],
 ) -> Table:
     from lokakern.registry.snapshot import family_key
 
@@ -357,6 +361,10 @@ def _build(
     if local:
         names |= {k.name for k in kernels_for(problem.op, target)}
     for name in sorted(names):
+        reason = KERNELS[name].lacks(needs) if name in KERNELS else None
+        if reason is not None:
+            rejected.append((name, reason))
+            continue
         found = candidate_of(
             name, cells.get(name, []), problem, distributions, target, local, facts
         )
@@ -376,4 +384,5 @@ def _build(
         baseline_kernel=KERNELS.get(base) if base else None,
         callable_here=local,
         m_alignment=alignment_of(problem.m),
+        needs=needs,
     )

@@ -42,6 +42,7 @@ class Table:
     baseline_kernel: Kernel | None
     callable_here: bool
     m_alignment: int
+    needs: frozenset[str] = frozenset()
     breakpoints: list[int] = field(default_factory=list)
     winners: list[str] = field(default_factory=list)
     kernels: list[Kernel | None] = field(default_factory=list)
@@ -202,7 +203,8 @@ class Table:
             for kernel in sorted(
                 kernels_for(problem.op, self.device), key=lambda k: (k.language == "torch", k.name)
             ):
-                if not isinstance(kernel.supports(problem, self.device), Rejected):
+                answer = kernel.supports(problem, self.device)
+                if not isinstance(answer, Rejected) and kernel.lacks(self.needs) is None:
                     return Pick(_unmeasured(kernel.name, kernel), note=note,
                                 rejected=tuple(rejected))  # fmt: skip
         return Pick(None, note=note, rejected=tuple(rejected))

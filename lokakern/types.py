@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError
+from lokakern.epilogue import EPILOGUES as EPILOGUES
+from lokakern.epilogue import PLAIN as PLAIN
+from lokakern.epilogue import Epilogue as Epilogue
+from lokakern.errors import BudgetError
 from lokakern.formats import GROUP as GROUP
 from lokakern.formats import Format as Format
 from lokakern.formats import Granularity as Granularity
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from lokakern.quantized import QuantizedTensor as QuantizedTensor
+from lokakern.quantized import empty_data as empty_data
 
 
 class Layout(StrEnum):
@@ -64,7 +64,8 @@ class Problem:
     """What is to be computed: the key of the database and the argument of ``supports``.
 
     For ``gemm`` and ``scaled_gemm``, ``a`` is ``[m, k]`` and ``b`` is ``[k, n]``; for ``quantize``
-    and ``dequantize``, ``a`` is ``[m, k]``, there is no ``b``, and n is 1.
+    and ``dequantize``, ``a`` is ``[m, k]``, there is no ``b``, and n is 1. A batch of scaled GEMMs
+    are the groups of `Epilogue`; m is rounded up where they have different numbers of rows.
     """
 
     op: str
@@ -93,7 +94,10 @@ class Problem:
         if self.b is not None:
             total += self.n * self.k * self.b.format.dtype.itemsize
             total += _scale_bytes(self.b.granularity, self.n, self.k)
-            total += self.m * self.n * self.out_format.dtype.itemsize
+            out = self.m * self.n * self.out_format.dtype.itemsize
+            total += 2 * out if self.accumulate else out
+            if self.epilogue.endswith("cross"):
+                total += 2 * self.m * self.n * Format.BFLOAT16.dtype.itemsize
         else:
             total += self.m * self.k * self.out_format.dtype.itemsize
             total += _scale_bytes(self.out_granularity, self.m, self.k)
@@ -122,7 +126,7 @@ class Problem:
             out += f"/{self.out_granularity.value}"
         if self.out_strided:
             out += "/strided"
-        words.append(f"out={out}")
+        words.append(f"{'accumulate' if self.accumulate else 'out'}={out}")
         return " ".join(words)
 
 
@@ -281,135 +285,6 @@ class ErrorBudget:
 
 def _budget_of(limits: dict[str, float]) -> ErrorBudget:
     return ErrorBudget(**limits)
-
-
-_SIGNATURES: dict[object, object] = {}
-_MOST_SIGNATURES = 4096
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantizedTensor:
-    """FP8 elements with their decode scales: ``x ~ data * scale``.
-
-    Attributes:
-        data: ``[rows, columns]``, an FP8 dtype, row-major; ``columns`` is the reduction axis.
-            A prepared weight for which FP8 never pays holds bfloat16 or float32 and no scale.
-        scale: float32, ``granularity.scale_shape(rows, columns)``; None without granularity.
-        granularity: What one scale covers.
-        transposed: The tensor stands for ``[columns, rows]``, as a GEMM's right operand does.
-        source: The unquantized weight a prepared weight came from, ``[rows, columns]``, held by
-            reference so that the unquantized kernel stays legal. None otherwise.
-        budget: What a prepared weight was prepared for; the default budget of `gemm` on it.
-        signature: One object for all tensors that agree in everything that decides the kernel:
-            what a warm call looks up, without hashing it all again.
-        transpose: Views of data and scale the other way round, as a GEMM takes its right operand;
-            made once, because a view costs 0.75 us of host time.
-    """
-
-    data: Tensor
-    scale: Tensor | None
-    granularity: Granularity
-    transposed: bool = False
-    source: Tensor | None = None
-    budget: ErrorBudget | None = None
-    signature: object = field(init=False, repr=False)
-    transpose: tuple[Tensor, Tensor | None] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.data.dim() != 2:
-            raise ShapeError(
-                f"QuantizedTensor: data is {list(self.data.shape)}; expected two dimensions"
-            )
-        scale = None if self.scale is None else self.scale.t()
-        object.__setattr__(self, "transpose", (self.data.t(), scale))
-        row_bytes = self.data.stride(0) * self.data.element_size()
-        facts = (
-            self.data.dtype,
-            self.granularity,
-            self.data.shape,
-            self.data.device,
-            self.transposed,
-            (self.data.data_ptr() | row_bytes) & 15,
-            None if self.source is None else self.source.dtype,
-            self.budget,
-        )
-        if len(_SIGNATURES) >= _MOST_SIGNATURES:
-            _SIGNATURES.clear()  # tensors made before no longer share plans with later ones
-        # Only a GEMM's right operand is looked up; left ones come in every m.
-        signature = _SIGNATURES.setdefault(facts, object()) if self.transposed else object()
-        object.__setattr__(self, "signature", signature)
-        if self.granularity is Granularity.NONE:
-            if self.scale is not None:
-                raise FormatError("QuantizedTensor: a scale was given but granularity is 'none'")
-            return
-        if self.data.dtype.itemsize != 1 or not self.data.dtype.is_floating_point:
-            raise FormatError(f"QuantizedTensor: data is {self.data.dtype}; expected FP8")
-        expected = self.granularity.scale_shape(*self.data.shape)
-        if (
-            self.scale is None
-            or tuple(self.scale.shape) != expected
-            or self.scale.dtype.itemsize != 4
-            or not self.scale.dtype.is_floating_point
-        ):
-            found = (
-                "no scale" if self.scale is None else f"{list(self.scale.shape)} {self.scale.dtype}"
-            )
-            raise ShapeError(
-                f"QuantizedTensor: data {list(self.data.shape)} with granularity "
-                f"{self.granularity.value!r} needs float32 scales {list(expected)}; found {found}"
-            )
-        if not self.data.is_contiguous() or not self.granularity.lays_out(self.scale):
-            raise ShapeError(
-                f"QuantizedTensor: data has strides {self.data.stride()}, scale "
-                f"{self.scale.stride()}; kernels read contiguous data and scales laid out as "
-                "quantize makes them: quantize again, or use QuantizedTensor.packed(...)"
-            )
-        if self.scale.device != self.data.device:
-            raise DeviceError(
-                f"QuantizedTensor: data is on {self.data.device}, scale on {self.scale.device}"
-            )
-
-    @property
-    def format(self) -> Format:
-        return Format.of(self.data.dtype)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.data.shape
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @classmethod
-    def packed(cls, data: Tensor, scale: Tensor, granularity: Granularity) -> QuantizedTensor:
-        """From data and scales of any strides, copied into the layout that kernels read."""
-        rows, columns = data.shape
-        laid_out = granularity.empty_scale(rows, columns, data.device).copy_(scale)
-        return cls(data.contiguous(), laid_out, granularity)
-
-    def to(self, device: torch.device | str) -> QuantizedTensor:
-        """The same tensor on another device."""
-        data = self.data.to(device)
-        scale = None
-        if self.scale is not None:
-            rows, columns = data.shape
-            scale = self.granularity.empty_scale(rows, columns, data.device).copy_(self.scale)
-        source = None if self.source is None else self.source.to(device)
-        return QuantizedTensor(data, scale, self.granularity, self.transposed, source, self.budget)
-
-    def t(self) -> QuantizedTensor:
-        """The transpose; shares memory."""
-        return QuantizedTensor(
-            self.data, self.scale, self.granularity, not self.transposed, self.source, self.budget
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"QuantizedTensor({list(self.shape)}, {self.format.value}, "
-            f"{self.granularity.value}, {self.device})"
-        )
 
 
 # The default error of a kernel is its worst over these; recipes in lokakern.bench.distributions.

@@ -3,15 +3,17 @@
 quantize      x [m, k]                     -> q, s      x ~ q * s
               (quantize_transpose: the same of x and of x.t())
 dequantize    q [m, k], s                  -> x         x = q * s
-scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = (a.q a.s) @ (b.q b.s) + bias
+scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = f((a.q a.s) @ (b.q b.s) + bias)
 gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
 
-A batch is one more axis in front of a, b and d of a gemm; its bias stays [n].
+f is what `lokakern.types.Epilogue` says. A batch is one more axis in front of a, b and d of a gemm,
+and the groups of a scaled GEMM; the bias stays [n].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.errors import UnknownNameError
-from lokakern.types import QuantizedTensor
+from lokakern.types import PLAIN, Epilogue, QuantizedTensor
 
 Matrix = Tensor | QuantizedTensor
 
@@ -60,13 +62,98 @@ def magnitude(a: Matrix, b: Matrix, bias: Tensor | None = None) -> Tensor:
     return result if bias is None else result + bias.to(torch.float64).abs()
 
 
+# Value, and largest slope, of each activation.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "none": (lambda v: v, 1.0),
+    "relu": (torch.relu, 1.0),
+    "hardswish": (torch.nn.functional.hardswish, 1.5),
+    "silu": (torch.nn.functional.silu, 1.1),
+}
+
+
+def finished(
+    exact: Tensor,
+    magnitude: Tensor,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    before: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs of exact sums, and the scale of their rounding errors, float64.
+
+    Args:
+        exact: Sums, ``[..., m, n]``.
+        magnitude: Sums of absolute values.
+        bias: ``[n]``.
+        epilogue: What comes after it; the format of the output is not its business.
+        before: What the outputs are added to.
+    """
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    if epilogue.x0 is not None and epilogue.x is not None:
+        x0, x = epilogue.x0.double(), epilogue.x.double()
+        exact, magnitude = x0 * exact + x, x0.abs() * magnitude + x.abs()
+    else:
+        function, slope = ACTIVATIONS[epilogue.activation]
+        exact, magnitude = function(exact), slope * magnitude
+    if before is not None:
+        exact, magnitude = exact + before.double(), magnitude + before.double().abs()
+    return exact, magnitude
+
+
+def scaled_sums(
+    a: Matrix | Sequence[Matrix], b: Matrix, epilogue: Epilogue = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """Sums of a scaled GEMM and of absolute values, float64, ``[m, n]``; 0 in rows of no group.
+
+    Args:
+        a: ``[m, k]``, or slices of it along k.
+        b: ``[k, groups * n]``.
+        epilogue: For its groups.
+    """
+    slices = [a] if isinstance(a, Tensor | QuantizedTensor) else a
+    left = torch.cat([exact(x) for x in slices], dim=1)
+    right = exact(b)
+    n = right.shape[1] // epilogue.groups
+    result = left.new_zeros((2, len(left), n))
+    for group, rows in enumerate(rows_of_groups(len(left), epilogue)):
+        weight = right[:, group * n : (group + 1) * n]
+        result[0, rows] = left[rows] @ weight
+        result[1, rows] = left[rows].abs() @ weight.abs()
+    return result[0], result[1]
+
+
+def rows_of_groups(m: int, epilogue: Epilogue) -> list[slice]:
+    """Rows of each group."""
+    if epilogue.offsets is not None:
+        ends = epilogue.offsets.tolist()
+    else:
+        ends = [m // epilogue.groups * group for group in range(epilogue.groups + 1)]
+    return [slice(first, last) for first, last in itertools.pairwise(ends)]
+
+
+def scaled_product(
+    a: Matrix | Sequence[Matrix],
+    b: Matrix,
+    bias: Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
+    before: Tensor | None = None,
+) -> Tensor:
+    """What a scaled GEMM must write, float64, ``[m, n]``."""
+    return finished(*scaled_sums(a, b, epilogue), bias, epilogue, before)[0]
+
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
         Op("quantize", ("m", "k"), "x ~ q * s", exact),
         Op("quantize_transpose", ("m", "k"), "x ~ q * s, x.t() ~ q_t * s_t", exact),
         Op("dequantize", ("m", "k"), "x = q * s", exact),
-        Op("scaled_gemm", ("m", "n", "k"), "d = (a.q a.s) @ (b.q b.s) + bias", product),
+        Op(
+            "scaled_gemm",
+            ("m", "n", "k"),
+            "d = f((a.q a.s) @ (b.q b.s) + bias)",
+            scaled_product,
+        ),
         Op("gemm", ("m", "n", "k"), "d = a @ b + bias", product),
     )
 }

@@ -44,7 +44,12 @@ _ABSENT = ("sm_100", "gfx942", "gfx950")
 COMPILED_ONLY = dict.fromkeys(_ABSENT, "no such GPU was at hand to run it")
 NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
 
-PLAIN_EPILOGUES = frozenset({"none", "bias"})
+PLAIN_EPILOGUES = frozenset({"none", "bias"})  # of a kernel that says no more
+# Attributes of a kernel that a caller of scaled_gemm may need and no problem tells of.
+NEEDS = {
+    "k_slices": "does not take a as slices along k",
+    "batch_invariant": "its bits may depend on the number of rows",
+}
 
 Launcher = Callable[..., None]
 Workspace = Callable[..., tuple[Tensor, ...]]
@@ -71,8 +76,12 @@ class Kernel:
         quantize_transpose
                       launch(x, data, scale, data_t, scale_t, workspace)
         dequantize    launch(data, scale, out, workspace)
-        scaled_gemm   launch(a, a_scale, b, b_scale, out, bias, workspace)
+        scaled_gemm   launch(a, a_scale, b, b_scale, out, bias, workspace, epilogue=PLAIN)
         gemm          launch(a, b, out, bias, workspace)     b: Tensor [k, n] or QuantizedTensor
+
+    FP8 data lie as `types.empty_data` lays them out. A scaled GEMM is given its epilogue if the
+    kernel has one to be given, and slices of a along k as two tuples in the places of a and
+    a_scale. A kernel with `k_slices` takes any number of them.
 
     Attributes:
         name: ``<language>.<function>``, or the names of the parts of a composition.
@@ -90,8 +99,12 @@ class Kernel:
             before they are added up, see `bound_at`; None: they never are.
         parts: Names of a composition's parts.
         batched: Whether it takes a batch: every operand and output but the bias has one more axis
-            then, in front.
-        epilogues: Which `Problem.epilogue` it computes.
+            then, in front; of a scaled GEMM, whether it takes groups, of equal or any rows.
+        epilogues: What of `Problem.epilogue` it does.
+        accumulates: Whether it can add to a float32 output.
+        k_slices: Whether it takes a as slices along k.
+        batch_invariant: Whether the bits of an output row do not depend on the other rows, nor on
+            how many there are.
     """
 
     name: str
@@ -112,6 +125,9 @@ class Kernel:
     parts: tuple[str, ...] = ()
     batched: bool = False
     epilogues: frozenset[str] = PLAIN_EPILOGUES
+    accumulates: bool = False
+    k_slices: bool = False
+    batch_invariant: bool = False
 
     @functools.cached_property
     def digest(self) -> str:
@@ -131,11 +147,15 @@ class Kernel:
             return Rejected(f"needs {needs}; device is {device.architecture}")
         if problem.batch != 1 and not self.batched:
             return Rejected("takes no batch")
-        if problem.accumulate:
+        if problem.accumulate and not self.accumulates:
             return Rejected("does not accumulate into its output")
         if problem.epilogue not in self.epilogues:
             return Rejected(f"has no epilogue {problem.epilogue!r}")
         return self.supports_problem(problem, device)
+
+    def lacks(self, needs: Iterable[str]) -> str | None:
+        """What of the words of `NEEDS` it does not do."""
+        return next((NEEDS[need] for need in needs if not getattr(self, need)), None)
 
     def bound_at(self, problem: Problem) -> float:
         """Largest accepted `numerics.kernel_error` at a problem.
@@ -201,6 +221,9 @@ def register(
     odd_kernel_err_bound: float | None = None,
     batched: bool = False,
     epilogues: frozenset[str] = PLAIN_EPILOGUES,
+    accumulates: bool = False,
+    k_slices: bool = False,
+    batch_invariant: bool = False,
 ) -> Callable[[Launcher], Launcher]:
     """Enter a launcher into the registry: tested, swept and dispatchable from then on.
 
@@ -240,6 +263,9 @@ def register(
                 odd_kernel_err_bound=odd_kernel_err_bound,
                 batched=batched,
                 epilogues=epilogues,
+                accumulates=accumulates,
+                k_slices=k_slices,
+                batch_invariant=batch_invariant,
             )
         )
         return launch

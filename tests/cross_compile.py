@@ -64,7 +64,7 @@ def quantize_cases(target: str) -> Iterator[Case]:
             height, width, num_warps = quantize.row_tile(columns)
             yield Case(
                 f"quantize_row {columns} {suffix}", quantize.quantize_row_kernel,
-                (x, data, scale), (columns, columns), 1,
+                (x, data, scale), (columns, columns, columns), 1,
                 (*constants, height, width, columns <= width), num_warps, 1,
             )  # fmt: skip
         for name, height, whole, num_warps in (
@@ -72,7 +72,7 @@ def quantize_cases(target: str) -> Iterator[Case]:
         ):  # fmt: skip
             yield Case(
                 f"quantize_{name} {suffix}", quantize.quantize_tile_kernel,
-                (x, data, scale), (1024, 1024), 2, (*constants, height, whole), num_warps, 1,
+                (x, data, scale), (1024, 1024, 1024), 2, (*constants, height, whole), num_warps, 1,
             )  # fmt: skip
         height, width, num_warps = quantize.row_tile(1024)
         yield Case(
@@ -81,13 +81,13 @@ def quantize_cases(target: str) -> Iterator[Case]:
         )  # fmt: skip
         yield Case(
             f"quantize_tensor {suffix}", quantize.quantize_tensor_kernel,
-            (x, data, scale, "*fp32"), (1024, 1024), 1,
+            (x, data, scale, "*fp32"), (1024, 1024, 1024), 1,
             (*constants, height, width, quantize.PARTIALS), num_warps, 1,
         )  # fmt: skip
         for kind, rows_of_scale in (("tensor, _row, _group", 1), ("block", 128)):
             yield Case(
                 f"dequantize_{kind} {fp8}->{source}", dequantize.dequantize_kernel,
-                (data, scale, x), (1024, 1024), 3, (dequantize.ROWS, rows_of_scale), 4, 1,
+                (data, scale, x), (1024, 1024, 1024), 3, (dequantize.ROWS, rows_of_scale), 4, 1,
             )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def gemm_cases(target: str) -> Iterator[Case]:
             f"{tile.block_m}x{tile.block_n}x{tile.block_k} {a} {b} {out} k={k}",
             scaled_gemm.scaled_gemm_kernel,
             (f"*{a}", "*fp32", f"*{b}", "*fp32", f"*{out}", f"*{out}"),
-            (1024, k, 1024, scale_stride), 1,
+            (1024, k, k, k, 1024, scale_stride), 1,
             (kind, promoted, True, k % tile.block_k == 0,
              tile.block_m, tile.block_n, tile.block_k, depth),
             tile.num_warps, depth,

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 from lokakern import numerics
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, kernel_named
-from lokakern.types import Format, Granularity
+from lokakern.types import Format, Granularity, empty_data
 
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ, Format.E5M2FNUZ)
 DTYPES = (torch.bfloat16, torch.float32)
@@ -126,7 +126,8 @@ def check_quantize(kernel: Kernel) -> Iterator[str]:
             wide[:, 3 : 3 + columns] = x
             for view in (x,) if only_normal else (x, wide[:, 3 : 3 + columns]):
                 expected = numerics.quantize(view, form, kernel.granularity)
-                data = torch.full((rows, columns), 0xAA, dtype=torch.uint8).view(form.dtype)
+                data = empty_data(rows, columns, form.dtype, x.device)
+                data.view(torch.uint8).fill_(0xAA)
                 scale = poisoned_scale(kernel.granularity, rows, columns)
                 kernel.launch(view, data, scale, kernel.workspace(view, data, scale))
                 got, want = data.view(torch.uint8), expected.data.view(torch.uint8)

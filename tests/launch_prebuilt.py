@@ -81,8 +81,7 @@ def main(text: str) -> None:
         where = torch.device("cuda" if here else "cpu")
         operands = Operands(problem, "X1", where, device, cold=False)
         for kernel in kernels:
-            given = operands.sets[0]
-            kernel.launch(*given, operands.workspace_of(kernel, given))
+            operands.call_of(kernel, 0)()
     if here:
         torch.cuda.synchronize()
     launches = inert.launches if inert else None

@@ -6,6 +6,7 @@ GPU where there is one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,9 @@ from lokakern.problems import make_problem
 from lokakern.registry import ops
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, load_kernels
 from lokakern.types import (
+    PLAIN,
     REALISTIC_DISTRIBUTIONS,
+    Epilogue,
     Format,
     Granularity,
     Layout,
@@ -80,21 +83,69 @@ def launch_scaled_gemm(
     right: QuantizedTensor,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
+    epilogue: Epilogue = PLAIN,
 ) -> str | None:
     """Launch if the kernel takes the operands; returns its reason if it does not."""
+    form = Format.of(out.dtype)
+    pitch = -(-out.shape[1] // 16) * 16 if form.is_fp8 else out.shape[1]
     problem = Problem(
-        op="scaled_gemm", m=out.shape[0], n=out.shape[1], k=left.data.shape[1],
+        op="scaled_gemm", m=-(-out.shape[0] // epilogue.groups), n=out.shape[1],
+        k=left.data.shape[1], batch=epilogue.groups,
         a=replace(operand_of(left.data), granularity=left.granularity),
         b=replace(operand_of(right.data), granularity=right.granularity, layout=Layout.COLUMN),
-        epilogue="none" if bias is None else "bias",
-        out_format=Format.of(out.dtype), out_strided=not out.is_contiguous(),
+        epilogue=epilogue.name(bias is not None), out_format=form,
+        out_granularity=Granularity.TENSOR if form.is_fp8 else Granularity.NONE,
+        out_strided=out.shape[0] > 1 and out.stride(0) != pitch, accumulate=epilogue.accumulate,
     )  # fmt: skip
     answer = kernel.supports(problem, current_device(out.device.type))
     if isinstance(answer, Rejected):
         return answer.reason
     operands = (left.data, left.scale, *right.transpose, out, bias)
-    kernel.launch(*operands, kernel.workspace(*operands))
+    extra = () if epilogue is PLAIN else (epilogue,)
+    kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
     return None
+
+
+def padded(
+    rows: int, columns: int, dtype: torch.dtype, where: str, filling: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 data with padded rows, and all its bytes, padding included, each the filling."""
+    whole = torch.full((rows, -(-columns // 16) * 16), filling, dtype=torch.uint8, device=where)
+    return whole.view(dtype)[:, :columns], whole
+
+
+def in_nan(q: QuantizedTensor) -> QuantizedTensor:
+    """A copy with NaN between its rows, which no kernel may read."""
+    data, _ = padded(*q.data.shape, q.data.dtype, q.device.type, q.format.nan_byte)
+    data.view(torch.uint8).copy_(q.data.view(torch.uint8))
+    return QuantizedTensor(data, q.scale, q.granularity, q.transposed)
+
+
+def operands_for(
+    kernel: Kernel, where: str, m: int, n: int, k: int, forms: tuple[Format, Format] | None = None
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Left operand, and the right one as a weight."""
+    fp8 = fp8_format(current_device(where))
+    a_form, b_form = forms or (fp8, fp8)
+    x, w = torch.randn(m, k, device=where), torch.randn(n, k, device=where)
+    left = numerics.quantize(x, a_form, kernel.granularity)
+    return in_nan(left), in_nan(numerics.quantize(w, b_form, kernel.b_granularity))
+
+
+def assert_finished(
+    kernel: Kernel,
+    out: torch.Tensor,
+    sums: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None,
+    epilogue: Epilogue,
+    before: torch.Tensor | None = None,
+) -> None:
+    exact, size = ops.finished(*sums, bias, epilogue, before)
+    error = numerics.kernel_error(
+        out, exact, size, Format.of(out.dtype).unit_roundoff, epilogue.out_scale
+    )
+    bound = kernel.kernel_err_bound
+    assert error.maximum <= bound, f"{kernel}: kernel_err {error.maximum:.3g} > {bound:g}"
 
 
 def assert_product(
@@ -146,6 +197,172 @@ def test_scaled_gemm_on_odd_sizes_and_hostile_values(
             assert_product(kernel, out, left, right.t(), bias)
             taken += 1
     assert taken, f"{name} took none of the sizes"
+
+
+TAILS = [
+    (1, 8, 13), (33, 24, 39), (130, 33, 312), (200, 130, 648), (64, 96, 720), (129, 257, 144),
+    (1000, 1, 256), (300, 8, 64), (256, 256, 512),
+]  # fmt: skip
+
+
+def reasons_of(kernel: Kernel, where: str, *, none_ok: bool, reasons: list[str | None]) -> None:
+    """A kernel must take something, unless it says of all why not."""
+    taken = [reason for reason in reasons if reason is None]
+    assert taken or (none_ok and all(reasons)), f"{kernel} on {where} took none"
+
+
+@pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
+@pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "FP8"])
+def test_scaled_gemm_does_every_epilogue_it_declares(name: str, where: str, small: bool) -> None:
+    """On tails of m, n and k; neither NaN between rows of operands nor bytes of others count."""
+    kernel = kernel_here(name, where)
+    fp8 = fp8_format(current_device(where))
+    reasons = []
+    for (m, n, k), what in itertools.product(TAILS, sorted(kernel.epilogues)):
+        left, right = operands_for(kernel, where, m, n, k)
+        bias = torch.randn(n, device=where).bfloat16() if what.startswith("bias") else None
+        last = what.removeprefix("bias").removeprefix("+") or "none"
+        wide = torch.randn(m, 2 * n + 1, device=where).bfloat16()  # rows that are not aligned
+        epilogue = Epilogue(last)
+        if last == "cross":
+            epilogue = Epilogue(x0=wide[:, :n], x=wide[:, n + 1 :])
+        whole = None
+        if small:
+            scale = torch.full((1, 1), 0.1, device=where)  # the largest of some saturate
+            epilogue = epilogue._replace(out_scale=scale)
+            out, whole = padded(m, n, fp8.dtype, where, 0xA5)
+        else:
+            out = poisoned((m, n), torch.bfloat16, where)
+        epilogue = PLAIN if epilogue == Epilogue() else epilogue
+        reasons.append(launch_scaled_gemm(kernel, left, right, out, bias, epilogue))
+        if reasons[-1] is None:
+            sums = ops.scaled_sums(left, right.t())
+            assert_finished(kernel, out, sums, bias, epilogue)
+            assert whole is None or (whole[:, n:] == 0xA5).all(), "wrote between the rows"
+    reasons_of(kernel, where, none_ok=small, reasons=reasons)
+
+
+@pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
+def test_scaled_gemm_keeps_nan_through_every_epilogue(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    for what in kernel.epilogues & {"none", "relu", "hardswish", "silu", "cross"}:
+        left, right = operands_for(kernel, where, 64, 64, 256)
+        left.data.view(torch.uint8)[5, 200] = left.format.nan_byte
+        x = torch.randn(64, 64, device=where).bfloat16()
+        epilogue = Epilogue(x0=x, x=x) if what == "cross" else Epilogue(what)
+        out = torch.zeros(64, 64, dtype=torch.bfloat16, device=where)
+        epilogue = PLAIN if what == "none" else epilogue
+        assert launch_scaled_gemm(kernel, left, right, out, None, epilogue) is None
+        assert out[5].isnan().all() and out.isnan().sum() == 64, what
+
+
+@pytest.mark.parametrize(("name", "where"), [
+    case for case in cases("scaled_gemm") if KERNELS[case.values[0]].accumulates
+])  # fmt: skip
+def test_scaled_gemm_adds_to_its_output(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    for (m, n, k), with_bias in itertools.product([*TAILS, (192, 128, 20000)], (False, True)):
+        left, right = operands_for(kernel, where, m, n, k)
+        bias = torch.randn(n, device=where) if with_bias else None
+        whole = torch.randn(m, n + 5, device=where)
+        before = whole.clone()
+        for out, held in ((whole[:, 3 : 3 + n], before[:, 3 : 3 + n]),):
+            epilogue = Epilogue(accumulate=True)
+            reason = launch_scaled_gemm(kernel, left, right, out, bias, epilogue)
+            assert reason is None, reason
+            sums = ops.scaled_sums(left, right.t())
+            assert_finished(kernel, out, sums, bias, epilogue, held)
+        assert torch.equal(whole[:, :3], before[:, :3])
+        assert torch.equal(whole[:, 3 + n :], before[:, 3 + n :])
+
+
+@pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
+def test_scaled_gemm_multiplies_e5m2_by_e4m3(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    four = fp8_format(current_device(where))
+    five = Format.E5M2FNUZ if four is Format.E4M3FNUZ else Format.E5M2
+    for forms in ((five, four), (four, five)):
+        left, right = operands_for(kernel, where, 128, 128, 384, forms)
+        out = poisoned((128, 128), torch.bfloat16, where)
+        assert launch_scaled_gemm(kernel, left, right, out) is None
+        assert_product(kernel, out, left, right.t())
+
+
+def grouped_cases() -> list[Any]:
+    return [case for case in cases("scaled_gemm") if KERNELS[case.values[0]].batched]
+
+
+@pytest.mark.parametrize(("name", "where"), grouped_cases())
+def test_scaled_gemm_takes_groups(name: str, where: str) -> None:
+    """Of equal rows, and of any, empty ones and rows of no group included."""
+    kernel = kernel_here(name, where)
+    reasons = []
+    for groups, m, n, k in [
+        (3, 40, 24, 39),
+        (5, 27, 128, 200),
+        (2, 130, 256, 384),
+        (40, 7, 16, 64),
+    ]:
+        total = groups * m
+        left, right = operands_for(kernel, where, total, groups * n, k)
+        ends = [*sorted(torch.randint(1, total, (groups - 1,)).tolist()), total - 1]
+        offsets = torch.tensor([1, *ends], dtype=torch.int32, device=where)
+        if groups > 3:
+            offsets[2] = offsets[1]  # an empty group
+        bias = torch.randn(n, device=where).bfloat16()
+        for epilogue in (Epilogue(groups=groups), Epilogue(groups=groups, offsets=offsets)):
+            out = torch.full((total, n), 7.0, dtype=torch.bfloat16, device=where)
+            reason = launch_scaled_gemm(kernel, left, right, out, bias, epilogue)
+            reasons.append(reason)
+            if reason is not None:
+                continue
+            exact, size = ops.scaled_sums(left, right.t(), epilogue)
+            inside = slice(0, total) if epilogue.offsets is None else slice(1, total - 1)
+            assert_finished(kernel, out[inside], (exact[inside], size[inside]), bias, epilogue)
+            if epilogue.offsets is not None:
+                assert (out[0] == 7).all() and (out[-1] == 7).all()
+    reasons_of(kernel, where, none_ok=False, reasons=reasons)
+
+
+@pytest.mark.parametrize(("name", "where"), [
+    case for case in cases("scaled_gemm") if KERNELS[case.values[0]].k_slices
+])  # fmt: skip
+@pytest.mark.parametrize("parts", [(128, 39), (128, 256, 720), (384, 128, 128, 16)], ids=str)
+def test_scaled_gemm_takes_slices_of_k(name: str, where: str, parts: tuple[int, ...]) -> None:
+    """Each 1x128-quantized by itself, or all of one matrix under the same scales."""
+    kernel = kernel_here(name, where)
+    m, n, k = 130, 96, sum(parts)
+    left, right = operands_for(kernel, where, m, n, k)
+    if kernel.granularity is Granularity.GROUP:
+        slices = [operands_for(kernel, where, m, n, part)[0] for part in parts]
+    else:
+        slices = []
+        for part in left.data.split(parts, dim=1):
+            data, _ = padded(m, part.shape[1], part.dtype, where, left.format.nan_byte)
+            data.view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
+            slices.append(QuantizedTensor(data, left.scale, left.granularity))
+    out = poisoned((m, n), torch.bfloat16, where)
+    bias = torch.randn(n, device=where).bfloat16()
+    found = functional.run(kernel, slices, right.t(), bias=bias, out=out)
+    assert found is out
+    assert_finished(kernel, out, ops.scaled_sums(slices, right.t()), bias, PLAIN)
+
+
+@pytest.mark.parametrize(("name", "where"), [
+    case for case in cases("scaled_gemm") if KERNELS[case.values[0]].batch_invariant
+])  # fmt: skip
+def test_bits_of_a_row_do_not_depend_on_the_others(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    for n, k in ((24, 39), (512, 2048), (64, 8192), (2048, 512)):
+        left, right = operands_for(kernel, where, 4096, n, k)
+        seen = []
+        for m in (4096, 1000, 129, 64, 7):
+            scale = left.scale if kernel.granularity is Granularity.TENSOR else left.scale[:m]  # type: ignore[index]
+            some = QuantizedTensor.packed(left.data[:m], scale, left.granularity)  # type: ignore[arg-type]
+            out = poisoned((m, n), torch.bfloat16, where)
+            assert launch_scaled_gemm(kernel, some, right, out) is None
+            seen.append(out[:7].view(torch.int16))
+        assert all(torch.equal(rows, seen[0]) for rows in seen), f"n={n} k={k}"
 
 
 @pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
@@ -328,7 +545,7 @@ def test_quantize_gives_the_bytes_of_the_emulation(name: str, where: str, source
             tall[:, 1 : 1 + rows] = x.t()
             views = (wide[:, 3 : 3 + columns], x.t().contiguous().t(), tall[:, 1 : 1 + rows].t())
             for given in (x, *views):
-                for padded in (False, True) if kernel.language == "cuda" else (False,):
+                for padded in (False, True):
                     wrong = quantized_wrong(kernel, given, form, padded)
                     taken += wrong is not None
                     assert not wrong, f"{name} {form.value} {[rows, columns]}: {wrong}"

@@ -31,7 +31,16 @@ from lokakern.errors import MeasurementError, ShapeError
 from lokakern.operands import operand_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, QuantizedTensor
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    QuantizedTensor,
+)
 
 load_kernels()
 CPU = torch.device("cpu")
@@ -271,6 +280,62 @@ def test_outputs_checked_in_part_are_searched_for_what_was_not_written(
     assert wrong.startswith("1 outputs of batch ")
 
 
+def scaled_problems() -> list[Problem]:
+    """Scaled GEMMs with everything that may come after their sums, on k and n of any remainder."""
+    found = []
+    five = Operand(Format.E5M2, Granularity.ROW)
+    right = Operand(FP8, Granularity.ROW, Layout.COLUMN)
+    group = Operand(FP8, Granularity.GROUP)
+    by_group = Operand(FP8, Granularity.GROUP, Layout.COLUMN)
+    small: dict[str, Any] = {"out_format": FP8, "out_granularity": Granularity.TENSOR}
+    for m, n, k, fields in [
+        (40, 24, 13, {"epilogue": "bias+relu"}),
+        (300, 400, 39, {"epilogue": "hardswish", **small}),
+        (300, 40, 312, {"epilogue": "bias+silu", **small}),
+        (40, 33, 648, {"epilogue": "bias+cross", "a": group}),
+        (300, 24, 40, {"epilogue": "cross", **small}),
+        (70, 40, 130, {"accumulate": True, "out_format": Format.FLOAT32, "a": five, "b": right}),
+        (70, 40, 300, {"accumulate": True, "out_format": Format.FLOAT32, "a": group,
+                       "b": by_group, "epilogue": "bias"}),
+        (40, 128, 39, {"batch": 3, "a": group, "epilogue": "bias+relu"}),
+        (33, 24, 48, {"batch": 5, "epilogue": "cross", **small}),
+        (33, 24, 48, {"batch": 5, "accumulate": True, "out_format": Format.FLOAT32}),
+    ]:  # fmt: skip
+        found.append(make_problem("scaled_gemm", (m, n, k), **fields))
+    return found
+
+
+def emulation_of(problem: Problem) -> Kernel:
+    assert problem.b is not None
+    suffix = problem.b.granularity.suffix
+    return KERNELS[f"torch.emulated_{suffix}"]
+
+
+@pytest.mark.parametrize("problem", scaled_problems(), ids=str)
+def test_what_comes_after_the_sums_is_drawn_and_checked(problem: Problem) -> None:
+    kernel = emulation_of(problem)
+    assert kernel.supports(problem, HERE) == ACCEPTED
+    made = make(problem)
+    for a, _, b, _, out, bias in made.sets:
+        assert (operand_of(a).alignment, operand_of(b.t()).alignment) == (16, 16)
+        assert out.shape == (problem.batch * problem.m, problem.n)
+        assert (bias is None) is not problem.epilogue.startswith("bias")
+    before = made.fingerprint()
+    for spoiled in (False, True):
+        for _ in range(2):  # what is added to is restored
+            made.poison()
+            for call in contender_of(made, kernel).calls:
+                call()
+        assert made.fingerprint() == before
+        if spoiled:
+            out = made.sets[0][4]
+            value = -float(out[-1, -1]) or 1.0
+            out[-1, -1] = torch.tensor(value * 2, device=CPU).to(out.dtype)
+        error, wrong = made.check(kernel)
+        assert bool(wrong) is spoiled
+        assert (error.maximum > 1) is spoiled
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 9), st.integers(1, 60), st.integers(1, 60),
@@ -332,13 +397,13 @@ def test_batches_repeat_drawn_rows_and_weights() -> None:
     [
         (make_problem("gemm", (8, 8, 8), a=Operand(Format.BFLOAT16, layout=Layout.STRIDED)),
          "strided along both"),
-        (make_problem("scaled_gemm", (8, 8, 8), batch=2), "of unquantized gemm only"),
-        (make_problem("quantize", (8, 8), a=Operand(Format.BFLOAT16, layout=Layout.COLUMN)),
+        (make_problem("quantize", (8, 8), batch=2), "of scaled_gemm only"),
+        (make_problem("scaled_gemm", (8, 8, 8), a=Operand(FP8, Granularity.ROW, Layout.COLUMN)),
          "a row-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.ROW),
                       prepared=True), "b column-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.COLUMN),
-                      prepared=True, batch=2), "of unquantized gemm only"),
+                      prepared=True, batch=2), "of unquantized gemm and"),
         (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not drawn"),
     ],
 )  # fmt: skip

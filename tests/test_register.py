@@ -155,6 +155,20 @@ def test_supports_says_why_not() -> None:
     assert "'gelu'" in reason(narrow.supports(replace(GEMM, epilogue="gelu"), H200))
 
 
+def test_kernels_declare_what_they_do_to_their_sums(registered: dict[str, Kernel]) -> None:
+    register("gemm", epilogues=frozenset({"relu"}), accumulates=True, k_slices=True)(own_kernel)
+    (name,) = set(registered) - set(KERNELS)
+    found = registered[name]
+    assert found.supports(replace(GEMM, epilogue="relu"), H200) == Accepted()
+    assert found.supports(replace(GEMM, epilogue="relu", accumulate=True), H200) == Accepted()
+    assert "has no epilogue 'none'" in reason(found.supports(GEMM, H200))
+    assert found.lacks(()) is None and found.lacks({"k_slices"}) is None
+    assert (
+        found.lacks({"k_slices", "batch_invariant"}) == "its bits may depend on the number of rows"
+    )
+    assert kernel().lacks({"k_slices"}) == "does not take a as slices along k"
+
+
 def test_kernels_declare_that_they_take_a_batch(registered: dict[str, Kernel]) -> None:
     many = replace(GEMM, batch=2)
     assert reason(kernel().supports(many, H200)) == "takes no batch"
@@ -162,7 +176,8 @@ def test_kernels_declare_that_they_take_a_batch(registered: dict[str, Kernel]) -
     register("gemm", batched=True)(own_kernel)
     (name,) = set(registered) - set(KERNELS)
     assert registered[name].batched
-    assert {k.name for k in KERNELS.values() if k.batched} == {"torch.bf16", "torch.fp32"}
+    batched = {k.name for k in KERNELS.values() if k.batched and k.op == "gemm"}
+    assert batched == {"torch.bf16", "torch.fp32"}
     weight = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
     prepared = make_problem("gemm", (64, 256, 512), b=weight, prepared=True, batch=2)
     assert "no batch of prepared" in reason(KERNELS["torch.bf16"].supports(prepared, H200))
@@ -313,13 +328,22 @@ def test_compositions_are_made_of_their_parts(found: Kernel) -> None:
     assert found.b_granularity is KERNELS[gemm].b_granularity
     assert found.accumulation == KERNELS[gemm].accumulation
     assert found.kernel_err_bound == KERNELS[gemm].kernel_err_bound
-    for part in parts:
-        assert part.compile_only.items() <= found.compile_only.items()
-        assert part.unmeasured.items() <= found.unmeasured.items()
+    for reasons in ("compile_only", "unmeasured"):
+        given = dict(item for part in parts for item in getattr(part, reasons).items())
+        wanted = {name: why for name, why in given.items() if name in found.architectures}
+        assert getattr(found, reasons) == wanted
     makes = {part.granularity for part in parts if part.op == "quantize"}
     assert makes == {found.granularity, found.b_granularity}
     for device in (H200, MI300X, CPU):
-        assert found.runs_on(device) == all(part.runs_on(device) for part in parts)
+        if found.runs_on(device):
+            assert all(part.runs_on(device) for part in parts)
+    assert found.architectures
+
+
+def test_gemm_on_an_h200_is_composed_of_the_cuda_quantizers() -> None:
+    names = [k.name for k in KERNELS.values() if k.parts and k.runs_on(H200)]
+    assert {name.split(".")[0] for name in names} == {"cuda", "torch"}
+    assert any(name.startswith("triton.quantize_row+") for name in KERNELS)
 
 
 def composition() -> Kernel:
@@ -352,29 +376,36 @@ def test_a_composition_takes_weights_prepared_its_way() -> None:
 
 def test_a_composition_refuses_what_its_parts_refuse() -> None:
     found = composition()
-    row_major = replace(GEMM, b=Operand(Format.BFLOAT16, layout=Layout.ROW))
-    assert "b is row-major; pass weight.t()" in reason(found.supports(row_major, CPU))
+    small = replace(GEMM, out_format=Format.E4M3FN)
+    assert "writes the format of a, not e4m3fn" in reason(found.supports(small, CPU))
     quantized = replace(GEMM, a=Operand(Format.E4M3FN, Granularity.ROW))
     assert "unquantized a" in reason(found.supports(quantized, CPU))
+    row_major = replace(GEMM, b=Operand(Format.BFLOAT16, layout=Layout.ROW))
+    assert found.supports(row_major, CPU) == Accepted()
     triton = KERNELS["triton.quantize_row+torch.scaled_mm_row"]
+    assert reason(triton.supports(row_major, MI300X)) == (
+        "triton.quantize_row: takes row-major input"
+    )
     odd = make_problem("gemm", (64, 40, 512))
-    assert reason(triton.supports(odd, H200)).startswith("torch.scaled_mm_row: n and k must be")
+    assert reason(triton.supports(odd, MI300X)).startswith("torch.scaled_mm_row: n and k must be")
     strided = replace(GEMM, a=Operand(Format.BFLOAT16, layout=Layout.STRIDED))
-    assert reason(triton.supports(strided, H200)).startswith("triton.quantize_row: ")
+    assert reason(triton.supports(strided, MI300X)).startswith("triton.quantize_row: ")
 
 
 def test_compose_needs_both_parts(registered: dict[str, Kernel]) -> None:
     before = set(registered)
-    assert compositions.compose("gone.quantize_row", "torch.emulated_row") is None
-    assert compositions.compose("torch.quantize_row", "gone.gemm") is None
+    assert compositions.compose("gone.quantize", "torch.emulated_row") is None
+    assert compositions.compose("torch.quantize", "gone.gemm") is None
+    elsewhere = frozenset({"gfx90a"})
+    assert compositions.compose("triton.quantize", "torch.emulated_block", elsewhere) is None
     assert set(registered) == before
-    made = compositions.compose("triton.quantize_group", "torch.emulated_block")
+    made = compositions.compose("triton.quantize", "torch.emulated_block")
     assert made is not None
     assert registered["triton.quantize_group+torch.emulated_block"] is made
     assert made.parts == ("triton.quantize_group", "triton.quantize_block", "torch.emulated_block")
     assert made.architectures == KERNELS["triton.quantize_group"].architectures
     with pytest.raises(ValueError, match="twice"):
-        compositions.compose("triton.quantize_group", "torch.emulated_block")
+        compositions.compose("triton.quantize", "torch.emulated_block")
 
 
 # --- what importing needs

@@ -42,8 +42,8 @@ ENVIRONMENT = Environment(
     driver="580", toolkit="13.0", torch="2.11.0", triton="3.6.0", power_cap_w="700"
 )
 BF16 = "torch.bf16"
-ROW = "triton.quantize_row+torch.scaled_mm_row"
-TENSOR = "triton.quantize_tensor+torch.scaled_mm_tensor"
+ROW = "cuda.quantize_row+torch.scaled_mm_row"
+TENSOR = "cuda.quantize_tensor+torch.scaled_mm_tensor"
 
 
 def errors(row_err: float) -> Errors:
@@ -318,7 +318,7 @@ def test_a_batch_is_dispatched_once_it_is_measured(book: Book) -> None:
 
 def test_errors_are_of_a_numerics_class(book: Book) -> None:
     """Any kernel of a class brings its error; a wrong one brings none and is rejected itself."""
-    rival = "triton.quantize_row+triton.scaled_gemm_row"
+    rival = "cuda.quantize_row+cuda.scaled_gemm_row"
     assert rival in KERNELS and KERNELS[rival].accumulation == KERNELS[ROW].accumulation
     problem = gemm(4096)
     book.write(
@@ -394,7 +394,7 @@ def test_no_time_is_interpolated_across_an_m_where_it_failed(book: Book, status:
 
 def test_a_noisy_time_is_no_tie_with_one_far_below(book: Book) -> None:
     problem = gemm(4096)
-    other = "triton.quantize_row+torch.scaled_mm_row_fast"
+    other = "cuda.quantize_row+torch.scaled_mm_row_fast"
     book.write(
         time(BF16, problem, 12.0), accuracy(BF16, problem, 0.003),
         time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
@@ -469,12 +469,12 @@ def test_another_toolchain_is_usable_and_marked(book: Book) -> None:
     from lokakern.device import current_environment
 
     now = current_environment()
-    for change in ({"triton": "0.1"}, {"torch": "0.1"}, {}):
+    for change in ({"libraries": "0.1"}, {"torch": "0.1"}, {}):
         then = replace(now, **change)
         row = KernelRow.of(KERNELS[ROW])
         assert (evidence._toolchain(row, then) == evidence._toolchain(row, now)) is not bool(change)
     torch_only = KernelRow.of(KERNELS[BF16])
-    assert evidence._toolchain(torch_only, replace(now, triton="0.1")) == evidence._toolchain(
+    assert evidence._toolchain(torch_only, replace(now, libraries="0.1")) == evidence._toolchain(
         torch_only, now
     )
 
@@ -482,7 +482,7 @@ def test_another_toolchain_is_usable_and_marked(book: Book) -> None:
 def test_a_choice_for_another_device_is_one_that_could_run_there(book: Book) -> None:
     """cuBLASLt's block scales take m in multiples of 4 only."""
     weight = Operand(Format.E4M3FN, Granularity.BLOCK, Layout.COLUMN, 16)
-    block = "triton.quantize_group+torch.scaled_mm_block"
+    block = "cuda.quantize_group+torch.scaled_mm_block"
     rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(block, gemm(1), 0.04)]
     for m in (4096, 8192):
         problem = gemm(m, b=weight, prepared=True)

@@ -55,6 +55,8 @@ def remade(problem: Problem) -> Problem:
 
 def lying(operand: Operand, shape: tuple[int, int], prefer: Layout) -> Operand:
     """The operand with the layout and alignment that a tensor of that shape has."""
+    if operand.format.is_fp8:  # whose rows are padded
+        return replace(operand, alignment=16)
     if operand.layout is prefer:  # a vector is given the alignment of its one long row
         size = shape[1] if prefer is Layout.ROW else shape[0]
         return replace(operand, alignment=alignment_of(size * operand.format.dtype.itemsize))

@@ -100,7 +100,7 @@ def bind(
 
 
 def _starts(x: Tensor, data: Tensor, shape: Shape) -> tuple[bool, bool, bool]:
-    """Whether rows of x and of data start where whole chunks do, and whether rows end inside one."""
+    """Whether rows of x, and of data, start where chunks do, and whether rows end inside one."""
     item = x.element_size()
     chunk = CHUNK_BYTES // item
     many = shape.rows > 1

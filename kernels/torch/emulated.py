@@ -1,22 +1,29 @@
 """FP8 scaled GEMM in stock PyTorch, on any device and in every format.
 
-    d[m, n] = sum_k (a[m, k] sa) * (b[k, n] sb) + bias[n]
+    d[m, n] = f(sum_k (a[m, k] sa) * (b[k, n] sb) + bias[n])
 
 Operands are dequantized to float32 and multiplied there: what an FP8 tensor core with a float32
-accumulator would give. It says what a format costs in error where no FP8 hardware is.
+accumulator would give. It says what a format costs in error where no FP8 hardware is, and does
+everything that `Epilogue` can ask for.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.registry.ops import ACTIVATIONS, rows_of_groups
 from lokakern.registry.register import FP8_GPUS, register
 from lokakern.types import (
     ACCEPTED,
+    EPILOGUES,
+    PLAIN,
     Device,
+    Epilogue,
     Granularity,
     Problem,
     QuantizedTensor,
@@ -32,20 +39,41 @@ MOST_FLOPS = 1e10
 def _multiply(
     a_granularity: Granularity,
     b_granularity: Granularity,
-    a: Tensor,
-    a_scale: Tensor,
+    a: Tensor | Sequence[Tensor],
+    a_scale: Tensor | Sequence[Tensor],
     b: Tensor,
     b_scale: Tensor,
     out: Tensor,
     bias: Tensor | None,
     _workspace: tuple[Tensor, ...],
+    epilogue: Epilogue = PLAIN,
 ) -> None:
-    left = numerics.dequantize(QuantizedTensor(a, a_scale, a_granularity))
+    data = (a,) if isinstance(a, Tensor) else a
+    scales = (a_scale,) if isinstance(a_scale, Tensor) else a_scale
+    slices = (QuantizedTensor(x, s, a_granularity) for x, s in zip(data, scales, strict=True))
+    left = torch.cat([numerics.dequantize(x) for x in slices], dim=1)
     right = numerics.dequantize(QuantizedTensor(b.t(), b_scale.t(), b_granularity, True))
-    result = left @ right
+    n = out.shape[1]
+    for group, rows in enumerate(rows_of_groups(len(left), epilogue)):
+        result = left[rows] @ right[:, group * n : (group + 1) * n]
+        _write(result, out, rows, bias, epilogue)
+
+
+def _write(
+    result: Tensor, out: Tensor, rows: slice, bias: Tensor | None, epilogue: Epilogue
+) -> None:
     if bias is not None:
         result += bias
-    out.copy_(result)
+    if epilogue.x0 is not None and epilogue.x is not None:
+        result = epilogue.x0[rows].float() * result + epilogue.x[rows].float()
+    else:
+        result = ACTIVATIONS[epilogue.activation][0](result)
+    if epilogue.accumulate:
+        out[rows] += result
+    elif epilogue.out_scale is not None:
+        numerics.cast(result / epilogue.out_scale, out[rows])
+    else:
+        out[rows] = result.to(out.dtype)
 
 
 def _supports(
@@ -70,6 +98,7 @@ for _name, _a, _b in (
     ("emulated_tensor", Granularity.TENSOR, Granularity.TENSOR),
     ("emulated_row", Granularity.ROW, Granularity.ROW),
     ("emulated_block", Granularity.GROUP, Granularity.BLOCK),
+    ("emulated_group", Granularity.GROUP, Granularity.GROUP),
 ):
     register(
         "scaled_gemm",
@@ -78,4 +107,8 @@ for _name, _a, _b in (
         b_granularity=_b,
         accumulation="float32",
         supports=functools.partial(_supports, _a, _b),
+        batched=True,
+        epilogues=EPILOGUES,
+        accumulates=True,
+        k_slices=True,
     )(functools.partial(_multiply, _a, _b))

@@ -34,8 +34,7 @@ def _quantize(
 ) -> None:
     form = Format.of(data.dtype)
     if epilogue in ("static", "delayed"):
-        exact, amax = numerics.quantize_static(x, form, granularity, scale)
-        data.view(torch.uint8).copy_(exact.data.view(torch.uint8))
+        _, amax = numerics.quantize_static(x, form, granularity, scale, data=data)
         if epilogue == "delayed":
             torch.maximum(workspace[0], amax, out=workspace[0])
         return

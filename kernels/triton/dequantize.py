@@ -1,6 +1,6 @@
 """Dequantize from FP8: x = rn(q * s).
 
-q: [rows, columns], contiguous; x: [rows, columns], bfloat16 or float32, any row stride; scales as
+q: [rows, columns]; x: [rows, columns], bfloat16 or float32; both with any row stride; scales as
 `Granularity.empty_scale` lays them out.
 """
 
@@ -37,6 +37,7 @@ def dequantize_kernel(
     scale: tl.tensor,
     out: tl.tensor,
     columns: tl.tensor,
+    data_stride: tl.tensor,
     out_stride: tl.tensor,
     rows: tl.tensor,
     down_stride: tl.tensor,
@@ -55,7 +56,7 @@ def dequantize_kernel(
         row < rows,
         other=0.0,
     )
-    values = tl.load(data + row[:, None] * columns + column[None, :], mask, other=0.0)
+    values = tl.load(data + row[:, None] * data_stride + column[None, :], mask, other=0.0)
     result = values.to(tl.float32) * scales[:, None]
     target = out + row[:, None] * out_stride + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask)
@@ -77,7 +78,7 @@ def _dequantize(
     _launch(
         -(-rows // ROWS) * -(-columns // GROUP),
         (data, scale, out),
-        (columns, out.stride(0)),
+        (columns, data.stride(0), out.stride(0)),
         (rows, down, across),
         (ROWS, GROUP if granularity is Granularity.BLOCK else 1),
         4,

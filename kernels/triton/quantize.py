@@ -2,7 +2,7 @@
 
     s = max(rn(amax / MAX), 2^-126),  1 where amax is 0;  q = cast(rn(x / s))
 
-x: [rows, columns], bfloat16 or float32, any row stride; q: [rows, columns], contiguous; scales as
+x: [rows, columns], bfloat16 or float32; q: [rows, columns]; both with any row stride; scales as
 `Granularity.empty_scale` lays them out. amax is over finite values.
 """
 
@@ -87,6 +87,7 @@ def quantize_row_kernel(
     scale: tl.tensor,
     columns: tl.tensor,
     x_stride: tl.tensor,
+    data_stride: tl.tensor,
     rows: tl.tensor,
     MAX: tl.constexpr,
     NAN_BYTE: tl.constexpr,
@@ -99,7 +100,7 @@ def quantize_row_kernel(
     column = tl.arange(0, COLUMNS)
     known = (row < rows)[:, None]
     source = x + row[:, None] * x_stride + column[None, :]
-    target = data + row[:, None] * columns + column[None, :]
+    target = data + row[:, None] * data_stride + column[None, :]
     if IN_REGISTERS:
         mask = known & (column < columns)[None, :]
         values = tl.load(source, mask, other=0.0).to(tl.float32)
@@ -128,6 +129,7 @@ def quantize_tile_kernel(
     scale: tl.tensor,
     columns: tl.tensor,
     x_stride: tl.tensor,
+    data_stride: tl.tensor,
     rows: tl.tensor,
     scale_stride: tl.tensor,
     MAX: tl.constexpr,
@@ -153,7 +155,7 @@ def quantize_tile_kernel(
         scales = _decode_scale(amax, MAX)
         tl.store(scale + group.to(tl.int64) * scale_stride + row, scales, row < rows)
         encoded = _cast(values, scales[:, None], data.dtype.element_ty, MAX, NAN_BYTE)
-    target = data + row[:, None] * columns + column[None, :]
+    target = data + row[:, None] * data_stride + column[None, :]
     tl.store(target, encoded.to(data.dtype.element_ty, bitcast=True), mask)
 
 
@@ -188,6 +190,7 @@ def quantize_tensor_kernel(
     partials: tl.tensor,
     columns: tl.tensor,
     x_stride: tl.tensor,
+    data_stride: tl.tensor,
     rows: tl.tensor,
     MAX: tl.constexpr,
     NAN_BYTE: tl.constexpr,
@@ -210,7 +213,7 @@ def quantize_tensor_kernel(
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         values = tl.load(x + row[:, None] * x_stride + column[None, :], mask, other=0.0)
         encoded = _cast(values.to(tl.float32), scales, data.dtype.element_ty, MAX, NAN_BYTE)
-        target = data + row[:, None] * columns + column[None, :]
+        target = data + row[:, None] * data_stride + column[None, :]
         tl.store(target, encoded.to(data.dtype.element_ty, bitcast=True), mask)
 
 
@@ -278,7 +281,7 @@ def quantize_tensor(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Ten
     _launch_tensor(
         programs,
         (x, data, scale, partials),
-        sizes,
+        (*sizes, data.stride(0)),
         (rows,),
         (*format_constants(data.dtype), height, width, PARTIALS),
         num_warps,
@@ -297,17 +300,18 @@ def quantize_tensor(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Ten
 def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
     """One scale per row."""
     rows, columns = x.shape
-    launch, height = _row_launch(columns, x.stride(0), x.dtype, data.dtype)
+    strides = (x.stride(0), data.stride(0))
+    launch, height = _row_launch(columns, strides, x.dtype, data.dtype)
     launch(-(-rows // height), (x, data, scale), (rows,))
 
 
 @cached
 def _row_launch(
-    columns: int, stride: int, source: torch.dtype, target: torch.dtype
+    columns: int, strides: tuple[int, int], source: torch.dtype, target: torch.dtype
 ) -> tuple[Launch, int]:
     height, width, num_warps = row_tile(columns)
     constants = (*format_constants(target), height, width, columns <= width)
-    return _launch_row.bind((columns, stride), constants, num_warps, 1), height
+    return _launch_row.bind((columns, *strides), constants, num_warps, 1), height
 
 
 @register(
@@ -325,7 +329,7 @@ def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tens
     _launch_tile(
         -(-rows // height) * -(-columns // GROUP),
         (x, data, scale),
-        (columns, x.stride(0)),
+        (columns, x.stride(0), data.stride(0)),
         (rows, scale.stride(1)),
         (*format_constants(data.dtype), height, False),
         4,
@@ -347,7 +351,7 @@ def quantize_block(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tens
     _launch_tile(
         -(-rows // GROUP) * -(-columns // GROUP),
         (x, data, scale),
-        (columns, x.stride(0)),
+        (columns, x.stride(0), data.stride(0)),
         (rows, scale.stride(0)),
         (*format_constants(data.dtype), GROUP, True),
         16,

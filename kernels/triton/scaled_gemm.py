@@ -2,9 +2,10 @@
 
     d[m, n] = (sum_k a[m, k] * b[k, n]) * sa * sb + bias[n]
 
-a: [m, k], FP8, row-major, contiguous; b: [k, n], FP8, column-major, contiguous; d: [m, n], bfloat16
-or float32, any row stride; bias: [n] or None; scales as `Granularity.empty_scale` lays them out, of
-b transposed. Persistent programs, as many as the compute units hold, walk over tiles of d.
+a: [m, k], FP8, row-major; b: [k, n], FP8, column-major; d: [m, n], bfloat16 or float32; rows of a
+and d and columns of b have any stride; bias: [n] or None; scales as `Granularity.empty_scale` lays
+them out, of b transposed. Persistent programs, as many as the compute units hold, walk over tiles
+of d.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ def scaled_gemm_kernel(
     bias: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
+    a_stride: tl.tensor,
+    b_stride: tl.tensor,
     out_stride: tl.tensor,
     b_scale_stride: tl.tensor,
     m: tl.tensor,
@@ -168,8 +171,8 @@ def scaled_gemm_kernel(
         # Offsets are 32 bits wide inside a tile, 64 from tile to tile.
         row = tl.minimum(in_tile_m, m - 1 - start_m)
         column = tl.minimum(in_tile_n, n - 1 - start_n)
-        a_tile = a + start_m.to(tl.int64) * k + row[:, None] * k + in_step[None, :]
-        b_tile = b + start_n.to(tl.int64) * k + column[None, :] * k + in_step[:, None]
+        a_tile = a + start_m.to(tl.int64) * a_stride + row[:, None] * a_stride + in_step[None, :]
+        b_tile = b + start_n.to(tl.int64) * b_stride + column[None, :] * b_stride + in_step[:, None]
         accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, steps, num_stages=STAGES):
             if EVEN_K:
@@ -219,6 +222,8 @@ def _bound(
     tile: Tile,
     n: int,
     k: int,
+    a_stride: int,
+    b_stride: int,
     out_stride: int,
     b_scale_stride: int,
     granularity: str,
@@ -230,7 +235,7 @@ def _bound(
         granularity, promoted, has_bias, k % tile.block_k == 0,
         tile.block_m, tile.block_n, tile.block_k, tile.num_stages,
     )  # fmt: skip
-    specialized = (n, k, out_stride, b_scale_stride)
+    specialized = (n, k, a_stride, b_stride, out_stride, b_scale_stride)
     return _launch.bind(specialized, constants, tile.num_warps, tile.num_stages)
 
 
@@ -249,8 +254,8 @@ def _scaled_gemm(
     out_dtype = out.dtype
     programs, launch = _programs_and_launch(
         m, b.shape[1], a.get_device(), not promoted and out_dtype is torch.bfloat16,
-        k, out.stride(0), b_scale.stride(1), granularity, promoted, bias is not None,
-        a.dtype, b.dtype, out_dtype,
+        k, a.stride(0), b.stride(1), out.stride(0), b_scale.stride(1), granularity, promoted,
+        bias is not None, a.dtype, b.dtype, out_dtype,
     )  # fmt: skip
     launch(programs, (a, a_scale, b, b_scale, out, out if bias is None else bias), (m,))
 
