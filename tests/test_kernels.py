@@ -525,6 +525,54 @@ def quantized_wrong(kernel: Kernel, x: torch.Tensor, form: Format, padded: bool)
     return ""
 
 
+def transposed_wrong(kernel: Kernel, x: torch.Tensor, form: Format) -> str | None:
+    """What a quantizer of x and its transpose gets wrong, as `quantized_wrong`."""
+    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    given = None
+    if epilogue in ("static", "delayed"):
+        made = numerics.quantize(x, form, kernel.granularity).scale
+        assert made is not None
+        given = made * 0.37
+    amax = torch.zeros(1, device=x.device) if epilogue == "delayed" else None
+    by_power = epilogue == "power_of_two"
+    try:
+        both = functional.run(
+            kernel, x, out_format=form, power_of_two=by_power, scale=given, amax=amax
+        )
+    except UnsupportedError:
+        return None
+    for name, source, found in zip(("", "transposed: "), (x, x.t()), both, strict=True):
+        if given is None:
+            exact = numerics.quantize(source, form, kernel.granularity, power_of_two_scale=by_power)
+        else:
+            exact, largest = numerics.quantize_static(source, form, kernel.granularity, given)
+            if amax is not None and float(amax) != float(largest):
+                return f"amax is {float(amax)}, not {float(largest)}"
+        wrong = compare_bytes(found.data, found.scale, exact.data, exact.scale)
+        if wrong:
+            return name + wrong
+    return ""
+
+
+@pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
+@pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
+def test_quantize_transpose_gives_the_bytes_of_both(name: str, where: str, source: Format) -> None:
+    kernel = kernel_here(name, where)
+    taken = 0
+    for form in formats(where):
+        for rows, columns in [(1, 1), (3, 129), (150, 13), (130, 257), (600, 512)]:
+            x = hostile(rows, columns, where, source)
+            if rows > 100:
+                x[5, 7], x[6, 0], x[6, 9] = math.nan, math.inf, -math.inf
+            wide = torch.zeros(rows, columns + 40, dtype=x.dtype, device=where)
+            wide[:, 3 : 3 + columns] = x
+            for given in (x, wide[:, 3 : 3 + columns], x.t().contiguous().t()):
+                wrong = transposed_wrong(kernel, given, form)
+                taken += wrong is not None
+                assert not wrong, f"{name} {form.value} {[rows, columns]}: {wrong}"
+    assert taken
+
+
 QUANTIZED_SIZES = [(1, 1), (3, 129), (7, 13), (130, 257), (5, 9000), (3, 40001), (600, 512)]
 
 
@@ -609,6 +657,18 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
     rows, k, n = 2**31 // 256 + 384, 256, 256
     x = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda").normal_()
     last = slice(rows - 256, rows)
+    if kernel.op == "quantize_transpose":
+        both = functional.run(kernel, x)
+        assert both[0].scale is not None and both[1].scale is not None
+        for found in (both[0].data[last].float(), both[1].data[:, last].t().float()):
+            assert torch.isfinite(found).all() and (found != 0).float().mean() > 0.9
+        if kernel.granularity in (Granularity.GROUP, Granularity.BLOCK):
+            expected = numerics.quantize(x[last].t(), fp8, kernel.granularity)
+            groups = slice(both[1].scale.shape[1] - 2, None)
+            found = both[1].data[:, last]
+            scale = both[1].scale[:, groups]
+            assert not compare_bytes(found, scale, expected.data, expected.scale)
+        return
     if kernel.op == "quantize" or kernel.op == "dequantize":
         data = torch.empty(rows, k, dtype=fp8.dtype, device="cuda")
         scale = kernel.granularity.empty_scale(rows, k, x.device)

@@ -42,6 +42,22 @@ def _quantize(
     numerics.quantize(x, form, granularity, power_of_two_scale=by_power, data=data, scale=scale)
 
 
+def _quantize_transpose(
+    granularity: Granularity,
+    epilogue: str,
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    data_t: Tensor,
+    scale_t: Tensor,
+    workspace: tuple[Tensor, ...],
+) -> None:
+    if granularity is Granularity.TENSOR and epilogue != "none":
+        scale_t.copy_(scale)
+    _quantize(granularity, epilogue, x, data, scale, workspace)
+    _quantize(granularity, epilogue, x.t(), data_t, scale_t, workspace)
+
+
 def _no_workspace(*_: Tensor) -> tuple[Tensor, ...]:
     return ()
 
@@ -85,14 +101,19 @@ _EPILOGUES = {
 }
 for _epilogue, _granularities in _EPILOGUES.items():
     for _granularity in _granularities:
-        register(
-            "quantize",
-            name=f"quantize_{_granularity.suffix}{'' if _epilogue == 'none' else f'_{_epilogue}'}",
-            granularity=_granularity,
-            supports=functools.partial(_supports_quantize, _granularity),
-            epilogues=frozenset({_epilogue}),
-            workspace=_amax if _epilogue == "delayed" else _no_workspace,
-        )(functools.partial(_quantize, _granularity, _epilogue))
+        for _op, _launch in (
+            ("quantize", _quantize),
+            ("quantize_transpose", _quantize_transpose),
+        ):
+            _suffix = "" if _epilogue == "none" else f"_{_epilogue}"
+            register(
+                _op,
+                name=f"{_op}_{_granularity.suffix}{_suffix}",
+                granularity=_granularity,
+                supports=functools.partial(_supports_quantize, _granularity),
+                epilogues=frozenset({_epilogue}),
+                workspace=_amax if _epilogue == "delayed" else _no_workspace,
+            )(functools.partial(_launch, _granularity, _epilogue))
 for _granularity in _EPILOGUES["none"]:
     register(
         "dequantize",
