@@ -34,7 +34,7 @@ _POINTER_BYTES = 8
 
 # Tensor maps, of cuda.h too.
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_MAP_DTYPE = {1: 0, 2: 1, 4: 2}  # by bytes of an element: UINT8, UINT16, UINT32: bits are copied
+_MAP_DTYPE = {1: 0, 2: 1, 4: 7}  # by bytes of an element: UINT8, UINT16, FLOAT32
 _MAP_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 _MAP_L2_PROMOTION_256B = 3
 _MOST_MAPS = 4096  # as many as signatures in lokakern.jit; 1 MiB
