@@ -55,7 +55,7 @@ def problems_of(suite: str, device: Device) -> list[Problem]:
 
 def triton_jobs(problems: list[Problem], device: Device) -> list[TritonJob]:
     load_kernels()
-    kernels = [kernel for kernel in KERNELS.values() if kernel.language != "cuda"]
+    kernels = [kernel for kernel in KERNELS.values() if "cuda." not in kernel.name]
     return jobs_for(problems, device, kernels)  # type: ignore[return-value]
 
 
@@ -76,7 +76,7 @@ def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) ->
     for kernel in [k for op in {p.op for p in problems} for k in kernels_for(op, device)]:
         accepts = [p for p in problems if not isinstance(kernel.supports(p, device), Rejected)]
         found = jobs_for(problems, device, [kernel])
-        compiles = "triton." in kernel.name or kernel.language == "cuda"  # in part or whole
+        compiles = "triton." in kernel.name or "cuda." in kernel.name  # in part or whole
         assert bool(found) == bool(accepts and compiles), kernel.name
         assert keys(found) <= keys([*jobs, *programs])
 
@@ -109,9 +109,11 @@ def test_m_decides_nothing_but_the_tile(device: Device) -> None:
 def test_recorded_constants_are_those_of_the_recorded_gpu() -> None:
     """OCP formats: AMD sets NaN by hand and pipelines two stages deep; NVIDIA does neither."""
     here = quantize.format_constants(torch.float8_e4m3fn)
-    problem = make_problem("gemm", (2048, 1024, 1024))
+    quantizing = make_problem("quantize", (2048, 1024))
+    multiplying = make_problem("scaled_gemm", (2048, 1024, 1024))
+    parts = [kernel_named("triton.quantize_row"), kernel_named("triton.scaled_gemm_row")]
     for device, byte, deep in ((MI355X, 0x7F, 2), (H200, 0, 4)):
-        jobs: Any = jobs_for([problem], device, [kernel_named(ROW)])
+        jobs: Any = jobs_for([quantizing, multiplying], device, parts)
         found = {job.name: job for job in jobs}
         assert found["quantize_row_kernel"].constants[1] == byte
         assert found["scaled_gemm_kernel"].options["num_stages"] == deep
@@ -123,9 +125,9 @@ def test_recorded_constants_are_those_of_the_recorded_gpu() -> None:
 def test_tiles_follow_the_compute_units_of_the_recorded_gpu() -> None:
     def tile(units: int) -> Any:
         device = replace(H200, compute_units=units)
-        problem = make_problem("gemm", (256, 1024, 1024))
-        (job,) = (j for j in jobs_for([problem], device, [kernel_named(ROW)])
-                  if isinstance(j, TritonJob) and j.name == "scaled_gemm_kernel")  # fmt: skip
+        problem = make_problem("scaled_gemm", (256, 1024, 1024))
+        (job,) = jobs_for([problem], device, [kernel_named("triton.scaled_gemm_row")])
+        assert isinstance(job, TritonJob)
         return job.constants[4:6]
 
     assert tile(132) == (64, 64)
@@ -146,7 +148,10 @@ def test_one_recording_at_a_time() -> None:
         make_problem("gemm", (32, 48, 64), prepared=True,
                      b=Operand(Format.E4M3FN, Granularity.BLOCK, Layout.COLUMN)),
         make_problem("scaled_gemm", (32, 48, 200),
-                     a=Operand(Format.E4M3FN, Granularity.GROUP, alignment=8)),
+                     a=Operand(Format.E4M3FN, Granularity.GROUP)),
+        make_problem("scaled_gemm", (32, 40, 39), batch=3, epilogue="bias+cross",
+                     out_format=Format.E4M3FN, out_granularity=Granularity.TENSOR),
+        make_problem("quantize", (32, 39)),
         make_problem("quantize", (32, 200), out_granularity=Granularity.BLOCK),
         make_problem("dequantize", (32, 200), out_format=Format.FLOAT32),
     ],
@@ -185,8 +190,8 @@ def test_a_kernel_that_cannot_be_recorded_is_a_failure() -> None:
     broken = replace(
         kernel_named(ROW), name="mine.broken", language="mine", parts=(), launch=launch
     )
-    (job,) = jobs_for([problem], H200, [broken])
-    report = build([job], H200)
+    (job,) = jobs_for([problem], MI300X, [broken])
+    report = build([job], MI300X)
     assert report.compiled == 0
     assert [f.job for f in report.failures] == [f"mine.broken: {problem}"]
     assert "RuntimeError: 0 active drivers" in report.failures[0].reason
@@ -229,7 +234,7 @@ def test_launches_of_real_tensors_find_all_compiled(
     found = launch_prebuilt(device)
     assert folders(tmp_path) == compiled
     assert found["looks"] == found["hits"] == len(jobs)
-    assert found["launches"] > len(jobs)
+    assert found["launches"] >= len(jobs)
 
 
 def test_cuda_programs_are_compiled_with_the_others(
@@ -439,9 +444,9 @@ def test_warmup_wants_a_worker() -> None:
 
 
 def test_warmup_without_a_budget_compiles_for_every_kernel(built: list[Any]) -> None:
-    lokakern.warmup([(32, 64, 64)], device="NVIDIA H200")
+    lokakern.warmup([(32, 64, 64)], device=MI300X)
     problem = make_problem("gemm", (32, 64, 64))
-    assert keys(built) == keys(jobs_for([problem], H200))
+    assert keys(built) == keys(jobs_for([problem], MI300X))
     assert {job.constants[0] for job in built if job.name == "scaled_gemm_kernel"} == {
         "tensor", "row", "block",
     }  # fmt: skip
