@@ -26,6 +26,7 @@ HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 # `make` installs Zig, which brings a C++ compiler, where there is none.
 COMPILER = [FOUND] if FOUND else [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=all"]
+OPTIONS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w"]
 CALLS = {
     "quantize": """
 extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
@@ -74,6 +75,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for source in Path(quantize.SOURCE).parent.glob("quantize*.cu*"):
         shutil.copy(source, made)
     shutil.copy(HEADER, made / "ptx.cuh")
+    if FOUND == shutil.which("g++"):  # reads a header that was compiled before: a third of the time
+        header = ["-x", "c++-header", "-o", made / "ptx.cuh.gch", made / "ptx.cuh"]
+        subprocess.run([*COMPILER, *OPTIONS, *header], check=True)
     return made
 
 
@@ -83,7 +87,7 @@ def compiled(folder: Path, program: Program) -> Any:
     source, library = folder / f"{name}.cpp", folder / f"{name}.so"
     source.write_text(f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}')
     subprocess.run(
-        [*COMPILER, "-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-shared", "-w",
+        [*COMPILER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
          *(f"-D{name}={value}" for name, value in program.macros), "-o", library, source],
         check=True,
     )  # fmt: skip
