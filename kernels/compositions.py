@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lokakern import jit
+from lokakern.problems import sums_over_samples
 from lokakern.registry.register import (
     ANY,
     FP8_GPUS,
@@ -61,8 +62,8 @@ def compose(stem: str, gemm: str, architectures: frozenset[str] = ANY) -> Kernel
     b_quantizer = KERNELS.get(f"{stem}_{second.b_granularity.suffix}")
     if first is None or b_quantizer is None:
         return None
-    runs = [k.architectures for k in (first, b_quantizer, second)] + [architectures]
-    runs = [where for where in runs if where != ANY]
+    every = (first, b_quantizer, second)
+    runs = [x for x in (architectures, *(k.architectures for k in every)) if x != ANY]
     where = frozenset.intersection(*runs) if runs else ANY
     if not where:
         return None
@@ -71,7 +72,7 @@ def compose(stem: str, gemm: str, architectures: frozenset[str] = ANY) -> Kernel
         op="gemm",
         language=second.language,
         modules=tuple(
-            dict.fromkeys(("compositions", *first.modules, *b_quantizer.modules, *second.modules))
+            dict.fromkeys(("compositions", *(name for k in every for name in k.modules)))
         ),
         launch=_launcher_of(first.launch, b_quantizer.launch, second.launch),
         architectures=where,
@@ -80,8 +81,8 @@ def compose(stem: str, gemm: str, architectures: frozenset[str] = ANY) -> Kernel
         accumulation=second.accumulation,
         supports_problem=functools.partial(_supports_composition, first, b_quantizer, second),
         workspace=_workspace_of(first, b_quantizer, second),
-        compile_only=_reasons(where, first.compile_only, second.compile_only),
-        unmeasured=_reasons(where, first.unmeasured, second.unmeasured),
+        compile_only=_reasons(where, *(k.compile_only for k in every)),
+        unmeasured=_reasons(where, *(k.unmeasured for k in every)),
         kernel_err_bound=second.kernel_err_bound,
         parts=tuple(dict.fromkeys((quantizer, b_quantizer.name, gemm))),
     )
@@ -100,6 +101,8 @@ def _supports_composition(
     assert problem.b is not None
     if problem.a.format.is_fp8:
         return Rejected("takes an unquantized a; use scaled_gemm")
+    if second.accumulation == "fast" and sums_over_samples(problem):
+        return Rejected("sums over samples are promoted; errors of long ones are not measured")
     if problem.out_format.is_fp8:
         return Rejected(f"writes the format of a, not {problem.out_format.value}")
     a = Operand(fp8, second.granularity)
@@ -163,8 +166,9 @@ def _workspace_of(first: Kernel, b_quantizer: Kernel, second: Kernel) -> Workspa
         b_scale = b_scales(weight.shape[0], weight.shape[1], device)
         # One scratch serves both quantizers: they run one after the other on one stream.
         scratch = scratch or b_quantizer.workspace(weight, b_data, b_scale)
-        sums = second_workspace(data, scale, b_data.t(), b_scale.t(), None, None)
-        return data, scale, scratch, sums, b_data, b_scale
+        turned = b_data.t(), b_scale.t()
+        sums = second_workspace(data, scale, *turned, None, None)
+        return data, scale, scratch, sums, b_data, b_scale, turned
 
     return workspace
 
@@ -198,9 +202,9 @@ def _launcher_of(quantize: Launcher, quantize_b: Launcher, multiply: Launcher) -
         if type(b) is QuantizedTensor:
             multiply(data, scale, *b.transpose, out, bias, sums)
             return
-        b_data, b_scale = workspace[4:]
+        b_data, b_scale, turned = workspace[4:]
         quantize_b(b.t(), b_data, b_scale, scratch)
-        multiply(data, scale, b_data.t(), b_scale.t(), out, bias, sums)
+        multiply(data, scale, *turned, out, bias, sums)
 
     return launch
 

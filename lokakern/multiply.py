@@ -122,16 +122,17 @@ def multiply(
     form = _out_format(out_format, out_scale, accumulate, first)
     if accumulate and out is None:
         raise ShapeError("scaled_gemm: accumulate adds to out, and out is None; pass out=")
+    x0, x = _checked_cross(cross, (m, n), activation)
     check_same_device(
-        "scaled_gemm", b=b.data, bias=bias, out=out, offsets=offsets,
-        **{f"a[{i}]": x.data for i, x in enumerate(slices)},
+        "scaled_gemm", a=first.data, b=b.data, bias=bias, out=out, offsets=offsets, x0=x0, x=x,
+        out_scale=out_scale if isinstance(out_scale, Tensor) else None,
+        **{f"a[{i}]": x.data for i, x in enumerate(slices) if i},
     )  # fmt: skip
     strided = check_out("scaled_gemm", out, (m, n), form.dtype)
     if form.is_fp8 and out is not None:  # the rows of such an output are padded
         strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
     check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
     scale = None if out_scale is None else _checked_out_scale(out_scale, first.device)
-    x0, x = _checked_cross(cross, (m, n), first.device, activation)
     epilogue = PLAIN
     extra: tuple[Epilogue, ...] = ()
     if (
@@ -162,7 +163,11 @@ def multiply(
         else:
             result = out = torch.empty((m, n), dtype=form.dtype, device=first.device)
     if m and n:
-        needs = {"k_slices": len(slices) > 1, "batch_invariant": batch_invariant}
+        needs = {
+            "batched": offsets is not None,
+            "k_slices": len(slices) > 1,
+            "batch_invariant": batch_invariant,
+        }
         kernel = choose(problem, first.data, frozenset(name for name in needs if needs[name]))
         operands = (*_left(slices), *b.transpose, out, bias)
         kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
@@ -285,15 +290,11 @@ def _checked_out_scale(given: Tensor | float, device: torch.device) -> Tensor:
         raise ShapeError(
             f"scaled_gemm: out_scale is {list(given.shape)} {given.dtype}; expected float32 [1, 1]"
         )
-    check_same_device("scaled_gemm", a=torch.empty(0, device=device), out_scale=given)
     return given.reshape(1, 1)
 
 
 def _checked_cross(
-    cross: tuple[Tensor, Tensor] | None,
-    shape: tuple[int, int],
-    device: torch.device,
-    activation: str,
+    cross: tuple[Tensor, Tensor] | None, shape: tuple[int, int], activation: str
 ) -> tuple[Tensor | None, Tensor | None]:
     if activation not in ACTIVATIONS:
         raise UnknownNameError(
@@ -314,5 +315,4 @@ def _checked_cross(
                 f"scaled_gemm: {name} of cross is {list(x.shape)} {x.dtype} with strides "
                 f"{x.stride()}; expected {list(shape)} torch.bfloat16, columns contiguous"
             )
-        check_same_device("scaled_gemm", a=torch.empty(0, device=device), **{name: x})
     return cross[0], cross[1]

@@ -47,6 +47,7 @@ NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
 PLAIN_EPILOGUES = frozenset({"none", "bias"})  # of a kernel that says no more
 # Attributes of a kernel that a caller of scaled_gemm may need and no problem tells of.
 NEEDS = {
+    "batched": "takes no groups",
     "k_slices": "does not take a as slices along k",
     "batch_invariant": "its bits may depend on the number of rows",
 }

@@ -452,6 +452,30 @@ def test_gemm_takes_views_and_odd_sizes_or_says_why_not(name: str, where: str) -
     assert functional.run(kernel, base[:0, :256], weights[:128, :256].t()).shape == (0, 128)
 
 
+@pytest.mark.parametrize(("name", "where"), cases("gemm"))
+def test_gemm_takes_gradients_as_they_lie_or_says_why_not(name: str, where: str) -> None:
+    """``dX = dY W`` with a row-major b, ``dW = dY^T X`` with a column-major a besides."""
+    kernel = kernel_here(name, where)
+    fp8 = fp8_format(current_device(where))
+    dtype = torch.float32 if name == "torch.fp32" else torch.bfloat16
+    for m, n, k in [(256, 128, 384), (130, 39, 77)]:
+        dy = torch.randn(m, n, device=where).to(dtype)
+        x, w = (torch.randn(rows, k, device=where).to(dtype) for rows in (m, n))
+        for a, b in ((dy, w), (dy.t(), x)):
+            out = poisoned((a.shape[0], k), dtype, where)
+            try:
+                functional.run(kernel, a, b, out=out)
+            except UnsupportedError as refused:
+                assert len(str(refused)) > 20
+                continue
+            left: Any = a
+            right: Any = b
+            if kernel.quantizes:
+                left = numerics.quantize(a, fp8, kernel.granularity)
+                right = numerics.quantize(b.t(), fp8, kernel.b_granularity).t()
+            assert_product(kernel, out, left, right)
+
+
 def batched_cases() -> list[Any]:
     return [case for case in cases("gemm") if KERNELS[case.values[0]].batched]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ where_there_is = pytest.mark.parametrize("where", WHERE)
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128")]
 SIZES = [(1, 8, 13), (33, 24, 39), (65, 130, 312), (40, 16, 648), (128, 64, 720)]
 ROW = Granularity.ROW
+SEEDS = (0,)
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,16 @@ def test_every_granularity_on_sizes_of_any_remainder(
     a, b = operands(where, *sizes, *granularities)
     assert_right(lokakern.scaled_gemm(a, b), a, b)
     assert_right(lokakern.scaled_gemm(a, b, out_format="float32"), a, b)
+
+
+def test_one_group_of_offsets_needs_a_kernel_that_takes_groups() -> None:
+    from lokakern import functional
+    from lokakern.registry.register import KERNELS
+
+    a, b = operands("cpu", 8, 8, 16)
+    emulation = replace(KERNELS["torch.emulated_row"], batched=False)
+    with pytest.raises(UnsupportedError, match="takes no groups"):
+        functional.run(emulation, a, b, offsets=i32(0, 8))
 
 
 @where_there_is
