@@ -268,7 +268,7 @@ class _Group:
             return self._gemm(cell)
         if cell.kernel.op == "scaled_gemm":
             return self._scaled_gemm(cell)
-        return self._quantize(cell) if cell.kernel.op == "quantize" else self._dequantize(cell)
+        return self._dequantize(cell) if cell.kernel.op == "dequantize" else self._quantize(cell)
 
     def _gemm(self, cell: Cell) -> AccuracyRecord:
         kernel, form = cell.kernel, cell.problem.a.format
@@ -353,12 +353,29 @@ class _Group:
     def _quantize(self, cell: Cell) -> AccuracyRecord:
         problem, kernel = cell.problem, cell.kernel
         x = self.x(problem.a.format)
-        expected = self.quantized("x", problem.a.format, problem.out_format, kernel.granularity)
-        data = empty_data(x.shape[0], x.shape[1], problem.out_format.dtype, x.device)
-        data.view(torch.uint8).fill_(0xA5)
-        scale = kernel.granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(math.nan)
-        kernel.launch(x, data, scale, kernel.workspace(x, data, scale))
-        reason = compare_bytes(data, scale, expected.data, expected.scale)
+        form, granularity = problem.out_format, kernel.granularity
+        expected, made = [], []
+        by_power = "power_of_two" in kernel.epilogues
+        for source in (x, x.t()) if kernel.op == "quantize_transpose" else (x,):
+            if source is x and not by_power:
+                exact = self.quantized("x", problem.a.format, form, granularity)
+            else:
+                exact = numerics.quantize(source, form, granularity, power_of_two_scale=by_power)
+            rows, columns = source.shape
+            data = empty_data(rows, columns, form.dtype, x.device)
+            data.view(torch.uint8).fill_(0xA5)
+            scale = granularity.empty_scale(rows, columns, x.device).fill_(math.nan)
+            expected.append(exact)
+            made.append((data, scale))
+        (data, scale), fitting = made[0], expected[0].scale
+        if not kernel.epilogues & {"none", "power_of_two"} and fitting is not None:
+            scale.copy_(fitting)  # it is given
+        outputs = [out for pair in made for out in pair]
+        kernel.launch(x, *outputs, kernel.workspace(x, *outputs))
+        reason = "".join(
+            compare_bytes(*pair, exact.data, exact.scale)
+            for pair, exact in zip(made, expected, strict=True)
+        )
         found = QuantizedTensor(data, scale, kernel.granularity)
         reference = x.to(torch.float64)
         value = numerics.dequantize(found, torch.float64)

@@ -37,6 +37,9 @@ from lokakern.types import (
 CHECKED_ELEMENTS = 2**24  # of outputs, after timing; at least one whole set up to this size
 CHECKED_SETS = MOST_CALLED  # of the thousand that a tiny problem has
 
+QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # how many tensors they make
+GIVEN_SCALES = ("static", "delayed")
+
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
 
 
@@ -89,7 +92,7 @@ class Operands:
         self.target = target
         self.along_k = sums_over_samples(problem)
         # Operands that come quantized are quantized from bfloat16.
-        self.form = problem.a.format if problem.op in ("gemm", "quantize") else Format.BFLOAT16
+        self.form = problem.a.format if problem.op in ("gemm", *QUANTIZERS) else Format.BFLOAT16
         plan = plan_of(problem, distribution, seed)
         self.x = drawn_on(plan.x, plan.x_rows, self.form, device)
         self.w: Tensor | None = None
@@ -160,7 +163,7 @@ class Operands:
 
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
         """The drawn rows ("x") or the weight ("w"), exactly quantized."""
-        power_of_two = self.problem.op == "quantize" and self.problem.epilogue == "power_of_two"
+        power_of_two = self.problem.op in QUANTIZERS and self.problem.epilogue == "power_of_two"
         key = (which, form, granularity)
         if key not in self._quantized:
             source = self.x if which == "x" else self.w
@@ -197,12 +200,24 @@ class Operands:
         problem = self.problem
         m, n, k = problem.m, problem.n, problem.k
         out_dtype = problem.out_format.dtype
-        if problem.op == "quantize":
+        if problem.op in QUANTIZERS:
             x = self.x[order]
             if problem.a.layout is Layout.COLUMN:
                 x = x.t().contiguous().t()
-            data = empty_data(m, k, out_dtype, self.device)
-            return x, data, problem.out_granularity.empty_scale(m, k, self.device)
+            granularity = problem.out_granularity
+            made = [
+                out
+                for shape in ((m, k), (k, m))[: QUANTIZERS[problem.op]]
+                for out in (
+                    empty_data(*shape, out_dtype, self.device),
+                    granularity.empty_scale(*shape, self.device),
+                )
+            ]
+            if problem.epilogue in GIVEN_SCALES:  # one that fits, as it is meant to
+                fitting = self.quantized("x", problem.out_format, granularity).scale
+                assert fitting is not None  # made by `quantized`
+                made[1].copy_(fitting)
+            return x, *made
         if problem.op == "dequantize":
             quantized = self.quantized("x", problem.a.format, problem.a.granularity)
             data, scale = self._tiled(quantized, order)
@@ -247,8 +262,9 @@ class Operands:
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What a launch writes."""
-        if self.problem.op == "quantize":
-            return operands[1], operands[2]
+        if self.problem.op in QUANTIZERS:
+            given = self.problem.epilogue in GIVEN_SCALES
+            return operands[1], *operands[3 if given else 2 :]
         return (operands[2],) if self.problem.op in ("gemm", "dequantize") else (operands[4],)
 
     def fingerprint(self) -> list[int]:
@@ -349,7 +365,7 @@ class Operands:
             if checked and checked >= CHECKED_ELEMENTS:
                 break
             checked += self.outputs(operands)[0].numel()
-            if self.problem.op == "quantize":
+            if self.problem.op in QUANTIZERS:
                 wrong = self._check_bytes(operands, self.order[number].to(self.device))
                 if wrong:
                     return KernelError(math.inf, math.inf), wrong
@@ -416,13 +432,21 @@ class Operands:
         return all(bool(torch.isfinite(x).all()) for x in given)
 
     def _check_bytes(self, operands: tuple[Any, ...], index: Tensor) -> str:
-        x, data, scale = operands
+        x, data, scale, *turned = operands
         granularity = self.problem.out_granularity
+        power_of_two = self.problem.epilogue == "power_of_two"
+        exact = functools.partial(
+            numerics.quantize, out_format=self.problem.out_format, granularity=granularity,
+            power_of_two_scale=power_of_two,
+        )  # fmt: skip
+        if turned:
+            expected = exact(x.t())
+            data_t, scale_t = turned
+            wrong = compare_bytes(data_t, scale_t, expected.data, expected.scale)
+            if wrong:
+                return f"transposed: {wrong}"
         if granularity is Granularity.BLOCK:  # rows under one scale: quantize them as they lie
-            power_of_two = self.problem.epilogue == "power_of_two"
-            expected = numerics.quantize(
-                x, self.problem.out_format, granularity, power_of_two_scale=power_of_two
-            )
+            expected = exact(x)
             exact_data, exact_scale = expected.data, expected.scale
         else:
             expected = self.quantized("x", self.problem.out_format, granularity)
@@ -447,14 +471,12 @@ def _refuse(problem: Problem) -> None:
     if any(operand.layout is Layout.STRIDED for operand in operands):
         raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
     if problem.op != "gemm" or problem.prepared:
-        if problem.op == "quantize" and problem.epilogue not in ("none", "power_of_two"):
-            raise MeasurementError(f"{problem}: quantizing by given scales is not measured")
         if problem.batch != 1 and problem.op != "scaled_gemm":
             raise MeasurementError(
                 f"{problem}: batches are measured of unquantized gemm and of scaled_gemm only"
             )
         usual = [Layout.ROW, Layout.COLUMN]
-        if problem.prepared or problem.op == "quantize":  # what is not quantized lies either way
+        if problem.prepared or problem.op in QUANTIZERS:  # what is not quantized lies either way
             usual[0] = problem.a.layout
         if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
             raise MeasurementError(

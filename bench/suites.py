@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lokakern.bench import lrm
-from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.bench.forms import (
+    LEFT_SCALES,
     WIDE_RANGE,
     dequantize_case,
     fused_case,
@@ -20,6 +22,7 @@ from lokakern.bench.forms import (
     unquantized_case,
     whole_gemm_cases,
 )
+from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.bench.forms import Case as Case
 from lokakern.bench.forms import gemm_cases as gemm_cases
 from lokakern.bench.forms import shape_cases as shape_cases
@@ -150,12 +153,34 @@ def _narrow(fp8: Format) -> Iterator[Case]:
             yield quantize_case(m, k, Granularity.ROW, "X5", fp8)
 
 
+QUANTIZER_SHAPES = ((2048, 512), (8192, 1024), (32768, 2048))
+
+
+def _quantizers(fp8: Format) -> Iterator[Case]:
+    scaled = {
+        "none": (*LEFT_SCALES, Granularity.BLOCK),
+        "power_of_two": (Granularity.ROW, Granularity.GROUP, Granularity.BLOCK),
+        "static": (Granularity.TENSOR,),
+        "delayed": (Granularity.TENSOR,),
+    }
+    for (m, k), (epilogue, granularities) in itertools.product(QUANTIZER_SHAPES, scaled.items()):
+        for granularity in granularities:
+            fields: dict[str, Any] = {
+                "out_format": fp8, "out_granularity": granularity, "epilogue": epilogue
+            }  # fmt: skip
+            turned = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
+            yield Case(make_problem("quantize", (m, k), **fields), "X1")
+            yield Case(make_problem("quantize", (m, k), a=turned, **fields), "X1")
+            yield Case(make_problem("quantize_transpose", (m, k), **fields), "X1")
+
+
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
         Suite("smoke", "one small GEMM at two m: seconds on a CPU", _smoke),
         Suite("anchors", "27 GEMM shapes measured against today's libraries", _anchors),
         Suite("lrm", "layers of published recommendation models", _lrm),
+        Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
     )

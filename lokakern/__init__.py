@@ -1,6 +1,6 @@
 """The fastest FP8 kernel whose error you can afford, chosen from measurements."""
 
-from lokakern.functional import dequantize, gemm, quantize, scaled_gemm
+from lokakern.functional import dequantize, gemm, quantize, quantize_transpose, scaled_gemm
 from lokakern.prebuild import warmup
 from lokakern.preparation import prepare_weight
 from lokakern.registry.register import register
@@ -17,6 +17,7 @@ __all__ = [
     "gemm",
     "prepare_weight",
     "quantize",
+    "quantize_transpose",
     "register",
     "scaled_gemm",
     "warmup",

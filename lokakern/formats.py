@@ -129,4 +129,5 @@ class Granularity(StrEnum):
         """Whether scales lie in memory as `empty_scale` lays them out."""
         expected = self._scale_stride(*scale.shape)
         sizes = zip(scale.shape, scale.stride(), expected, strict=True)
-        return all(size <= 1 or have == want for size, have, want in sizes)
+        empty = 0 in scale.shape
+        return empty or all(size <= 1 or have == want for size, have, want in sizes)

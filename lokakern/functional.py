@@ -23,22 +23,21 @@ from lokakern.errors import (
 from lokakern.multiply import multiply
 from lokakern.multiply import scaled_gemm as scaled_gemm
 from lokakern.operands import (
-    check_matrix,
     device_of,
     gemm_problem,
-    granularity_named,
     operand_of,
 )
 from lokakern.problems import format_named
-from lokakern.registry.register import Kernel, fp8_format
+from lokakern.quantizing import quantize as quantize
+from lokakern.quantizing import quantize_by, quantize_transpose_by
+from lokakern.quantizing import quantize_transpose as quantize_transpose
+from lokakern.registry.register import Kernel
 from lokakern.table import Table
 from lokakern.types import (
     ErrorBudget,
     Format,
-    Granularity,
     Problem,
     QuantizedTensor,
-    empty_data,
 )
 
 logger = logging.getLogger("lokakern")
@@ -192,53 +191,6 @@ def _missed(
     return out
 
 
-def quantize(
-    x: Tensor,
-    granularity: Granularity | str = Granularity.ROW,
-    *,
-    out_format: Format | str | None = None,
-) -> QuantizedTensor:
-    """Quantize to FP8: ``x ~ data * scale``, exactly as DESIGN.md says, on the fastest kernel.
-
-    Args:
-        x: ``[rows, columns]``, bfloat16 or float32; columns are the axis a GEMM sums over.
-        granularity: "tensor", "row", "1x128" or "128x128".
-        out_format: "e4m3fn", "e5m2", "e4m3fnuz" or "e5m2fnuz"; None means the device's E4M3.
-
-    Raises:
-        ShapeError: ``x`` is not two-dimensional.
-        FormatError: The dtype, format or granularity is not supported.
-    """
-    return _quantize(x, granularity, out_format, fastest_within(None))
-
-
-def _quantize(
-    x: Tensor,
-    granularity: Granularity | str,
-    out_format: Format | str | None,
-    choose: Chooser,
-) -> QuantizedTensor:
-    check_matrix("quantize", "x", x)
-    if Format.of(x.dtype).is_fp8:
-        raise FormatError(f"quantize: x is {x.dtype}; expected torch.bfloat16 or torch.float32")
-    device = device_of(x)
-    form = fp8_format(device) if out_format is None else format_named("quantize", out_format)
-    if not form.is_fp8:
-        raise FormatError(f"quantize: out_format is {form.value!r}; expected an FP8 format")
-    granularity = granularity_named("quantize", granularity)
-    rows, columns = x.shape
-    data = empty_data(rows, columns, form.dtype, x.device)
-    scale = granularity.empty_scale(rows, columns, x.device)
-    if rows and columns:
-        problem = Problem(op="quantize", m=rows, n=1, k=columns, a=operand_of(x),
-                          out_format=form, out_granularity=granularity)  # fmt: skip
-        kernel = choose(problem, x)
-        kernel.launch(x.detach(), data, scale, kernel.workspace(x, data, scale))
-    else:
-        scale.fill_(1.0)
-    return QuantizedTensor(data, scale, granularity)
-
-
 def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:
     """``data * scale`` in float32, rounded to ``out_format``, in the orientation of ``x``.
 
@@ -278,18 +230,20 @@ def run(
 
     Args:
         kernel: A registered kernel.
-        operands: ``a, b`` of gemm or scaled_gemm, ``x`` of quantize or dequantize.
+        operands: ``a, b`` of gemm or scaled_gemm, ``x`` of the others.
         bias: Of gemm and scaled_gemm.
         out: Of gemm and scaled_gemm.
         out_format: Of the other ops; None means the usual.
-        options: Others of scaled_gemm.
+        options: Others of scaled_gemm, quantize and quantize_transpose.
 
     Raises:
         UnsupportedError: The kernel does not take these operands; its reason is in the message.
     """
     choose = only(kernel)
     if kernel.op == "quantize":
-        return _quantize(operands[0], kernel.granularity, out_format, choose)
+        return quantize_by(choose, operands[0], kernel.granularity, out_format, **options)
+    if kernel.op == "quantize_transpose":
+        return quantize_transpose_by(choose, operands[0], kernel.granularity, out_format, **options)
     if kernel.op == "dequantize":
         return _dequantize(operands[0], out_format or Format.BFLOAT16, choose)
     a, b = operands

@@ -73,6 +73,37 @@ def cast(x: Tensor, data: Tensor) -> Tensor:
     return data
 
 
+def quantize_static(
+    x: Tensor,
+    out_format: Format,
+    granularity: Granularity,
+    scale: Tensor,
+    *,
+    data: Tensor | None = None,
+) -> tuple[QuantizedTensor, Tensor]:
+    """Quantize ``x`` by given scales: ``q = cast(rn(x / s))``, saturating.
+
+    Args:
+        x: ``[rows, columns]``, bfloat16 or float32, any strides.
+        out_format: An FP8 format.
+        granularity: What one scale covers.
+        scale: Decode factors from 2^-126 to 2^125, as `Granularity.empty_scale` lays them out.
+        data: Where to write the elements, ``[rows, columns]``; allocated if None.
+
+    Returns:
+        The quantized tensor, and amax over the finite values of ``x``, float32 ``[1, 1]``.
+    """
+    rows, columns = x.shape
+    wide = x.float()
+    finite = torch.isfinite(wide)
+    ratio = wide / spread_scale(scale, granularity, rows, columns)
+    if data is None:
+        data = empty_data(rows, columns, out_format.dtype, x.device)
+    cast(torch.where(finite, ratio, math.nan), data)
+    amax = _amax(torch.where(finite, wide.abs(), 0.0), Granularity.TENSOR)
+    return QuantizedTensor(data, scale, granularity), amax
+
+
 def _amax(magnitude: Tensor, granularity: Granularity) -> Tensor:
     rows, columns = magnitude.shape
     height, width = granularity.scale_shape(rows, columns)

@@ -102,7 +102,13 @@ def _missing_package() -> str | None:
         found = importlib.util.find_spec("cuda.bindings.nvrtc")
     except ImportError:  # no package `cuda` at all, or one that is blocked
         found = None
-    return None if found else f"needs the package cuda-bindings ({INSTALL})"
+    if not found:
+        return f"needs the package cuda-bindings ({INSTALL})"
+    try:
+        version()
+    except CompilationError as error:  # the bindings may be here without the library
+        return str(error)
+    return None
 
 
 def cubin(program: Program, architecture: str) -> bytes:
@@ -132,7 +138,8 @@ def _identity(
 
 
 def _target(architecture: str) -> str:
-    number = int(architecture.removeprefix("sm_")) if architecture.startswith("sm_") else 0
+    digits = architecture.removeprefix("sm_") if architecture.startswith("sm_") else ""
+    number = int(digits) if digits.isascii() and digits.isdecimal() else 0
     if number == 0:
         raise CompilationError(f"CUDA kernels compile for sm_90 and its like, not {architecture}")
     return f"sm_{number}a" if number >= 90 else architecture

@@ -245,6 +245,10 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
     if problem.op == "quantize":
         data = empty_data(m, k, out_dtype, _META)
         return _matrix(batch, m, k, problem.a), data, _scale(problem.out_granularity, batch, m, k)
+    if problem.op == "quantize_transpose":
+        x, granularity = _matrix(batch, m, k, problem.a), problem.out_granularity
+        data, data_t = (empty_data(*shape, out_dtype, _META) for shape in ((m, k), (k, m)))
+        return x, data, _scale(granularity, batch, m, k), data_t, _scale(granularity, batch, k, m)
     if problem.op == "scaled_gemm" and problem.b is not None:  # groups lie below each other
         rows, columns = problem.batch * m, problem.batch * n
         a, b = _matrix((), rows, k, problem.a), _matrix((), k, columns, problem.b)

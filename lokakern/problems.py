@@ -82,7 +82,7 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
         fields["out_format"] = format_named(op, fields["out_format"])
     a = fields.pop("a", None)
     b = fields.pop("b", None)
-    if op == "quantize":
+    if op in ("quantize", "quantize_transpose"):
         fields = {"out_format": Format.E4M3FN, "out_granularity": Granularity.ROW, **fields}
     if op in ("dequantize", "scaled_gemm"):
         a = a or Operand(Format.E4M3FN, Granularity.ROW)

@@ -101,6 +101,9 @@ class Problem:
         else:
             total += self.m * self.k * self.out_format.dtype.itemsize
             total += _scale_bytes(self.out_granularity, self.m, self.k)
+        if self.op == "quantize_transpose":
+            total += self.m * self.k * self.out_format.dtype.itemsize
+            total += _scale_bytes(self.out_granularity, self.k, self.m)
         return total * self.batch
 
     @property

@@ -1,6 +1,7 @@
 """The ops: what is computed, and one float64 reference each that rounds nothing in between.
 
 quantize      x [m, k]                     -> q, s      x ~ q * s
+              (quantize_transpose: the same of x and of x.t())
 dequantize    q [m, k], s                  -> x         x = q * s
 scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = f((a.q a.s) @ (b.q b.s) + bias)
 gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
@@ -145,6 +146,7 @@ OPS: dict[str, Op] = {
     op.name: op
     for op in (
         Op("quantize", ("m", "k"), "x ~ q * s", exact),
+        Op("quantize_transpose", ("m", "k"), "x ~ q * s, x.t() ~ q_t * s_t", exact),
         Op("dequantize", ("m", "k"), "x = q * s", exact),
         Op(
             "scaled_gemm",

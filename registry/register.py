@@ -74,6 +74,8 @@ class Kernel:
     views of what `quantize` made of a weight ``[n, k]`` (`QuantizedTensor.transpose`).
 
         quantize      launch(x, data, scale, workspace)
+        quantize_transpose
+                      launch(x, data, scale, data_t, scale_t, workspace)
         dequantize    launch(data, scale, out, workspace)
         scaled_gemm   launch(a, a_scale, b, b_scale, out, bias, workspace, epilogue=PLAIN)
         gemm          launch(a, b, out, bias, workspace)     b: Tensor [k, n] or QuantizedTensor

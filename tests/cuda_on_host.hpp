@@ -22,12 +22,17 @@ using std::min;
 struct Index {
     unsigned x;
 };
-static Index threadIdx, blockIdx;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 
 static float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
+}
+static unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
 }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
@@ -59,6 +64,7 @@ static void run_thread() {
 
 static void run_block(unsigned index, unsigned threads, std::function<void()> kernel) {
     body = kernel;
+    blockDim.x = threads;
     block = std::vector<Thread>(threads);
     for (Thread& thread : block) {
         thread.stack.resize(64 << 10);
@@ -80,6 +86,21 @@ static void run_block(unsigned index, unsigned threads, std::function<void()> ke
     }
 }
 
+// All blocks of a grid, one after the other. Where blocks exchange values, all run twice: first to
+// make their own values known, whose outputs the second run overwrites.
+static std::vector<unsigned> of_blocks;
+static bool known;
+
+static void run_grid(
+    unsigned blocks, unsigned threads, bool twice, std::function<void()> kernel) {
+    gridDim.x = blocks;
+    of_blocks.assign(blocks, 0);
+    for (int run = twice ? 0 : 1; run < 2; ++run) {
+        known = run == 1;
+        for (unsigned index = 0; index < blocks; ++index) run_block(index, threads, kernel);
+    }
+}
+
 // A value of every thread of the warp, then what to make of them. A block where only some warps
 // exchange works too: the others wait one turn more at their own barrier or are done.
 template <typename Use>
@@ -98,6 +119,28 @@ static void load_16_bytes(const void* from, unsigned* word) {
     if (reinterpret_cast<std::uintptr_t>(from) % 16) __builtin_trap();
     std::memcpy(word, from, 16);
 }
+
+static void load_16_cached_bytes(const void* from, unsigned* word) { load_16_bytes(from, word); }
+static void let_dependents_begin() {}
+static void wait_for_dependencies() {}
+
+static unsigned shifted_words(unsigned low, unsigned high, int bits) {
+    return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> bits);
+}
+
+static void begin_in_cluster() {}
+template <int BLOCKS>
+static unsigned largest_of_cluster(unsigned value, unsigned*) {
+    of_blocks[blockIdx.x] = value;
+    if (!known) return value;
+    const auto first = of_blocks.begin() + blockIdx.x / BLOCKS * BLOCKS;
+    return *std::max_element(first, first + BLOCKS);
+}
+
+// Blocks run one after the other, and all of them twice: the second run finds what the first wrote.
+static void barrier_of_grid() { __syncthreads(); }
+static unsigned load_from_l2(const unsigned* from) { return *from; }
+static void raise_to(unsigned* place, unsigned value) { *place = max(*place, value); }
 
 static unsigned larger_halves(unsigned a, unsigned b) {
     return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,18 @@ import pytest
 import torch
 
 from lokakern import nvrtc
-from lokakern.kernels.cuda import quantize
+from lokakern.kernels.cuda import quantize, quantize_tensor, quantize_tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.types import GROUP
+from lokakern.types import GROUP, Granularity
 
 FOLDER = KERNELS_ROOT / "cuda"
 RECORD = FOLDER / "resources.json"
-# One size of every kind of tile: parts of a warp, a warp, a block, two reads.
-ROW_COLUMNS = (128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384)
+# One size of every kind of tile: parts of a warp, a warp, a block, a cluster, two reads.
+ROW_COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384, 34560, 115200, 300000)
 GROUP_COLUMNS = (1024, 200)
-UNALIGNED_COLUMNS = (13, 500, 8191, 9001)
+UNALIGNED_COLUMNS = (13, 479, 8191, 9001)
 KINDS = (
     (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
     (torch.float32, torch.float8_e5m2, "float32->e5m2"),
@@ -42,20 +43,83 @@ def cases() -> dict[str, Program]:
     """Programs with the macros their launchers choose, by kernel, size and types."""
     found: dict[str, Program] = {}
     for source, target, kind in KINDS:
+        types = (source, target)
         for columns in (*ROW_COLUMNS, *UNALIGNED_COLUMNS):
-            aligned = columns in ROW_COLUMNS
-            bound = quantize.bind(columns, columns, aligned, source, target)
+            bound = quantize.bind(columns, columns, columns in ROW_COLUMNS, True, *types)
             found[f"quantize_row {columns} {kind}"] = bound.launch.program
         for columns in (*GROUP_COLUMNS, UNALIGNED_COLUMNS[0]):
-            aligned = columns in GROUP_COLUMNS
-            bound = quantize.bind(columns, GROUP, aligned, source, target)
+            bound = quantize.bind(columns, GROUP, columns in GROUP_COLUMNS, True, *types)
             found[f"quantize_group {columns} {kind}"] = bound.launch.program
+        for name, span in (("row", 1024), ("group", GROUP)):
+            bound = quantize.bind(1024, span, True, True, *types, power_of_two=True)
+            found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
+        found |= {f"{name} {kind}": program for name, program in tiles(types)}
+        found |= {f"{name} {kind}": program for name, program in tensors(types)}
     return found
+
+
+Types = tuple[torch.dtype, torch.dtype]
+
+
+def tiles(types: Types) -> Iterator[tuple[str, Program]]:
+    """Of every granularity, as they lie and transposed; of rows that start anywhere, too."""
+    easy, hard = ((True, True, True), False), ((False, False, False), True)
+    both, across = (True, True), (False, True)
+    row, group, block, tensor = (Granularity[n] for n in ("ROW", "GROUP", "BLOCK", "TENSOR"))
+    for granularity in (row, group, block):
+        name = f"quantize_transpose_{granularity.suffix}"
+        yield f"{name} easy", quantize_tile.bind(granularity, both, *easy, *types).program
+        yield f"{name} hard", quantize_tile.bind(granularity, both, *hard, *types).program
+        by_power = quantize_tile.bind(granularity, both, *easy, *types, power_of_two=True)
+        yield f"{name}_power_of_two easy", by_power.program
+        name = f"quantize_{granularity.suffix}"
+        turned = quantize_tile.bind(granularity, across, *easy, *types)
+        yield f"{name} column-major", turned.program
+    for power_of_two in (False, True):
+        name = f"quantize_block{'_power_of_two' if power_of_two else ''} easy"
+        bound = quantize_tile.bind(block, (True, False), *easy, *types, power_of_two=power_of_two)
+        yield name, bound.program
+    yield "quantize_block hard", quantize_tile.bind(block, (True, False), *hard, *types).program
+    gather = quantize_tile.bind(row, both, *easy, *types, gather=True)
+    yield "quantize_transpose_row gather", gather.program
+    for stage in (0, 1):
+        scales = quantize_tile.bind_scales(stage, types[1], False)
+        yield f"quantize_transpose_row scales-{stage}", scales.program
+    yield (
+        "quantize_transpose_tensor easy",
+        quantize_tile.bind(tensor, both, *easy, *types).program,
+    )
+    for given in ("static", "delayed"):
+        bound = quantize_tile.bind(tensor, both, *easy, *types, given=given)
+        yield f"quantize_transpose_tensor_{given} easy", bound.program
+        bound = quantize_tile.bind(tensor, across, *hard, *types, given=given)
+        yield f"quantize_tensor_{given} column-major", bound.program
+
+
+def tensors(types: Types) -> Iterator[tuple[str, Program]]:
+    module = quantize_tensor
+    easy, hard = (True, True, False, True), (False, False, True, False)
+    for accesses in module.AT_ONCE_ACCESSES:
+        bound = module.bind(module.AT_ONCE, accesses, *easy, *types)
+        yield f"quantize_tensor at-once-{accesses}", bound.program
+    askew = module.bind(module.AT_ONCE, module.MOST_ASKEW_ACCESSES, *hard, *types)
+    yield "quantize_tensor at-once-hard", askew.program
+    stages = {"gather": module.GATHER, "finish": module.FINISH, "cast": module.CAST}
+    for name, stage in stages.items():
+        for kind, starts in (("easy", easy), ("hard", hard)):
+            bound = module.bind(stage, module.ACCESSES, *starts, *types)
+            yield f"quantize_tensor {name}-{kind}", bound.program
+    for name, stage in {"static": module.STATIC, "delayed": module.DELAYED}.items():
+        for kind, starts in (("easy", easy), ("hard", hard)):
+            bound = module.bind(stage, module.ACCESSES, *starts, *types)
+            yield f"quantize_tensor_{name} {kind}", bound.program
 
 
 CASES = cases()
 NAMES = list(CASES)
-ALIGNED = [name for name in NAMES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
+LINES = [name for name, program in CASES.items() if program.entry == "quantize"]
+ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
+WITHOUT_DATA = ("gather", "finish", "scales")
 
 
 @functools.cache
@@ -111,6 +175,16 @@ def measured() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_let_the_next_begin_and_wait_for_the_one_before(name: str) -> None:
+    """As a programmatic launch must, before the first access of memory."""
+    words = instructions(name)
+    wait = words.index("ACQBULK")
+    assert "PREEXIT" in words
+    first = next(at for at, word in enumerate(words) if word.startswith(("LDG", "STG")))
+    assert wait < first
+
+
 def test_every_cuda_file_is_compiled_here() -> None:
     found = {Path(program.source).resolve() for program in CASES.values()}
     assert found == set(FOLDER.glob("*.cu"))
@@ -143,7 +217,7 @@ def test_m_is_in_no_program() -> None:
         assert not {"M", "m", "rows"} & {name for name, _ in program.macros}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if not any(w in n for w in WITHOUT_DATA)])
 def test_quantizers_convert_in_hardware(name: str) -> None:
     form = "E5M2" if "e5m2" in name else "E4M3"
     assert any(word.startswith(f"F2FP.SATFINITE.{form}") for word in instructions(name))

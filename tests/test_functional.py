@@ -15,6 +15,7 @@ import torch
 
 import lokakern
 from lokakern import functional, misses, numerics, selection
+from lokakern.bench.pieces import compare_bytes
 from lokakern.device import current_device
 from lokakern.errors import (
     BudgetError,
@@ -105,6 +106,42 @@ def test_quantize_and_back(where: str, granularity: str) -> None:
     assert torch.equal(lokakern.dequantize(q.t()), back.t())
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+def test_quantize_transpose_is_quantize_both_ways(granularity: str) -> None:
+    x = torch.randn(200, 300)
+    q, q_t = lokakern.quantize_transpose(x, granularity, out_format="e5m2")
+    for found, source in ((q, x), (q_t, x.t())):
+        expected = numerics.quantize(source, Format.E5M2, Granularity(granularity))
+        assert not compare_bytes(found.data, found.scale, expected.data, expected.scale)  # type: ignore[arg-type]
+    empty, empty_t = lokakern.quantize_transpose(x[:0], granularity)
+    assert (empty.shape, empty_t.shape) == ((0, 300), (300, 0))
+
+
+@pytest.mark.parametrize("granularity", ["row", "1x128", "128x128"])
+def test_scales_may_be_powers_of_two(granularity: str) -> None:
+    x = torch.randn(200, 300)
+    q = lokakern.quantize(x, granularity, power_of_two=True)
+    exact = numerics.quantize(x, q.format, q.granularity, power_of_two_scale=True)
+    assert not compare_bytes(q.data, q.scale, exact.data, exact.scale)  # type: ignore[arg-type]
+    assert (torch.frexp(q.scale)[0] == 0.5).all()  # type: ignore[arg-type]
+
+
+def test_a_scale_may_be_given_and_the_next_one_gathered() -> None:
+    first, second = torch.randn(200, 300), 3 * torch.randn(200, 300)
+    scale, amax = torch.tensor(0.01), torch.zeros(1)
+    for x in (first, second):
+        q = lokakern.quantize(x, "tensor", scale=scale, amax=amax)
+        exact, _ = numerics.quantize_static(x, q.format, q.granularity, scale.view(1, 1))
+        assert torch.equal(q.data.view(torch.uint8), exact.data.view(torch.uint8))
+        assert q.scale is not None and q.scale.data_ptr() == scale.data_ptr()
+        assert float(amax) >= float(x.abs().max())
+    assert float(amax) == float(max(first.abs().max(), second.abs().max()))
+    static = lokakern.quantize(first, "tensor", scale=scale)
+    _, turned = lokakern.quantize_transpose(first, "tensor", scale=scale)
+    assert torch.equal(static.data.t().view(torch.uint8), turned.data.view(torch.uint8))
+    assert float(turned.scale) == float(scale)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("left", "right"), [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128")]
 )
@@ -153,6 +190,11 @@ def test_scaled_gemm(where: str, left: str, right: str) -> None:
         (lambda x, w: lokakern.quantize(x, out_format="int8"), FormatError, "e4m3fn"),
         (lambda x, w: lokakern.quantize(x, out_format="bfloat16"), FormatError, "FP8"),
         (lambda x, w: lokakern.quantize(x[0]), ShapeError, "two dimensions"),
+        (lambda x, w: lokakern.quantize(x, "tensor", power_of_two=True), FormatError, "row, 1x128"),
+        (lambda x, w: lokakern.quantize(x, scale=x[0, :1]), FormatError, "granularity 'tensor'"),
+        (lambda x, w: lokakern.quantize(x, "tensor", amax=x), FormatError, "scale to quantize by"),
+        (lambda x, w: lokakern.quantize(x, "tensor", scale=x), ShapeError, "one element"),
+        (lambda x, w: lokakern.quantize_transpose(x[0]), ShapeError, "two dimensions"),
         (lambda x, w: lokakern.dequantize(x), FormatError, "QuantizedTensor"),
         (
             lambda x, w: lokakern.dequantize(lokakern.quantize(x), "e5m2"),

@@ -507,34 +507,120 @@ def formats(where: str) -> list[Format]:
     return [f for f in Format if f.is_fp8]
 
 
-@pytest.mark.parametrize(("name", "where"), cases("quantize"))
+def quantized_wrong(kernel: Kernel, x: torch.Tensor, form: Format, padded: bool) -> str | None:
+    """What a quantizer gets wrong, "" if nothing; None where it does not take x.
+
+    What lies between the rows of padded data must stay as it was. A given scale is one that some
+    values pass by far, and a delayed one comes with the largest value of a batch before.
+    """
+    rows, columns = x.shape
+    where = x.device.type
+    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    problem = Problem(
+        op="quantize", m=rows, n=1, k=columns, a=operand_of(x), out_format=form,
+        out_granularity=kernel.granularity, epilogue=epilogue,
+    )  # fmt: skip
+    if isinstance(kernel.supports(problem, current_device(where)), Rejected):
+        return None
+    exact = numerics.quantize(
+        x, form, kernel.granularity, power_of_two_scale=epilogue == "power_of_two"
+    )
+    pitch = -(-columns // 16) * 16 if padded else columns
+    whole = torch.full((rows, pitch), 0xA5, dtype=torch.uint8, device=where)
+    data = whole.view(form.dtype)[:, :columns]
+    scale = kernel.granularity.empty_scale(rows, columns, x.device).fill_(math.nan)
+    amax = None
+    if epilogue in ("static", "delayed"):
+        assert exact.scale is not None
+        scale.copy_(exact.scale * 0.37)
+        exact, amax = numerics.quantize_static(x, form, kernel.granularity, scale.clone())
+    workspace = kernel.workspace(x, data, scale)
+    for before in (0.0, 2.0**127) if epilogue == "delayed" else (0.0,):
+        if epilogue == "delayed":
+            workspace[0].fill_(before)
+        kernel.launch(x, data, scale, workspace)
+        wrong = compare_bytes(data, scale, exact.data, exact.scale)
+        if wrong:
+            return wrong
+        if epilogue == "delayed" and float(workspace[0]) != max(float(amax), before):  # type: ignore[arg-type]
+            return f"amax is {float(workspace[0])}, not {amax}, and was {before}"
+    if not (whole[:, columns:] == 0xA5).all():
+        return "wrote between the rows"
+    return ""
+
+
+def transposed_wrong(kernel: Kernel, x: torch.Tensor, form: Format) -> str | None:
+    """What a quantizer of x and its transpose gets wrong, as `quantized_wrong`."""
+    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    given = None
+    if epilogue in ("static", "delayed"):
+        made = numerics.quantize(x, form, kernel.granularity).scale
+        assert made is not None
+        given = made * 0.37
+    amax = torch.zeros(1, device=x.device) if epilogue == "delayed" else None
+    by_power = epilogue == "power_of_two"
+    try:
+        both = functional.run(
+            kernel, x, out_format=form, power_of_two=by_power, scale=given, amax=amax
+        )
+    except UnsupportedError:
+        return None
+    for name, source, found in zip(("", "transposed: "), (x, x.t()), both, strict=True):
+        if given is None:
+            exact = numerics.quantize(source, form, kernel.granularity, power_of_two_scale=by_power)
+        else:
+            exact, largest = numerics.quantize_static(source, form, kernel.granularity, given)
+            if amax is not None and float(amax) != float(largest):
+                return f"amax is {float(amax)}, not {float(largest)}"
+        wrong = compare_bytes(found.data, found.scale, exact.data, exact.scale)
+        if wrong:
+            return name + wrong
+    return ""
+
+
+@pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
-def test_quantize_gives_the_bytes_of_the_emulation(name: str, where: str, source: Format) -> None:
+def test_quantize_transpose_gives_the_bytes_of_both(name: str, where: str, source: Format) -> None:
     kernel = kernel_here(name, where)
-    device = current_device(where)
     taken = 0
     for form in formats(where):
-        for rows, columns in [(1, 1), (3, 129), (7, 13), (130, 257), (5, 9000), (600, 512)]:
+        for rows, columns in [(1, 1), (3, 129), (150, 13), (130, 257), (600, 512)]:
             x = hostile(rows, columns, where, source)
             if rows > 100:
                 x[5, 7], x[6, 0], x[6, 9] = math.nan, math.inf, -math.inf
             wide = torch.zeros(rows, columns + 40, dtype=x.dtype, device=where)
             wide[:, 3 : 3 + columns] = x
-            for given in (x, wide[:, 3 : 3 + columns]):
-                problem = Problem(
-                    op="quantize", m=rows, n=1, k=columns, a=operand_of(given), out_format=form,
-                    out_granularity=kernel.granularity,
-                )  # fmt: skip
-                if isinstance(kernel.supports(problem, device), Rejected):
-                    continue
-                taken += 1
-                expected = numerics.quantize(given, form, kernel.granularity)
-                data = torch.empty_like(expected.data)
-                data.view(torch.uint8).fill_(0xA5)
-                scale = kernel.granularity.empty_scale(rows, columns, x.device).fill_(math.nan)
-                kernel.launch(given, data, scale, kernel.workspace(given, data, scale))
-                wrong = compare_bytes(data, scale, expected.data, expected.scale)
-                assert not wrong, f"{name} {form.value} [{rows}, {columns}]: {wrong}"
+            for given in (x, wide[:, 3 : 3 + columns], x.t().contiguous().t()):
+                wrong = transposed_wrong(kernel, given, form)
+                taken += wrong is not None
+                assert not wrong, f"{name} {form.value} {[rows, columns]}: {wrong}"
+    assert taken
+
+
+QUANTIZED_SIZES = [(1, 1), (3, 129), (7, 13), (130, 257), (5, 9000), (3, 40001), (600, 512)]
+
+
+@pytest.mark.parametrize(("name", "where"), cases("quantize"))
+@pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
+def test_quantize_gives_the_bytes_of_the_emulation(name: str, where: str, source: Format) -> None:
+    """Rows may start anywhere, columns may be contiguous instead, data may have padded rows."""
+    kernel = kernel_here(name, where)
+    taken = 0
+    for form in formats(where):
+        for rows, columns in QUANTIZED_SIZES:
+            x = hostile(rows, columns, where, source)
+            if rows > 100:
+                x[5, 7], x[6, 0], x[6, 9] = math.nan, math.inf, -math.inf
+            wide = torch.zeros(rows, columns + 40, dtype=x.dtype, device=where)
+            wide[:, 3 : 3 + columns] = x
+            tall = torch.zeros(columns, rows + 9, dtype=x.dtype, device=where)
+            tall[:, 1 : 1 + rows] = x.t()
+            views = (wide[:, 3 : 3 + columns], x.t().contiguous().t(), tall[:, 1 : 1 + rows].t())
+            for given in (x, *views):
+                for padded in (False, True):
+                    wrong = quantized_wrong(kernel, given, form, padded)
+                    taken += wrong is not None
+                    assert not wrong, f"{name} {form.value} {[rows, columns]}: {wrong}"
     assert taken
 
 
@@ -545,17 +631,7 @@ def test_quantize_every_bfloat16_value(name: str, where: str) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).to(where)
     for x in (values.reshape(512, 128), values.reshape(65536, 1)):
         for form in formats(where):
-            problem = Problem(
-                op="quantize", m=x.shape[0], n=1, k=x.shape[1], a=operand_of(x), out_format=form,
-                out_granularity=kernel.granularity,
-            )  # fmt: skip
-            if isinstance(kernel.supports(problem, current_device(where)), Rejected):
-                continue
-            expected = numerics.quantize(x, form, kernel.granularity)
-            data = torch.empty_like(expected.data)
-            scale = kernel.granularity.empty_scale(*x.shape, x.device)
-            kernel.launch(x, data, scale, kernel.workspace(x, data, scale))
-            wrong = compare_bytes(data, scale, expected.data, expected.scale)
+            wrong = quantized_wrong(kernel, x, form, padded=False)
             assert not wrong, f"{name} {form.value}: {wrong}"
 
 
@@ -592,7 +668,8 @@ def test_dequantize_rounds_once(name: str, where: str) -> None:
     [
         n
         for n, k in sorted(KERNELS.items())
-        if k.language in ("triton", "cuda") or n == "torch.scaled_mm_row"
+        if (k.language in ("triton", "cuda") and "none" in k.epilogues)
+        or n == "torch.scaled_mm_row"
     ],
 )
 def test_more_than_two_to_the_31_elements(name: str) -> None:
@@ -604,10 +681,23 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
     rows, k, n = 2**31 // 256 + 384, 256, 256
     x = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda").normal_()
     last = slice(rows - 256, rows)
+    if kernel.op == "quantize_transpose":
+        both = functional.run(kernel, x)
+        assert both[0].scale is not None and both[1].scale is not None
+        for found in (both[0].data[last].float(), both[1].data[:, last].t().float()):
+            assert torch.isfinite(found).all() and (found != 0).float().mean() > 0.9
+        if kernel.granularity in (Granularity.GROUP, Granularity.BLOCK):
+            expected = numerics.quantize(x[last].t(), fp8, kernel.granularity)
+            groups = slice(both[1].scale.shape[1] - 2, None)
+            found = both[1].data[:, last]
+            scale = both[1].scale[:, groups]
+            assert not compare_bytes(found, scale, expected.data, expected.scale)
+        return
     if kernel.op == "quantize" or kernel.op == "dequantize":
         data = torch.empty(rows, k, dtype=fp8.dtype, device="cuda")
         scale = kernel.granularity.empty_scale(rows, k, x.device)
-        maker = KERNELS[f"triton.quantize_{name.rsplit('_', 1)[1]}"]
+        maker = KERNELS[f"triton.quantize_{kernel.granularity.suffix}"]
+        maker = kernel if kernel.op == "quantize" else maker
         maker.launch(x, data, scale, maker.workspace(x, data, scale))
         if kernel.op == "quantize":
             if kernel.granularity is Granularity.TENSOR:

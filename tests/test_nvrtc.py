@@ -118,8 +118,9 @@ def test_two_includes_of_one_name_are_refused(program: Program, tmp_path: Path) 
 
 
 def test_other_makes_of_gpu_are_refused(program: Program) -> None:
-    with pytest.raises(CompilationError, match="not gfx942"):
-        nvrtc.cubin(program, "gfx942")
+    for other in ("gfx942", "sm_90a", "sm_", "sm_x"):
+        with pytest.raises(CompilationError, match=f"not {other}"):
+            nvrtc.cubin(program, other)
 
 
 def test_a_program_travels_to_another_process(program: Program, cache: Path) -> None:
@@ -160,6 +161,17 @@ def test_what_lacks_here_says_nothing_about_devices_elsewhere(
 ) -> None:
     monkeypatch.setattr(nvrtc, "_missing_package", lambda: "missing")
     assert nvrtc.why_not(H200) is None
+
+
+def test_bindings_without_nvrtc_itself_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise CompilationError("CUDA kernels need NVRTC")
+
+    monkeypatch.setattr(nvrtc, "version", missing)
+    monkeypatch.setattr(nvrtc, "devices_here", lambda: [H200])
+    nvrtc._missing_package.cache_clear()
+    assert nvrtc.why_not(H200) == "CUDA kernels need NVRTC"
+    nvrtc._missing_package.cache_clear()
 
 
 # --- the disk cache
@@ -477,6 +489,25 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(fake: RecordingDr
         launch((1, 1, 1), (torch.ones(1), torch.ones(1)), (3, 4))
 
 
+def test_wrong_arguments_are_refused_when_warm_too(fake: RecordingDriver) -> None:
+    """A tensor map too few would be read where one of a launch before was."""
+    fake.parameters = "PT"
+    launch = CudaLaunch(LAUNCH, pointers=1, tensor_maps=1, threads=32)
+    launch((1, 1, 1), (Operand(1),), (), (TensorMap(),))  # type: ignore[arg-type]
+    for pointers, scalars, maps in [(1, 0, 0), (1, 1, 0), (2, 0, 1), (1, 0, 2)]:
+        with pytest.raises(LaunchError, match=r"bound for \(1, 0, 1\)"):
+            launch(
+                (1, 1, 1), (Operand(1),) * pointers, (5,) * scalars, (TensorMap(),) * maps,
+            )  # type: ignore[arg-type]  # fmt: skip
+    assert len(fake.launches) == 1
+
+
+def test_a_cooperative_launch_is_asked_for(fake: RecordingDriver) -> None:
+    fake.parameters = "P"
+    CudaLaunch(LAUNCH, pointers=1, threads=32, cooperative=True)((1, 1, 1), (Operand(1),))  # type: ignore[arg-type]
+    assert struct.unpack_from("@i4xi", fake.launches[0][1]) == (2, 1)
+
+
 def test_a_recorded_launch_hands_over_its_program(
     fake: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,7 +533,7 @@ def test_recorded_kernels_are_those_of_the_real_run(monkeypatch: pytest.MonkeyPa
         (Granularity.GROUP, quantize.quantize_group, 128),
     ):
         launch(x, data, granularity.empty_scale(64, 1000, x.device), ())
-        real = quantize.bind(1000, span, True, x.dtype, data.dtype)
+        real = quantize.bind(1000, span, True, True, x.dtype, data.dtype)
         assert jobs.pop() == real.launch.program
     assert not jobs
 

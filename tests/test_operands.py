@@ -543,3 +543,38 @@ def test_a_draw_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
         make(problem)
     assert draws._drawn.byte_count <= 8 * 8 * 4
     assert make(problem).x.shape == (8, 8)
+
+
+QUANTIZERS = sorted(
+    name
+    for name, kernel in KERNELS.items()
+    if kernel.language == "torch" and kernel.op in operands.QUANTIZERS
+)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN], ids=str)
+def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout) -> None:
+    """And poisoned before; a scale that is given is no output."""
+    kernel = KERNELS[name]
+    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    problem = make_problem(
+        kernel.op, (200, 144), a=Operand(Format.BFLOAT16, layout=layout), epilogue=epilogue,
+        out_granularity=kernel.granularity,
+    )  # fmt: skip
+    made = Operands(problem, "X1", CPU, HERE, cold=False)
+    (given,) = made.sets
+    assert operand_of(given[0]).layout is layout
+    made.poison()
+    before = made.fingerprint()
+    assert made.check(kernel)[1]
+    made.call_of(kernel, 0)()
+    assert made.check(kernel)[1] == ""
+    assert made.fingerprint() == before
+    for out in made.outputs(given):
+        kept = out.clone()
+        flat = out.view(torch.uint8) if out.dtype.itemsize == 1 else out
+        flat[0, 0] += 1
+        assert made.check(kernel)[1]
+        out.copy_(kept)
+    assert len(made.outputs(given)) == len(given) - 1 - (epilogue in operands.GIVEN_SCALES)

@@ -260,6 +260,7 @@ def test_every_module_can_be_imported_here() -> None:
 LANGUAGES = {"torch", "triton", "cuda", "hip", "adapters"}
 ACCUMULATIONS = {
     "quantize": {"none"},
+    "quantize_transpose": {"none"},
     "dequantize": {"none"},
     "scaled_gemm": {"float32", "promoted", "fast"},
     "gemm": {"float32", "promoted", "fast"},

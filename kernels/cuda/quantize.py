@@ -1,9 +1,10 @@
-"""Quantize to FP8 with one read of x, byte for byte as `lokakern.numerics.quantize`.
+"""Quantize rows and 1x128 groups to FP8 with one read of x, as `lokakern.numerics.quantize`.
 
     s = max(rn(amax / MAX), 2^-126),  1 where amax is 0;  q = cast(rn(x / s))
 
-x: [rows, columns], bfloat16 or float32, any row stride; q: [rows, columns], contiguous; scales as
-`Granularity.empty_scale` lays them out. amax is over finite values. See quantize.cu.
+x: [rows, columns], bfloat16 or float32, any row stride; q: [rows, columns], any row stride; scales
+as `Granularity.empty_scale` lays them out. amax is over finite values. See quantize.cu, and
+quantize_tile.cu for a column-major x.
 """
 
 from __future__ import annotations
@@ -17,32 +18,29 @@ from torch import Tensor
 
 from lokakern import nvrtc
 from lokakern.driver import CudaLaunch
-from lokakern.registry.register import register
-from lokakern.types import (
-    ACCEPTED,
-    GROUP,
-    Device,
-    Format,
-    Granularity,
-    Layout,
-    Problem,
-    Rejected,
-    Support,
+from lokakern.kernels.cuda.quantize_tile import (
+    CHUNK_BYTES,
+    is_column_major,
+    launch_column_major,
+    supports,
 )
+from lokakern.registry.register import register
+from lokakern.types import GROUP, Format, Granularity
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-WIDE_BYTES = 16  # of a load where rows are aligned
 # Loads of 16 bytes a thread has in flight. 4.3 TB/s times a latency of 0.7 us are 3 MB, or 23 KiB
 # for each of 132 SMs: 366 such threads of the 2048 an SM holds.
-WIDE_LOADS = 4
-SINGLE_LOADS = 16  # of one element, where rows are not aligned
-# A warp reads lines of up to so many times WIDE_LOADS: without a barrier, in up to 64 registers.
+LOADS = 4
+# A warp reads lines of up to so many times LOADS: without a barrier, in up to 64 registers.
 LONG_IN_WARP = 2
 # Least threads of a line: 8 times 16 bytes are one line of the cache.
 SMALLEST_TEAM = 8
 THREADS = 256  # of a block of several teams
-LONGEST_LINE = 8192  # columns held in registers, 32 for each of 256 threads; others are read twice
-LONG_TEAM = 512  # threads of a longer line
+# Where so few blocks would be made, smaller ones spread over all multiprocessors.
+FEW_BLOCKS, FEW_THREADS = 264, 64
+LONGEST_TEAM = 512  # threads of a block that has whole lines: longer ones go to clusters
+LARGEST_CLUSTER = 8  # blocks that any GPU takes
+LARGEST_BLOCK = 1024  # threads of a block in a cluster, where the line needs them
 
 
 class Tile(NamedTuple):
@@ -51,29 +49,27 @@ class Tile(NamedTuple):
     team: int
     accesses: int
     threads: int
+    cluster: int = 1
+    lines: int = 1
 
     @property
     def rows_of_warp(self) -> int:
-        return max(1, 32 // self.team)
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block that work each for itself."""
-        return 1 if self.team > 32 else self.threads // 32
+        return max(1, 32 // self.team) * self.lines
 
 
-def tile_of(span: int, width: int) -> Tile:
-    """The tile for lines of `span` columns, read `width` elements at a time."""
-    loads = -(-span // width)
-    deep = SINGLE_LOADS if width == 1 else WIDE_LOADS
-    if span > LONGEST_LINE:
-        return Tile(LONG_TEAM, deep, LONG_TEAM)
-    if loads > 32 * deep * LONG_IN_WARP:
-        team = -(-loads // (32 * deep)) * 32
-        return Tile(team, -(-loads // team), team)
-    fitting = _power_of_two(-(-loads // deep))
+def tile_of(span: int, chunk: int) -> Tile:
+    """The tile for lines of `span` columns, read `chunk` elements at a time."""
+    loads = -(-span // chunk)
+    if loads > 32 * LOADS * LONG_IN_WARP:
+        cluster = min(-(-loads // (LONGEST_TEAM * LOADS)), LARGEST_CLUSTER)
+        share = -(-loads // cluster)
+        team = -(-share // (32 * LOADS)) * 32
+        if team > LARGEST_BLOCK:  # read twice
+            return Tile(LONGEST_TEAM, LOADS, LONGEST_TEAM)
+        return Tile(team, -(-share // team), team, cluster)
+    fitting = _power_of_two(-(-loads // LOADS))
     team = min(32, max(fitting, min(SMALLEST_TEAM, _power_of_two(loads))))
-    # Short lines leave a thread fewer loads than WIDE_LOADS. Several lines a thread would fill them
+    # Short lines leave a thread fewer loads than LOADS. Several lines a thread would fill them
     # up and took 4 % longer on an H200 (geometric mean over 21 sizes of bfloat16).
     return Tile(team, -(-loads // team), THREADS)
 
@@ -83,65 +79,81 @@ def _power_of_two(least: int) -> int:
 
 
 class Bound(NamedTuple):
-    """A launch with what its grid is made of."""
+    """A launch with what its grid is made of, and the same in small blocks."""
 
     launch: CudaLaunch
+    small: CudaLaunch
     rows_of_warp: int
     groups: int
     warps: int
+    cluster: int
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(columns: int, span: int, aligned: bool, source: torch.dtype, target: torch.dtype) -> Bound:
+def bind(
+    columns: int,
+    span: int,
+    in_place: bool,
+    whole: bool,
+    source: torch.dtype,
+    target: torch.dtype,
+    power_of_two: bool = False,
+) -> Bound:
     """The launch of one signature.
 
     Args:
         columns: Of x.
         span: Columns of a line.
-        aligned: Whether x is read 16 bytes at a time.
+        in_place: Whether every row of x starts at a multiple of 16 bytes.
+        whole: Whether every row of data starts where 16 bytes of x are written at once.
         source: bfloat16 or float32.
         target: float8_e4m3fn or float8_e5m2.
+        power_of_two: Whether scales are rounded up to powers of two.
     """
-    width = WIDE_BYTES // source.itemsize if aligned else 1
-    tile = tile_of(span, width)
+    tile = tile_of(span, CHUNK_BYTES // source.itemsize)
     macros = {
         "INPUT_BYTES": source.itemsize,
         "IS_E5M2": int(Format.of(target) is Format.E5M2),
+        "IN_PLACE": int(in_place),
+        "WHOLE": int(whole),
+        "POWER_OF_TWO": int(power_of_two),
         "COLUMNS": columns,
         "SPAN": span,
-        "WIDTH": width,
         "TEAM": tile.team,
+        "CLUSTER": tile.cluster,
         "ACCESSES": tile.accesses,
+        "LINES": tile.lines,
         "THREADS": tile.threads,
     }
     program = nvrtc.Program(SOURCE, "quantize", tuple(macros.items()))
-    launch = CudaLaunch(program, pointers=3, scalars="iqq", threads=tile.threads)
-    return Bound(launch, tile.rows_of_warp, -(-columns // span), tile.warps)
+
+    def launch(threads: int) -> CudaLaunch:
+        return CudaLaunch(
+            program, pointers=3, scalars="iqqq", threads=threads, cluster=tile.cluster,
+            programmatic=True,
+        )  # fmt: skip
+
+    warps = 1 if tile.team > 32 else tile.threads // 32
+    large = launch(tile.threads)
+    small = launch(FEW_THREADS) if warps > 1 else large
+    return Bound(large, small, tile.rows_of_warp, -(-columns // span), warps, tile.cluster)
 
 
-def _launch(x: Tensor, data: Tensor, scale: Tensor, span: int, scale_stride: int) -> None:
+def _launch(
+    x: Tensor, data: Tensor, scale: Tensor, span: int, scale_stride: int, power_of_two: bool
+) -> None:
     rows, columns = x.shape
-    stride = x.stride(0)
-    item = x.element_size()
-    together = x.data_ptr() | data.data_ptr() | stride * item | columns * item
-    launch, height, groups, warps = bind(columns, span, not together & 15, x.dtype, data.dtype)
+    stride, pitch, item = x.stride(0), data.stride(0), x.element_size()
+    in_place = not (x.data_ptr() | stride * item) & 15
+    whole = not (data.data_ptr() | pitch) & CHUNK_BYTES // item - 1
+    launch, small, height, groups, warps, cluster = bind(
+        columns, span, in_place, whole, x.dtype, data.dtype, power_of_two
+    )
     tiles = -(-rows // height) * groups
-    launch((-(-tiles // warps), 1, 1), (x, data, scale), (rows, stride, scale_stride))
-
-
-def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
-    if problem.a.format not in (Format.BFLOAT16, Format.FLOAT32):
-        return Rejected(f"takes bfloat16 or float32, not {problem.a.format.value}")
-    if problem.a.layout is not Layout.ROW:
-        return Rejected("takes row-major input")
-    if problem.out_format not in (Format.E4M3FN, Format.E5M2):
-        return Rejected(f"{device.architecture} does not convert to {problem.out_format.value}")
-    if problem.out_granularity is not granularity:
-        return Rejected(f"makes {granularity.value} scales, not {problem.out_granularity.value}")
-    if max(problem.m, problem.k) >= 2**31:
-        return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
-    missing = nvrtc.why_not(device)
-    return ACCEPTED if missing is None else Rejected(missing)
+    blocks = -(-tiles // warps) * cluster
+    if blocks < FEW_BLOCKS and warps > 1:
+        launch, blocks = small, -(-tiles // (FEW_THREADS // 32))
+    launch((blocks, 1, 1), (x, data, scale), (rows, stride, pitch, scale_stride))
 
 
 @register(
@@ -149,11 +161,14 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
     name="quantize_row",
     architectures=frozenset({"sm_90"}),
     granularity=Granularity.ROW,
-    supports=functools.partial(_supports, Granularity.ROW),
+    supports=functools.partial(supports, Granularity.ROW),
 )
 def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
-    """One scale per row, which a warp or a block holds in registers."""
-    _launch(x, data, scale, x.shape[1], 0)
+    """One scale per row, which a warp, a block or a cluster of blocks holds in registers."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.ROW, False)
+        return
+    _launch(x, data, scale, x.shape[1], 0, False)
 
 
 @register(
@@ -161,8 +176,47 @@ def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor
     name="quantize_group",
     architectures=frozenset({"sm_90"}),
     granularity=Granularity.GROUP,
-    supports=functools.partial(_supports, Granularity.GROUP),
+    supports=functools.partial(supports, Granularity.GROUP),
 )
 def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
     """One scale per row and 128 columns."""
-    _launch(x, data, scale, GROUP, scale.stride(1))
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.GROUP, False)
+        return
+    _launch(x, data, scale, GROUP, scale.stride(1), False)
+
+
+@register(
+    "quantize",
+    name="quantize_row_power_of_two",
+    architectures=frozenset({"sm_90"}),
+    granularity=Granularity.ROW,
+    supports=functools.partial(supports, Granularity.ROW),
+    epilogues=frozenset({"power_of_two"}),
+)
+def quantize_row_power_of_two(
+    x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]
+) -> None:
+    """One scale per row, a power of two."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.ROW, True)
+        return
+    _launch(x, data, scale, x.shape[1], 0, True)
+
+
+@register(
+    "quantize",
+    name="quantize_group_power_of_two",
+    architectures=frozenset({"sm_90"}),
+    granularity=Granularity.GROUP,
+    supports=functools.partial(supports, Granularity.GROUP),
+    epilogues=frozenset({"power_of_two"}),
+)
+def quantize_group_power_of_two(
+    x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]
+) -> None:
+    """One scale per row and 128 columns, a power of two."""
+    if is_column_major(x):
+        launch_column_major(x, data, scale, Granularity.GROUP, True)
+        return
+    _launch(x, data, scale, GROUP, scale.stride(1), True)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -294,15 +294,10 @@ def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, products: int, sms
 
 
 @jit.cached
-def _plan(
-    m: int, n: int, k: int, kind: Kind, products: int, split: bool, device: int
-) -> Plan:
+def _plan(m: int, n: int, k: int, kind: Kind, products: int, split: bool, device: int) -> Plan:
     sms = jit.compute_units(device)
-    if split:
-        tile = split_tile_for(m, n, products)
-    else:
-        tile = tile_for(m, n, k, kind, products, sms)
-    return make_plan(m, n, k, kind, tile, products, sms)
+    rule = split_tile_for(m, n, products) if split else tile_for(m, n, k, kind, products, sms)
+    return make_plan(m, n, k, kind, rule, products, sms)
 
 
 _TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -392,8 +387,8 @@ def run(
         if len(plan.maps) >= _MOST_MAPS:
             plan.maps.clear()
         plan.maps[key] = maps
-    pointers = (slice_scales[0], b_scale, out)
-    scalars = (m, out.stride(0))
+    pointers: tuple[Tensor, ...] = (slice_scales[0], b_scale, out)
+    scalars: tuple[int, ...] = (m, out.stride(0))
     if bias is not None:
         pointers += (bias,)
     if epilogue is not PLAIN:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from lokakern import numerics
@@ -25,12 +26,44 @@ from lokakern.types import (
 
 def _quantize(
     granularity: Granularity,
+    epilogue: str,
     x: Tensor,
     data: Tensor,
     scale: Tensor,
-    _workspace: tuple[Tensor, ...],
+    workspace: tuple[Tensor, ...],
 ) -> None:
-    numerics.quantize(x, Format.of(data.dtype), granularity, data=data, scale=scale)
+    form = Format.of(data.dtype)
+    if epilogue in ("static", "delayed"):
+        _, amax = numerics.quantize_static(x, form, granularity, scale, data=data)
+        if epilogue == "delayed":
+            torch.maximum(workspace[0], amax, out=workspace[0])
+        return
+    by_power = epilogue == "power_of_two"
+    numerics.quantize(x, form, granularity, power_of_two_scale=by_power, data=data, scale=scale)
+
+
+def _quantize_transpose(
+    granularity: Granularity,
+    epilogue: str,
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    data_t: Tensor,
+    scale_t: Tensor,
+    workspace: tuple[Tensor, ...],
+) -> None:
+    if granularity is Granularity.TENSOR and epilogue != "none":
+        scale_t.copy_(scale)
+    _quantize(granularity, epilogue, x, data, scale, workspace)
+    _quantize(granularity, epilogue, x.t(), data_t, scale_t, workspace)
+
+
+def _no_workspace(*_: Tensor) -> tuple[Tensor, ...]:
+    return ()
+
+
+def _amax(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return (torch.zeros((1, 1), dtype=torch.float32, device=x.device),)
 
 
 def _dequantize(
@@ -60,13 +93,28 @@ def _supports_dequantize(granularity: Granularity, problem: Problem, _device: De
     return ACCEPTED
 
 
-for _granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK):
-    register(
-        "quantize",
-        name=f"quantize_{_granularity.suffix}",
-        granularity=_granularity,
-        supports=functools.partial(_supports_quantize, _granularity),
-    )(functools.partial(_quantize, _granularity))
+_EPILOGUES = {
+    "none": (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK),
+    "power_of_two": (Granularity.ROW, Granularity.GROUP, Granularity.BLOCK),
+    "static": (Granularity.TENSOR,),
+    "delayed": (Granularity.TENSOR,),
+}
+for _epilogue, _granularities in _EPILOGUES.items():
+    for _granularity in _granularities:
+        for _op, _launch in (
+            ("quantize", _quantize),
+            ("quantize_transpose", _quantize_transpose),
+        ):
+            _suffix = "" if _epilogue == "none" else f"_{_epilogue}"
+            register(
+                _op,
+                name=f"{_op}_{_granularity.suffix}{_suffix}",
+                granularity=_granularity,
+                supports=functools.partial(_supports_quantize, _granularity),
+                epilogues=frozenset({_epilogue}),
+                workspace=_amax if _epilogue == "delayed" else _no_workspace,
+            )(functools.partial(_launch, _granularity, _epilogue))
+for _granularity in _EPILOGUES["none"]:
     register(
         "dequantize",
         name=f"dequantize_{_granularity.suffix}",
