@@ -221,7 +221,6 @@ _TORCH.append("torch.scaled_mm_block")
 _TRITON = [f"triton.scaled_gemm_{kind}" for kind in ("tensor", "row", "tensor_fast", "row_fast")]
 _TRITON.append("triton.scaled_gemm_block")
 _CUDA = [f"cuda.scaled_gemm_{kind}" for kind in ("tensor", "row", "block", "group")]
-_CUDA += [f"{name}_split" for name in _CUDA]
 for _gemm in ("tensor", "row", "block", "group"):
     compose("torch.quantize", f"torch.emulated_{_gemm}")
 for _gemm in (*_TORCH, *_CUDA):

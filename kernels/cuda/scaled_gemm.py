@@ -6,7 +6,7 @@ a: [m, k], FP8, row-major, or slices of it along k; b: [k, n], FP8, column-major
 at multiples of 16 bytes; d: [m, n], bfloat16, float32 or e4m3 with one scale, any row stride;
 scales as `Granularity.empty_scale` lays them out, of b transposed. f: `lokakern.types.Epilogue`.
 
-Kernels named ``split`` sum up parts of k on several SMs: their bits depend on how many.
+Long sums of few tiles are split among the SMs of a cluster, unless bits must not depend on m.
 """
 
 from __future__ import annotations
@@ -224,17 +224,19 @@ def tile_for(m: int, n: int, k: int, kind: Kind, products: int, sms: int) -> Til
 
 # Clusters of so many blocks that an H200 holds at a time: its SMs come in groups of 16 and 18.
 CLUSTERS = {8: 14, 4: 30, 2: 66}
+SPLIT_FROM_K = 8192  # below, what clusters cost is more than what they gain
 
 
-def split_tile_for(m: int, n: int, products: int) -> Tile:
-    """The tile whose k most SMs share."""
-    best = Tile(128, parts=2)
+def split_tile_for(m: int, n: int, k: int, products: int, sms: int) -> Tile | None:
+    """The tile whose k most SMs share; None where it is not worth it."""
+    if k < SPLIT_FROM_K or n <= 32 or -(-m // 64) * -(-n // 64) * products > 2 * sms:
+        return None
+    best, most_blocks = None, 0
     for width in (128, 64):
-        tile = Tile(width)
-        tiles = tile.count(m, n) * products
-        parts = next((parts for parts, most in CLUSTERS.items() if tiles <= most), 1)
-        if parts > 1 and tiles * parts > best.count(m, n) * products * best.parts:
-            best = Tile(width, parts=parts)
+        tiles = Tile(width).count(m, n) * products
+        parts = next((parts for parts, most in CLUSTERS.items() if tiles <= most), 0)
+        if parts * tiles > most_blocks:
+            best, most_blocks = Tile(width, parts=parts), parts * tiles
     return best
 
 
@@ -294,10 +296,11 @@ def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, products: int, sms
 
 
 @jit.cached
-def _plan(m: int, n: int, k: int, kind: Kind, products: int, split: bool, device: int) -> Plan:
+def _plan(m: int, n: int, k: int, kind: Kind, products: int, may_split: bool, device: int) -> Plan:
     sms = jit.compute_units(device)
-    rule = split_tile_for(m, n, products) if split else tile_for(m, n, k, kind, products, sms)
-    return make_plan(m, n, k, kind, rule, products, sms)
+    tile = split_tile_for(m, n, k, products, sms) if may_split else None
+    tile = tile or tile_for(m, n, k, kind, products, sms)
+    return make_plan(m, n, k, kind, tile, products, sms)
 
 
 _TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -306,7 +309,6 @@ _MOST_MAPS = 1024
 
 def _launch(
     scales: str,
-    split: bool,
     a: Tensor | Sequence[Tensor],
     a_scale: Tensor | Sequence[Tensor],
     b: Tensor,
@@ -322,7 +324,8 @@ def _launch(
     products = epilogue.groups if epilogue.offsets is None else len(epilogue.offsets) - 1
     m = out.shape[0] // products if kind.batch > 1 else out.shape[0]
     n, k = out.shape[1], b.shape[0]
-    plan = _plan(m, n, k, kind, products, split, out.get_device())
+    may_split = epilogue.offsets is None and not epilogue.batch_invariant
+    plan = _plan(m, n, k, kind, products, may_split, out.get_device())
     run(plan, kind, m, products, slices, slice_scales, b, b_scale, out, bias, epilogue)
 
 
@@ -335,7 +338,8 @@ def _kind_of(
     epilogue: Epilogue,
 ) -> Kind:
     n, item = out.shape[1], out.element_size()
-    out_row = out.data_ptr() | out.stride(0) * item
+    # Bulk copies write whole pieces of 16 bytes.
+    out_row = out.data_ptr() | out.stride(0) * item | n * item
     a_type, b_type = _TYPES[slices[0].dtype], _TYPES[b.dtype]
     if bias is None and epilogue is PLAIN and len(slices) == 1:
         return Kind(scales, item, direct=bool(out_row & 15), a_type=a_type, b_type=b_type)
@@ -419,8 +423,8 @@ def _make_maps(
     """Maps in the kernel's order: b, the output, b's scales, slices of a, their scales."""
     tile = plan.tile
     weight = b.t()
-    made = [_map(weight, tile.block_n, DEPTH, 128, products if kind.batch != 1 else 1)]
-    of_rows = products if kind.batch > 1 else 1
+    made = [_map(weight, tile.block_n, DEPTH, 128, products if kind.batch != 1 else 0)]
+    of_rows = products if kind.batch > 1 else 0
     if not kind.direct and chunk_bytes(tile.columns, kind.out_bytes):
         made.append(_map(out, 64, plan.chunk, plan.swizzle_bytes, of_rows))
     if kind.scales == "group":
@@ -432,8 +436,8 @@ def _make_maps(
 
 
 def _map(x: Tensor, height: int, width: int, swizzle_bytes: int, products: int) -> TensorMap:
-    """The map of a matrix, or of the products that its rows are of."""
-    if products == 1:
+    """The map of a matrix, or of as many as its rows are of."""
+    if not products:
         return tensor_map(x, (height, width), swizzle_bytes)
     rows, columns = x.shape[0] // products, x.shape[1]
     stride = x.stride(0)
@@ -449,11 +453,9 @@ SCALES = {
     "block": (Granularity.GROUP, Granularity.BLOCK),
     "group": (Granularity.GROUP, Granularity.GROUP),
 }
-# Sums are split where one wave of 64x64 tiles leaves half of the SMs idle, and k pays for it.
-SPLIT_TILES, SPLIT_FROM_K = 264, 2048
 
 
-def _supports(scales: str, split: bool, problem: Problem, device: Device) -> Support:
+def _supports(scales: str, problem: Problem, device: Device) -> Support:
     assert problem.b is not None  # an op with two operands
     have = (problem.a.granularity, problem.b.granularity)
     if have != SCALES[scales]:
@@ -472,31 +474,23 @@ def _supports(scales: str, split: bool, problem: Problem, device: Device) -> Sup
         return Rejected(f"groups share no block: n must be a multiple of 128; n={problem.n}")
     if max(problem.m * problem.batch, problem.n * problem.batch, problem.k) >= 2**31:
         return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
-    if split:
-        tiles = -(-problem.m // 64) * -(-problem.n // 64) * problem.batch
-        if tiles > SPLIT_TILES or problem.k < SPLIT_FROM_K or problem.n % 16:
-            return Rejected(
-                f"splits k from {SPLIT_FROM_K} on, for up to {SPLIT_TILES} tiles of 64x64; "
-                f"k={problem.k}, {tiles} tiles"
-            )
     missing = nvrtc.why_not(device)
     return ACCEPTED if missing is None else Rejected(missing)
 
 
 for _scales, (_a, _b) in SCALES.items():
-    for _split in (False, True):
-        register(
-            "scaled_gemm",
-            name=f"scaled_gemm_{_scales}" + ("_split" if _split else ""),
-            architectures=frozenset({"sm_90"}),
-            granularity=_a,
-            b_granularity=_b,
-            accumulation="promoted",
-            supports=functools.partial(_supports, _scales, _split),
-            kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
-            batched=True,
-            epilogues=EPILOGUES,
-            accumulates=True,
-            k_slices=True,
-            batch_invariant=not _split,
-        )(functools.partial(_launch, _scales, _split))
+    register(
+        "scaled_gemm",
+        name=f"scaled_gemm_{_scales}",
+        architectures=frozenset({"sm_90"}),
+        granularity=_a,
+        b_granularity=_b,
+        accumulation="promoted",
+        supports=functools.partial(_supports, _scales),
+        kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
+        batched=True,
+        epilogues=EPILOGUES,
+        accumulates=True,
+        k_slices=True,
+        batch_invariant=True,
+    )(functools.partial(_launch, _scales))
