@@ -56,7 +56,9 @@ constexpr int A_BYTES = TILE_ROWS * DEPTH;
 constexpr int B_BYTES = BLOCK_N * DEPTH;
 constexpr int STAGE_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 // Scales of a stage, rounded up so that the next stage's are aligned to 128 bytes.
-constexpr int A_SCALE_BYTES = SCALES ? TILE_ROWS * 4 : 0;
+// Bulk copies of scales start at a multiple of 16 bytes; rows of products in a batch at any.
+constexpr int SCALE_ROWS = TILE_ROWS + (BATCH == 1 ? 0 : 32);
+constexpr int A_SCALE_BYTES = SCALES ? SCALE_ROWS * 4 : 0;
 constexpr int B_SCALE_BYTES = SCALES == 2 ? (BLOCK_N * 4 + 127) / 128 * 128 : 0;
 constexpr int SCALE_BYTES = A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int LOADED_BYTES =
@@ -255,7 +257,7 @@ __device__ __forceinline__ void produce(
             }
             if constexpr (SCALES) {
                 const int row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
-                load_box(scales, *operands.a_scale[slice], full, row, in_slice);
+                load_box(scales, *operands.a_scale[slice], full, row & ~3, in_slice);
             }
             if constexpr (!RESIDENT) {
                 const unsigned b = memory.b(pipeline, place.stage, step);
@@ -302,12 +304,16 @@ __device__ __forceinline__ void promote(
 #pragma unroll
         for (int i = 0; i < SLICE / 2; ++i) sums[i] += step[i];
     } else if constexpr (SCALES == 1) {
-        const float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
         constexpr float SMALLEST = 1.5777218e-30f;  // 2^-99
-        if (__any_sync(0xffffffffu, scale[0] < SMALLEST || scale[1] < SMALLEST)) {
+        const float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
+        const bool small[2] = {scale[0] < SMALLEST, scale[1] < SMALLEST};
+        if (__any_sync(0xffffffffu, small[0] || small[1])) {
+            // Rows whose product does not underflow get the same bits as below.
+            const float before[2] = {small[0] ? a_scale[0] : 1.0f, small[1] ? a_scale[1] : 1.0f};
+            const float after[2] = {small[0] ? b_scale : scale[0], small[1] ? b_scale : scale[1]};
 #pragma unroll
             for (int i = 0; i < SLICE / 2; ++i) {
-                sums[i] = fmaf(step[i] * a_scale[i / 2 % 2], b_scale, sums[i]);
+                sums[i] = fmaf(step[i] * before[i / 2 % 2], after[i / 2 % 2], sums[i]);
             }
         } else {
 #pragma unroll
@@ -375,7 +381,9 @@ struct Multiplier {
         const unsigned scales = here.scales(pipeline, place.stage);
         float a_scale[2] = {}, b_scale = 1.0f;
         if constexpr (SCALES) {
-            const int row = warpgroup * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;
+            const int first_row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
+            const int row = (BATCH == 1 ? 0 : first_row & 3) + warpgroup * ROWS +
+                            threadIdx.x / 32 % 4 * 16 + lane / 4;
             a_scale[0] = load_shared(scales + row * 4);
             a_scale[1] = load_shared(scales + (row + 8) * 4);
         }

@@ -117,6 +117,11 @@ def chunk_bytes(columns: int, item: int) -> int:
     return width if width < 128 and width % 16 == 0 else 0
 
 
+def scale_rows(tile: Tile, kind: Kind) -> int:
+    """Rows of a's scales that a stage holds: in a batch, a tile's start anywhere in 16 bytes."""
+    return tile.height + (0 if kind.batch == 1 else 32)
+
+
 def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     """All macros, with as many stages as shared memory holds.
 
@@ -129,7 +134,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     width = chunk_bytes(tile.columns, kind.out_bytes)
     direct = kind.direct or width == 0
     stage = tile.height * DEPTH + (0 if tile.resident else tile.block_n * DEPTH)
-    small = tile.height * 4 if in_mainloop else 0
+    small = scale_rows(tile, kind) * 4 if in_mainloop else 0
     small += -(-tile.block_n * 4 // 128) * 128 if in_mainloop == 2 else 0
     ring = pipelines * (stage + small + 16)  # of one stage, with its two barriers
     chunks = 0 if direct else min(tile.chunks, -(-tile.columns * kind.out_bytes // width))
@@ -431,7 +436,8 @@ def _make_maps(
         made.append(tensor_map(b_scale, (1, tile.block_n), 0))
     made += [_map(x, tile.height, DEPTH, 128, of_rows) for x in slices]
     if _IN_MAINLOOP[kind.scales]:
-        made += [tensor_map(scale.t(), (1, tile.height), 0) for scale in slice_scales]
+        box = (1, scale_rows(tile, kind))
+        made += [tensor_map(scale.t(), box, 0) for scale in slice_scales]
     return tuple(made)
 
 
@@ -472,6 +478,8 @@ def _supports(scales: str, problem: Problem, device: Device) -> Support:
         return Rejected(f"writes bfloat16, float32 or e4m3fn, not {problem.out_format.value}")
     if problem.batch > 1 and scales == "block" and problem.n % 128:
         return Rejected(f"groups share no block: n must be a multiple of 128; n={problem.n}")
+    if problem.batch > 1 and scales == "group" and problem.n % 4:
+        return Rejected(f"groups' scales start every 16 bytes: n must be 4 x; n={problem.n}")
     if max(problem.m * problem.batch, problem.n * problem.batch, problem.k) >= 2**31:
         return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
     missing = nvrtc.why_not(device)

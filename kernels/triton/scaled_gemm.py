@@ -183,7 +183,9 @@ def scaled_gemm_kernel(
                 left = tl.load(a_tile + step * BLOCK_K, inside[None, :], other=0.0)
                 right = tl.load(b_tile + step * BLOCK_K, inside[:, None], other=0.0)
             if GRANULARITY == "block":
-                row_scale = tl.load(a_scale + m.to(tl.int64) * step + start_m + row)
+                # Columns of scales start every 4 of them.
+                scale_column = tl.cdiv(m, 4).to(tl.int64) * 4
+                row_scale = tl.load(a_scale + scale_column * step + start_m + row)
                 # BLOCK_N divides 128: one scale of b for the whole tile.
                 block_scale = tl.load(b_scale + start_n // 128 * b_scale_stride + step)
                 accumulator += tl.dot(left, right) * row_scale[:, None] * block_scale
