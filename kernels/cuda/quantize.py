@@ -192,7 +192,7 @@ def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tens
     if is_column_major(x):
         launch_column_major(x, data, scale, Granularity.GROUP, False)
         return
-    _launch(x, data, scale, GROUP, scale.stride(1), False)
+    _launch(x, data, scale, min(GROUP, x.shape[1]), scale.stride(1), False)
 
 
 @register(
@@ -228,4 +228,4 @@ def quantize_group_power_of_two(
     if is_column_major(x):
         launch_column_major(x, data, scale, Granularity.GROUP, True)
         return
-    _launch(x, data, scale, GROUP, scale.stride(1), True)
+    _launch(x, data, scale, min(GROUP, x.shape[1]), scale.stride(1), True)
