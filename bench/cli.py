@@ -1,4 +1,4 @@
-"""The command line: sweep, explain, compare, list.
+"""The command line: sweep, explain, compare, export, list.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
@@ -7,25 +7,30 @@ slower than allowed by ``--fail-under``; 5 a sweep is done, but rows of it are n
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lokakern.errors import (
-    DatabaseError,
-    LokakernError,
-    MeasurementError,
-    ShapeError,
-    UnknownNameError,
+from lokakern.bench.cli_compare import compare
+from lokakern.bench.options import (
+    BudgetOption,
+    DatabaseOption,
+    DistributionOption,
+    FormatOption,
+    JsonOption,
+    OutputFormat,
+    RegimeOption,
+    ShapeOption,
+    reading,
+    says_errors,
+    shape_of,
+    source_of,
 )
-from lokakern.types import REGIMES, ErrorBudget, Layout, Operand
+from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
+from lokakern.types import Layout, Operand
 
 app = typer.Typer(
     name="lokakern.bench",
@@ -36,23 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-TIME_LIMIT_EXIT, SLOWER_EXIT, NOT_OK_EXIT = 3, 4, 5
-
-
-class OutputFormat(StrEnum):
-    """How data is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
-
-
-class Regime(StrEnum):
-    """Timing regimes."""
-
-    GRAPH_COLD = REGIMES[0]
-    GRAPH_HOT = REGIMES[1]
-    EAGER = REGIMES[2]
+TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
 
 
 class Grade(StrEnum):
@@ -79,76 +68,6 @@ class Listing(StrEnum):
     DEVICE = "device"
 
 
-DatabaseOption = Annotated[
-    str | None,
-    typer.Option("--db", help="Database: a path or an SQLAlchemy URL. Default: $LOKAKERN_DB, "
-                 "else a file in the user's data folder."),
-]  # fmt: skip
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to print data.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
-ShapeOption = Annotated[
-    list[str] | None,
-    typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; may be repeated."),
-]
-RegimeOption = Annotated[
-    Regime | None,
-    typer.Option(help="Default: graph-cold on a GPU, eager on a CPU."),
-]
-BudgetOption = Annotated[
-    float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")
-]
-DistributionOption = Annotated[
-    str | None,
-    typer.Option(help="Judge errors on this distribution only. Default: all realistic ones."),
-]
-
-
-def _says_errors(command: Callable[..., None]) -> Callable[..., None]:
-    @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except LokakernError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
-        except BrokenPipeError:  # the reader of a pipe has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    return wrapped
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(word) for word in text.replace("x", ",").split(","))
-    except ValueError:
-        sizes = ()
-    if len(sizes) not in (2, 3) or any(size < 1 for size in sizes):
-        raise ShapeError(f"--shape is {text!r}; expected m,n,k (or m,k), integers of at least 1")
-    return sizes
-
-
-def _source(text: str) -> str | Path:
-    """A database as asked for: a URL stays text, a path gets its home folder."""
-    return text if "://" in text else Path(text).expanduser()
-
-
-@contextmanager
-def _reading(database: str | None) -> Iterator[None]:
-    """Answer from the shipped files and this database while inside."""
-    if database is None:
-        yield
-        return
-    from lokakern import selection
-    from lokakern.registry.snapshot import load_snapshot
-    from lokakern.registry.store import shipped_databases
-
-    selection.use_snapshot(load_snapshot([*shipped_databases(), _source(database)]))
-    try:
-        yield
-    finally:
-        selection.use_snapshot(None)
-
-
 def _command_again(arguments: list[str]) -> str:
     """The command line that is kept with a run: without where this machine keeps its database."""
     words = ["python", "-m", "lokakern.bench"]
@@ -161,7 +80,7 @@ def _command_again(arguments: list[str]) -> str:
 
 
 @app.command()
-@_says_errors
+@says_errors
 def sweep(
     suite: Annotated[
         str, typer.Option(help="Suite to measure: a name of `list suites`, or a .toml file.")
@@ -239,7 +158,7 @@ def sweep(
     if watchdog is not None and not watchdog > 0:
         raise typer.BadParameter(f"{watchdog} is no number of seconds", param_hint="--watchdog")
     if shape or problem or from_misses:
-        cases = list(shape_cases([_shape(text) for text in shape or ()], fp8_format(device)))
+        cases = list(shape_cases([shape_of(text) for text in shape or ()], fp8_format(device)))
         asked = [misses.parse(text) for text in problem or ()]
         asked += [missed for missed, _ in misses.read()] if from_misses else []
         for found in asked:
@@ -271,7 +190,7 @@ def sweep(
         if built.failures:
             raise typer.Exit(NOT_OK_EXIT)
         return
-    target = _source(db) if db else user_database()
+    target = source_of(db) if db else user_database()
     if isinstance(target, Path):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -320,7 +239,7 @@ def sweep(
 
 
 @app.command()
-@_says_errors
+@says_errors
 def explain(
     op: Annotated[str, typer.Argument(help="gemm, scaled_gemm, quantize or dequantize.")] = "gemm",
     shape: Annotated[str, typer.Option(help="m,n,k or m,k.")] = "32768,512,512",
@@ -345,9 +264,9 @@ def explain(
     from lokakern.registry.register import fp8_format
     from lokakern.selection import dispatch, snapshot
 
-    sizes = _shape(shape)
+    sizes = shape_of(shape)
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
-    with _reading(db):
+    with reading(db):
         if prepared is not None:
             known = {g.value: g for g in PREPARED_FORMS} if op == "gemm" else {}
             if prepared not in known:
@@ -377,87 +296,40 @@ def explain(
             print(choice.explain())
 
 
+app.command()(compare)
+
+
 @app.command()
-@_says_errors
-def compare(
-    suite: Annotated[str, typer.Option(help="Suite whose gemms are compared.")] = "smoke",
-    shape: ShapeOption = None,
-    budget: BudgetOption = 0.06,
-    baseline: Annotated[
+@says_errors
+def export(
+    target: Annotated[str, typer.Argument(help="File to write.")],
+    device: Annotated[str, typer.Option(help='GPU type, such as "NVIDIA H200".')],
+    db: Annotated[
         list[str] | None,
-        typer.Option(help='Kernel to compare with, or "bf16"; repeatable. Default: bf16.'),
+        typer.Option(
+            "--db", help="Database to read; repeatable. Default: the shipped ones and the user's."
+        ),
     ] = None,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
-    db: DatabaseOption = None,
-    fail_under: Annotated[
-        float | None,
-        typer.Option(help="Exit with 4 if dispatch is anywhere less than this times as fast."),
-    ] = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
-    """Time dispatch's choices against baselines, interleaved, now."""
-    import json
+    """Write what is known of a GPU type and of kernels as they are now into a file to ship."""
+    from lokakern.bench.export import export as export_rows
+    from lokakern.registry.snapshot import load_snapshot
+    from lokakern.registry.store import shipped_databases, user_database
 
-    from lokakern.bench import report
-    from lokakern.bench.compare import UNQUANTIZED
-    from lokakern.bench.compare import compare as compare_cases
-    from lokakern.bench.suites import shape_cases, suite_named
-    from lokakern.device import current_device
-    from lokakern.registry.register import fp8_format
-
-    device = current_device()
-    cases = suite_named(suite).cases(device)
-    if shape:
-        shapes = [_shape(text) for text in shape]
-        cases = list(shape_cases(shapes, fp8_format(device)))
-    names = tuple(baseline or (UNQUANTIZED,))
-    gemms = sum(case.problem.op == "gemm" for case in cases)
-    with _reading(db), report.TerminalProgress(quiet=quiet) as progress:
-        progress.begin("compare", gemms)
-        found = compare_cases(
-            cases, budget=ErrorBudget.of(budget), baselines=names,
-            regime=regime.value if regime else None, distribution=distribution,
-            step=progress.step,
-        )  # fmt: skip
-    if as_json or how is OutputFormat.JSON:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        rows = [
-            {
-                "problem": row.problem,
-                "chosen": row.chosen,
-                "dispatch us": row.latency_us.get("dispatch", float("nan")),
-                **{f"{n} us": row.latency_us.get(n, float("nan")) for n in names},
-                **{f"x {n}": row.speedup.get(n, float("nan")) for n in names},
-            }
-            for row in found.rows
-        ]
-        report.print_rows(rows, how.value, title=f"dispatch within {budget:g} on {device.product}")
-    for name in names:
-        if name in found.geometric_mean:
-            print(
-                f"geometric mean against {name}: {found.geometric_mean[name]:.3f}x, "
-                f"least {found.least_speedup[name]:.3f}x",
-                file=sys.stderr,
-            )
-    print(
-        f"FP8 chosen for {found.fp8_share:.0%} of {len(found.rows)} problems; "
-        f"{len(found.fp8_missed)} more where an admissible FP8 kernel was faster beyond noise",
-        file=sys.stderr,
-    )
-    if fail_under is not None:
-        slower = [n for n in names if found.least_speedup.get(n, 0.0) < fail_under]
-        if slower:
-            words = ", ".join(slower)
-            print(f"less than {fail_under:g} times as fast as {words}", file=sys.stderr)
-            raise typer.Exit(SLOWER_EXIT)
+    sources = [source_of(text) for text in db or ()]
+    if not sources:
+        user = user_database()
+        sources = [*shipped_databases(), *([user] if user.exists() else [])]
+    path = Path(target).expanduser()
+    found = load_snapshot(sources).find_device(device)
+    left_out = export_rows(sources, path, found)
+    words = ", ".join(f"{count} {name} rows" for name, count in left_out.items())
+    print(f"{path}: {path.stat().st_size / 2**20:.2f} MiB of {found}; left out, of changed kernels "
+          f"or other devices: {words}", file=sys.stderr)  # fmt: skip
 
 
 @app.command("list")
-@_says_errors
+@says_errors
 def list_(
     what: Annotated[Listing, typer.Argument(help="What to list.")] = Listing.KERNELS,
     db: DatabaseOption = None,
@@ -467,7 +339,7 @@ def list_(
     """List kernels (with what is measured of them), suites, distributions, or the device here."""
     from lokakern.bench import listing, report
 
-    with _reading(db):
+    with reading(db):
         rows = listing.rows_of(what.value, brief=how is OutputFormat.TABLE and not as_json)
     report.print_rows(rows, "json" if as_json else how.value)
 

@@ -9,12 +9,15 @@ from typing import Any
 
 from lokakern import selection
 from lokakern.bench import timing
+from lokakern.bench.conditions import Condition
+from lokakern.bench.draws import finish_draws
 from lokakern.bench.measure import contender_of, floor_us, torch_device
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
-from lokakern.bench.sweep import candidates
+from lokakern.bench.sweep import FEWEST_PREBUILT, candidates
 from lokakern.device import current_device
 from lokakern.evidence import margin_us, within_noise
+from lokakern.prebuild import prebuild
 from lokakern.problems import baseline_name
 from lokakern.registry.register import Kernel, kernel_named
 from lokakern.selection import default_regime
@@ -33,6 +36,7 @@ class Row:
     n: int
     k: int
     prepared: str
+    groups: tuple[str, ...]
     chosen: str
     is_fp8: bool
     latency_us: dict[str, float]
@@ -43,6 +47,15 @@ class Row:
     should_be_fp8: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What rows under a condition come to, by baseline."""
+
+    count: int
+    geometric_mean: dict[str, float]
+    least_speedup: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All rows, and what they come to."""
@@ -50,6 +63,7 @@ class Comparison:
     rows: tuple[Row, ...]
     geometric_mean: dict[str, float]
     least_speedup: dict[str, float]
+    groups: dict[str, Group]
     fp8_share: float
     fp8_missed: tuple[str, ...]
 
@@ -64,6 +78,7 @@ def compare(
     baselines: Sequence[str] = (UNQUANTIZED,),
     regime: str | None = None,
     distribution: str | None = None,
+    groups: Sequence[Condition] = (),
     step: Callable[[str], None] = lambda _text: None,
 ) -> Comparison:
     """Time dispatch's choice for every gemm of the cases against baselines.
@@ -78,6 +93,7 @@ def compare(
         baselines: Kernel names, or "bf16" for the unquantized kernel.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
         distribution: Judge errors on one distribution instead of all realistic ones.
+        groups: Conditions under which means are taken, too.
         step: Called with each problem.
 
     Raises:
@@ -89,20 +105,32 @@ def compare(
     device = current_device()
     regime = regime or default_regime(device)
     where = torch_device()
+    compared = _compared(cases, budget, regime, distribution)
+    if device.is_gpu and len(compared) >= FEWEST_PREBUILT:
+        prebuild([case.problem for case in compared], device)
     timing.warm(where)
     rows = []
-    for case in _compared(cases, budget, regime, distribution):
+    drawn = 0
+    for number, case in enumerate(compared):
+        if number == drawn:
+            drawn += finish_draws(compared[number:])
         step(str(case.problem))
-        rows.append(_compare_one(case, budget, baselines, regime, distribution))
+        rows.append(_compare_one(case, budget, baselines, regime, distribution, groups))
+    every = _group(rows, baselines)
+    share = sum(row.is_fp8 for row in rows) / len(rows) if rows else 0.0
+    missed = tuple(row.problem for row in rows if row.should_be_fp8 and not row.is_fp8)
+    found = {str(g): _group([r for r in rows if str(g) in r.groups], baselines) for g in groups}
+    return Comparison(tuple(rows), every.geometric_mean, every.least_speedup, found, share, missed)
+
+
+def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
     means, least = {}, {}
     for name in baselines:
         ratios = [row.speedup[name] for row in rows if name in row.speedup]
         if ratios:
             means[name] = math.exp(sum(map(math.log, ratios)) / len(ratios))
             least[name] = min(ratios)
-    share = sum(row.is_fp8 for row in rows) / len(rows) if rows else 0.0
-    missed = tuple(row.problem for row in rows if row.should_be_fp8 and not row.is_fp8)
-    return Comparison(tuple(rows), means, least, share, missed)
+    return Group(len(rows), means, least)
 
 
 def _compared(
@@ -142,6 +170,7 @@ def _compare_one(
     baselines: Sequence[str],
     regime: str,
     distribution: str | None,
+    groups: Sequence[Condition],
 ) -> Row:
     device, where, problem = current_device(), torch_device(), case.problem
     choice = _choice(case, budget, regime, distribution)
@@ -197,6 +226,7 @@ def _compare_one(
         n=problem.n,
         k=problem.k,
         prepared=problem.b.granularity.value if problem.prepared and problem.b else "no",
+        groups=tuple(str(group) for group in groups if group.holds(problem)),
         chosen=choice.kernel,
         is_fp8=is_fp8,
         latency_us=latency,

@@ -233,16 +233,21 @@ def draw_ahead(cases: Iterable[Case], *, seed: int = 0) -> int:
     return begun
 
 
-def finish_draws(cases: Sequence[Case], alive: Callable[[], None]) -> None:
+def finish_draws(cases: Sequence[Case], alive: Callable[[], None] = lambda: None) -> int:
     """Make the draws of cases on all cores, as far as they fit; ``alive`` is called in between.
 
     For whoever times next: threads that draw meanwhile would hold up its launches.
+
+    Returns:
+        How many cases, from the first, have all their draws at hand.
     """
-    for case in cases[: draw_ahead(cases)]:
+    begun = draw_ahead(cases)
+    for case in cases[:begun]:
         for draw in _draws_of(case, 0):
             alive()
             with contextlib.suppress(Exception):  # `Operands` meets it again and says so
                 drawn(draw)
+    return begun
 
 
 def forget_draws() -> None:

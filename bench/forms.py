@@ -17,6 +17,8 @@ PREPARED_FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
 # The transposed weight of a backward pass: tensor scales lose to these wherever they part.
 PREPARED_BACKWARD_FORMS = (Granularity.ROW, Granularity.BLOCK)
 LEFT_SCALES = (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP)
+# What gradients are quantized to where range counts more than precision.
+WIDE_RANGE = {Format.E4M3FN: Format.E5M2, Format.E4M3FNUZ: Format.E5M2FNUZ}
 GRADIENTS = "X12"  # what every GEMM of a backward pass is paired with
 
 
@@ -118,6 +120,44 @@ def scaled_gemm_cases(
     for granularity in granularities:
         a = Operand(fp8, granularity)
         yield Case(make_problem("scaled_gemm", (m, n, k), a=a), distribution)
+
+
+def fused_case(
+    m: int,
+    n: int,
+    k: int,
+    granularity: Granularity,
+    distribution: str,
+    fp8: Format,
+    epilogue: str = "none",
+    *,
+    out_fp8: bool = False,
+    batch: int = 1,
+) -> Case:
+    """A scaled GEMM with an epilogue, with FP8 outputs of a scale known ahead, or of groups."""
+    fields: dict[str, Any] = {"epilogue": epilogue, "batch": batch}
+    if out_fp8:
+        fields |= {"out_format": fp8, "out_granularity": Granularity.TENSOR}
+    a = Operand(fp8, granularity)
+    return Case(make_problem("scaled_gemm", (m, n, k), a=a, **fields), distribution)
+
+
+def main_grad_case(m: int, n: int, k: int, form: Format, fp8: Format) -> Case:
+    """``dW[n, k] += dY[m, n]^T X[m, k]`` in float32, of operands quantized along the samples.
+
+    Args:
+        m: Samples.
+        n: Outputs of the layer.
+        k: Its inputs.
+        form: Of the gradient.
+        fp8: Of the activations.
+    """
+    a = Operand(form, Granularity.GROUP)
+    b = Operand(fp8, Granularity.GROUP, Layout.COLUMN)
+    problem = make_problem(
+        "scaled_gemm", (n, k, m), a=a, b=b, out_format=Format.FLOAT32, accumulate=True
+    )
+    return Case(problem, GRADIENTS)
 
 
 def grad_input_cases(

@@ -162,3 +162,21 @@ LAYERS: tuple[Layer, ...] = (
     _layer("L4/128", 256, 128, "X3", m=(1000,), batch=4 * 1152),
     _layer("L4/32", 256, 32, "X3", m=(1000,), batch=4 * 1152),
 )
+
+# What scaled GEMMs do besides multiplying, on a few layers: FP8 activations from one layer of a
+# perceptron to the next, a DCN's cross, HSTU's SiLU, experts and heads in one launch.
+FUSED_BATCHES = (2048, 20480)
+RELU_TO_FP8 = ("A2", "A6", "A7", "B4")
+CROSS = ("A5",)
+SILU = ("I1",)
+GROUPED = ("K1/up", "K1/down", "K2/up", "K2/down", "L2", "L3/scores", "L3/values", "L4/128")
+# Gradients of weights added up in float32, with B: short and long sums, of small and large outputs.
+MAIN_GRAD = {
+    "A2": (2048, 8192), "A7": (2048, 8192), "B4": (2048, 8192), "C2": (2048, 8192),
+    "B1": (2048,),  # sums over 327680 rows
+}  # fmt: skip
+
+
+def layer_named(name: str) -> Layer:
+    """The layer with that id."""
+    return next(layer for layer in LAYERS if name in layer.ids)

@@ -11,9 +11,12 @@ from typing import Any
 from lokakern.bench import lrm
 from lokakern.bench.forms import (
     LEFT_SCALES,
+    WIDE_RANGE,
     dequantize_case,
+    fused_case,
     grad_input_cases,
     grad_weight_case,
+    main_grad_case,
     quantize_case,
     scaled_gemm_cases,
     unquantized_case,
@@ -26,7 +29,7 @@ from lokakern.bench.forms import shape_cases as shape_cases
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
-from lokakern.types import Device, Format, Granularity, Layout, Operand
+from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,29 @@ def _lrm(fp8: Format) -> Iterator[Case]:
             if m in TENSOR_QUANTIZE_M and m * k not in in_one_scale:
                 in_one_scale.add(m * k)
                 yield quantize_case(m, k, Granularity.TENSOR, distribution, fp8)
+    yield from _fused(fp8)
+
+
+def _fused(fp8: Format) -> Iterator[Case]:
+    """What a scaled GEMM does besides multiplying."""
+    row = Granularity.ROW
+    for name in lrm.RELU_TO_FP8:
+        layer = lrm.layer_named(name)
+        for _, m in layer.sizes(lrm.FUSED_BATCHES):
+            yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, "bias+relu",
+                             out_fp8=True)  # fmt: skip
+    for names, epilogue in ((lrm.CROSS, "bias+cross"), (lrm.SILU, "bias+silu")):
+        for name in names:
+            layer = lrm.layer_named(name)
+            for _, m in layer.sizes(lrm.FUSED_BATCHES)[:2]:
+                yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, epilogue)
+    for name in lrm.GROUPED:
+        layer = lrm.layer_named(name)
+        batch, m = layer.sizes((SCALED_M,))[0]
+        scales = SCALED if layer.k % GROUP == 0 and layer.batch else (row,)
+        for granularity in scales:
+            yield fused_case(m, layer.n, layer.k, granularity, layer.distribution, fp8,
+                             batch=batch)  # fmt: skip
 
 
 def _lrm_backward(fp8: Format) -> Iterator[Case]:
@@ -103,9 +129,28 @@ def _lrm_backward(fp8: Format) -> Iterator[Case]:
         for batch, m in layer.sizes(lrm.BACKWARD_BATCHES):
             yield from grad_input_cases(m, layer.n, layer.k, fp8, batch=batch)
         wide = layer.per_sample > 1
-        samples = lrm.WIDE_GRAD_WEIGHT_BATCHES if wide else lrm.BACKWARD_BATCHES
-        for batch, m in layer.sizes(samples):
+        batches = lrm.WIDE_GRAD_WEIGHT_BATCHES if wide else lrm.BACKWARD_BATCHES
+        for batch, m in layer.sizes(batches):
             yield grad_weight_case(m, layer.n, layer.k, batch=batch)
+    for name, samples in lrm.MAIN_GRAD.items():
+        layer = lrm.layer_named(name)
+        for _, m in layer.sizes(samples):
+            for form in (WIDE_RANGE[fp8], fp8):
+                yield main_grad_case(m, layer.n, layer.k, form, fp8)
+
+
+# Projections to few outputs: the bytes of a are what they cost.
+NARROW_M = (131072, 327680)
+NARROW_N = (1, 8, 16, 24, 32, 64)
+NARROW_K = (64, 128, 192, 720)
+
+
+def _narrow(fp8: Format) -> Iterator[Case]:
+    for m in NARROW_M:
+        for k in NARROW_K:
+            for n in NARROW_N:
+                yield from scaled_gemm_cases(m, n, k, "X5", fp8, (Granularity.ROW,))
+            yield quantize_case(m, k, Granularity.ROW, "X5", fp8)
 
 
 QUANTIZER_SHAPES = ((2048, 512), (8192, 1024), (32768, 2048))
@@ -137,6 +182,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm", "layers of published recommendation models", _lrm),
         Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
+        Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
     )
 }
 

@@ -220,7 +220,7 @@ _TORCH = [f"torch.scaled_mm_{kind}" for kind in ("tensor", "row", "tensor_fast",
 _TORCH.append("torch.scaled_mm_block")
 _TRITON = [f"triton.scaled_gemm_{kind}" for kind in ("tensor", "row", "tensor_fast", "row_fast")]
 _TRITON.append("triton.scaled_gemm_block")
-_CUDA = [f"cuda.scaled_gemm_{kind}" for kind in ("tensor", "row", "group", "group_group")]
+_CUDA = [f"cuda.scaled_gemm_{kind}" for kind in ("tensor", "row", "block", "group")]
 for _gemm in ("tensor", "row", "block", "group"):
     compose("torch.quantize", f"torch.emulated_{_gemm}")
 for _gemm in (*_TORCH, *_CUDA):

@@ -306,8 +306,15 @@ def _encode(tensor: Tensor, box: tuple[int, ...], swizzle_bytes: int) -> TensorM
             f"tensor_map: strides are {tensor.stride()}; the last must be 1 (pass .contiguous())"
         )
     made = TensorMap()
+    if tensor.is_meta:  # a recording launches nothing
+        return made
     sizes = (ctypes.c_uint64 * rank)(*reversed(tensor.shape))
-    strides = (ctypes.c_uint64 * rank)(*(item * s for s in reversed(tensor.stride()[:-1])))
+    # Of an axis of size 1 torch gives any stride, and the driver wants a multiple of 16 bytes.
+    steps_bytes = [
+        item * stride if size > 1 else _round_up(item * stride, 16)
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ]
+    strides = (ctypes.c_uint64 * rank)(*reversed(steps_bytes))
     steps = (ctypes.c_uint32 * rank)(*[1] * rank)
     sides = (ctypes.c_uint32 * rank)(*reversed(box))
     _call(

@@ -33,6 +33,7 @@ class Epilogue(NamedTuple):
             many rows for each.
         offsets: Where each group's rows begin and end instead: int32 ``[groups + 1]`` on the
             device, ascending. Other rows are left as they are.
+        batch_invariant: Whether the bits of a row must not depend on how many rows there are.
     """
 
     activation: str = "none"
@@ -42,6 +43,7 @@ class Epilogue(NamedTuple):
     accumulate: bool = False
     groups: int = 1
     offsets: Tensor | None = None
+    batch_invariant: bool = False
 
     def name(self, bias: bool) -> str:
         """What `Problem.epilogue` says."""

@@ -106,9 +106,9 @@ class Granularity(StrEnum):
     def empty_scale(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """Uninitialized float32 scales in the one memory layout every kernel reads and writes.
 
-        ``1x128`` scales are stored row-index-fastest (stride ``(1, rows)``) so that a GEMM reads
-        the scales of a tile's rows in one contiguous piece; rows of ``128x128`` scales start every
-        4 scales (16 bytes), which cuBLASLt and TMA ask for.
+        ``1x128`` scales are stored row-index-fastest, so that a GEMM reads the scales of a tile's
+        rows in one contiguous piece; these columns of them, and rows of ``128x128`` scales, start
+        every 4 scales (16 bytes), which cuBLASLt and TMA ask for.
         """
         shape = self.scale_shape(rows, columns)
         stride = self._scale_stride(*shape)
@@ -120,7 +120,7 @@ class Granularity(StrEnum):
 
     def _scale_stride(self, height: int, width: int) -> tuple[int, int]:
         if self is Granularity.GROUP:
-            return (1, max(height, 1))
+            return (1, -(-max(height, 1) // 4) * 4)
         if self is Granularity.BLOCK:
             return (-(-width // 4) * 4, 1)
         return (width, 1)

@@ -141,9 +141,10 @@ def multiply(
         or out_scale is not None
         or accumulate
         or groups > 1
-        or (offsets is not None)
+        or offsets is not None
+        or batch_invariant
     ):
-        epilogue = Epilogue(activation, x0, x, scale, accumulate, groups, offsets)
+        epilogue = Epilogue(activation, x0, x, scale, accumulate, groups, offsets, batch_invariant)
         extra = (epilogue,)
     alignment = min(operand_of(x.data).alignment for x in slices)
     problem = Problem(

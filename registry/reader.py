@@ -7,14 +7,14 @@ import hashlib
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy
-from sqlalchemy import URL, Connection, Engine, select
+from sqlalchemy import URL, ColumnElement, Connection, Engine, func, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -25,6 +25,7 @@ from lokakern.registry.tables import (
     COLUMNS,
     DIMENSIONS,
     FACTS,
+    KEYS_IN_BYTES_SINCE,
     REFERENCES,
     SCHEMA_VERSION,
     TABLES,
@@ -211,31 +212,32 @@ def _expected_schema(version: int) -> Schema:
         return _schema(connection)
 
 
-def _read_tables(connection: Connection, names: Collection[str]) -> Rows:
+def _read_tables(connection: Connection, version: int) -> Rows:
+    names = tables_of(version)
+    in_bytes = version >= KEYS_IN_BYTES_SINCE and connection.dialect.name == "sqlite"
     rows: Rows = {name: [] for name in TABLES}  # none of a table that came later
     keys: dict[str, dict[Any, Any]] = {}
     for name in DIMENSIONS:
-        found = _all_rows(connection, name, "id")
+        found = _all_rows(connection, name, in_bytes, "id")
         keys[name] = {row[0]: row[1] for row in found}
         rows[name] = [row[1:] for row in found]
     for name in FACTS:
         if name in names:
-            rows[name] = translate(name, _all_rows(connection, name), keys)
+            rows[name] = translate(name, _all_rows(connection, name, in_bytes), keys)
     return rows
 
 
-def _read_version_1(connection: Connection) -> Rows:
-    return _read_tables(connection, tables_of(1))
-
-
-def _read_version_2(connection: Connection) -> Rows:
-    return _read_tables(connection, tables_of(2))
-
-
-def _all_rows(connection: Connection, name: str, *more: str) -> list[tuple[Any, ...]]:
-    result = connection.execute(select(*(TABLES[name].c[c] for c in (*more, *COLUMNS[name]))))
+def _all_rows(
+    connection: Connection, name: str, in_bytes: bool, *more: str
+) -> list[tuple[Any, ...]]:
+    """Rows as the driver gives them; keys that are bytes as hex digits."""
+    table = TABLES[name]
+    columns: list[ColumnElement[Any]] = [table.c[c] for c in (*more, *COLUMNS[name])]
+    if in_bytes:
+        columns[len(more)] = func.lower(func.hex(table.c.key))  # the key comes first
+    result = connection.execute(select(*columns))
     assert result.cursor is not None
-    return list(result.cursor.fetchall())  # the driver's tuples: no column needs conversion
+    return list(result.cursor.fetchall())  # the driver's tuples: no other column needs conversion
 
 
 def translate(
@@ -261,7 +263,9 @@ def translate(
 
 
 # One reader for each released schema version; all return rows of the present one.
-READERS: dict[int, Callable[[Connection], Rows]] = {1: _read_version_1, 2: _read_version_2}
+READERS: dict[int, Callable[[Connection], Rows]] = {
+    version: functools.partial(_read_tables, version=version) for version in (1, 2, 3)
+}
 
 
 def read_rows(source: Source) -> Rows:

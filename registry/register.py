@@ -104,8 +104,8 @@ class Kernel:
         epilogues: What of `Problem.epilogue` it does.
         accumulates: Whether it can add to a float32 output.
         k_slices: Whether it takes a as slices along k.
-        batch_invariant: Whether the bits of an output row do not depend on the other rows, nor on
-            how many there are.
+        batch_invariant: Whether the bits of an output row depend neither on the other rows nor on
+            how many there are, if `Epilogue` asks for that.
     """
 
     name: str

@@ -518,6 +518,98 @@ def test_compare_as_a_table(command: Command, measured: str) -> None:
     assert "geometric mean against bf16" in ran.err
 
 
+def test_compare_takes_conditions(command: Command, measured: str) -> None:
+    ran = command("compare", *SHAPE, "--json", "--where", "prepared", "--group", "n * k <= 2**10",
+                  "--group", "m > 64", "--db", measured)  # fmt: skip
+    assert ran.code == 0
+    (row,) = ran.json["rows"]
+    assert row["prepared"] != "no"
+    assert row["groups"] == ["n * k <= 2**10"]
+    found = ran.json["groups"]
+    assert {text: group["count"] for text, group in found.items()} == {
+        "n * k <= 2**10": 1, "m > 64": 0
+    }  # fmt: skip
+    assert found["n * k <= 2**10"]["geometric_mean"] == ran.json["geometric_mean"]
+    assert "against bf16 where n * k <= 2**10 (1 problems): " in ran.err
+
+
+def test_compare_kernels_with_rivals(command: Command) -> None:
+    ran = command("compare", "--op", "scaled_gemm", *SHAPE, "--ours", "torch.emulated_row",
+                  "--rivals", "torch.*", "--group", "m > 64", "--quiet")  # fmt: skip
+    assert ran.code == 0
+    assert "scaled_gemm: torch.emulated_row against torch.* on" in ran.out
+    assert "m=64 n=32 k=32 a=e4m3fn b=e4m3fn out=bfloat16" in ran.out
+    assert "x accurate" in ran.out and "/ bound" in ran.out
+    assert "bound: 1 times the bytes at 4.3 TB/s, and 0 us" in ran.out
+    every, none = ran.errors
+    assert every.startswith("all, 1 of 1 compared: ")
+    assert "x the best accurate one (least " in every
+    assert none == "m > 64, 0 of 0 compared: nothing to compare"
+
+
+def test_compare_quantizers_as_json(command: Command) -> None:
+    ran = command("compare", "--op", "quantize", "--shape", "64,32", "--ours", "torch.*",
+                  "--where", "scale != 'tensor'", "--json", "--quiet")  # fmt: skip
+    assert ran.code == 0
+    assert [row["ours"] for row in ran.json["rows"]] == [
+        "torch.quantize_row", "torch.quantize_group", "torch.quantize_block"
+    ]  # fmt: skip
+    (summary,) = ran.json["summaries"]
+    worst = max(row["over_bound"] for row in ran.json["rows"])
+    assert summary["most_over_bound"] == worst
+    assert (summary["count"], summary["compared"]) == (3, 0)
+
+
+@pytest.mark.parametrize(("limit", "code"), [("1e-9", 0), ("1e9", 4)])
+def test_compare_with_rivals_fails_under_a_limit(command: Command, limit: str, code: int) -> None:
+    ran = command("compare", *SHAPE, "--ours", "torch.quantize_*", "--rivals", "torch.bf16",
+                  "--fail-under", limit, "--quiet")  # fmt: skip
+    assert ran.code == code
+
+
+def test_compare_says_where_ours_did_not_run(command: Command) -> None:
+    """The CUDA kernels need a GPU."""
+    ran = command("compare", "--op", "quantize", "--shape", "64,32", "--fail-under", "0.5",
+                  "--where", "scale == 'row'", "--quiet")  # fmt: skip
+    assert ran.code == 4
+    assert any(line.startswith("none of ours: quantize m=64 k=32") for line in ran.errors)
+
+
+def test_compare_loads_rivals(command: Command, tmp_path: Path,
+                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    (tmp_path / "a_rival.py").write_text(
+        "from lokakern.registry.register import KERNELS, register\n"
+        "from lokakern.types import Granularity\n"
+        "same = KERNELS['torch.emulated_row']\n"
+        "@register('scaled_gemm', granularity=Granularity.ROW, accumulation='fast',\n"
+        "          supports=same.supports_problem)\n"
+        "def gemm(*operands): same.launch(*operands)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = dict(KERNELS)
+    try:
+        ran = command("compare", "--op", "scaled_gemm", *SHAPE, "--load", "a_rival", "--ours",
+                      "torch.emulated_row", "--rivals", "*.gemm", "--json", "--quiet")  # fmt: skip
+    finally:
+        for name in KERNELS.keys() - before.keys():
+            del KERNELS[name]
+    assert ran.code == 0
+    (row,) = ran.json["rows"]
+    assert (row["rival"], row["accurate_rival"]) == ("a_rival.gemm", "")
+
+
+# --- export
+
+
+def test_export_writes_what_is_current(command: Command, measured: str, tmp_path: Path) -> None:
+    target = tmp_path / "out.sqlite"
+    ran = command("export", str(target), "--device", current_device().product, "--db", measured)
+    assert (ran.code, ran.out) == (0, "")
+    assert "0 timing rows, 0 accuracy rows, 0 test_result rows" in ran.errors[0]
+    for table in ("timing", "accuracy"):
+        assert count(target, table) == count(measured, table) > 0
+
+
 # --- errors
 
 
@@ -538,6 +630,15 @@ def test_compare_as_a_table(command: Command, measured: str) -> None:
         (("explain", "--prepared", "col"), "UnknownNameError: --prepared is 'col'; expected one"),
         (("compare", *SHAPE, "--baseline", "nope"), "UnknownNameError: kernel 'nope' is not reg"),
         (("compare", "--suite", "smok"), "UnknownNameError: suite 'smok' is unknown"),
+        (("compare", "--op", "gem"), "UnknownNameError: op 'gem' is unknown"),
+        (
+            ("compare", "--op", "quantize", *SHAPE, "--ours", "x"),
+            "UnknownNameError: no kernel of q",
+        ),
+        (("compare", "--where", "m > 9**9"), "UnknownNameError: no problem of gemm is in smoke"),
+        (("compare", "--where", "rows > 9"), "SuiteError: condition 'rows > 9' cannot be"),
+        (("compare", "--load", "no_such"), "UnknownNameError: --load: 'no_such' cannot be"),
+        (("export", "a.sqlite", "--device", "no such"), "DeviceError: device 'no such' is in no"),
         (("list", "--db", "/nowhere/a.sqlite"), "DatabaseError: database '/nowhere/a.sqlite'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -572,6 +673,7 @@ def test_graphs_need_a_gpu(command: Command, tmp_path: Path) -> None:
         ("list", "everything"),
         ("list", "--format", "xml"),
         ("explain", "--budget", "small"),
+        ("compare", *SHAPE, "--ours", "torch.*", "--baseline", "bf16"),
         ("nothing",),
         (),
     ],
@@ -587,7 +689,9 @@ def test_wrong_usage_is_exit_code_2(command: Command, words: tuple[str, ...]) ->
 def test_help_is_no_error(command: Command) -> None:
     ran = command("--help")
     assert ran.code == 0
-    assert all(name in ran.out for name in ("sweep", "explain", "compare", "list", "Exit codes"))
+    assert all(
+        name in ran.out for name in ("sweep", "explain", "compare", "export", "list", "Exit codes")
+    )
 
 
 def spoil_newer(path: Path) -> None:

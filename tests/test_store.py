@@ -11,6 +11,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ from lokakern.registry.writer import write_file
 from lokakern.types import Device, Environment, Format, Granularity, Layout, Operand, Problem
 
 FIXTURES = {
-    version: Path(__file__).parent / "fixtures" / f"schema_v{version}.sqlite" for version in (1, 2)
+    version: Path(__file__).parent / "fixtures" / f"schema_v{version}.sqlite"
+    for version in (1, 2, 3)
 }
 FIXTURE = FIXTURES[tables.SCHEMA_VERSION]
 DEVICE = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
@@ -414,7 +416,7 @@ def test_half_written_transaction_is_rolled_back(database: Path) -> None:
         "c.execute('PRAGMA cache_size = 1'); c.execute('PRAGMA synchronous = OFF')\n"
         "c.execute('BEGIN'); c.execute('DELETE FROM timing')\n"
         "c.executemany(\"INSERT INTO environment VALUES (?, ?, '', '', '', '', '', '')\",\n"
-        "    [(i, f'{i:064}') for i in range(10, 3000)])\n"
+        "    [(i, i.to_bytes(32, 'big')) for i in range(10, 3000)])\n"
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(run.path)], check=False)
@@ -661,7 +663,7 @@ def test_an_older_server_is_read_and_not_written(
     with engine.connect() as connection:
         assert check_server(connection) == 1
     before = path.read_bytes()
-    with pytest.raises(DatabaseError, match="has schema version 1; merges write version 2"):
+    with pytest.raises(DatabaseError, match="has schema version 1; merges write version 3"):
         insert_missing(engine, rows_of([(0, 1, 0)]))
     assert path.read_bytes() == before
 
@@ -679,12 +681,33 @@ def test_released_schema_versions_stay_readable() -> None:
     """A fixture of every released version stays."""
     assert set(READERS) == set(FIXTURES), "add a fixture for the new version"
     present = {name: sorted(rows) for name, rows in small_rows().items()}
-    assert read_rows(FIXTURES[2]) == present
+    assert read_rows(FIXTURES[3]) == read_rows(FIXTURES[2]) == present
     assert read_rows(FIXTURES[1]) == {**present, "test_result": []}
+    assert database_digest(FIXTURES[3]) == database_digest(FIXTURES[2])
     assert [database_digest(FIXTURES[version]) for version in (1, 2)] == [
-        "047501c611cb1b9c76fe54c49764211d46bae0f6480508c1486c11b452e5c38b",
-        "7a72657f47a4e6904f8cc5b59cca0d3e9cb2fec259c34d3e5917def3d135c781",
+        "a4f50d6b665c72afc699aab955a83b882537c9efe6c02baf3dee84443b297a74",
+        "a277f618ea68eeeb2318e12b6a121ffcd01098892bafb0782d9bda39de59bbbd",
     ]
+
+
+def test_files_hold_the_bytes_of_keys(database: Path) -> None:
+    write_fixture(database)
+    with closing(sqlite3.connect(database)) as connection:
+        for table in tables.TABLES:
+            kinds = connection.execute(f"SELECT DISTINCT typeof(key), length(key) FROM {table}")
+            assert kinds.fetchall() == [("blob", 16 if table == "run" else 32)]
+            found = connection.execute(f"SELECT lower(hex(key)) FROM {table}").fetchall()
+            assert sorted(key for (key,) in found) == [row["key"] for row in
+                                                       rows_as_dicts(database, table)]  # fmt: skip
+
+
+def test_a_written_file_has_no_room_to_spare(database: Path) -> None:
+    """Inserted in order, pages would stay a tenth empty."""
+    write_fixture(database)
+    before = database.stat().st_size
+    with closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("VACUUM")
+    assert database.stat().st_size == before
 
 
 def test_an_older_file_merges_into_one_of_the_present_version(database: Path) -> None:
@@ -699,7 +722,7 @@ def test_an_older_file_merges_into_one_of_the_present_version(database: Path) ->
         "test_result": 2,
     }
     with open_readonly(database) as connection:
-        assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == 2
+        assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == 3
     assert len(rows_as_dicts(database, "timing")) == len(small_rows()["timing"]) + 1
 
 
@@ -742,15 +765,15 @@ def changed(path: Path, *statements: str) -> Path:
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("PRAGMA user_version = 3", "schema version 3.*reads 1, 2; install a newer"),
+        ("PRAGMA user_version = 4", "schema version 4.*reads 1, 2, 3; install a newer"),
         ("PRAGMA user_version = 0", "schema version 0"),
-        ("PRAGMA user_version = 1", "schema of version 1: test_result is .*nothing of that name"),
+        ("PRAGMA user_version = 2", "schema of version 2: accuracy is .*BLOB.*; expected .*TEXT"),
         ("PRAGMA application_id = 7", "application id 0x7; expected 0x4c4f4b41"),
         ("PRAGMA journal_mode = WAL", "write-ahead log"),
         ("ALTER TABLE timing DROP COLUMN timer", "timing is .*; expected"),
         ("ALTER TABLE timing ADD COLUMN note TEXT", "timing is .*note"),
         ("DROP TABLE accuracy", "accuracy is missing"),
-        ("DROP TABLE test_result", "schema of version 2: test_result is missing"),
+        ("DROP TABLE test_result", "schema of version 3: test_result is missing"),
         ("CREATE TABLE extra (x)", "extra is .*nothing of that name"),
         ("CREATE VIEW endless AS WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) "
          "SELECT x FROM c", "endless is .*view"),
@@ -814,7 +837,7 @@ def copied(table: str, **values: str) -> str:
     return COPY.format(table, ", ".join(values.get(column, column) for column in columns))
 
 
-NEW_KEY = "'" + "9" * 64 + "'"
+NEW_KEY = "x'" + "9" * 64 + "'"
 
 
 @pytest.mark.parametrize(
@@ -827,7 +850,8 @@ NEW_KEY = "'" + "9" * 64 + "'"
         ("timing", {"latency_us_p20": "-1.0"}, "CHECK"),
         ("timing", {"latency_us_p50": "x'01'"}, "cannot store BLOB"),
         ("timing", {"replay_count": "'many'"}, "cannot store TEXT"),
-        ("timing", {"key": "'short'"}, "CHECK"),
+        ("timing", {"key": "x'99'"}, "CHECK"),
+        ("timing", {"key": "'" + "9" * 64 + "'"}, "cannot store TEXT"),
         ("timing", {"key": "NULL"}, "NOT NULL"),
         ("timing", {"key": "key"}, "UNIQUE"),
         ("timing", {"kernel": "99"}, "FOREIGN KEY"),
@@ -844,7 +868,7 @@ NEW_KEY = "'" + "9" * 64 + "'"
         ("problem", {"id": "NULL", "prepared": "2"}, "CHECK"),
         ("problem", {"id": "NULL", "b": "NULL"}, "NOT NULL"),
         ("problem", {"id": "NULL", "key": "key"}, "UNIQUE"),
-        ("run", {"id": "NULL", "key": "'" + "8" * 32 + "'", "grade": "'best'"}, "CHECK"),
+        ("run", {"id": "NULL", "key": "x'" + "8" * 32 + "'", "grade": "'best'"}, "CHECK"),
     ],
 )
 def test_constraints_hold_without_us(

@@ -10,7 +10,7 @@ import torch
 
 from lokakern.bench import lrm
 from lokakern.bench.distributions import DISTRIBUTIONS
-from lokakern.bench.forms import dense_operand, grad_input_cases, grad_weight_case
+from lokakern.bench.forms import WIDE_RANGE, dense_operand, grad_input_cases, grad_weight_case
 from lokakern.bench.suites import (
     ANCHOR_M,
     ANCHOR_N_K,
@@ -48,7 +48,7 @@ every_suite = pytest.mark.parametrize(
 def remade(problem: Problem) -> Problem:
     """The same problem through the checks that a caller's problem goes through."""
     names = ("a", "b", "prepared", "epilogue", "out_format", "out_granularity", "out_strided",
-             "batch")  # fmt: skip
+             "batch", "accumulate")  # fmt: skip
     fields = {name: getattr(problem, name) for name in names}
     return make_problem(problem.op, problem.shape, **fields)
 
@@ -78,7 +78,9 @@ def test_cases_are_problems_with_a_distribution(name: str, device: Device) -> No
         if problem.b is not None:
             assert problem.b == lying(problem.b, (problem.k, problem.n), Layout.COLUMN)
         formats = [problem.a.format, problem.out_format, *([problem.b.format] if problem.b else [])]
-        assert {form for form in formats if form.is_fp8} <= {fp8_format(device)}
+        fp8 = fp8_format(device)
+        assert {form for form in formats if form.is_fp8} <= {fp8, WIDE_RANGE[fp8]}
+        assert problem.b is None or problem.b.format is not WIDE_RANGE[fp8]
 
 
 @every_suite
@@ -88,10 +90,18 @@ def test_no_case_comes_twice(name: str, device: Device) -> None:
     assert cases == SUITES[name].cases(device)
 
 
+def is_fused(problem: Problem) -> bool:
+    """Whether it asks for more than a product, of which kernels are being written."""
+    if problem.op != "scaled_gemm" or problem.b is None:
+        return False
+    fused = problem.batch > 1 or problem.epilogue != "none" or problem.accumulate
+    return fused or problem.b.granularity is Granularity.GROUP or problem.out_format.is_fp8
+
+
 @every_suite
 def test_some_kernel_takes_every_case(name: str, device: Device) -> None:
     for case in SUITES[name].cases(device):
-        assert candidates(case.problem, device), case
+        assert is_fused(case.problem) or candidates(case.problem, device), case
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -223,7 +233,7 @@ def test_forms_of_lrm() -> None:
                        for c in gemms if c.problem.prepared)  # fmt: skip
     assert set(prepared) == whole
     assert set(prepared.values()) == {3}
-    assert all(c.problem.batch == 1 for c in cases if c.problem.op != "gemm")
+    assert all(c.problem.batch == 1 for c in cases if c.problem.op in ("quantize", "dequantize"))
     quantized = Counter((p.shape, p.out_granularity) for p in problems_of("lrm", "quantize"))
     assert set(quantized.values()) == {1}
     inputs = {(m, k) for (m, _, k), _, _ in whole}
@@ -232,7 +242,7 @@ def test_forms_of_lrm() -> None:
     by_tensor = [shape for shape, g in quantized if g is Granularity.TENSOR]
     assert {m for m, _ in by_tensor} == {2048, 20480}
     assert len({m * k for m, k in by_tensor}) == len(by_tensor)
-    scaled = problems_of("lrm", "scaled_gemm")
+    scaled = [p for p in problems_of("lrm", "scaled_gemm") if not is_fused(p)]
     assert {p.a.granularity for p in scaled} == {Granularity.ROW, Granularity.GROUP}
     for layer in lrm.LAYERS:
         sizes = [m for batch, m in layer.sizes() if batch == 1]
@@ -244,7 +254,7 @@ def test_forms_of_lrm() -> None:
 def test_backward_problems_are_those_of_the_layers() -> None:
     cases = SUITES["lrm-backward"].cases(H200)
     assert {case.distribution for case in cases} == {"X12"}
-    assert {case.problem.op for case in cases} == {"gemm"}
+    assert {c.problem.op for c in cases if not is_fused(c.problem)} == {"gemm"}
     found = {(c.problem.batch, *c.problem.shape) for c in cases}
     for layer in lrm.LAYERS:
         for batch, m in layer.sizes(lrm.BACKWARD_BATCHES):
@@ -259,6 +269,56 @@ def test_backward_problems_are_those_of_the_layers() -> None:
     assert (1, 24, 720, 160 * 20480) not in found
     prepared = [c.problem for c in cases if c.problem.prepared]
     assert {p.b.granularity for p in prepared if p.b} == {Granularity.ROW, Granularity.BLOCK}
+
+
+def test_lrm_has_every_kind_of_epilogue_and_of_groups() -> None:
+    fused = [p for p in problems_of("lrm", "scaled_gemm") if is_fused(p)]
+    assert len(fused) <= 40, "each costs errors of its own: a handful"
+    kinds = Counter((p.epilogue, p.out_format, p.batch > 1) for p in fused)
+    assert set(kinds) == {
+        ("bias+relu", Format.E4M3FN, False), ("bias+cross", Format.BFLOAT16, False),
+        ("bias+silu", Format.BFLOAT16, False), ("none", Format.BFLOAT16, True),
+    }  # fmt: skip
+    for problem in fused:
+        static = problem.out_format.is_fp8
+        assert problem.out_granularity is (Granularity.TENSOR if static else Granularity.NONE)
+    cross = [p.shape for p in fused if p.epilogue == "bias+cross"]
+    assert set(cross) == {(2048, 3456, 512), (20480, 3456, 512)}
+    groups = {(p.batch, *p.shape) for p in fused if p.batch > 1}
+    assert groups >= {(16, 2048, 3072, 768), (16, 2048, 768, 3072), (32, 2048, 6144, 1536),
+                      (2048, 100, 128, 128), (3072, 1000, 192, 128)}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [H200, MI300X], ids=str)
+def test_main_gradients_are_added_up_in_float32(device: Device) -> None:
+    fp8 = fp8_format(device)
+    problems = [c.problem for c in SUITES["lrm-backward"].cases(device) if is_fused(c.problem)]
+    assert {p.shape for p in problems} >= {
+        (1024, 1024, 8192),
+        (4096, 4096, 2048),
+        (24, 720, 327680),
+    }
+    assert len(problems) <= 20
+    for problem in problems:
+        assert problem.accumulate and problem.out_format is Format.FLOAT32
+        assert problem.b is not None
+        assert problem.a.granularity is problem.b.granularity is Granularity.GROUP
+        assert (problem.a.layout, problem.b.layout) == (Layout.ROW, Layout.COLUMN)
+    assert {(p.a.format, p.b.format) for p in problems if p.b} == {
+        (WIDE_RANGE[fp8], fp8), (fp8, fp8)
+    }  # fmt: skip
+
+
+def test_narrow_outputs_are_bound_by_bytes() -> None:
+    problems = [case.problem for case in SUITES["narrow"].cases(H200)]
+    assert Counter(p.op for p in problems) == {"scaled_gemm": 2 * 4 * 6, "quantize": 2 * 4}
+    for problem in problems:
+        assert problem.m >= 100_000
+        assert problem.bytes_moved / 4.3e6 > problem.flops / 1.979e9
+        scale = problem.out_granularity if problem.op == "quantize" else problem.a.granularity
+        assert scale is Granularity.ROW
+        assert problem.op == "quantize" or problem.out_format is Format.BFLOAT16
+    assert {p.n for p in problems if p.b} == {1, 8, 16, 24, 32, 64}
 
 
 def test_gradients_read_operands_as_they_lie() -> None:

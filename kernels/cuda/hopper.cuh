@@ -73,16 +73,6 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the same barrier of another block of the cluster.
-__device__ __forceinline__ void arrive_at(unsigned barrier, unsigned rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
 // --- clusters
 
 __device__ __forceinline__ unsigned rank_in_cluster() {
@@ -131,15 +121,6 @@ __device__ __forceinline__ void load_box(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
-}
-
-// To the same place of every block in the mask, at whose barriers the bytes count.
-__device__ __forceinline__ void load_box_into_cluster(
-    unsigned to, const TensorMap& map, unsigned barrier, unsigned short blocks, int x, int y) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(to), "l"(&map), "r"(barrier),
-        "h"(blocks), "r"(x), "r"(y) : "memory");
 }
 
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned from, int x, int y) {

@@ -8,10 +8,9 @@
 //
 //     RESIDENT  BLOCK_N rows of b are loaded once, all of K. Each warpgroup has a ring, a producer
 //               thread and tiles of its own, so that one writes out while the other multiplies
-//               (ping-pong) and only a is streamed.
-//     else      Warpgroups share a ring of a and b, and one tile of WARPGROUPS * ROWS rows.
-//               CLUSTER blocks share b, each loading a part for all of them, or, if SPLIT_K, share a
-//               tile, of whose sums each takes a part.
+//               (ping-pong), and only a is streamed.
+//     else      Warpgroups share a ring of a and b, and one tile of WARPGROUPS * 64 rows. The
+//               blocks of a cluster of PARTS share a tile: each sums up a part of K.
 //
 // The tensor core keeps some 14 bits of a running sum, so every 128 of K its sum is taken out
 // and added up in float32. At most 128 columns pass through one set of 64 registers: two of 128x256
@@ -22,18 +21,18 @@
 //
 //     N, K                 sizes; m is a parameter
 //     BLOCK_N              columns of a tile: 8, 16, 24, 32, 64, 96, 128, 192 or 256
-//     ROWS                 of a warpgroup's tile: 64 or 128
 //     WARPGROUPS           that multiply: 1, 2 or 3
-//     RESIDENT, STAGES, CLUSTER, SPLIT_K
+//     RESIDENT, PARTS
+//     STAGES               of a ring
 //     DOUBLE               1: a warpgroup multiplies a unit of work while it adds the one before, in
 //                          registers of its own; tiles of half the size have them
-//     SKEW                 steps that the second warpgroup starts behind the first, so that one
-//                          writes out while the other multiplies; 0: none
 //     BAND                 tiles along m that are taken before the next columns are
 //     SCALES               0: none here; 1: of a by 1x128 and of b by 128x128; 2: of both by 1x128
 //     BATCH                1: rows of all products are tiled as one; more: so many products of m
 //                          rows each; 0: `groups` products, rows of which are offsets on the device
 //     A_TYPE, B_TYPE       e4m3 or e5m2
+//     A_SLICES             of a along K, each a tensor of its own: 1 to 8
+//     A_ENDS               where each ends, in steps along K: A_SLICES numbers
 #pragma once
 #include "hopper.cuh"
 
@@ -41,13 +40,11 @@ constexpr int DEPTH = 128;  // of a step along K
 constexpr int STEPS = (K + DEPTH - 1) / DEPTH;
 constexpr int TILES_N = (N + BLOCK_N - 1) / BLOCK_N;
 constexpr int PIPELINES = RESIDENT ? WARPGROUPS : 1;
-constexpr int SHARED_BY = RESIDENT ? 1 : WARPGROUPS;  // warpgroups of a pipeline
+constexpr int SHARED_BY = WARPGROUPS / PIPELINES;  // warpgroups of a pipeline
+constexpr int ROWS = 64;  // of a warpgroup's tile, and of one product
 constexpr int TILE_ROWS = ROWS * SHARED_BY;
-constexpr int BLOCKS_M = ROWS / 64;
 constexpr int SLICES = BLOCK_N > 128 ? 2 : 1;
 constexpr int SLICE = BLOCK_N / SLICES;
-constexpr int MULTICAST = SPLIT_K ? 1 : CLUSTER;
-constexpr int PARTS = SPLIT_K ? CLUSTER : 1;  // of K
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
 constexpr int THREADS = MATH_THREADS + (WARPGROUPS > 1 ? 128 : 32);
 // Of a thread, where there is more than one warpgroup: 64512 of the SM's 65536 in all.
@@ -71,23 +68,21 @@ constexpr int OPERAND_BYTES = RINGS_AT + PIPELINES * STAGES * STAGE_BYTES;
 constexpr int BARRIERS_AT = PIPELINES * STAGES * SCALE_BYTES;
 constexpr int SMALL_BYTES = BARRIERS_AT + (2 * PIPELINES * STAGES + (RESIDENT ? STEPS : 0)) * 8;
 
-static_assert(!RESIDENT || CLUSTER == 1, "what stays is not shared");
+static_assert(!RESIDENT || PARTS == 1, "what stays is whole");
 static_assert(SLICE == 8 || SLICE == 16 || SLICE == 24 || SLICE == 32 || SLICE == 64 ||
               SLICE == 96 || SLICE == 128, "columns of a product");
 static_assert(SCALES != 1 || 128 % SLICE == 0, "a slice lies in one block of scales");
-static_assert(SKEW == 0 || (WARPGROUPS == 2 && PARTS == 1 && PROMOTES && SKEW <= STEPS), "skew");
-static_assert(!DOUBLE || PARTS == 1, "parts of K have any number of steps");
 static_assert(BATCH == 1 || !RESIDENT, "weights of a batch are streamed");
 
-// Of a thread: of each 8 columns of a block of 64 rows, columns lane % 4 * 2 and the next of row
-// lane / 4 and of row lane / 4 + 8.
-using Sums = float[BLOCKS_M][BLOCK_N / 2];
+// Of a thread: of each 8 columns, columns lane % 4 * 2 and the next of row lane / 4 of the warp, and
+// of row lane / 4 + 8.
+using Sums = float[BLOCK_N / 2];
 
 struct Operands {
-    const TensorMap& a;
-    const TensorMap& b;
-    const TensorMap& a_scale;  // where SCALES
-    const TensorMap& b_scale;  // where SCALES == 2
+    const TensorMap* a[A_SLICES];
+    const TensorMap* a_scale[A_SLICES];  // where SCALES
+    const TensorMap* b;
+    const TensorMap* b_scale;  // where SCALES == 2
     const float* block_scale;  // where SCALES == 1: [STEPS, N / 128], contiguous along...
     int block_scale_step, block_scale_column;  // ... elements between steps and columns
     const int* offsets;  // where BATCH == 0: [groups + 1]
@@ -110,14 +105,9 @@ struct Walk {
     __device__ __forceinline__ Walk(const Operands& given, int pipeline) : operands(given) {
         tiles_m = (given.m + TILE_ROWS - 1) / TILE_ROWS;
         group = 0, group_at = 0;
-        if constexpr (RESIDENT) {
-            const int lanes = gridDim.x / TILES_N;
-            at = blockIdx.x / TILES_N * PIPELINES + pipeline;
-            step = lanes * PIPELINES;
-        } else {
-            at = blockIdx.x / CLUSTER;
-            step = gridDim.x / CLUSTER;
-        }
+        constexpr int SHARE = RESIDENT ? TILES_N : PARTS;  // blocks that start with the same tile
+        at = blockIdx.x / SHARE * PIPELINES + pipeline;
+        step = gridDim.x / SHARE * PIPELINES;
     }
 
     __device__ __forceinline__ bool next(Tile& tile) {
@@ -147,9 +137,7 @@ struct Walk {
             }
             return false;
         } else {
-            // Blocks of a cluster that share b take neighbors along m; some may lie past the end.
-            const int rows = (tiles_m + MULTICAST - 1) / MULTICAST;
-            const int of_product = rows * TILES_N;
+            const int of_product = tiles_m * TILES_N;
             int inside = place;
             if constexpr (BATCH > 1) {
                 tile.batch = place / of_product;
@@ -157,10 +145,8 @@ struct Walk {
             }
             const int band = inside / (BAND * TILES_N);
             const int in_band = inside % (BAND * TILES_N);
-            const int height = min(BAND, rows - band * BAND);
-            int tile_m = band * BAND + in_band % height;
-            if constexpr (MULTICAST > 1) tile_m = tile_m * MULTICAST + rank_in_cluster();
-            tile.row = tile_m * TILE_ROWS;
+            const int height = min(BAND, tiles_m - band * BAND);
+            tile.row = (band * BAND + in_band % height) * TILE_ROWS;
             tile.column = in_band / height * BLOCK_N;
             return place < of_product * BATCH;
         }
@@ -171,11 +157,17 @@ struct Memory {
     unsigned base;   // OPERAND_BYTES
     unsigned small;  // SMALL_BYTES
 
+    // The same, of which the compiler cannot keep addresses in registers.
+    __device__ __forceinline__ Memory afresh() const {
+        Memory copy = *this;
+        asm volatile("" : "+r"(copy.base), "+r"(copy.small));
+        return copy;
+    }
     __device__ __forceinline__ unsigned a(int pipeline, int stage) const {
         return base + RINGS_AT + (pipeline * STAGES + stage) * STAGE_BYTES;
     }
-    __device__ __forceinline__ unsigned b(int stage, int step) const {
-        return RESIDENT ? base + step * B_BYTES : a(0, stage) + A_BYTES;
+    __device__ __forceinline__ unsigned b(int pipeline, int stage, int step) const {
+        return RESIDENT ? base + step * B_BYTES : a(pipeline, stage) + A_BYTES;
     }
     __device__ __forceinline__ unsigned scales(int pipeline, int stage) const {
         return small + (pipeline * STAGES + stage) * SCALE_BYTES;
@@ -214,12 +206,12 @@ __device__ __forceinline__ int last_step() {
 
 // One thread of the block, before all are synchronized.
 __device__ __forceinline__ void initialize(const Memory& memory, const Operands& operands) {
-    prefetch_map(operands.a);
-    prefetch_map(operands.b);
+    prefetch_map(*operands.a[0]);
+    prefetch_map(*operands.b);
     for (int pipeline = 0; pipeline < PIPELINES; ++pipeline) {
         for (int stage = 0; stage < STAGES; ++stage) {
             initialize_barrier(memory.full(pipeline, stage), 1);
-            initialize_barrier(memory.empty(pipeline, stage), 4 * SHARED_BY * MULTICAST);
+            initialize_barrier(memory.empty(pipeline, stage), 4 * SHARED_BY);
         }
     }
     if constexpr (RESIDENT) {
@@ -243,37 +235,38 @@ __device__ __forceinline__ void produce(
             if constexpr (RESIDENT) {
                 if (first && pipeline == 0) {
                     expect_bytes(memory.arrived(step), B_BYTES);
-                    load_box(memory.b(0, step), operands.b, memory.arrived(step), x, tile.column);
+                    load_box(memory.b(0, 0, step), *operands.b, memory.arrived(step), x, tile.column);
                 }
             }
             expect_bytes(full, LOADED_BYTES);
             const unsigned a = memory.a(pipeline, place.stage);
             const unsigned scales = memory.scales(pipeline, place.stage);
+            constexpr int ENDS[] = {A_ENDS};
+            int slice = 0, begin = 0;  // of the slices of a
+#pragma unroll
+            for (int i = 0; i + 1 < A_SLICES; ++i) {
+                if (step >= ENDS[i]) slice = i + 1, begin = ENDS[i];
+            }
+            const int in_slice = step - begin;
             if constexpr (BATCH > 1) {
-                load_box(a, operands.a, full, x, tile.row, tile.batch);
-                if constexpr (SCALES) {
-                    load_box(scales, operands.a_scale, full, tile.row + tile.batch * operands.m,
-                             step);
-                }
+                load_box(a, *operands.a[slice], full, in_slice * DEPTH, tile.row, tile.batch);
             } else {
-                load_box(a, operands.a, full, x, tile.row);
-                if constexpr (SCALES) load_box(scales, operands.a_scale, full, tile.row, step);
+                load_box(a, *operands.a[slice], full, in_slice * DEPTH, tile.row);
+            }
+            if constexpr (SCALES) {
+                const int row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
+                load_box(scales, *operands.a_scale[slice], full, row, in_slice);
             }
             if constexpr (!RESIDENT) {
-                const unsigned b = memory.b(place.stage, step);
+                const unsigned b = memory.b(pipeline, place.stage, step);
                 if constexpr (BATCH != 1) {
-                    load_box(b, operands.b, full, x, tile.column, tile.batch);
-                } else if constexpr (MULTICAST > 1) {
-                    constexpr int PART = BLOCK_N / MULTICAST;
-                    const int part = rank_in_cluster() * PART;
-                    load_box_into_cluster(b + part * DEPTH, operands.b, full,
-                                          (1 << MULTICAST) - 1, x, tile.column + part);
+                    load_box(b, *operands.b, full, x, tile.column, tile.batch);
                 } else {
-                    load_box(b, operands.b, full, x, tile.column);
+                    load_box(b, *operands.b, full, x, tile.column);
                 }
             }
             if constexpr (SCALES == 2) {
-                load_box(scales + A_SCALE_BYTES, operands.b_scale, full,
+                load_box(scales + A_SCALE_BYTES, *operands.b_scale, full,
                          tile.column + tile.batch * N, step);
             }
             place.advance();
@@ -282,15 +275,9 @@ __device__ __forceinline__ void produce(
     }
 }
 
-// A warp has read a stage: its bytes may be overwritten, by any block that loads for all.
+// A warp has read a stage: its bytes may be overwritten.
 __device__ __forceinline__ void release(const Memory& memory, int pipeline, const Place& place) {
-    const int lane = threadIdx.x % 32;
-    const unsigned barrier = memory.empty(pipeline, place.stage);
-    if constexpr (MULTICAST > 1) {
-        if (lane < MULTICAST) arrive_at(barrier, lane);
-    } else {
-        if (lane == 0) arrive(barrier);
-    }
+    if (threadIdx.x % 32 == 0) arrive(memory.empty(pipeline, place.stage));
 }
 
 __device__ __forceinline__ float load_shared(unsigned address) {
@@ -338,8 +325,8 @@ __device__ __forceinline__ void promote(
     }
 }
 
-__device__ __forceinline__ float (&slice_of(Sums& sums, int block, int slice))[SLICE / 2] {
-    return reinterpret_cast<float (&)[SLICE / 2]>(sums[block][slice * (SLICE / 2)]);
+__device__ __forceinline__ float (&slice_of(Sums& sums, int slice))[SLICE / 2] {
+    return reinterpret_cast<float (&)[SLICE / 2]>(sums[slice * (SLICE / 2)]);
 }
 
 // A place where operands are, as tensor cores and scales want it.
@@ -350,31 +337,18 @@ struct Stage {
     __device__ __forceinline__ Stage(
         const Memory& memory, int pipeline, int warpgroup, const Place& place, int step)
         : a(memory.a(pipeline, place.stage) + warpgroup * ROWS * DEPTH),
-          b(memory.b(place.stage, step)), scales(memory.scales(pipeline, place.stage)) {}
+          b(memory.b(pipeline, place.stage, step)), scales(memory.scales(pipeline, place.stage)) {}
 };
 
-// The first warpgroup lets the second start; SKEW_BARRIER is none of `synchronize_warpgroup`.
-constexpr int SKEW_BARRIER = 9;
-
-__device__ __forceinline__ void wait_for_skew() {
-    asm volatile("bar.sync %0, 256;" ::"n"(SKEW_BARRIER) : "memory");
-}
-
-__device__ __forceinline__ void end_skew() {
-    asm volatile("bar.arrive %0, 256;" ::"n"(SKEW_BARRIER) : "memory");
-}
-
-// A unit of work is 64 rows and one slice of columns of one step.
-constexpr int UNITS = BLOCKS_M * SLICES;
+// A unit of work is one slice of columns in one step.
 constexpr int PRODUCTS = PROMOTES ? 4 : (K + 31) / 32;  // of 32 bytes of K
 
-__device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stage, int unit) {
-    const int a = unit / SLICES * 64 * DEPTH, b = unit % SLICES * SLICE * DEPTH;
+__device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stage, int slice) {
     pin(sum);
     begin_products();
 #pragma unroll
     for (int i = 0; i < PRODUCTS; ++i) {
-        multiply(sum, stage.a.at(a + i * 32), stage.b.at(b + i * 32), i > 0);
+        multiply(sum, stage.a.at(i * 32), stage.b.at(slice * SLICE * DEPTH + i * 32), i > 0);
     }
     commit_products();
 }
@@ -385,22 +359,23 @@ struct Multiplier {
     const Operands& operands;
     const Tile& tile;
     int pipeline, warpgroup;
-    bool first;
-    bool leads;  // the first warpgroup's first tile, where the second waits for it
+    bool first;  // tile of the block
 
     __device__ __forceinline__ Stage wait_for(const Place& place, int step) const {
-        wait(memory.full(pipeline, place.stage), place.parity);
-        return Stage(memory, pipeline, warpgroup, place, step);
+        const Memory here = memory.afresh();
+        wait(here.full(pipeline, place.stage), place.parity);
+        return Stage(here, pipeline, warpgroup, place, step);
     }
 
     // Adds what `issue` has made of a unit; the stage is free after its last.
     __device__ __forceinline__ void retire(
-        Sums& sums, float (&sum)[SLICE / 2], int unit, const Place& place, int step) const {
-        const int block = unit / SLICES, slice = unit % SLICES, lane = threadIdx.x % 32;
-        const unsigned scales = memory.scales(pipeline, place.stage);
+        Sums& sums, float (&sum)[SLICE / 2], int slice, const Place& place, int step) const {
+        const int lane = threadIdx.x % 32;
+        const Memory here = memory.afresh();
+        const unsigned scales = here.scales(pipeline, place.stage);
         float a_scale[2] = {}, b_scale = 1.0f;
         if constexpr (SCALES) {
-            const int row = warpgroup * ROWS + block * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+            const int row = warpgroup * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;
             a_scale[0] = load_shared(scales + row * 4);
             a_scale[1] = load_shared(scales + (row + 8) * 4);
         }
@@ -409,10 +384,10 @@ struct Multiplier {
             b_scale = __ldg(operands.block_scale + step * operands.block_scale_step +
                             (column + tile.batch * ((N + 127) / 128)) * operands.block_scale_column);
         }
-        if (SCALES != 2 && unit == UNITS - 1) release(memory, pipeline, place);
-        promote(slice_of(sums, block, slice), sum, a_scale, b_scale,
+        if (SCALES != 2 && slice == SLICES - 1) release(here, pipeline, place);
+        promote(slice_of(sums, slice), sum, a_scale, b_scale,
                 scales + A_SCALE_BYTES + (slice * SLICE + lane % 4 * 2) * 4);
-        if (SCALES == 2 && unit == UNITS - 1) release(memory, pipeline, place);
+        if (SCALES == 2 && slice == SLICES - 1) release(here, pipeline, place);
     }
 
     // Multiplies COUNT units of work, each while the one before is added.
@@ -420,35 +395,33 @@ struct Multiplier {
     __device__ __forceinline__ void advance(
         Sums& sums, float (&sum)[2][SLICE / 2], Place& place, int step) const {
         Place ahead = place;
-        issue(sum[0], wait_for(place, step), 0);
+        Stage stage = wait_for(place, step);
+        issue(sum[0], stage, 0);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             if (i + 1 < COUNT) {
-                const int next = step + (i + 1) / UNITS;
-                if ((i + 1) % UNITS == 0) {
+                if ((i + 1) % SLICES == 0) {
                     ahead.advance();
-                    wait_for(ahead, next);
+                    stage = wait_for(ahead, step + (i + 1) / SLICES);
                 }
-                issue(sum[(i + 1) % 2], Stage(memory, pipeline, warpgroup, ahead, next),
-                      (i + 1) % UNITS);
+                issue(sum[(i + 1) % 2], stage, (i + 1) % SLICES);
                 wait_for_products<1>();
             } else {
                 wait_for_products<0>();
             }
             pin(sum[i % 2]);
-            retire(sums, sum[i % 2], i % UNITS, place, step + i / UNITS);
-            if (i % UNITS == UNITS - 1) place.advance();
-            if (SKEW && i + 1 == SKEW * UNITS && leads && step == 0) end_skew();
+            retire(sums, sum[i % 2], i % SLICES, place, step + i / SLICES);
+            if (i % SLICES == SLICES - 1) place.advance();
         }
     }
 
     __device__ __forceinline__ void multiply_tile(Sums& sums, Place& place) const {
         if constexpr (PROMOTES) {
 #pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
+            for (int slice = 0; slice < SLICES; ++slice) {
 #pragma unroll
                 for (int i = 0; i < SLICE / 2; ++i) {
-                    slice_of(sums, unit / SLICES, unit % SLICES)[i] = 0.0f;
+                    slice_of(sums, slice)[i] = 0.0f;
                 }
             }
         }
@@ -458,13 +431,13 @@ struct Multiplier {
             }
             const Stage stage = wait_for(place, 0);
 #pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                issue(slice_of(sums, unit / SLICES, unit % SLICES), stage, unit);
+            for (int slice = 0; slice < SLICES; ++slice) {
+                issue(slice_of(sums, slice), stage, slice);
             }
             wait_for_products<0>();
 #pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                pin(slice_of(sums, unit / SLICES, unit % SLICES));
+            for (int slice = 0; slice < SLICES; ++slice) {
+                pin(slice_of(sums, slice));
             }
             release(memory, pipeline, place);
             place.advance();
@@ -472,14 +445,20 @@ struct Multiplier {
             if constexpr (DOUBLE) {
                 // Between units in flight there must be no loop: ptxas would make them take turns
                 // (its warning C7514).
-                constexpr int UNROLLED = STEPS <= 16 ? STEPS : 8;
-                constexpr int REST = STEPS % UNROLLED;
+                constexpr int MOST = SLICES == 1 ? 16 : 8;
+                constexpr int UNROLLED = STEPS < MOST ? STEPS : MOST;
+                constexpr int REST = PARTS == 1 ? STEPS % UNROLLED : 0;
                 float sum[2][SLICE / 2];
+                int step = first_step();
 #pragma unroll 1
-                for (int step = 0; step < STEPS - REST; step += UNROLLED) {
-                    advance<UNROLLED * UNITS>(sums, sum, place, step);
+                for (; step + UNROLLED <= last_step(); step += UNROLLED) {
+                    advance<UNROLLED * SLICES>(sums, sum, place, step);
                 }
-                if constexpr (REST > 0) advance<REST * UNITS>(sums, sum, place, STEPS - REST);
+                if constexpr (REST > 0) advance<REST * SLICES>(sums, sum, place, STEPS - REST);
+                if constexpr (PARTS > 1) {
+#pragma unroll 1
+                    for (; step < last_step(); ++step) advance<SLICES>(sums, sum, place, step);
+                }
             }
         } else {
             float sum[SLICE / 2];
@@ -490,14 +469,13 @@ struct Multiplier {
                 }
                 const Stage stage = wait_for(place, step);
 #pragma unroll
-                for (int unit = 0; unit < UNITS; ++unit) {
-                    issue(sum, stage, unit);
+                for (int slice = 0; slice < SLICES; ++slice) {
+                    issue(sum, stage, slice);
                     wait_for_products<0>();
                     pin(sum);
-                    retire(sums, sum, unit, place, step);
+                    retire(sums, sum, slice, place, step);
                 }
                 place.advance();
-                if (SKEW && step + 1 == SKEW && leads) end_skew();
             }
         }
     }

@@ -12,7 +12,7 @@
 //     BIAS          0: none, 2: bfloat16, 4: float32
 //     BIAS_PAIRS    1: N is even and the bias starts at a multiple of two elements' bytes
 //     ACTIVATION    0: none, 1: relu, 2: hardswish, 3: silu
-//     CROSS         1: x0 * v + x, both [m, N] bfloat16
+//     CROSS         1: x0 * v + x, both [m, N] bfloat16; 2: pairs of columns are 4-byte aligned
 //     ACCUMULATE    1: adds to d, float32
 //     CHUNK_BYTES, CHUNKS   of a staged row, and how many are staged at once
 //     DIRECT        1: d is written element by element, because its rows are not 16-byte aligned
@@ -100,24 +100,19 @@ __device__ __forceinline__ float2 load_bias(const void* bias, int n) {
     }
 }
 
-// What a thread needs of rows: scales of the two in each block of 64.
+// What a thread needs of rows: scales of its two.
 struct Rows {
-    float scale[BLOCKS_M][2];
+    float scale[2];
 
     __device__ __forceinline__ void load(const Output& out, const Tile& tile, int row, int m) {
         if constexpr (TENSOR_SCALES) {
-            const float a = __ldg(out.a_scale);
-#pragma unroll
-            for (int block = 0; block < BLOCKS_M; ++block) scale[block][0] = scale[block][1] = a;
+            scale[0] = scale[1] = __ldg(out.a_scale);
         } else if constexpr (ROW_SCALES) {
+            const long long first = BATCH > 1 ? static_cast<long long>(tile.batch) * m : 0;
 #pragma unroll
-            for (int block = 0; block < BLOCKS_M; ++block) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int r = row + block * 64 + half * 8;
-                    const long long first = BATCH > 1 ? static_cast<long long>(tile.batch) * m : 0;
-                    scale[block][half] = r < tile.end ? __ldg(out.a_scale + first + r) : 0.0f;
-                }
+            for (int half = 0; half < 2; ++half) {
+                const int r = row + half * 8;
+                scale[half] = r < tile.end ? __ldg(out.a_scale + first + r) : 0.0f;
             }
         }
     }
@@ -145,7 +140,14 @@ __device__ __forceinline__ float2 finished(
         const long long r = row + (BATCH > 1 ? static_cast<long long>(tile.batch) * m : 0);
         const unsigned short* x0 = out.x0 + r * out.x0_stride + n;
         const unsigned short* x = out.x + r * out.x_stride + n;
-        if (row < tile.end) {
+        if constexpr (CROSS == 2) {
+            if (row < tile.end && n < N) {
+                const unsigned factor = __ldg(reinterpret_cast<const unsigned*>(x0));
+                const unsigned term = __ldg(reinterpret_cast<const unsigned*>(x));
+                v.x = fmaf(from_bfloat16(factor & 0xffff), v.x, from_bfloat16(term & 0xffff));
+                v.y = fmaf(from_bfloat16(factor >> 16), v.y, from_bfloat16(term >> 16));
+            }
+        } else if (row < tile.end) {
             if (n < N) v.x = fmaf(from_bfloat16(x0[0]), v.x, from_bfloat16(x[0]));
             if (n + 1 < N) v.y = fmaf(from_bfloat16(x0[1]), v.y, from_bfloat16(x[1]));
         }
@@ -195,7 +197,7 @@ __device__ __forceinline__ unsigned swizzled(unsigned offset) {
 // Writes a warpgroup's sums of columns `from` to `from + COLUMNS` of its tile. `row` is the tile's
 // first of this warpgroup.
 __device__ __forceinline__ void finish(
-    float (&sums)[BLOCKS_M][COLUMNS / 2], const Output& out, const Tile& tile, const Rows& rows,
+    float (&sums)[COLUMNS / 2], const Output& out, const Tile& tile, const Rows& rows,
     unsigned staging, unsigned scales, int warpgroup, int row, int from, int m) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool elected = threadIdx.x % 128 == 0;
@@ -208,15 +210,12 @@ __device__ __forceinline__ void finish(
         if constexpr (DIRECT || BATCH == 0) {
             if constexpr (ROW_SCALES) synchronize_warpgroup(warpgroup);
 #pragma unroll
-            for (int block = 0; block < BLOCKS_M; ++block) {
-#pragma unroll
-                for (int i = 0; i < COLUMNS / 2; i += 2) {
-                    const int half = i / 2 % 2, r = of_thread + block * 64 + half * 8;
-                    const int column = from + i / 4 * 8 + pair;
-                    const float2 v = finished(sums[block][i], sums[block][i + 1], out, tile, scales,
-                                              rows.scale[block][half], b_scale, inverse, r, column, m);
-                    store_direct(out, tile, v, r, column, m);
-                }
+            for (int i = 0; i < COLUMNS / 2; i += 2) {
+                const int half = i / 2 % 2, r = of_thread + half * 8;
+                const int column = from + i / 4 * 8 + pair;
+                const float2 v = finished(sums[i], sums[i + 1], out, tile, scales,
+                                          rows.scale[half], b_scale, inverse, r, column, m);
+                store_direct(out, tile, v, r, column, m);
             }
             // The scales may be overwritten.
             if constexpr (ROW_SCALES) synchronize_warpgroup(warpgroup);
@@ -225,82 +224,78 @@ __device__ __forceinline__ void finish(
     }
     if constexpr (!DIRECT) {
 #pragma unroll
-        for (int block = 0; block < BLOCKS_M; ++block) {
+        for (int start = 0; start < CHUNKS_OF_ROW; start += CHUNKS) {
+            if (elected) wait_until_stores_have_read();
+            synchronize_warpgroup(warpgroup);
 #pragma unroll
-            for (int start = 0; start < CHUNKS_OF_ROW; start += CHUNKS) {
-                if (elected) wait_until_stores_have_read();
-                synchronize_warpgroup(warpgroup);
+            for (int chunk = start; chunk < min(start + CHUNKS, CHUNKS_OF_ROW); ++chunk) {
+                const unsigned buffer = staging + (chunk - start) * CHUNK_SIZE;
+                constexpr int GROUPS = CHUNK_COLUMNS / 8;  // of 8 columns
+                unsigned blocks[2 * GROUPS];
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int i = (chunk * GROUPS + group) * 4 + half * 2;
+                        const int r = of_thread + half * 8;
+                        const int inside = group * 8 + pair;
+                        const int column = from + chunk * CHUNK_COLUMNS + inside;
+                        const float2 v = finished(
+                            sums[i], sums[i + 1], out, tile, scales,
+                            rows.scale[half], b_scale, inverse, r, column, m);
+                        const unsigned offset =
+                            (warp * 16 + lane / 4 + half * 8) * CHUNK_BYTES + inside * OUT;
+                        if constexpr (OUT == 2) {
+                            blocks[group * 2 + half] = bfloat16_pair(v.x, v.y);
+                        } else if constexpr (OUT == 4) {
+                            asm volatile("st.shared.v2.f32 [%0], {%1, %2};"
+                                         ::"r"(buffer + swizzled(offset)), "f"(v.x), "f"(v.y)
+                                         : "memory");
+                        } else {
+                            asm volatile("st.shared.u16 [%0], %1;"
+                                         ::"r"(buffer + swizzled(offset)),
+                                         "h"(e4m3_pair(v.x, v.y)) : "memory");
+                        }
+                    }
+                }
+                if constexpr (OUT == 2) {
+                    const int in_warp = warp * 16 + lane % 16;
+#pragma unroll
+                    for (int group = 0; group + 1 < GROUPS; group += 2) {
+                        const unsigned four[4] = {blocks[group * 2], blocks[group * 2 + 1],
+                                                  blocks[group * 2 + 2], blocks[group * 2 + 3]};
+                        const unsigned offset =
+                            in_warp * CHUNK_BYTES + (group + lane / 16) * 16;
+                        store_blocks(buffer + swizzled(offset), four);
+                    }
+                    if constexpr (GROUPS % 2) {
+                        const unsigned two[2] = {blocks[GROUPS * 2 - 2], blocks[GROUPS * 2 - 1]};
+                        const unsigned offset = in_warp * CHUNK_BYTES + (GROUPS - 1) * 16;
+                        store_blocks(buffer + swizzled(offset), two);
+                    }
+                }
+            }
+            publish_shared_memory();
+            synchronize_warpgroup(warpgroup);
+            if (elected) {
 #pragma unroll
                 for (int chunk = start; chunk < min(start + CHUNKS, CHUNKS_OF_ROW); ++chunk) {
                     const unsigned buffer = staging + (chunk - start) * CHUNK_SIZE;
-                    constexpr int GROUPS = CHUNK_COLUMNS / 8;  // of 8 columns
-                    unsigned blocks[2 * GROUPS];
-#pragma unroll
-                    for (int group = 0; group < GROUPS; ++group) {
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const int i = (chunk * GROUPS + group) * 4 + half * 2;
-                            const int r = of_thread + block * 64 + half * 8;
-                            const int inside = group * 8 + pair;
-                            const int column = from + chunk * CHUNK_COLUMNS + inside;
-                            const float2 v = finished(
-                                sums[block][i], sums[block][i + 1], out, tile, scales,
-                                rows.scale[block][half], b_scale, inverse, r, column, m);
-                            const unsigned offset =
-                                (warp * 16 + lane / 4 + half * 8) * CHUNK_BYTES + inside * OUT;
-                            if constexpr (OUT == 2) {
-                                blocks[group * 2 + half] = bfloat16_pair(v.x, v.y);
-                            } else if constexpr (OUT == 4) {
-                                asm volatile("st.shared.v2.f32 [%0], {%1, %2};"
-                                             ::"r"(buffer + swizzled(offset)), "f"(v.x), "f"(v.y)
-                                             : "memory");
-                            } else {
-                                asm volatile("st.shared.u16 [%0], %1;"
-                                             ::"r"(buffer + swizzled(offset)),
-                                             "h"(e4m3_pair(v.x, v.y)) : "memory");
-                            }
-                        }
-                    }
-                    if constexpr (OUT == 2) {
-                        const int in_warp = warp * 16 + lane % 16;
-#pragma unroll
-                        for (int group = 0; group + 1 < GROUPS; group += 2) {
-                            const unsigned four[4] = {blocks[group * 2], blocks[group * 2 + 1],
-                                                      blocks[group * 2 + 2], blocks[group * 2 + 3]};
-                            const unsigned offset =
-                                in_warp * CHUNK_BYTES + (group + lane / 16) * 16;
-                            store_blocks(buffer + swizzled(offset), four);
-                        }
-                        if constexpr (GROUPS % 2) {
-                            const unsigned two[2] = {blocks[GROUPS * 2 - 2], blocks[GROUPS * 2 - 1]};
-                            const unsigned offset = in_warp * CHUNK_BYTES + (GROUPS - 1) * 16;
-                            store_blocks(buffer + swizzled(offset), two);
-                        }
-                    }
-                }
-                publish_shared_memory();
-                synchronize_warpgroup(warpgroup);
-                if (elected) {
-#pragma unroll
-                    for (int chunk = start; chunk < min(start + CHUNKS, CHUNKS_OF_ROW); ++chunk) {
-                        const unsigned buffer = staging + (chunk - start) * CHUNK_SIZE;
-                        const int x = tile.column + from + chunk * CHUNK_COLUMNS;
-                        const int y = row + block * 64;
-                        if (x >= N || y >= tile.end) break;
-                        if constexpr (BATCH > 1) {
-                            if constexpr (ACCUMULATE) {
-                                add_box(out.map, buffer, x, y, tile.batch);
-                            } else {
-                                store_box(out.map, buffer, x, y, tile.batch);
-                            }
-                        } else if constexpr (ACCUMULATE) {
-                            add_box(out.map, buffer, x, y);
+                    const int x = tile.column + from + chunk * CHUNK_COLUMNS;
+                    if (x >= N || row >= tile.end) break;
+                    if constexpr (BATCH > 1) {
+                        if constexpr (ACCUMULATE) {
+                            add_box(out.map, buffer, x, row, tile.batch);
                         } else {
-                            store_box(out.map, buffer, x, y);
+                            store_box(out.map, buffer, x, row, tile.batch);
                         }
+                    } else if constexpr (ACCUMULATE) {
+                        add_box(out.map, buffer, x, row);
+                    } else {
+                        store_box(out.map, buffer, x, row);
                     }
-                    commit_stores();
                 }
+                commit_stores();
             }
         }
     }
@@ -309,20 +304,17 @@ __device__ __forceinline__ void finish(
 // Of a tile whose K is shared by a cluster: every block adds up, in the order of blocks, the columns
 // that it finishes.
 __device__ __forceinline__ void add_parts(
-    Sums& sums, float (&total)[BLOCKS_M][COLUMNS / 2], const Memory& memory, int warpgroup) {
+    Sums& sums, float (&total)[COLUMNS / 2], const Memory& memory, int warpgroup) {
     constexpr int GROUPS = BLOCK_N / 8, TAKEN = COLUMNS / 8;
     const unsigned thread = threadIdx.x % 128;
     const unsigned base = memory.base + warpgroup * (ROWS * BLOCK_N * 4) + thread * 16;
     asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");  // all stages are read
 #pragma unroll
-    for (int block = 0; block < BLOCKS_M; ++block) {
-#pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-            const float* v = &sums[block][group * 4];
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                         ::"r"(base + (block * GROUPS + group) * 2048), "f"(v[0]), "f"(v[1]),
-                         "f"(v[2]), "f"(v[3]) : "memory");
-        }
+    for (int group = 0; group < GROUPS; ++group) {
+        const float* v = &sums[group * 4];
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                     ::"r"(base + group * 2048), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                     : "memory");
     }
     synchronize_cluster();
     const int first = rank_in_cluster() * TAKEN;
@@ -330,19 +322,43 @@ __device__ __forceinline__ void add_parts(
     for (int part = 0; part < PARTS; ++part) {
         const unsigned other = address_in(base, part);
 #pragma unroll
-        for (int block = 0; block < BLOCKS_M; ++block) {
-#pragma unroll
-            for (int group = 0; group < TAKEN; ++group) {
-                const float4 v = load_from_cluster(other + (block * GROUPS + first + group) * 2048);
-                float* to = &total[block][group * 4];
-                to[0] = part ? to[0] + v.x : v.x;
-                to[1] = part ? to[1] + v.y : v.y;
-                to[2] = part ? to[2] + v.z : v.z;
-                to[3] = part ? to[3] + v.w : v.w;
-            }
+        for (int group = 0; group < TAKEN; ++group) {
+            const float4 v = load_from_cluster(other + (first + group) * 2048);
+            float* to = &total[group * 4];
+            to[0] = part ? to[0] + v.x : v.x;
+            to[1] = part ? to[1] + v.y : v.y;
+            to[2] = part ? to[2] + v.z : v.z;
+            to[3] = part ? to[3] + v.w : v.w;
         }
     }
 }
+
+// Parameters cannot be arrays: one for each slice of a.
+#if A_SLICES == 1
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0
+#define ADDRESSES_OF_A(name) &name##_0
+#elif A_SLICES == 2
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1
+#elif A_SLICES == 3
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2
+#elif A_SLICES == 4
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3
+#elif A_SLICES == 5
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4
+#elif A_SLICES == 6
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4 , const __grid_constant__ TensorMap name##_5
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5
+#elif A_SLICES == 7
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4 , const __grid_constant__ TensorMap name##_5 , const __grid_constant__ TensorMap name##_6
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5, &name##_6
+#elif A_SLICES == 8
+#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4 , const __grid_constant__ TensorMap name##_5 , const __grid_constant__ TensorMap name##_6 , const __grid_constant__ TensorMap name##_7
+#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5, &name##_6, &name##_7
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     const float* a_scale, const float* b_scale, char* d,
@@ -368,15 +384,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
 #if SCALES == 1
     int block_scale_step, int block_scale_column,
 #endif
-    const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map
+    const __grid_constant__ TensorMap b_map
 #if !DIRECT
     , const __grid_constant__ TensorMap d_map
 #endif
-#if SCALES
-    , const __grid_constant__ TensorMap a_scale_map
-#endif
 #if SCALES == 2
     , const __grid_constant__ TensorMap b_scale_map
+#endif
+    SLICES_OF_A(a_map)
+#if SCALES
+    SLICES_OF_A(a_scale_map)
 #endif
 ) {
     extern __shared__ char shared[];
@@ -384,16 +401,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     if (base % 1024) asm volatile("trap;");  // swizzles are counted from there
     const Memory memory{base, base + SMALL_AT};
     const Operands operands{
-        a_map, b_map,
+        {ADDRESSES_OF_A(a_map)},
 #if SCALES
-        a_scale_map,
+        {ADDRESSES_OF_A(a_scale_map)},
 #else
-        a_map,
+        {},
 #endif
+        &b_map,
 #if SCALES == 2
-        b_scale_map,
+        &b_scale_map,
 #else
-        b_map,
+        nullptr,
 #endif
         b_scale,
 #if SCALES == 1
@@ -409,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     };
     const Output out{
 #if DIRECT
-        a_map,
+        b_map,
 #else
         d_map,
 #endif
@@ -438,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     };
     let_next_kernel_start();
     if (threadIdx.x == MATH_THREADS) initialize(memory, operands);
-    if constexpr (CLUSTER > 1) {
+    if constexpr (PARTS > 1) {
         synchronize_cluster();
     } else {
         __syncthreads();
@@ -462,7 +480,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
         Tile tile;
         Sums sums;
         bool first = true;
-        if (SKEW && warpgroup == 1) wait_for_skew();
         while (walk.next(tile)) {
             const int row = tile.row + inside * ROWS;
             Rows rows;
@@ -470,22 +487,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
             if constexpr (ROW_SCALES) {
                 if (!RESIDENT || first) load_scales(scales, out, tile);
             }
-            Multiplier{memory, operands, tile, pipeline, inside, first,
-                       first && warpgroup == 0}.multiply_tile(sums, place);
+            Multiplier{memory, operands, tile, pipeline, inside, first}.multiply_tile(sums, place);
             first = false;
-#if SPLIT_K
-            float part[BLOCKS_M][COLUMNS / 2];
+#if PARTS > 1
+            float part[COLUMNS / 2];
             add_parts(sums, part, memory, warpgroup);
 #else
-            float (&part)[BLOCKS_M][COLUMNS / 2] = sums;
+            float (&part)[COLUMNS / 2] = sums;
 #endif
             finish(part, out, tile, rows, staging, scales, warpgroup, row,
                    PARTS > 1 ? rank_in_cluster() * COLUMNS : 0, m);
         }
-        if (SKEW && warpgroup == 0 && first) end_skew();  // there was no tile
         if (threadIdx.x % 128 == 0) wait_until_stores_have_read();
         __syncwarp();
     }
     // Others may still read this block's shared memory, or arrive at its barriers.
-    if constexpr (CLUSTER > 1) synchronize_cluster();
+    if constexpr (PARTS > 1) synchronize_cluster();
 }

@@ -91,6 +91,9 @@ def _supports_block(problem: Problem, device: Device) -> Support:
         return Rejected(f"cuBLASLt has these scales on sm_90 only, not {device.architecture}")
     if not _GROUP or not _BLOCK:
         return Rejected(f"torch {torch.__version__} has no torch.nn.functional.ScalingType")
+    for operand, name in ((problem.a, "a"), (problem.b, "b")):
+        if operand.format not in (Format.E4M3FN, Format.E4M3FNUZ):
+            return Rejected(f"cuBLASLt has these scales for E4M3 only; {name} is {operand.format}")
     if problem.k % 128 or problem.n % 128:
         return Rejected(f"n and k must be multiples of 128; n={problem.n}, k={problem.k}")
     if problem.m % 4:

@@ -1,0 +1,277 @@
+"""The command `compare`: dispatch against baselines, or kernels of ours against rivals."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lokakern.bench.options import (
+    BudgetOption,
+    DatabaseOption,
+    DistributionOption,
+    FormatOption,
+    JsonOption,
+    OutputFormat,
+    RegimeOption,
+    ShapeOption,
+    reading,
+    says_errors,
+    shape_of,
+)
+from lokakern.errors import UnknownNameError
+from lokakern.types import ErrorBudget
+
+if TYPE_CHECKING:
+    from lokakern.bench.conditions import Condition
+    from lokakern.bench.contest import Contest, Row, Summary
+    from lokakern.bench.forms import Case
+
+SLOWER_EXIT = 4
+OURS = ("cuda.*",)
+NAN = float("nan")
+
+
+@says_errors
+def compare(
+    op: Annotated[
+        str, typer.Option(help="gemm (whole, against baselines), or a part such as scaled_gemm.")
+    ] = "gemm",
+    suite: Annotated[str, typer.Option(help="Suite whose problems are compared.")] = "smoke",
+    shape: ShapeOption = None,
+    ours: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kernel or pattern; repeatable. Compares these with --rivals instead of "
+            "dispatch with baselines. Default of an op that is not gemm: cuda.*"
+        ),
+    ] = None,
+    rivals: Annotated[
+        list[str] | None,
+        typer.Option(help="Kernel or pattern; repeatable. Default: all that are not ours."),
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(help="Only problems for which this holds, such as 'm >= 8192 and prepared'."),
+    ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help="Means also of the problems for which this holds; repeatable."),
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="Module that registers more kernels, as rivals; repeatable."),
+    ] = None,
+    budget: BudgetOption = 0.06,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(help='Kernel to compare dispatch with, or "bf16"; repeatable. Default: bf16.'),
+    ] = None,
+    distribution: DistributionOption = None,
+    regime: RegimeOption = None,
+    db: DatabaseOption = None,
+    fail_under: Annotated[
+        float | None,
+        typer.Option(help="Exit with 4 if anywhere less than this times as fast."),
+    ] = None,
+    how: FormatOption = OutputFormat.TABLE,
+    as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
+    from lokakern.bench.conditions import parse_condition
+    from lokakern.bench.suites import shape_cases, suite_named
+    from lokakern.device import current_device
+    from lokakern.registry.ops import op_named
+    from lokakern.registry.register import fp8_format
+
+    op_named(op)
+    for module in load or ():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UnknownNameError(f"--load: {module!r} cannot be imported: {error}") from None
+    device = current_device()
+    cases = suite_named(suite).cases(device)
+    if shape:
+        cases = list(shape_cases([shape_of(text) for text in shape], fp8_format(device)))
+    condition = parse_condition(where) if where else None
+    cases = [
+        case for case in cases
+        if case.problem.op == op and (condition is None or condition.holds(case.problem))
+    ]  # fmt: skip
+    if not cases:
+        words = f" for which {where!r} holds" if where else ""
+        raise UnknownNameError(f"no problem of {op} is in {suite if not shape else 'the shapes'}"
+                               f"{words}; see `list suites`, or give --shape")  # fmt: skip
+    groups = [parse_condition(text) for text in group or ()]
+    chosen = OutputFormat.JSON if as_json else how
+    if op != "gemm" or ours or rivals:
+        if baseline:
+            raise typer.BadParameter("goes with dispatch: with --ours, name --rivals",
+                                     param_hint="--baseline")  # fmt: skip
+        _compare_kernels(
+            cases, op, tuple(ours or OURS), tuple(rivals or ("*",)), groups,
+            regime=regime.value if regime else None, fail_under=fail_under, how=chosen, quiet=quiet,
+        )  # fmt: skip
+        return
+    names = tuple(baseline or ("bf16",))
+    with reading(db):
+        _compare_dispatch(
+            cases, names, groups, budget=budget, distribution=distribution,
+            regime=regime.value if regime else None, fail_under=fail_under, how=chosen, quiet=quiet,
+        )  # fmt: skip
+
+
+def _compare_dispatch(
+    cases: Sequence[Case],
+    names: Sequence[str],
+    groups: Sequence[Condition],
+    *,
+    budget: float,
+    distribution: str | None,
+    regime: str | None,
+    fail_under: float | None,
+    how: OutputFormat,
+    quiet: bool,
+) -> None:
+    from lokakern.bench import report
+    from lokakern.bench.compare import compare as compare_cases
+    from lokakern.device import current_device
+
+    with report.TerminalProgress(quiet=quiet) as progress:
+        progress.begin("compare", len(cases))
+        found = compare_cases(
+            cases, budget=ErrorBudget.of(budget), baselines=names, regime=regime,
+            distribution=distribution, groups=groups, step=progress.step,
+        )  # fmt: skip
+    if how is OutputFormat.JSON:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        rows = [
+            {
+                "problem": row.problem,
+                "chosen": row.chosen,
+                "dispatch us": row.latency_us.get("dispatch", NAN),
+                **{f"{n} us": row.latency_us.get(n, NAN) for n in names},
+                **{f"x {n}": row.speedup.get(n, NAN) for n in names},
+            }
+            for row in found.rows
+        ]
+        title = f"dispatch within {budget:g} on {current_device().product}"
+        report.print_rows(rows, how.value, title=title)
+    for name in names:
+        if name in found.geometric_mean:
+            print(
+                f"geometric mean against {name}: {found.geometric_mean[name]:.3f}x, "
+                f"least {found.least_speedup[name]:.3f}x",
+                file=sys.stderr,
+            )
+        for text, part in found.groups.items():
+            if name in part.geometric_mean:
+                print(
+                    f"geometric mean against {name} where {text} ({part.count} problems): "
+                    f"{part.geometric_mean[name]:.3f}x, least {part.least_speedup[name]:.3f}x",
+                    file=sys.stderr,
+                )
+    print(
+        f"FP8 chosen for {found.fp8_share:.0%} of {len(found.rows)} problems; "
+        f"{len(found.fp8_missed)} more where an admissible FP8 kernel was faster beyond noise",
+        file=sys.stderr,
+    )
+    if fail_under is not None:
+        slower = [n for n in names if found.least_speedup.get(n, 0.0) < fail_under]
+        _end_if_slower(slower, fail_under)
+
+
+def _compare_kernels(
+    cases: Sequence[Case],
+    op: str,
+    ours: Sequence[str],
+    rivals: Sequence[str],
+    groups: Sequence[Condition],
+    *,
+    regime: str | None,
+    fail_under: float | None,
+    how: OutputFormat,
+    quiet: bool,
+) -> None:
+    from lokakern.bench import report
+    from lokakern.bench.contest import BOUNDS, contest, contests_of
+    from lokakern.device import current_device
+
+    with report.TerminalProgress(quiet=quiet) as progress:
+        progress.begin("compare", len(contests_of(cases, op)))
+        found = contest(cases, op, ours=ours, rivals=rivals, groups=groups, regime=regime,
+                        step=progress.step)  # fmt: skip
+    if how is OutputFormat.JSON:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        title = f"{op}: {', '.join(ours)} against {', '.join(rivals)} on {current_device().product}"
+        factor, launch_us = BOUNDS.get(op, (1.0, 0.0))
+        report.print_rows(
+            [_cells(op, row) for row in found.rows], how.value, title=title,
+            note=f"bound: {factor:g} times the bytes at 4.3 TB/s, and {launch_us:g} us",
+        )  # fmt: skip
+    for summary in found.summaries:
+        print(_words(summary), file=sys.stderr)
+    for line in _failures(found):
+        print(line, file=sys.stderr)
+    if fail_under is not None:
+        # A row where ours did not run is slower than anything.
+        worst = min((row.speedup or 0.0 if row.rival else 1.0 for row in found.rows), default=0.0)
+        _end_if_slower(["the best rival"] if worst < fail_under else [], fail_under)
+
+
+def _cells(op: str, row: Row) -> dict[str, Any]:
+    same = row.accurate_rival == row.rival
+    cells = {
+        "problem": row.problem.removeprefix(f"{op} "),
+        "ours": row.ours,
+        "us": row.ours_us,
+        "best rival": row.rival,
+        "rival us": row.rival_us,
+        "x rival": row.speedup,
+        "best accurate rival": "the same" if same and row.rival else row.accurate_rival,
+        "accurate us": row.accurate_rival_us,
+        "x accurate": row.accurate_speedup,
+        "bound us": row.bound_us,
+        "/ bound": row.over_bound,
+    }
+    return {name: NAN if value is None else value for name, value in cells.items()}
+
+
+def _words(summary: Summary) -> str:
+    words = []
+    if summary.speedup and summary.least_speedup:
+        words.append(f"{summary.speedup:.3f}x the best rival (least {summary.least_speedup:.3f}x)")
+    if summary.accurate_speedup and summary.least_accurate_speedup:
+        words.append(
+            f"{summary.accurate_speedup:.3f}x the best accurate one "
+            f"(least {summary.least_accurate_speedup:.3f}x)"
+        )
+    if summary.over_bound and summary.most_over_bound:
+        words.append(f"{summary.over_bound:.3f} of the bound (most {summary.most_over_bound:.3f})")
+    found = "; ".join(words) or "nothing to compare"
+    return f"{summary.group}, {summary.compared} of {summary.count} compared: {found}"
+
+
+def _failures(found: Contest) -> list[str]:
+    failed = [
+        f"not ok: {entry.kernel}: {entry.problem}: {entry.failed}"
+        for row in found.rows for entry in row.entries if entry.failed
+    ]  # fmt: skip
+    missing = [f"none of ours: {row.problem}" for row in found.rows if not row.ours]
+    shown = (failed + missing)[:20]
+    left = len(failed) + len(missing) - len(shown)
+    return [*shown, f"and {left} more"] if left else shown
+
+
+def _end_if_slower(slower: Sequence[str], limit: float) -> None:
+    if slower:
+        print(f"less than {limit:g} times as fast as {', '.join(slower)}", file=sys.stderr)
+        raise typer.Exit(SLOWER_EXIT)

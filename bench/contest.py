@@ -1,0 +1,267 @@
+"""Contest: kernels of ours against rivals, timed against each other now, without a database.
+
+All problems that ask for the same product stand in one contest, whatever their scales: a
+tensor-scaled library kernel is a rival of a row-scaled one of ours, and of the prepared forms of a
+weight whichever is fastest counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lokakern.bench import timing
+from lokakern.bench.conditions import Condition
+from lokakern.bench.draws import finish_draws
+from lokakern.bench.measure import FLOOR_BYTES_PER_US, torch_device
+from lokakern.bench.race import Entry, timed
+from lokakern.bench.suites import Case
+from lokakern.bench.sweep import FEWEST_PREBUILT, candidates
+from lokakern.device import current_device
+from lokakern.errors import UnknownNameError
+from lokakern.prebuild import prebuild
+from lokakern.registry.register import Kernel, kernels_for
+from lokakern.selection import default_regime
+from lokakern.types import Granularity, Operand, Problem
+
+# What a kernel may take: this times its bytes at 4.3 TB/s, and so many microseconds. The bound of
+# quantizers; elsewhere the bytes alone.
+BOUNDS = {"quantize": (1.2, 2.0), "dequantize": (1.2, 2.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contest: the fastest accurate kernel of ours against the fastest rivals.
+
+    Attributes:
+        problem: The problem without its scales.
+        ours: The fastest accurate kernel of ours; "" where none ran.
+        rival: The fastest rival of any accumulation.
+        accurate_rival: The fastest accurate rival.
+        speedup: Rival's time over ours; above 1 ours is faster.
+        accurate_speedup: The same of the accurate rival.
+        bound_us: See `BOUNDS`, of the problem that ours solves.
+        over_bound: Time of ours over the bound.
+        groups: Texts of the conditions that hold.
+        entries: Everybody.
+    """
+
+    problem: str
+    m: int
+    n: int
+    k: int
+    ours: str
+    ours_us: float | None
+    rival: str
+    rival_us: float | None
+    speedup: float | None
+    accurate_rival: str
+    accurate_rival_us: float | None
+    accurate_speedup: float | None
+    bound_us: float | None
+    over_bound: float | None
+    groups: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What rows come to: geometric means and extremes; None without any.
+
+    ``count`` rows are in the group; of ``compared`` ours and a rival have a time.
+    """
+
+    group: str
+    count: int
+    compared: int
+    speedup: float | None
+    least_speedup: float | None
+    accurate_speedup: float | None
+    least_accurate_speedup: float | None
+    over_bound: float | None
+    most_over_bound: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """All rows, and what they come to: all of them first, then by group."""
+
+    rows: tuple[Row, ...]
+    summaries: tuple[Summary, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def unscaled(problem: Problem) -> Problem:
+    """A problem without its scales and what follows from how they are prepared."""
+
+    def bare(operand: Operand) -> Operand:
+        return replace(operand, granularity=Granularity.NONE, alignment=16)
+
+    b = problem.b
+    if b is not None:
+        b = bare(b)
+    return replace(problem, a=bare(problem.a), b=b)
+
+
+def contests_of(cases: Iterable[Case], op: str) -> dict[tuple[Problem, str], list[Case]]:
+    """Cases of an op by what they ask for."""
+    found: dict[tuple[Problem, str], list[Case]] = {}
+    for case in cases:
+        if case.problem.op == op:
+            found.setdefault((unscaled(case.problem), case.distribution), []).append(case)
+    return found
+
+
+def contest(
+    cases: Sequence[Case],
+    op: str,
+    *,
+    ours: Sequence[str],
+    rivals: Sequence[str],
+    groups: Sequence[Condition] = (),
+    regime: str | None = None,
+    step: Callable[[str], None] = lambda _text: None,
+) -> Contest:
+    """Time kernels of ours and rivals at every problem of an op, all of a shape interleaved.
+
+    What each wrote while it was timed is checked; one that is wrong does not count.
+
+    Args:
+        cases: Of any op; those of others are left out.
+        op: What is compared.
+        ours: Names of kernels, ``*`` and ``?`` standing for anything.
+        rivals: The same; a kernel of ours is no rival.
+        groups: Conditions under which means are taken, too.
+        regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
+        step: Called with each problem.
+
+    Raises:
+        UnknownNameError: No kernel of the op has a name of ours, or of the rivals.
+        DeviceLostError: A kernel, which is named, left the device unusable.
+    """
+    _refuse_unknown(op, ours)
+    _refuse_unknown(op, rivals)
+    device, where = current_device(), torch_device()
+    regime = regime or default_regime(device)
+    timing.check_regime(regime, where)
+
+    def side_of(kernel: Kernel) -> bool | None:
+        if _matches(kernel.name, ours):
+            return True
+        return False if _matches(kernel.name, rivals) else None
+
+    found = contests_of(cases, op)
+    problems = [case.problem for same in found.values() for case in same]
+    names = sorted({
+        kernel.name for problem in problems for kernel in candidates(problem, device)
+        if side_of(kernel) is not None
+    })  # fmt: skip
+    if device.is_gpu and len(problems) >= FEWEST_PREBUILT:
+        prebuild(problems, device, names)
+    timing.warm(where)
+    waiting = [case for same in found.values() for case in same]
+    rows, drawn = [], 0
+    for (problem, _), same in found.items():
+        step(str(problem))
+        if drawn < len(same):
+            drawn = finish_draws(waiting)
+        drawn, waiting = drawn - len(same), waiting[len(same) :]
+        rows.append(_row(problem, same, side_of, groups, regime))
+    return Contest(tuple(rows), tuple(_summaries(rows, groups)))
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _refuse_unknown(op: str, globs: Sequence[str]) -> None:
+    names = [kernel.name for kernel in kernels_for(op)]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UnknownNameError(
+                f"no kernel of {op} is named {glob!r}; expected one of {', '.join(names)}, or a "
+                "pattern such as 'cuda.*'"
+            )
+
+
+def _row(
+    problem: Problem,
+    same: Sequence[Case],
+    side_of: Callable[[Kernel], bool | None],
+    groups: Sequence[Condition],
+    regime: str,
+) -> Row:
+    entries = timed(same, side_of, regime)
+    problems = {str(case.problem): case.problem for case in same}
+    ours = _fastest(e for e in entries if e.ours and e.accurate)
+    rival = _fastest(e for e in entries if not e.ours)
+    accurate = _fastest(e for e in entries if not e.ours and e.accurate)
+    bound = None if ours is None else bound_us(problems[ours.problem])
+    return Row(
+        problem=str(problem),
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        ours=ours.kernel if ours else "",
+        ours_us=ours.latency_us if ours else None,
+        rival=rival.kernel if rival else "",
+        rival_us=rival.latency_us if rival else None,
+        speedup=_ratio(rival, ours),
+        accurate_rival=accurate.kernel if accurate else "",
+        accurate_rival_us=accurate.latency_us if accurate else None,
+        accurate_speedup=_ratio(accurate, ours),
+        bound_us=bound,
+        over_bound=ours.latency_us / bound if ours and ours.latency_us and bound else None,
+        groups=tuple(str(group) for group in groups if group.holds(same[0].problem)),
+        entries=tuple(entries),
+    )
+
+
+def bound_us(problem: Problem) -> float:
+    """See `BOUNDS`."""
+    factor, launch_us = BOUNDS.get(problem.op, (1.0, 0.0))
+    return factor * problem.bytes_moved / FLOOR_BYTES_PER_US + launch_us
+
+
+def _fastest(entries: Iterable[Entry]) -> Entry | None:
+    timed = [entry for entry in entries if entry.latency_us is not None]
+    return min(timed, key=lambda entry: entry.latency_us or math.inf, default=None)
+
+
+def _ratio(one: Entry | None, other: Entry | None) -> float | None:
+    if one is None or other is None or not one.latency_us or not other.latency_us:
+        return None
+    return one.latency_us / other.latency_us
+
+
+def _summaries(rows: Sequence[Row], groups: Sequence[Condition]) -> Iterable[Summary]:
+    yield _summary("all", rows)
+    for group in groups:
+        yield _summary(str(group), [row for row in rows if str(group) in row.groups])
+
+
+def _summary(name: str, rows: Sequence[Row]) -> Summary:
+    speedups = [row.speedup for row in rows if row.speedup]
+    accurate = [row.accurate_speedup for row in rows if row.accurate_speedup]
+    over = [row.over_bound for row in rows if row.over_bound]
+    return Summary(
+        group=name,
+        count=len(rows),
+        compared=len(speedups),
+        speedup=geometric_mean(speedups),
+        least_speedup=min(speedups, default=None),
+        accurate_speedup=geometric_mean(accurate),
+        least_accurate_speedup=min(accurate, default=None),
+        over_bound=geometric_mean(over),
+        most_over_bound=max(over, default=None),
+    )
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """Of ratios; None of none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None

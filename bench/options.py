@@ -1,0 +1,103 @@
+"""Options that commands share, and what they do with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lokakern.errors import LokakernError, ShapeError
+from lokakern.types import REGIMES
+
+
+class OutputFormat(StrEnum):
+    """How data is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+
+
+class Regime(StrEnum):
+    """Timing regimes."""
+
+    GRAPH_COLD = REGIMES[0]
+    GRAPH_HOT = REGIMES[1]
+    EAGER = REGIMES[2]
+
+
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option("--db", help="Database: a path or an SQLAlchemy URL. Default: $LOKAKERN_DB, "
+                 "else a file in the user's data folder."),
+]  # fmt: skip
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to print data.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
+ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; may be repeated."),
+]
+RegimeOption = Annotated[
+    Regime | None,
+    typer.Option(help="Default: graph-cold on a GPU, eager on a CPU."),
+]
+BudgetOption = Annotated[
+    float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")
+]
+DistributionOption = Annotated[
+    str | None,
+    typer.Option(help="Judge errors on this distribution only. Default: all realistic ones."),
+]
+
+
+def says_errors(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except LokakernError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except BrokenPipeError:  # the reader of a pipe has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return wrapped
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(word) for word in text.replace("x", ",").split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) not in (2, 3) or any(size < 1 for size in sizes):
+        raise ShapeError(f"--shape is {text!r}; expected m,n,k (or m,k), integers of at least 1")
+    return sizes
+
+
+def source_of(text: str) -> str | Path:
+    """A database as asked for: a URL stays text, a path gets its home folder."""
+    return text if "://" in text else Path(text).expanduser()
+
+
+@contextmanager
+def reading(database: str | None) -> Iterator[None]:
+    """Answer from the shipped files and this database while inside."""
+    if database is None:
+        yield
+        return
+    from lokakern import selection
+    from lokakern.registry.snapshot import load_snapshot
+    from lokakern.registry.store import shipped_databases
+
+    selection.use_snapshot(load_snapshot([*shipped_databases(), source_of(database)]))
+    try:
+        yield
+    finally:
+        selection.use_snapshot(None)

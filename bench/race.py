@@ -1,0 +1,184 @@
+"""Race: kernels at problems of different scales, timed in the same rounds and checked."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lokakern.bench import timing
+from lokakern.bench.measure import contender_of, floor_us, torch_device
+from lokakern.bench.operands import Operands
+from lokakern.bench.suites import Case
+from lokakern.bench.sweep import candidates
+from lokakern.bench.timing import Contender, faults_of, status_and_reason
+from lokakern.device import current_device
+from lokakern.errors import DeviceLostError
+from lokakern.evidence import margin_us
+from lokakern.registry.register import Kernel
+from lokakern.types import Problem
+
+ACCURATE = ("promoted", "float32", "none")  # accumulations; "none" sums nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kernel in a race.
+
+    Attributes:
+        kernel: Its name.
+        problem: The problem as it saw it.
+        ours: Whose it is.
+        accurate: Whether its sums are promoted, or float32.
+        latency_us: Median time per call.
+        margin_us: Half-width of the 95 % interval of the median.
+        is_lower_bound: Whether it was too far behind to be timed cold.
+        failed: Why it has no time; "" if it has.
+    """
+
+    kernel: str
+    problem: str
+    ours: bool
+    accurate: bool
+    latency_us: float | None
+    margin_us: float | None
+    is_lower_bound: bool
+    failed: str
+
+
+@dataclass(slots=True)
+class _Running:
+    """A kernel at a problem while it is timed; without operands where there is no room."""
+
+    kernel: Kernel
+    problem: Problem
+    ours: bool
+    operands: Operands | None
+    contender: Contender
+
+    @property
+    def accurate(self) -> bool:
+        return self.kernel.accumulation in ACCURATE
+
+    @property
+    def median_us(self) -> float:
+        samples = self.contender.samples_us
+        return statistics.median(samples) if samples and self.contender.status == "ok" else math.inf
+
+
+def timed(
+    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str
+) -> list[Entry]:
+    """Everybody's time at the problems of one contest, in the same rounds.
+
+    Args:
+        same: Problems that ask for the same product.
+        side_of: Whether a kernel is ours; None if it does not take part.
+        regime: Timing regime.
+
+    Raises:
+        DeviceLostError: A kernel, which is named, left the device unusable.
+    """
+    running = list(_running(same, side_of, regime))
+    ready = [one.contender for one in running if one.contender.status == "ok"]
+    floor = min((floor_us(case.problem) for case in same), default=1.0)
+    launched = ""
+
+    def announce(contender: Contender) -> None:
+        nonlocal launched
+        launched = contender.name
+
+    try:
+        _race(running, ready, regime, floor, announce)
+        entries = [_entry(one, announce) for one in running]
+    except DeviceLostError as error:
+        raise DeviceLostError(f"{launched}: {error}; leave that kernel out") from error
+    timing.release([one.contender for one in running])
+    return entries
+
+
+def _race(
+    running: Sequence[_Running],
+    ready: Sequence[Contender],
+    regime: str,
+    floor: float,
+    announce: Callable[[Contender], None],
+) -> None:
+    def race(contenders: Sequence[Contender]) -> None:
+        timing.time_contenders(
+            contenders, regime=regime, device=torch_device(), floor_us=floor, announce=announce
+        )
+
+    race(ready)
+    while flattered := [one for one in _leaders(running) if one.contender.screened]:
+        # Who was timed by a few warm calls only is ahead of all others of its side: a ratio to it
+        # would be too low.
+        for one in flattered:
+            one.contender.screened = one.contender.dropped = False
+            one.contender.samples_us.clear()
+            one.contender.clocks_mhz.clear()
+            race([one.contender])
+
+
+def _running(
+    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str
+) -> Iterator[_Running]:
+    device, where = current_device(), torch_device()
+    unquantized: set[str] = set()
+    for case in same:
+        kernels = [kernel for kernel in candidates(case.problem, device)
+                   if side_of(kernel) is not None and kernel.name not in unquantized]  # fmt: skip
+        # It reads the source of a prepared weight, whatever its form: once is enough.
+        unquantized |= {k.name for k in kernels if k.op == "gemm" and not k.quantizes}
+        if not kernels:
+            continue
+        operands, status, reason = None, "ok", ""
+        try:
+            operands = Operands(case.problem, case.distribution, where, device,
+                                cold=regime != "graph-hot")  # fmt: skip
+        except Exception as error:  # memory above all; another problem may fit
+            status, reason = status_and_reason(error)
+        for kernel in kernels:
+            name = f"{kernel.name} at {case.problem}"  # some take more than one kind of scale
+            contender = Contender(name, (), status, reason)
+            if operands is not None:
+                with faults_of(contender, where):
+                    contender = contender_of(operands, kernel, name)
+            yield _Running(kernel, case.problem, bool(side_of(kernel)), operands, contender)
+
+
+def _leaders(running: Sequence[_Running]) -> list[_Running]:
+    """Who is fastest of ours, of the rivals, and of the accurate rivals."""
+    sides = (
+        [one for one in running if one.ours and one.accurate],
+        [one for one in running if not one.ours],
+        [one for one in running if not one.ours and one.accurate],
+    )
+    found = [min(side, key=lambda one: one.median_us) for side in sides if side]
+    distinct = {id(one): one for one in found if one.median_us < math.inf}
+    return list(distinct.values())
+
+
+def _entry(one: _Running, announce: Callable[[Contender], None]) -> Entry:
+    """Check what was written while it was timed, and put its entry together."""
+    contender = one.contender
+    wrong = ""
+    if contender.status == "ok" and one.operands is not None:
+        announce(contender)
+        with faults_of(contender, torch_device()):
+            one.operands.poison()
+            contender.run_all()
+            _, wrong = one.operands.check(one.kernel)
+    reason = wrong or contender.reason
+    times = None if reason else timing.quantiles(contender)
+    return Entry(
+        kernel=one.kernel.name,
+        problem=str(one.problem),
+        ours=one.ours,
+        accurate=one.accurate,
+        latency_us=times.p50 if times else None,
+        margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
+        is_lower_bound=contender.screened,
+        failed=reason,
+    )

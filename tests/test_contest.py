@@ -1,0 +1,215 @@
+"""Contests: who stands against whom, who counts, and what the ratios are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lokakern.bench import contest as contests
+from lokakern.bench import operands, race
+from lokakern.bench.conditions import parse_condition
+from lokakern.bench.contest import Contest, bound_us, contest, contests_of, unscaled
+from lokakern.bench.forms import Case, gemm_cases, quantize_case, scaled_gemm_cases
+from lokakern.bench.race import Entry
+from lokakern.bench.suites import SUITES
+from lokakern.bench.timing import Contender
+from lokakern.device import current_device
+from lokakern.errors import DeviceLostError, UnknownNameError
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import Device, Format, Granularity
+
+load_kernels()
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+SHAPES = list(scaled_gemm_cases(64, 32, 128, "X1", Format.E4M3FN))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    current_device.cache_clear()
+    yield
+    current_device.cache_clear()
+
+
+def run(cases: Sequence[Case], op: str, ours: str, rivals: str, *groups: str) -> Contest:
+    conditions = [parse_condition(text) for text in groups]
+    return contest(cases, op, ours=[ours], rivals=[rivals], groups=conditions)
+
+
+def test_kernels_of_every_scale_meet_at_a_shape() -> None:
+    found = run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*", "m >= 64", "m > 64")
+    (row,) = found.rows
+    assert row.problem == "scaled_gemm m=64 n=32 k=128 a=e4m3fn b=e4m3fn out=bfloat16"
+    assert (row.m, row.n, row.k) == (64, 32, 128)
+    assert row.ours == "torch.emulated_row"
+    sides = {entry.kernel: entry.ours for entry in row.entries}
+    assert sides == {"torch.emulated_tensor": False, "torch.emulated_row": True,
+                     "torch.emulated_block": False}  # fmt: skip
+    times = {entry.kernel: entry.latency_us for entry in row.entries}
+    assert row.ours_us == times.pop(row.ours)
+    assert row.rival_us == min(time for time in times.values() if time)
+    assert row.speedup == pytest.approx((row.rival_us or 0) / (row.ours_us or 1))
+    assert (row.accurate_rival, row.accurate_speedup) == (row.rival, row.speedup)
+    assert row.groups == ("m >= 64",)
+    every, some, none = found.summaries
+    assert (every.group, every.count, every.compared) == ("all", 1, 1)
+    assert every.speedup == every.least_speedup == pytest.approx(row.speedup)
+    assert (some.group, some.speedup) == ("m >= 64", every.speedup)
+    assert (none.count, none.speedup, none.most_over_bound) == (0, None, None)
+    assert not any(entry.failed for entry in row.entries)
+
+
+def test_the_anchors_are_27_contests() -> None:
+    cases = SUITES["anchors"].cases(H200)
+    found = contests_of(cases, "scaled_gemm")
+    assert len(found) == 27
+    scales = {Granularity.TENSOR, Granularity.ROW, Granularity.GROUP}
+    for same in found.values():
+        assert {case.problem.a.granularity for case in same} == scales
+    whole = contests_of(cases, "gemm")  # with and without a bias; whole, and prepared in any form
+    assert len(whole) == 27 * 2 * 2 + 3
+    quantized = contests_of(cases, "quantize")
+    assert {len(same) for same in quantized.values()} == {1}
+
+
+def test_a_prepared_weight_counts_in_its_fastest_form() -> None:
+    cases = list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN))
+    found = run(cases, "gemm", "torch.quantize_*", "torch.bf16")
+    whole, prepared = found.rows
+    assert "prepared" in prepared.problem and "prepared" not in whole.problem
+    assert whole.rival == prepared.rival == "torch.bf16"
+    assert [entry.kernel for entry in prepared.entries].count("torch.bf16") == 1
+    assert len({entry.kernel for entry in prepared.entries if entry.ours}) == 3
+
+
+def test_quantizers_stand_alone_and_against_their_bound() -> None:
+    cases = [quantize_case(64, 256, granularity, "X1", Format.E4M3FN)
+             for granularity in (Granularity.ROW, Granularity.GROUP)]  # fmt: skip
+    found = run(cases, "quantize", "torch.*", "torch.*")
+    assert [row.ours for row in found.rows] == ["torch.quantize_row", "torch.quantize_group"]
+    for case, row in zip(cases, found.rows, strict=True):
+        assert (row.rival, row.speedup, row.accurate_rival_us) == ("", None, None)
+        assert row.bound_us == pytest.approx(1.2 * case.problem.bytes_moved / 4.3e6 + 2.0)
+        assert row.over_bound == pytest.approx((row.ours_us or 0) / (row.bound_us or 1))
+    every = found.summaries[0]
+    assert (every.count, every.compared, every.speedup) == (2, 0, None)
+    assert every.most_over_bound == max(row.over_bound or 0 for row in found.rows)
+
+
+def test_the_bound_of_a_product_is_its_bytes() -> None:
+    problem = SHAPES[1].problem
+    assert bound_us(problem) == problem.bytes_moved / 4.3e6
+
+
+def entry(kernel: str, ours: bool, accurate: bool, us: float | None) -> Entry:
+    problem = str(SHAPES[0].problem)
+    return Entry(kernel, problem, ours, accurate, us, 0.0, False, "" if us else "broken")
+
+
+def row_of(monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> contests.Row:
+    monkeypatch.setattr(contests, "timed", lambda *_: list(entries))
+    return contests._row(unscaled(SHAPES[0].problem), SHAPES, lambda _: None, (), "eager")
+
+
+def test_only_accurate_kernels_of_ours_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of(
+        monkeypatch, entry("ours.fast", True, False, 1.0), entry("ours.promoted", True, True, 4.0),
+        entry("theirs.fast", False, False, 2.0), entry("theirs.promoted", False, True, 6.0),
+        entry("theirs.broken", False, True, None),
+    )  # fmt: skip
+    assert (row.ours, row.rival, row.accurate_rival) == (
+        "ours.promoted", "theirs.fast", "theirs.promoted"
+    )  # fmt: skip
+    assert (row.speedup, row.accurate_speedup) == (0.5, 1.5)
+
+
+def test_a_shape_without_ours_is_counted_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = row_of(monkeypatch, entry("ours.a", True, True, None), entry("b", False, True, 2.0))
+    assert (row.ours, row.ours_us, row.speedup, row.over_bound) == ("", None, None, None)
+    summary = contests._summary("all", [row])
+    assert (summary.count, summary.compared, summary.speedup) == (1, 0, None)
+
+
+def test_a_wrong_kernel_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = KERNELS["torch.emulated_row"]
+
+    def launch(a, a_scale, b, b_scale, out, bias, workspace):  # type: ignore[no-untyped-def]
+        right.launch(a, a_scale, b, b_scale, out, bias, workspace)
+        out[1, 1] = 99.0
+
+    wrong = replace(right, name="wrong.row", launch=launch)
+    monkeypatch.setitem(KERNELS, wrong.name, wrong)
+    (row,) = run(SHAPES, "scaled_gemm", "wrong.*", "torch.*").rows
+    assert row.ours == ""
+    (found,) = [entry for entry in row.entries if entry.ours]
+    assert found.latency_us is None and found.failed.startswith("kernel_err ")
+
+
+def test_a_kernel_that_raises_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object) -> None:
+        raise RuntimeError("no such tile")
+
+    broken = replace(KERNELS["torch.emulated_row"], name="broken.row", launch=launch)
+    monkeypatch.setitem(KERNELS, broken.name, broken)
+    (row,) = run(SHAPES, "scaled_gemm", "torch.*", "broken.*").rows
+    assert row.ours and row.rival == ""
+    assert "RuntimeError: no such tile" in {entry.failed for entry in row.entries}
+
+
+def test_contenders_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a race are kept by name."""
+    seen: list[str] = []
+
+    def time(contenders: Sequence[Contender], **_: object) -> None:
+        seen.extend(contender.name for contender in contenders)
+        for contender in contenders:
+            contender.fail(RuntimeError("not timed"))
+
+    monkeypatch.setattr(race.timing, "time_contenders", time)
+    run(list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN)), "gemm", "torch.quantize*", "torch.*")
+    assert len(set(seen)) == len(seen) > 6
+
+
+def test_who_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(contenders: Sequence[Contender], *, announce: Callable[[Contender], None],
+             **_: object) -> None:  # fmt: skip
+        announce(contenders[1])
+        raise DeviceLostError("illegal memory access")
+
+    monkeypatch.setattr(race.timing, "time_contenders", lose)
+    with pytest.raises(DeviceLostError, match=r"^torch.emulated_row at .*: illegal .*; leave"):
+        run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*")
+
+
+def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a few warm calls took is no time to compare with."""
+    warm = {"torch.emulated_tensor": 3.0, "torch.emulated_row": 1.0, "torch.emulated_block": 5.0}
+    cold = {"torch.emulated_tensor": 6.0, "torch.emulated_row": 1.0, "torch.emulated_block": 7.0}
+    races: list[list[str]] = []
+
+    def time(contenders: Sequence[Contender], **_: object) -> None:
+        names = [contender.name.split(" ")[0] for contender in contenders]
+        races.append(names)
+        for name, contender in zip(names, contenders, strict=True):
+            contender.screened = len(names) > 1 and name != "torch.emulated_row"
+            contender.samples_us.append((warm if contender.screened else cold)[name])
+            contender.calls[0]()
+            contender.calls_per_replay = 1
+
+    monkeypatch.setattr(race.timing, "time_contenders", time)
+    monkeypatch.setattr(operands.Operands, "check", lambda *_: (None, ""))
+    (row,) = run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*").rows
+    # The next fastest by its flattered time, and no more than that.
+    assert races[1:] == [["torch.emulated_tensor"], ["torch.emulated_block"]]
+    assert (row.ours_us, row.rival, row.rival_us) == (1.0, "torch.emulated_tensor", 6.0)
+    assert not any(entry.is_lower_bound for entry in row.entries)
+
+
+@pytest.mark.parametrize(("ours", "rivals"), [("nope.*", "torch.*"), ("torch.*", "torch.nope")])
+def test_a_pattern_that_names_nobody_is_refused(ours: str, rivals: str) -> None:
+    with pytest.raises(UnknownNameError, match=r"no kernel of scaled_gemm is named .* expected"):
+        run(SHAPES, "scaled_gemm", ours, rivals)
