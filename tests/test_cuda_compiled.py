@@ -32,7 +32,7 @@ RECORD = FOLDER / "resources.json"
 # One size of every kind of tile: parts of a warp, a warp, a block, a cluster, two reads.
 ROW_COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384, 34560, 115200, 300000)
 GROUP_COLUMNS = (1024, 200)
-UNALIGNED_COLUMNS = (13, 479, 8191, 9001)
+UNALIGNED_COLUMNS = (13, 39, 479, 8191, 9001)
 KINDS = (
     (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
     (torch.float32, torch.float8_e5m2, "float32->e5m2"),
@@ -50,6 +50,9 @@ def cases() -> dict[str, Program]:
         for columns in (*GROUP_COLUMNS, UNALIGNED_COLUMNS[0]):
             bound = quantize.bind(columns, GROUP, columns in GROUP_COLUMNS, True, *types)
             found[f"quantize_group {columns} {kind}"] = bound.launch.program
+        for columns in (64, 39):
+            bound = quantize.bind(columns, columns, columns == 64, True, *types, many=True)
+            found[f"quantize_row {columns} many {kind}"] = bound.launch.program
         for name, span in (("row", 1024), ("group", GROUP)):
             bound = quantize.bind(1024, span, True, True, *types, power_of_two=True)
             found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
@@ -229,7 +232,7 @@ def test_aligned_rows_are_read_16_bytes_at_a_time_before_any_is_used(name: str) 
     loads = [at for at, word in enumerate(words) if word.startswith("LDG")]
     assert loads and all(words[at].endswith(".128") for at in loads)
     macros = dict(CASES[name].macros)
-    together = int(macros["ACCESSES"])
+    together = int(macros["ACCESSES"]) * int(macros["LINES"])
     first = [word for word in words[loads[0] : loads[together - 1]] if word.startswith("FFMA")]
     assert len(loads) >= together and not first, f"{name}: {len(first)} FFMA among the first loads"
 
@@ -237,7 +240,8 @@ def test_aligned_rows_are_read_16_bytes_at_a_time_before_any_is_used(name: str) 
 @pytest.mark.parametrize("name", [n for n in ALIGNED if "bfloat16" in n])
 def test_bfloat16_rows_are_written_8_bytes_at_a_time(name: str) -> None:
     stores = [word for word in instructions(name) if word.startswith("STG")]
-    assert sum(not word.endswith(".64") for word in stores) == 1, stores  # the scale
+    scales = int(dict(CASES[name].macros)["LINES"])
+    assert sum(not word.endswith(".64") for word in stores) == scales, stores
 
 
 if __name__ == "__main__":
