@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from lokakern import nvrtc
-from lokakern.kernels.cuda import quantize, quantize_tensor, quantize_tile
+from lokakern.kernels.cuda import quantize, quantize_tensor, quantize_tile, scaled_gemm
+from lokakern.kernels.cuda.scaled_gemm import Kind, Tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
@@ -58,7 +59,49 @@ def cases() -> dict[str, Program]:
             found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
         found |= {f"{name} {kind}": program for name, program in tiles(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
-    return found
+    return found | dict(gemms())
+
+
+# A size for each tile of the rule, m, n, k; and what comes after the sums, at a few of them.
+GEMM_SIZES = (
+    (2048, 128, 128), (2048, 256, 256), (2048, 512, 512), (8192, 512, 512), (8192, 1024, 1024),
+    (8192, 2048, 2048), (32768, 128, 128), (32768, 1024, 256), (20480, 24, 720), (20480, 8, 39),
+    (2048, 512, 2048), (256, 512, 115200), (2048, 512, 115200), (256, 2048, 17280),
+)  # fmt: skip
+GEMM_KINDS = {
+    "relu to e4m3": Kind("row", 1, 2, activation="relu"),
+    "hardswish to e4m3": Kind("row", 1, 2, activation="hardswish"),
+    "silu": Kind("row", 2, 2, activation="silu"),
+    "cross": Kind("row", 2, 2, cross=2),
+    "cross of odd rows": Kind("row", 2, 2, False, cross=1, direct=True),
+    "float32": Kind("row", 4, 4),
+    "accumulate e5m2": Kind("group", 4, accumulate=True, a_type="e5m2"),
+    "groups": Kind("row", batch=16),
+    "offsets": Kind("row", batch=0),
+    "offsets in blocks": Kind("block", batch=0),
+    "slices": Kind("block", a_steps=(3, 7, 8)),
+}
+
+
+def gemms() -> Iterator[tuple[str, Program]]:
+    """Of every kind of scales at every tile, and of everything else after the sums."""
+    sms = 132
+    for scales in ("tensor", "row", "block", "group"):
+        kind = Kind(scales)
+        for m, n, k in GEMM_SIZES:
+            tile = gemm_tile(m, n, k, kind, sms)
+            program = scaled_gemm.bind(n, k, tile, kind).program
+            yield f"scaled_gemm_{scales} {m}x{n}x{k}", program
+    for words, kind in GEMM_KINDS.items():
+        for m in (2048, 8192):
+            tile = gemm_tile(m, 1024, 1024, kind, sms)
+            program = scaled_gemm.bind(1024, 1024, tile, kind).program
+            yield f"scaled_gemm_{kind.scales} {m} {words}", program
+
+
+def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
+    split = scaled_gemm.split_tile_for(m, n, k, 1, sms)
+    return split or scaled_gemm.tile_for(m, n, k, kind, 1, sms)
 
 
 Types = tuple[torch.dtype, torch.dtype]
@@ -121,6 +164,7 @@ def tensors(types: Types) -> Iterator[tuple[str, Program]]:
 CASES = cases()
 NAMES = list(CASES)
 LINES = [name for name, program in CASES.items() if program.entry == "quantize"]
+GEMMS = [name for name, program in CASES.items() if program.entry == "scaled_gemm"]
 ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
 WITHOUT_DATA = ("gather", "finish", "scales")
 
@@ -158,7 +202,7 @@ def cuobjdump(cubin: bytes, *options: str) -> str:
 def instructions(name: str) -> list[str]:
     """Machine instructions with their suffixes, such as LDG.E.NA.128."""
     code = cuobjdump(compiled(name), "--dump-sass")
-    return re.findall(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code)
+    return re.findall(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
 
 
 def resources(name: str, architecture: str) -> dict[str, int]:
@@ -220,7 +264,9 @@ def test_m_is_in_no_program() -> None:
         assert not {"M", "m", "rows"} & {name for name, _ in program.macros}
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not any(w in n for w in WITHOUT_DATA)])
+@pytest.mark.parametrize("name", [
+    n for n in NAMES if n not in GEMMS and not any(word in n for word in WITHOUT_DATA)
+])  # fmt: skip
 def test_quantizers_convert_in_hardware(name: str) -> None:
     form = "E5M2" if "e5m2" in name else "E4M3"
     assert any(word.startswith(f"F2FP.SATFINITE.{form}") for word in instructions(name))
@@ -242,6 +288,29 @@ def test_bfloat16_rows_are_written_8_bytes_at_a_time(name: str) -> None:
     stores = [word for word in instructions(name) if word.startswith("STG")]
     scales = int(dict(CASES[name].macros)["LINES"])
     assert sum(not word.endswith(".64") for word in stores) == scales, stores
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_gemms_use_what_hopper_has(name: str) -> None:
+    """Products of warpgroups, bulk copies both ways, and registers moved to who multiplies."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    kinds = f"{macros['A_TYPE']}.{macros['B_TYPE']}".upper()
+    assert any(word.startswith("QGMMA") and word.endswith(kinds) for word in words)
+    assert any(word.startswith("UTMALDG") for word in words)
+    stores = "UTMAREDG" if macros["ACCUMULATE"] else "UTMASTG"
+    assert any(word.startswith(stores) for word in words) is not bool(macros["DIRECT"])
+    moved = sum(word.startswith("USETMAXREG") for word in words)
+    assert moved == (2 if int(macros["WARPGROUPS"]) > 1 else 0)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_products_of_a_step_do_not_take_turns(name: str) -> None:
+    """ptxas waits after every product where it sees its sums read too early (C7514)."""
+    words = instructions(name)
+    products = sum(word.startswith("QGMMA") for word in words)
+    waits = sum(word.startswith("WARPGROUP.DEPBAR") for word in words)
+    of_a_step = 4 if int(dict(CASES[name].macros)["K"]) > 96 else 2
+    assert waits * of_a_step <= products
 
 
 if __name__ == "__main__":
