@@ -31,6 +31,8 @@
 //     BATCH                1: rows of all products are tiled as one; more: so many products of m
 //                          rows each; 0: `groups` products, rows of which are offsets on the device
 //     A_TYPE, B_TYPE       e4m3 or e5m2
+//     A_BFLOAT16           1: a is bfloat16, and quantized to e4m3 by 1x128 on its way to the tensor
+//                          cores, byte for byte as quantize.cu does; SCALES is 1 then
 //     A_SLICES             of a along K, each a tensor of its own: 1 to 8
 //     A_ENDS               where each ends, in steps along K: A_SLICES numbers
 #pragma once
@@ -52,13 +54,14 @@ constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 24;
 constexpr bool PROMOTES = SCALES != 0 || STEPS > 1;
 
-constexpr int A_BYTES = TILE_ROWS * DEPTH;
+constexpr int A_ITEM = A_BFLOAT16 ? 2 : 1;
+constexpr int A_BYTES = TILE_ROWS * DEPTH * A_ITEM;
 constexpr int B_BYTES = BLOCK_N * DEPTH;
 constexpr int STAGE_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 // Scales of a stage, rounded up so that the next stage's are aligned to 128 bytes.
 // Bulk copies of scales start at a multiple of 16 bytes; rows of products in a batch at any.
 constexpr int SCALE_ROWS = TILE_ROWS + (BATCH == 1 ? 0 : 32);
-constexpr int A_SCALE_BYTES = SCALES ? SCALE_ROWS * 4 : 0;
+constexpr int A_SCALE_BYTES = SCALES && !A_BFLOAT16 ? SCALE_ROWS * 4 : 0;
 constexpr int B_SCALE_BYTES = SCALES == 2 ? (BLOCK_N * 4 + 127) / 128 * 128 : 0;
 constexpr int SCALE_BYTES = A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int LOADED_BYTES =
@@ -74,7 +77,13 @@ static_assert(!RESIDENT || PARTS == 1, "what stays is whole");
 static_assert(SLICE == 8 || SLICE == 16 || SLICE == 24 || SLICE == 32 || SLICE == 64 ||
               SLICE == 96 || SLICE == 128, "columns of a product");
 static_assert(SCALES != 1 || 128 % SLICE == 0, "a slice lies in one block of scales");
+static_assert(!A_BFLOAT16 || (SCALES == 1 && BATCH == 1 && A_SLICES == 1 && PARTS == 1 && !DOUBLE),
+              "what is quantized on the way");
 static_assert(BATCH == 1 || !RESIDENT, "weights of a batch are streamed");
+
+#if A_BFLOAT16
+#include "quantize_fragment.cuh"
+#endif
 
 // Of a thread: of each 8 columns, columns lane % 4 * 2 and the next of row lane / 4 of the warp, and
 // of row lane / 4 + 8.
@@ -255,7 +264,10 @@ __device__ __forceinline__ void produce(
             } else {
                 load_box(a, *operands.a[slice], full, in_slice * DEPTH, tile.row);
             }
-            if constexpr (SCALES) {
+            if constexpr (A_BFLOAT16) {  // 128 bytes, half a step, in each of two boxes
+                load_box(a + A_BYTES / 2, *operands.a[0], full, x + DEPTH / 2, tile.row);
+            }
+            if constexpr (A_SCALE_BYTES > 0) {
                 const int row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
                 load_box(scales, *operands.a_scale[slice], full, row & ~3, in_slice);
             }
@@ -294,6 +306,14 @@ __device__ __forceinline__ float2 load_shared_pair(unsigned address) {
     return value;
 }
 
+// Until loads from shared memory have brought these values: what arrives at a barrier does not wait
+// for loads issued before it, and whoever waits there may overwrite what they have not read yet (as
+// happened once in 10^7 tiles). A vote needs the values; what depends on it does nothing.
+__device__ __forceinline__ void await_loaded(float first, float second) {
+    const bool odd = __float_as_uint(first) == 0x7fc0deadu || __float_as_uint(second) == 0x7fc0deadu;
+    if (__any_sync(0xffffffffu, odd)) asm volatile("nanosleep.u32 1;" ::: "memory");
+}
+
 // Adds the sums of one step, scaled, to those in float32. `scale` of a is that of this thread's two
 // rows. The product of two scales may underflow where that of sum and scales does not: then they
 // are applied one after the other, at twice the instructions.
@@ -327,6 +347,7 @@ __device__ __forceinline__ void promote(
             sums[i + 1] = fmaf(step[i + 1] * a_scale[0], scale.y, sums[i + 1]);
             sums[i + 2] = fmaf(step[i + 2] * a_scale[1], scale.x, sums[i + 2]);
             sums[i + 3] = fmaf(step[i + 3] * a_scale[1], scale.y, sums[i + 3]);
+            if (i + 4 == SLICE / 2) await_loaded(scale.x, scale.y);
         }
     }
 }
@@ -359,6 +380,19 @@ __device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stag
     commit_products();
 }
 
+#if A_BFLOAT16
+__device__ __forceinline__ void issue(
+    float (&sum)[SLICE / 2], const Quantized& a, const Stage& stage, int slice) {
+    pin(sum);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < PRODUCTS; ++i) {
+        multiply(sum, a.word[i], stage.b.at(slice * SLICE * DEPTH + i * 32), i > 0);
+    }
+    commit_products();
+}
+#endif
+
 // What multiplies a tile: one warpgroup, which counts within its pipeline.
 struct Multiplier {
     const Memory& memory;
@@ -373,28 +407,33 @@ struct Multiplier {
         return Stage(here, pipeline, warpgroup, place, step);
     }
 
+    // Of a's two rows of this thread.
+    __device__ __forceinline__ void load_scales(float (&scale)[2], const Place& place) const {
+        const Memory here = memory.afresh();
+        const int first_row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
+        const int row = (BATCH == 1 ? 0 : first_row & 3) + warpgroup * ROWS +
+                        threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        const unsigned scales = here.scales(pipeline, place.stage) + row * 4;
+        scale[0] = load_shared(scales);
+        scale[1] = load_shared(scales + 32);
+    }
+
     // Adds what `issue` has made of a unit; the stage is free after its last.
     __device__ __forceinline__ void retire(
-        Sums& sums, float (&sum)[SLICE / 2], int slice, const Place& place, int step) const {
-        const int lane = threadIdx.x % 32;
+        Sums& sums, float (&sum)[SLICE / 2], int slice, const Place& place, int step,
+        const float (&a_scale)[2]) const {
         const Memory here = memory.afresh();
-        const unsigned scales = here.scales(pipeline, place.stage);
-        float a_scale[2] = {}, b_scale = 1.0f;
-        if constexpr (SCALES) {
-            const int first_row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
-            const int row = (BATCH == 1 ? 0 : first_row & 3) + warpgroup * ROWS +
-                            threadIdx.x / 32 % 4 * 16 + lane / 4;
-            a_scale[0] = load_shared(scales + row * 4);
-            a_scale[1] = load_shared(scales + (row + 8) * 4);
-        }
+        const unsigned b_scales = here.scales(pipeline, place.stage) + A_SCALE_BYTES +
+                                  (slice * SLICE + threadIdx.x % 4 * 2) * 4;
+        float b_scale = 1.0f;
         if constexpr (SCALES == 1) {
             const int column = min(tile.column + slice * SLICE, N - 1) / 128;
             b_scale = __ldg(operands.block_scale + step * operands.block_scale_step +
                             (column + tile.batch * ((N + 127) / 128)) * operands.block_scale_column);
         }
+        if constexpr (A_SCALE_BYTES > 0) await_loaded(a_scale[0], a_scale[1]);
         if (SCALES != 2 && slice == SLICES - 1) release(here, pipeline, place);
-        promote(slice_of(sums, slice), sum, a_scale, b_scale,
-                scales + A_SCALE_BYTES + (slice * SLICE + lane % 4 * 2) * 4);
+        promote(slice_of(sums, slice), sum, a_scale, b_scale, b_scales);
         if (SCALES == 2 && slice == SLICES - 1) release(here, pipeline, place);
     }
 
@@ -418,7 +457,9 @@ struct Multiplier {
                 wait_for_products<0>();
             }
             pin(sum[i % 2]);
-            retire(sums, sum[i % 2], i % SLICES, place, step + i / SLICES);
+            float a_scale[2] = {};
+            if constexpr (A_SCALE_BYTES > 0) load_scales(a_scale, place);
+            retire(sums, sum[i % 2], i % SLICES, place, step + i / SLICES, a_scale);
             if (i % SLICES == SLICES - 1) place.advance();
         }
     }
@@ -476,12 +517,22 @@ struct Multiplier {
                     if (first) wait(memory.arrived(step), 0);
                 }
                 const Stage stage = wait_for(place, step);
+                float a_scale[2] = {};
+                if constexpr (A_SCALE_BYTES > 0) load_scales(a_scale, place);
+#if A_BFLOAT16
+                Quantized a;
+                a.quantize(memory.a(pipeline, place.stage), warpgroup * ROWS, a_scale);
+#endif
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice) {
+#if A_BFLOAT16
+                    issue(sum, a, stage, slice);
+#else
                     issue(sum, stage, slice);
+#endif
                     wait_for_products<0>();
                     pin(sum);
-                    retire(sums, sum, slice, place, step);
+                    retire(sums, sum, slice, place, step, a_scale);
                 }
                 place.advance();
             }

@@ -17,7 +17,7 @@
 //     CHUNK_BYTES, CHUNKS   of a staged row, and how many are staged at once
 //     DIRECT        1: d is written element by element, because its rows are not 16-byte aligned
 //     SHARED_BYTES  what the launch asks for
-//     BLOCKS        of an SM
+//     SM_BLOCKS     of an SM
 #include "mainloop.cuh"
 
 constexpr int COLUMNS = BLOCK_N / PARTS;  // of a tile that this block finishes
@@ -360,7 +360,7 @@ __device__ __forceinline__ void add_parts(
 #define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5, &name##_6, &name##_7
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
+extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
     const float* a_scale, const float* b_scale, char* d,
 #if BIAS
     const void* bias,
@@ -392,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     , const __grid_constant__ TensorMap b_scale_map
 #endif
     SLICES_OF_A(a_map)
-#if SCALES
+#if SCALES && !A_BFLOAT16
     SLICES_OF_A(a_scale_map)
 #endif
 ) {
@@ -402,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) scaled_gemm(
     const Memory memory{base, base + SMALL_AT};
     const Operands operands{
         {ADDRESSES_OF_A(a_map)},
-#if SCALES
+#if SCALES && !A_BFLOAT16
         {ADDRESSES_OF_A(a_scale_map)},
 #else
         {},

@@ -6,6 +6,9 @@ a: [m, k], FP8, row-major, or slices of it along k; b: [k, n], FP8, column-major
 at multiples of 16 bytes; d: [m, n], bfloat16, float32 or e4m3 with one scale, any row stride;
 scales as `Granularity.empty_scale` lays them out, of b transposed. f: `lokakern.types.Epilogue`.
 
+``gemm_block`` takes a in bfloat16 and quantizes it on its way to the tensor cores, by 1x128: its
+bytes are read once and no FP8 copy is written.
+
 Long sums of few tiles are split among the SMs of a cluster, unless bits must not depend on m.
 """
 
@@ -35,6 +38,7 @@ from lokakern.types import (
     Granularity,
     Layout,
     Problem,
+    QuantizedTensor,
     Rejected,
     Support,
 )
@@ -102,10 +106,20 @@ class Kind(NamedTuple):
     a_type: str = "e4m3"
     b_type: str = "e4m3"
     a_steps: tuple[int, ...] = ()  # where slices of a end
+    quantizes: bool = False  # a is bfloat16
+
+    @property
+    def in_mainloop(self) -> int:
+        """Scales that change along k: 1 those of 128x128 blocks of b, 2 of both operands."""
+        return {"block": 1, "group": 2}.get(self.scales, 0)
+
+    @property
+    def loads_scales(self) -> bool:
+        """Whether scales of a come with a."""
+        return self.in_mainloop > 0 and not self.quantizes
 
 
 _ACTIVATIONS = {"none": 0, "relu": 1, "hardswish": 2, "silu": 3}
-_IN_MAINLOOP = {"tensor": 0, "row": 0, "block": 1, "group": 2}
 
 
 def chunk_bytes(columns: int, item: int) -> int:
@@ -130,12 +144,12 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     """
     steps = -(-k // DEPTH)
     pipelines = tile.pipelines
-    in_mainloop = _IN_MAINLOOP[kind.scales]
+    item = 2 if kind.quantizes else 1
     width = chunk_bytes(tile.columns, kind.out_bytes)
     direct = kind.direct or width == 0
-    stage = tile.height * DEPTH + (0 if tile.resident else tile.block_n * DEPTH)
-    small = scale_rows(tile, kind) * 4 if in_mainloop else 0
-    small += -(-tile.block_n * 4 // 128) * 128 if in_mainloop == 2 else 0
+    stage = tile.height * DEPTH * item + (0 if tile.resident else tile.block_n * DEPTH)
+    small = scale_rows(tile, kind) * 4 if kind.loads_scales else 0
+    small += -(-tile.block_n * 4 // 128) * 128 if kind.scales == "group" else 0
     ring = pipelines * (stage + small + 16)  # of one stage, with its two barriers
     chunks = 0 if direct else min(tile.chunks, -(-tile.columns * kind.out_bytes // width))
     fixed = tile.warpgroups * chunks * (-(-64 * width // 1024) * 1024) + 16
@@ -148,20 +162,22 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     # Units of work are 64 rows by at most 128 columns; two may be in registers beside the sums. But
     # for scales of columns that change along k: they take too many.
     registers = tile.block_n // 2 + min(tile.block_n, 128) + OTHER_REGISTERS
-    double = steps > tile.parts and registers <= tile.registers and in_mainloop != 2
+    double = steps > tile.parts and registers <= tile.registers
+    double = double and kind.scales != "group" and not kind.quantizes
     band = 16 if n * k > 2**24 else 1  # reuse b, too, where it passes a third of the L2
     return {
         "N": n, "K": k, "BLOCK_N": tile.block_n, "WARPGROUPS": tile.warpgroups,
         "RESIDENT": int(tile.resident), "STAGES": stages, "PARTS": tile.parts,
-        "DOUBLE": int(double), "BAND": band, "SCALES": in_mainloop, "BATCH": kind.batch,
-        "A_TYPE": kind.a_type, "B_TYPE": kind.b_type, "A_SLICES": max(1, len(kind.a_steps)),
+        "DOUBLE": int(double), "BAND": band, "SCALES": kind.in_mainloop, "BATCH": kind.batch,
+        "A_BFLOAT16": int(kind.quantizes), "A_TYPE": kind.a_type, "B_TYPE": kind.b_type,
+        "A_SLICES": max(1, len(kind.a_steps)),
         "A_ENDS": ",".join(map(str, kind.a_steps or (steps,))),
         "TENSOR_SCALES": int(kind.scales == "tensor"), "ROW_SCALES": int(kind.scales == "row"),
         "OUT": kind.out_bytes, "BIAS": kind.bias_bytes, "BIAS_PAIRS": int(kind.bias_pairs),
         "ACTIVATION": _ACTIVATIONS[kind.activation], "CROSS": kind.cross,
         "ACCUMULATE": int(kind.accumulate), "CHUNK_BYTES": width or 16, "CHUNKS": max(chunks, 1),
         "DIRECT": int(direct), "SHARED_BYTES": -(-(fixed + stages * ring) // 16) * 16,
-        "BLOCKS": tile.blocks,
+        "SM_BLOCKS": tile.blocks,
     }  # fmt: skip
 
 
@@ -227,6 +243,25 @@ def tile_for(m: int, n: int, k: int, kind: Kind, products: int, sms: int) -> Til
     return Tile(narrow if n <= 64 else 128)
 
 
+def quantizing_tile_for(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
+    """The tile where a is quantized on its way: wide, because every tile of a row does it again.
+
+    Not measured yet.
+    """
+    rows = -(-m // 64)
+    widest = next(width for width in (32, 64, 128, 256) if width >= min(n, 256))
+    width = widest
+    while width > 32 and rows * -(-n // width) < 0.9 * sms:
+        width //= 2
+    tiles = rows * -(-n // width)
+    if tiles <= sms:
+        return Tile(width, warpgroups=1)
+    if tiles <= 2 * sms and width <= 128:
+        return Tile(width, warpgroups=1, blocks=2)
+    resident = Tile(widest, resident=True)
+    return resident if fits(n, k, resident, kind) else Tile(widest)
+
+
 # Clusters of so many blocks that an H200 holds at a time: its SMs come in groups of 16 and 18.
 CLUSTERS = {8: 14, 4: 30, 2: 66}
 SPLIT_FROM_K = 8192  # below, what clusters cost is more than what they gain
@@ -268,7 +303,7 @@ def bind(n: int, k: int, tile: Tile, kind: Kind) -> CudaLaunch:
     pointers += kind.batch == 0
     scalars = "iq" + "qq" * (kind.cross > 0) + "i" * (kind.batch == 0)
     scalars += "ii" * (kind.scales == "block")
-    slices = max(1, len(kind.a_steps)) * (2 if _IN_MAINLOOP[kind.scales] else 1)
+    slices = max(1, len(kind.a_steps)) * (2 if kind.loads_scales else 1)
     maps = 1 + (not macros["DIRECT"]) + (kind.scales == "group") + slices
     return CudaLaunch(
         program, pointers=pointers, scalars=scalars, threads=tile.threads,
@@ -303,6 +338,8 @@ def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, products: int, sms
 @jit.cached
 def _plan(m: int, n: int, k: int, kind: Kind, products: int, may_split: bool, device: int) -> Plan:
     sms = jit.compute_units(device)
+    if kind.quantizes:
+        return make_plan(m, n, k, kind, quantizing_tile_for(m, n, k, kind, sms), 1, sms)
     tile = split_tile_for(m, n, k, products, sms) if may_split else None
     tile = tile or tile_for(m, n, k, kind, products, sms)
     return make_plan(m, n, k, kind, tile, products, sms)
@@ -345,9 +382,14 @@ def _kind_of(
     n, item = out.shape[1], out.element_size()
     # Bulk copies write whole pieces of 16 bytes.
     out_row = out.data_ptr() | out.stride(0) * item | n * item
-    a_type, b_type = _TYPES[slices[0].dtype], _TYPES[b.dtype]
+    quantizes = slices[0].dtype is torch.bfloat16
+    a_type = "e4m3" if quantizes else _TYPES[slices[0].dtype]
+    b_type = _TYPES[b.dtype]
     if bias is None and epilogue is PLAIN and len(slices) == 1:
-        return Kind(scales, item, direct=bool(out_row & 15), a_type=a_type, b_type=b_type)
+        return Kind(
+            scales, item, direct=bool(out_row & 15), a_type=a_type, b_type=b_type,
+            quantizes=quantizes,
+        )  # fmt: skip
     steps: tuple[int, ...] = ()
     if len(slices) > 1:
         if len(slices) > MOST_SLICES:
@@ -368,7 +410,7 @@ def _kind_of(
     return Kind(
         scales, item, bias_item, bias is not None and not (bias.data_ptr() & 3 or n & 1),
         epilogue.activation, cross, epilogue.accumulate, bool(out_row & 15), batch, a_type, b_type,
-        steps,
+        steps, quantizes,
     )  # fmt: skip
 
 
@@ -388,7 +430,7 @@ def run(
     """Launch a plan."""
     key = (out.data_ptr(), b.data_ptr(), *[x.data_ptr() for x in slices],
            slices[0].stride(0), out.stride(0))  # fmt: skip
-    if _IN_MAINLOOP[kind.scales]:
+    if kind.in_mainloop:
         key = (*key, b_scale.data_ptr(), *[x.data_ptr() for x in slice_scales])
     maps = plan.maps.get(key)
     if maps is None:
@@ -434,8 +476,9 @@ def _make_maps(
         made.append(_map(out, 64, plan.chunk, plan.swizzle_bytes, of_rows))
     if kind.scales == "group":
         made.append(tensor_map(b_scale, (1, tile.block_n), 0))
-    made += [_map(x, tile.height, DEPTH, 128, of_rows) for x in slices]
-    if _IN_MAINLOOP[kind.scales]:
+    depth = DEPTH // 2 if kind.quantizes else DEPTH  # 128 bytes of a row
+    made += [_map(x, tile.height, depth, 128, of_rows) for x in slices]
+    if kind.loads_scales:
         box = (1, scale_rows(tile, kind))
         made += [tensor_map(scale.t(), box, 0) for scale in slice_scales]
     return tuple(made)
@@ -502,3 +545,50 @@ for _scales, (_a, _b) in SCALES.items():
         k_slices=True,
         batch_invariant=True,
     )(functools.partial(_launch, _scales))
+
+
+def multiply_bfloat16(
+    a: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, bias: Tensor | None
+) -> None:
+    """``a @ b + bias`` of a bfloat16 a, and b with 128x128 scales, transposed views of a weight."""
+    _launch("block", a, b_scale, b, b_scale, out, bias, ())
+
+
+def supports_bfloat16(problem: Problem, device: Device) -> Support:
+    """Whether `multiply_bfloat16` takes a problem, but for how b is prepared."""
+    if problem.a.format is not Format.BFLOAT16:
+        return Rejected(f"takes bfloat16, not {problem.a.format.value}")
+    if problem.a.layout is not Layout.ROW or problem.a.alignment < 16:
+        return Rejected("a must be row-major, its rows 16-byte aligned")
+    if problem.out_format is not Format.BFLOAT16:
+        return Rejected(f"writes bfloat16, not {problem.out_format.value}")
+    if max(problem.m, problem.n, problem.k) >= 2**31:
+        return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
+    missing = nvrtc.why_not(device)
+    return ACCEPTED if missing is None else Rejected(missing)
+
+
+def _supports_prepared(problem: Problem, device: Device) -> Support:
+    b = problem.b
+    assert b is not None  # an op with two operands
+    if not problem.prepared or (b.format, b.granularity) != (Format.E4M3FN, Granularity.BLOCK):
+        return Rejected("needs a weight prepared as e4m3fn/128x128")
+    return supports_bfloat16(problem, device)
+
+
+@register(
+    "gemm",
+    architectures=frozenset({"sm_90"}),
+    granularity=Granularity.GROUP,
+    b_granularity=Granularity.BLOCK,
+    accumulation="promoted",
+    supports=_supports_prepared,
+    kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
+)
+def gemm_block(
+    a: Tensor, b: QuantizedTensor, out: Tensor, bias: Tensor | None, workspace: tuple[Tensor, ...]
+) -> None:
+    """One kernel from bfloat16 to bfloat16."""
+    data, scale = b.transpose
+    assert scale is not None  # `supports` asked for a prepared weight
+    multiply_bfloat16(a, data, scale, out, bias)
