@@ -209,66 +209,6 @@ def _launcher_of(quantize: Launcher, quantize_b: Launcher, multiply: Launcher) -
     return launch
 
 
-def compose_quantizing(quantizer: str, gemm: str) -> Kernel | None:
-    """Register ``gemm`` as a quantizer of b followed by a kernel that quantizes a by itself.
-
-    Returns:
-        None where a part could not be imported on this machine.
-    """
-    first, second = KERNELS.get(quantizer), KERNELS.get(gemm)
-    if first is None or second is None:
-        return None
-    from lokakern.kernels.cuda.scaled_gemm import multiply_bfloat16, supports_bfloat16
-
-    quantize = first.launch
-
-    def workspace(_a: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        weight = b.t()
-        data = _empty_data(weight, _device_fp8(weight.device))
-        rows, columns = weight.shape
-        return data, second.b_granularity.empty_scale(rows, columns, weight.device)
-
-    def launch(
-        a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, given: tuple[Tensor, ...]
-    ) -> None:
-        data, scale = given
-        quantize(b.t(), data, scale, ())
-        multiply_bfloat16(a, data.t(), scale.t(), out, bias)
-
-    def supports(problem: Problem, device: Device) -> Support:
-        assert problem.b is not None  # an op with two operands
-        if problem.prepared:
-            return Rejected(f"quantizes b; {gemm} takes prepared weights")
-        weight = replace(problem.b, layout=_TRANSPOSED[problem.b.layout])
-        answer = first.supports(
-            _quantize_problem(
-                problem.n, problem.k, weight, fp8_format(device), second.b_granularity
-            ),
-            device,
-        )
-        if isinstance(answer, Rejected):
-            return Rejected(f"{quantizer}: {answer.reason}")
-        return supports_bfloat16(problem, device)
-
-    kernel = Kernel(
-        name=f"{quantizer}+{gemm}",
-        op="gemm",
-        language=second.language,
-        modules=tuple(dict.fromkeys(("compositions", *first.modules, *second.modules))),
-        launch=launch,
-        architectures=first.architectures & second.architectures,
-        granularity=second.granularity,
-        b_granularity=second.b_granularity,
-        accumulation=second.accumulation,
-        supports_problem=supports,
-        workspace=workspace,
-        kernel_err_bound=second.kernel_err_bound,
-        parts=(quantizer, gemm),
-    )
-    add(kernel)
-    return kernel
-
-
 _TRANSPOSED = {
     Layout.ROW: Layout.COLUMN,
     Layout.COLUMN: Layout.ROW,
@@ -287,4 +227,3 @@ for _gemm in (*_TORCH, *_CUDA):
     compose("cuda.quantize", _gemm)
 for _gemm in (*_TORCH, *_TRITON):  # CUDA's quantizers are faster where they run
     compose("triton.quantize", _gemm, FP8_GPUS - {"sm_90"})
-compose_quantizing("cuda.quantize_block", "cuda.gemm_block")

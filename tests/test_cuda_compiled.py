@@ -207,7 +207,7 @@ def cuobjdump(cubin: bytes, *options: str) -> str:
 def instructions(name: str) -> list[str]:
     """Machine instructions with their suffixes, such as LDG.E.NA.128."""
     code = cuobjdump(compiled(name), "--dump-sass")
-    return re.findall(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
+    return re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
 
 
 def resources(name: str, architecture: str) -> dict[str, int]:
@@ -233,7 +233,8 @@ def test_kernels_let_the_next_begin_and_wait_for_the_one_before(name: str) -> No
     words = instructions(name)
     wait = words.index("ACQBULK")
     assert "PREEXIT" in words
-    first = next(at for at, word in enumerate(words) if word.startswith(("LDG", "STG")))
+    moves = ("LDG", "STG", "UTMALDG")
+    first = next(at for at, word in enumerate(words) if word.startswith(moves))
     assert wait < first
 
 
