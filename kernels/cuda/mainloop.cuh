@@ -20,8 +20,8 @@
 // Macros, all set by scaled_gemm.py:
 //
 //     N, K                 sizes; m is a parameter
-//     BLOCK_N              columns of a tile: 8, 16, 24, 32, 64, 96, 128, 192 or 256
-//     WARPGROUPS           that multiply: 1, 2 or 3
+//     BLOCK_N              columns of a tile: 8, 16, 24, 32, 64, 96, 128 or 256
+//     WARPGROUPS           that multiply: 1 or 2
 //     RESIDENT, PARTS
 //     STAGES               of a ring
 //     DOUBLE               1: a warpgroup multiplies a unit of work while it adds the one before, in
@@ -50,8 +50,8 @@ constexpr int SLICE = BLOCK_N / SLICES;
 constexpr int MATH_THREADS = 128 * WARPGROUPS;
 constexpr int THREADS = MATH_THREADS + (WARPGROUPS > 1 ? 128 : 32);
 // Of a thread, where there is more than one warpgroup: 64512 of the SM's 65536 in all.
-constexpr int MATH_REGISTERS = WARPGROUPS == 2 ? 232 : 160;
-constexpr int PRODUCER_REGISTERS = WARPGROUPS == 2 ? 40 : 24;
+constexpr int MATH_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 40;
 constexpr bool PROMOTES = SCALES != 0 || STEPS > 1;
 
 constexpr int A_ITEM = A_BFLOAT16 ? 2 : 1;

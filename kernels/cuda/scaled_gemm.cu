@@ -118,11 +118,19 @@ struct Rows {
     }
 };
 
+// v / s by Markstein's division, see quantize.cuh; infinities stay, and saturate.
+__device__ __forceinline__ float quotient(float v, float scale, float inverse) {
+    const float near = v * inverse;
+    const float corrected = fmaf(fmaf(near, scale, -v), -inverse, near);
+    return fabsf(near) < __uint_as_float(0x7f800000u) ? corrected : near;
+}
+
 // Two neighbors of a row, from sums to what is stored but for the cast. `column` counts from the
 // tile's first, `row` within the product.
 __device__ __forceinline__ float2 finished(
     float first, float second, const Output& out, const Tile& tile, unsigned scales,
-    float row_scale, float b_scale, float inverse, int row, int column, int m) {
+    float row_scale, float b_scale, float out_scale, float inverse, int row, int column,
+    int m) {
     float2 v = make_float2(first, second);
     if constexpr (TENSOR_SCALES || ROW_SCALES) {
         float2 scale = make_float2(b_scale, b_scale);
@@ -156,8 +164,8 @@ __device__ __forceinline__ float2 finished(
         v.y = activated(v.y);
     }
     if constexpr (OUT == 1) {
-        v.x *= inverse;
-        v.y *= inverse;
+        v.x = quotient(v.x, out_scale, inverse);
+        v.y = quotient(v.y, out_scale, inverse);
     }
     return v;
 }
@@ -202,7 +210,8 @@ __device__ __forceinline__ void finish(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool elected = threadIdx.x % 128 == 0;
     const float b_scale = TENSOR_SCALES ? __ldg(out.b_scale) : 1.0f;
-    const float inverse = OUT == 1 ? 1.0f / __ldg(out.out_scale) : 1.0f;
+    const float out_scale = OUT == 1 ? __ldg(out.out_scale) : 1.0f;
+    const float inverse = OUT == 1 ? __frcp_rn(out_scale) : 1.0f;
     const int of_thread = row + warp * 16 + lane / 4;
     const int pair = lane % 4 * 2;
     const bool direct = DIRECT || (BATCH == 0 && row + ROWS > tile.end);
@@ -213,8 +222,9 @@ __device__ __forceinline__ void finish(
             for (int i = 0; i < COLUMNS / 2; i += 2) {
                 const int half = i / 2 % 2, r = of_thread + half * 8;
                 const int column = from + i / 4 * 8 + pair;
-                const float2 v = finished(sums[i], sums[i + 1], out, tile, scales,
-                                          rows.scale[half], b_scale, inverse, r, column, m);
+                const float2 v =
+                    finished(sums[i], sums[i + 1], out, tile, scales, rows.scale[half], b_scale,
+                             out_scale, inverse, r, column, m);
                 store_direct(out, tile, v, r, column, m);
             }
             // The scales may be overwritten.
@@ -240,9 +250,9 @@ __device__ __forceinline__ void finish(
                         const int r = of_thread + half * 8;
                         const int inside = group * 8 + pair;
                         const int column = from + chunk * CHUNK_COLUMNS + inside;
-                        const float2 v = finished(
-                            sums[i], sums[i + 1], out, tile, scales,
-                            rows.scale[half], b_scale, inverse, r, column, m);
+                        const float2 v =
+                            finished(sums[i], sums[i + 1], out, tile, scales, rows.scale[half],
+                                     b_scale, out_scale, inverse, r, column, m);
                         const unsigned offset =
                             (warp * 16 + lane / 4 + half * 8) * CHUNK_BYTES + inside * OUT;
                         if constexpr (OUT == 2) {
@@ -334,31 +344,26 @@ __device__ __forceinline__ void add_parts(
 }
 
 // Parameters cannot be arrays: one for each slice of a.
-#if A_SLICES == 1
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0
-#define ADDRESSES_OF_A(name) &name##_0
-#elif A_SLICES == 2
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1
-#elif A_SLICES == 3
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2
-#elif A_SLICES == 4
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3
-#elif A_SLICES == 5
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4
-#elif A_SLICES == 6
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4 , const __grid_constant__ TensorMap name##_5
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5
-#elif A_SLICES == 7
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4 , const __grid_constant__ TensorMap name##_5 , const __grid_constant__ TensorMap name##_6
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5, &name##_6
-#elif A_SLICES == 8
-#define SLICES_OF_A(name) , const __grid_constant__ TensorMap name##_0 , const __grid_constant__ TensorMap name##_1 , const __grid_constant__ TensorMap name##_2 , const __grid_constant__ TensorMap name##_3 , const __grid_constant__ TensorMap name##_4 , const __grid_constant__ TensorMap name##_5 , const __grid_constant__ TensorMap name##_6 , const __grid_constant__ TensorMap name##_7
-#define ADDRESSES_OF_A(name) &name##_0, &name##_1, &name##_2, &name##_3, &name##_4, &name##_5, &name##_6, &name##_7
-#endif
+#define SLICES_1(name) , const __grid_constant__ TensorMap name##_0
+#define SLICES_2(name) SLICES_1(name) , const __grid_constant__ TensorMap name##_1
+#define SLICES_3(name) SLICES_2(name) , const __grid_constant__ TensorMap name##_2
+#define SLICES_4(name) SLICES_3(name) , const __grid_constant__ TensorMap name##_3
+#define SLICES_5(name) SLICES_4(name) , const __grid_constant__ TensorMap name##_4
+#define SLICES_6(name) SLICES_5(name) , const __grid_constant__ TensorMap name##_5
+#define SLICES_7(name) SLICES_6(name) , const __grid_constant__ TensorMap name##_6
+#define SLICES_8(name) SLICES_7(name) , const __grid_constant__ TensorMap name##_7
+#define ADDRESSES_1(name) &name##_0
+#define ADDRESSES_2(name) ADDRESSES_1(name), &name##_1
+#define ADDRESSES_3(name) ADDRESSES_2(name), &name##_2
+#define ADDRESSES_4(name) ADDRESSES_3(name), &name##_3
+#define ADDRESSES_5(name) ADDRESSES_4(name), &name##_4
+#define ADDRESSES_6(name) ADDRESSES_5(name), &name##_5
+#define ADDRESSES_7(name) ADDRESSES_6(name), &name##_6
+#define ADDRESSES_8(name) ADDRESSES_7(name), &name##_7
+#define PASTED_(a, b) a##b
+#define PASTED(a, b) PASTED_(a, b)
+#define SLICES_OF_A(name) PASTED(SLICES_, A_SLICES)(name)
+#define ADDRESSES_OF_A(name) PASTED(ADDRESSES_, A_SLICES)(name)
 
 extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
     const float* a_scale, const float* b_scale, char* d,
