@@ -9,13 +9,14 @@ with another NVRTC:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ GEMM_KINDS = {
     "cross of odd rows": Kind("row", 2, 2, False, cross=1, direct=True),
     "float32": Kind("row", 4, 4),
     "accumulate e5m2": Kind("group", 4, accumulate=True, a_type="e5m2"),
-    "groups": Kind("row", batch=16),
+    "groups": Kind("row", batch=2),
     "offsets": Kind("row", batch=0),
     "offsets in blocks": Kind("block", batch=0),
     "slices": Kind("block", a_steps=(3, 7, 8)),
@@ -210,6 +211,28 @@ def instructions(name: str) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
 
 
+class Issued(NamedTuple):
+    """A machine instruction with what its control bits say."""
+
+    text: str
+    writes: int  # which of 6 scoreboards its result releases; 7: none
+    waits: int  # for which scoreboards, as bits
+
+
+@functools.cache
+def issued(name: str) -> list[Issued]:
+    """Bits 41 to 63 of an instruction's second word: stall, yield, two scoreboards, waits."""
+    lines = cuobjdump(compiled(name), "--dump-sass").splitlines()
+    found = []
+    for line, following in itertools.pairwise(lines):
+        text = re.match(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
+        word = re.search(r"/\* 0x([0-9a-f]{16}) \*/", following)
+        if text and word:
+            control = int(word.group(1), 16) >> 41
+            found.append(Issued(text.group(1), control >> 5 & 7, control >> 11 & 63))
+    return found
+
+
 def resources(name: str, architecture: str) -> dict[str, int]:
     """Of one thread, and the shared memory of a block (of which the system takes 1 KiB)."""
     shown = cuobjdump(compiled(name, architecture), "--dump-resource-usage")
@@ -317,6 +340,21 @@ def test_products_of_a_step_do_not_take_turns(name: str) -> None:
     waits = sum(word.startswith("WARPGROUP.DEPBAR") for word in words)
     of_a_step = 4 if int(dict(CASES[name].macros)["K"]) > 96 else 2
     assert waits * of_a_step <= products
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_nothing_arrives_before_what_was_read(name: str) -> None:
+    """A stage is overwritten after all warps arrived: none may have loads from it under way."""
+    under_way: set[int] = set()
+    arrivals = 0
+    for word in issued(name):
+        under_way -= {board for board in under_way if word.waits >> board & 1}
+        if "SYNCS.ARRIVE" in word.text and "A1T0" in word.text:
+            arrivals += 1
+            assert not under_way, word.text
+        if re.search(r"\bLDS\b", word.text) and word.writes < 7:
+            under_way.add(word.writes)
+    assert arrivals
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 //
 // Addresses of shared memory are 32 bits. "Elected" functions are called by one thread.
 #pragma once
+#include "ptx.cuh"
 
 struct alignas(64) TensorMap {
     char bytes[128];
@@ -10,18 +11,6 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// --- launches that overlap
-
-// Until here a kernel may run while the one before it still does: memory is its own from here on.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// The next kernel of the stream may be brought onto free SMs. It waits as above.
-__device__ __forceinline__ void let_next_kernel_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // --- registers and barriers of warpgroups
@@ -150,13 +139,9 @@ __device__ __forceinline__ void commit_stores() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all stores committed have read shared memory, or are done altogether.
+// Until all stores committed have read shared memory.
 __device__ __forceinline__ void wait_until_stores_have_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_stores() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // What this thread wrote to shared memory becomes visible to bulk copies and tensor cores.

@@ -28,8 +28,8 @@
 //                          registers of its own; tiles of half the size have them
 //     BAND                 tiles along m that are taken before the next columns are
 //     SCALES               0: none here; 1: of a by 1x128 and of b by 128x128; 2: of both by 1x128
-//     BATCH                1: rows of all products are tiled as one; more: so many products of m
-//                          rows each; 0: `groups` products, rows of which are offsets on the device
+//     BATCH                1: rows of all products are tiled as one; 2: there are `groups` of them,
+//                          of m rows each; 0: and their rows begin at offsets on the device
 //     A_TYPE, B_TYPE       e4m3 or e5m2
 //     A_BFLOAT16           1: a is bfloat16, and quantized to e4m3 by 1x128 on its way to the tensor
 //                          cores, byte for byte as quantize.cu does; SCALES is 1 then
@@ -62,10 +62,11 @@ constexpr int STAGE_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 // Bulk copies of scales start at a multiple of 16 bytes; rows of products in a batch at any.
 constexpr int SCALE_ROWS = TILE_ROWS + (BATCH == 1 ? 0 : 32);
 constexpr int A_SCALE_BYTES = SCALES && !A_BFLOAT16 ? SCALE_ROWS * 4 : 0;
-constexpr int B_SCALE_BYTES = SCALES == 2 ? (BLOCK_N * 4 + 127) / 128 * 128 : 0;
+constexpr int B_SCALE_COLUMNS = BLOCK_N + (BATCH == 1 ? 0 : 32);
+constexpr int B_SCALE_BYTES = SCALES == 2 ? (B_SCALE_COLUMNS * 4 + 127) / 128 * 128 : 0;
 constexpr int SCALE_BYTES = A_SCALE_BYTES + B_SCALE_BYTES;
 constexpr int LOADED_BYTES =
-    STAGE_BYTES + A_SCALE_BYTES + (SCALES == 2 ? BLOCK_N * 4 : 0);
+    STAGE_BYTES + A_SCALE_BYTES + (SCALES == 2 ? B_SCALE_COLUMNS * 4 : 0);
 
 // Shared memory: operands first, aligned to 1024 bytes; scales and barriers wherever there is room.
 constexpr int RINGS_AT = RESIDENT ? STEPS * B_BYTES : 0;
@@ -159,7 +160,7 @@ struct Walk {
             const int height = min(BAND, tiles_m - band * BAND);
             tile.row = (band * BAND + in_band % height) * TILE_ROWS;
             tile.column = in_band / height * BLOCK_N;
-            return place < of_product * BATCH;
+            return place < of_product * (BATCH > 1 ? operands.groups : 1);
         }
     }
 };
@@ -281,7 +282,7 @@ __device__ __forceinline__ void produce(
             }
             if constexpr (SCALES == 2) {
                 load_box(scales + A_SCALE_BYTES, *operands.b_scale, full,
-                         tile.column + tile.batch * N, step);
+                         (tile.column + tile.batch * N) & ~3, step);
             }
             place.advance();
         }
@@ -315,8 +316,8 @@ __device__ __forceinline__ void await_loaded(float first, float second) {
 }
 
 // Adds the sums of one step, scaled, to those in float32. `scale` of a is that of this thread's two
-// rows. The product of two scales may underflow where that of sum and scales does not: then they
-// are applied one after the other, at twice the instructions.
+// rows. The product of two scales may underflow or overflow where that of sum and scales does not:
+// then they are applied one after the other, at twice the instructions.
 __device__ __forceinline__ void promote(
     float (&sums)[SLICE / 2], const float (&step)[SLICE / 2], const float (&a_scale)[2],
     float b_scale, unsigned b_scales) {
@@ -324,13 +325,14 @@ __device__ __forceinline__ void promote(
 #pragma unroll
         for (int i = 0; i < SLICE / 2; ++i) sums[i] += step[i];
     } else if constexpr (SCALES == 1) {
-        constexpr float SMALLEST = 1.5777218e-30f;  // 2^-99
+        constexpr float LEAST = 1.5777218e-30f, MOST = 1.7014118e38f;  // 2^-99, 2^127
         const float scale[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
-        const bool small[2] = {scale[0] < SMALLEST, scale[1] < SMALLEST};
-        if (__any_sync(0xffffffffu, small[0] || small[1])) {
-            // Rows whose product does not underflow get the same bits as below.
-            const float before[2] = {small[0] ? a_scale[0] : 1.0f, small[1] ? a_scale[1] : 1.0f};
-            const float after[2] = {small[0] ? b_scale : scale[0], small[1] ? b_scale : scale[1]};
+        const bool odd[2] = {!(scale[0] >= LEAST && scale[0] < MOST),
+                             !(scale[1] >= LEAST && scale[1] < MOST)};
+        if (__any_sync(0xffffffffu, odd[0] || odd[1])) {
+            // Rows whose product is none of these get the same bits as below.
+            const float before[2] = {odd[0] ? a_scale[0] : 1.0f, odd[1] ? a_scale[1] : 1.0f};
+            const float after[2] = {odd[0] ? b_scale : scale[0], odd[1] ? b_scale : scale[1]};
 #pragma unroll
             for (int i = 0; i < SLICE / 2; ++i) {
                 sums[i] = fmaf(step[i] * before[i / 2 % 2], after[i / 2 % 2], sums[i]);
@@ -342,7 +344,12 @@ __device__ __forceinline__ void promote(
     } else {
 #pragma unroll
         for (int i = 0; i < SLICE / 2; i += 4) {
-            const float2 scale = load_shared_pair(b_scales + i * 8);
+            float2 scale;
+            if constexpr (BATCH == 1 || N % 2 == 0) {
+                scale = load_shared_pair(b_scales + i * 8);
+            } else {
+                scale = make_float2(load_shared(b_scales + i * 8), load_shared(b_scales + i * 8 + 4));
+            }
             sums[i] = fmaf(step[i] * a_scale[0], scale.x, sums[i]);
             sums[i + 1] = fmaf(step[i + 1] * a_scale[0], scale.y, sums[i + 1]);
             sums[i + 2] = fmaf(step[i + 2] * a_scale[1], scale.x, sums[i + 2]);
@@ -423,13 +430,15 @@ struct Multiplier {
         Sums& sums, float (&sum)[SLICE / 2], int slice, const Place& place, int step,
         const float (&a_scale)[2]) const {
         const Memory here = memory.afresh();
+        const int askew = BATCH == 1 ? 0 : (tile.column + tile.batch * N) & 3;
         const unsigned b_scales = here.scales(pipeline, place.stage) + A_SCALE_BYTES +
-                                  (slice * SLICE + threadIdx.x % 4 * 2) * 4;
+                                  (askew + slice * SLICE + threadIdx.x % 4 * 2) * 4;
         float b_scale = 1.0f;
         if constexpr (SCALES == 1) {
             const int column = min(tile.column + slice * SLICE, N - 1) / 128;
-            b_scale = __ldg(operands.block_scale + step * operands.block_scale_step +
-                            (column + tile.batch * ((N + 127) / 128)) * operands.block_scale_column);
+            const int block = column + tile.batch * ((N + 127) / 128);
+            b_scale = operands.block_scale[step * operands.block_scale_step +
+                                           block * operands.block_scale_column];
         }
         if constexpr (A_SCALE_BYTES > 0) await_loaded(a_scale[0], a_scale[1]);
         if (SCALES != 2 && slice == SLICES - 1) release(here, pipeline, place);

@@ -4,7 +4,6 @@
 //
 // amax is over the finite values of 128 of a row. The same bytes as quantize.cu makes.
 #pragma once
-#include "ptx.cuh"
 
 struct Quantized {
     unsigned word[4][4];  // of each 32 columns: see `multiply`

@@ -57,12 +57,6 @@ __device__ __forceinline__ unsigned bfloat16_pair(float first, float second) {
     return pair;
 }
 
-__device__ __forceinline__ unsigned short e4m3_pair(float first, float second) {
-    unsigned short pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-    return pair;
-}
-
 __device__ __forceinline__ float activated(float v) {
     if constexpr (ACTIVATION == 1) return v > 0.0f || v != v ? v : 0.0f;
     if constexpr (ACTIVATION == 2) {
@@ -79,7 +73,7 @@ __device__ __forceinline__ void load_scales(unsigned scales, const Output& out, 
     for (int i = 0; i < BLOCK_N; i += 128) {
         const int column = i + threadIdx.x % 128, n = tile.column + column;
         if (column >= BLOCK_N) break;
-        const float scale = n < N ? __ldg(out.b_scale + tile.batch * N + n) : 1.0f;
+        const float scale = n < N ? out.b_scale[tile.batch * N + n] : 1.0f;
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + column * 4), "f"(scale) : "memory");
     }
 }
@@ -89,14 +83,14 @@ __device__ __forceinline__ float2 load_bias(const void* bias, int n) {
     if constexpr (BIAS == 2) {
         const unsigned short* from = static_cast<const unsigned short*>(bias) + n;
         if constexpr (BIAS_PAIRS) {
-            const unsigned pair = n < N ? __ldg(reinterpret_cast<const unsigned*>(from)) : 0;
+            const unsigned pair = n < N ? *reinterpret_cast<const unsigned*>(from) : 0;
             return make_float2(from_bfloat16(pair & 0xffff), from_bfloat16(pair >> 16));
         }
-        return make_float2(n < N ? from_bfloat16(__ldg(from)) : 0.0f,
-                           n + 1 < N ? from_bfloat16(__ldg(from + 1)) : 0.0f);
+        return make_float2(n < N ? from_bfloat16(from[0]) : 0.0f,
+                           n + 1 < N ? from_bfloat16(from[1]) : 0.0f);
     } else {
         const float* from = static_cast<const float*>(bias) + n;
-        return make_float2(n < N ? __ldg(from) : 0.0f, n + 1 < N ? __ldg(from + 1) : 0.0f);
+        return make_float2(n < N ? from[0] : 0.0f, n + 1 < N ? from[1] : 0.0f);
     }
 }
 
@@ -106,13 +100,13 @@ struct Rows {
 
     __device__ __forceinline__ void load(const Output& out, const Tile& tile, int row, int m) {
         if constexpr (TENSOR_SCALES) {
-            scale[0] = scale[1] = __ldg(out.a_scale);
+            scale[0] = scale[1] = *out.a_scale;
         } else if constexpr (ROW_SCALES) {
             const long long first = BATCH > 1 ? static_cast<long long>(tile.batch) * m : 0;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int r = row + half * 8;
-                scale[half] = r < tile.end ? __ldg(out.a_scale + first + r) : 0.0f;
+                scale[half] = r < tile.end ? out.a_scale[first + r] : 0.0f;
             }
         }
     }
@@ -150,8 +144,8 @@ __device__ __forceinline__ float2 finished(
         const unsigned short* x = out.x + r * out.x_stride + n;
         if constexpr (CROSS == 2) {
             if (row < tile.end && n < N) {
-                const unsigned factor = __ldg(reinterpret_cast<const unsigned*>(x0));
-                const unsigned term = __ldg(reinterpret_cast<const unsigned*>(x));
+                const unsigned factor = *reinterpret_cast<const unsigned*>(x0);
+                const unsigned term = *reinterpret_cast<const unsigned*>(x);
                 v.x = fmaf(from_bfloat16(factor & 0xffff), v.x, from_bfloat16(term & 0xffff));
                 v.y = fmaf(from_bfloat16(factor >> 16), v.y, from_bfloat16(term >> 16));
             }
@@ -192,7 +186,7 @@ __device__ __forceinline__ void store_direct(
         reinterpret_cast<unsigned short*>(to)[0] = pair;
         if (both) reinterpret_cast<unsigned short*>(to)[1] = pair >> 16;
     } else {
-        const unsigned short pair = e4m3_pair(v.x, v.y);
+        const unsigned pair = encode_pair<false>(v.x, v.y);
         to[0] = pair;
         if (both) to[1] = pair >> 8;
     }
@@ -209,8 +203,8 @@ __device__ __forceinline__ void finish(
     unsigned staging, unsigned scales, int warpgroup, int row, int from, int m) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool elected = threadIdx.x % 128 == 0;
-    const float b_scale = TENSOR_SCALES ? __ldg(out.b_scale) : 1.0f;
-    const float out_scale = OUT == 1 ? __ldg(out.out_scale) : 1.0f;
+    const float b_scale = TENSOR_SCALES ? *out.b_scale : 1.0f;
+    const float out_scale = OUT == 1 ? *out.out_scale : 1.0f;
     const float inverse = OUT == 1 ? __frcp_rn(out_scale) : 1.0f;
     const int of_thread = row + warp * 16 + lane / 4;
     const int pair = lane % 4 * 2;
@@ -264,7 +258,8 @@ __device__ __forceinline__ void finish(
                         } else {
                             asm volatile("st.shared.u16 [%0], %1;"
                                          ::"r"(buffer + swizzled(offset)),
-                                         "h"(e4m3_pair(v.x, v.y)) : "memory");
+                                         "h"(static_cast<unsigned short>(encode_pair<false>(v.x, v.y)))
+                                         : "memory");
                         }
                     }
                 }
@@ -383,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
 #if CROSS
     long long x0_stride, long long x_stride,
 #endif
-#if BATCH == 0
+#if BATCH != 1
     int groups,
 #endif
 #if SCALES == 1
@@ -426,6 +421,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
 #endif
 #if BATCH == 0
         offsets, m, groups
+#elif BATCH > 1
+        nullptr, m, groups
 #else
         nullptr, m, 1
 #endif
@@ -459,14 +456,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
         0, 0
 #endif
     };
-    let_next_kernel_start();
+    let_dependents_begin();
     if (threadIdx.x == MATH_THREADS) initialize(memory, operands);
     if constexpr (PARTS > 1) {
         synchronize_cluster();
     } else {
         __syncthreads();
     }
-    wait_for_previous_kernel();
+    wait_for_dependencies();
 
     if (threadIdx.x >= MATH_THREADS) {
         if constexpr (WARPGROUPS > 1) give_registers<PRODUCER_REGISTERS>();

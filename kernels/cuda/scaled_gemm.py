@@ -102,7 +102,7 @@ class Kind(NamedTuple):
     cross: int = 0
     accumulate: bool = False
     direct: bool = False
-    batch: int = 1
+    batch: int = 1  # 1: one product; 2: several of as many rows; 0: of any rows
     a_type: str = "e4m3"
     b_type: str = "e4m3"
     a_steps: tuple[int, ...] = ()  # where slices of a end
@@ -136,6 +136,11 @@ def scale_rows(tile: Tile, kind: Kind) -> int:
     return tile.height + (0 if kind.batch == 1 else 32)
 
 
+def scale_columns(tile: Tile, kind: Kind) -> int:
+    """Columns of b's 1x128 scales that a stage holds."""
+    return tile.block_n + (0 if kind.batch == 1 else 32)
+
+
 def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     """All macros, with as many stages as shared memory holds.
 
@@ -149,7 +154,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     direct = kind.direct or width == 0
     stage = tile.height * DEPTH * item + (0 if tile.resident else tile.block_n * DEPTH)
     small = scale_rows(tile, kind) * 4 if kind.loads_scales else 0
-    small += -(-tile.block_n * 4 // 128) * 128 if kind.scales == "group" else 0
+    small += -(-scale_columns(tile, kind) * 4 // 128) * 128 if kind.scales == "group" else 0
     ring = pipelines * (stage + small + 16)  # of one stage, with its two barriers
     chunks = 0 if direct else min(tile.chunks, -(-tile.columns * kind.out_bytes // width))
     fixed = tile.warpgroups * chunks * (-(-64 * width // 1024) * 1024) + 16
@@ -161,7 +166,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
         raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
     # Units of work are 64 rows by at most 128 columns; two may be in registers beside the sums. But
     # for scales of columns that change along k: they take too many.
-    registers = tile.block_n // 2 + min(tile.block_n, 128) + OTHER_REGISTERS
+    registers = tile.block_n // 2 + min(tile.block_n, 128) + OTHER_REGISTERS + 8 * direct
     double = steps > tile.parts and registers <= tile.registers
     double = double and kind.scales != "group" and not kind.quantizes
     band = 16 if n * k > 2**24 else 1  # reuse b, too, where it passes a third of the L2
@@ -301,7 +306,7 @@ def bind(n: int, k: int, tile: Tile, kind: Kind) -> CudaLaunch:
     program = nvrtc.Program(SOURCE, "scaled_gemm", tuple(macros.items()))
     pointers = 3 + (kind.bias_bytes > 0) + 2 * (kind.cross > 0) + (kind.out_bytes == 1)
     pointers += kind.batch == 0
-    scalars = "iq" + "qq" * (kind.cross > 0) + "i" * (kind.batch == 0)
+    scalars = "iq" + "qq" * (kind.cross > 0) + "i" * (kind.batch != 1)
     scalars += "ii" * (kind.scales == "block")
     slices = max(1, len(kind.a_steps)) * (2 if kind.loads_scales else 1)
     maps = 1 + (not macros["DIRECT"]) + (kind.scales == "group") + slices
@@ -400,7 +405,7 @@ def _kind_of(
         widths = (-(-x.shape[1] // DEPTH) for x in slices)
         total = 0
         steps = tuple(total := total + width for width in widths)
-    batch = 0 if epilogue.offsets is not None else epilogue.groups
+    batch = 0 if epilogue.offsets is not None else min(epilogue.groups, 2)
     bias_item = 0 if bias is None else bias.element_size()
     cross = 0
     if epilogue.x0 is not None and epilogue.x is not None:
@@ -450,6 +455,7 @@ def run(
             pointers += (epilogue.out_scale,)
         if epilogue.offsets is not None:
             pointers += (epilogue.offsets,)
+        if kind.batch != 1:
             scalars += (products,)
     if kind.scales == "block":
         scalars += (b_scale.stride(0), b_scale.stride(1))
@@ -475,7 +481,7 @@ def _make_maps(
     if not kind.direct and chunk_bytes(tile.columns, kind.out_bytes):
         made.append(_map(out, 64, plan.chunk, plan.swizzle_bytes, of_rows))
     if kind.scales == "group":
-        made.append(tensor_map(b_scale, (1, tile.block_n), 0))
+        made.append(tensor_map(b_scale, (1, scale_columns(tile, kind)), 0))
     depth = DEPTH // 2 if kind.quantizes else DEPTH  # 128 bytes of a row
     made += [_map(x, tile.height, depth, 128, of_rows) for x in slices]
     if kind.loads_scales:
@@ -521,8 +527,8 @@ def _supports(scales: str, problem: Problem, device: Device) -> Support:
         return Rejected(f"writes bfloat16, float32 or e4m3fn, not {problem.out_format.value}")
     if problem.batch > 1 and scales == "block" and problem.n % 128:
         return Rejected(f"groups share no block: n must be a multiple of 128; n={problem.n}")
-    if problem.batch > 1 and scales == "group" and problem.n % 4:
-        return Rejected(f"groups' scales start every 16 bytes: n must be 4 x; n={problem.n}")
+    if not problem.k:
+        return Rejected("k must be at least 1")
     if max(problem.m * problem.batch, problem.n * problem.batch, problem.k) >= 2**31:
         return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
     missing = nvrtc.why_not(device)
@@ -562,8 +568,8 @@ def supports_bfloat16(problem: Problem, device: Device) -> Support:
         return Rejected("a must be row-major, its rows 16-byte aligned")
     if problem.out_format is not Format.BFLOAT16:
         return Rejected(f"writes bfloat16, not {problem.out_format.value}")
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        return Rejected(f"sizes must be less than 2^31; they are {problem.shape}")
+    if max(problem.m, problem.n, problem.k) >= 2**31 or not problem.k:
+        return Rejected(f"sizes must be less than 2^31, k at least 1; they are {problem.shape}")
     missing = nvrtc.why_not(device)
     return ACCEPTED if missing is None else Rejected(missing)
 
