@@ -160,6 +160,9 @@ def scaled_gemm_kernel(
     group_m: tl.constexpr = 8
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     steps = tl.cdiv(k, BLOCK_K)
+    # Rows are padded to 16 bytes only: no registers for strides where there is nothing to pad.
+    a_pitch = k if EVEN_K else a_stride
+    b_pitch = k if EVEN_K else b_stride
     in_tile_m, in_tile_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     in_step = tl.arange(0, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -171,8 +174,8 @@ def scaled_gemm_kernel(
         # Offsets are 32 bits wide inside a tile, 64 from tile to tile.
         row = tl.minimum(in_tile_m, m - 1 - start_m)
         column = tl.minimum(in_tile_n, n - 1 - start_n)
-        a_tile = a + start_m.to(tl.int64) * a_stride + row[:, None] * a_stride + in_step[None, :]
-        b_tile = b + start_n.to(tl.int64) * b_stride + column[None, :] * b_stride + in_step[:, None]
+        a_tile = a + start_m.to(tl.int64) * a_pitch + row[:, None] * a_pitch + in_step[None, :]
+        b_tile = b + start_n.to(tl.int64) * b_pitch + column[None, :] * b_pitch + in_step[:, None]
         accumulator = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for step in tl.range(0, steps, num_stages=STAGES):
             if EVEN_K:
