@@ -13,12 +13,25 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.draws import digest_of, drawn_on, plan_of
-from lokakern.bench.pieces import Piece, compare_bytes, pieces_to_check, product_of_piece
+from lokakern.bench.pieces import (
+    Piece,
+    compare_bytes,
+    compare_sums,
+    pieces_to_check,
+    product_of_piece,
+)
 from lokakern.bench.timing import MOST_CALLED
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError
 from lokakern.numerics import KernelError
-from lokakern.problems import bias_format, epilogue_of, is_plain, sums_over_samples
+from lokakern.problems import (
+    bias_format,
+    epilogue_of,
+    has_column_sums,
+    is_plain,
+    scaling_of,
+    sums_over_samples,
+)
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
@@ -163,7 +176,7 @@ class Operands:
 
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
         """The drawn rows ("x") or the weight ("w"), exactly quantized."""
-        power_of_two = self.problem.op in QUANTIZERS and self.problem.epilogue == "power_of_two"
+        power_of_two = self.problem.op in QUANTIZERS and scaling_of(self.problem) == "power_of_two"
         key = (which, form, granularity)
         if key not in self._quantized:
             source = self.x if which == "x" else self.w
@@ -213,11 +226,14 @@ class Operands:
                     granularity.empty_scale(*shape, self.device),
                 )
             ]
-            if problem.epilogue in GIVEN_SCALES:  # one that fits, as it is meant to
+            if scaling_of(problem) in GIVEN_SCALES:  # one that fits, as it is meant to
                 fitting = self.quantized("x", problem.out_format, granularity).scale
                 assert fitting is not None  # made by `quantized`
                 made[1].copy_(fitting)
-            return x, *made
+            if problem.op == "quantize":
+                return x, *made
+            sums = has_column_sums(problem)
+            return x, *made, torch.empty(k, device=self.device) if sums else None
         if problem.op == "dequantize":
             quantized = self.quantized("x", problem.a.format, problem.a.granularity)
             data, scale = self._tiled(quantized, order)
@@ -263,8 +279,9 @@ class Operands:
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What a launch writes."""
         if self.problem.op in QUANTIZERS:
-            given = self.problem.epilogue in GIVEN_SCALES
-            return operands[1], *operands[3 if given else 2 :]
+            given = scaling_of(self.problem) in GIVEN_SCALES
+            outputs = operands[1], *operands[3 if given else 2 :]
+            return tuple(out for out in outputs if out is not None)
         return (operands[2],) if self.problem.op in ("gemm", "dequantize") else (operands[4],)
 
     def fingerprint(self) -> list[int]:
@@ -434,17 +451,20 @@ class Operands:
     def _check_bytes(self, operands: tuple[Any, ...], index: Tensor) -> str:
         x, data, scale, *turned = operands
         granularity = self.problem.out_granularity
-        power_of_two = self.problem.epilogue == "power_of_two"
+        power_of_two = scaling_of(self.problem) == "power_of_two"
         exact = functools.partial(
             numerics.quantize, out_format=self.problem.out_format, granularity=granularity,
             power_of_two_scale=power_of_two,
         )  # fmt: skip
         if turned:
             expected = exact(x.t())
-            data_t, scale_t = turned
+            data_t, scale_t, sums = turned
             wrong = compare_bytes(data_t, scale_t, expected.data, expected.scale)
             if wrong:
                 return f"transposed: {wrong}"
+            wrong = "" if sums is None else compare_sums(sums, x)
+            if wrong:
+                return wrong
         if granularity is Granularity.BLOCK:  # rows under one scale: quantize them as they lie
             expected = exact(x)
             exact_data, exact_scale = expected.data, expected.scale

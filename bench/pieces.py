@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.sums import column_sums
 from lokakern.types import GROUP, Granularity, QuantizedTensor
 
 # `numerics.kernel_error` holds about 8 float64 copies of what it compares: 2 GiB of 2^25 elements.
@@ -119,4 +120,13 @@ def compare_bytes(
                   != exact_scale.contiguous().view(torch.int32)).sum())  # fmt: skip
     if differ:
         return f"{differ} of {scale.numel()} scales differ from the exact quantization"
+    return ""
+
+
+def compare_sums(sums: Tensor, x: Tensor) -> str:
+    """What differs from the sums of the columns of x in their order, "" if nothing does."""
+    exact = column_sums(x)
+    differ = int(((sums != exact) & ~(sums.isnan() & exact.isnan())).sum())
+    if differ:
+        return f"{differ} of {sums.numel()} sums of columns differ from those in their order"
     return ""

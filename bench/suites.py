@@ -172,6 +172,10 @@ def _quantizers(fp8: Format) -> Iterator[Case]:
             yield Case(make_problem("quantize", (m, k), **fields), "X1")
             yield Case(make_problem("quantize", (m, k), a=turned, **fields), "X1")
             yield Case(make_problem("quantize_transpose", (m, k), **fields), "X1")
+    for m, k in QUANTIZER_SHAPES:
+        fields = {"out_format": fp8, "out_granularity": Granularity.GROUP}
+        problem = make_problem("quantize_transpose", (m, k), epilogue="column_sums", **fields)
+        yield Case(problem, "X1")
 
 
 SUITES: dict[str, Suite] = {

@@ -19,7 +19,13 @@ from lokakern import selection
 from lokakern.device import current_device
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.jit import Job, record
-from lokakern.problems import bias_format, epilogue_of, is_plain, make_problem
+from lokakern.problems import (
+    bias_format,
+    epilogue_of,
+    has_column_sums,
+    is_plain,
+    make_problem,
+)
 from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
 from lokakern.types import (
     Device,
@@ -248,7 +254,9 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
     if problem.op == "quantize_transpose":
         x, granularity = _matrix(batch, m, k, problem.a), problem.out_granularity
         data, data_t = (empty_data(*shape, out_dtype, _META) for shape in ((m, k), (k, m)))
-        return x, data, _scale(granularity, batch, m, k), data_t, _scale(granularity, batch, k, m)
+        sums = torch.empty(k, device=_META) if has_column_sums(problem) else None
+        made = (data, _scale(granularity, batch, m, k), data_t, _scale(granularity, batch, k, m))
+        return x, *made, sums
     if problem.op == "scaled_gemm" and problem.b is not None:  # groups lie below each other
         rows, columns = problem.batch * m, problem.batch * n
         a, b = _matrix((), rows, k, problem.a), _matrix((), k, columns, problem.b)

@@ -125,6 +125,17 @@ def epilogue_of(
     )
 
 
+def scaling_of(problem: Problem) -> str:
+    """How a quantizer comes by its scales: "none", "power_of_two", "static" or "delayed"."""
+    words = [word for word in problem.epilogue.split("+") if word != "column_sums"]
+    return words[0] if words else "none"
+
+
+def has_column_sums(problem: Problem) -> bool:
+    """Whether a quantizer adds up the columns of what it reads, too."""
+    return problem.epilogue.endswith("column_sums")
+
+
 def bias_format(problem: Problem) -> Format:
     """Of the bias: the output's, bfloat16 where that is FP8."""
     return Format.BFLOAT16 if problem.out_format.is_fp8 else problem.out_format

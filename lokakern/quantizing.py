@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -53,6 +54,36 @@ def quantize(
     return quantize_by(fastest_within(None), x, granularity, out_format, **options)
 
 
+Both = tuple[QuantizedTensor, QuantizedTensor]
+BothAndSums = tuple[QuantizedTensor, QuantizedTensor, Tensor]
+
+
+@overload
+def quantize_transpose(
+    x: Tensor,
+    granularity: Granularity | str = ...,
+    *,
+    out_format: Format | str | None = ...,
+    power_of_two: bool = ...,
+    scale: Tensor | None = ...,
+    amax: Tensor | None = ...,
+    column_sums: Literal[False] = ...,
+) -> Both: ...
+
+
+@overload
+def quantize_transpose(
+    x: Tensor,
+    granularity: Granularity | str = ...,
+    *,
+    out_format: Format | str | None = ...,
+    power_of_two: bool = ...,
+    scale: Tensor | None = ...,
+    amax: Tensor | None = ...,
+    column_sums: Literal[True],
+) -> BothAndSums: ...
+
+
 def quantize_transpose(
     x: Tensor,
     granularity: Granularity | str = Granularity.GROUP,
@@ -61,7 +92,8 @@ def quantize_transpose(
     power_of_two: bool = False,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+    column_sums: bool = False,
+) -> Both | BothAndSums:
     """Quantize ``x`` and its transpose, which the GEMMs of a backward pass read, in one go.
 
     Args:
@@ -71,15 +103,21 @@ def quantize_transpose(
         power_of_two: As of `quantize`.
         scale: As of `quantize`.
         amax: As of `quantize`.
+        column_sums: Whether the sums of the columns of ``x`` are wanted, the gradient of a bias
+            where ``x`` is that of an output. `lokakern.sums` gives their order, in which they have
+            the same bits on every kernel, and a bound of their error.
 
     Returns:
-        What `quantize` makes of ``x`` and of ``x.t()``.
+        What `quantize` makes of ``x`` and of ``x.t()``, and the sums if wanted: float32
+        ``[columns]``.
 
     Raises:
         LokakernError: As `quantize`.
     """
-    options = {"power_of_two": power_of_two, "scale": scale, "amax": amax}
-    return quantize_transpose_by(fastest_within(None), x, granularity, out_format, **options)
+    return quantize_transpose_by(
+        fastest_within(None), x, granularity, out_format,
+        column_sums=column_sums, power_of_two=power_of_two, scale=scale, amax=amax,
+    )  # fmt: skip
 
 
 def quantize_by(
@@ -107,20 +145,29 @@ def quantize_transpose_by(
     x: Tensor,
     granularity: Granularity | str,
     out_format: Format | str | None,
+    *,
+    column_sums: bool = False,
     **options: Any,
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+) -> Both | BothAndSums:
     """`quantize_transpose` by the kernel that is chosen."""
     problem, scale, amax = _posed("quantize_transpose", x, granularity, out_format, **options)
+    sums = None
+    if column_sums:
+        words = [] if problem.epilogue == "none" else [problem.epilogue]
+        problem = replace(problem, epilogue="+".join([*words, "column_sums"]))
+        sums = torch.empty(problem.k, dtype=torch.float32, device=x.device)
     made, turned = _Made(x, problem, scale), _Made(x.t(), problem, None)
     if made.empty:
-        return made.tensor(), turned.tensor()
+        both = made.tensor(), turned.tensor()
+        return both if sums is None else (*both, sums.zero_())
     kernel = choose(problem, x)
-    outputs = (made.data, made.scale, turned.data, turned.scale)
+    outputs = (made.data, made.scale, turned.data, turned.scale, sums)
     workspace = kernel.workspace(x, *outputs)
     if amax is not None:
         workspace = (amax, *workspace[1:])
     kernel.launch(x.detach(), *outputs, workspace)
-    return made.tensor(), turned.tensor()
+    both = made.tensor(), turned.tensor()
+    return both if sums is None else (*both, sums)
 
 
 class _Made:

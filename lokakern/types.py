@@ -104,6 +104,8 @@ class Problem:
         if self.op == "quantize_transpose":
             total += self.m * self.k * self.out_format.dtype.itemsize
             total += _scale_bytes(self.out_granularity, self.k, self.m)
+            if self.epilogue.endswith("column_sums"):
+                total += self.k * Format.FLOAT32.dtype.itemsize
         return total * self.batch
 
     @property

@@ -2,7 +2,7 @@
 
 A digest covers the normalized source of a kernel's modules (no comments, docstrings or white
 space) and of everything they include: other modules of `lokakern.kernels`, and `numerics`,
-`formats`, `jit`, `nvrtc` and `driver` of lokakern, found by reading import statements;
+`sums`, `formats`, `jit`, `nvrtc` and `driver` of lokakern, found by reading import statements;
 `#include "..."` for CUDA and HIP. A module outside lokakern is named ``python:package.module``.
 """
 
@@ -25,6 +25,7 @@ KERNELS_ROOT = PACKAGE / "kernels"
 LIBRARY_ROOT = PACKAGE / "lokakern" if _IN_CHECKOUT else PACKAGE
 _INCLUDED = {
     "lokakern.numerics",
+    "lokakern.sums",
     "lokakern.formats",
     "lokakern.jit",
     "lokakern.nvrtc",

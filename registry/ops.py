@@ -1,7 +1,7 @@
 """The ops: what is computed, and one float64 reference each that rounds nothing in between.
 
 quantize      x [m, k]                     -> q, s      x ~ q * s
-              (quantize_transpose: the same of x and of x.t())
+              (quantize_transpose: the same of x and of x.t(), and the sums of x's columns)
 dequantize    q [m, k], s                  -> x         x = q * s
 scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = f((a.q a.s) @ (b.q b.s) + bias)
 gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias

@@ -75,14 +75,15 @@ class Kernel:
 
         quantize      launch(x, data, scale, workspace)
         quantize_transpose
-                      launch(x, data, scale, data_t, scale_t, workspace)
+                      launch(x, data, scale, data_t, scale_t, sums, workspace)
         dequantize    launch(data, scale, out, workspace)
         scaled_gemm   launch(a, a_scale, b, b_scale, out, bias, workspace, epilogue=PLAIN)
         gemm          launch(a, b, out, bias, workspace)     b: Tensor [k, n] or QuantizedTensor
 
-    FP8 data lie as `types.empty_data` lays them out. A scaled GEMM is given its epilogue if the
-    kernel has one to be given, and slices of a along k as two tuples in the places of a and
-    a_scale. A kernel with `k_slices` takes any number of them.
+    FP8 data lie as `types.empty_data` lays them out. Sums of columns are float32 ``[columns]``, or
+    None where the epilogue does not ask for them. A scaled GEMM is given its epilogue if the kernel
+    has one to be given, and slices of a along k as two tuples in the places of a and a_scale. A
+    kernel with `k_slices` takes any number of them.
 
     Attributes:
         name: ``<language>.<function>``, or the names of the parts of a composition.

@@ -22,7 +22,13 @@ import pytest
 import torch
 
 from lokakern import nvrtc
-from lokakern.kernels.cuda import quantize, quantize_tensor, quantize_tile, scaled_gemm
+from lokakern.kernels.cuda import (
+    quantize,
+    quantize_sums,
+    quantize_tensor,
+    quantize_tile,
+    scaled_gemm,
+)
 from lokakern.kernels.cuda.scaled_gemm import Kind, Tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
@@ -122,6 +128,10 @@ def tiles(types: Types) -> Iterator[tuple[str, Program]]:
         name = f"quantize_transpose_{granularity.suffix}"
         yield f"{name} easy", quantize_tile.bind(granularity, both, *easy, *types).program
         yield f"{name} hard", quantize_tile.bind(granularity, both, *hard, *types).program
+        if granularity is not row:
+            for words, starts in (("easy", easy), ("hard", hard)):
+                sums = quantize_tile.bind(granularity, both, *starts, *types, sums=True)
+                yield f"{name} sums {words}", sums.program
         by_power = quantize_tile.bind(granularity, both, *easy, *types, power_of_two=True)
         yield f"{name}_power_of_two easy", by_power.program
         name = f"quantize_{granularity.suffix}"
@@ -134,6 +144,10 @@ def tiles(types: Types) -> Iterator[tuple[str, Program]]:
     yield "quantize_block hard", quantize_tile.bind(block, (True, False), *hard, *types).program
     gather = quantize_tile.bind(row, both, *easy, *types, gather=True)
     yield "quantize_transpose_row gather", gather.program
+    for words, starts in (("easy", easy), ("hard", hard)):
+        gather = quantize_tile.bind(row, both, *starts, *types, gather=True, sums=True)
+        yield f"quantize_transpose_row gather sums {words}", gather.program
+    yield "quantize_transpose_row adds", quantize_sums.bind().program
     for stage in (0, 1):
         scales = quantize_tile.bind_scales(stage, types[1], False)
         yield f"quantize_transpose_row scales-{stage}", scales.program
@@ -144,6 +158,8 @@ def tiles(types: Types) -> Iterator[tuple[str, Program]]:
     for given in ("static", "delayed"):
         bound = quantize_tile.bind(tensor, both, *easy, *types, given=given)
         yield f"quantize_transpose_tensor_{given} easy", bound.program
+        bound = quantize_tile.bind(tensor, both, *easy, *types, given=given, sums=True)
+        yield f"quantize_transpose_tensor_{given} sums easy", bound.program
         bound = quantize_tile.bind(tensor, across, *hard, *types, given=given)
         yield f"quantize_tensor_{given} column-major", bound.program
 
@@ -172,7 +188,7 @@ NAMES = list(CASES)
 LINES = [name for name, program in CASES.items() if program.entry == "quantize"]
 GEMMS = [name for name, program in CASES.items() if program.entry == "scaled_gemm"]
 ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
-WITHOUT_DATA = ("gather", "finish", "scales")
+WITHOUT_DATA = ("gather", "finish", "scales", "adds")
 
 
 @functools.cache

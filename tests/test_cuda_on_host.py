@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.bench.pieces import compare_bytes
-from lokakern.kernels.cuda import quantize, quantize_tensor, quantize_tile
+from lokakern.bench.pieces import compare_bytes, compare_sums
+from lokakern.kernels.cuda import quantize, quantize_sums, quantize_tensor, quantize_tile
 from lokakern.nvrtc import Program
 from lokakern.registry.register import KERNELS
+from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
 
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
@@ -40,11 +41,11 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigne
     "quantize_tile": """
 extern "C" void launch(unsigned blocks, unsigned threads, const char* y, unsigned char* data,
                        unsigned char* across, float* scale, float* across_scale, unsigned* amax,
-                       int rows, int columns, long long y_stride, long long data_stride,
-                       long long across_stride, long long scale_stride,
+                       float* parts, int rows, int columns, long long y_stride,
+                       long long data_stride, long long across_stride, long long scale_stride,
                        long long across_scale_stride) {
     run_grid(blocks, threads, false, [=] {
-        quantize_tile(y, data, across, scale, across_scale, amax, rows, columns, y_stride,
+        quantize_tile(y, data, across, scale, across_scale, amax, parts, rows, columns, y_stride,
                       data_stride, across_stride, scale_stride, across_scale_stride);
     });
 }
@@ -53,6 +54,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* y, unsigne
 extern "C" void launch(unsigned blocks, unsigned threads, float* scale, float* other, int count,
                        int others) {
     run_grid(blocks, threads, false, [=] { quantize_scales(scale, other, count, others); });
+}
+""",
+    "quantize_sums": """
+extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, float* sums,
+                       int tiles, int columns) {
+    run_grid(blocks, threads, false, [=] { quantize_sums(parts, sums, tiles, columns); });
 }
 """,
     "quantize_tensor": """
@@ -125,7 +132,7 @@ class HostLaunch:
 @pytest.fixture
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = functools.partial(HostLaunch, folder)
-    for module in (quantize, quantize_tile, quantize_tensor):
+    for module in (quantize, quantize_sums, quantize_tile, quantize_tensor):
         monkeypatch.setattr(module, "CudaLaunch", launch)
         monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
     scales = functools.cache(quantize_tile.bind_scales.__wrapped__)
@@ -384,14 +391,43 @@ def test_given_scales_of_any_size_saturate_and_keep_non_finite_values(
             assert name == "static" or float(workspace[0]) == float(amax)
 
 
-@pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("source", SOURCES, ids=str)
-@pytest.mark.parametrize("name", [n for n in KERNELS if n.startswith("cuda.quantize_transpose")])
-def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
+TRANSPOSING = [name for name in KERNELS if name.startswith("cuda.quantize_transpose")]
+
+
+def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | None:
+    """Bytes, scales and sums are those of the emulation; returns the sums."""
     kernel = KERNELS[name]
     granularity = kernel.granularity
     epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
-    form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
+    form = Format.E4M3FN if x.dtype is torch.bfloat16 else Format.E5M2
+    expected, amax = exact(x, form, granularity, epilogue)
+    turned, _ = exact(x.t(), form, granularity, epilogue)
+    data, data_t = padded(*x.shape, form), padded(*x.t().shape, form)
+    scale = granularity.empty_scale(*x.shape, x.device).fill_(math.nan)
+    scale_t = granularity.empty_scale(*x.t().shape, x.device).fill_(math.nan)
+    sums = torch.full((x.shape[1],), math.nan) if with_sums else None
+    if amax is not None:
+        scale.copy_(expected.scale)  # type: ignore[arg-type]
+    outputs = (data, scale, data_t, scale_t, sums)
+    workspace = kernel.workspace(x, *outputs)
+    kernel.launch(x, *outputs, workspace)
+    where = f"{name} {list(x.shape)} {x.stride()}"
+    wrong = compare_bytes(data, scale, expected.data, expected.scale)
+    assert not wrong, f"{where}: {wrong}"
+    wrong = compare_bytes(data_t, scale_t, turned.data, turned.scale)
+    assert not wrong, f"{where}, transposed: {wrong}"
+    wrong = "" if sums is None else compare_sums(sums, x)
+    assert not wrong, f"{where}: {wrong}"
+    check_padding(data)
+    check_padding(data_t)
+    assert epilogue != "delayed" or float(workspace[0]) == float(amax)  # type: ignore[arg-type]
+    return sums
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", TRANSPOSING)
+def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
         tall = hostile(columns, rows + 9, source)
@@ -401,23 +437,34 @@ def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None
             tall[:, 3 : 3 + rows].t(),
         ]
         for x in views:
-            expected, amax = exact(x, form, granularity, epilogue)
-            turned, _ = exact(x.t(), form, granularity, epilogue)
-            data, data_t = padded(*x.shape, form), padded(*x.t().shape, form)
-            scale = granularity.empty_scale(*x.shape, x.device).fill_(math.nan)
-            scale_t = granularity.empty_scale(*x.t().shape, x.device).fill_(math.nan)
-            if amax is not None:
-                scale.copy_(expected.scale)  # type: ignore[arg-type]
-            workspace = kernel.workspace(x, data, scale, data_t, scale_t)
-            kernel.launch(x, data, scale, data_t, scale_t, workspace)
-            where = f"{name} {list(x.shape)} {x.stride()}"
-            wrong = compare_bytes(data, scale, expected.data, expected.scale)
-            assert not wrong, f"{where}: {wrong}"
-            wrong = compare_bytes(data_t, scale_t, turned.data, turned.scale)
-            assert not wrong, f"{where}, transposed: {wrong}"
-            check_padding(data)
-            check_padding(data_t)
-            assert epilogue != "delayed" or float(workspace[0]) == float(amax)  # type: ignore[arg-type]
+            check_both_ways(name, x)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", TRANSPOSING)
+def test_sums_of_columns_come_with_both_ways(name: str, source: torch.dtype) -> None:
+    for rows, columns in [(1, 1), (130, 150), (257, 128)]:
+        wide = hostile(rows, columns + 9, source)
+        wide[6:7] = 1.0  # no NaN in every column
+        for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
+            sums = check_both_ways(name, x, with_sums=True)
+            assert sums is not None
+            plain = x.double().sum(dim=0)
+            finite = plain.isfinite()
+            assert (sums.double() - plain).abs()[finite].le(error_bound(x)[finite]).all()
+            assert finite.any() and torch.equal(sums[~finite].isnan(), plain[~finite].isnan())
+            infinite = plain.isinf()
+            assert torch.equal(sums[infinite].double(), plain[infinite])
+
+
+@pytest.mark.usefixtures("on_host")
+def test_lines_of_many_tiles_are_added_in_their_order() -> None:
+    x = torch.randn(16700, 9, generator=torch.Generator().manual_seed(0))
+    for source in SOURCES:
+        sums = check_both_ways("cuda.quantize_transpose_block", x.to(source), with_sums=True)
+        assert sums is not None
+        assert ((sums - x.to(source).double().sum(dim=0)).abs() <= error_bound(x)).all()
 
 
 def test_tiles_cover_their_lines() -> None:

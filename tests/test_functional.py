@@ -117,6 +117,22 @@ def test_quantize_transpose_is_quantize_both_ways(granularity: str) -> None:
     assert (empty.shape, empty_t.shape) == ((0, 300), (300, 0))
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
+def test_quantize_transpose_adds_up_columns(granularity: str) -> None:
+    for x in (torch.randn(200, 300), torch.randn(300, 200).t()):
+        both = lokakern.quantize_transpose(x, granularity)
+        *same, sums = lokakern.quantize_transpose(x, granularity, column_sums=True)
+        for found, expected in zip(same, both, strict=True):
+            assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert (sums.shape, sums.dtype) == ((300,), torch.float32)
+        torch.testing.assert_close(sums, x.sum(dim=0))
+    *_, empty = lokakern.quantize_transpose(x[:0], granularity, column_sums=True)
+    assert torch.equal(empty, torch.zeros(300))
+    scale = torch.ones(1)
+    *_, sums = lokakern.quantize_transpose(x, "tensor", scale=scale, column_sums=True)
+    torch.testing.assert_close(sums, x.sum(dim=0))
+
+
 @pytest.mark.parametrize("granularity", ["row", "1x128", "128x128"])
 def test_scales_may_be_powers_of_two(granularity: str) -> None:
     x = torch.randn(200, 300)

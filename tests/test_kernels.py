@@ -17,13 +17,14 @@ import torch
 
 from lokakern import functional, numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.bench.pieces import compare_bytes
+from lokakern.bench.pieces import compare_bytes, compare_sums
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.operands import operand_of
 from lokakern.problems import make_problem
 from lokakern.registry import ops
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, load_kernels
+from lokakern.sums import error_bound
 from lokakern.types import (
     PLAIN,
     REALISTIC_DISTRIBUTIONS,
@@ -552,7 +553,9 @@ def quantized_wrong(kernel: Kernel, x: torch.Tensor, form: Format, padded: bool)
     return ""
 
 
-def transposed_wrong(kernel: Kernel, x: torch.Tensor, form: Format) -> str | None:
+def transposed_wrong(
+    kernel: Kernel, x: torch.Tensor, form: Format, column_sums: bool
+) -> str | None:
     """What a quantizer of x and its transpose gets wrong, as `quantized_wrong`."""
     epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
     given = None
@@ -564,11 +567,12 @@ def transposed_wrong(kernel: Kernel, x: torch.Tensor, form: Format) -> str | Non
     by_power = epilogue == "power_of_two"
     try:
         both = functional.run(
-            kernel, x, out_format=form, power_of_two=by_power, scale=given, amax=amax
-        )
+            kernel, x, out_format=form, power_of_two=by_power, scale=given, amax=amax,
+            column_sums=column_sums,
+        )  # fmt: skip
     except UnsupportedError:
         return None
-    for name, source, found in zip(("", "transposed: "), (x, x.t()), both, strict=True):
+    for name, source, found in zip(("", "transposed: "), (x, x.t()), both[:2], strict=True):
         if given is None:
             exact = numerics.quantize(source, form, kernel.granularity, power_of_two_scale=by_power)
         else:
@@ -578,12 +582,15 @@ def transposed_wrong(kernel: Kernel, x: torch.Tensor, form: Format) -> str | Non
         wrong = compare_bytes(found.data, found.scale, exact.data, exact.scale)
         if wrong:
             return name + wrong
-    return ""
+    return compare_sums(both[2], x) if column_sums else ""
 
 
 @pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
-def test_quantize_transpose_gives_the_bytes_of_both(name: str, where: str, source: Format) -> None:
+@pytest.mark.parametrize("column_sums", [False, True], ids=["alone", "sums"])
+def test_quantize_transpose_gives_the_bytes_of_both(
+    name: str, where: str, source: Format, column_sums: bool
+) -> None:
     kernel = kernel_here(name, where)
     taken = 0
     for form in formats(where):
@@ -594,10 +601,50 @@ def test_quantize_transpose_gives_the_bytes_of_both(name: str, where: str, sourc
             wide = torch.zeros(rows, columns + 40, dtype=x.dtype, device=where)
             wide[:, 3 : 3 + columns] = x
             for given in (x, wide[:, 3 : 3 + columns], x.t().contiguous().t()):
-                wrong = transposed_wrong(kernel, given, form)
+                wrong = transposed_wrong(kernel, given, form, column_sums)
                 taken += wrong is not None
                 assert not wrong, f"{name} {form.value} {[rows, columns]}: {wrong}"
     assert taken
+
+
+def sums_of(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
+    """Sums of the columns of x, with the scales that the kernel is for."""
+    options: dict[str, Any] = {"power_of_two": "power_of_two" in kernel.epilogues}
+    if kernel.epilogues & {"static", "delayed"}:
+        options["scale"] = torch.ones(1, device=x.device)
+    if "delayed" in kernel.epilogues:
+        options["amax"] = torch.zeros(1, device=x.device)
+    found: torch.Tensor = functional.run(kernel, x, column_sums=True, **options)[2]
+    return found
+
+
+@pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
+@pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
+def test_sums_of_columns_are_those_of_float64_within_their_bound(
+    name: str, where: str, source: Format
+) -> None:
+    """Of few tiles and many, of sizes apart and of values that cancel; twice the same bits."""
+    kernel = kernel_here(name, where)
+    for rows, columns in [(1, 9), (127, 33), (129, 130), (8193, 24), (20001, 3)]:
+        x = torch.randn(rows, columns, device=where)
+        x[:, 0] = torch.logspace(-30, 30, rows, device=where)
+        x[1::2, 1] = -x[: rows - rows % 2 : 2, 1]
+        x = x.to(source.dtype)
+        found = [sums_of(kernel, x) for _ in range(2)]
+        assert torch.equal(*found)
+        error = (found[0].double() - x.double().sum(dim=0)).abs()
+        assert (error <= error_bound(x)).all(), f"{name} {[rows, columns]}"
+
+
+@pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
+def test_sums_of_columns_keep_what_is_not_finite(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    x = torch.randn(300, 40, device=where)
+    x[7, 0], x[200, 1], x[3, 2] = math.nan, math.inf, -math.inf
+    x[299, 3], x[0, 3] = math.inf, -math.inf
+    sums = sums_of(kernel, x)
+    assert torch.equal(sums.isnan(), x.sum(dim=0).isnan()) and sums.isnan().sum() == 2
+    assert sums[1] == math.inf and sums[2] == -math.inf and sums[4:].isfinite().all()
 
 
 QUANTIZED_SIZES = [(1, 1), (3, 129), (7, 13), (130, 257), (5, 9000), (3, 40001), (600, 512)]

@@ -554,10 +554,16 @@ QUANTIZERS = sorted(
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN], ids=str)
-def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout) -> None:
+@pytest.mark.parametrize("sums", [False, True], ids=["alone", "sums"])
+def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout, sums: bool) -> None:
     """And poisoned before; a scale that is given is no output."""
     kernel = KERNELS[name]
-    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    scaling = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    with_sums = {epilogue for epilogue in kernel.epilogues if epilogue.endswith("column_sums")}
+    if sums and not with_sums:
+        assert kernel.op == "quantize"
+        return
+    epilogue = with_sums.pop() if sums else scaling
     problem = make_problem(
         kernel.op, (200, 144), a=Operand(Format.BFLOAT16, layout=layout), epilogue=epilogue,
         out_granularity=kernel.granularity,
@@ -574,7 +580,8 @@ def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout) -> No
     for out in made.outputs(given):
         kept = out.clone()
         flat = out.view(torch.uint8) if out.dtype.itemsize == 1 else out
-        flat[0, 0] += 1
+        flat[(0,) * flat.dim()] += 1
         assert made.check(kernel)[1]
         out.copy_(kept)
-    assert len(made.outputs(given)) == len(given) - 1 - (epilogue in operands.GIVEN_SCALES)
+    written = {"quantize": 2, "quantize_transpose": 4}[kernel.op] + sums
+    assert len(made.outputs(given)) == written - (scaling in operands.GIVEN_SCALES)

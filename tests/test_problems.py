@@ -9,7 +9,13 @@ import pytest
 
 from lokakern.bench.forms import grad_input_cases, grad_weight_case
 from lokakern.errors import ShapeError
-from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
+from lokakern.problems import (
+    accuracy_problem,
+    has_column_sums,
+    make_problem,
+    scaling_of,
+    sums_over_samples,
+)
 from lokakern.registry.identity import problem_key
 from lokakern.types import Format, Granularity, Layout, Operand
 
@@ -37,6 +43,18 @@ def test_a_transposed_left_operand_says_nothing_of_the_right_one() -> None:
     problem = make_problem("gemm", (64, 32, 13), a=a)
     assert (problem.b and problem.b.alignment) == 2
     assert (problem.b and problem.b.layout) is Layout.COLUMN
+
+
+@pytest.mark.parametrize("scaling", ["none", "power_of_two", "static", "delayed"])
+def test_sums_of_columns_are_part_of_a_problem_beside_its_scales(scaling: str) -> None:
+    epilogue = "column_sums" if scaling == "none" else f"{scaling}+column_sums"
+    plain, summing = (
+        make_problem("quantize_transpose", (64, 48), epilogue=words)
+        for words in (scaling, epilogue)
+    )
+    assert scaling_of(plain) == scaling_of(summing) == scaling
+    assert has_column_sums(summing) and not has_column_sums(plain)
+    assert summing.bytes_moved == plain.bytes_moved + 4 * 48
 
 
 def test_errors_of_a_batch_and_of_any_m_are_those_of_one_product() -> None:

@@ -19,14 +19,16 @@ from torch import Tensor
 
 from lokakern import jit, nvrtc
 from lokakern.driver import CudaLaunch
+from lokakern.kernels.cuda.quantize_sums import empty_parts
 from lokakern.kernels.cuda.quantize_tile import (
     ARCHITECTURES,
     CHUNK_BYTES,
     is_column_major,
     launch_tiles,
     supports,
+    with_sums,
 )
-from lokakern.registry.register import register
+from lokakern.registry.register import Workspace, register
 from lokakern.types import Format, Granularity
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
@@ -202,6 +204,7 @@ def _quantize_transpose(
     scale: Tensor,
     data_t: Tensor,
     scale_t: Tensor,
+    sums: Tensor | None,
     workspace: tuple[Tensor, ...],
 ) -> None:
     """Both ways, from one read by a scale from before, else from two."""
@@ -213,7 +216,13 @@ def _quantize_transpose(
     launch_tiles(
         x, along, across, Granularity.TENSOR, given="" if epilogue == "none" else epilogue,
         amax=workspace[0] if epilogue == "delayed" else None,
+        sums=None if sums is None else (workspace[-1], sums),
     )  # fmt: skip
+
+
+def _and_parts(first: Workspace, x: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
+    parts = () if outputs[-1] is None else (empty_parts(x),)
+    return (*first(x), *parts)
 
 
 for _epilogue in ("static", "delayed"):
@@ -233,6 +242,6 @@ for _epilogue, _workspace in (("none", _partials), ("static", _no_workspace), ("
         architectures=ARCHITECTURES,
         granularity=Granularity.TENSOR,
         supports=functools.partial(supports, Granularity.TENSOR),
-        workspace=_workspace,
-        epilogues=frozenset({_epilogue}),
+        workspace=functools.partial(_and_parts, _workspace),
+        epilogues=with_sums(_epilogue),
     )(functools.partial(_quantize_transpose, _epilogue))

@@ -13,6 +13,7 @@
 //                 3  the tensor: at scale[0], made before
 //     across_scale: the same of the transpose; of the tensor a copy
 //     amax:       float32 bits, raised to the largest finite magnitude of y if DELAYED
+//     parts:      float32 [tiles of rows, columns], the sums of each tile's columns if SUMS
 //
 // A thread holds 8 rows of a chunk, so that it has 8 neighbors both ways. What goes across passes
 // through shared memory, 8 bytes of a column at a time, permuted so that no bank has two at once.
@@ -25,13 +26,15 @@
 //                    rows, which were 0: their bits order as the values do
 //     ANY_SCALE      1 for a scale that amax does not bound
 //     DELAYED        1 to raise amax
+//     SUMS           1 to write parts, for quantize_sums.cu
 //     RAGGED         1 where columns are no multiple of a chunk
 #include "quantize.cuh"
+#include "quantize_sums.cuh"
 
 constexpr int SIDE = 128, HELD = 8;
 constexpr int CHUNKS = SIDE / CHUNK;  // of a row of a tile
 constexpr int THREADS = CHUNKS * (SIDE / HELD);
-constexpr int WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32, BANDS = SIDE / HELD;
 constexpr bool OF_GROUP = SCALES == 0, OF_BLOCK = SCALES == 1, OF_ROW = SCALES == 2;
 constexpr bool BY_ROW = ALONG && (OF_GROUP || GATHER), BY_COLUMN = ACROSS && (OF_GROUP || GATHER);
 constexpr bool BY_TILE = !GATHER && (OF_BLOCK || DELAYED);
@@ -69,11 +72,12 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_tile(
     const char* y, unsigned char* data, unsigned char* across, float* scale, float* across_scale,
-    unsigned* amax, int rows, int columns, long long y_stride, long long data_stride,
+    unsigned* amax, float* parts, int rows, int columns, long long y_stride, long long data_stride,
     long long across_stride, long long scale_stride, long long across_scale_stride) {
     __shared__ unsigned of_columns[WARPS][SIDE / PER_WORD];
     __shared__ float column_scale[SIDE];
     __shared__ unsigned of_warps[WARPS];
+    __shared__ Piece of_bands[SUMS ? BANDS : 1][SIDE / 4];  // sums of columns
     __shared__ Piece turned[ACROSS && !GATHER ? SIDE * SIDE / 16 : 1];
 
     let_dependents_begin();
@@ -98,6 +102,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_tile(
         for (int i = 0; i < HELD; ++i) {
             settle<RAGGED>(from + i * y_stride * INPUT_BYTES, i < rows_left ? columns - column : 0,
                            words[i], word[i]);
+        }
+    }
+
+    if constexpr (SUMS) {  // rows beyond the end are 0
+#pragma unroll
+        for (int j = 0; j < CHUNK; j += 4) {
+            Piece sums;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                float value[HELD];
+#pragma unroll
+                for (int i = 0; i < HELD; ++i) value[i] = __uint_as_float(element(word[i], j + k));
+                sums.word[k] = __float_as_uint(sum_by_twos<HELD>(value));
+            }
+            of_bands[band][(chunk * CHUNK + j) / 4] = sums;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {  // 64 registers, else 96: the values would be kept
+#pragma unroll
+            for (int j = 0; j < 4; ++j) forget(word[i][j]);
+        }
+        const int mine = tile_column * SIDE + threadIdx.x;
+        if (threadIdx.x < SIDE && mine < columns) {
+            float value[BANDS];
+#pragma unroll
+            for (int i = 0; i < BANDS; ++i) {
+                value[i] = __uint_as_float(of_bands[i][threadIdx.x / 4].word[threadIdx.x % 4]);
+            }
+            parts[tile_row * columns + mine] = sum_by_twos<BANDS>(value);
         }
     }
 

@@ -4,7 +4,8 @@
 
 x: [rows, columns], bfloat16 or float32; q: [rows, columns], any row stride; its transpose
 [columns, rows] with scales of its own. See quantize_tile.cu. A column-major x is read as the
-row-major matrix it is a view of, and written transposed.
+row-major matrix it is a view of, and written transposed. Sums of the columns of a row-major x come
+with the same read: of the rows of a tile here, of all in quantize_sums.cu.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lokakern import nvrtc
 from lokakern.driver import CudaLaunch
+from lokakern.kernels.cuda.quantize_sums import empty_parts, launch_sums
 from lokakern.registry.register import register
 from lokakern.types import (
     ACCEPTED,
@@ -46,6 +48,8 @@ def supports(granularity: Granularity, problem: Problem, device: Device) -> Supp
         return Rejected(f"takes bfloat16 or float32, not {problem.a.format.value}")
     if problem.a.layout not in LAYOUTS:
         return Rejected("takes row-major or column-major input")
+    if problem.a.layout is Layout.COLUMN and "column_sums" in problem.epilogue:
+        return Rejected("adds up columns of row-major input only")
     if problem.out_format not in (Format.E4M3FN, Format.E5M2):
         return Rejected(f"{device.architecture} does not convert to {problem.out_format.value}")
     if problem.out_granularity is not granularity:
@@ -74,6 +78,7 @@ def bind(
     power_of_two: bool = False,
     gather: bool = False,
     given: str = "",
+    sums: bool = False,
 ) -> CudaLaunch:
     """The launch of one signature.
 
@@ -88,6 +93,7 @@ def bind(
         power_of_two: Whether scales are rounded up to powers of two.
         gather: Whether amax of rows and columns is all that is written.
         given: "static" or "delayed" where amax does not bound a scale of the tensor.
+        sums: Whether sums of the columns of tiles are written.
     """
     along, across = ways
     in_place, whole, across_whole = starts
@@ -105,10 +111,11 @@ def bind(
         "ANY_SCALE": int(bool(given)),
         "DELAYED": int(given == "delayed"),
         "RAGGED": int(ragged),
+        "SUMS": int(sums),
     }
     program = nvrtc.Program(SOURCE, "quantize_tile", tuple(macros.items()))
     threads = GROUP * source.itemsize // CHUNK_BYTES * (GROUP // HELD)
-    return CudaLaunch(program, pointers=6, scalars="iiqqqqq", threads=threads, programmatic=True)
+    return CudaLaunch(program, pointers=7, scalars="iiqqqqq", threads=threads, programmatic=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,6 +143,7 @@ def launch_tiles(
     power_of_two: bool = False,
     given: str = "",
     amax: Tensor | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Quantize x by tiles.
 
@@ -147,6 +155,7 @@ def launch_tiles(
         power_of_two: Whether scales are rounded up to powers of two.
         given: "static" or "delayed" where amax does not bound a scale of the tensor.
         amax: What "delayed" raises.
+        sums: `empty_parts` of a row-major x, and where the sums of its columns go, if wanted.
     """
     rows, columns = x.shape
     stride = x.stride(0)
@@ -170,17 +179,22 @@ def launch_tiles(
         x.dtype, turned.dtype if along is None else data.dtype, power_of_two,
     )  # fmt: skip
     grid = (-(-rows // GROUP) * -(-columns // GROUP), 1, 1)
-    tensors = (x, data, turned, scale, turned_scale, x if amax is None else amax)
+    amax, parts = x if amax is None else amax, x if sums is None else sums[0]
+    tensors = (x, data, turned, scale, turned_scale, amax, parts)
     strides = (pitch, turned_pitch, scale.stride(by_group), turned_scale.stride(by_group))
     if granularity is Granularity.ROW:  # amax of whole rows first, in the place of their scales
         ends = (rows if along else 0, columns if across else 0)
         blocks = (-(-sum(ends) // SCALES_THREADS), 1, 1)
         target = signature[5]
         bind_scales(0, target, power_of_two)(blocks, (scale, turned_scale), ends)
-        gather = bind(*signature, gather=True)
+        gather = bind(*signature, gather=True, sums=sums is not None)
         gather(grid, tensors, (rows, columns, stride, *strides))
         bind_scales(1, target, power_of_two)(blocks, (scale, turned_scale), ends)
-    bind(*signature, given=given)(grid, tensors, (rows, columns, stride, *strides))
+    by_tile = sums is not None and granularity is not Granularity.ROW
+    bound = bind(*signature, given=given, sums=by_tile)
+    bound(grid, tensors, (rows, columns, stride, *strides))
+    if sums is not None:
+        launch_sums(*sums)
 
 
 def launch_column_major(
@@ -207,13 +221,26 @@ def _quantize_transpose(
     scale: Tensor,
     data_t: Tensor,
     scale_t: Tensor,
-    _workspace: tuple[Tensor, ...],
+    sums: Tensor | None,
+    workspace: tuple[Tensor, ...],
 ) -> None:
     """Both ways from one read, or two where scales cover whole rows."""
     along, across = (data, scale), (data_t, scale_t)
     if is_column_major(x):
         along, across = across, along
-    launch_tiles(x, along, across, granularity, power_of_two=power_of_two)
+    launch_tiles(
+        x, along, across, granularity, power_of_two=power_of_two,
+        sums=None if sums is None else (workspace[0], sums),
+    )  # fmt: skip
+
+
+def _parts(x: Tensor, *outputs: Tensor | None) -> tuple[Tensor, ...]:
+    return () if outputs[-1] is None else (empty_parts(x),)
+
+
+def with_sums(epilogue: str) -> frozenset[str]:
+    """What a kernel does that makes scales in one way, and sums of columns too where asked."""
+    return frozenset({epilogue, "column_sums" if epilogue == "none" else f"{epilogue}+column_sums"})
 
 
 for _power_of_two in (False, True):
@@ -234,5 +261,6 @@ for _power_of_two in (False, True):
             architectures=ARCHITECTURES,
             granularity=_granularity,
             supports=functools.partial(supports, _granularity),
-            epilogues=_epilogues,
+            workspace=_parts,
+            epilogues=_epilogues | with_sums("power_of_two" if _power_of_two else "none"),
         )(functools.partial(_quantize_transpose, _granularity, _power_of_two))

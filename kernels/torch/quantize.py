@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.registry.register import register
+from lokakern.sums import column_sums
 from lokakern.types import (
     ACCEPTED,
     Device,
@@ -50,19 +51,22 @@ def _quantize_transpose(
     scale: Tensor,
     data_t: Tensor,
     scale_t: Tensor,
+    sums: Tensor | None,
     workspace: tuple[Tensor, ...],
 ) -> None:
     if granularity is Granularity.TENSOR and epilogue != "none":
         scale_t.copy_(scale)
     _quantize(granularity, epilogue, x, data, scale, workspace)
     _quantize(granularity, epilogue, x.t(), data_t, scale_t, workspace)
+    if sums is not None:
+        column_sums(x, sums)
 
 
-def _no_workspace(*_: Tensor) -> tuple[Tensor, ...]:
+def _no_workspace(*_: Tensor | None) -> tuple[Tensor, ...]:
     return ()
 
 
-def _amax(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+def _amax(x: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
     return (torch.zeros((1, 1), dtype=torch.float32, device=x.device),)
 
 
@@ -106,12 +110,13 @@ for _epilogue, _granularities in _EPILOGUES.items():
             ("quantize_transpose", _quantize_transpose),
         ):
             _suffix = "" if _epilogue == "none" else f"_{_epilogue}"
+            _sums = "column_sums" if _epilogue == "none" else f"{_epilogue}+column_sums"
             register(
                 _op,
                 name=f"{_op}_{_granularity.suffix}{_suffix}",
                 granularity=_granularity,
                 supports=functools.partial(_supports_quantize, _granularity),
-                epilogues=frozenset({_epilogue}),
+                epilogues=frozenset({_epilogue} if _op == "quantize" else {_epilogue, _sums}),
                 workspace=_amax if _epilogue == "delayed" else _no_workspace,
             )(functools.partial(_launch, _granularity, _epilogue))
 for _granularity in _EPILOGUES["none"]:
