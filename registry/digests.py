@@ -169,6 +169,10 @@ def _docstring_starts(source: str) -> set[tuple[int, int]]:
 def _python_includes(source: str, path: Path) -> Iterable[Path]:
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
+        if isinstance(node, ast.Constant) and str(node.value).endswith((".cu", ".hip")):
+            beside = path.with_name(str(node.value).rsplit("/", 1)[-1])  # a source it compiles
+            if beside.is_file():
+                yield beside
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
