@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lokakern.bench import timing
-from lokakern.bench.measure import contender_of, floor_us, torch_device
+from lokakern.bench.measure import contender_of, floor_us, torch_device, write_again
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
 from lokakern.bench.sweep import candidates
@@ -167,8 +167,7 @@ def _entry(one: _Running, announce: Callable[[Contender], None]) -> Entry:
     if contender.status == "ok" and one.operands is not None:
         announce(contender)
         with faults_of(contender, torch_device()):
-            one.operands.poison()
-            contender.run_all()
+            write_again(one.operands, contender)
             _, wrong = one.operands.check(one.kernel)
     reason = wrong or contender.reason
     times = None if reason else timing.quantiles(contender)

@@ -12,7 +12,7 @@ from lokakern.bench import contest as contests
 from lokakern.bench import operands, race
 from lokakern.bench.conditions import parse_condition
 from lokakern.bench.contest import Contest, bound_us, contest, contests_of, unscaled
-from lokakern.bench.forms import Case, gemm_cases, quantize_case, scaled_gemm_cases
+from lokakern.bench.forms import Case, gemm_cases, main_grad_case, quantize_case, scaled_gemm_cases
 from lokakern.bench.race import Entry
 from lokakern.bench.suites import SUITES
 from lokakern.bench.timing import Contender
@@ -147,6 +147,19 @@ def test_a_wrong_kernel_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.ours == ""
     (found,) = [entry for entry in row.entries if entry.ours]
     assert found.latency_us is None and found.failed.startswith("kernel_err ")
+
+
+def test_who_adds_to_its_output_is_checked_after_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed may hold a call several times, as graphs do."""
+
+    def run_all(contender: Contender) -> None:
+        for call in (*contender.calls, *contender.calls):
+            call()
+
+    monkeypatch.setattr(Contender, "run_all", run_all)
+    case = main_grad_case(256, 24, 40, Format.E5M2, Format.E4M3FN)
+    (row,) = run([case], "scaled_gemm", "torch.*", "torch.*").rows
+    assert row.ours == "torch.emulated_group", [entry.failed for entry in row.entries]
 
 
 def test_a_kernel_that_raises_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
