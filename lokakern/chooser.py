@@ -50,8 +50,10 @@ def _warn_of_emulation(
     problem: Problem, kernel: Kernel, table: Table, needs: frozenset[str]
 ) -> None:
     """Say once for a family of problems why a GPU that multiplies FP8 is not asked to."""
+    if table.device.architecture not in FP8_GPUS:
+        return
     family = f"{replace(problem, m=0)} {' '.join(sorted(needs))}"
-    if table.device.architecture not in FP8_GPUS or family in _WARNED:
+    if family in _WARNED:
         return
     _WARNED.add(family)
     against = dict(table.pick(problem.m).rejected)

@@ -86,7 +86,8 @@ def scaled_gemm(
 
     Raises:
         ShapeError: The operands do not multiply, or another argument does not fit them.
-        FormatError: A granularity or format does not fit.
+        FormatError: A granularity or format does not fit, or ``out_scale`` is no number a scale can
+            be (a tensor's value is not read: it is on the device).
         DeviceError: Operands are on different devices.
         UnknownNameError: No such activation.
         UnsupportedError: No kernel multiplies these operands here.

@@ -56,7 +56,7 @@ class Draw:
         if shape == "long":
             many, self.n, self.k = 40, self.size(100), int(self.rng.integers(1500, 20001))
         elif shape == "tall":
-            self.n, self.k = self.size(64), self.size(100)
+            self.n, self.k = (int(size) for size in self.rng.integers(1, 65, 2))
         if kernel.b_granularity is Granularity.BLOCK and self.chance(0.5):  # what libraries take
             self.n, self.k = -(-self.n // 128) * 128, -(-self.k // 128) * 128
         elif self.chance(0.3):
