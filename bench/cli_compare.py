@@ -47,7 +47,8 @@ def compare(
         list[str] | None,
         typer.Option(
             help="Kernel or pattern; repeatable. Compares these with --rivals instead of "
-            "dispatch with baselines. Default of an op that is not gemm: cuda.*"
+            "dispatch with baselines; a composition counts if all its parts do. Default of an op "
+            "that is not gemm: cuda.*"
         ),
     ] = None,
     rivals: Annotated[
@@ -257,14 +258,22 @@ def _words(summary: Summary) -> str:
     if summary.over_bound and summary.most_over_bound:
         words.append(f"{summary.over_bound:.3f} of the bound (most {summary.most_over_bound:.3f})")
     found = "; ".join(words) or "nothing to compare"
-    return f"{summary.group}, {summary.compared} of {summary.count} compared: {found}"
+    counts = [f"{summary.group}, {summary.compared} of {summary.count} compared"]
+    if summary.wrong:
+        counts.append(f"ours WRONG {summary.wrong} times")
+    if summary.failed:
+        counts.append(f"ours did not run {summary.failed} times")
+    if summary.missing:
+        counts.append(f"none of ours at {summary.missing}")
+    return f"{', '.join(counts)}: {found}"
 
 
 def _failures(found: Contest) -> list[str]:
+    entries = [entry for row in found.rows for entry in row.entries if entry.failed]
     failed = [
-        f"not ok: {entry.kernel}: {entry.problem}: {entry.failed}"
-        for row in found.rows for entry in row.entries if entry.failed
-    ]  # fmt: skip
+        f"{'WRONG' if entry.wrong else 'not ok'}: {entry.kernel}: {entry.problem}: {entry.failed}"
+        for entry in sorted(entries, key=lambda entry: not entry.wrong)
+    ]
     missing = [f"none of ours: {row.problem}" for row in found.rows if not row.ours]
     shown = (failed + missing)[:20]
     left = len(failed) + len(missing) - len(shown)

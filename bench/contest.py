@@ -71,12 +71,17 @@ class Row:
 class Summary:
     """What rows come to: geometric means and extremes; None without any.
 
-    ``count`` rows are in the group; of ``compared`` ours and a rival have a time.
+    ``count`` rows are in the group; of ``compared`` ours and a rival have a time, in ``missing``
+    none of ours has. ``wrong`` times a kernel of ours wrote something wrong, ``failed`` times one
+    did not run, at any of the problems of a row.
     """
 
     group: str
     count: int
     compared: int
+    missing: int
+    wrong: int
+    failed: int
     speedup: float | None
     least_speedup: float | None
     accurate_speedup: float | None
@@ -134,24 +139,27 @@ def contest(
     Args:
         cases: Of any op; those of others are left out.
         op: What is compared.
-        ours: Names of kernels, ``*`` and ``?`` standing for anything.
-        rivals: The same; a kernel of ours is no rival.
+        ours: Names of kernels, ``*`` and ``?`` standing for anything. A composition is ours if all
+            its parts are, or if a name with ``+`` is its own.
+        rivals: Names of kernels or of compositions; a kernel of ours is no rival.
         groups: Conditions under which means are taken, too.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
         step: Called with each problem.
 
     Raises:
-        UnknownNameError: No kernel of the op has a name of ours, or of the rivals.
+        UnknownNameError: No kernel of the op has a name of ours, or of the rivals; or all that have
+            are compositions with parts that are not ours.
         DeviceLostError: A kernel, which is named, left the device unusable.
     """
     _refuse_unknown(op, ours)
     _refuse_unknown(op, rivals)
+    _refuse_parts_of_others(op, ours)
     device, where = current_device(), torch_device()
     regime = regime or default_regime(device)
     timing.check_regime(regime, where)
 
     def side_of(kernel: Kernel) -> bool | None:
-        if _matches(kernel.name, ours):
+        if _is_ours(kernel, ours):
             return True
         return False if _matches(kernel.name, rivals) else None
 
@@ -179,10 +187,28 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
+def _is_ours(kernel: Kernel, globs: Sequence[str]) -> bool:
+    """A rival's GEMM does not become ours by a quantizer of ours in front of it."""
+    if not kernel.parts:
+        return _matches(kernel.name, globs)
+    whole = [glob for glob in globs if "+" in glob]
+    return _matches(kernel.name, whole) or all(_matches(part, globs) for part in kernel.parts)
+
+
+def _refuse_parts_of_others(op: str, globs: Sequence[str]) -> None:
+    if not any(_is_ours(kernel, globs) for kernel in kernels_for(op)):
+        raise UnknownNameError(
+            f"every kernel of {op} named by {', '.join(globs)} has parts with other names; name "
+            "these, too, or whole compositions, such as 'cuda.quantize_*+torch.*'"
+        )
+
+
 def _refuse_unknown(op: str, globs: Sequence[str]) -> None:
-    names = [kernel.name for kernel in kernels_for(op)]
+    kernels = kernels_for(op)
+    names = [kernel.name for kernel in kernels]
+    parts = [part for kernel in kernels for part in kernel.parts]
     for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in names):
+        if not any(fnmatchcase(name, glob) for name in (*names, *parts)):
             raise UnknownNameError(
                 f"no kernel of {op} is named {glob!r}; expected one of {', '.join(names)}, or a "
                 "pattern such as 'cuda.*'"
@@ -249,10 +275,14 @@ def _summary(name: str, rows: Sequence[Row]) -> Summary:
     speedups = [row.speedup for row in rows if row.speedup]
     accurate = [row.accurate_speedup for row in rows if row.accurate_speedup]
     over = [row.over_bound for row in rows if row.over_bound]
+    ours = [entry for row in rows for entry in row.entries if entry.ours]
     return Summary(
         group=name,
         count=len(rows),
         compared=len(speedups),
+        missing=sum(not row.ours for row in rows),
+        wrong=sum(entry.wrong for entry in ours),
+        failed=sum(bool(entry.failed) and not entry.wrong for entry in ours),
         speedup=geometric_mean(speedups),
         least_speedup=min(speedups, default=None),
         accurate_speedup=geometric_mean(accurate),

@@ -130,6 +130,16 @@ class _OverwrittenError(BaseException):  # past `faults_of`: what the rivals rea
         self.place = place
 
 
+def write_again(operands: Operands, contender: Contender) -> None:
+    """Poison the outputs, and do once more what was timed, so that it can be checked."""
+    operands.poison()
+    if operands.before is None:
+        contender.run_all()
+        return
+    for call in contender.calls[: timing.MOST_CALLED]:  # once each: a graph may hold a call twice
+        call()
+
+
 def _record(
     kernel: Kernel, contender: Contender, operands: Operands, regime: str, where: torch.device
 ) -> TimingRecord:
@@ -137,12 +147,7 @@ def _record(
     error, wrong = None, ""
     if contender.status == "ok":
         with faults_of(contender, where):
-            operands.poison()
-            if operands.before is None:
-                contender.run_all()
-            else:  # once each: a graph may hold a call twice
-                for call in contender.calls[: timing.MOST_CALLED]:
-                    call()
+            write_again(operands, contender)
             error, wrong = operands.check(kernel)
     if error is None:
         return TimingRecord(status=contender.status, reason=contender.reason)

@@ -123,6 +123,7 @@ class Operands:
             if problem.epilogue.startswith("bias")
             else None
         )
+        self._amax: dict[tuple[str, int], Tensor] = {}  # what a delayed quantizer raises in a set
         self._quantized: dict[Any, QuantizedTensor] = {}
         self._references: dict[Any, Case64] = {}
         set_bytes = max(problem.bytes_moved, 1)
@@ -274,6 +275,8 @@ class Operands:
         given, extra = self.sets[number], self.epilogues[number]
         seen = given[:2] if kernel.op == "gemm" else given
         workspace = kernel.workspace(*seen, *extra)
+        if self.problem.epilogue == "delayed":
+            self._amax[kernel.name, number] = workspace[0]
         return functools.partial(kernel.launch, *given, workspace, *extra)
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -299,7 +302,12 @@ class Operands:
         return sums
 
     def poison(self) -> None:
-        """Fill every output with what no kernel may leave there, or with what is added to."""
+        """Fill every output with what no kernel may leave there, or with what is added to.
+
+        What is raised begins at 0.
+        """
+        for amax in self._amax.values():
+            amax.zero_()
         for operands in self.sets:
             for out in self.outputs(operands):
                 if self.before is not None:
@@ -384,6 +392,7 @@ class Operands:
             checked += self.outputs(operands)[0].numel()
             if self.problem.op in QUANTIZERS:
                 wrong = self._check_bytes(operands, self.order[number].to(self.device))
+                wrong = wrong or self._check_amax(kernel, number)
                 if wrong:
                     return KernelError(math.inf, math.inf), wrong
                 continue
@@ -475,6 +484,14 @@ class Operands:
             per_row = granularity in (Granularity.ROW, Granularity.GROUP)
             exact_scale = expected.scale[index] if per_row else expected.scale
         return compare_bytes(data, scale, exact_data, exact_scale)
+
+    def _check_amax(self, kernel: Kernel, number: int) -> str:
+        if self.problem.epilogue != "delayed":
+            return ""
+        found = float(self._amax[kernel.name, number])
+        x = self.x.float()  # every set holds all of its rows
+        exact = float(torch.where(torch.isfinite(x), x.abs(), 0.0).amax())
+        return "" if found == exact else f"amax is {found}, not {exact}"
 
 
 def _case_of(left: Any, right: Any) -> Case64:

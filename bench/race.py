@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lokakern.bench import timing
-from lokakern.bench.measure import contender_of, floor_us, torch_device
+from lokakern.bench.measure import contender_of, floor_us, torch_device, write_again
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
 from lokakern.bench.sweep import candidates
@@ -35,6 +35,7 @@ class Entry:
         margin_us: Half-width of the 95 % interval of the median.
         is_lower_bound: Whether it was too far behind to be timed cold.
         failed: Why it has no time; "" if it has.
+        wrong: Whether that is because of what it wrote.
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class Entry:
     margin_us: float | None
     is_lower_bound: bool
     failed: str
+    wrong: bool = False
 
 
 @dataclass(slots=True)
@@ -129,8 +131,6 @@ def _running(
     for case in same:
         kernels = [kernel for kernel in candidates(case.problem, device)
                    if side_of(kernel) is not None and kernel.name not in unquantized]  # fmt: skip
-        # It reads the source of a prepared weight, whatever its form: once is enough.
-        unquantized |= {k.name for k in kernels if k.op == "gemm" and not k.quantizes}
         if not kernels:
             continue
         operands, status, reason = None, "ok", ""
@@ -145,6 +145,9 @@ def _running(
             if operands is not None:
                 with faults_of(contender, where):
                     contender = contender_of(operands, kernel, name)
+            if kernel.op == "gemm" and not kernel.quantizes and contender.status == "ok":
+                # It reads the source of a prepared weight, whatever its form: once is enough.
+                unquantized.add(kernel.name)
             yield _Running(kernel, case.problem, bool(side_of(kernel)), operands, contender)
 
 
@@ -167,8 +170,7 @@ def _entry(one: _Running, announce: Callable[[Contender], None]) -> Entry:
     if contender.status == "ok" and one.operands is not None:
         announce(contender)
         with faults_of(contender, torch_device()):
-            one.operands.poison()
-            contender.run_all()
+            write_again(one.operands, contender)
             _, wrong = one.operands.check(one.kernel)
     reason = wrong or contender.reason
     times = None if reason else timing.quantiles(contender)
@@ -181,4 +183,5 @@ def _entry(one: _Running, announce: Callable[[Contender], None]) -> Entry:
         margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
         is_lower_bound=contender.screened,
         failed=reason,
+        wrong=bool(wrong),
     )

@@ -114,6 +114,7 @@ def _supports_composition(
                 f"needs a weight prepared as {fp8.value}/{second.b_granularity.value}; "
                 f"it is {have[0].value}/{have[1].value}"
             )
+        b = replace(b, alignment=problem.b.alignment)
     else:
         # The quantizer gets b.t(): row-major where b is column-major, and the other way round.
         weight = replace(problem.b, layout=_TRANSPOSED[problem.b.layout])

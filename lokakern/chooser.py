@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -10,8 +12,12 @@ from torch import Tensor
 from lokakern import selection
 from lokakern.errors import UnsupportedError
 from lokakern.operands import device_of
-from lokakern.registry.register import Kernel
+from lokakern.registry.register import FP8_GPUS, Kernel, kernels_for
+from lokakern.table import Table
 from lokakern.types import ErrorBudget, Problem, Rejected
+
+logger = logging.getLogger("lokakern")
+_WARNED: set[str] = set()
 
 
 class Chooser(Protocol):
@@ -33,9 +39,34 @@ def fastest_within(budget: ErrorBudget | float | None) -> Chooser:
                 f"{problem.op}: no kernel runs {problem} on {table.device.product}: "
                 + "; ".join(reasons)
             )
+        if problem.op == "scaled_gemm" and "any" in kernel.architectures:
+            _warn_of_emulation(problem, kernel, table, needs)
         return kernel
 
     return choose
+
+
+def _warn_of_emulation(
+    problem: Problem, kernel: Kernel, table: Table, needs: frozenset[str]
+) -> None:
+    """Say once for a family of problems why a GPU that multiplies FP8 is not asked to."""
+    if table.device.architecture not in FP8_GPUS:
+        return
+    family = f"{replace(problem, m=0)} {' '.join(sorted(needs))}"
+    if family in _WARNED:
+        return
+    _WARNED.add(family)
+    against = dict(table.pick(problem.m).rejected)
+    reasons = []
+    for fast in kernels_for(problem.op, table.device):
+        if "any" not in fast.architectures:
+            answer = fast.supports(problem, table.device)
+            why = answer.reason if isinstance(answer, Rejected) else fast.lacks(needs)
+            reasons.append(f"{fast.name}: {why or against.get(fast.name, 'not chosen')}")
+    logger.warning(
+        "%s: %s: %s emulates it, slowly, on %s: %s",
+        problem.op, problem, kernel.name, table.device.product, "; ".join(reasons),
+    )  # fmt: skip
 
 
 def only(kernel: Kernel) -> Chooser:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lokakern.chooser import Chooser, fastest_within
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
+from lokakern.numerics import SMALLEST_SCALE
 from lokakern.operands import (
     check_bias,
     check_matrix,
@@ -85,7 +86,8 @@ def scaled_gemm(
 
     Raises:
         ShapeError: The operands do not multiply, or another argument does not fit them.
-        FormatError: A granularity or format does not fit.
+        FormatError: A granularity or format does not fit, or ``out_scale`` is no number a scale can
+            be (a tensor's value is not read: it is on the device).
         DeviceError: Operands are on different devices.
         UnknownNameError: No such activation.
         UnsupportedError: No kernel multiplies these operands here.
@@ -203,6 +205,8 @@ def _checked_operands(a: Quantized, b: QuantizedTensor) -> Sequence[QuantizedTen
     if b.shape[0] != k:
         found = f"a is {[m, k]}" if len(slices) == 1 else f"slices of a make {[m, k]}"
         raise ShapeError(f"scaled_gemm: {found} and b is {list(b.shape)}; b must be [{k}, n]")
+    if k == 0:
+        raise ShapeError(f"scaled_gemm: a is {[m, k]}; k must be at least 1")
     if len(slices) > 1:
         _check_slices(slices)
     return slices
@@ -286,6 +290,13 @@ def _out_format(
 
 def _checked_out_scale(given: Tensor | float, device: torch.device) -> Tensor:
     if not isinstance(given, Tensor):
+        usable = isinstance(given, int | float) and not isinstance(given, bool)
+        # A number that float32 holds: SMALLEST_SCALE is its smallest normal one.
+        if not usable or not SMALLEST_SCALE <= given <= torch.finfo(torch.float32).max:
+            raise FormatError(
+                f"scaled_gemm: out_scale is {given!r}; expected a finite float32 number > 0, or a "
+                "tensor of one"
+            )
         return torch.full((1, 1), float(given), dtype=torch.float32, device=device)
     if given.numel() != 1 or given.dtype != torch.float32:
         raise ShapeError(

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from lokakern.types import Device
 
 
+BROKEN = ("wrong", "crashed")  # one such row, and the state of the source it is of is no good
+
+
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """What is known of a kernel on an architecture.
 
     Attributes:
         architecture: Or "any", for a kernel that runs anywhere and was measured nowhere.
-        state: "measured", "failed" (a GPU test, or every timing), "stale" (measured before it
-            changed), "compile_only" or "unmeasured".
+        state: "measured", "failed" (a GPU test, every timing, or one that was wrong or crashed),
+            "stale" (measured before it changed), "compile_only" or "unmeasured".
         why: Where it was measured and how its tests ended, or the reason for the state.
     """
 
@@ -56,9 +59,9 @@ class _Verdict:
 def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
     """Timings and test results that kernels lack, as they are now, where they claim to run.
 
-    Needed are a timing and a test result that are "ok", on each architecture that is not
-    `compile_only` or `unmeasured` with a reason. A kernel for any architecture claims those of all
-    GPUs in the facts.
+    Needed are a timing and a test result that are "ok", and no timing that was wrong or crashed, on
+    each architecture that is not `compile_only` or `unmeasured` with a reason. A kernel for any
+    architecture claims those of all GPUs in the facts.
     """
     rows = _Rows(facts)
     return [
@@ -109,6 +112,9 @@ class _Rows:
     def timed(self, kernel: Kernel, architecture: str) -> _Verdict:
         rows = self._times.get((kernel.name, architecture), [])
         present = [row for row in rows if row[0] == kernel.digest]
+        for _, device, status, reason in present:
+            if status in BROKEN:  # whatever it does elsewhere, or did at another time
+                return _Verdict("failed", f"{status} on {device.product}: {reason}")
         good = sorted({device.product for _, device, status, _ in present if status == "ok"})
         if good:
             others = sorted({status for _, _, status, _ in present} - {"ok"})

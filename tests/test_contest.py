@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from lokakern.bench import contest as contests
 from lokakern.bench import operands, race
+from lokakern.bench.cli_compare import _failures, _words
 from lokakern.bench.conditions import parse_condition
 from lokakern.bench.contest import Contest, bound_us, contest, contests_of, unscaled
-from lokakern.bench.forms import Case, gemm_cases, quantize_case, scaled_gemm_cases
+from lokakern.bench.forms import (
+    Case,
+    gemm_cases,
+    main_grad_case,
+    prepared_cases,
+    quantize_case,
+    scaled_gemm_cases,
+)
 from lokakern.bench.race import Entry
 from lokakern.bench.suites import SUITES
 from lokakern.bench.timing import Contender
@@ -76,9 +85,45 @@ def test_the_anchors_are_27_contests() -> None:
     assert {len(same) for same in quantized.values()} == {1}
 
 
+def test_one_form_without_room_leaves_the_unquantized_kernel_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = 0
+
+    def short_of_memory(*given: Any, **options: Any) -> operands.Operands:
+        nonlocal made
+        made += 1
+        if made == 1:
+            raise MemoryError("no room")
+        return operands.Operands(*given, **options)
+
+    monkeypatch.setattr(race, "Operands", short_of_memory)
+    cases = list(prepared_cases(64, 32, 128, "X1", Format.E4M3FN))
+    (row,) = run(cases, "gemm", "torch.quantize_*+*", "torch.bf16").rows
+    assert row.rival == "torch.bf16"
+    times = [entry.latency_us for entry in row.entries if entry.kernel == "torch.bf16"]
+    assert [time is None for time in times] == [True, False]
+
+
+def test_a_composition_is_ours_if_all_its_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN))
+    mixed = replace(
+        KERNELS["torch.quantize_row+torch.emulated_row"], name="ours.quantize_row+torch.gemm",
+        parts=("ours.quantize_row", "torch.gemm"),
+    )  # fmt: skip
+    monkeypatch.setitem(KERNELS, mixed.name, mixed)
+    assert not contests._is_ours(mixed, ["ours.*"])
+    assert contests._is_ours(mixed, ["ours.*", "torch.gemm"])
+    assert contests._is_ours(mixed, ["ours.*+torch.*"])
+    with pytest.raises(UnknownNameError, match=r"named by ours\.\* has parts with other names"):
+        run(cases, "gemm", "ours.*", "torch.*")
+    row = run(cases, "gemm", "torch.*", "*").rows[0]
+    assert {e.kernel for e in row.entries if not e.ours} == {mixed.name}
+
+
 def test_a_prepared_weight_counts_in_its_fastest_form() -> None:
     cases = list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN))
-    found = run(cases, "gemm", "torch.quantize_*", "torch.bf16")
+    found = run(cases, "gemm", "torch.quantize_*+*", "torch.bf16")
     whole, prepared = found.rows
     assert "prepared" in prepared.problem and "prepared" not in whole.problem
     assert whole.rival == prepared.rival == "torch.bf16"
@@ -134,6 +179,25 @@ def test_a_shape_without_ours_is_counted_and_not_compared(monkeypatch: pytest.Mo
     assert (summary.count, summary.compared, summary.speedup) == (1, 0, None)
 
 
+def test_a_mean_comes_with_how_often_ours_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = replace(entry("ours.c", True, True, None), wrong=True)
+    rows = [
+        row_of(monkeypatch, entry("ours.a", True, True, 1.0), entry("b", False, True, 2.0), wrong,
+               entry("ours.d", True, True, None)),
+        row_of(monkeypatch, wrong, replace(wrong, ours=False), entry("b", False, True, None)),
+    ]  # fmt: skip
+    summary = contests._summary("all", rows)
+    assert (summary.wrong, summary.failed, summary.missing) == (2, 1, 1)
+    assert _words(summary).startswith(
+        "all, 1 of 2 compared, ours WRONG 2 times, ours did not run 1 times, none of ours at 1: "
+        "2.000x"
+    )
+    lines = _failures(Contest(tuple(rows), ()))
+    assert [line.split(":")[0] for line in lines] == [
+        "WRONG", "WRONG", "WRONG", "not ok", "not ok", "none of ours"
+    ]  # fmt: skip
+
+
 def test_a_wrong_kernel_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     right = KERNELS["torch.emulated_row"]
 
@@ -146,7 +210,20 @@ def test_a_wrong_kernel_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = run(SHAPES, "scaled_gemm", "wrong.*", "torch.*").rows
     assert row.ours == ""
     (found,) = [entry for entry in row.entries if entry.ours]
-    assert found.latency_us is None and found.failed.startswith("kernel_err ")
+    assert found.latency_us is None and found.failed.startswith("kernel_err ") and found.wrong
+
+
+def test_who_adds_to_its_output_is_checked_after_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed may hold a call several times, as graphs do."""
+
+    def run_all(contender: Contender) -> None:
+        for call in (*contender.calls, *contender.calls):
+            call()
+
+    monkeypatch.setattr(Contender, "run_all", run_all)
+    case = main_grad_case(256, 24, 40, Format.E5M2, Format.E4M3FN)
+    (row,) = run([case], "scaled_gemm", "torch.*", "torch.*").rows
+    assert row.ours == "torch.emulated_group", [entry.failed for entry in row.entries]
 
 
 def test_a_kernel_that_raises_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +247,7 @@ def test_contenders_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
             contender.fail(RuntimeError("not timed"))
 
     monkeypatch.setattr(race.timing, "time_contenders", time)
-    run(list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN)), "gemm", "torch.quantize*", "torch.*")
+    run(list(gemm_cases(64, 32, 128, "X1", Format.E4M3FN)), "gemm", "torch.quantize*+*", "torch.*")
     assert len(set(seen)) == len(seen) > 6
 
 

@@ -137,13 +137,29 @@ def test_skipped_tests_are_no_evidence(facts: Facts) -> None:
 
 def test_a_time_that_is_not_ok_is_no_evidence(facts: Facts) -> None:
     it = kernel(architectures=ON_HOPPER)
-    facts.time(it, status="wrong")
+    facts.time(it, status="timeout")
     facts.test(it, 40, 0, 0)
-    why = "no time on NVIDIA H200: wrong: it would not"
+    why = "no time on NVIDIA H200: timeout: it would not"
     assert facts.gaps(it) == [("timing", why)]
     assert facts.states(it) == {"sm_90": ("failed", why)}
     facts.time(it)
     assert facts.gaps(it) == []
+    assert facts.states(it)["sm_90"][0] == "measured"
+
+
+@pytest.mark.parametrize("status", ["wrong", "crashed"])
+def test_a_kernel_that_was_wrong_once_is_a_gap_until_it_changes(facts: Facts, status: str) -> None:
+    it = kernel(architectures=ON_HOPPER)
+    facts.time(it)
+    facts.test(it, 40, 0, 0)
+    facts.time(it, status=status)
+    why = f"{status} on NVIDIA H200: it would not"
+    assert facts.gaps(it) == [("timing", why)]
+    assert facts.states(it) == {"sm_90": ("failed", why)}
+    changed = kernel("2" * 64, architectures=ON_HOPPER)
+    facts.time(changed)
+    facts.test(changed, 40, 0, 0)
+    assert facts.gaps(changed) == []
 
 
 @pytest.mark.parametrize("declared", ["compile_only", "unmeasured"])

@@ -585,3 +585,25 @@ def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout, sums:
         out.copy_(kept)
     written = {"quantize": 2, "quantize_transpose": 4}[kernel.op] + sums
     assert len(made.outputs(given)) == written - (scaling in operands.GIVEN_SCALES)
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name.endswith("_delayed")])
+def test_a_delayed_quantizer_must_raise_amax(name: str) -> None:
+    """From where it is poisoned: what it was raised to before is no evidence."""
+    kernel = KERNELS[name]
+    problem = make_problem(
+        kernel.op, (200, 144), epilogue="delayed", out_granularity=kernel.granularity
+    )
+
+    def launch(*given: Any) -> None:
+        *tensors, workspace = given
+        kernel.launch(*tensors, (workspace[0].clone(),))
+
+    silent = replace(kernel, launch=launch)
+    made = Operands(problem, "X1", CPU, HERE, cold=False)
+    for one, words in ((kernel, ""), (silent, "amax is 0.0, not "), (kernel, "")):
+        call = made.call_of(one, 0)
+        for _ in range(2):
+            made.poison()
+            call()
+        assert made.check(one)[1].startswith(words) and bool(made.check(one)[1]) is bool(words)

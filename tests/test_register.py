@@ -359,6 +359,15 @@ def prepared(form: Format, granularity: Granularity) -> Problem:
     return make_problem("gemm", (64, 256, 512), b=weight, prepared=True)
 
 
+def test_a_composition_asks_its_gemm_about_the_alignment_of_a_prepared_weight() -> None:
+    found = KERNELS["cuda.quantize_row+torch.scaled_mm_row"]
+    problem = prepared(Format.E4M3FN, Granularity.ROW)
+    assert found.supports(problem, H200) == Accepted()
+    assert problem.b is not None
+    askew = replace(problem, b=replace(problem.b, alignment=8))
+    assert "operands must be 16-byte aligned" in reason(found.supports(askew, H200))
+
+
 def test_a_composition_takes_weights_prepared_its_way() -> None:
     found = composition()
     assert found.supports(GEMM, CPU) == Accepted()

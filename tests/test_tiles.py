@@ -1,15 +1,26 @@
-"""The rule that chooses tiles of the FP8 GEMM: always one that fits, and whole waves of it."""
+"""The rule that chooses tiles of the FP8 GEMM: always one that fits, and whole waves of it.
+
+On a GPU every tile computes something in which all its pipelines come round several times.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lokakern import jit, numerics
+from lokakern.device import current_device
 from lokakern.kernels.cuda import scaled_gemm
 from lokakern.kernels.cuda.scaled_gemm import Kind, Tile
+from lokakern.registry import ops
+from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND
+from lokakern.types import PLAIN, Format, QuantizedTensor
 
 SMS = 132
 SIZES = st.integers(1, 9000)
@@ -108,3 +119,132 @@ def test_a_group_takes_scales_at_any_row() -> None:
 )
 def test_rows_leave_in_pieces_that_bulk_copies_take(columns: int, item: int, expected: int) -> None:
     assert scaled_gemm.chunk_bytes(columns, item) == expected
+
+
+# --- what each tile computes
+
+# Sizes of test_cuda_compiled.py, one for each tile of the rule, and outputs of few columns.
+TILE_SIZES = (
+    (2048, 128, 128), (2048, 256, 256), (2048, 512, 512), (8192, 512, 512), (8192, 1024, 1024),
+    (8192, 2048, 2048), (32768, 128, 128), (32768, 1024, 256), (20480, 24, 720), (20480, 8, 39),
+    (2048, 512, 2048), (256, 512, 115200), (2048, 512, 115200), (256, 2048, 17280),
+    *((m, n, k) for m in (256, 8192, 163840) for n in (1, 8, 16, 24, 32, 64)
+      for k in (39, 256, 720, 4096, 17280)),
+)  # fmt: skip
+RUNS = 5  # with the same bits: a race changes some
+LOOPS = 3  # of every pipeline over the stages of its ring, and over tiles
+
+
+class Trial(NamedTuple):
+    """A tile, and what it is tried on; ``a`` comes in bfloat16 where the kind quantizes."""
+
+    kind: Kind
+    tile: Tile
+
+    def __str__(self) -> str:
+        name = "gemm" if self.kind.quantizes else "scaled_gemm"
+        parts = f"{self.tile.block_n}x{self.tile.warpgroups}"
+        parts += f" resident {self.tile.chunks}" if self.tile.resident else ""
+        parts += f" of {self.tile.parts}" if self.tile.parts > 1 else ""
+        parts += f" {self.tile.blocks} an SM" if self.tile.blocks > 1 else ""
+        return f"{name}_{self.kind.scales} {parts}"
+
+    def size(self, sms: int) -> tuple[int, int, int]:
+        """m, n and k, each with a tail, at which every pipeline comes round LOOPS times."""
+        tile = self.tile
+        across = 1 if tile.block_n < 32 else (2 if tile.resident else 5)
+        n = across * tile.block_n - (8 if tile.block_n > 16 else 0)
+        steps = self.steps(n)
+        loops = max(LOOPS, math.ceil(LOOPS * self.stages(n, steps) * tile.parts / steps))
+        if tile.resident:
+            down = loops * tile.pipelines * (sms * tile.blocks // across)
+        else:
+            down = math.ceil(loops * sms * tile.blocks / across / tile.parts)
+        return down * tile.height - 24, n, steps * scaled_gemm.DEPTH - 40
+
+    def steps(self, n: int) -> int:
+        """Along k: more than the ring has stages, if that fits, else as many as fit."""
+        fitting = [
+            steps
+            for steps in range(1, 41 if self.tile.parts == 1 else 121)
+            if scaled_gemm.fits(n, steps * scaled_gemm.DEPTH, self.tile, self.kind)
+        ]
+        longer = (s for s in fitting if s >= (self.stages(n, s) + 3) * self.tile.parts)
+        return next(longer, fitting[-1])
+
+    def stages(self, n: int, steps: int) -> int:
+        macros = scaled_gemm.macros_of(n, steps * scaled_gemm.DEPTH, self.tile, self.kind)
+        return int(macros["STAGES"])
+
+
+def trials() -> Iterator[Trial]:
+    for scales in ("tensor", "row", "block", "group"):
+        kind = Kind(scales)
+        for m, n, k in TILE_SIZES:
+            yield Trial(kind, scaled_gemm.tile_for(m, n, k, kind, 1, SMS))
+            split = scaled_gemm.split_tile_for(m, n, k, 1, SMS)
+            if split is not None:
+                yield Trial(kind, split)
+    quantizing = Kind("block", quantizes=True)
+    for m, n, k in TILE_SIZES:
+        yield Trial(quantizing, scaled_gemm.quantizing_tile_for(m, n, k, quantizing, SMS))
+
+
+TRIALS = list(dict.fromkeys(trials()))
+trial_of = pytest.mark.parametrize("trial", TRIALS, ids=str)
+
+
+@trial_of
+def test_trials_bring_every_pipeline_round_its_ring(trial: Trial) -> None:
+    tile = trial.tile
+    m, n, k = trial.size(SMS)
+    assert m % tile.height and k % scaled_gemm.DEPTH
+    steps = math.ceil(k / scaled_gemm.DEPTH / tile.parts)
+    stages = trial.stages(n, math.ceil(k / scaled_gemm.DEPTH))
+    tiles = tile.count(m, n)
+    pipelines = scaled_gemm.grid_of(tile, m, n, 1, SMS) * tile.pipelines
+    if tile.parts == 1:
+        assert tiles >= LOOPS * pipelines
+        assert tiles // pipelines * steps >= LOOPS * stages or steps > stages
+    else:
+        assert tiles * tile.parts >= LOOPS * SMS and steps > stages
+    assert m * n * k < 2**38 and max(m * k, m * n) < 2**29  # seconds, and GiB of float64
+
+
+@pytest.mark.gpu
+@trial_of
+def test_every_tile_is_right_and_writes_the_same_bits_again(trial: Trial) -> None:
+    if current_device("cuda").architecture != "sm_90":
+        pytest.skip("needs a GPU of sm_90")
+    kind, tile = trial
+    sms = jit.compute_units(torch.cuda.current_device())
+    m, n, k = trial.size(sms)
+    torch.manual_seed(0)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    w = torch.randn(n, k, device="cuda").bfloat16()
+    a_granularity, b_granularity = scaled_gemm.SCALES[kind.scales]
+    left = numerics.quantize(x, Format.E4M3FN, a_granularity)
+    right = numerics.quantize(w, Format.E4M3FN, b_granularity).t()
+    b, b_scale = right.transpose
+    assert left.scale is not None and b_scale is not None  # made by `quantize`
+    # As `multiply_bfloat16`: b's scales stand for those of a that there are not.
+    slices, scales = ([x], [b_scale]) if kind.quantizes else ([left.data], [left.scale])
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    kind = scaled_gemm._kind_of(kind.scales, slices, b, out, None, PLAIN)
+    plan = scaled_gemm.make_plan(m, n, k, kind, tile, 1, sms)
+    written = []
+    for _ in range(RUNS):
+        out.fill_(math.nan)
+        scaled_gemm.run(plan, kind, m, 1, slices, scales, b, b_scale, out, None, PLAIN)
+        written.append(out.view(torch.int16).clone())
+    changed = [int((bits != written[0]).sum()) for bits in written]
+    assert not any(changed), f"m={m} n={n} k={k}: so many outputs changed: {changed}"
+    assert_right(out, left, right)
+
+
+def assert_right(out: torch.Tensor, left: QuantizedTensor, right: QuantizedTensor) -> None:
+    """The bound is of the sums: outputs are rounded once."""
+    exact, size = ops.scaled_sums(left, right)
+    roundoff = Format.BFLOAT16.unit_roundoff
+    error = numerics.kernel_error(out, exact, PROMOTED_KERNEL_ERR_BOUND * size, roundoff)
+    assert error.maximum <= 1 + roundoff, f"{error.maximum:.3g} times what is allowed"

@@ -579,6 +579,8 @@ def _supports_prepared(problem: Problem, device: Device) -> Support:
     assert b is not None  # an op with two operands
     if not problem.prepared or (b.format, b.granularity) != (Format.E4M3FN, Granularity.BLOCK):
         return Rejected("needs a weight prepared as e4m3fn/128x128")
+    if b.alignment < 16:
+        return Rejected("rows of the weight must start at multiples of 16 bytes")
     return supports_bfloat16(problem, device)
 
 
