@@ -28,8 +28,9 @@ from lokakern.kernels.cuda import (
     quantize_tensor,
     quantize_tile,
     scaled_gemm,
+    tiles,
 )
-from lokakern.kernels.cuda.scaled_gemm import Kind, Tile
+from lokakern.kernels.cuda.tiles import Kind, Tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
@@ -64,7 +65,7 @@ def cases() -> dict[str, Program]:
         for name, span in (("row", 1024), ("group", GROUP)):
             bound = quantize.bind(1024, span, True, True, *types, power_of_two=True)
             found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
-        found |= {f"{name} {kind}": program for name, program in tiles(types)}
+        found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
     return found | dict(gemms())
 
@@ -101,7 +102,7 @@ def gemms() -> Iterator[tuple[str, Program]]:
             program = scaled_gemm.bind(n, k, tile, kind).program
             yield f"scaled_gemm_{scales} {m}x{n}x{k}", program
     for m, n, k in GEMM_SIZES:
-        tile = scaled_gemm.quantizing_tile_for(m, n, k, QUANTIZING, sms)
+        tile = tiles.quantizing_tile_for(m, n, k, QUANTIZING, sms)
         program = scaled_gemm.bind(n, k, tile, QUANTIZING).program
         yield f"gemm_block {m}x{n}x{k}", program
     for words, kind in GEMM_KINDS.items():
@@ -112,14 +113,14 @@ def gemms() -> Iterator[tuple[str, Program]]:
 
 
 def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
-    split = scaled_gemm.split_tile_for(m, n, k, 1, sms)
-    return split or scaled_gemm.tile_for(m, n, k, kind, 1, sms)
+    split = tiles.split_tile_for(m, n, k, 1, sms)
+    return split or tiles.tile_for(m, n, k, kind, 1, sms)
 
 
 Types = tuple[torch.dtype, torch.dtype]
 
 
-def tiles(types: Types) -> Iterator[tuple[str, Program]]:
+def both_ways(types: Types) -> Iterator[tuple[str, Program]]:
     """Of every granularity, as they lie and transposed; of rows that start anywhere, too."""
     easy, hard = ((True, True, True), False), ((False, False, False), True)
     both, across = (True, True), (False, True)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lokakern import jit, numerics
 from lokakern.device import current_device
-from lokakern.kernels.cuda import scaled_gemm
-from lokakern.kernels.cuda.scaled_gemm import Kind, Tile
+from lokakern.kernels.cuda import scaled_gemm, tiles
+from lokakern.kernels.cuda.tiles import Kind, Tile
 from lokakern.registry import ops
 from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND
 from lokakern.types import PLAIN, Format, QuantizedTensor
@@ -39,16 +39,16 @@ def test_every_problem_gets_a_tile_that_fits(
     m: int, n: int, k: int, kind: Kind, products: int
 ) -> None:
     products = 1 if kind.batch == 1 else products
-    tile = scaled_gemm.tile_for(m, n, k, kind, products, SMS)
-    macros = scaled_gemm.macros_of(n, k, tile, kind)
-    assert 2 <= int(macros["STAGES"]) <= scaled_gemm.MOST_STAGES
-    assert int(macros["SHARED_BYTES"]) <= scaled_gemm.SHARED_BYTES // tile.blocks
+    tile = tiles.tile_for(m, n, k, kind, products, SMS)
+    macros = tiles.macros_of(n, k, tile, kind)
+    assert 2 <= int(macros["STAGES"]) <= tiles.MOST_STAGES
+    assert int(macros["SHARED_BYTES"]) <= tiles.SHARED_BYTES // tile.blocks
     assert kind.batch == 1 or not tile.resident
-    split = scaled_gemm.split_tile_for(m, n, k, products, SMS)
+    split = tiles.split_tile_for(m, n, k, products, SMS)
     if split is not None and kind.batch:
-        macros = scaled_gemm.macros_of(n, k, split, kind)
+        macros = tiles.macros_of(n, k, split, kind)
         partial_sums = split.warpgroups * 64 * split.block_n * 4
-        stage = (split.height + split.block_n) * scaled_gemm.DEPTH
+        stage = (split.height + split.block_n) * tiles.DEPTH
         assert partial_sums <= int(macros["STAGES"]) * stage
         assert split.columns % 8 == 0
 
@@ -59,8 +59,8 @@ def test_what_quantizes_on_the_way_gets_a_tile_that_fits(
     m: int, n: int, k: int, direct: bool
 ) -> None:
     kind = Kind("block", direct=direct, quantizes=True)
-    tile = scaled_gemm.quantizing_tile_for(m, n, k, kind, SMS)
-    macros = scaled_gemm.macros_of(n, k, tile, kind)
+    tile = tiles.quantizing_tile_for(m, n, k, kind, SMS)
+    macros = tiles.macros_of(n, k, tile, kind)
     assert int(macros["STAGES"]) >= 2 and macros["A_BFLOAT16"] == 1 and macros["DOUBLE"] == 0
 
 
@@ -69,8 +69,8 @@ def test_what_quantizes_on_the_way_gets_a_tile_that_fits(
 def test_every_tile_of_an_output_has_a_block(m: int, n: int, k: int, products: int) -> None:
     """Walked as mainloop.cuh does, the blocks of a grid meet each tile once."""
     kind = Kind("row", batch=min(products, 2))
-    tile = scaled_gemm.tile_for(m, n, k, kind, products, SMS)
-    grid = scaled_gemm.grid_of(tile, m, n, products, SMS)
+    tile = tiles.tile_for(m, n, k, kind, products, SMS)
+    grid = tiles.grid_of(tile, m, n, products, SMS)
     assert 1 <= grid <= SMS * tile.blocks or tile.resident
     tiles_m, tiles_n = math.ceil(m / tile.height), math.ceil(n / tile.block_n)
     if tile.resident:
@@ -103,14 +103,14 @@ def test_every_tile_of_an_output_has_a_block(m: int, n: int, k: int, products: i
     ],
 )
 def test_the_rule_takes_what_was_the_fastest(size: tuple[int, int, int], tile: Tile) -> None:
-    assert scaled_gemm.tile_for(*size, Kind("row"), 1, SMS) == tile
+    assert tiles.tile_for(*size, Kind("row"), 1, SMS) == tile
 
 
 def test_a_group_takes_scales_at_any_row() -> None:
     """Bulk copies start at multiples of 16 bytes: stages have room for a start in between."""
     tile = Tile(64, warpgroups=1)
-    assert scaled_gemm.scale_rows(tile, Kind("block", batch=2)) == 64 + 32
-    assert scaled_gemm.scale_rows(tile, Kind("block")) == 64
+    assert tiles.scale_rows(tile, Kind("block", batch=2)) == 64 + 32
+    assert tiles.scale_rows(tile, Kind("block")) == 64
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_group_takes_scales_at_any_row() -> None:
     [(128, 2, 128), (32, 2, 64), (24, 2, 48), (24, 1, 0), (8, 1, 0), (96, 2, 64), (8, 4, 32)],
 )
 def test_rows_leave_in_pieces_that_bulk_copies_take(columns: int, item: int, expected: int) -> None:
-    assert scaled_gemm.chunk_bytes(columns, item) == expected
+    assert tiles.chunk_bytes(columns, item) == expected
 
 
 # --- what each tile computes
@@ -160,20 +160,20 @@ class Trial(NamedTuple):
             down = loops * tile.pipelines * (sms * tile.blocks // across)
         else:
             down = math.ceil(loops * sms * tile.blocks / across / tile.parts)
-        return down * tile.height - 24, n, steps * scaled_gemm.DEPTH - 40
+        return down * tile.height - 24, n, steps * tiles.DEPTH - 40
 
     def steps(self, n: int) -> int:
         """Along k: more than the ring has stages, if that fits, else as many as fit."""
         fitting = [
             steps
             for steps in range(1, 41 if self.tile.parts == 1 else 121)
-            if scaled_gemm.fits(n, steps * scaled_gemm.DEPTH, self.tile, self.kind)
+            if tiles.fits(n, steps * tiles.DEPTH, self.tile, self.kind)
         ]
         longer = (s for s in fitting if s >= (self.stages(n, s) + 3) * self.tile.parts)
         return next(longer, fitting[-1])
 
     def stages(self, n: int, steps: int) -> int:
-        macros = scaled_gemm.macros_of(n, steps * scaled_gemm.DEPTH, self.tile, self.kind)
+        macros = tiles.macros_of(n, steps * tiles.DEPTH, self.tile, self.kind)
         return int(macros["STAGES"])
 
 
@@ -181,13 +181,13 @@ def trials() -> Iterator[Trial]:
     for scales in ("tensor", "row", "block", "group"):
         kind = Kind(scales)
         for m, n, k in TILE_SIZES:
-            yield Trial(kind, scaled_gemm.tile_for(m, n, k, kind, 1, SMS))
-            split = scaled_gemm.split_tile_for(m, n, k, 1, SMS)
+            yield Trial(kind, tiles.tile_for(m, n, k, kind, 1, SMS))
+            split = tiles.split_tile_for(m, n, k, 1, SMS)
             if split is not None:
                 yield Trial(kind, split)
     quantizing = Kind("block", quantizes=True)
     for m, n, k in TILE_SIZES:
-        yield Trial(quantizing, scaled_gemm.quantizing_tile_for(m, n, k, quantizing, SMS))
+        yield Trial(quantizing, tiles.quantizing_tile_for(m, n, k, quantizing, SMS))
 
 
 TRIALS = list(dict.fromkeys(trials()))
@@ -198,16 +198,16 @@ trial_of = pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_trials_bring_every_pipeline_round_its_ring(trial: Trial) -> None:
     tile = trial.tile
     m, n, k = trial.size(SMS)
-    assert m % tile.height and k % scaled_gemm.DEPTH
-    steps = math.ceil(k / scaled_gemm.DEPTH / tile.parts)
-    stages = trial.stages(n, math.ceil(k / scaled_gemm.DEPTH))
-    tiles = tile.count(m, n)
-    pipelines = scaled_gemm.grid_of(tile, m, n, 1, SMS) * tile.pipelines
+    assert m % tile.height and k % tiles.DEPTH
+    steps = math.ceil(k / tiles.DEPTH / tile.parts)
+    stages = trial.stages(n, math.ceil(k / tiles.DEPTH))
+    count = tile.count(m, n)
+    pipelines = tiles.grid_of(tile, m, n, 1, SMS) * tile.pipelines
     if tile.parts == 1:
-        assert tiles >= LOOPS * pipelines
-        assert tiles // pipelines * steps >= LOOPS * stages or steps > stages
+        assert count >= LOOPS * pipelines
+        assert count // pipelines * steps >= LOOPS * stages or steps > stages
     else:
-        assert tiles * tile.parts >= LOOPS * SMS and steps > stages
+        assert count * tile.parts >= LOOPS * SMS and steps > stages
     assert m * n * k < 2**38 and max(m * k, m * n) < 2**29  # seconds, and GiB of float64
 
 

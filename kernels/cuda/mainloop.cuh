@@ -17,7 +17,7 @@
 // tiles' warpgroups then need 64 + 128 and some, of the 232 they have. While one of them adds,
 // the other multiplies.
 //
-// Macros, all set by scaled_gemm.py:
+// Macros, all set by tiles.py:
 //
 //     N, K                 sizes; m is a parameter
 //     BLOCK_N              columns of a tile: 8, 16, 24, 32, 64, 96, 128 or 256
