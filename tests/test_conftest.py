@@ -54,6 +54,28 @@ FAILED = PASSED | {"call": "failed"}
 SKIPPED = {"setup": "skipped", "teardown": "passed"}
 
 
+@pytest.mark.parametrize(
+    ("reason", "marks", "outcome"),
+    [
+        ("needs a GPU", ["gpu"], "skipped"),
+        ("needs a GPU of sm_90", ["gpu"], "skipped"),
+        ("needs a GPU of sm_90", [], "failed"),
+        ("needs a GPU with 60 GiB", ["gpu"], "failed"),
+        ("no compiler", [], "failed"),
+    ],
+)
+def test_a_skip_may_hide_nothing_but_a_missing_gpu(
+    monkeypatch: pytest.MonkeyPatch, reason: str, marks: list[str], outcome: str
+) -> None:
+    monkeypatch.setenv("LOKAKERN_STRICT", "1")
+    report = SimpleNamespace(
+        nodeid="tests/test_a.py::one", outcome="skipped", keywords=dict.fromkeys(marks, 1),
+        longrepr=("tests/test_a.py", 3, f"Skipped: {reason}"),
+    )  # fmt: skip
+    CONFTEST["_fail_a_silent_skip"](report)
+    assert report.outcome == outcome
+
+
 def test_each_test_counts_once() -> None:
     it = subject(5)
     found = results_of(

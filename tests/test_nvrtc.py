@@ -27,6 +27,7 @@ from lokakern.driver import CudaLaunch, TensorMap, tensor_map
 from lokakern.errors import CompilationError, LaunchError
 from lokakern.kernels.cuda import quantize
 from lokakern.nvrtc import Program
+from lokakern.registry.register import KERNELS
 from lokakern.types import Device, Granularity
 
 FEATURES = str(Path(__file__).with_name("cuda_features.cu"))
@@ -528,10 +529,8 @@ def test_recorded_kernels_are_those_of_the_real_run(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jit, "recording", recording, raising=False)
     x = torch.empty(64, 1000, dtype=torch.bfloat16, device="meta")
     data = torch.empty(64, 1000, dtype=torch.float8_e4m3fn, device="meta")
-    for granularity, launch, span in (
-        (Granularity.ROW, quantize.quantize_row, 1000),
-        (Granularity.GROUP, quantize.quantize_group, 128),
-    ):
+    for granularity, span in ((Granularity.ROW, 1000), (Granularity.GROUP, 128)):
+        launch = KERNELS[f"cuda.quantize_{granularity.suffix}"].launch
         launch(x, data, granularity.empty_scale(64, 1000, x.device), ())
         real = quantize.bind(1000, span, True, True, x.dtype, data.dtype)
         assert jobs.pop() == real.launch.program

@@ -19,6 +19,7 @@ from torch import Tensor
 from lokakern import nvrtc
 from lokakern.driver import CudaLaunch
 from lokakern.kernels.cuda.quantize_tile import (
+    ARCHITECTURES,
     CHUNK_BYTES,
     is_column_major,
     launch_column_major,
@@ -165,67 +166,30 @@ def _launch(
     launch((blocks, 1, 1), (x, data, scale), (rows, stride, pitch, scale_stride))
 
 
-@register(
-    "quantize",
-    name="quantize_row",
-    architectures=frozenset({"sm_90"}),
-    granularity=Granularity.ROW,
-    supports=functools.partial(supports, Granularity.ROW),
-)
-def quantize_row(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
-    """One scale per row, which a warp, a block or a cluster of blocks holds in registers."""
-    if is_column_major(x):
-        launch_column_major(x, data, scale, Granularity.ROW, False)
-        return
-    _launch(x, data, scale, x.shape[1], 0, False)
-
-
-@register(
-    "quantize",
-    name="quantize_group",
-    architectures=frozenset({"sm_90"}),
-    granularity=Granularity.GROUP,
-    supports=functools.partial(supports, Granularity.GROUP),
-)
-def quantize_group(x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]) -> None:
-    """One scale per row and 128 columns."""
-    if is_column_major(x):
-        launch_column_major(x, data, scale, Granularity.GROUP, False)
-        return
-    _launch(x, data, scale, min(GROUP, x.shape[1]), scale.stride(1), False)
-
-
-@register(
-    "quantize",
-    name="quantize_row_power_of_two",
-    architectures=frozenset({"sm_90"}),
-    granularity=Granularity.ROW,
-    supports=functools.partial(supports, Granularity.ROW),
-    epilogues=frozenset({"power_of_two"}),
-)
-def quantize_row_power_of_two(
-    x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]
+def _quantize(
+    granularity: Granularity,
+    power_of_two: bool,
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    _workspace: tuple[Tensor, ...],
 ) -> None:
-    """One scale per row, a power of two."""
+    """One scale per line, which a warp, a block or a cluster of blocks holds in registers."""
     if is_column_major(x):
-        launch_column_major(x, data, scale, Granularity.ROW, True)
-        return
-    _launch(x, data, scale, x.shape[1], 0, True)
+        launch_column_major(x, data, scale, granularity, power_of_two)
+    elif granularity is Granularity.ROW:
+        _launch(x, data, scale, x.shape[1], 0, power_of_two)
+    else:
+        _launch(x, data, scale, min(GROUP, x.shape[1]), scale.stride(1), power_of_two)
 
 
-@register(
-    "quantize",
-    name="quantize_group_power_of_two",
-    architectures=frozenset({"sm_90"}),
-    granularity=Granularity.GROUP,
-    supports=functools.partial(supports, Granularity.GROUP),
-    epilogues=frozenset({"power_of_two"}),
-)
-def quantize_group_power_of_two(
-    x: Tensor, data: Tensor, scale: Tensor, workspace: tuple[Tensor, ...]
-) -> None:
-    """One scale per row and 128 columns, a power of two."""
-    if is_column_major(x):
-        launch_column_major(x, data, scale, Granularity.GROUP, True)
-        return
-    _launch(x, data, scale, min(GROUP, x.shape[1]), scale.stride(1), True)
+for _granularity in (Granularity.ROW, Granularity.GROUP):
+    for _epilogue in ("none", "power_of_two"):
+        register(
+            "quantize",
+            name=f"quantize_{_granularity.suffix}{'' if _epilogue == 'none' else f'_{_epilogue}'}",
+            architectures=ARCHITECTURES,
+            granularity=_granularity,
+            supports=functools.partial(supports, _granularity),
+            epilogues=frozenset({_epilogue}),
+        )(functools.partial(_quantize, _granularity, _epilogue == "power_of_two"))

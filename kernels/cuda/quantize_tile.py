@@ -198,7 +198,7 @@ def launch_tiles(
 
 
 def launch_column_major(
-    x: Tensor, data: Tensor, scale: Tensor, granularity: Granularity, power_of_two: bool = False
+    x: Tensor, data: Tensor, scale: Tensor, granularity: Granularity, power_of_two: bool
 ) -> None:
     """Quantize a column-major x by rows, groups or blocks."""
     launch_tiles(x, None, (data, scale), granularity, power_of_two=power_of_two)
@@ -243,16 +243,16 @@ def with_sums(epilogue: str) -> frozenset[str]:
     return frozenset({epilogue, "column_sums" if epilogue == "none" else f"{epilogue}+column_sums"})
 
 
-for _power_of_two in (False, True):
-    _suffix = "_power_of_two" if _power_of_two else ""
-    _epilogues = frozenset({"power_of_two"}) if _power_of_two else frozenset({"none", "bias"})
+for _epilogue in ("none", "power_of_two"):
+    _suffix = "" if _epilogue == "none" else f"_{_epilogue}"
+    _power_of_two = _epilogue == "power_of_two"
     register(
         "quantize",
         name=f"quantize_block{_suffix}",
         architectures=ARCHITECTURES,
         granularity=Granularity.BLOCK,
         supports=functools.partial(supports, Granularity.BLOCK),
-        epilogues=_epilogues,
+        epilogues=frozenset({_epilogue}),
     )(functools.partial(_quantize_block, _power_of_two))
     for _granularity in (Granularity.ROW, Granularity.GROUP, Granularity.BLOCK):
         register(
@@ -262,5 +262,5 @@ for _power_of_two in (False, True):
             granularity=_granularity,
             supports=functools.partial(supports, _granularity),
             workspace=_parts,
-            epilogues=_epilogues | with_sums("power_of_two" if _power_of_two else "none"),
+            epilogues=with_sums(_epilogue),
         )(functools.partial(_quantize_transpose, _granularity, _power_of_two))
