@@ -121,8 +121,7 @@ static void load_16_bytes(const void* from, unsigned* word) {
 }
 
 static void load_16_cached_bytes(const void* from, unsigned* word) { load_16_bytes(from, word); }
-static void let_dependents_begin() {}
-static void wait_for_dependencies() {}
+static void begin_in_turn() {}
 
 static unsigned shifted_words(unsigned low, unsigned high, int bits) {
     return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> bits);

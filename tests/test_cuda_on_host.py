@@ -292,19 +292,24 @@ def test_a_thread_may_take_several_lines(lines: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("on_host")
-def test_large_blocks_do_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "FEW_BLOCKS", 0)
-    for rows, columns in [(9, 13), (70, 384), (67, 1024)]:
-        for granularity in (Granularity.ROW, Granularity.GROUP):
-            check(hostile(rows, columns, torch.bfloat16), Format.E4M3FN, granularity)
-
-
-@pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
 def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     check(values.reshape(512, 128), form, Granularity.ROW)
     check(values.reshape(8192, 8), form, Granularity.ROW)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
+@pytest.mark.parametrize("exponent", [0, 100, -60, -100])
+def test_all_quotients_of_bfloat16_are_rounded_right(form: Format, exponent: int) -> None:
+    """Every significand by the scale of every other, down to where all becomes 0."""
+    significands = torch.arange(128, 256, dtype=torch.float32) / 128
+    scales = 2.0 ** torch.arange(0, -34, -1, dtype=torch.float32)
+    values = torch.cat([significands / 2 * scale for scale in scales])
+    x = torch.cat([significands.unsqueeze(1), values.expand(128, -1)], 1) * 2.0**exponent
+    check(x.bfloat16(), form, Granularity.ROW)
+    check(-x.bfloat16(), form, Granularity.ROW)
 
 
 @pytest.mark.usefixtures("on_host")

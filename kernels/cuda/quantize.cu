@@ -108,7 +108,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const char* x, unsigned char* data, float* scale, int rows, long long x_stride,
     long long data_stride, long long scale_stride) {
     if constexpr (CLUSTER > 1) begin_in_cluster();
-    let_dependents_begin();
     // A warp, or a block where a team is one, takes TEAMS * LINES rows of one group. Neighbors are
     // neighbors along a row, so that a block reads whole rows of memory.
     const unsigned tile = TEAM > 32 ? blockIdx.x / CLUSTER
@@ -124,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const int piece = span - static_cast<int>(blockIdx.x % CLUSTER) * STEP;
     const char* from = x + (first_row * x_stride + first_column) * INPUT_BYTES;
     unsigned char* to = data + first_row * data_stride + first_column;
-    wait_for_dependencies();
+    begin_in_turn();
 
     if constexpr (AT_ONCE) {
         unsigned words[LINES][ACCESSES][FETCHED];

@@ -32,13 +32,13 @@ SOURCE = str(Path(__file__).with_suffix(".cu"))
 # Loads of 16 bytes a thread has in flight. 4.3 TB/s times a latency of 0.7 us are 3 MB, or 23 KiB
 # for each of 132 SMs: 366 such threads of the 2048 an SM holds.
 LOADS = 4
-# A warp reads lines of up to so many times LOADS: without a barrier, in up to 64 registers.
-LONG_IN_WARP = 2
-# Least threads of a line: 8 times 16 bytes are one line of the cache.
+# Least threads of a line: 8 times 16 bytes are one line of the cache. Up to LOADS of each.
 SMALLEST_TEAM = 8
+# Longer lines are shared by a warp, then by a block with LOADS_IN_BLOCK of each thread. Lines of
+# few loads a thread complete one after the other, so that some are cast while others load: 32768
+# lines of 2048 took 51.5 us on an H200 with 128 threads of 2 loads each, 53.8 with 32 of 8.
+LOADS_IN_BLOCK = 2
 THREADS = 256  # of a block of several teams
-# Where so few blocks would be made, smaller ones spread over all multiprocessors.
-FEW_BLOCKS, FEW_THREADS = 264, 64
 # A thread with one load for each line has 16 KiB of a multiprocessor in flight on average: 1310720
 # rows of 64 took 75 us on an H200, 3.4 TB/s, where those of 192 reach 4.0. From two rounds of its
 # 132 x 64 warps on a thread takes so many lines that LOADS are on their way.
@@ -65,15 +65,15 @@ class Tile(NamedTuple):
 def tile_of(span: int, chunk: int, many: bool = False) -> Tile:
     """The tile for lines of `span` columns, read `chunk` elements at a time; for many lines."""
     loads = -(-span // chunk)
-    if loads > 32 * LOADS * LONG_IN_WARP:
+    if loads > 32 * LOADS:
         cluster = min(-(-loads // (LONGEST_TEAM * LOADS)), LARGEST_CLUSTER)
         share = -(-loads // cluster)
-        team = -(-share // (32 * LOADS)) * 32
+        fitting = min(-(-share // (32 * LOADS_IN_BLOCK)) * 32, LONGEST_TEAM)
+        team = max(fitting, -(-share // (32 * LOADS)) * 32)
         if team > LARGEST_BLOCK:  # read twice
             return Tile(LONGEST_TEAM, LOADS, LONGEST_TEAM)
         return Tile(team, -(-share // team), team, cluster)
-    fitting = _power_of_two(-(-loads // LOADS))
-    team = min(32, max(fitting, min(SMALLEST_TEAM, _power_of_two(loads))))
+    team = min(32 if loads > SMALLEST_TEAM * LOADS else SMALLEST_TEAM, _power_of_two(loads))
     accesses = -(-loads // team)
     # Short lines leave a thread fewer loads than LOADS. Several lines a thread fill them up; done
     # always, they took 4 % longer on an H200 (geometric mean over 21 sizes of bfloat16).
@@ -85,10 +85,9 @@ def _power_of_two(least: int) -> int:
 
 
 class Bound(NamedTuple):
-    """A launch with what its grid is made of, and the same in small blocks."""
+    """A launch with what its grid is made of."""
 
     launch: CudaLaunch
-    small: CudaLaunch
     rows_of_warp: int
     groups: int
     warps: int
@@ -135,16 +134,12 @@ def bind(
     }
     program = nvrtc.Program(SOURCE, "quantize", tuple(macros.items()))
 
-    def launch(threads: int) -> CudaLaunch:
-        return CudaLaunch(
-            program, pointers=3, scalars="iqqq", threads=threads, cluster=tile.cluster,
-            programmatic=True,
-        )  # fmt: skip
-
+    launch = CudaLaunch(
+        program, pointers=3, scalars="iqqq", threads=tile.threads, cluster=tile.cluster,
+        programmatic=True,
+    )  # fmt: skip
     warps = 1 if tile.team > 32 else tile.threads // 32
-    large = launch(tile.threads)
-    small = launch(FEW_THREADS) if warps > 1 else large
-    return Bound(large, small, tile.rows_of_warp, -(-columns // span), warps, tile.cluster)
+    return Bound(launch, tile.rows_of_warp, -(-columns // span), warps, tile.cluster)
 
 
 def _launch(
@@ -155,14 +150,12 @@ def _launch(
     in_place = not (x.data_ptr() | stride * item) & 15
     whole = not (data.data_ptr() | pitch) & CHUNK_BYTES // item - 1
     signature = (columns, span, in_place, whole, x.dtype, data.dtype, power_of_two)
-    launch, small, height, groups, warps, cluster = bind(*signature)
+    launch, height, groups, warps, cluster = bind(*signature)
     tiles = -(-rows // height) * groups
     if tiles >= MANY_WARPS and span <= SMALLEST_TEAM * CHUNK_BYTES // item:
-        launch, small, height, groups, warps, cluster = bind(*signature, many=True)
+        launch, height, groups, warps, cluster = bind(*signature, many=True)
         tiles = -(-rows // height) * groups
     blocks = -(-tiles // warps) * cluster
-    if blocks < FEW_BLOCKS and warps > 1:
-        launch, blocks = small, -(-tiles // (FEW_THREADS // 32))
     launch((blocks, 1, 1), (x, data, scale), (rows, stride, pitch, scale_stride))
 
 

@@ -8,10 +8,9 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_scales(
     float* scale, float* other, int count, int others) {
-    let_dependents_begin();
     const long long place = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
     float* mine = place < count ? scale + place : other + (place - count);
     const bool there = place < static_cast<long long>(count) + others;
-    wait_for_dependencies();
+    begin_in_turn();
     if (there) *mine = STAGE == 0 ? 0.0f : decode_scale(__float_as_uint(*mine));
 }

@@ -19,11 +19,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_sums(
     const float* parts, float* sums, int tiles, int columns) {
     __shared__ float of_warps[WARPS][COLUMNS];
 
-    let_dependents_begin();
     const int mine = threadIdx.x % COLUMNS, line = threadIdx.x / COLUMNS;
     const long long column = static_cast<long long>(blockIdx.x) * COLUMNS + mine;
     const float* from = parts + column;
-    wait_for_dependencies();
+    begin_in_turn();
 
     float sum = 0.0f;
     if (column < columns) {

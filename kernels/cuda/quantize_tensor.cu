@@ -102,14 +102,13 @@ __device__ __forceinline__ unsigned largest_of_block(unsigned value) {
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_tensor(
     const char* x, unsigned char* data, float* scale, unsigned* maxima, int rows, int parts,
     long long columns, long long x_stride, long long data_stride) {
-    let_dependents_begin();
     const unsigned per_row = static_cast<unsigned>((columns + CHUNK - 1) / CHUNK);
     const Tensor tensor{x, data, columns, x_stride, data_stride, per_row};
     const unsigned count = FLAT ? per_row : per_row * static_cast<unsigned>(rows);
     const unsigned all = SPAN * gridDim.x;  // chunks of all blocks at once
     const unsigned steps = (count + all - 1) / all;
     const unsigned first = blockIdx.x * SPAN + threadIdx.x;
-    wait_for_dependencies();
+    begin_in_turn();
 
     Held held;
     unsigned largest = 0;

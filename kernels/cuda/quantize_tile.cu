@@ -80,7 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_tile(
     __shared__ Piece of_bands[SUMS ? BANDS : 1][SIDE / 4];  // sums of columns
     __shared__ Piece turned[ACROSS && !GATHER ? SIDE * SIDE / 16 : 1];
 
-    let_dependents_begin();
     const int tiles = (columns + SIDE - 1) / SIDE;  // along a row
     const long long tile_row = blockIdx.x / tiles;
     const int tile_column = blockIdx.x % tiles;
@@ -89,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_tile(
     const int column = tile_column * SIDE + chunk * CHUNK;
     const int rows_left = static_cast<int>(min(rows - row, static_cast<long long>(HELD)));
     const char* from = y + (row * y_stride + column) * INPUT_BYTES;
-    wait_for_dependencies();
+    begin_in_turn();
 
     unsigned word[HELD][4];
     {

@@ -456,14 +456,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
         0, 0
 #endif
     };
-    let_dependents_begin();
     if (threadIdx.x == MATH_THREADS) initialize(memory, operands);
     if constexpr (PARTS > 1) {
         synchronize_cluster();
     } else {
         __syncthreads();
     }
-    wait_for_dependencies();
+    begin_in_turn();
 
     if (threadIdx.x >= MATH_THREADS) {
         if constexpr (WARPGROUPS > 1) give_registers<PRODUCER_REGISTERS>();
