@@ -102,7 +102,7 @@ def _fail_a_silent_skip(report: Any) -> None:
         report.outcome = "failed"
         report.longrepr = (
             f"{report.nodeid} was skipped because {reason!r}; LOKAKERN_STRICT=1 accepts "
-            f"{NEEDS_A_GPU!r} only, and of tests marked gpu \"{NEEDS_A_GPU} of ...\""
+            f'{NEEDS_A_GPU!r} only, and of tests marked gpu "{NEEDS_A_GPU} of ..."'
         )
 
 

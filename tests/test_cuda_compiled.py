@@ -89,7 +89,6 @@ GEMM_KINDS = {
     "offsets in blocks": Kind("block", batch=0),
     "slices": Kind("block", a_steps=(3, 7, 8)),
 }
-QUANTIZING = Kind("block", quantizes=True)
 
 
 def gemms() -> Iterator[tuple[str, Program]]:
@@ -101,10 +100,6 @@ def gemms() -> Iterator[tuple[str, Program]]:
             tile = gemm_tile(m, n, k, kind, sms)
             program = scaled_gemm.bind(n, k, tile, kind).program
             yield f"scaled_gemm_{scales} {m}x{n}x{k}", program
-    for m, n, k in GEMM_SIZES:
-        tile = tiles.quantizing_tile_for(m, n, k, QUANTIZING, sms)
-        program = scaled_gemm.bind(n, k, tile, QUANTIZING).program
-        yield f"gemm_block {m}x{n}x{k}", program
     for words, kind in GEMM_KINDS.items():
         for m in (2048, 8192):
             tile = gemm_tile(m, 1024, 1024, kind, sms)

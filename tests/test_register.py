@@ -286,7 +286,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
     for module in found.modules:
         assert (KERNELS_ROOT / f"{module}.py").is_file()
     for part in found.parts:
-        assert KERNELS[part].op in {"quantize", "scaled_gemm"} or KERNELS[part].quantizes
+        assert KERNELS[part].op in {"quantize", "scaled_gemm"}
     if found.op != "gemm":
         assert found.granularity is not Granularity.NONE
         assert not found.quantizes
@@ -326,9 +326,7 @@ def test_compositions_are_made_of_their_parts(found: Kernel) -> None:
     assert (found.parts[0], found.parts[-1]) == (quantizer, gemm)
     assert (found.op, found.language) == ("gemm", KERNELS[gemm].language)
     assert found.granularity is KERNELS[gemm].granularity
-    by_itself = KERNELS[gemm].quantizes  # a; its part quantizes b
-    made = found.b_granularity if by_itself else found.granularity
-    assert KERNELS[quantizer].granularity is made
+    assert KERNELS[quantizer].granularity is found.granularity
     assert found.b_granularity is KERNELS[gemm].b_granularity
     assert found.accumulation == KERNELS[gemm].accumulation
     assert found.kernel_err_bound == KERNELS[gemm].kernel_err_bound
@@ -337,7 +335,7 @@ def test_compositions_are_made_of_their_parts(found: Kernel) -> None:
         wanted = {name: why for name, why in given.items() if name in found.architectures}
         assert getattr(found, reasons) == wanted
     makes = {part.granularity for part in parts if part.op == "quantize"}
-    assert makes == {found.b_granularity} | (set() if by_itself else {found.granularity})
+    assert makes == {found.granularity, found.b_granularity}
     for device in (H200, MI300X, CPU):
         if found.runs_on(device):
             assert all(part.runs_on(device) for part in parts)

@@ -54,14 +54,22 @@ def test_every_problem_gets_a_tile_that_fits(
 
 
 @settings(deadline=None, max_examples=200)
-@given(m=LONG, n=SIZES, k=LONG, direct=st.booleans())
-def test_what_quantizes_on_the_way_gets_a_tile_that_fits(
-    m: int, n: int, k: int, direct: bool
-) -> None:
-    kind = Kind("block", direct=direct, quantizes=True)
-    tile = tiles.quantizing_tile_for(m, n, k, kind, SMS)
+@given(m=LONG, n=st.integers(1, 70), k=LONG, out=st.sampled_from([1, 2, 4]), direct=st.booleans())
+def test_only_whole_short_rows_are_folded(m: int, n: int, k: int, out: int, direct: bool) -> None:
+    kind = Kind("row", out, direct=direct, folds=n * out < 64)
+    tile = tiles.tile_for(m, n, k, kind, 1, SMS)
     macros = tiles.macros_of(n, k, tile, kind)
-    assert int(macros["STAGES"]) >= 2 and macros["A_BFLOAT16"] == 1 and macros["DOUBLE"] == 0
+    if macros["FOLD"] != 1:
+        assert macros["CHUNK_BYTES"] == n * out and not macros["DIRECT"]
+        assert n * tiles.FOLD <= 256  # elements of a box along each axis
+
+
+def test_short_rows_are_folded_and_short_sums_have_short_steps() -> None:
+    for n, k, fold in [(8, 720, 8), (24, 64, 8), (32, 64, 1), (20, 64, 1)]:
+        kind = Kind("row", folds=n * 2 < 64)
+        tile = tiles.tile_for(327680, n, k, kind, 1, SMS)
+        assert tiles.macros_of(n, k, tile, kind)["FOLD"] == fold
+    assert [tiles.depth_of(k) for k in (1, 64, 65, 128, 720)] == [64, 64, 128, 128, 128]
 
 
 @settings(deadline=None, max_examples=300)
@@ -136,18 +144,17 @@ LOOPS = 3  # of every pipeline over the stages of its ring, and over tiles
 
 
 class Trial(NamedTuple):
-    """A tile, and what it is tried on; ``a`` comes in bfloat16 where the kind quantizes."""
+    """A tile, and what it is tried on."""
 
     kind: Kind
     tile: Tile
 
     def __str__(self) -> str:
-        name = "gemm" if self.kind.quantizes else "scaled_gemm"
         parts = f"{self.tile.block_n}x{self.tile.warpgroups}"
         parts += f" resident {self.tile.chunks}" if self.tile.resident else ""
         parts += f" of {self.tile.parts}" if self.tile.parts > 1 else ""
         parts += f" {self.tile.blocks} an SM" if self.tile.blocks > 1 else ""
-        return f"{name}_{self.kind.scales} {parts}"
+        return f"scaled_gemm_{self.kind.scales} {parts}"
 
     def size(self, sms: int) -> tuple[int, int, int]:
         """m, n and k, each with a tail, at which every pipeline comes round LOOPS times."""
@@ -185,9 +192,6 @@ def trials() -> Iterator[Trial]:
             split = tiles.split_tile_for(m, n, k, 1, SMS)
             if split is not None:
                 yield Trial(kind, split)
-    quantizing = Kind("block", quantizes=True)
-    for m, n, k in TILE_SIZES:
-        yield Trial(quantizing, tiles.quantizing_tile_for(m, n, k, quantizing, SMS))
 
 
 TRIALS = list(dict.fromkeys(trials()))
@@ -227,8 +231,7 @@ def test_every_tile_is_right_and_writes_the_same_bits_again(trial: Trial) -> Non
     right = numerics.quantize(w, Format.E4M3FN, b_granularity).t()
     b, b_scale = right.transpose
     assert left.scale is not None and b_scale is not None  # made by `quantize`
-    # As `multiply_bfloat16`: b's scales stand for those of a that there are not.
-    slices, scales = ([x], [b_scale]) if kind.quantizes else ([left.data], [left.scale])
+    slices, scales = [left.data], [left.scale]
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
     kind = scaled_gemm._kind_of(kind.scales, slices, b, out, None, PLAIN)
     plan = scaled_gemm.make_plan(m, n, k, kind, tile, 1, sms)

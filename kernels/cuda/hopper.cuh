@@ -164,8 +164,9 @@ __device__ __forceinline__ void store_blocks(unsigned address, const unsigned (&
 
 // --- products of warpgroups
 
-// A matrix of rows of 128 bytes in shared memory, its 16-byte pieces permuted among 8 rows (the
-// copy's swizzle of 128 bytes): address and stride of 8 rows in units of 16 bytes.
+// A matrix of rows of 128 or 64 bytes in shared memory, its 16-byte pieces permuted among 8 rows
+// (the copy's swizzle of as many bytes): address and stride of 8 rows in units of 16 bytes.
+template <int ROW_BYTES>
 struct Matrix {
     unsigned low;
 
@@ -173,7 +174,8 @@ struct Matrix {
 
     // That of another place, so many bytes on.
     __device__ __forceinline__ unsigned long long at(unsigned bytes) const {
-        return 0x4000004000000000ull | (low + bytes / 16);
+        return (ROW_BYTES == 128 ? 0x4000004000000000ull : 0x8000002000000000ull) |
+               (low + bytes / 16);
     }
 };
 
@@ -212,18 +214,6 @@ __device__ __forceinline__ void pin(float (&value)[COUNT]) {
                      TEXT(B_TYPE) " {" LIST "}, %" #FIRST ", %" #SECOND ", p, 1, 1;\n}"           \
                      : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                   \
     }
-// The same with a in registers: of rows lane / 4 and lane / 4 + 8 of the warp's 16, bytes
-// lane % 4 * 4 and on of the first 16, then of the other 16.
-#define DEFINE_PRODUCT_OF_REGISTERS(COLUMNS, LIST, A0, A1, A2, A3, SECOND, THIRD, ...)            \
-    __device__ __forceinline__ void multiply(                                                     \
-        float (&d)[COLUMNS / 2], const unsigned (&a)[4], unsigned long long b, int add) {         \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #THIRD ", 0;\n"                         \
-                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TEXT(A_TYPE) "."     \
-                     TEXT(B_TYPE) " {" LIST "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %"      \
-                     #SECOND ", p, 1, 1;\n}"                                                      \
-                     : __VA_ARGS__                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));             \
-    }
 #define L4_0 "%0, %1, %2, %3"
 #define L8_0 L4_0 ", %4, %5, %6, %7"
 #define L16_0 L8_0 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -237,15 +227,8 @@ DEFINE_PRODUCT(32, L16_0, 16, 17, 18, R16(0))
 DEFINE_PRODUCT(64, L16_0 L16_1, 32, 33, 34, R32(0))
 DEFINE_PRODUCT(96, L16_0 L16_1 L16_2, 48, 49, 50, R32(0), R16(32))
 DEFINE_PRODUCT(128, L16_0 L16_1 L16_2 L16_3, 64, 65, 66, R32(0), R32(32))
-DEFINE_PRODUCT_OF_REGISTERS(8, L4_0, 4, 5, 6, 7, 8, 9, R4(0))
-DEFINE_PRODUCT_OF_REGISTERS(16, L8_0, 8, 9, 10, 11, 12, 13, R8(0))
-DEFINE_PRODUCT_OF_REGISTERS(32, L16_0, 16, 17, 18, 19, 20, 21, R16(0))
-DEFINE_PRODUCT_OF_REGISTERS(64, L16_0 L16_1, 32, 33, 34, 35, 36, 37, R32(0))
-DEFINE_PRODUCT_OF_REGISTERS(
-    128, L16_0 L16_1 L16_2 L16_3, 64, 65, 66, 67, 68, 69, R32(0), R32(32))
 #undef R4
 #undef R8
 #undef R16
 #undef R32
 #undef DEFINE_PRODUCT
-#undef DEFINE_PRODUCT_OF_REGISTERS

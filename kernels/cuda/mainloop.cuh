@@ -1,6 +1,7 @@
 // Products of FP8 matrices on Hopper's tensor cores, for any epilogue.
 //
-//     d[m, N] = a[m, K] b[N, K]^T,  both row-major, 128 bytes of K at a time
+//     d[m, N] = a[m, K] b[N, K]^T,  both row-major, 128 bytes of K at a time (64 where there are no
+//                                   more: copies take as long over what lies outside)
 //
 // A block holds warpgroups that multiply, and one more whose threads move operands into rings of
 // shared memory by bulk copies; blocks stay on their SM and walk over tiles of d. A warpgroup owns
@@ -31,14 +32,12 @@
 //     BATCH                1: rows of all products are tiled as one; 2: there are `groups` of them,
 //                          of m rows each; 0: and their rows begin at offsets on the device
 //     A_TYPE, B_TYPE       e4m3 or e5m2
-//     A_BFLOAT16           1: a is bfloat16, and quantized to e4m3 by 1x128 on its way to the tensor
-//                          cores, byte for byte as quantize.cu does; SCALES is 1 then
 //     A_SLICES             of a along K, each a tensor of its own: 1 to 8
 //     A_ENDS               where each ends, in steps along K: A_SLICES numbers
 #pragma once
 #include "hopper.cuh"
 
-constexpr int DEPTH = 128;  // of a step along K
+constexpr int DEPTH = K > 64 ? 128 : 64;  // of a step along K, and of the copies' swizzle
 constexpr int STEPS = (K + DEPTH - 1) / DEPTH;
 constexpr int TILES_N = (N + BLOCK_N - 1) / BLOCK_N;
 constexpr int PIPELINES = RESIDENT ? WARPGROUPS : 1;
@@ -54,14 +53,13 @@ constexpr int MATH_REGISTERS = 232;
 constexpr int PRODUCER_REGISTERS = 40;
 constexpr bool PROMOTES = SCALES != 0 || STEPS > 1;
 
-constexpr int A_ITEM = A_BFLOAT16 ? 2 : 1;
-constexpr int A_BYTES = TILE_ROWS * DEPTH * A_ITEM;
+constexpr int A_BYTES = TILE_ROWS * DEPTH;
 constexpr int B_BYTES = BLOCK_N * DEPTH;
 constexpr int STAGE_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 // Scales of a stage, rounded up so that the next stage's are aligned to 128 bytes.
 // Bulk copies of scales start at a multiple of 16 bytes; rows of products in a batch at any.
 constexpr int SCALE_ROWS = TILE_ROWS + (BATCH == 1 ? 0 : 32);
-constexpr int A_SCALE_BYTES = SCALES && !A_BFLOAT16 ? SCALE_ROWS * 4 : 0;
+constexpr int A_SCALE_BYTES = SCALES ? SCALE_ROWS * 4 : 0;
 constexpr int B_SCALE_COLUMNS = BLOCK_N + (BATCH == 1 ? 0 : 32);
 constexpr int B_SCALE_BYTES = SCALES == 2 ? (B_SCALE_COLUMNS * 4 + 127) / 128 * 128 : 0;
 constexpr int SCALE_BYTES = A_SCALE_BYTES + B_SCALE_BYTES;
@@ -78,13 +76,7 @@ static_assert(!RESIDENT || PARTS == 1, "what stays is whole");
 static_assert(SLICE == 8 || SLICE == 16 || SLICE == 24 || SLICE == 32 || SLICE == 64 ||
               SLICE == 96 || SLICE == 128, "columns of a product");
 static_assert(SCALES != 1 || 128 % SLICE == 0, "a slice lies in one block of scales");
-static_assert(!A_BFLOAT16 || (SCALES == 1 && BATCH == 1 && A_SLICES == 1 && PARTS == 1 && !DOUBLE),
-              "what is quantized on the way");
 static_assert(BATCH == 1 || !RESIDENT, "weights of a batch are streamed");
-
-#if A_BFLOAT16
-#include "quantize_fragment.cuh"
-#endif
 
 // Of a thread: of each 8 columns, columns lane % 4 * 2 and the next of row lane / 4 of the warp, and
 // of row lane / 4 + 8.
@@ -265,9 +257,6 @@ __device__ __forceinline__ void produce(
             } else {
                 load_box(a, *operands.a[slice], full, in_slice * DEPTH, tile.row);
             }
-            if constexpr (A_BFLOAT16) {  // 128 bytes, half a step, in each of two boxes
-                load_box(a + A_BYTES / 2, *operands.a[0], full, x + DEPTH / 2, tile.row);
-            }
             if constexpr (A_SCALE_BYTES > 0) {
                 const int row = tile.row + (BATCH > 1 ? tile.batch * operands.m : 0);
                 load_box(scales, *operands.a_scale[slice], full, row & ~3, in_slice);
@@ -365,7 +354,7 @@ __device__ __forceinline__ float (&slice_of(Sums& sums, int slice))[SLICE / 2] {
 
 // A place where operands are, as tensor cores and scales want it.
 struct Stage {
-    Matrix a, b;
+    Matrix<DEPTH> a, b;
     unsigned scales;
 
     __device__ __forceinline__ Stage(
@@ -375,7 +364,7 @@ struct Stage {
 };
 
 // A unit of work is one slice of columns in one step.
-constexpr int PRODUCTS = PROMOTES ? 4 : (K + 31) / 32;  // of 32 bytes of K
+constexpr int PRODUCTS = PROMOTES ? DEPTH / 32 : (K + 31) / 32;  // of 32 bytes of K
 
 __device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stage, int slice) {
     pin(sum);
@@ -386,19 +375,6 @@ __device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stag
     }
     commit_products();
 }
-
-#if A_BFLOAT16
-__device__ __forceinline__ void issue(
-    float (&sum)[SLICE / 2], const Quantized& a, const Stage& stage, int slice) {
-    pin(sum);
-    begin_products();
-#pragma unroll
-    for (int i = 0; i < PRODUCTS; ++i) {
-        multiply(sum, a.word[i], stage.b.at(slice * SLICE * DEPTH + i * 32), i > 0);
-    }
-    commit_products();
-}
-#endif
 
 // What multiplies a tile: one warpgroup, which counts within its pipeline.
 struct Multiplier {
@@ -528,17 +504,9 @@ struct Multiplier {
                 const Stage stage = wait_for(place, step);
                 float a_scale[2] = {};
                 if constexpr (A_SCALE_BYTES > 0) load_scales(a_scale, place);
-#if A_BFLOAT16
-                Quantized a;
-                a.quantize(memory.a(pipeline, place.stage), warpgroup * ROWS, a_scale);
-#endif
 #pragma unroll
                 for (int slice = 0; slice < SLICES; ++slice) {
-#if A_BFLOAT16
-                    issue(sum, a, stage, slice);
-#else
                     issue(sum, stage, slice);
-#endif
                     wait_for_products<0>();
                     pin(sum);
                     retire(sums, sum, slice, place, step, a_scale);

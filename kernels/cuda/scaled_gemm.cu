@@ -15,6 +15,8 @@
 //     CROSS         1: x0 * v + x, both [m, N] bfloat16; 2: pairs of columns are 4-byte aligned
 //     ACCUMULATE    1: adds to d, float32
 //     CHUNK_BYTES, CHUNKS   of a staged row, and how many are staged at once
+//     FOLD          rows of d that a bulk copy takes for one, of those that lie side by side: it takes
+//                   as long over a short row as over a long one
 //     DIRECT        1: d is written element by element, because its rows are not 16-byte aligned
 //     SHARED_BYTES  what the launch asks for
 //     SM_BLOCKS     of an SM
@@ -23,7 +25,7 @@
 constexpr int COLUMNS = BLOCK_N / PARTS;  // of a tile that this block finishes
 constexpr int CHUNK_COLUMNS = CHUNK_BYTES / OUT;
 constexpr int CHUNKS_OF_ROW = (COLUMNS + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS;
-constexpr int SWIZZLE = CHUNK_BYTES == 128 || CHUNK_BYTES == 64 || CHUNK_BYTES == 32
+constexpr int SWIZZLE = FOLD == 1 && (CHUNK_BYTES == 128 || CHUNK_BYTES == 64 || CHUNK_BYTES == 32)
                             ? CHUNK_BYTES / 16 - 1 : 0;
 constexpr int CHUNK_SIZE = (64 * CHUNK_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGING_BYTES = DIRECT ? 0 : CHUNKS * CHUNK_SIZE;  // of a warpgroup
@@ -34,6 +36,7 @@ constexpr int VECTOR_BYTES = ROW_SCALES ? BLOCK_N * 4 : 0;  // of a warpgroup: b
 static_assert(VECTORS_AT + WARPGROUPS * VECTOR_BYTES <= SHARED_BYTES, "shared memory");
 static_assert(PARTS == 1 || WARPGROUPS * ROWS * BLOCK_N * 4 <= OPERAND_BYTES, "partial sums");
 static_assert(DIRECT || CHUNK_BYTES % 16 == 0, "boxes are rows of 16 bytes");
+static_assert(FOLD == 1 || (!DIRECT && BATCH == 1 && BLOCK_N == N && CHUNKS_OF_ROW == 1), "folded");
 
 struct Output {
     const TensorMap& map;
@@ -295,9 +298,9 @@ __device__ __forceinline__ void finish(
                             store_box(out.map, buffer, x, row, tile.batch);
                         }
                     } else if constexpr (ACCUMULATE) {
-                        add_box(out.map, buffer, x, row);
+                        add_box(out.map, buffer, x, row / FOLD);
                     } else {
-                        store_box(out.map, buffer, x, row);
+                        store_box(out.map, buffer, x, row / FOLD);
                     }
                 }
                 commit_stores();
@@ -392,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
     , const __grid_constant__ TensorMap b_scale_map
 #endif
     SLICES_OF_A(a_map)
-#if SCALES && !A_BFLOAT16
+#if SCALES
     SLICES_OF_A(a_scale_map)
 #endif
 ) {
@@ -402,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) scaled_gemm(
     const Memory memory{base, base + SMALL_AT};
     const Operands operands{
         {ADDRESSES_OF_A(a_map)},
-#if SCALES && !A_BFLOAT16
+#if SCALES
         {ADDRESSES_OF_A(a_scale_map)},
 #else
         {},

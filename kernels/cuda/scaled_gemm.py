@@ -6,9 +6,6 @@ a: [m, k], FP8, row-major, or slices of it along k; b: [k, n], FP8, column-major
 at multiples of 16 bytes; d: [m, n], bfloat16, float32 or e4m3 with one scale, any row stride;
 scales as `Granularity.empty_scale` lays them out, of b transposed. f: `lokakern.types.Epilogue`.
 
-``gemm_block`` takes a in bfloat16 and quantizes it on its way to the tensor cores, by 1x128: its
-bytes are read once and no FP8 copy is written.
-
 Long sums of few tiles are split among the SMs of a cluster, unless bits must not depend on m.
 """
 
@@ -27,12 +24,13 @@ from lokakern.driver import CudaLaunch, TensorMap, tensor_map
 from lokakern.errors import UnsupportedError
 from lokakern.kernels.cuda.tiles import (
     DEPTH,
+    FOLD,
     Kind,
     Tile,
     chunk_bytes,
+    depth_of,
     grid_of,
     macros_of,
-    quantizing_tile_for,
     scale_columns,
     scale_rows,
     split_tile_for,
@@ -49,7 +47,6 @@ from lokakern.types import (
     Granularity,
     Layout,
     Problem,
-    QuantizedTensor,
     Rejected,
     Support,
 )
@@ -66,6 +63,7 @@ class Plan(NamedTuple):
     grid: tuple[int, int, int]
     chunk: int  # columns of a box of the output
     swizzle_bytes: int
+    fold: int  # rows of the output that bulk copies take for one
     maps: dict[tuple[int, ...], tuple[TensorMap, ...]]
 
 
@@ -78,7 +76,7 @@ def bind(n: int, k: int, tile: Tile, kind: Kind) -> CudaLaunch:
     pointers += kind.batch == 0
     scalars = "iq" + "qq" * (kind.cross > 0) + "i" * (kind.batch != 1)
     scalars += "ii" * (kind.scales == "block")
-    slices = max(1, len(kind.a_steps)) * (2 if kind.loads_scales else 1)
+    slices = max(1, len(kind.a_steps)) * (2 if kind.in_mainloop else 1)
     maps = 1 + (not macros["DIRECT"]) + (kind.scales == "group") + slices
     return CudaLaunch(
         program, pointers=pointers, scalars=scalars, threads=tile.threads,
@@ -90,19 +88,19 @@ def bind(n: int, k: int, tile: Tile, kind: Kind) -> CudaLaunch:
 def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, products: int, sms: int) -> Plan:
     """What a launch with a given tile needs."""
     launch = bind(n, k, tile, kind)
-    width = int(dict(launch.program.macros)["CHUNK_BYTES"])
-    swizzle_bytes = width if width in (32, 64, 128) else 0
+    macros = dict(launch.program.macros)
+    width, fold = int(macros["CHUNK_BYTES"]), int(macros["FOLD"])
+    swizzle_bytes = width if width in (32, 64, 128) and fold == 1 else 0
     # Rows of groups of any size are not known here: as if all were in one, and one tile more each.
     height = m + (products - 1) * tile.height if kind.batch == 0 else m
     grid = grid_of(tile, height, n, 1 if kind.batch == 0 else products, sms)
-    return Plan(launch, tile, (grid, 1, 1), width // kind.out_bytes, swizzle_bytes, {})
+    chunk = width // kind.out_bytes * fold
+    return Plan(launch, tile, (grid, 1, 1), chunk, swizzle_bytes, fold, {})
 
 
 @jit.cached
 def _plan(m: int, n: int, k: int, kind: Kind, products: int, may_split: bool, device: int) -> Plan:
     sms = jit.compute_units(device)
-    if kind.quantizes:
-        return make_plan(m, n, k, kind, quantizing_tile_for(m, n, k, kind, sms), 1, sms)
     tile = split_tile_for(m, n, k, products, sms) if may_split else None
     tile = tile or tile_for(m, n, k, kind, products, sms)
     return make_plan(m, n, k, kind, tile, products, sms)
@@ -145,14 +143,12 @@ def _kind_of(
     n, item = out.shape[1], out.element_size()
     # Bulk copies write whole pieces of 16 bytes.
     out_row = out.data_ptr() | out.stride(0) * item | n * item
-    quantizes = slices[0].dtype is torch.bfloat16
-    a_type = "e4m3" if quantizes else _TYPES[slices[0].dtype]
-    b_type = _TYPES[b.dtype]
+    folds = n * item < 64 and out.stride(0) == n and out.shape[0] % FOLD == 0
+    a_type, b_type = _TYPES[slices[0].dtype], _TYPES[b.dtype]
     if bias is None and epilogue is PLAIN and len(slices) == 1:
         return Kind(
-            scales, item, direct=bool(out_row & 15), a_type=a_type, b_type=b_type,
-            quantizes=quantizes,
-        )  # fmt: skip
+            scales, item, direct=bool(out_row & 15), a_type=a_type, b_type=b_type, folds=folds
+        )
     steps: tuple[int, ...] = ()
     if len(slices) > 1:
         if len(slices) > MOST_SLICES:
@@ -173,7 +169,7 @@ def _kind_of(
     return Kind(
         scales, item, bias_item, bias is not None and not (bias.data_ptr() & 3 or n & 1),
         epilogue.activation, cross, epilogue.accumulate, bool(out_row & 15), batch, a_type, b_type,
-        steps, quantizes,
+        steps, folds and batch == 1,
     )  # fmt: skip
 
 
@@ -233,16 +229,16 @@ def _make_maps(
 ) -> tuple[TensorMap, ...]:
     """Maps in the kernel's order: b, the output, b's scales, slices of a, their scales."""
     tile = plan.tile
-    weight = b.t()
-    made = [_map(weight, tile.block_n, DEPTH, 128, products if kind.batch != 1 else 0)]
+    weight, depth = b.t(), depth_of(b.shape[0])
+    made = [_map(weight, tile.block_n, depth, depth, products if kind.batch != 1 else 0)]
     of_rows = products if kind.batch > 1 else 0
     if not kind.direct and chunk_bytes(tile.columns, kind.out_bytes):
-        made.append(_map(out, 64, plan.chunk, plan.swizzle_bytes, of_rows))
+        lines = out.view(-1, out.shape[1] * plan.fold) if plan.fold > 1 else out
+        made.append(_map(lines, 64 // plan.fold, plan.chunk, plan.swizzle_bytes, of_rows))
     if kind.scales == "group":
         made.append(tensor_map(b_scale, (1, scale_columns(tile, kind)), 0))
-    depth = DEPTH // 2 if kind.quantizes else DEPTH  # 128 bytes of a row
-    made += [_map(x, tile.height, depth, 128, of_rows) for x in slices]
-    if kind.loads_scales:
+    made += [_map(x, tile.height, depth, depth, of_rows) for x in slices]
+    if kind.in_mainloop:
         box = (1, scale_rows(tile, kind))
         made += [tensor_map(scale.t(), box, 0) for scale in slice_scales]
     return tuple(made)
@@ -309,52 +305,3 @@ for _scales, (_a, _b) in SCALES.items():
         k_slices=True,
         batch_invariant=True,
     )(functools.partial(_launch, _scales))
-
-
-def multiply_bfloat16(
-    a: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, bias: Tensor | None
-) -> None:
-    """``a @ b + bias`` of a bfloat16 a, and b with 128x128 scales, transposed views of a weight."""
-    _launch("block", a, b_scale, b, b_scale, out, bias, ())
-
-
-def supports_bfloat16(problem: Problem, device: Device) -> Support:
-    """Whether `multiply_bfloat16` takes a problem, but for how b is prepared."""
-    if problem.a.format is not Format.BFLOAT16:
-        return Rejected(f"takes bfloat16, not {problem.a.format.value}")
-    if problem.a.layout is not Layout.ROW or problem.a.alignment < 16:
-        return Rejected("a must be row-major, its rows 16-byte aligned")
-    if problem.out_format is not Format.BFLOAT16:
-        return Rejected(f"writes bfloat16, not {problem.out_format.value}")
-    if max(problem.m, problem.n, problem.k) >= 2**31 or not problem.k:
-        return Rejected(f"sizes must be less than 2^31, k at least 1; they are {problem.shape}")
-    missing = nvrtc.why_not(device)
-    return ACCEPTED if missing is None else Rejected(missing)
-
-
-def _supports_prepared(problem: Problem, device: Device) -> Support:
-    b = problem.b
-    assert b is not None  # an op with two operands
-    if not problem.prepared or (b.format, b.granularity) != (Format.E4M3FN, Granularity.BLOCK):
-        return Rejected("needs a weight prepared as e4m3fn/128x128")
-    if b.alignment < 16:
-        return Rejected("rows of the weight must start at multiples of 16 bytes")
-    return supports_bfloat16(problem, device)
-
-
-@register(
-    "gemm",
-    architectures=frozenset({"sm_90"}),
-    granularity=Granularity.GROUP,
-    b_granularity=Granularity.BLOCK,
-    accumulation="promoted",
-    supports=_supports_prepared,
-    kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
-)
-def gemm_block(
-    a: Tensor, b: QuantizedTensor, out: Tensor, bias: Tensor | None, workspace: tuple[Tensor, ...]
-) -> None:
-    """One kernel from bfloat16 to bfloat16."""
-    data, scale = b.transpose
-    assert scale is not None  # `supports` asked for a prepared weight
-    multiply_bfloat16(a, data, scale, out, bias)
