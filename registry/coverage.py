@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lokakern.registry.unmeasured import UNMEASURED
+
 if TYPE_CHECKING:
     from lokakern.registry.cells import TestResultCell
     from lokakern.registry.register import Kernel
@@ -60,8 +62,9 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
     """Timings and test results that kernels lack, as they are now, where they claim to run.
 
     Needed are a timing and a test result that are "ok", and no timing that was wrong or crashed, on
-    each architecture that is not `compile_only` or `unmeasured` with a reason. A kernel for any
-    architecture claims those of all GPUs in the facts.
+    each architecture that is not `compile_only` or `unmeasured` with a reason; where it is said in
+    `registry/unmeasured.py`, a test result only. A kernel for any architecture claims those of all
+    GPUs in the facts.
     """
     rows = _Rows(facts)
     return [
@@ -74,6 +77,7 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
             ("test_result", rows.tested(kernel, architecture)),
         )
         if verdict.state != "ok"
+        and not (table == "timing" and (kernel.name, architecture) in UNMEASURED)
     ]
 
 
@@ -154,6 +158,8 @@ class _Rows:
             return "failed", timed.why
         if kernel.compile_only.get(architecture):
             return "compile_only", kernel.compile_only[architecture]
-        if kernel.unmeasured.get(architecture):
-            return "unmeasured", kernel.unmeasured[architecture]
+        declared = kernel.unmeasured.get(architecture)
+        declared = declared or UNMEASURED.get((kernel.name, architecture))
+        if declared:
+            return "unmeasured", declared
         return "stale" if timed.state == "stale" else "unmeasured", timed.why

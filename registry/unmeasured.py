@@ -1,0 +1,17 @@
+"""What nobody has measured yet, though a machine could.
+
+It is said here, and not where a kernel is registered, when that would change the digests of others
+in the same file, and so make their measurements stale. An entry goes with its first measurement.
+"""
+
+from __future__ import annotations
+
+_SUMS_OF_GROUPS = (
+    "timed on an NVIDIA H200 as a part of compositions and by `compare --suite lrm-backward` only: "
+    "run `sweep --suite lrm-backward`"
+)
+# By kernel and architecture: the reason.
+UNMEASURED: dict[tuple[str, str], str] = {
+    ("cuda.scaled_gemm_group", "sm_90"): _SUMS_OF_GROUPS,
+    ("torch.emulated_group", "sm_90"): _SUMS_OF_GROUPS,
+}
