@@ -10,9 +10,9 @@ from lokakern.bench.measure import floor_us
 from lokakern.types import Device, Problem
 
 BEGIN_S = 20.0  # kernels compiled on all cores, a worker, a GPU context
-PROBLEM_S, CANDIDATE_S = 0.04, 0.012
+PROBLEM_S, CANDIDATE_S = 0.02, 0.022
 # Calls of a candidate, in floors of its problem: warmed, replayed at least 5 times, checked.
-GPU_CALLS, CPU_CALLS = 30.0, 8.0
+GPU_CALLS, CPU_CALLS = 60.0, 8.0
 CPU_SLOWDOWN = 1e4  # of an H200's floor, by a core
 CPU_CANDIDATE_S = 0.06
 ERROR_S, DRAWN_ELEMENT_S = 0.0013, 9.5e-10  # of one error; 16 cores draw while the GPU measures
