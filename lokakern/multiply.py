@@ -226,6 +226,8 @@ def _check_slices(slices: Sequence[QuantizedTensor]) -> None:
                 f"scaled_gemm: a[0] has {first.shape[0]} rows and {name} {x.shape[0]}; slices are "
                 "[m, some of k]"
             )
+        if not x.shape[1]:
+            raise ShapeError(f"scaled_gemm: {name} has no columns; leave it out")
         if place < len(slices) - 1 and x.shape[1] % GROUP:
             raise ShapeError(
                 f"scaled_gemm: {name} has {x.shape[1]} columns; all slices but the last must hold "

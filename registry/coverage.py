@@ -76,9 +76,13 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
             ("timing", rows.timed(kernel, architecture)),
             ("test_result", rows.tested(kernel, architecture)),
         )
-        if verdict.state != "ok"
-        and not (table == "timing" and (kernel.name, architecture) in UNMEASURED)
+        if verdict.state != "ok" and not _is_excused(kernel, architecture, table, verdict)
     ]
+
+
+def _is_excused(kernel: Kernel, architecture: str, table: str, verdict: _Verdict) -> bool:
+    never = verdict.state in ("none", "stale")  # not: wrong, or crashed
+    return table == "timing" and never and (kernel.name, architecture) in UNMEASURED
 
 
 def coverage_of(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Coverage]:

@@ -7,7 +7,7 @@ in the same file, and so make their measurements stale. An entry goes with its f
 from __future__ import annotations
 
 _SUMS_OF_GROUPS = (
-    "timed on an NVIDIA H200 as a part of compositions and by `compare --suite lrm-backward` only: "
+    "timed on an NVIDIA H200 in compositions, and by `compare` (kernels/cuda/README.md), only: "
     "run `sweep --suite lrm-backward`"
 )
 # By kernel and architecture: the reason.

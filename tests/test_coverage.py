@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lokakern.registry import coverage
 from lokakern.registry.coverage import Coverage, Gap, coverage_of, missing_evidence
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.snapshot import Snapshot, load_snapshot
@@ -86,6 +87,17 @@ def facts(tmp_path: Path) -> Facts:
 
 
 ON_HOPPER = frozenset({"sm_90"})
+
+
+def test_a_kernel_said_to_be_unmeasured_lacks_its_time_only(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = kernel(architectures=ON_HOPPER)
+    monkeypatch.setitem(coverage.UNMEASURED, (it.name, "sm_90"), "no machine")
+    assert facts.gaps(it) == [("test_result", "never tested")]
+    assert facts.states(it) == {"sm_90": ("unmeasured", "no machine")}
+    facts.time(it, status="wrong")
+    assert [table for table, _ in facts.gaps(it)] == ["timing", "test_result"]
 
 
 def test_a_kernel_needs_a_time_and_a_test_run(facts: Facts) -> None:

@@ -330,6 +330,7 @@ def test_slices_that_do_not_go_together_are_refused() -> None:
         (wide[:2], FormatError, "different row scales"),
         (wide[1:3], FormatError, "quantized alike"),
         (wide[2:], ShapeError, "a[0] has 12 rows and a[1] 8"),
+        ([nothing(12), *wide[:2]], ShapeError, "a[0] has no columns"),
     ):
         with pytest.raises(error) as found:
             lokakern.scaled_gemm(a, b)

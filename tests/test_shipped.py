@@ -101,6 +101,8 @@ def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
     found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
     for entry, reason in UNMEASURED.items():
         assert (found[entry].state, found[entry].why) == ("unmeasured", reason)
+    lacking = {(g.kernel, g.architecture) for g in missing_evidence(facts, KERNELS.values())}
+    assert not lacking & UNMEASURED.keys()
 
 
 def test_with_every_row_there_nothing_is_missing(path: Path, tmp_path: Path) -> None:

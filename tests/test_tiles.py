@@ -136,6 +136,7 @@ TILE_SIZES = (
     (2048, 128, 128), (2048, 256, 256), (2048, 512, 512), (8192, 512, 512), (8192, 1024, 1024),
     (8192, 2048, 2048), (32768, 128, 128), (32768, 1024, 256), (20480, 24, 720), (20480, 8, 39),
     (2048, 512, 2048), (256, 512, 115200), (2048, 512, 115200), (256, 2048, 17280),
+    *((327680, n, k) for n in (8, 16, 24) for k in (40, 128)),
     *((m, n, k) for m in (256, 8192, 163840) for n in (1, 8, 16, 24, 32, 64)
       for k in (39, 256, 720, 4096, 17280)),
 )  # fmt: skip
@@ -148,29 +149,33 @@ class Trial(NamedTuple):
 
     kind: Kind
     tile: Tile
+    short: bool = False  # k in one step of half the depth
 
     def __str__(self) -> str:
         parts = f"{self.tile.block_n}x{self.tile.warpgroups}"
         parts += f" resident {self.tile.chunks}" if self.tile.resident else ""
         parts += f" of {self.tile.parts}" if self.tile.parts > 1 else ""
         parts += f" {self.tile.blocks} an SM" if self.tile.blocks > 1 else ""
+        parts += " short" if self.short else ""
         return f"scaled_gemm_{self.kind.scales} {parts}"
 
     def size(self, sms: int) -> tuple[int, int, int]:
         """m, n and k, each with a tail, at which every pipeline comes round LOOPS times."""
         tile = self.tile
         across = 1 if tile.block_n < 32 else (2 if tile.resident else 5)
-        n = across * tile.block_n - (8 if tile.block_n > 16 else 0)
+        n = across * tile.block_n - (8 if tile.block_n > 24 else 0)
         steps = self.steps(n)
         loops = max(LOOPS, math.ceil(LOOPS * self.stages(n, steps) * tile.parts / steps))
         if tile.resident:
             down = loops * tile.pipelines * (sms * tile.blocks // across)
         else:
             down = math.ceil(loops * sms * tile.blocks / across / tile.parts)
-        return down * tile.height - 24, n, steps * tiles.DEPTH - 40
+        return down * tile.height - 24, n, self.depth(steps)
 
     def steps(self, n: int) -> int:
         """Along k: more than the ring has stages, if that fits, else as many as fit."""
+        if self.short:
+            return 1
         fitting = [
             steps
             for steps in range(1, 41 if self.tile.parts == 1 else 121)
@@ -180,15 +185,18 @@ class Trial(NamedTuple):
         return next(longer, fitting[-1])
 
     def stages(self, n: int, steps: int) -> int:
-        macros = tiles.macros_of(n, steps * tiles.DEPTH, self.tile, self.kind)
+        macros = tiles.macros_of(n, self.depth(steps), self.tile, self.kind)
         return int(macros["STAGES"])
+
+    def depth(self, steps: int) -> int:
+        return 40 if self.short else steps * tiles.DEPTH - 40
 
 
 def trials() -> Iterator[Trial]:
     for scales in ("tensor", "row", "block", "group"):
         kind = Kind(scales)
         for m, n, k in TILE_SIZES:
-            yield Trial(kind, tiles.tile_for(m, n, k, kind, 1, SMS))
+            yield Trial(kind, tiles.tile_for(m, n, k, kind, 1, SMS), k <= tiles.DEPTH // 2)
             split = tiles.split_tile_for(m, n, k, 1, SMS)
             if split is not None:
                 yield Trial(kind, split)
