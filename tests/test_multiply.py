@@ -188,6 +188,19 @@ def test_offsets_say_where_groups_lie(where: str, ends: tuple[int, ...]) -> None
 
 
 @where_there_is
+def test_projections_of_one_input_are_one_product_of_stacked_weights(where: str) -> None:
+    m, k, widths = 200, 64, [8, 1, 24]
+    weights = [drawn(where, n, k) for n in widths]
+    a = lokakern.quantize(drawn(where, m, k), "row")
+    b = lokakern.quantize(torch.cat(weights), "row").t()
+    out = torch.full((m, sum(widths) + 7), math.nan, dtype=torch.bfloat16, device=where)
+    lokakern.scaled_gemm(a, b, out=out[:, : sum(widths)])
+    assert out[:, sum(widths) :].isnan().all()
+    for columns, weight in zip(out.split([*widths, 7], dim=1), weights, strict=False):
+        assert_right(columns, [a], lokakern.quantize(weight, "row").t())
+
+
+@where_there_is
 def test_slices_of_k_are_as_good_as_one(where: str) -> None:
     m, n = 40, 24
     parts = [128, 256, 39]
