@@ -1,8 +1,11 @@
-"""What a scaled GEMM does to its sums before it writes them."""
+"""What a GEMM does to its sums before it writes them: a scaled GEMM, and one with a norm."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
+
+from lokakern.errors import UnknownNameError
+from lokakern.norm import KINDS, NO_NORM, Norm, norm_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,3 +56,117 @@ class Epilogue(NamedTuple):
 
 
 PLAIN = Epilogue()
+
+
+class NormEpilogue(NamedTuple):
+    """The last argument but one of a launcher of ops ``gemm_norm`` and ``norm_quantize``.
+
+    With y the sums, or what is given: ``y += bias``; ``y += residual``; ``z = norm(y) * norm_weight
+    + norm_bias``; then ``d = activation(z)``, or ``gate * sigmoid(z)``, or DCN's cross ``x0 * z +
+    x``; where `residual_last`, the residual is added here instead. What is NaN stays NaN.
+
+    Attributes:
+        norm: Of rows, or of blocks of them.
+        bias: ``[n]``, bfloat16 or float32, as are the next two, all of one dtype.
+        norm_weight: ``[n]``.
+        norm_bias: ``[n]``.
+        activation: "none", "relu", "hardswish" or "silu".
+        residual: ``[m, n]``, bfloat16, columns contiguous, any row stride, as are the next three.
+        residual_last: Whether the residual is added to the output, not to the sums.
+        gate: ``[m, n]``.
+        x0: Of the cross, ``[m, n]``.
+        x: As `x0`.
+    """
+
+    norm: Norm = NO_NORM
+    bias: Tensor | None = None
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    activation: str = "none"
+    residual: Tensor | None = None
+    residual_last: bool = False
+    gate: Tensor | None = None
+    x0: Tensor | None = None
+    x: Tensor | None = None
+
+    @property
+    def form(self) -> NormForm:
+        """All but the tensors."""
+        last = self.activation
+        if self.gate is not None:
+            last = "gate"
+        elif self.x0 is not None:
+            last = "cross"
+        return NormForm(
+            self.norm,
+            self.bias is not None,
+            self.residual is not None and not self.residual_last,
+            self.norm_weight is not None or self.norm_bias is not None,
+            last,
+            self.residual is not None and self.residual_last,
+        )
+
+    def name(self) -> str:
+        """What `Problem.epilogue` says."""
+        return str(self.form)
+
+
+class NormForm(NamedTuple):
+    """What `Problem.epilogue` says of a norm and what is around it.
+
+    Attributes:
+        norm: Of rows, or of blocks of them; eps is the usual.
+        bias: Whether there is one.
+        residual: Whether one is added before the norm.
+        affine: Whether the norm has a weight or a bias.
+        last: An activation, "gate" or "cross".
+        residual_last: Whether one is added at the end.
+    """
+
+    norm: Norm = NO_NORM
+    bias: bool = False
+    residual: bool = False
+    affine: bool = False
+    last: str = "none"
+    residual_last: bool = False
+
+    def __str__(self) -> str:
+        words = [
+            "bias" if self.bias else "",
+            "residual" if self.residual else "",
+            "" if self.norm.kind == "none" else str(self.norm),
+            "affine" if self.affine else "",
+            "" if self.last == "none" else self.last,
+            "residual_last" if self.residual_last else "",
+        ]
+        return "+".join(word for word in words if word) or "none"
+
+
+_LAST = (*ACTIVATIONS[1:], "gate", "cross")
+
+
+def norm_form(text: str) -> NormForm:
+    """Reads what ``str`` of a `NormForm` wrote.
+
+    Raises:
+        UnknownNameError: It did not write this.
+    """
+    words = [] if text == "none" else text.split("+")
+    rest = [word for word in words if word not in ("bias", "residual", "affine", "residual_last")]
+    last = rest.pop() if rest and rest[-1] in _LAST else "none"
+    try:
+        norm = norm_named(rest.pop()) if rest else NO_NORM
+    except UnknownNameError:
+        rest = [text]
+        norm = NO_NORM
+    form = NormForm(
+        norm, "bias" in words, "residual" in words, "affine" in words, last,
+        "residual_last" in words,
+    )  # fmt: skip
+    if rest or str(form) != text:  # an order, or a word, that nothing writes
+        raise UnknownNameError(
+            f"epilogue {text!r} is unknown; expected words of bias, residual, a norm "
+            f"({', '.join(KINDS[:-1])}), affine, one of {', '.join(_LAST)}, and residual_last, in "
+            "this order, joined by +"
+        )
+    return form
