@@ -1,6 +1,14 @@
 """The fastest FP8 kernel whose error you can afford, chosen from measurements."""
 
-from lokakern.functional import dequantize, gemm, quantize, quantize_transpose, scaled_gemm
+from lokakern.functional import (
+    dequantize,
+    gemm,
+    gemm_norm,
+    norm_quantize,
+    quantize,
+    quantize_transpose,
+    scaled_gemm,
+)
 from lokakern.prebuild import warmup
 from lokakern.preparation import prepare_weight
 from lokakern.registry.register import register
@@ -15,6 +23,8 @@ __all__ = [
     "dequantize",
     "dispatch",
     "gemm",
+    "gemm_norm",
+    "norm_quantize",
     "prepare_weight",
     "quantize",
     "quantize_transpose",

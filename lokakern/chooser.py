@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lokakern import selection
-from lokakern.errors import UnsupportedError
+from lokakern import misses, selection
+from lokakern.errors import MissError, UnknownNameError, UnsupportedError
 from lokakern.operands import device_of
 from lokakern.registry.register import FP8_GPUS, Kernel, kernels_for
 from lokakern.table import Table
@@ -18,6 +18,7 @@ from lokakern.types import ErrorBudget, Problem, Rejected
 
 logger = logging.getLogger("lokakern")
 _WARNED: set[str] = set()
+ON_MISS = ("bf16", "raise", "measure")
 
 
 class Chooser(Protocol):
@@ -32,18 +33,29 @@ def fastest_within(budget: ErrorBudget | float | None) -> Chooser:
 
     def choose(problem: Problem, x: Tensor, needs: frozenset[str] = frozenset()) -> Kernel:
         table = selection.table_for(problem, limits, device=device_of(x), needs=needs)
-        kernel = table.kernels[bisect_right(table.breakpoints, problem.m) - 1]
-        if kernel is None:
-            reasons = (f"{name}: {why}" for name, why in table.pick(problem.m).rejected)
-            raise UnsupportedError(
-                f"{problem.op}: no kernel runs {problem} on {table.device.product}: "
-                + "; ".join(reasons)
-            )
-        if problem.op == "scaled_gemm" and "any" in kernel.architectures:
-            _warn_of_emulation(problem, kernel, table, needs)
-        return kernel
+        return kernel_of(table, problem.m, needs)
 
     return choose
+
+
+def kernel_of(table: Table, m: int, needs: frozenset[str] = frozenset()) -> Kernel:
+    """The kernel of a table at m.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    problem = table.problem
+    kernel = table.kernels[bisect_right(table.breakpoints, m) - 1]
+    if kernel is None:
+        reasons = (f"{name}: {why}" for name, why in table.pick(m).rejected)
+        raise UnsupportedError(
+            f"{problem.op}: no kernel runs {replace(problem, m=m)} on {table.device.product}: "
+            + "; ".join(reasons)
+        )
+    multiplies_fp8 = problem.b is not None and problem.a.format.is_fp8
+    if multiplies_fp8 and "any" in kernel.architectures:
+        _warn_of_emulation(replace(problem, m=m), kernel, table, needs)
+    return kernel
 
 
 def _warn_of_emulation(
@@ -67,6 +79,49 @@ def _warn_of_emulation(
         "%s: %s: %s emulates it, slowly, on %s: %s",
         problem.op, problem, kernel.name, table.device.product, "; ".join(reasons),
     )  # fmt: skip
+
+
+def check_on_miss(op: str, on_miss: str) -> None:
+    if on_miss not in ON_MISS:
+        raise UnknownNameError(
+            f"{op}: on_miss is {on_miss!r}; expected one of {', '.join(ON_MISS)}"
+        )
+
+
+LOGGED: set[str] = set()  # families of problems whose miss was told
+
+
+def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
+    """What a miss asks for: the unquantized kernel, logged once and kept in the ledger.
+
+    Returns:
+        None where the problem was measured now: look again.
+
+    Raises:
+        MissError: ``on_miss`` is "raise".
+        MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
+        UnsupportedError: No unquantized kernel runs here.
+    """
+    problem = replace(table.problem, m=m)
+    pick = table.pick(m)
+    reason = misses.why_not_measurable(problem)
+    command = misses.sweep_command(problem) if reason is None else f"nothing yet: {reason}"
+    if on_miss == "raise":
+        raise MissError(f"{problem.op}: {problem}: {pick.note}; measure it with: {command}")
+    if on_miss == "measure":
+        misses.measure(problem)
+        selection.use_snapshot(None)
+        return None
+    misses.record(problem, table.device)
+    family = str(replace(problem, m=0))
+    if family not in LOGGED:
+        LOGGED.add(family)
+        words = "%s: %s: %s; using %s. Measure it with: %s"
+        logger.warning(words, problem.op, problem, pick.note, pick.name, command)
+    kernel = pick.candidate.kernel if pick.candidate else None
+    if kernel is None:
+        raise UnsupportedError(f"{problem.op}: {problem}: no kernel runs on {table.device.product}")
+    return kernel
 
 
 def only(kernel: Kernel) -> Chooser:

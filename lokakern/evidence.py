@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
-from lokakern.problems import accuracy_problem
+from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.registry import digests
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import Device, Environment, Granularity, Problem, Rejected
@@ -132,7 +132,7 @@ def candidate_of(
         return failed[max(failed)] if failed else never
     row = cells[0].kernel
     granularity = Granularity(row.granularity)
-    unquantized = granularity is Granularity.NONE and problem.op == "gemm"
+    unquantized = granularity is Granularity.NONE and baseline_name(problem) is not None
     found = _errors_or_reason(row, problem, distributions, device, local, facts)
     if isinstance(found, Wrong):
         return found.reason
@@ -180,7 +180,7 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
         tools += (environment.triton,)
     if "cuda" in languages:
         tools += (environment.libraries,)
-    if languages - {"triton", "cuda", "compositions"}:
+    if languages - {"triton", "cuda", "compositions", "norm_compositions"}:
         tools += (environment.torch, environment.toolkit)
     return tools
 

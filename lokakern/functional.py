@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern import autograd, misses, selection
-from lokakern.chooser import Chooser, fastest_within, only
-from lokakern.errors import (
-    FormatError,
-    MissError,
-    ShapeError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from lokakern import autograd, selection
+from lokakern.chooser import Chooser, after_miss, check_on_miss, fastest_within, only
+from lokakern.errors import FormatError, ShapeError
 from lokakern.multiply import multiply
 from lokakern.multiply import scaled_gemm as scaled_gemm
+from lokakern.normalizing import gemm_norm as gemm_norm
+from lokakern.normalizing import gemm_norm_by, norm_quantize_by
+from lokakern.normalizing import norm_quantize as norm_quantize
 from lokakern.operands import (
     device_of,
     gemm_problem,
@@ -40,8 +36,6 @@ from lokakern.types import (
     QuantizedTensor,
 )
 
-logger = logging.getLogger("lokakern")
-ON_MISS = ("bf16", "raise", "measure")
 _PLANS: dict[Any, Table] = {}
 selection.on_new_snapshot(_PLANS.clear)
 
@@ -118,8 +112,12 @@ def gemm(
         return out
     place = bisect_right(table.breakpoints, m) - 1
     if table.misses[place] and table.budget is not None:
-        return _missed(table, a, b, out, bias, on_miss)
-    kernel = table.kernels[place]
+        kernel = after_miss(table, m, on_miss)
+        if kernel is None:
+            return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="raise",
+                        distribution=table.distributions)  # fmt: skip
+    else:
+        kernel = table.kernels[place]
     assert kernel is not None  # a table for the device here has an unquantized kernel at least
     kernel.launch(a, b, out, bias, kernel.workspace(a, b))
     return out
@@ -142,10 +140,7 @@ def _plan(
     on_miss: str,
 ) -> Table:
     """Check everything a warm call relies on, and build the table it reads."""
-    if on_miss not in ON_MISS:
-        raise UnknownNameError(
-            f"gemm: on_miss is {on_miss!r}; expected one of {', '.join(ON_MISS)}"
-        )
+    check_on_miss("gemm", on_miss)
     problem = gemm_problem(a, b, bias, out)
     if budget is None and isinstance(b, QuantizedTensor):
         budget = b.budget
@@ -153,42 +148,6 @@ def _plan(
     if budget is None:  # needs no measurement, and none that cannot be read stands in its way
         return selection.unquantized_table(problem, device_of(a))
     return selection.table_for(problem, ErrorBudget.of(budget), names, device_of(a))
-
-
-_LOGGED: set[str] = set()
-
-
-def _missed(
-    table: Table,
-    a: Tensor,
-    b: Tensor | QuantizedTensor,
-    out: Tensor,
-    bias: Tensor | None,
-    on_miss: str,
-) -> Tensor:
-    m = a.shape[0]
-    problem = replace(table.problem, m=m)
-    pick = table.pick(m)
-    reason = misses.why_not_measurable(problem)
-    command = misses.sweep_command(problem) if reason is None else f"nothing yet: {reason}"
-    if on_miss == "raise":
-        raise MissError(f"gemm: {problem}: {pick.note}; measure it with: {command}")
-    if on_miss == "measure":
-        misses.measure(problem)
-        selection.use_snapshot(None)
-        return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="raise",
-                    distribution=table.distributions)  # fmt: skip
-    misses.record(problem, table.device)
-    family = str(replace(problem, m=0))
-    if family not in _LOGGED:
-        _LOGGED.add(family)
-        words = "gemm: %s: %s; using %s. Measure it with: %s"
-        logger.warning(words, problem, pick.note, pick.name, command)
-    kernel = pick.candidate.kernel if pick.candidate else None
-    if kernel is None:
-        raise UnsupportedError(f"gemm: {problem}: no kernel runs on {table.device.product}")
-    kernel.launch(a, b, out, bias, kernel.workspace(a, b))
-    return out
 
 
 def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:
@@ -230,11 +189,11 @@ def run(
 
     Args:
         kernel: A registered kernel.
-        operands: ``a, b`` of gemm or scaled_gemm, ``x`` of the others.
-        bias: Of gemm and scaled_gemm.
-        out: Of gemm and scaled_gemm.
-        out_format: Of the other ops; None means the usual.
-        options: Others of scaled_gemm, quantize and quantize_transpose.
+        operands: ``a, b`` of gemm, scaled_gemm or gemm_norm, ``x`` of the others.
+        bias: Of the ops with two operands.
+        out: Of the ops with two operands.
+        out_format: Of all ops but gemm; None means the usual.
+        options: Others of the op's public function.
 
     Raises:
         UnsupportedError: The kernel does not take these operands; its reason is in the message.
@@ -246,7 +205,11 @@ def run(
         return quantize_transpose_by(choose, operands[0], kernel.granularity, out_format, **options)
     if kernel.op == "dequantize":
         return _dequantize(operands[0], out_format or Format.BFLOAT16, choose)
+    if kernel.op == "norm_quantize":
+        return norm_quantize_by(choose, operands[0], out_format=out_format, **options)
     a, b = operands
+    if kernel.op == "gemm_norm":
+        return gemm_norm_by(choose, a, b, bias=bias, out=out, out_format=out_format, **options)
     if kernel.op == "scaled_gemm":
         return multiply(a, b, choose, bias=bias, out=out, out_format=out_format, **options)
     problem = gemm_problem(a, b, bias, out)

@@ -115,7 +115,7 @@ def parse(text: str) -> Problem:
 def sweep_command(problem: Problem) -> str:
     """The command that measures a problem."""
     sizes = ",".join(map(str, problem.shape))
-    if problem == make_problem(problem.op, problem.shape):
+    if problem.op == "gemm" and problem == make_problem(problem.op, problem.shape):
         return f"python -m lokakern.bench sweep --shape {sizes}"
     return f"python -m lokakern.bench sweep --problem {shlex.quote(json.dumps(_plain(problem)))}"
 
@@ -150,16 +150,18 @@ def measure(problem: Problem) -> None:
     command = sweep_command(problem)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise MeasurementError(
-            'gemm: on_miss="measure" is refused while torch.distributed is initialized, because '
-            f"ranks would choose different kernels; run {command} before"
+            f'{problem.op}: on_miss="measure" is refused while torch.distributed is initialized, '
+            f"because ranks would choose different kernels; run {command} before"
         )
     reason = why_not_measurable(problem)
     if reason is not None:
-        raise MeasurementError(f"gemm: {problem} cannot be measured: {reason}; copy it first")
+        raise MeasurementError(
+            f"{problem.op}: {problem} cannot be measured: {reason}; copy it first"
+        )
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]], capture_output=True, text=True, check=False
     )
     if done.returncode not in (0, 5):  # 5: some kernel's row is not ok, which is an answer too
         raise MeasurementError(
-            f"gemm: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
+            f"{problem.op}: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
         )

@@ -11,12 +11,12 @@ from torch import Tensor
 from lokakern.chooser import Chooser, fastest_within
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
-from lokakern.numerics import SMALLEST_SCALE
 from lokakern.operands import (
     check_bias,
     check_matrix,
     check_out,
     check_same_device,
+    checked_scale,
     device_of,
     operand_of,
 )
@@ -134,7 +134,7 @@ def multiply(
     if form.is_fp8 and out is not None:  # the rows of such an output are padded
         strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
     check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
-    scale = None if out_scale is None else _checked_out_scale(out_scale, first.device)
+    scale = None if out_scale is None else checked_scale("scaled_gemm", out_scale, first.device)
     epilogue = PLAIN
     extra: tuple[Epilogue, ...] = ()
     if (
@@ -288,23 +288,6 @@ def _out_format(
             f"scaled_gemm: out_format is {form.value!r}; accumulate adds to float32 only"
         )
     return form
-
-
-def _checked_out_scale(given: Tensor | float, device: torch.device) -> Tensor:
-    if not isinstance(given, Tensor):
-        usable = isinstance(given, int | float) and not isinstance(given, bool)
-        # A number that float32 holds: SMALLEST_SCALE is its smallest normal one.
-        if not usable or not SMALLEST_SCALE <= given <= torch.finfo(torch.float32).max:
-            raise FormatError(
-                f"scaled_gemm: out_scale is {given!r}; expected a finite float32 number > 0, or a "
-                "tensor of one"
-            )
-        return torch.full((1, 1), float(given), dtype=torch.float32, device=device)
-    if given.numel() != 1 or given.dtype != torch.float32:
-        raise ShapeError(
-            f"scaled_gemm: out_scale is {list(given.shape)} {given.dtype}; expected float32 [1, 1]"
-        )
-    return given.reshape(1, 1)
 
 
 def _checked_cross(

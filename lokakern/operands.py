@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceError, FormatError, ShapeError
+from lokakern.numerics import SMALLEST_SCALE
 from lokakern.types import (
     Device,
     Format,
@@ -46,35 +47,37 @@ def gemm_problem(
     b: Tensor | QuantizedTensor,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    op: str = "gemm",
 ) -> Problem:
-    """The problem of ``gemm`` on these operands.
+    """The problem of ``gemm`` on these operands; ``op`` is who asks, for the messages.
 
     Raises:
         ShapeError: They do not multiply, or ``out`` or ``bias`` does not fit.
         FormatError: A dtype is not supported, or dtypes differ.
         DeviceError: They are on different devices.
     """
-    check_matrix("gemm", "a", a)
+    check_matrix(op, "a", a)
     if not isinstance(b, QuantizedTensor):
-        check_matrix("gemm", "b", b)
+        check_matrix(op, "b", b)
     (m, k), (rows, n) = a.shape, b.shape
     if rows != k:
         hint = "weight.t()" if isinstance(b, Tensor) else "prepared.t()"
         advice = f" (pass {hint})" if n == k else ""
         raise ShapeError(
-            f"gemm: a is {list(a.shape)} and b is {list(b.shape)}; b must be [{k}, n]{advice}"
+            f"{op}: a is {list(a.shape)} and b is {list(b.shape)}; b must be [{k}, n]{advice}"
         )
     if k == 0:
-        raise ShapeError(f"gemm: a is {list(a.shape)}; k must be at least 1")
+        raise ShapeError(f"{op}: a is {list(a.shape)}; k must be at least 1")
     form = Format.of(a.dtype)
+    quantized = "scaled_gemm" if op == "gemm" else op  # what takes quantized operands
     if form.is_fp8:
         raise FormatError(
-            f"gemm: a is {form.value}; pass it unquantized, or QuantizedTensors to scaled_gemm"
+            f"{op}: a is {form.value}; pass it unquantized, or QuantizedTensors to {quantized}"
         )
     if isinstance(b, QuantizedTensor):
         if not b.transposed:
             raise ShapeError(
-                f"gemm: b is a QuantizedTensor stored [k, n]; pass quantize(weight).t() of a "
+                f"{op}: b is a QuantizedTensor stored [k, n]; pass quantize(weight).t() of a "
                 f"[{n}, {k}] weight, or prepare_weight(weight, ...)"
             )
         unquantized = b.source if b.source is not None else b.data
@@ -83,19 +86,19 @@ def gemm_problem(
                         operand_of(b.data).alignment)  # fmt: skip
         if prepared and b.source is None:
             raise FormatError(
-                "gemm: b is quantized without its source, so the unquantized kernel is not legal; "
-                "use prepare_weight, or scaled_gemm on two QuantizedTensors"
+                f"{op}: b is quantized without its source, so the unquantized kernel is not legal; "
+                f"use prepare_weight, or {quantized} on two QuantizedTensors"
             )
     else:
         unquantized, prepared = b, False
         right = operand_of(b, Layout.COLUMN)
     if unquantized.dtype != a.dtype:
         raise FormatError(
-            f"gemm: a is {a.dtype} and b is {unquantized.dtype}; convert one to the other's dtype"
+            f"{op}: a is {a.dtype} and b is {unquantized.dtype}; convert one to the other's dtype"
         )
-    check_same_device("gemm", a=a, b=unquantized, bias=bias, out=out)
-    strided = check_out("gemm", out, (m, n), a.dtype)
-    check_bias("gemm", bias, n, a.dtype)
+    check_same_device(op, a=a, b=unquantized, bias=bias, out=out)
+    strided = check_out(op, out, (m, n), a.dtype)
+    check_bias(op, bias, n, a.dtype)
     return Problem(
         op="gemm", m=m, n=n, k=k, a=operand_of(a), b=right, prepared=prepared,
         epilogue="none" if bias is None else "bias", out_format=form, out_strided=strided,
@@ -145,6 +148,24 @@ def check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None
         raise ShapeError(f"{op}: bias is {list(bias.shape)} {bias.dtype}; expected [{n}] {dtype}")
     if n > 1 and bias.stride(0) != 1:
         raise ShapeError(f"{op}: bias has stride {bias.stride(0)}; it must be contiguous")
+
+
+def checked_scale(op: str, given: Tensor | float, device: torch.device) -> Tensor:
+    """Decode scale of a whole output, float32 ``[1, 1]``; a tensor's value is not read."""
+    if not isinstance(given, Tensor):
+        usable = isinstance(given, int | float) and not isinstance(given, bool)
+        # A number that float32 holds: SMALLEST_SCALE is its smallest normal one.
+        if not usable or not SMALLEST_SCALE <= given <= torch.finfo(torch.float32).max:
+            raise FormatError(
+                f"{op}: out_scale is {given!r}; expected a finite float32 number > 0, or a "
+                "tensor of one"
+            )
+        return torch.full((1, 1), float(given), dtype=torch.float32, device=device)
+    if given.numel() != 1 or given.dtype != torch.float32:
+        raise ShapeError(
+            f"{op}: out_scale is {list(given.shape)} {given.dtype}; expected float32 [1, 1]"
+        )
+    return given.reshape(1, 1)
 
 
 def granularity_named(op: str, value: Granularity | str) -> Granularity:

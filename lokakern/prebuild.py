@@ -17,15 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lokakern import selection
 from lokakern.device import current_device
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.jit import Job, record
 from lokakern.problems import (
+    NORM_VECTORS,
     bias_format,
     epilogue_of,
     has_column_sums,
     is_plain,
     make_problem,
+    row_length,
 )
+from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
 from lokakern.types import (
     Device,
@@ -33,11 +37,13 @@ from lokakern.types import (
     ErrorBudget,
     Granularity,
     Layout,
+    NormEpilogue,
     Operand,
     Problem,
     QuantizedTensor,
     Rejected,
     empty_data,
+    norm_form,
 )
 from lokakern.workers import BuildReport, Progress, build, check_workers
 
@@ -62,10 +68,10 @@ def warmup(
     Args:
         problems: `Problem`s, or shapes ``(m, n, k)`` of a `gemm` on bfloat16 operands with
             ``weight.t()`` on the right.
-        budget: What `gemm` and `scaled_gemm` will be called with: the kernels that `dispatch`
-            chooses are compiled, at the problem's m and over the whole range of m that was
-            measured. What was never measured has the unquantized kernel, and nothing to compile.
-            None compiles every registered kernel that accepts a problem, at its m.
+        budget: What `gemm`, `scaled_gemm` and `gemm_norm` will be called with: the kernels that
+            `dispatch` chooses are compiled, at the problem's m and over the whole range of m that
+            was measured. What was never measured has the unquantized kernel, and nothing to
+            compile. None compiles every registered kernel that accepts a problem, at its m.
         device: A product such as "NVIDIA H200", or a `Device`, which need not be here; None means
             the GPU here.
         workers: Processes; None means one for each CPU core this process may use.
@@ -166,7 +172,8 @@ def _chosen(
     m itself is in no compilation, but decides tiles: each winner is asked at the problem's m, at
     the measured m, and at powers of two and 1.5 times those between.
     """
-    limits = budget if problem.op in ("gemm", "scaled_gemm") else None  # the others take none
+    multiplies = problem.op in ("gemm", "scaled_gemm", "gemm_norm")  # the others take none
+    limits = budget if multiplies else None
     table = selection.table_for(problem, limits, None, device)
     load_kernels()
     largest = max([problem.m, *table.measured_m])
@@ -240,7 +247,7 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
     """Operands of one launch without memory, laid out as `lokakern.bench` lays them out.
 
     Returns:
-        What `Kernel` says an op is launched with, less the workspace and the epilogue.
+        What `Kernel` says an op is launched with, less the workspace and an `Epilogue`.
 
     Raises:
         UnsupportedError: Nothing says how a batch of scales lies in memory, but of scaled GEMMs.
@@ -263,6 +270,8 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
         left = problem.a.granularity.empty_scale(rows, k, _META)
         right = problem.b.granularity.empty_scale(columns, k, _META)
         return a, left, b, right.mT, _output((), rows, n, problem), _bias(problem)
+    if problem.op in NORM_OPS:
+        return _norm_operands(problem)
     a = _matrix(batch, m, k, problem.a)
     if problem.op == "dequantize":
         out = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
@@ -277,6 +286,58 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
     if problem.b.granularity is not Granularity.NONE:
         scale = _scale(problem.b.granularity, batch, n, k)
     return a, QuantizedTensor(b.mT, scale, problem.b.granularity, True, source), out, bias
+
+
+def _norm_operands(problem: Problem) -> tuple[Any, ...]:
+    """Of an op with a norm: a, b if there is one, the output and the epilogue."""
+    m, n, k = problem.m, problem.n, problem.k
+    left: Tensor | QuantizedTensor = _matrix((), m, k, problem.a)
+    if problem.a.granularity is not Granularity.NONE:
+        left = _quantized(m, k, problem.a.format.dtype, problem.a.granularity)
+    given: tuple[Any, ...] = (left,)
+    if problem.b is not None:
+        right: Tensor | QuantizedTensor = _matrix((), k, n, problem.b)
+        if problem.b.granularity is not Granularity.NONE:
+            source = _matrix((), n, k, Operand(problem.a.format)) if problem.prepared else None
+            right = _quantized(n, k, problem.b.format.dtype, problem.b.granularity, source, True)
+        given = (left, right)
+    columns = row_length(problem.op, (m, n, k))
+    out: Tensor | QuantizedTensor = torch.empty((m, columns), dtype=torch.bfloat16, device=_META)
+    if problem.out_format.is_fp8:
+        out = _quantized(m, columns, problem.out_format.dtype, problem.out_granularity)
+    return *given, out, _meta_norm_epilogue(problem, columns)
+
+
+def _quantized(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    source: Tensor | None = None,
+    transposed: bool = False,
+) -> QuantizedTensor:
+    scale = granularity.empty_scale(rows, columns, _META)
+    data = empty_data(rows, columns, dtype, _META)
+    return QuantizedTensor(data, scale, granularity, transposed, source)
+
+
+def _meta_norm_epilogue(problem: Problem, columns: int) -> NormEpilogue:
+    form = norm_form(problem.epilogue)
+    matrix = torch.empty((problem.m, columns), dtype=torch.bfloat16, device=_META)
+    vector = torch.empty(columns, dtype=NORM_VECTORS.dtype, device=_META)
+    cross = matrix if form.last == "cross" else None
+    return NormEpilogue(
+        form.norm,
+        vector if form.bias else None,
+        vector if form.affine else None,
+        vector if form.affine else None,
+        form.last if form.last in ACTIVATIONS else "none",
+        matrix if form.residual or form.residual_last else None,
+        form.residual_last,
+        matrix if form.last == "gate" else None,
+        cross,
+        cross,
+    )
 
 
 def _output(batch: tuple[int, ...], rows: int, columns: int, problem: Problem) -> Tensor:

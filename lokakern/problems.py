@@ -12,13 +12,26 @@ from torch import Tensor
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
-from lokakern.registry.ops import op_named
-from lokakern.types import Epilogue, Format, Granularity, Layout, Operand, Problem, alignment_of
+from lokakern.registry.ops import NORM_OPS, op_named
+from lokakern.types import (
+    Epilogue,
+    Format,
+    Granularity,
+    Layout,
+    NormForm,
+    Operand,
+    Problem,
+    alignment_of,
+    norm_form,
+)
 
 ACCURACY_ROWS = 2048  # error is measured at this m
 # And at no larger k where samples run along it: sums of more samples err alike, because signal and
 # noise add up alike, but for the amax that a scale over more samples sees.
 ACCURACY_SAMPLES = 1024
+# Of the bias, and of a norm's weight and bias, where nothing says: of measurements, and compiled
+# for ahead. `Problem` does not tell it.
+NORM_VECTORS = Format.FLOAT32
 
 
 def format_named(op: str, value: Format | str) -> Format:
@@ -47,9 +60,10 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
         fields: Fields of `Problem` that differ from the usual.
 
     Raises:
-        UnknownNameError: No such op, or a field that `Problem` does not have.
+        UnknownNameError: No such op, a field that `Problem` does not have, or an epilogue that an
+            op with a norm does not have.
         ShapeError: Wrong number of sizes, or a size that is not an integer of at least 0 (m), 1;
-            a batch that is not an integer of at least 1.
+            a batch that is not an integer of at least 1; blocks of a norm that do not divide a row.
     """
     axes = op_named(op).axes
     known = {f.name for f in dataclasses.fields(Problem)} - {"op", "m", "n", "k"}
@@ -87,7 +101,9 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     if op in ("dequantize", "scaled_gemm"):
         a = a or Operand(Format.E4M3FN, Granularity.ROW)
     a = a or Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(k * 2))
-    if op in ("gemm", "scaled_gemm"):
+    if op in NORM_OPS:
+        _check_norm(op, (m, n, k), fields)
+    if op in ("gemm", "scaled_gemm", "gemm_norm"):
         wide = a.granularity is Granularity.GROUP
         granularity = Granularity.BLOCK if wide else a.granularity
         # b's contiguous axis is k, as a's is unless a is transposed. FP8 rows are padded.
@@ -99,8 +115,28 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     return Problem(op=op, m=m, n=n, k=k, a=a, b=b, **fields)
 
 
+def _check_norm(op: str, shape: tuple[int, int, int], fields: dict[str, Any]) -> None:
+    """Check the epilogue of an op with a norm; scales of an FP8 output are usually of rows."""
+    form = norm_form(fields.get("epilogue", "none"))
+    try:
+        form.norm.span(row_length(op, shape))
+    except ShapeError as error:
+        raise ShapeError(f"{op}: {error}") from None
+    usual = Format.BFLOAT16 if op == "gemm_norm" else Format.E4M3FN
+    out = fields.setdefault("out_format", usual)
+    fields.setdefault("out_granularity", Granularity.ROW if out.is_fp8 else Granularity.NONE)
+
+
+def row_length(op: str, shape: tuple[int, int, int]) -> int:
+    """Columns of what an op with a norm normalizes, of its m, n and k."""
+    return shape[1] if op == "gemm_norm" else shape[2]
+
+
 def is_plain(problem: Problem) -> bool:
-    """Whether a launcher needs no `Epilogue`: the kernel adds a bias at most, to one product."""
+    """Whether a launcher needs no `Epilogue`: the kernel adds a bias at most, to one product.
+
+    Not asked of ops with a norm, whose launchers always get a `NormEpilogue`.
+    """
     scaled = problem.op == "scaled_gemm"
     return not scaled or (
         problem.epilogue in ("none", "bias")
@@ -159,17 +195,22 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
     ``fp8``, the format that a GEMM quantizes to on the device, has the error of that GEMM, because
     quantizing is exact in every kernel. Where samples run along k (the gradient of a weight) the
     layouts stay, because a scale of a row spans samples there, and k is at most 1024. What comes
-    after the sums is left out, but for the format of the output.
+    after the sums is left out, but for the format of the output, and a norm with the activation
+    after it: a norm enlarges errors where rows have a common mean. Quantized operands of a GEMM
+    with a norm are treated as those of a scaled GEMM.
     """
     op, a, b = problem.op, problem.a, problem.b
-    if op == "scaled_gemm" and b is not None and (a.format, b.format) == (fp8, fp8):
-        op, a, b = "gemm", Operand(Format.BFLOAT16), Operand(Format.BFLOAT16)
+    scaled = op in ("scaled_gemm", "gemm_norm")
+    if scaled and b is not None and (a.format, b.format) == (fp8, fp8):
+        op = "gemm" if op == "scaled_gemm" else op
+        a, b = Operand(Format.BFLOAT16), Operand(Format.BFLOAT16)
     along_k = sums_over_samples(problem)
     a = replace(a, layout=Layout.COLUMN if along_k else Layout.ROW, alignment=16)
     if b is not None:
-        form = a.format if op == "gemm" else b.format
+        plain = op == "gemm" or (op == "gemm_norm" and not a.format.is_fp8)
+        form = a.format if plain else b.format
         layout = Layout.ROW if along_k else Layout.COLUMN
-        b = Operand(form, Granularity.NONE if op == "gemm" else b.granularity, layout, 16)
+        b = Operand(form, Granularity.NONE if plain else b.granularity, layout, 16)
     return replace(
         problem,
         op=op,
@@ -181,12 +222,24 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
         batch=1,
         prepared=False,
         out_strided=False,
-        epilogue="none",
+        epilogue=_accuracy_epilogue(problem),
     )
 
 
+def _accuracy_epilogue(problem: Problem) -> str:
+    if problem.op not in NORM_OPS:
+        return "none"
+    form = norm_form(problem.epilogue)
+    return str(NormForm(form.norm, last=form.last if form.last in ACTIVATIONS else "none"))
+
+
 def baseline_name(problem: Problem) -> str | None:
-    """The unquantized kernel that is legal whatever the budget; None for ops without one."""
+    """The unquantized kernel that is legal whatever the budget; None for ops without one.
+
+    Of a GEMM with a norm it is that of bfloat16 operands: quantized ones leave no choice.
+    """
+    if problem.op == "gemm_norm" and not problem.a.format.is_fp8:
+        return "torch.norm_unfused"
     if problem.op != "gemm":
         return None
     return "torch.fp32" if problem.a.format is Format.FLOAT32 else "torch.bf16"

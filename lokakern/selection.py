@@ -205,10 +205,10 @@ def dispatch(
        chosen only where it is faster than the unquantized one beyond noise.
 
     Args:
-        op: "gemm", "scaled_gemm", "quantize" or "dequantize".
-        shape: ``(m, n, k)``, or ``(m, k)`` for quantize and dequantize.
+        op: A key of `registry.ops.OPS`, such as "gemm", "scaled_gemm", "gemm_norm" or "quantize".
+        shape: ``(m, n, k)``, or ``(m, k)`` for ops with one operand.
         error_budget: A limit on row_err, or an `ErrorBudget`. None means the unquantized kernel
-            (for ops that have none: the fastest).
+            (of several, the fastest; for ops that have none, the fastest of all).
         distribution: Name (or names) of the input distributions to judge the error on; None means
             all realistic ones.
         device: A product such as "NVIDIA H200", or a `Device`; None means the one here.

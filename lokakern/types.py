@@ -9,6 +9,9 @@ from enum import StrEnum
 from lokakern.epilogue import EPILOGUES as EPILOGUES
 from lokakern.epilogue import PLAIN as PLAIN
 from lokakern.epilogue import Epilogue as Epilogue
+from lokakern.epilogue import NormEpilogue as NormEpilogue
+from lokakern.epilogue import NormForm as NormForm
+from lokakern.epilogue import norm_form as norm_form
 from lokakern.errors import BudgetError
 from lokakern.formats import GROUP as GROUP
 from lokakern.formats import Format as Format
@@ -63,9 +66,10 @@ class Operand:
 class Problem:
     """What is to be computed: the key of the database and the argument of ``supports``.
 
-    For ``gemm`` and ``scaled_gemm``, ``a`` is ``[m, k]`` and ``b`` is ``[k, n]``; for ``quantize``
-    and ``dequantize``, ``a`` is ``[m, k]``, there is no ``b``, and n is 1. A batch of scaled GEMMs
-    are the groups of `Epilogue`; m is rounded up where they have different numbers of rows.
+    For ``gemm``, ``scaled_gemm`` and ``gemm_norm``, ``a`` is ``[m, k]`` and ``b`` is ``[k, n]``;
+    for the other ops ``a`` is ``[m, k]``, there is no ``b``, and n is 1. A batch of scaled GEMMs
+    are the groups of `Epilogue`; m is rounded up where they have different numbers of rows. What
+    ``epilogue`` says of an op with a norm is the text of a `NormForm`.
     """
 
     op: str
@@ -96,17 +100,25 @@ class Problem:
             total += _scale_bytes(self.b.granularity, self.n, self.k)
             out = self.m * self.n * self.out_format.dtype.itemsize
             total += 2 * out if self.accumulate else out
-            if self.epilogue.endswith("cross"):
-                total += 2 * self.m * self.n * Format.BFLOAT16.dtype.itemsize
+            if self.op == "gemm_norm":
+                total += _scale_bytes(self.out_granularity, self.m, self.n)
         else:
             total += self.m * self.k * self.out_format.dtype.itemsize
             total += _scale_bytes(self.out_granularity, self.m, self.k)
+        columns = self.k if self.b is None else self.n
+        total += self._matrices_beside * self.m * columns * Format.BFLOAT16.dtype.itemsize
         if self.op == "quantize_transpose":
             total += self.m * self.k * self.out_format.dtype.itemsize
             total += _scale_bytes(self.out_granularity, self.k, self.m)
             if self.epilogue.endswith("column_sums"):
                 total += self.k * Format.FLOAT32.dtype.itemsize
         return total * self.batch
+
+    @property
+    def _matrices_beside(self) -> int:
+        """How many matrices as large as the output an epilogue reads, bfloat16."""
+        each = {"residual": 1, "gate": 1, "cross": 2, "residual_last": 1}
+        return sum(each.get(word, 0) for word in self.epilogue.split("+"))
 
     @property
     def flops(self) -> int:
@@ -157,7 +169,8 @@ class NumericsClass:
     """Formats x granularity x accumulation x output: what decides the error of a kernel.
 
     ``accumulation`` is ``float32``, ``promoted`` (tensor-core sums added up in float32 at least
-    every 128 of k), ``fast`` (never promoted) or ``none`` (nothing is summed).
+    every 128 of k), ``fast`` (never promoted) or ``none`` (nothing is summed). Of sums that are
+    rounded to bfloat16 before they are normalized: ``rounded`` for float32, ``promoted+rounded``.
     """
 
     a_format: Format

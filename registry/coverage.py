@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lokakern.registry.unmeasured import UNMEASURED
+from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 
 if TYPE_CHECKING:
     from lokakern.registry.cells import TestResultCell
@@ -63,8 +63,8 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
 
     Needed are a timing and a test result that are "ok", and no timing that was wrong or crashed, on
     each architecture that is not `compile_only` or `unmeasured` with a reason; where it is said in
-    `registry/unmeasured.py`, a test result only. A kernel for any architecture claims those of all
-    GPUs in the facts.
+    `registry/unmeasured.py`, a test result only, and neither of an op that is new. A kernel for any
+    architecture claims those of all GPUs in the facts.
     """
     rows = _Rows(facts)
     return [
@@ -81,8 +81,10 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
 
 
 def _is_excused(kernel: Kernel, architecture: str, table: str, verdict: _Verdict) -> bool:
-    never = table == "timing" and verdict.state == "none"  # not: stale, wrong or crashed
-    return never and (kernel.name, architecture) in UNMEASURED
+    if verdict.state != "none":  # stale, wrong or crashed
+        return False
+    untimed = table == "timing" and (kernel.name, architecture) in UNMEASURED
+    return untimed or (kernel.op, architecture) in NEW_OPS
 
 
 def coverage_of(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Coverage]:
@@ -164,6 +166,7 @@ class _Rows:
             return "compile_only", kernel.compile_only[architecture]
         declared = kernel.unmeasured.get(architecture)
         declared = declared or UNMEASURED.get((kernel.name, architecture))
+        declared = declared or NEW_OPS.get((kernel.op, architecture))
         if declared:
             return "unmeasured", declared
         return "stale" if timed.state == "stale" else "unmeasured", timed.why

@@ -5,9 +5,14 @@ quantize      x [m, k]                     -> q, s      x ~ q * s
 dequantize    q [m, k], s                  -> x         x = q * s
 scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = f((a.q a.s) @ (b.q b.s) + bias)
 gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
+gemm_norm     a [m, k], b [k, n]           -> d [m, n]  d = g(norm(a @ b + bias))
+norm_quantize x [m, k]                     -> d [m, k]  d = g(norm(x + bias)), k the length of a row
 
-f is what `lokakern.types.Epilogue` says. A batch is one more axis in front of a, b and d of a gemm,
-and the groups of a scaled GEMM; the bias stays [n].
+f is what `lokakern.types.Epilogue` says, g and what is added beside a bias `NormEpilogue`. A batch
+is one more axis in front of a, b and d of a gemm, and the groups of a scaled GEMM; the bias stays
+[n]. Operands of gemm_norm are quantized or not; its output is bfloat16, or FP8 with a scale that is
+given (of the whole tensor) or made of d as `quantize` makes it (of rows, or 1x128), as is that of
+norm_quantize.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.errors import UnknownNameError
-from lokakern.types import PLAIN, Epilogue, QuantizedTensor
+from lokakern.norm import normalize
+from lokakern.types import PLAIN, Epilogue, NormEpilogue, QuantizedTensor
 
 Matrix = Tensor | QuantizedTensor
 
@@ -142,6 +148,86 @@ def scaled_product(
     return finished(*scaled_sums(a, b, epilogue), bias, epilogue, before)[0]
 
 
+# Nothing is summed in `norm_quantize` but statistics: 2^-24 of x, where `numerics.kernel_error`
+# gives each magnitude 2^-13.
+ROUNDING_OF_ROWS = 2.0**-11
+
+
+def norm_sums(a: Matrix, b: Matrix) -> tuple[Tensor, Tensor]:
+    """Sums of gemm_norm and of absolute values, float64, ``[m, n]``: what `normalized` takes."""
+    return product(a, b), magnitude(a, b)
+
+
+def norm_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of norm_quantize and the scale of their rounding errors: what `normalized` takes."""
+    rows = exact(x)
+    return rows, rows.abs() * ROUNDING_OF_ROWS
+
+
+def normalized(exact: Tensor, magnitude: Tensor, epilogue: NormEpilogue) -> tuple[Tensor, Tensor]:
+    """Outputs of exact sums that are normalized, and the scale of their rounding errors, float64.
+
+    The format of the output is not its business.
+
+    Args:
+        exact: Sums, or rows, ``[m, n]``.
+        magnitude: The scale of their rounding errors.
+        epilogue: All that is done to them.
+    """
+    if epilogue.bias is not None:
+        bias = epilogue.bias.double()
+        exact, magnitude = exact + bias, magnitude + bias.abs()
+    residual = None if epilogue.residual is None else epilogue.residual.double()
+    if residual is not None and not epilogue.residual_last:
+        exact, magnitude = exact + residual, magnitude + residual.abs()
+    magnitude = _norm_magnitude(exact, magnitude, epilogue)
+    exact = normalize(exact, epilogue.norm, epilogue.norm_weight, epilogue.norm_bias)
+    if epilogue.gate is not None:
+        gate = epilogue.gate.double()
+        exact, magnitude = gate * torch.sigmoid(exact), 0.25 * gate.abs() * magnitude
+    elif epilogue.x0 is not None and epilogue.x is not None:
+        x0, x = epilogue.x0.double(), epilogue.x.double()
+        exact, magnitude = x0 * exact + x, x0.abs() * magnitude + x.abs()
+    else:
+        function, slope = ACTIVATIONS[epilogue.activation]
+        exact, magnitude = function(exact), slope * magnitude
+    if residual is not None and epilogue.residual_last:
+        exact, magnitude = exact + residual, magnitude + residual.abs()
+    return exact, magnitude
+
+
+def _norm_magnitude(exact: Tensor, magnitude: Tensor, epilogue: NormEpilogue) -> Tensor:
+    """How errors of as much as ``magnitude`` pass a norm, to first order.
+
+    With r the reciprocal deviation, ``dz = r (dy - mean(dy)) - z mean(z r dy)``, and by Cauchy and
+    Schwarz ``|mean(z r dy)| <= r sqrt(mean(dy^2))``, because ``mean(z^2) <= 1``.
+    """
+    norm, columns = epilogue.norm, exact.shape[-1]
+    through = magnitude
+    if norm.kind != "none" and columns:
+        blocks = (*exact.shape[:-1], -1, norm.span(columns))
+        y, m = exact.reshape(blocks), magnitude.reshape(blocks)
+        if norm.kind == "layer":
+            y, m = y - y.mean(-1, keepdim=True), m + m.mean(-1, keepdim=True)
+        reciprocal = torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps)
+        share = magnitude.reshape(blocks).square().mean(-1, keepdim=True).sqrt()
+        through = (reciprocal * (m + (y * reciprocal).abs() * share)).reshape(exact.shape)
+        through = torch.nan_to_num(through, nan=0.0)  # of an infinite row, whose z are NaN or 0
+    if epilogue.norm_weight is not None:
+        through = through * epilogue.norm_weight.double().abs()
+    return through if epilogue.norm_bias is None else through + epilogue.norm_bias.double().abs()
+
+
+def normalized_product(a: Matrix, b: Matrix, epilogue: NormEpilogue) -> Tensor:
+    """What gemm_norm must write, float64, ``[m, n]``."""
+    return normalized(*norm_sums(a, b), epilogue)[0]
+
+
+def normalized_rows(x: Tensor, epilogue: NormEpilogue) -> Tensor:
+    """What norm_quantize must write, float64, ``[m, k]``."""
+    return normalized(*norm_rows(x), epilogue)[0]
+
+
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
@@ -155,8 +241,11 @@ OPS: dict[str, Op] = {
             scaled_product,
         ),
         Op("gemm", ("m", "n", "k"), "d = a @ b + bias", product),
+        Op("gemm_norm", ("m", "n", "k"), "d = g(norm(a @ b + bias))", normalized_product),
+        Op("norm_quantize", ("m", "k"), "d = g(norm(x + bias)) ~ q * s", normalized_rows),
     )
 }
+NORM_OPS = frozenset({"gemm_norm", "norm_quantize"})  # whose last operand is a `NormEpilogue`
 
 
 def op_named(name: str) -> Op:

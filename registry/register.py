@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lokakern.errors import UnknownNameError
 from lokakern.registry import digests
-from lokakern.registry.ops import op_named
+from lokakern.registry.ops import NORM_OPS, op_named
 from lokakern.types import (
     ACCEPTED,
     Device,
@@ -79,6 +79,13 @@ class Kernel:
         dequantize    launch(data, scale, out, workspace)
         scaled_gemm   launch(a, a_scale, b, b_scale, out, bias, workspace, epilogue=PLAIN)
         gemm          launch(a, b, out, bias, workspace)     b: Tensor [k, n] or QuantizedTensor
+        gemm_norm     launch(a, b, out, epilogue, workspace)
+        norm_quantize launch(x, out, epilogue, workspace)
+
+    Operands of the last two are tensors or `QuantizedTensor`s: a is ``[m, k]``, b ``[k, n]`` as of
+    gemm (of bfloat16 a quantized only as a prepared weight), x bfloat16 ``[m, k]``. out is a
+    bfloat16 tensor, which may be a slice, or a `QuantizedTensor` whose data and scales are written;
+    one with a scale of the whole tensor is given that scale. The epilogue is a `NormEpilogue`.
 
     FP8 data lie as `types.empty_data` lays them out. Sums of columns are float32 ``[columns]``, or
     None where the epilogue does not ask for them. A scaled GEMM is given its epilogue if the kernel
@@ -102,7 +109,8 @@ class Kernel:
         parts: Names of a composition's parts.
         batched: Whether it takes a batch: every operand and output but the bias has one more axis
             then, in front; of a scaled GEMM, whether it takes groups, of equal or any rows.
-        epilogues: What of `Problem.epilogue` it does.
+        epilogues: What of `Problem.epilogue` it does; not asked of ops with a norm, whose kernels
+            read `types.norm_form` themselves.
         accumulates: Whether it can add to a float32 output.
         k_slices: Whether it takes a as slices along k.
         batch_invariant: Whether the bits of an output row depend neither on the other rows nor on
@@ -138,6 +146,8 @@ class Kernel:
     @property
     def quantizes(self) -> bool:
         """Whether an op on unquantized operands goes through FP8."""
+        if self.op == "gemm_norm":  # one with a granularity may want its operands quantized
+            return any(KERNELS[part].op == "quantize" for part in self.parts if part in KERNELS)
         return self.op == "gemm" and self.granularity is not Granularity.NONE
 
     def supports(self, problem: Problem, device: Device) -> Support:
@@ -151,7 +161,7 @@ class Kernel:
             return Rejected("takes no batch")
         if problem.accumulate and not self.accumulates:
             return Rejected("does not accumulate into its output")
-        if problem.epilogue not in self.epilogues:
+        if self.op not in NORM_OPS and problem.epilogue not in self.epilogues:
             return Rejected(f"has no epilogue {problem.epilogue!r}")
         return self.supports_problem(problem, device)
 

@@ -174,6 +174,18 @@ def test_a_kernel_that_was_wrong_once_is_a_gap_until_it_changes(facts: Facts, st
     assert facts.gaps(changed) == []
 
 
+def test_a_kernel_of_a_new_op_lacks_nothing_until_it_changes(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = kernel(architectures=ON_HOPPER)
+    assert facts.gaps(it) == [("timing", "never timed"), ("test_result", "never tested")]
+    monkeypatch.setitem(coverage.NEW_OPS, (it.op, "sm_90"), "new")
+    assert facts.gaps(it) == []
+    assert facts.states(it) == {"sm_90": ("unmeasured", "new")}
+    facts.test(it, 0, 1, 0)
+    assert [table for table, _ in facts.gaps(it)] == ["test_result"]
+
+
 @pytest.mark.parametrize("declared", ["compile_only", "unmeasured"])
 def test_a_reason_stands_for_evidence(facts: Facts, declared: str) -> None:
     both = frozenset({"sm_90", "gfx942"})

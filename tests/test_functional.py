@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lokakern
-from lokakern import functional, misses, numerics, selection
+from lokakern import chooser, functional, misses, numerics, selection
 from lokakern.bench.pieces import compare_bytes
 from lokakern.device import current_device
 from lokakern.errors import (
@@ -40,7 +40,7 @@ FP8_ROW = "torch.quantize_row+torch.emulated_row"
 def empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
     selection.use_snapshot(load_snapshot([]))
-    functional._LOGGED.clear()
+    chooser.LOGGED.clear()
     yield
     selection.use_snapshot(None)
     misses._COUNTS.clear()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from lokakern.bench.forms import grad_input_cases, grad_weight_case
-from lokakern.errors import ShapeError
+from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.problems import (
     accuracy_problem,
+    baseline_name,
     has_column_sums,
     make_problem,
     scaling_of,
@@ -84,3 +85,67 @@ def test_a_scaled_gemm_has_the_error_of_its_gemm(granularity: Granularity) -> No
     assert (other.op, other.m, other.a.granularity) == ("scaled_gemm", 2048, granularity)
     mixed = make_problem("scaled_gemm", (64, 32, 16), a=replace(a, format=Format.E5M2))
     assert accuracy_problem(mixed, E4M3).op == "scaled_gemm"
+
+
+def test_ops_with_a_norm_have_the_usual_outputs() -> None:
+    plain = make_problem("gemm_norm", (64, 256, 128), epilogue="bias+layer+affine")
+    assert (plain.out_format, plain.out_granularity) == (Format.BFLOAT16, Granularity.NONE)
+    assert plain.shape == (64, 256, 128) and plain.flops == 2 * 64 * 256 * 128
+    scaled = make_problem("gemm_norm", (64, 256, 128), epilogue="rms", out_format="e4m3fn")
+    assert scaled.out_granularity is Granularity.ROW
+    assert plain.bytes_moved - scaled.bytes_moved == 64 * 256 - 4 * 64
+    rows = make_problem("norm_quantize", (64, 256), epilogue="block_rms(128)")
+    assert (rows.out_format, rows.out_granularity) == (E4M3, Granularity.ROW)
+    assert rows.shape == (64, 256) and rows.bytes_moved == 64 * 256 * 3 + 4 * 64
+    wide = make_problem("norm_quantize", (64, 256), epilogue="rms", out_format="bfloat16")
+    assert wide.out_granularity is Granularity.NONE
+    assert str(scaled).endswith("rms out=e4m3fn/row")
+
+
+@pytest.mark.parametrize(
+    ("words", "matrices"),
+    [("residual+layer", 1), ("layer+gate", 1), ("rms+cross", 2), ("rms+gate+residual_last", 2)],
+)
+def test_what_a_norm_reads_beside_its_rows_is_traffic(words: str, matrices: int) -> None:
+    for op, shape in (("gemm_norm", (64, 256, 128)), ("norm_quantize", (64, 256))):
+        plain, reading = (make_problem(op, shape, epilogue=e) for e in ("layer", words))
+        assert reading.bytes_moved - plain.bytes_moved == matrices * 64 * 256 * 2
+
+
+def test_an_epilogue_that_no_norm_has_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'layer\\+bias' is unknown"):
+        make_problem("gemm_norm", (64, 256, 128), epilogue="layer+bias")
+    with pytest.raises(ShapeError, match="norm_quantize: block_rms\\(96\\) of 256 columns"):
+        make_problem("norm_quantize", (64, 256), epilogue="block_rms(96)")
+
+
+def test_errors_after_a_norm_are_those_of_the_norm_and_its_activation() -> None:
+    shape = (64, 256, 128)
+    words = "bias+residual+block_rms(128)+affine+silu"
+    asked = accuracy_problem(make_problem("gemm_norm", shape, epilogue=words), E4M3)
+    assert asked == make_problem("gemm_norm", (2048, 256, 128), epilogue="block_rms(128)+silu")
+    for last in ("gate", "cross", "residual_last"):
+        found = accuracy_problem(make_problem("gemm_norm", shape, epilogue=f"rms+{last}"), E4M3)
+        assert found.epilogue == "rms"
+    a = Operand(E4M3, Granularity.GROUP)
+    scaled = make_problem("gemm_norm", shape, a=a, epilogue="layer", out_format="e4m3fn")
+    plain = make_problem("gemm_norm", shape, epilogue="layer", out_format="e4m3fn")
+    assert accuracy_problem(scaled, E4M3) == accuracy_problem(plain, E4M3)
+    assert accuracy_problem(scaled, Format.E4M3FNUZ).a.granularity is Granularity.GROUP
+    weight = Operand(E4M3, Granularity.BLOCK, Layout.COLUMN)
+    prepared = make_problem("gemm_norm", shape, b=weight, prepared=True, epilogue="layer")
+    asked = accuracy_problem(prepared, E4M3)
+    assert asked == make_problem("gemm_norm", (2048, 256, 128), epilogue="layer")
+    rows = make_problem("norm_quantize", (64, 250), epilogue="residual+layer+affine+relu")
+    asked = accuracy_problem(rows, E4M3)
+    assert (asked.op, asked.m, asked.epilogue, asked.a.alignment) == (
+        "norm_quantize", 2048, "layer+relu", 16,
+    )  # fmt: skip
+
+
+def test_only_unquantized_operands_leave_a_choice() -> None:
+    shape = (64, 256, 128)
+    assert baseline_name(make_problem("gemm_norm", shape)) == "torch.norm_unfused"
+    scaled = make_problem("gemm_norm", shape, a=Operand(E4M3, Granularity.ROW))
+    assert baseline_name(scaled) is None
+    assert baseline_name(make_problem("norm_quantize", (64, 256))) is None

@@ -18,7 +18,7 @@ from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry import register as registry
 from lokakern.registry.digests import KERNELS_ROOT
-from lokakern.registry.ops import OPS
+from lokakern.registry.ops import NORM_OPS, OPS
 from lokakern.registry.register import (
     ANY,
     FP8_GPUS,
@@ -46,6 +46,7 @@ from lokakern.types import (
 
 UNAVAILABLE = load_kernels()
 compositions = importlib.import_module("lokakern.kernels.compositions")
+norm_compositions = importlib.import_module("lokakern.kernels.norm_compositions")
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
@@ -264,6 +265,14 @@ ACCUMULATIONS = {
     "dequantize": {"none"},
     "scaled_gemm": {"float32", "promoted", "fast"},
     "gemm": {"float32", "promoted", "fast"},
+    "gemm_norm": {"float32", "promoted", "rounded", "promoted+rounded", "fast+rounded"},
+    "norm_quantize": {"none"},
+}
+
+
+PARTS = {
+    "gemm": {"quantize", "scaled_gemm"},
+    "gemm_norm": {"quantize", "gemm", "scaled_gemm", "gemm_norm", "norm_quantize"},
 }
 
 
@@ -276,7 +285,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
     assert callable(found.launch)
     assert found.architectures == {"any"} or found.architectures <= FP8_GPUS
     assert found.accumulation in ACCUMULATIONS[found.op]
-    assert ("fast" in found.name) == (found.accumulation == "fast")
+    assert ("fast" in found.name) == found.accumulation.startswith("fast")
     assert found.kernel_err_bound >= 1
     for exceptions in (found.compile_only, found.unmeasured):
         assert exceptions.keys() <= found.architectures
@@ -286,11 +295,14 @@ def test_every_kernel_is_described(found: Kernel) -> None:
     for module in found.modules:
         assert (KERNELS_ROOT / f"{module}.py").is_file()
     for part in found.parts:
-        assert KERNELS[part].op in {"quantize", "scaled_gemm"}
-    if found.op != "gemm":
+        assert KERNELS[part].op in PARTS[found.op]
+    if found.op not in ("gemm", *NORM_OPS):
         assert found.granularity is not Granularity.NONE
-        assert not found.quantizes
-    assert not found.parts or found.quantizes
+    if found.op != "gemm_norm":
+        assert found.quantizes == bool(found.parts)
+    else:
+        assert found.quantizes == any(KERNELS[part].op == "quantize" for part in found.parts)
+        assert not found.quantizes or found.granularity is not Granularity.NONE
     if not found.parts:
         assert found.name.startswith(f"{found.language}.")
         assert found.modules[0].startswith(f"{found.language}/")
@@ -319,7 +331,71 @@ def test_support_is_an_answer_whatever_the_problem(found: Kernel, device: Device
 # --- compositions
 
 
-@pytest.mark.parametrize("found", [k for k in KERNELS.values() if k.parts], ids=str)
+def composed(op: str) -> list[Kernel]:
+    return [k for k in KERNELS.values() if k.parts and k.op == op]
+
+
+@pytest.mark.parametrize("found", composed("gemm_norm"), ids=str)
+def test_compositions_with_a_norm_are_made_of_their_parts(found: Kernel) -> None:
+    """A GEMM, which may be composed itself, and a norm; or quantizers and a fused kernel."""
+    *front, last = found.name.split("+")
+    parts = [KERNELS[name] for name in found.parts]
+    assert (found.parts[-1], found.language) == (last, KERNELS[last].language)
+    fused = KERNELS[last].op == "gemm_norm"
+    multiplies = KERNELS[last if fused else "+".join(front)]
+    assert found.granularity is multiplies.granularity
+    assert found.b_granularity is multiplies.b_granularity
+    if fused:
+        assert found.accumulation == multiplies.accumulation
+        assert found.kernel_err_bound == multiplies.kernel_err_bound
+        assert found.quantizes
+    else:
+        accumulation = found.accumulation.removesuffix("rounded").removesuffix("+") or "float32"
+        assert accumulation == multiplies.accumulation
+        assert KERNELS[last].op == "norm_quantize"
+        assert found.quantizes == multiplies.quantizes
+    for reasons in ("compile_only", "unmeasured"):
+        given = {name for part in parts for name in getattr(part, reasons)}
+        assert getattr(found, reasons).keys() == given & found.architectures
+    for device in (H200, MI300X, CPU):
+        if found.runs_on(device):
+            assert all(part.runs_on(device) for part in parts)
+    assert found.architectures
+
+
+def test_norms_are_composed_with_gemms_for_bfloat16_and_fp8() -> None:
+    for name in ("torch.bf16", "torch.emulated_row", "torch.quantize_row+torch.emulated_row"):
+        assert f"{name}+torch.norm_quantize" in KERNELS
+    for name in ("tensor", "row", "block", "group"):
+        fused = f"torch.norm_emulated_{name}"
+        assert f"torch.quantize_{KERNELS[fused].granularity.suffix}+{fused}" in KERNELS
+    assert norm_compositions.compose("torch.bf16", "gone.norm") is None
+    assert norm_compositions.compose("gone.gemm", "torch.norm_quantize") is None
+    assert norm_compositions.compose_quantized("gone.quantize", "torch.norm_emulated_row") is None
+    assert norm_compositions.compose_quantized("torch.quantize", "gone.gemm_norm") is None
+
+
+def test_a_composition_with_a_norm_refuses_what_its_parts_refuse() -> None:
+    problem = make_problem("gemm_norm", (64, 256, 512), epilogue="bias+layer")
+    plain = KERNELS["torch.bf16+torch.norm_quantize"]
+    assert plain.supports(problem, CPU) == Accepted()
+    wide = replace(problem, a=Operand(Format.FLOAT32))
+    assert reason(plain.supports(wide, CPU)).startswith("torch.bf16: ")
+    other = replace(problem, out_format=Format.FLOAT32)
+    assert reason(plain.supports(other, CPU)).startswith("torch.norm_quantize: writes")
+    fused = KERNELS["torch.quantize_row+torch.norm_emulated_row"]
+    assert fused.supports(problem, CPU) == Accepted()
+    assert "use torch.norm_emulated_row" in reason(
+        fused.supports(replace(problem, a=Operand(Format.E4M3FN, Granularity.ROW)), CPU)
+    )
+    weight = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
+    assert fused.supports(replace(problem, b=weight, prepared=True), CPU) == Accepted()
+    weight = replace(weight, granularity=Granularity.BLOCK)
+    found = fused.supports(replace(problem, b=weight, prepared=True), CPU)
+    assert reason(found) == "needs a weight prepared as e4m3fn/row; it is e4m3fn/128x128"
+
+
+@pytest.mark.parametrize("found", composed("gemm"), ids=str)
 def test_compositions_are_made_of_their_parts(found: Kernel) -> None:
     quantizer, gemm = found.name.split("+")
     parts = [KERNELS[name] for name in found.parts]
@@ -343,7 +419,7 @@ def test_compositions_are_made_of_their_parts(found: Kernel) -> None:
 
 
 def test_gemm_on_an_h200_is_composed_of_the_cuda_quantizers() -> None:
-    names = [k.name for k in KERNELS.values() if k.parts and k.runs_on(H200)]
+    names = [k.name for k in composed("gemm") if k.runs_on(H200)]
     assert {name.split(".")[0] for name in names} == {"cuda", "torch"}
     assert any(name.startswith("triton.quantize_row+") for name in KERNELS)
 

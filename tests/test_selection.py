@@ -601,3 +601,62 @@ def test_bad_input_gets_one_clear_error(
 def test_budget_without_limits_is_refused() -> None:
     with pytest.raises(BudgetError, match="no limit"):
         ErrorBudget()
+
+
+# --- GEMMs with a norm
+
+UNFUSED = "torch.norm_unfused"
+ROUNDED = "torch.bf16+torch.norm_quantize"
+FUSED_FP8 = "torch.quantize_row+torch.norm_emulated_row"
+NORM: dict[str, Any] = {"epilogue": "bias+layer+affine", "out_format": "e4m3fn"}
+
+
+def normed(book: Book, *, unfused: float, rounded: float, fp8: float, row_err: float) -> Book:
+    """Times with everything around the norm, errors of the norm alone."""
+    problem = make_problem("gemm_norm", (4096, 512, 512), **NORM)
+    return book.write(
+        time(UNFUSED, problem, unfused), time(ROUNDED, problem, rounded),
+        time(FUSED_FP8, problem, fp8), accuracy(FUSED_FP8, problem, row_err),
+    )  # fmt: skip
+
+
+def ask_normed(budget: Any = 0.06, **fields: Any) -> Choice:
+    asked = {**NORM, **fields}
+    return dispatch("gemm_norm", (4096, 512, 512), budget, device="NVIDIA H200", **asked)
+
+
+def test_a_gemm_with_a_norm_is_dispatched(book: Book) -> None:
+    normed(book, unfused=20.0, rounded=15.0, fp8=10.0, row_err=0.05)
+    choice = ask_normed()
+    assert (choice.kernel, choice.latency_us) == (FUSED_FP8, 10.0)
+    assert choice.errors["row_err"] == pytest.approx(0.05)
+    assert "bias+layer+affine out=e4m3fn/row" in choice.explain()
+    assert ask_normed(epilogue="rms").is_miss
+    assert ask_normed(out_granularity=Granularity.GROUP).is_miss
+
+
+def test_the_fastest_unquantized_kernel_with_a_norm_is_legal_whatever_the_budget(
+    book: Book,
+) -> None:
+    """Even one whose error nobody measured: it is no worse than what torch does unfused."""
+    normed(book, unfused=20.0, rounded=15.0, fp8=10.0, row_err=0.05)
+    for budget in (None, 0.03, 1e-9):
+        choice = ask_normed(budget)
+        assert (choice.kernel, choice.is_miss) == (ROUNDED, False)
+        assert choice.rejected[FUSED_FP8].startswith(("no budget", "row_err 0.0500 >"))
+        assert choice.rejected[UNFUSED] == "slower: 20.00 us"
+
+
+def test_quantized_operands_with_a_norm_take_the_fastest_there_is(book: Book) -> None:
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    problem = make_problem("gemm_norm", (4096, 512, 512), a=a, **NORM)
+    emulated = "torch.norm_emulated_row"
+    book.write(time(emulated, problem, 10.0), accuracy(emulated, problem, 0.05))
+    for budget in (None, 0.06):
+        assert ask_normed(budget, a=a).kernel == emulated
+    choice = ask_normed(0.03, a=a)
+    assert choice.kernel == emulated and "the most accurate is taken" in choice.pick.note
+    rows = make_problem("norm_quantize", (4096, 512), epilogue="rms")
+    book.write(time("torch.norm_quantize", rows, 5.0))
+    found = dispatch("norm_quantize", (4096, 512), device="NVIDIA H200", epilogue="rms")
+    assert (found.kernel, found.latency_us) == ("torch.norm_quantize", 5.0)

@@ -25,7 +25,7 @@ from lokakern.registry.store import (
     database_digest,
     shipped_databases,
 )
-from lokakern.registry.unmeasured import UNMEASURED
+from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 from lokakern.types import Device, Environment, ErrorBudget, Granularity
 
 H200 = "NVIDIA H200"
@@ -101,6 +101,12 @@ def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
     found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
     for entry, reason in UNMEASURED.items():
         assert (found[entry].state, found[entry].why) == ("unmeasured", reason)
+    for (op, architecture), reason in NEW_OPS.items():
+        names = [k.name for k in KERNELS.values() if k.op == op]
+        states = {
+            found[name, architecture].state for name in names if (name, architecture) in found
+        }
+        assert "unmeasured" in states and found[names[0], architecture].why == reason
     lacking = {(g.kernel, g.architecture) for g in missing_evidence(facts, KERNELS.values())}
     assert not lacking & UNMEASURED.keys()
 
