@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,19 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.bench.draws import operand_digest
+from lokakern.bench.draws_ahead import Drawer, Key, draws_of
+from lokakern.bench.norm_operands import (
+    draw_epilogue,
+    empty_output,
+    fitting_scale,
+    poison_output,
+)
 from lokakern.bench.pieces import compare_bytes
 from lokakern.bench.timing import Contender, faults_of, status_and_reason
+from lokakern.norm_errors import norm_kernel_error
 from lokakern.problems import accuracy_problem, sums_over_samples
 from lokakern.registry import ops
+from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.records import AccuracyRecord
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
@@ -28,10 +34,12 @@ from lokakern.types import (
     Epilogue,
     Format,
     Granularity,
+    NormEpilogue,
     Problem,
     QuantizedTensor,
     Rejected,
     empty_data,
+    norm_form,
 )
 
 SEEDS = (0, 1, 2)
@@ -70,7 +78,9 @@ def cells_for(
     classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
     for kernel, problem in pairs:
         asked = accuracy_problem(problem, fp8_format(device))
-        if kernel.op == asked.op and isinstance(kernel.supports(asked, device), Rejected):
+        if not _is_stand_in(problem, asked) and isinstance(
+            kernel.supports(asked, device), Rejected
+        ):
             continue
         key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
         classes.setdefault(key, {})[kernel.name] = kernel
@@ -85,12 +95,14 @@ def cells_for(
     return cells
 
 
+def _is_stand_in(problem: Problem, asked: Problem) -> bool:
+    """Whether an error is stored under the problem of unquantized operands, of quantized ones."""
+    return problem.op != asked.op or problem.a.format is not asked.a.format
+
+
 def rows_drawn(rows: int, k: int) -> int:
     """Rows of an operand that are drawn to measure an error, of those a problem has."""
     return min(rows, max(FEWEST_ROWS, DRAWN_ELEMENTS // k // GROUP * GROUP))
-
-
-Draw = tuple[str, int, int, int, bool]
 
 
 def measure_cells(
@@ -127,13 +139,13 @@ def measure_cells(
     ordered = sorted(groups)
     pool = ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 16)))
     try:
-        drawn = _Drawer(pool, ordered, alive)
+        drawn = Drawer(pool, ordered, alive)
         for place, key in enumerate(ordered):
             drawn.ahead(place)
             if not begin(groups[key][0], False):
                 return
             try:
-                (x, digest), *others = (drawn.get(draw) for draw in _draws(key))
+                (x, digest), *others = (drawn.get(draw) for draw in draws_of(key))
                 x, w = x.to(torch_device), None
                 for w, other in others:
                     w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
@@ -156,61 +168,25 @@ def measure_cells(
         pool.shutdown(cancel_futures=True)
 
 
-# Distribution, seed, k, m, n, and whether samples run along k.
-Key = tuple[str, int, int, int, int, bool]
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a kernel with a norm is given but its output, and what it should make of that.
 
+    Attributes:
+        operands: a and b, or rows.
+        epilogue: What comes after them.
+        reference: Outputs of the unquantized operands.
+        exact: Outputs of what the kernel multiplies.
+        size: The scale of its rounding errors.
+        shares: Of a, that quantizing flushed and saturated.
+    """
 
-def _draws(key: Key) -> Iterator[Draw]:
-    """Rows of x ``[m, k]`` and of w ``[n, k]``; samples of both where these run along k."""
-    distribution, seed, k, m, n, along_k = key
-    yield (distribution, k, m, seed, False) if along_k else (distribution, m, k, seed, False)
-    if n:
-        yield (distribution, k, n, seed, True) if along_k else (distribution, n, k, seed, True)
-
-
-class _Drawer:
-    """Draws operands ahead of use, each once, and forgets what no later group needs."""
-
-    AHEAD = 12
-
-    def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        keys: list[Key],
-        alive: Callable[[], None],
-    ) -> None:
-        self.pool = pool
-        self.keys = keys
-        self.alive = alive
-        self.last_use: dict[Draw, int] = {}
-        for place, key in enumerate(keys):
-            for draw in _draws(key):
-                self.last_use[draw] = place
-        self.pending: dict[Draw, Future[tuple[Tensor, str]]] = {}
-
-    def ahead(self, place: int) -> None:
-        for key in self.keys[place : place + self.AHEAD]:
-            for draw in _draws(key):
-                if draw not in self.pending:
-                    self.pending[draw] = self.pool.submit(_draw, *draw)
-
-    def get(self, draw: Draw) -> tuple[Tensor, str]:
-        while True:
-            self.alive()
-            with contextlib.suppress(TimeoutError):
-                return self.pending[draw].result(timeout=1.0)
-
-    def forget(self, place: int) -> None:
-        for draw in _draws(self.keys[place]):
-            if self.last_use[draw] <= place:
-                self.pending.pop(draw, None)
-
-
-def _draw(distribution: str, rows: int, k: int, seed: int, weight: bool) -> tuple[Tensor, str]:
-    recipe = distribution_named(distribution)
-    found = draw_weight(recipe, rows, k, seed) if weight else draw_rows(recipe, rows, k, seed)
-    single = found.float()  # bfloat16 and float32 operands are both roundings of this
-    return single, operand_digest(single)
+    operands: tuple[Any, ...]
+    epilogue: NormEpilogue
+    reference: Tensor
+    exact: Tensor
+    size: Tensor
+    shares: tuple[float, float] = (0.0, 0.0)
 
 
 class _Group:
@@ -268,6 +244,8 @@ class _Group:
             return self._gemm(cell)
         if cell.kernel.op == "scaled_gemm":
             return self._scaled_gemm(cell)
+        if cell.kernel.op in NORM_OPS:
+            return self._norm(cell)
         return self._dequantize(cell) if cell.kernel.op == "dequantize" else self._quantize(cell)
 
     def _gemm(self, cell: Cell) -> AccuracyRecord:
@@ -318,6 +296,58 @@ class _Group:
         shares = numerics.flushed_and_saturated_shares(a, left)
         return self._record(cell, out, reference, exact, size, shares, out_scale)
 
+    def _norm(self, cell: Cell) -> AccuracyRecord:
+        """After the norm, and what of the epilogue is left in the problem."""
+        problem, kernel = cell.problem, cell.kernel
+        layer = self._layer(cell)
+        (rows, columns), device = layer.exact.shape, layer.exact.device
+        form, granularity, scale = problem.out_format, problem.out_granularity, None
+        if form.is_fp8 and granularity is Granularity.TENSOR:
+            scale = fitting_scale(layer.epilogue, columns, form, lambda: layer.exact)
+        out = empty_output(form, granularity, rows, columns, device, scale)
+        poison_output(out, form)
+        given = (*layer.operands, out, layer.epilogue)
+        kernel.launch(*given, kernel.workspace(*given))
+        error = norm_kernel_error(out, layer.exact, layer.size, form.unit_roundoff)
+        value = out if isinstance(out, Tensor) else numerics.dequantize(out, torch.float64)
+        return self._judged(cell, value, layer.reference, error, layer.shares)
+
+    def _layer(self, cell: Cell) -> _Layer:
+        problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
+        x, n = self.x(source), problem.n
+        columns = problem.k if problem.b is None else n
+        epilogue = draw_epilogue(norm_form(problem.epilogue), len(x), columns, x.device)
+        if problem.b is None:
+            exact, size = ops.norm_rows(x)
+            exact, size = ops.normalized(exact, size, epilogue)
+            return _Layer((x,), epilogue, exact, exact, size)
+        w = self._weight(n)
+        exact, size = self._once(("plain", source, n), lambda: _exact(x, w.t()))
+        reference, size = ops.normalized(exact, size, epilogue)
+        if kernel.granularity is Granularity.NONE:
+            return _Layer((x, w.t()), epilogue, reference, reference, size)
+        fp8 = fp8_format(self.device)
+        formats = (problem.a.format, problem.b.format) if problem.a.format.is_fp8 else (fp8, fp8)
+        left = self.quantized("x", source, formats[0], kernel.granularity)
+        right = self._quantized_weight(n, formats[1], kernel.b_granularity)
+        key = (*formats, left.granularity, right.granularity, n)
+        exact, size = self._once(key, lambda: _exact(left, right))
+        exact, size = ops.normalized(exact, size, epilogue)
+        operands = (x, w.t()) if kernel.quantizes else (left, right)
+        shares = numerics.flushed_and_saturated_shares(x, left)
+        return _Layer(operands, epilogue, reference, exact, size, shares)
+
+    def _weight(self, n: int) -> Tensor:
+        """The weight ``[n, k]``; fewer rows are drawn of long ones, but a norm takes whole rows."""
+        w = self.w(Format.BFLOAT16)
+        return w if len(w) >= n else w[torch.arange(n, device=w.device) % len(w)]
+
+    def _quantized_weight(self, n: int, form: Format, granularity: Granularity) -> QuantizedTensor:
+        return self._once(  # type: ignore[no-any-return]
+            ("whole", n, form, granularity),
+            lambda: numerics.quantize(self._weight(n), form, granularity).t(),
+        )
+
     def _record(
         self,
         cell: Cell,
@@ -331,6 +361,16 @@ class _Group:
         roundoff = cell.problem.out_format.unit_roundoff
         error = numerics.kernel_error(out, exact, size, roundoff, out_scale)
         value = out if out_scale is None else out.double() * out_scale
+        return self._judged(cell, value, reference, error, shares)
+
+    def _judged(
+        self,
+        cell: Cell,
+        value: Tensor,
+        reference: Tensor,
+        error: numerics.KernelError,
+        shares: tuple[float, float],
+    ) -> AccuracyRecord:
         errors = numerics.measure_errors(value, reference)
         reason = ""
         if errors.nonfinite_unexpected_count:
@@ -341,7 +381,7 @@ class _Group:
             status="wrong" if reason else "ok",
             reason=reason,
             seed=cell.seed,
-            rows=out.shape[0],
+            rows=value.shape[0],
             errors=errors,
             kernel_err=error.maximum,
             kernel_err_row_p99=error.row_p99,

@@ -19,11 +19,13 @@ from lokakern.bench.options import (
     BudgetOption,
     DatabaseOption,
     DistributionOption,
+    EpilogueOption,
     FormatOption,
     JsonOption,
     OutputFormat,
     RegimeOption,
     ShapeOption,
+    cases_of,
     reading,
     says_errors,
     shape_of,
@@ -86,6 +88,7 @@ def sweep(
         str, typer.Option(help="Suite to measure: a name of `list suites`, or a .toml file.")
     ] = "smoke",
     shape: ShapeOption = None,
+    epilogue: EpilogueOption = None,
     problem: Annotated[
         list[str] | None,
         typer.Option(help="A problem as a miss printed it (JSON); may be repeated."),
@@ -140,7 +143,7 @@ def sweep(
     from lokakern import misses, selection
     from lokakern.bench import report
     from lokakern.bench import sweep as sweeping
-    from lokakern.bench.suites import Case, shape_cases, suite_named
+    from lokakern.bench.suites import Case, suite_named
     from lokakern.bench.summary import summary_rows
     from lokakern.device import current_device
     from lokakern.prebuild import gpu_named
@@ -158,7 +161,7 @@ def sweep(
     if watchdog is not None and not watchdog > 0:
         raise typer.BadParameter(f"{watchdog} is no number of seconds", param_hint="--watchdog")
     if shape or problem or from_misses:
-        cases = list(shape_cases([shape_of(text) for text in shape or ()], fp8_format(device)))
+        cases = cases_of(shape or [], epilogue, fp8_format(device))
         asked = [misses.parse(text) for text in problem or ()]
         asked += [missed for missed, _ in misses.read()] if from_misses else []
         for found in asked:
@@ -241,7 +244,9 @@ def sweep(
 @app.command()
 @says_errors
 def explain(
-    op: Annotated[str, typer.Argument(help="gemm, scaled_gemm, quantize or dequantize.")] = "gemm",
+    op: Annotated[
+        str, typer.Argument(help="gemm, gemm_norm, scaled_gemm, quantize, norm_quantize, ...")
+    ] = "gemm",
     shape: Annotated[str, typer.Option(help="m,n,k or m,k.")] = "32768,512,512",
     budget: BudgetOption = 0.06,
     device: Annotated[
@@ -253,6 +258,18 @@ def explain(
         str | None, typer.Option(help="The weight is prepared: tensor, row or 128x128 scales.")
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias.")] = False,
+    epilogue: Annotated[
+        str | None,
+        typer.Option(help="All that comes after the sums, such as bias+relu or bias+layer+affine."),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(help="Operands are quantized: tensor, row or 1x128 scales (of a)."),
+    ] = None,
+    out_scale: Annotated[
+        str | None,
+        typer.Option(help="The output is FP8: tensor, row or 1x128 scales."),
+    ] = None,
     db: DatabaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -261,21 +278,28 @@ def explain(
 
     from lokakern.bench.suites import PREPARED_FORMS
     from lokakern.device import current_device
+    from lokakern.operands import granularity_named
     from lokakern.registry.register import fp8_format
     from lokakern.selection import dispatch, snapshot
 
     sizes = shape_of(shape)
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
+    if epilogue is not None:
+        fields["epilogue"] = epilogue
     with reading(db):
+        target = snapshot().find_device(device) if device else current_device()
+        fp8 = fp8_format(target)
+        if scale is not None:
+            fields["a"] = Operand(fp8, granularity_named(op, scale))
+        if out_scale is not None:
+            fields |= {"out_format": fp8, "out_granularity": granularity_named(op, out_scale)}
         if prepared is not None:
-            known = {g.value: g for g in PREPARED_FORMS} if op == "gemm" else {}
+            known = {g.value: g for g in PREPARED_FORMS} if op in ("gemm", "gemm_norm") else {}
             if prepared not in known:
                 raise UnknownNameError(
                     f"--prepared is {prepared!r}; expected one of "
-                    f"{', '.join(g.value for g in PREPARED_FORMS)}, with gemm"
+                    f"{', '.join(g.value for g in PREPARED_FORMS)}, with gemm or gemm_norm"
                 )
-            target = snapshot().find_device(device) if device else current_device()
-            fp8 = fp8_format(target)
             fields |= {
                 "b": Operand(fp8, known[prepared], Layout.COLUMN),
                 "prepared": True,

@@ -14,21 +14,22 @@ from lokakern.bench.options import (
     BudgetOption,
     DatabaseOption,
     DistributionOption,
+    EpilogueOption,
     FormatOption,
     JsonOption,
     OutputFormat,
     RegimeOption,
     ShapeOption,
+    cases_of,
     reading,
     says_errors,
-    shape_of,
 )
 from lokakern.errors import UnknownNameError
 from lokakern.types import ErrorBudget
 
 if TYPE_CHECKING:
     from lokakern.bench.conditions import Condition
-    from lokakern.bench.contest import Contest, Row, Summary
+    from lokakern.bench.contest import Contest, Pairing, Row, Summary
     from lokakern.bench.forms import Case
 
 SLOWER_EXIT = 4
@@ -43,6 +44,7 @@ def compare(
     ] = "gemm",
     suite: Annotated[str, typer.Option(help="Suite whose problems are compared.")] = "smoke",
     shape: ShapeOption = None,
+    epilogue: EpilogueOption = None,
     ours: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,7 +55,10 @@ def compare(
     ] = None,
     rivals: Annotated[
         list[str] | None,
-        typer.Option(help="Kernel or pattern; repeatable. Default: all that are not ours."),
+        typer.Option(
+            help="Kernel or pattern; repeatable. Default: all that are not ours. Of several, each "
+            "pattern of --ours is compared with each."
+        ),
     ] = None,
     where: Annotated[
         str | None,
@@ -67,6 +72,14 @@ def compare(
         list[str] | None,
         typer.Option(help="Module that registers more kernels, as rivals; repeatable."),
     ] = None,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Rivals of gemm_norm are also what torch.compile makes of stock modules, "
+            "torch.compiled_norm*; to name them does the same.",
+        ),
+    ] = False,
     budget: BudgetOption = 0.06,
     baseline: Annotated[
         list[str] | None,
@@ -85,7 +98,8 @@ def compare(
 ) -> None:
     """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
     from lokakern.bench.conditions import parse_condition
-    from lokakern.bench.suites import shape_cases, suite_named
+    from lokakern.bench.rivals import are_asked_for
+    from lokakern.bench.suites import suite_named
     from lokakern.device import current_device
     from lokakern.registry.ops import op_named
     from lokakern.registry.register import fp8_format
@@ -99,7 +113,7 @@ def compare(
     device = current_device()
     cases = suite_named(suite).cases(device)
     if shape:
-        cases = list(shape_cases([shape_of(text) for text in shape], fp8_format(device)))
+        cases = cases_of(shape, epilogue, fp8_format(device))
     condition = parse_condition(where) if where else None
     cases = [
         case for case in cases
@@ -117,6 +131,7 @@ def compare(
                                      param_hint="--baseline")  # fmt: skip
         _compare_kernels(
             cases, op, tuple(ours or OURS), tuple(rivals or ("*",)), groups,
+            compiled=compiled or are_asked_for([*(ours or ()), *(rivals or ())]),
             regime=regime.value if regime else None, fail_under=fail_under, how=chosen, quiet=quiet,
         )  # fmt: skip
         return
@@ -196,30 +211,32 @@ def _compare_kernels(
     rivals: Sequence[str],
     groups: Sequence[Condition],
     *,
+    compiled: bool,
     regime: str | None,
     fail_under: float | None,
     how: OutputFormat,
     quiet: bool,
 ) -> None:
     from lokakern.bench import report
-    from lokakern.bench.contest import BOUNDS, contest, contests_of
+    from lokakern.bench.contest import bound_words, contest, contests_of
+    from lokakern.bench.rivals import registered
     from lokakern.device import current_device
 
-    with report.TerminalProgress(quiet=quiet) as progress:
+    with registered(compiled), report.TerminalProgress(quiet=quiet) as progress:
         progress.begin("compare", len(contests_of(cases, op)))
         found = contest(cases, op, ours=ours, rivals=rivals, groups=groups, regime=regime,
-                        step=progress.step)  # fmt: skip
+                        step=progress.step, note=progress.note)  # fmt: skip
     if how is OutputFormat.JSON:
         print(json.dumps(found.as_json(), indent=2))
     else:
         title = f"{op}: {', '.join(ours)} against {', '.join(rivals)} on {current_device().product}"
-        factor, launch_us = BOUNDS.get(op, (1.0, 0.0))
         report.print_rows(
-            [_cells(op, row) for row in found.rows], how.value, title=title,
-            note=f"bound: {factor:g} times the bytes at 4.3 TB/s, and {launch_us:g} us",
-        )  # fmt: skip
+            [_cells(op, row) for row in found.rows], how.value, title=title, note=bound_words(op)
+        )
     for summary in found.summaries:
         print(_words(summary), file=sys.stderr)
+    for pairing in found.pairings:
+        print(_pair_words(pairing), file=sys.stderr)
     for line in _failures(found):
         print(line, file=sys.stderr)
     if fail_under is not None:
@@ -266,6 +283,16 @@ def _words(summary: Summary) -> str:
     if summary.missing:
         counts.append(f"none of ours at {summary.missing}")
     return f"{', '.join(counts)}: {found}"
+
+
+def _pair_words(pairing: Pairing) -> str:
+    where = f"{pairing.ours} against {pairing.rivals}, {pairing.group}"
+    if pairing.speedup is None or pairing.least_speedup is None:
+        return f"{where}: nothing to compare"
+    return (
+        f"{where}, {pairing.compared} compared: {pairing.speedup:.3f}x "
+        f"(least {pairing.least_speedup:.3f}x)"
+    )
 
 
 def _failures(found: Contest) -> list[str]:

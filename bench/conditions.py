@@ -44,7 +44,8 @@ def facts_of(problem: Problem) -> dict[str, int | str]:
     ``scale`` is what one scale covers: of a, or of what a quantizer writes; where a is not
     quantized but the weight is prepared, of that.
     """
-    scale = problem.out_granularity if problem.op == "quantize" else problem.a.granularity
+    quantizer = problem.op in ("quantize", "norm_quantize")
+    scale = problem.out_granularity if quantizer else problem.a.granularity
     if scale is Granularity.NONE and problem.prepared and problem.b is not None:
         scale = problem.b.granularity
     return {

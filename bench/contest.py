@@ -2,34 +2,46 @@
 
 All problems that ask for the same product stand in one contest, whatever their scales: a
 tensor-scaled library kernel is a rival of a row-scaled one of ours, and of the prepared forms of a
-weight whichever is fastest counts.
+weight whichever is fastest counts. Of a GEMM with a norm formats do not part them, either.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lokakern.bench import rivals as compiled_layers
 from lokakern.bench import timing
 from lokakern.bench.conditions import Condition
 from lokakern.bench.draws import finish_draws
-from lokakern.bench.measure import FLOOR_BYTES_PER_US, torch_device
+from lokakern.bench.measure import (
+    FLOOR_BYTES_PER_US,
+    FLOOR_FLOPS_PER_US,
+    FLOOR_LAUNCH_US,
+    torch_device,
+)
 from lokakern.bench.race import Entry, timed
 from lokakern.bench.suites import Case
 from lokakern.bench.sweep import FEWEST_PREBUILT, candidates
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError
 from lokakern.prebuild import prebuild
-from lokakern.registry.register import Kernel, kernels_for
+from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.selection import default_regime
-from lokakern.types import Granularity, Operand, Problem
+from lokakern.types import Format, Granularity, Operand, Problem
 
 # What a kernel may take: this times its bytes at 4.3 TB/s, and so many microseconds. The bound of
-# quantizers; elsewhere the bytes alone.
-BOUNDS = {"quantize": (1.2, 2.0), "dequantize": (1.2, 2.0)}
+# quantizers; of a GEMM with a norm the floor of its products too, and a launch; elsewhere the bytes
+# alone.
+BOUNDS = {
+    "quantize": (1.2, 2.0), "dequantize": (1.2, 2.0), "norm_quantize": (1.2, 2.0),
+    "gemm_norm": (1.0, FLOOR_LAUNCH_US),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +103,53 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairing:
+    """What one pattern of ours comes to against one of the rivals, where there are several.
+
+    Of ours the fastest accurate kernel counts, of the rivals the fastest; ``compared`` rows have
+    both.
+    """
+
+    ours: str
+    rivals: str
+    group: str
+    compared: int
+    speedup: float | None
+    least_speedup: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Contest:
     """All rows, and what they come to: all of them first, then by group."""
 
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
+    pairings: tuple[Pairing, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def unscaled(problem: Problem) -> Problem:
-    """A problem without its scales and what follows from how they are prepared."""
+    """A problem without its scales and what follows from how they are prepared.
+
+    Of a GEMM with a norm formats do not count, either, of operands and output: who asks for the
+    layer of a model chooses among all that make it.
+    """
+    any_format = problem.op == "gemm_norm"
 
     def bare(operand: Operand) -> Operand:
-        return replace(operand, granularity=Granularity.NONE, alignment=16)
+        form = Format.BFLOAT16 if any_format else operand.format
+        return replace(operand, format=form, granularity=Granularity.NONE, alignment=16)
 
     b = problem.b
     if b is not None:
         b = bare(b)
-    return replace(problem, a=bare(problem.a), b=b)
+    problem = replace(problem, a=bare(problem.a), b=b)
+    if not any_format:
+        return problem
+    return replace(problem, prepared=False, out_format=Format.BFLOAT16,
+                   out_granularity=Granularity.NONE)  # fmt: skip
 
 
 def contests_of(cases: Iterable[Case], op: str) -> dict[tuple[Problem, str], list[Case]]:
@@ -131,6 +170,7 @@ def contest(
     groups: Sequence[Condition] = (),
     regime: str | None = None,
     step: Callable[[str], None] = lambda _text: None,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> Contest:
     """Time kernels of ours and rivals at every problem of an op, all of a shape interleaved.
 
@@ -141,10 +181,12 @@ def contest(
         op: What is compared.
         ours: Names of kernels, ``*`` and ``?`` standing for anything. A composition is ours if all
             its parts are, or if a name with ``+`` is its own.
-        rivals: Names of kernels or of compositions; a kernel of ours is no rival.
+        rivals: Names of kernels or of compositions; a kernel of ours is no rival. Where there is
+            more than one pattern, each of ours is compared with each of the rivals, too.
         groups: Conditions under which means are taken, too.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
         step: Called with each problem.
+        note: Told what is compiled before.
 
     Raises:
         UnknownNameError: No kernel of the op has a name of ours, or of the rivals; or all that have
@@ -163,6 +205,13 @@ def contest(
             return True
         return False if _matches(kernel.name, rivals) else None
 
+    def is_rival(kernel: Kernel, glob: str) -> bool:
+        return side_of(kernel) is False and _matches(kernel.name, [glob])
+
+    sides: list[Callable[[Kernel], bool]] = []
+    if len(ours) * len(rivals) > 1:
+        sides += [functools.partial(_is_ours, globs=[glob]) for glob in ours]
+        sides += [functools.partial(is_rival, glob=glob) for glob in rivals]
     found = contests_of(cases, op)
     problems = [case.problem for same in found.values() for case in same]
     names = sorted({
@@ -171,6 +220,7 @@ def contest(
     })  # fmt: skip
     if device.is_gpu and len(problems) >= FEWEST_PREBUILT:
         prebuild(problems, device, names)
+    compiled_layers.compile_ahead(problems, names, where, device, note)
     timing.warm(where)
     waiting = [case for same in found.values() for case in same]
     rows, drawn = [], 0
@@ -179,8 +229,9 @@ def contest(
         if drawn < len(same):
             drawn = finish_draws(waiting)
         drawn, waiting = drawn - len(same), waiting[len(same) :]
-        rows.append(_row(problem, same, side_of, groups, regime))
-    return Contest(tuple(rows), tuple(_summaries(rows, groups)))
+        rows.append(_row(problem, same, side_of, groups, regime, sides))
+    pairings = _pairings(rows, ours, rivals, groups) if sides else ()
+    return Contest(tuple(rows), tuple(_summaries(rows, groups)), tuple(pairings))
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
@@ -221,8 +272,9 @@ def _row(
     side_of: Callable[[Kernel], bool | None],
     groups: Sequence[Condition],
     regime: str,
+    sides: Sequence[Callable[[Kernel], bool]] = (),
 ) -> Row:
-    entries = timed(same, side_of, regime)
+    entries = timed(same, side_of, regime, sides)
     problems = {str(case.problem): case.problem for case in same}
     ours = _fastest(e for e in entries if e.ours and e.accurate)
     rival = _fastest(e for e in entries if not e.ours)
@@ -251,7 +303,19 @@ def _row(
 def bound_us(problem: Problem) -> float:
     """See `BOUNDS`."""
     factor, launch_us = BOUNDS.get(problem.op, (1.0, 0.0))
-    return factor * problem.bytes_moved / FLOOR_BYTES_PER_US + launch_us
+    moved = factor * problem.bytes_moved / FLOOR_BYTES_PER_US
+    if problem.op == "gemm_norm":
+        moved = max(moved, problem.flops / FLOOR_FLOPS_PER_US)
+    return moved + launch_us
+
+
+def bound_words(op: str) -> str:
+    """What `bound_us` is of an op."""
+    factor, launch_us = BOUNDS.get(op, (1.0, 0.0))
+    moved = f"{factor:g} times the bytes at 4.3 TB/s"
+    if op == "gemm_norm":
+        moved = f"the larger of {moved} and products at {FLOOR_FLOPS_PER_US / 1e6:g} TFLOP/s"
+    return f"bound: {moved}, and {launch_us:g} us"
 
 
 def _fastest(entries: Iterable[Entry]) -> Entry | None:
@@ -269,6 +333,27 @@ def _summaries(rows: Sequence[Row], groups: Sequence[Condition]) -> Iterable[Sum
     yield _summary("all", rows)
     for group in groups:
         yield _summary(str(group), [row for row in rows if str(group) in row.groups])
+
+
+def _pairings(
+    rows: Sequence[Row], ours: Sequence[str], rivals: Sequence[str], groups: Sequence[Condition]
+) -> Iterable[Pairing]:
+    for group, mine, theirs in itertools.product(["all", *map(str, groups)], ours, rivals):
+        ratios = []
+        for row in rows:
+            if group != "all" and group not in row.groups:
+                continue
+            one = _fastest(
+                e
+                for e in row.entries
+                if e.ours and e.accurate and _is_ours(KERNELS[e.kernel], [mine])
+            )
+            other = _fastest(e for e in row.entries if not e.ours and _matches(e.kernel, [theirs]))
+            ratio = _ratio(other, one)
+            if ratio is not None:
+                ratios.append(ratio)
+        yield Pairing(mine, theirs, group, len(ratios), geometric_mean(ratios),
+                      min(ratios, default=None))  # fmt: skip
 
 
 def _summary(name: str, rows: Sequence[Row]) -> Summary:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lokakern.bench import timing
+from lokakern.bench.norm_operands import operands_of
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
 from lokakern.bench.timing import Contender, faults_of, status_and_reason
@@ -77,7 +78,7 @@ def time_case(
     problem = case.problem
     announce(None, "operands are made")
     try:
-        operands = Operands(
+        operands = operands_of(
             problem, case.distribution, where, device, cold=regime != "graph-hot", seed=seed
         )
     except Exception as error:  # memory above all; another problem may fit

@@ -38,7 +38,6 @@ from lokakern.types import (
     GROUP,
     PLAIN,
     Device,
-    Epilogue,
     Format,
     Granularity,
     Layout,
@@ -118,24 +117,17 @@ class Operands:
             if not self.along_k and (problem.batch > 1 or problem.n > plan.w_rows):
                 self.w, self.columns = _repeated(self.w, problem.batch, problem.n)
         generator = torch.Generator().manual_seed(seed + 1)
-        self.bias = (
-            torch.randn(problem.n, generator=generator).to(bias_format(problem).dtype).to(device)
-            if problem.epilogue.startswith("bias")
-            else None
-        )
         self._amax: dict[tuple[str, int], Tensor] = {}  # what a delayed quantizer raises in a set
         self._quantized: dict[Any, QuantizedTensor] = {}
         self._references: dict[Any, Case64] = {}
         set_bytes = max(problem.bytes_moved, 1)
         count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
         total = problem.batch * (problem.k if self.along_k else problem.m)
+        self.bias: Tensor | None = None
         self.cross: tuple[Tensor, Tensor] | None = None
         self.before: Tensor | None = None
-        if problem.epilogue.endswith("cross"):
-            self.cross = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
-        if problem.accumulate:
-            self.before = self._normal(2, Format.FLOAT32)
-        self.out_scale = self._fitting_scale() if problem.op == "scaled_gemm" else None
+        self.out_scale: Tensor | None = None
+        self._draw_epilogue(generator)
         # Rows under one scale stay together; elsewhere their order is fresh in every set.
         fixed = problem.a.granularity is Granularity.BLOCK
         self.order = [
@@ -147,6 +139,19 @@ class Operands:
         self.sets = [self._make_set(order.to(device)) for order in self.order]
         # What a launcher gets after its workspace, for each set.
         self.epilogues = [self._epilogue() for _ in self.sets]
+
+    def _draw_epilogue(self, generator: torch.Generator) -> None:
+        """What comes after the sums, the same in every set."""
+        problem = self.problem
+        if problem.epilogue.startswith("bias"):
+            bias = torch.randn(problem.n, generator=generator)
+            self.bias = bias.to(bias_format(problem).dtype).to(self.device)
+        if problem.epilogue.endswith("cross"):
+            self.cross = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
+        if problem.accumulate:
+            self.before = self._normal(2, Format.FLOAT32)
+        if problem.op == "scaled_gemm":
+            self.out_scale = self._fitting_scale()
 
     def _normal(self, seed: int, form: Format) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -163,7 +168,7 @@ class Operands:
         scale = largest / self.problem.out_format.maximum if largest else 1.0
         return torch.full((1, 1), scale, dtype=torch.float32, device=self.device)
 
-    def _epilogue(self) -> tuple[Epilogue, ...]:
+    def _epilogue(self) -> tuple[Any, ...]:
         if is_plain(self.problem):
             return ()
         x0, x = (None, None) if self.cross is None else (y.clone() for y in self.cross)
@@ -293,12 +298,13 @@ class Operands:
         for number in (0, -1):
             operands = self.sets[number]
             written = {id(out) for out in self.outputs(operands)}
-            extra = self.epilogues[number]
-            for operand in (*operands, *(extra[0][1:4] if extra else ())):
+            extra = [x for epilogue in self.epilogues[number] for x in epilogue]
+            for operand in (*operands, *extra):
                 parts = [operand]
                 if isinstance(operand, QuantizedTensor):
                     parts = [operand.data, operand.scale, operand.source]
-                sums += [_byte_sum(x) for x in parts if x is not None and id(x) not in written]
+                sums += [_byte_sum(x) for x in parts
+                         if isinstance(x, Tensor) and id(x) not in written]  # fmt: skip
         return sums
 
     def poison(self) -> None:
@@ -335,10 +341,10 @@ class Operands:
                 fp8 = fp8_format(self.target)
                 left = self.quantized("x", fp8, kernel.granularity)
                 right = self.quantized("w", fp8, kernel.b_granularity).t()
-                self._references[key] = _case_of(left, right)
+                self._references[key] = case_of(left, right)
             else:
                 assert self.w is not None  # an op with two operands
-                self._references[key] = _case_of(self.x, self.w.t())
+                self._references[key] = case_of(self.x, self.w.t())
         return self._references[key]
 
     def _scaled_case(self) -> Case64:
@@ -347,7 +353,7 @@ class Operands:
         if not self._references:
             left = self.quantized("x", a.format, a.granularity)
             right = self.quantized("w", b.format, b.granularity).t()
-            self._references["scaled"] = _case_of(left, right)
+            self._references["scaled"] = case_of(left, right)
         return self._references["scaled"]
 
     def _expectation(self, kernel: Kernel, number: int) -> Expectation:
@@ -494,7 +500,7 @@ class Operands:
         return "" if found == exact else f"amax is {found}, not {exact}"
 
 
-def _case_of(left: Any, right: Any) -> Case64:
+def case_of(left: Any, right: Any) -> Case64:
     return Case64(ops.product(left, right), ops.magnitude(left, right))
 
 

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lokakern.errors import LokakernError, ShapeError
-from lokakern.types import REGIMES
+from lokakern.types import REGIMES, Format
+
+if TYPE_CHECKING:
+    from lokakern.bench.forms import Case
 
 
 class OutputFormat(StrEnum):
@@ -44,6 +47,11 @@ ShapeOption = Annotated[
     list[str] | None,
     typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; may be repeated."),
 ]
+EpilogueOption = Annotated[
+    str | None,
+    typer.Option(help="Shapes are of gemm_norm (m,n,k) or norm_quantize (m,k) with this epilogue, "
+                 "such as bias+layer+affine or block_rms(256)+hardswish."),
+]  # fmt: skip
 RegimeOption = Annotated[
     Regime | None,
     typer.Option(help="Default: graph-cold on a GPU, eager on a CPU."),
@@ -84,6 +92,16 @@ def shape_of(text: str) -> tuple[int, ...]:
 def source_of(text: str) -> str | Path:
     """A database as asked for: a URL stays text, a path gets its home folder."""
     return text if "://" in text else Path(text).expanduser()
+
+
+def cases_of(shapes: list[str], epilogue: str | None, fp8: Format) -> list[Case]:
+    """Everything about the shapes of ``--shape``; with ``--epilogue`` the layers that end so."""
+    from lokakern.bench.norm_forms import epilogue_cases
+    from lokakern.bench.suites import shape_cases
+
+    sizes = [shape_of(text) for text in shapes]
+    return list(shape_cases(sizes, fp8) if epilogue is None
+                else epilogue_cases(sizes, epilogue, fp8))  # fmt: skip
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lokakern.bench import timing
 from lokakern.bench.measure import contender_of, floor_us, torch_device, write_again
+from lokakern.bench.norm_operands import operands_of
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
 from lokakern.bench.sweep import candidates
@@ -19,7 +20,9 @@ from lokakern.evidence import margin_us
 from lokakern.registry.register import Kernel
 from lokakern.types import Problem
 
-ACCURATE = ("promoted", "float32", "none")  # accumulations; "none" sums nothing
+# Accumulations; "none" sums nothing. Sums that are rounded before a norm are those of an unfused
+# one in bfloat16, which nobody calls inaccurate: "rounded", "promoted+rounded".
+ACCURATE = ("promoted", "float32", "none", "rounded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class _Running:
 
     @property
     def accurate(self) -> bool:
-        return self.kernel.accumulation in ACCURATE
+        return self.kernel.accumulation.removesuffix("+rounded") in ACCURATE
 
     @property
     def median_us(self) -> float:
@@ -70,7 +73,10 @@ class _Running:
 
 
 def timed(
-    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str
+    same: Sequence[Case],
+    side_of: Callable[[Kernel], bool | None],
+    regime: str,
+    sides: Sequence[Callable[[Kernel], bool]] = (),
 ) -> list[Entry]:
     """Everybody's time at the problems of one contest, in the same rounds.
 
@@ -78,6 +84,7 @@ def timed(
         same: Problems that ask for the same product.
         side_of: Whether a kernel is ours; None if it does not take part.
         regime: Timing regime.
+        sides: Of whom the fastest is wanted, too, beside ours and the rivals.
 
     Raises:
         DeviceLostError: A kernel, which is named, left the device unusable.
@@ -92,7 +99,7 @@ def timed(
         launched = contender.name
 
     try:
-        _race(running, ready, regime, floor, announce)
+        _race(running, ready, regime, floor, announce, sides)
         entries = [_entry(one, announce) for one in running]
     except DeviceLostError as error:
         raise DeviceLostError(f"{launched}: {error}; leave that kernel out") from error
@@ -106,6 +113,7 @@ def _race(
     regime: str,
     floor: float,
     announce: Callable[[Contender], None],
+    also: Sequence[Callable[[Kernel], bool]],
 ) -> None:
     def race(contenders: Sequence[Contender]) -> None:
         timing.time_contenders(
@@ -113,7 +121,7 @@ def _race(
         )
 
     race(ready)
-    while flattered := [one for one in _leaders(running) if one.contender.screened]:
+    while flattered := [one for one in _leaders(running, also) if one.contender.screened]:
         # Who was timed by a few warm calls only is ahead of all others of its side: a ratio to it
         # would be too low.
         for one in flattered:
@@ -135,8 +143,8 @@ def _running(
             continue
         operands, status, reason = None, "ok", ""
         try:
-            operands = Operands(case.problem, case.distribution, where, device,
-                                cold=regime != "graph-hot")  # fmt: skip
+            operands = operands_of(case.problem, case.distribution, where, device,
+                                   cold=regime != "graph-hot")  # fmt: skip
         except Exception as error:  # memory above all; another problem may fit
             status, reason = status_and_reason(error)
         for kernel in kernels:
@@ -151,13 +159,17 @@ def _running(
             yield _Running(kernel, case.problem, bool(side_of(kernel)), operands, contender)
 
 
-def _leaders(running: Sequence[_Running]) -> list[_Running]:
-    """Who is fastest of ours, of the rivals, and of the accurate rivals."""
+def _leaders(
+    running: Sequence[_Running], also: Sequence[Callable[[Kernel], bool]]
+) -> list[_Running]:
+    """Who is fastest of ours, of the rivals, of the accurate rivals, and of each other side."""
     sides = (
         [one for one in running if one.ours and one.accurate],
         [one for one in running if not one.ours],
         [one for one in running if not one.ours and one.accurate],
-    )
+        *([one for one in running if member(one.kernel) and (one.accurate or not one.ours)]
+          for member in also),
+    )  # fmt: skip
     found = [min(side, key=lambda one: one.median_us) for side in sides if side]
     distinct = {id(one): one for one in found if one.median_us < math.inf}
     return list(distinct.values())

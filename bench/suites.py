@@ -26,6 +26,7 @@ from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.bench.forms import Case as Case
 from lokakern.bench.forms import gemm_cases as gemm_cases
 from lokakern.bench.forms import shape_cases as shape_cases
+from lokakern.bench.norm_forms import gemm_norm_cases, grouped_norm_cases, norm_quantize_cases
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
@@ -66,11 +67,27 @@ def _anchors(fp8: Format) -> Iterator[Case]:
             yield from whole_gemm_cases(m, n, k, "X1", fp8, bias=True)
             yield quantize_case(n, k, Granularity.BLOCK, "X1", fp8)
             yield dequantize_case(m, k, Granularity.ROW, "X1", fp8)
+            yield from gemm_norm_cases(m, n, k, "X1", fp8)
     for granularity in (Granularity.TENSOR, Granularity.GROUP, Granularity.BLOCK):
         yield dequantize_case(8192, 1024, granularity, "X1", fp8)
     for n, k in ((512, 512), (1024, 1024), (2048, 2048)):
         wide = Operand(Format.FLOAT32, Granularity.NONE, Layout.ROW)
         yield Case(make_problem("gemm", (8192, n, k), a=wide), "X1")
+
+
+GROUPED_NORM_SHAPES = ((2048, 512, 512), (8192, 1024, 1024), (32768, 512, 2048), (32768, 2048, 512))
+LONG_ROWS = 2048  # from which on a norm may be left to a kernel of its own
+
+
+def _norms(fp8: Format) -> Iterator[Case]:
+    for m in ANCHOR_M:
+        for n, k in ANCHOR_N_K:
+            yield from gemm_norm_cases(m, n, k, "X1", fp8)
+    for m, n, k in GROUPED_NORM_SHAPES:
+        yield from grouped_norm_cases(m, n, k, "X1", fp8)
+    long = [(m, n) for m in ANCHOR_M for n, _ in ANCHOR_N_K if n >= LONG_ROWS]
+    for m, k in (*QUANTIZER_SHAPES, *long):
+        yield from norm_quantize_cases(m, k, "X1", fp8)
 
 
 # Where the operands of a scaled GEMM are given, only the GEMM's own time differs from `gemm`.
@@ -186,6 +203,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm", "layers of published recommendation models", _lrm),
         Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
+        Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
     )
 }

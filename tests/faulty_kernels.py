@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lokakern.norm import normalize
 from lokakern.registry.register import register
-from lokakern.types import ACCEPTED, Device, Problem, Rejected, Support
+from lokakern.types import ACCEPTED, Device, Format, NormEpilogue, Problem, Rejected, Support
 
 FAULTS = ("segfault", "abort", "exit", "kill", "hang", "raise", "wrong", "out_of_memory")
 STATUS = {
@@ -27,6 +28,7 @@ STATUS = {
     "hang": "timeout", "raise": "error", "wrong": "wrong", "out_of_memory": "error",
 }  # fmt: skip
 DEADLY = ("segfault", "abort", "exit", "kill", "hang")
+NORM_FAULTS = ("norm_skips_eps", "norm_of_another_row", "norm_leaves_one")
 # Calls that go well before: at the first launch, while it is timed, while it is checked.
 PATIENCE = (0, 2, 7)
 _calls: Counter[tuple[int, int]] = Counter()
@@ -85,10 +87,34 @@ def _scribble(
     a.mul_(2)
 
 
+def _takes_a_plain_norm(problem: Problem, _device: Device) -> Support:
+    plain = problem.a.format is problem.out_format is Format.BFLOAT16 and not problem.prepared
+    return ACCEPTED if plain and problem.epilogue == "rms" else Rejected("takes plain norms only")
+
+
+def _norm(
+    fault: str, a: Tensor, b: Any, out: Tensor, epilogue: NormEpilogue, _workspace: Any
+) -> None:
+    """Right but for one thing."""
+    kept = out[-1, -1].clone()
+    y = a.float() @ b.float()
+    norm = epilogue.norm._replace(eps=0.0) if fault == "norm_skips_eps" else epilogue.norm
+    z = normalize(y, norm)
+    if fault == "norm_of_another_row":
+        z[1] = z[1] * y[1].norm() / y[0].norm()
+    out.copy_(z)
+    if fault == "norm_leaves_one":
+        out[-1, -1] = kept
+
+
 register("gemm", name="chaos", supports=_takes_plain)(_chaos)
 register("gemm", name="scribble", supports=_takes_plain)(_scribble)
 for _fault in ("segfault", "hang"):
     # Of torch.bf16's numerics class.
     register("gemm", name=_fault, supports=_takes_plain, accumulation="float32")(
         functools.partial(_always, _fault)
+    )
+for _fault in ("norm_is_right", *NORM_FAULTS):
+    register("gemm_norm", name=_fault, supports=_takes_a_plain_norm, accumulation="float32")(
+        functools.partial(_norm, _fault)
     )

@@ -16,7 +16,7 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
-from lokakern.bench.operands import Operands
+from lokakern.bench.norm_operands import operands_of
 from lokakern.bench.suites import dequantize_case, gemm_cases, quantize_case
 from lokakern.bench.sweep import candidates
 from lokakern.device import devices_here
@@ -79,7 +79,7 @@ def main(text: str) -> None:
     for problem in problems_of(device):
         kernels = [k for k in candidates(problem, device) if k.language == "triton"]
         where = torch.device("cuda" if here else "cpu")
-        operands = Operands(problem, "X1", where, device, cold=False)
+        operands = operands_of(problem, "X1", where, device, cold=False)
         for kernel in kernels:
             operands.call_of(kernel, 0)()
     if here:

@@ -11,7 +11,7 @@ import torch
 
 from lokakern.bench import contest as contests
 from lokakern.bench import operands, race
-from lokakern.bench.cli_compare import _failures, _words
+from lokakern.bench.cli_compare import _failures, _pair_words, _words
 from lokakern.bench.conditions import parse_condition
 from lokakern.bench.contest import Contest, bound_us, contest, contests_of, unscaled
 from lokakern.bench.forms import (
@@ -22,13 +22,16 @@ from lokakern.bench.forms import (
     quantize_case,
     scaled_gemm_cases,
 )
+from lokakern.bench.measure import floor_us
+from lokakern.bench.norm_forms import gemm_norm_case, norm_quantize_cases
 from lokakern.bench.race import Entry
 from lokakern.bench.suites import SUITES
 from lokakern.bench.timing import Contender
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, UnknownNameError
+from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.types import Device, Format, Granularity
+from lokakern.types import Device, Format, Granularity, Layout, Operand
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -83,6 +86,67 @@ def test_the_anchors_are_27_contests() -> None:
     assert len(whole) == 27 * 2 * 2 + 3
     quantized = contests_of(cases, "quantize")
     assert {len(same) for same in quantized.values()} == {1}
+    layers = contests_of(cases, "gemm_norm")  # with two norms; in FP8 and in bfloat16
+    assert len(layers) == 27 * 2
+    for same in layers.values():
+        assert [case.problem.a.format.is_fp8 for case in same] == [True, False]
+
+
+def test_whoever_makes_a_layer_stands_in_its_contest() -> None:
+    """In whatever format it reads and writes; what comes after the sums must be the same."""
+    row, group = (Operand(Format.E4M3FN, g) for g in (Granularity.ROW, Granularity.GROUP))
+    small: dict[str, Any] = {"out_format": Format.E4M3FN, "out_granularity": Granularity.TENSOR}
+    weight = Operand(Format.E4M3FN, Granularity.BLOCK, Layout.COLUMN)
+    forms: list[dict[str, Any]] = [
+        {}, {"a": row}, {"a": group, **small}, {"b": weight, "prepared": True},
+    ]  # fmt: skip
+    cases = [
+        gemm_norm_case(64, 32, 128, epilogue, "X1", **fields)
+        for epilogue in ("bias+layer", "bias+rms") for fields in forms
+    ]  # fmt: skip
+    found = contests_of(cases, "gemm_norm")
+    assert [len(same) for same in found.values()] == [4, 4]
+    for problem, _ in found:
+        assert problem == make_problem("gemm_norm", (64, 32, 128), epilogue=problem.epilogue)
+    rows = [case for m in (64, 128) for case in norm_quantize_cases(m, 256, "X1", Format.E4M3FN)]
+    assert {len(same) for same in contests_of(rows, "norm_quantize").values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "accurate"),
+    [("float32", True), ("promoted", True), ("none", True), ("rounded", True),
+     ("promoted+rounded", True), ("fast", False), ("fast+rounded", False)],
+)  # fmt: skip
+def test_sums_rounded_before_a_norm_are_no_fast_ones(accumulation: str, accurate: bool) -> None:
+    kernel = replace(KERNELS["torch.norm_unfused"], accumulation=accumulation)
+    problem = make_problem("gemm_norm", (64, 32, 128), epilogue="layer")
+    one = race._Running(kernel, problem, True, None, Contender("", ()))
+    assert one.accurate is accurate
+
+
+def test_a_gemm_of_another_does_not_become_ours_by_a_norm_of_ours() -> None:
+    theirs = replace(
+        KERNELS["torch.emulated_row+torch.norm_quantize"],
+        name="torch.scaled_mm_row+cuda.norm_quantize",
+        parts=("torch.scaled_mm_row", "cuda.norm_quantize"),
+    )
+    assert not contests._is_ours(theirs, ["cuda.*"])
+    assert contests._is_ours(theirs, ["cuda.*", "torch.scaled_mm_*"])
+    assert contests._matches(theirs.name, ["*+cuda.norm_quantize"])
+    ours = replace(theirs, name="cuda.scaled_gemm_row+cuda.norm_quantize",
+                   parts=("cuda.scaled_gemm_row", "cuda.norm_quantize"))  # fmt: skip
+    assert contests._is_ours(ours, ["cuda.*"])
+    assert not contests._is_ours(ours, ["cuda.gemm_norm*"]), "then it is the unfused rival"
+
+
+def test_a_composition_with_a_norm_is_a_rival_by_its_pattern() -> None:
+    cases = [gemm_norm_case(64, 32, 128, "bias+layer", "X1",
+                            Operand(Format.E4M3FN, Granularity.ROW))]  # fmt: skip
+    (row,) = run(cases, "gemm_norm", "torch.norm_emulated_*", "*+torch.norm_quantize").rows
+    assert (row.ours, row.rival, row.accurate_rival) == (
+        "torch.norm_emulated_row", "torch.emulated_row+torch.norm_quantize", row.rival
+    )  # fmt: skip
+    assert not any(entry.failed for entry in row.entries)
 
 
 def test_one_form_without_room_leaves_the_unquantized_kernel_to_the_others(
@@ -97,7 +161,7 @@ def test_one_form_without_room_leaves_the_unquantized_kernel_to_the_others(
             raise MemoryError("no room")
         return operands.Operands(*given, **options)
 
-    monkeypatch.setattr(race, "Operands", short_of_memory)
+    monkeypatch.setattr(race, "operands_of", short_of_memory)
     cases = list(prepared_cases(64, 32, 128, "X1", Format.E4M3FN))
     (row,) = run(cases, "gemm", "torch.quantize_*+*", "torch.bf16").rows
     assert row.rival == "torch.bf16"
@@ -143,6 +207,15 @@ def test_quantizers_stand_alone_and_against_their_bound() -> None:
     every = found.summaries[0]
     assert (every.count, every.compared, every.speedup) == (2, 0, None)
     assert every.most_over_bound == max(row.over_bound or 0 for row in found.rows)
+
+
+def test_the_bound_of_a_layer_is_its_bytes_or_products_and_a_launch() -> None:
+    small = make_problem("gemm_norm", (64, 32, 128), epilogue="layer")
+    assert bound_us(small) == pytest.approx(small.bytes_moved / 4.3e6 + 1.5) == floor_us(small)
+    large = make_problem("gemm_norm", (8192, 2048, 2048), epilogue="layer")
+    assert bound_us(large) == pytest.approx(large.flops / 1.979e9 + 1.5)
+    assert "1979 TFLOP/s" in contests.bound_words("gemm_norm")
+    assert contests.bound_words("quantize") == "bound: 1.2 times the bytes at 4.3 TB/s, and 2 us"
 
 
 def test_the_bound_of_a_product_is_its_bytes() -> None:
@@ -284,6 +357,29 @@ def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert races[1:] == [["torch.emulated_tensor"], ["torch.emulated_block"]]
     assert (row.ours_us, row.rival, row.rival_us) == (1.0, "torch.emulated_tensor", 6.0)
     assert not any(entry.is_lower_bound for entry in row.entries)
+
+
+def test_each_pattern_of_ours_meets_each_of_the_rivals() -> None:
+    """One run tells how ours do against every library; one pattern a side needs no more lines."""
+    ours, rivals = ["torch.*_row", "torch.*_block"], ["torch.*_tensor", "torch.*_t*"]
+    conditions = [parse_condition("m > 64")]
+    found = contest(SHAPES, "scaled_gemm", ours=ours, rivals=rivals, groups=conditions)
+    (row,) = found.rows
+    us = {entry.kernel.rpartition("_")[2]: entry.latency_us or 0 for entry in row.entries}
+    assert us.keys() == {"row", "block", "tensor"}
+    assert [(p.ours, p.rivals, p.group, p.compared) for p in found.pairings] == [
+        *((mine, theirs, "all", 1) for mine in ours for theirs in rivals),
+        *((mine, theirs, "m > 64", 0) for mine in ours for theirs in rivals),
+    ]
+    speedups = [pairing.speedup for pairing in found.pairings]
+    expected = [us["tensor"] / us["row"]] * 2 + [us["tensor"] / us["block"]] * 2
+    assert speedups[:4] == [pytest.approx(ratio) for ratio in expected]
+    assert speedups[4:] == [None] * 4
+    assert _pair_words(found.pairings[0]).startswith(
+        "torch.*_row against torch.*_tensor, all, 1 compared: "
+    )
+    assert _pair_words(found.pairings[4]).endswith("m > 64: nothing to compare")
+    assert run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*").pairings == ()
 
 
 @pytest.mark.parametrize(("ours", "rivals"), [("nope.*", "torch.*"), ("torch.*", "torch.nope")])

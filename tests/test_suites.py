@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from lokakern.bench.forms import WIDE_RANGE, dense_operand, grad_input_cases, gr
 from lokakern.bench.suites import (
     ANCHOR_M,
     ANCHOR_N_K,
+    QUANTIZER_SHAPES,
     SUITES,
     Case,
     gemm_cases,
@@ -34,6 +36,7 @@ from lokakern.types import (
     Operand,
     Problem,
     alignment_of,
+    norm_form,
 )
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -138,6 +141,40 @@ def test_anchors_have_every_granularity(op: str) -> None:
     problems = [c.problem for c in SUITES["anchors"].cases(H200) if c.problem.op == op]
     found = {p.out_granularity if op == "quantize" else p.a.granularity for p in problems}
     assert found == set(Granularity) - {Granularity.NONE}
+
+
+@pytest.mark.parametrize("name", ["anchors", "norms"])
+def test_each_anchor_is_followed_by_a_norm(name: str) -> None:
+    """In FP8, with the output that the norm leaves it, and in bfloat16 throughout."""
+    whole = [p for p in problems_of(name, "gemm_norm") if p.a.granularity is not Granularity.GROUP]
+    assert len(whole) == 27 * 4
+    for m, (n, k) in itertools.product(ANCHOR_M, ANCHOR_N_K):
+        found = [p for p in whole if p.shape == (m, n, k)]
+        block = f"bias+block_rms({min(256, n)})+hardswish"
+        assert {(p.epilogue, p.a.format, p.out_format, p.out_granularity) for p in found} == {
+            ("bias+layer+affine", Format.E4M3FN, Format.BFLOAT16, Granularity.NONE),
+            ("bias+layer+affine", Format.BFLOAT16, Format.BFLOAT16, Granularity.NONE),
+            (block, Format.E4M3FN, Format.E4M3FN, Granularity.TENSOR),
+            (block, Format.BFLOAT16, Format.BFLOAT16, Granularity.NONE),
+        }
+        for problem in found:
+            assert problem.b is not None and not problem.prepared
+            assert (problem.b.format, problem.b.granularity) == (
+                problem.a.format, problem.a.granularity
+            )  # fmt: skip
+
+
+def test_norms_are_chained_by_group_and_made_of_rows() -> None:
+    group = [p for p in problems_of("norms", "gemm_norm") if p.a.granularity is Granularity.GROUP]
+    assert 0 < len(group) < 27
+    for problem in group:
+        assert problem.b is not None and problem.b.granularity is Granularity.BLOCK
+        assert problem.out_granularity is Granularity.GROUP and problem.out_format.is_fp8
+    rows = problems_of("norms", "norm_quantize")
+    found = {(norm_form(p.epilogue).norm.kind, p.out_granularity) for p in rows}
+    assert found == set(itertools.product(("layer", "rms", "block_rms"),
+                                          (Granularity.ROW, Granularity.GROUP)))  # fmt: skip
+    assert {p.shape for p in rows} >= {*QUANTIZER_SHAPES, *((m, 2048) for m in ANCHOR_M)}
 
 
 # --- lrm and lrm-backward

@@ -101,6 +101,21 @@ def test_faults_become_rows_and_lose_none(faulty: Any, tmp_path: Path) -> None:
     assert report.deaths == len(deadly)
 
 
+def test_a_norm_that_is_wrong_anywhere_is_a_row(faulty: Any, tmp_path: Path) -> None:
+    """Found while it is timed, and where its error is measured."""
+    path = tmp_path / "rows.sqlite"
+    problem = make_problem("gemm_norm", (64, 96, 32), epilogue="rms")
+    words = ("faulty_kernels.norm", "torch.norm_unfused")
+    # X6 has rows of zeros, which nothing but eps keeps from being divided by 0.
+    report = swept(path, [Case(problem, "X6")], *words, errors="all", distributions=["X6"])
+    found = {name: cell.status for name, cell in rows(load_snapshot([path]), problem).items()}
+    expected = {f"faulty_kernels.{fault}": "wrong" for fault in faulty.NORM_FAULTS}
+    right = dict.fromkeys(("faulty_kernels.norm_is_right", "torch.norm_unfused"), "ok")
+    assert found == {**expected, **right}
+    assert len(report.failures) == len(faulty.NORM_FAULTS) and not report.deaths
+    assert report.measured == 2 * 3  # of the two classes that are right, at three seeds
+
+
 def test_reasons_name_the_signal_and_the_stage(faulty: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     size = len(faulty.FAULTS)
