@@ -3,7 +3,7 @@
 What they take of the hardware is kept in kernels/cuda/resources.json. After a change on purpose, or
 with another NVRTC:
 
-    python tests/test_cuda_compiled.py
+    python -m tests.test_cuda_compiled
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import GROUP, Granularity
+from tests import norm_programs
 
 FOLDER = KERNELS_ROOT / "cuda"
 RECORD = FOLDER / "resources.json"
@@ -67,7 +68,7 @@ def cases() -> dict[str, Program]:
             found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
         found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
-    return found | dict(gemms())
+    return found | dict(gemms()) | dict(norm_programs.programs())
 
 
 # A size for each tile of the rule, m, n, k; and what comes after the sums, at a few of them.
@@ -183,7 +184,9 @@ def tensors(types: Types) -> Iterator[tuple[str, Program]]:
 CASES = cases()
 NAMES = list(CASES)
 LINES = [name for name, program in CASES.items() if program.entry == "quantize"]
-GEMMS = [name for name, program in CASES.items() if program.entry == "scaled_gemm"]
+GEMMS = [n for n, program in CASES.items() if program.entry in ("scaled_gemm", "gemm_norm")]
+NORMS = [n for n, program in CASES.items() if program.entry in ("gemm_norm", "norm_quantize")]
+CLUSTERS = [n for n in NORMS if int(dict(CASES[n].macros).get("CLUSTER", 1)) > 1]
 ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
 WITHOUT_DATA = ("gather", "finish", "scales", "adds")
 
@@ -293,7 +296,7 @@ def test_nothing_spills_and_resources_are_as_recorded() -> None:
         spilled = {n: r for n, r in found[architecture].items() if r["spilled_bytes"]}
         assert not spilled, f"{architecture}: {spilled}"
     if found["nvrtc"] == recorded["nvrtc"]:
-        assert found == recorded, "if this is on purpose, run python tests/test_cuda_compiled.py"
+        assert found == recorded, "if this is on purpose, run python -m tests.test_cuda_compiled"
         return
     for architecture in architectures():  # another compiler: about as many
         for name, resources_found in found[architecture].items():
@@ -307,7 +310,7 @@ def test_m_is_in_no_program() -> None:
 
 
 @pytest.mark.parametrize("name", [
-    n for n in NAMES if n not in GEMMS and not any(word in n for word in WITHOUT_DATA)
+    n for n in NAMES if n not in (*GEMMS, *NORMS) and not any(w in n for w in WITHOUT_DATA)
 ])  # fmt: skip
 def test_quantizers_convert_in_hardware(name: str) -> None:
     form = "E5M2" if "e5m2" in name else "E4M3"
@@ -337,10 +340,11 @@ def test_gemms_use_what_hopper_has(name: str) -> None:
     """Products of warpgroups, bulk copies both ways, and registers moved to who multiplies."""
     words, macros = instructions(name), dict(CASES[name].macros)
     kinds = f"{macros['A_TYPE']}.{macros['B_TYPE']}".upper()
-    assert any(word.startswith("QGMMA") and word.endswith(kinds) for word in words)
+    product, ending = ("HGMMA", "BF16") if macros.get("BF16") else ("QGMMA", kinds)
+    assert any(word.startswith(product) and word.endswith(ending) for word in words)
     assert any(word.startswith("UTMALDG") for word in words)
-    stores = "UTMAREDG" if macros["ACCUMULATE"] else "UTMASTG"
-    assert any(word.startswith(stores) for word in words) is not bool(macros["DIRECT"])
+    stores = "UTMAREDG" if macros.get("ACCUMULATE") else "UTMASTG"
+    assert any(word.startswith(stores) for word in words) is not bool(macros.get("DIRECT"))
     moved = sum(word.startswith("USETMAXREG") for word in words)
     assert moved == (2 if int(macros["WARPGROUPS"]) > 1 else 0)
 
@@ -348,11 +352,12 @@ def test_gemms_use_what_hopper_has(name: str) -> None:
 @pytest.mark.parametrize("name", GEMMS)
 def test_products_of_a_step_do_not_take_turns(name: str) -> None:
     """ptxas waits after every product where it sees its sums read too early (C7514)."""
-    words = instructions(name)
-    products = sum(word.startswith("QGMMA") for word in words)
+    words, macros = instructions(name), dict(CASES[name].macros)
+    products = sum(word.startswith(("QGMMA", "HGMMA")) for word in words)
     waits = sum(word.startswith("WARPGROUP.DEPBAR") for word in words)
-    of_a_step = 4 if int(dict(CASES[name].macros)["K"]) > 96 else 2
-    assert waits * of_a_step <= products
+    of_a_step = 4 if int(macros["K"]) > 96 else 2
+    last = bool(macros.get("BF16"))  # whose loop waits for the step before, and its end for all
+    assert (waits - last) * of_a_step <= products
 
 
 @pytest.mark.parametrize("name", GEMMS)
@@ -368,6 +373,20 @@ def test_nothing_arrives_before_what_was_read(name: str) -> None:
         if re.search(r"\bLDS\b", word.text) and word.writes < 7:
             under_way.add(word.writes)
     assert arrivals
+
+
+@pytest.mark.parametrize("name", [n for n in NORMS if int(dict(CASES[n].macros)["OUT"]) == 1])
+def test_norms_convert_to_fp8_in_hardware(name: str) -> None:
+    assert any(word.startswith("F2FP.SATFINITE.E4M3") for word in instructions(name))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_blocks_of_a_cluster_tell_each_other_without_waiting(name: str) -> None:
+    """Stores into their memory that count at their barriers: nobody asks, and nobody polls."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    told = macros["NORM"] and int(macros["SPAN"]) > int(macros["BLOCK_N"])
+    told = told or int(macros["OUT_SCALES"]) == 2
+    assert any(word.startswith("STAS") for word in words) is bool(told), set(words)
 
 
 if __name__ == "__main__":

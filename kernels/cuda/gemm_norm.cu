@@ -1,0 +1,598 @@
+// A product of FP8 or bfloat16 matrices on Hopper's tensor cores, a norm of its rows and what follows,
+// in one pass.
+//
+//     y = (a b^T) sa sb + bias [+ residual];   z = norm(y) weight + shift;   d = last(z) [+ residual]
+//
+// The sums of a tile are in registers (mainloop.cuh) and nothing of y is ever written. A block has
+// BLOCK_N columns of a row; where more share statistics, the blocks of a cluster have them: they walk
+// over the same rows in step and tell each other mean and squared deviations of each row, by
+// asynchronous stores that count at a barrier of the receiver. Merged as count, mean and squared
+// deviations (Chan), in the order of columns, in every block alike: deterministic, and right where
+// the mean is thousands of times the deviation.
+//
+// Macros besides mainloop.cuh's, from norm_tiles.py:
+//
+//     BF16         1: operands are bfloat16; K, and all that follows from it, is in bytes
+//     OPERAND_SCALES  0: none, or in the mainloop; 1: of the tensors; 2: of rows
+//     NORM         0: none; 1: layer; 2: rms
+//     SPAN         columns that share statistics: N, or a divisor of it
+//     CLUSTER      blocks that do, or that share a row scale of the output
+//     VECTORS      bits: 1 bias, 2 weight, 4 shift
+//     VECTOR_ITEM  bytes of their elements: 4 float32, 2 bfloat16
+//     RESIDUAL     0: none; 1: before the norm; 2: at the end
+//     LAST         0: nothing; 1: relu; 2: hardswish; 3: silu; 4: gate sigmoid(z); 5: x0 z + x
+//     OUT          bytes of an element: 2: bfloat16; 1: e4m3
+//     OUT_SCALES   of e4m3: 1: one, given; 2: of rows; 3: of 128 of a row
+//     CHUNK_BYTES, CHUNKS  of a row that one bulk copy writes; buffers of a warpgroup for them
+//     SHARED_BYTES, SM_BLOCKS
+#if BF16
+#define multiply multiply_fp8
+#include "hopper.cuh"
+#undef multiply
+#include "bfloat16_products.cuh"
+#endif
+#include "mainloop.cuh"
+#include "norm.cuh"
+
+constexpr int SPAN_BLOCKS = SPAN > BLOCK_N ? (SPAN + BLOCK_N - 1) / BLOCK_N : 1;
+constexpr int SPANS = SPAN < BLOCK_N && SPAN < N ? BLOCK_N / SPAN : 1;  // of a tile
+constexpr bool TAIL = N % BLOCK_N != 0;                     // the last tile has fewer columns
+constexpr int SPAN_COLUMNS = BLOCK_N / SPANS;
+constexpr int CHUNK_COLUMNS = CHUNK_BYTES / OUT;
+constexpr int CHUNKS_OF_ROW = BLOCK_N / CHUNK_COLUMNS;
+constexpr int SWIZZLE = CHUNK_BYTES == 128 || CHUNK_BYTES == 64 || CHUNK_BYTES == 32
+                            ? CHUNK_BYTES / 16 - 1 : 0;
+constexpr int CHUNK_SIZE = (64 * CHUNK_BYTES + 1023) / 1024 * 1024;
+constexpr int STAGING_BYTES = CHUNKS * CHUNK_SIZE;  // of a warpgroup
+constexpr int SMALL_AT = OPERAND_BYTES + WARPGROUPS * STAGING_BYTES;
+// Of each column: scale of b and bias, then weight and shift.
+constexpr int VECTORS_AT = (SMALL_AT + SMALL_BYTES + 15) / 16 * 16;
+// Of a warpgroup and round, two tiles' worth: 64 rows by CLUSTER blocks of 8 bytes; then the two
+// barriers of both. The second round is of rows' largest values.
+constexpr bool EXCHANGES = SPAN_BLOCKS > 1 && NORM != 0;
+constexpr bool EXCHANGES_AMAX = CLUSTER > 1 && OUT == 1 && OUT_SCALES == 2;
+constexpr int ROUNDS = EXCHANGES + EXCHANGES_AMAX;
+constexpr int SLOT_BYTES = 64 * CLUSTER * 8;
+constexpr int ROUND_BYTES = 2 * (SLOT_BYTES + 8);
+constexpr int EXCHANGE_AT = (VECTORS_AT + 2 * BLOCK_N * 8 + 15) / 16 * 16;
+// Under scales of rows a common factor of a row is one of its scale: no element is divided by it.
+constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && RESIDUAL != 2 &&
+                       OUT == 1 && OUT_SCALES == 2;
+// A scale that is given, after nothing, relu or hardswish of what has no weight: part of the factor
+// that every element is multiplied by anyway.
+constexpr bool MERGES = NORM != 0 && LAST <= 2 && !(VECTORS & 6) && RESIDUAL != 2 && OUT == 1 &&
+                        OUT_SCALES == 1;
+static_assert(EXCHANGE_AT + WARPGROUPS * ROUNDS * ROUND_BYTES <= SHARED_BYTES, "shared memory");
+static_assert(SPAN % BLOCK_N == 0 || BLOCK_N % SPAN == 0 || SPAN == N, "a tile is of whole spans");
+static_assert(!EXCHANGES || SPAN_BLOCKS == CLUSTER, "a cluster shares statistics");
+static_assert(TILES_N % CLUSTER == 0, "clusters have whole rows, or whole spans of them");
+static_assert(OUT != 1 || OUT_SCALES != 3 || BLOCK_N % 128 == 0, "groups of 128 columns");
+static_assert(!TAIL || SPANS == 1, "blocks of columns divide a tile");
+
+struct Given {
+    const TensorMap& map;
+    const float* a_scale;
+    const float* b_scale;
+    float* out_scale;  // OUT_SCALES 1: given; 2: [m]; 3: [N / 128, out_scale_stride]
+    long long out_scale_stride;
+    const unsigned short* residual;
+    const unsigned short* first;   // gate, or x0
+    const unsigned short* second;  // x
+    long long residual_stride, first_stride, second_stride;
+    float eps;
+};
+
+__device__ __forceinline__ float sum_of_quad(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+__device__ __forceinline__ float largest_of_quad(float v) {
+    v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 1));
+    return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
+}
+
+__device__ __forceinline__ unsigned swizzled(unsigned offset) {
+    return SWIZZLE ? offset ^ (offset >> 7 & SWIZZLE) << 4 : offset;
+}
+
+// What the blocks of a cluster tell each other of 64 rows, in turn by two slots. Who sends of the tile
+// after the next has had word of the next from all others, who had read this one's by then.
+struct Exchange {
+    unsigned base;
+    unsigned slot = 0, parity = 0;
+
+    __device__ __forceinline__ unsigned values() const { return base + slot * SLOT_BYTES; }
+    __device__ __forceinline__ unsigned barrier() const { return base + 2 * SLOT_BYTES + slot * 8; }
+    __device__ __forceinline__ void advance() {
+        if (slot) parity ^= 1;
+        slot ^= 1;
+    }
+
+    // Two rows of each quad, `row` and 8 more: a thread of it tells every fourth block. What a warp
+    // tells one block lies in one piece: scattered, 2048 x 512 x 512 took 6.2 us instead of 5.7.
+    __device__ __forceinline__ void tell(int row, const float (&first)[2], const float (&second)[2]) {
+        const unsigned mine = rank_in_cluster();
+        if (threadIdx.x % 128 == 0) expect_bytes(barrier(), SLOT_BYTES);
+#pragma unroll
+        for (int at = 0; at < CLUSTER; at += 4) {
+            const unsigned rank = at + threadIdx.x % 4;
+            if (CLUSTER % 4 != 0 && rank >= CLUSTER) continue;
+            const unsigned there = address_in(barrier(), rank);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned to = address_in(values() + (mine * 64 + row + half * 8) * 8, rank);
+                asm volatile(
+                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                    ::"r"(to), "f"(first[half]), "f"(second[half]), "r"(there) : "memory");
+            }
+        }
+    }
+
+    __device__ __forceinline__ void hear() const { wait(barrier(), parity); }
+
+    __device__ __forceinline__ float2 of(int row, int rank) const {
+        return load_shared_pair(values() + (rank * 64 + row) * 8);
+    }
+};
+
+// Columns of a block of the cluster: the last has fewer where rows end within a tile.
+__device__ __forceinline__ float columns_of(int rank) {
+    return TAIL && rank == CLUSTER - 1 ? N - (CLUSTER - 1) * BLOCK_N : SPAN_COLUMNS;
+}
+
+// Adds to four sums in turn: as many additions are on their way at a time as one takes to be done.
+struct Chains {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+    __device__ __forceinline__ float of_quad() const {
+        return sum_of_quad((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+};
+
+// Of this thread's two rows, mean and reciprocal deviation of the span that begins at values `first`.
+__device__ __forceinline__ void statistics(
+    const Sums& y, int first, int columns, float eps, Exchange& exchange, float (&mean)[2],
+    float (&rstd)[2]) {
+    const int pair = threadIdx.x % 4 * 2;
+    const float count = TAIL ? static_cast<float>(columns) : static_cast<float>(SPAN_COLUMNS);
+    float squares[2];
+    mean[0] = mean[1] = 0.0f;
+    if constexpr (NORM == 1) {
+        Chains sums[2];  // what lies beyond the columns is 0
+#pragma unroll
+        for (int i = 0; i < SPAN_COLUMNS / 2; ++i) sums[i / 2 % 2].sum[i / 4 % 2 * 2 + i % 2] += y[first + i];
+        mean[0] = sums[0].of_quad() * (1.0f / count);
+        mean[1] = sums[1].of_quad() * (1.0f / count);
+    }
+    Chains sums[2];
+#pragma unroll
+    for (int i = 0; i < SPAN_COLUMNS / 2; ++i) {
+        float distance = y[first + i] - mean[i / 2 % 2];
+        if constexpr (TAIL && NORM == 1) {
+            if (i / 4 * 8 + pair + i % 2 >= columns) distance = 0.0f;
+        }
+        float& sum = sums[i / 2 % 2].sum[i / 4 % 2 * 2 + i % 2];
+        sum = fmaf(distance, distance, sum);
+    }
+    squares[0] = sums[0].of_quad();
+    squares[1] = sums[1].of_quad();
+    float all = count;
+    if constexpr (EXCHANGES) {
+        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        exchange.tell(row, mean, squares);
+        exchange.hear();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float2 none = exchange.of(row + half * 8, 0);
+            float of_all = none.x, around = none.y, before = columns_of(0);
+#pragma unroll
+            for (int rank = 1; rank < CLUSTER; ++rank) {
+                const float2 more = exchange.of(row + half * 8, rank);
+                const float now = before + columns_of(rank);
+                if constexpr (NORM == 1) {
+                    const float distance = more.x - of_all;
+                    of_all = fmaf(distance, columns_of(rank) / now, of_all);
+                    around += fmaf(distance * distance, before * columns_of(rank) / now, more.y);
+                } else {
+                    around += more.y;
+                }
+                before = now;
+            }
+            mean[half] = of_all;
+            squares[half] = around;
+        }
+        await_loaded(squares[0], squares[1]);
+        exchange.advance();
+        all = static_cast<float>(SPAN);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        rstd[half] = rsqrtf(fmaf(squares[half], 1.0f / all, eps));
+    }
+}
+
+__device__ __forceinline__ float2 bfloat16_pair_at(
+    const unsigned short* from, long long stride, int row, int column, bool inside) {
+    unsigned both = 0;
+    if (inside) both = *reinterpret_cast<const unsigned*>(from + row * stride + column);
+    return make_float2(from_bfloat16(both & 0xffff), from_bfloat16(both >> 16));
+}
+
+// What is quantized by a scale of its own must not have an infinite one: then infinity is NaN.
+template <int COUNT>
+__device__ __forceinline__ float largest_finite(float (&y)[COUNT], int first, int count, int half) {
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = first; i < first + count; i += 4) {
+        amax = fmaxf(amax, fmaxf(fabsf(y[i + half * 2]), fabsf(y[i + half * 2 + 1])));
+    }
+    if (any_of_warp(amax == INFINITE)) {
+        amax = 0.0f;
+#pragma unroll
+        for (int i = first; i < first + count; i += 4) {
+#pragma unroll
+            for (int j = half * 2; j < half * 2 + 2; ++j) {
+                if (fabsf(y[i + j]) == INFINITE) y[i + j] = NOT_A_NUMBER;
+                amax = fmaxf(amax, fabsf(y[i + j]));
+            }
+        }
+    }
+    return largest_of_quad(amax);
+}
+
+__device__ __forceinline__ void finish(
+    Sums& y, const Given& given, const Tile& tile, const float (&row_scale)[2], unsigned staging,
+    const float2* vectors, Exchange& exchange, Exchange& amax_exchange, int warpgroup, int row) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, pair = lane % 4 * 2;
+    const int in_tile = warp * 16 + lane / 4;
+    const int of_thread = row + in_tile;
+    const int columns = TAIL ? min(N - tile.column, BLOCK_N) : BLOCK_N;
+    const bool elected = threadIdx.x % 128 == 0;
+    const float tensor_scale = OPERAND_SCALES == 1 ? *given.b_scale : 1.0f;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i += 4) {
+        const int column = i * 2 + pair;
+        float4 of_columns;  // scale and bias of two columns
+        if constexpr (OPERAND_SCALES == 2 || (VECTORS & 1)) {
+            of_columns = *reinterpret_cast<const float4*>(vectors + column);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float2 v = make_float2(y[i + half * 2], y[i + half * 2 + 1]);
+            if constexpr (OPERAND_SCALES != 0) {
+                v.x *= row_scale[half];
+                v.y *= row_scale[half];
+            }
+            if constexpr (OPERAND_SCALES == 2) {
+                v.x = fmaf(v.x, of_columns.x, VECTORS & 1 ? of_columns.y : 0.0f);
+                v.y = fmaf(v.y, of_columns.z, VECTORS & 1 ? of_columns.w : 0.0f);
+            } else if constexpr (OPERAND_SCALES == 1) {
+                v.x = fmaf(v.x, tensor_scale, VECTORS & 1 ? of_columns.y : 0.0f);
+                v.y = fmaf(v.y, tensor_scale, VECTORS & 1 ? of_columns.w : 0.0f);
+            } else if constexpr (VECTORS & 1) {
+                v.x += of_columns.y;
+                v.y += of_columns.w;
+            }
+            if constexpr (RESIDUAL == 1) {
+                const int r = of_thread + half * 8;
+                const bool inside = r < tile.end && column < columns;
+                const float2 more = bfloat16_pair_at(
+                    given.residual, given.residual_stride, r, tile.column + column, inside);
+                v.x += more.x;
+                v.y += more.y;
+            }
+            y[i + half * 2] = v.x;
+            y[i + half * 2 + 1] = v.y;
+        }
+    }
+    float folded[2] = {1.0f, 1.0f};
+    const float out_inverse = OUT == 1 && OUT_SCALES == 1 ? __frcp_rn(*given.out_scale) : 1.0f;
+#pragma unroll
+    for (int span = 0; span < SPANS; ++span) {
+        const int begin = span * (SPAN_COLUMNS / 2);
+        float mean[2] = {0.0f, 0.0f}, rstd[2] = {1.0f, 1.0f};
+        if constexpr (NORM != 0) {
+            statistics(y, begin, columns, given.eps, exchange, mean, rstd);
+        }
+        if constexpr (FOLDS) folded[0] = rstd[0], folded[1] = rstd[1];
+        const float sixth[2] = {rstd[0] * (1.0f / 6.0f), rstd[1] * (1.0f / 6.0f)};
+        const float factor[2] = {MERGES ? rstd[0] * out_inverse : rstd[0],
+                                 MERGES ? rstd[1] * out_inverse : rstd[1]};
+#pragma unroll
+        for (int i = begin; i < begin + SPAN_COLUMNS / 2; i += 4) {
+            const int column = i * 2 + pair;
+            float4 affine;  // weight and shift of two columns
+            if constexpr (VECTORS & 6) affine = *reinterpret_cast<const float4*>(vectors + BLOCK_N + column);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int r = of_thread + half * 8;
+                const bool inside = r < tile.end && column < columns;
+                float2 z = make_float2(y[i + half * 2], y[i + half * 2 + 1]);
+                if constexpr (NORM == 1) {
+                    z.x -= mean[half];
+                    z.y -= mean[half];
+                }
+                if constexpr (MERGES && LAST == 2) {
+                    const float2 share = make_float2(__saturatef(fmaf(z.x, sixth[half], 0.5f)),
+                                                     __saturatef(fmaf(z.y, sixth[half], 0.5f)));
+                    z.x *= factor[half] * share.x;
+                    z.y *= factor[half] * share.y;
+                } else if constexpr (NORM != 0 && !FOLDS) {
+                    z.x *= factor[half];
+                    z.y *= factor[half];
+                }
+                if constexpr (VECTORS & 6) {
+                    z.x = fmaf(z.x, affine.x, affine.y);
+                    z.y = fmaf(z.y, affine.z, affine.w);
+                }
+                if constexpr (LAST < 4 && !(MERGES && LAST == 2)) {
+                    z.x = activated<LAST>(z.x);
+                    z.y = activated<LAST>(z.y);
+                } else if constexpr (LAST >= 4) {
+                    const float2 first = bfloat16_pair_at(
+                        given.first, given.first_stride, r, tile.column + column, inside);
+                    if constexpr (LAST == 4) {
+                        z.x = first.x * sigmoid(z.x);
+                        z.y = first.y * sigmoid(z.y);
+                    } else {
+                        const float2 second = bfloat16_pair_at(
+                            given.second, given.second_stride, r, tile.column + column, inside);
+                        z.x = fmaf(first.x, z.x, second.x);
+                        z.y = fmaf(first.y, z.y, second.y);
+                    }
+                }
+                if constexpr (RESIDUAL == 2) {
+                    const float2 more = bfloat16_pair_at(
+                        given.residual, given.residual_stride, r, tile.column + column, inside);
+                    z.x += more.x;
+                    z.y += more.y;
+                }
+                if constexpr (OUT == 1 && OUT_SCALES == 1 && !MERGES) {
+                    z.x *= out_inverse;
+                    z.y *= out_inverse;
+                }
+                if constexpr (TAIL && OUT == 1 && OUT_SCALES != 1) {  // not part of any amax
+                    if (column >= columns) z.x = 0.0f;
+                    if (column + 1 >= columns) z.y = 0.0f;
+                }
+                y[i + half * 2] = z.x;
+                y[i + half * 2 + 1] = z.y;
+            }
+        }
+    }
+    float inverse[2] = {1.0f, 1.0f};
+    if constexpr (OUT == 1 && OUT_SCALES == 2) {
+        float amax[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) amax[half] = largest_finite(y, 0, BLOCK_N / 2, half);
+        if constexpr (EXCHANGES_AMAX) {
+            amax_exchange.tell(in_tile, amax, amax);
+            amax_exchange.hear();
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int rank = 0; rank < CLUSTER; ++rank) {
+                    amax[half] = fmaxf(amax[half], amax_exchange.of(in_tile + half * 8, rank).x);
+                }
+            }
+            await_loaded(amax[0], amax[1]);
+            amax_exchange.advance();
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float scale = scale_for(amax[half]);
+            inverse[half] = __frcp_rn(scale);
+            if constexpr (FOLDS) fold(folded[half], amax[half], scale, inverse[half]);
+            const int r = of_thread + half * 8;
+            if (lane % 4 == 0 && r < tile.end && tile.column == 0) given.out_scale[r] = scale;
+        }
+    }
+#pragma unroll
+    for (int start = 0; start < CHUNKS_OF_ROW; start += CHUNKS) {
+        if (elected) wait_until_stores_have_read();
+        synchronize_warpgroup(warpgroup);
+#pragma unroll
+        for (int chunk = start; chunk < start + CHUNKS && chunk < CHUNKS_OF_ROW; ++chunk) {
+            const unsigned buffer = staging + (chunk - start) * CHUNK_SIZE;
+            constexpr int GROUPS = CHUNK_COLUMNS / 8;
+            if constexpr (OUT == 1 && OUT_SCALES == 3) {  // a chunk is one group of 128
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float scale =
+                        scale_for(largest_finite(y, chunk * GROUPS * 4, GROUPS * 4, half));
+                    inverse[half] = __frcp_rn(scale);
+                    const int r = of_thread + half * 8;
+                    if (lane % 4 == 0 && r < tile.end && chunk * CHUNK_COLUMNS < columns) {
+                        given.out_scale[(tile.column / 128 + chunk) * given.out_scale_stride + r] = scale;
+                    }
+                }
+            }
+            if constexpr (OUT == 2 && GROUPS % 2 == 0) {
+                const int in_warp = warp * 16 + lane % 16;
+#pragma unroll
+                for (int group = 0; group < GROUPS; group += 2) {
+                    const int i = (chunk * GROUPS + group) * 4;
+                    const unsigned four[4] = {
+                        bfloat16_pair(y[i], y[i + 1]), bfloat16_pair(y[i + 2], y[i + 3]),
+                        bfloat16_pair(y[i + 4], y[i + 5]), bfloat16_pair(y[i + 6], y[i + 7])};
+                    const unsigned offset = in_warp * CHUNK_BYTES + (group + lane / 16) * 16;
+                    store_blocks(buffer + swizzled(offset), four);
+                }
+            } else {
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int i = (chunk * GROUPS + group) * 4 + half * 2;
+                        const unsigned offset = (in_tile + half * 8) * CHUNK_BYTES + (group * 8 + pair) * OUT;
+                        const unsigned to = buffer + swizzled(offset);
+                        if constexpr (OUT == 1) {
+                            const unsigned short two =
+                                encode_pair<false>(y[i] * inverse[half], y[i + 1] * inverse[half]);
+                            asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(two) : "memory");
+                        } else {
+                            asm volatile("st.shared.u32 [%0], %1;"
+                                         ::"r"(to), "r"(bfloat16_pair(y[i], y[i + 1])) : "memory");
+                        }
+                    }
+                }
+            }
+        }
+        publish_shared_memory();
+        synchronize_warpgroup(warpgroup);
+        if (elected && row < tile.end) {
+#pragma unroll
+            for (int chunk = start; chunk < start + CHUNKS && chunk < CHUNKS_OF_ROW; ++chunk) {
+                if (TAIL && chunk * CHUNK_COLUMNS >= columns) break;
+                store_box(given.map, staging + (chunk - start) * CHUNK_SIZE,
+                          tile.column + chunk * CHUNK_COLUMNS, row);
+            }
+            commit_stores();
+        }
+    }
+}
+
+#if BF16
+// Sums of bfloat16 products need no promotion: one set of registers, two steps in flight.
+__device__ __forceinline__ void multiply_tile(
+    const Multiplier& multiplier, const Memory& memory, Sums& sums, Place& place) {
+#pragma unroll 1
+    for (int step = 0; step < STEPS; ++step) {
+        if constexpr (RESIDENT) {
+            if (multiplier.first) wait(memory.arrived(step), 0);
+        }
+        const Stage stage = multiplier.wait_for(place, step);
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < (STEPS > 1 ? DEPTH / 32 : PRODUCTS); ++i) {
+#pragma unroll
+            for (int slice = 0; slice < SLICES; ++slice) {
+                multiply(slice_of(sums, slice), stage.a.at(i * 32),
+                         stage.b.at(slice * SLICE * DEPTH + i * 32), step > 0 || i > 0);
+            }
+        }
+        commit_products();
+        if (step > 0) {
+            wait_for_products<1>();
+            Place before = place;
+            before.stage = place.stage == 0 ? STAGES - 1 : place.stage - 1;
+            release(memory, multiplier.pipeline, before);
+        }
+        place.advance();
+    }
+    wait_for_products<0>();
+    pin(sums);
+    Place last = place;
+    last.stage = place.stage == 0 ? STAGES - 1 : place.stage - 1;
+    release(memory, multiplier.pipeline, last);
+}
+#endif
+
+__device__ __forceinline__ float vector_at(const void* from, int place) {
+    if constexpr (VECTOR_ITEM == 4) return static_cast<const float*>(from)[place];
+    return from_bfloat16(static_cast<const unsigned short*>(from)[place]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
+    const float* a_scale, const float* b_scale, const void* bias, const void* weight,
+    const void* shift, float* out_scale, const unsigned short* residual,
+    const unsigned short* first_given, const unsigned short* second_given, int m, float eps,
+    long long out_scale_stride, long long residual_stride, long long first_stride,
+    long long second_stride,
+#if SCALES == 1
+    int block_scale_step, int block_scale_column,
+#endif
+    const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap out_map,
+    const __grid_constant__ TensorMap a_map
+#if SCALES
+    , const __grid_constant__ TensorMap a_scale_map
+#endif
+) {
+    extern __shared__ char shared[];
+    const unsigned base = shared_address(shared);
+    if (base % 1024) asm volatile("trap;");
+    const Memory memory{base, base + SMALL_AT};
+    const Operands operands{
+        {&a_map},
+#if SCALES
+        {&a_scale_map}, &b_map, nullptr, b_scale, block_scale_step, block_scale_column,
+#else
+        {}, &b_map, nullptr, b_scale, 0, 0,
+#endif
+        nullptr, m, 1};
+    const Given given{out_map, a_scale, b_scale, out_scale, out_scale_stride, residual, first_given,
+                      second_given, residual_stride, first_stride, second_stride, eps};
+    if (threadIdx.x == MATH_THREADS) {
+        initialize(memory, operands);
+        for (int i = 0; i < WARPGROUPS * ROUNDS; ++i) {
+            const unsigned barriers = base + EXCHANGE_AT + i * ROUND_BYTES + 2 * SLOT_BYTES;
+            initialize_barrier(barriers, 1);
+            initialize_barrier(barriers + 8, 1);
+        }
+        if constexpr (ROUNDS > 0) publish_barriers();
+    }
+    if constexpr (ROUNDS > 0) {
+        synchronize_cluster();  // nobody is told anything before its barriers are there
+    } else {
+        __syncthreads();
+    }
+    begin_in_turn();
+
+    if (threadIdx.x >= MATH_THREADS) {
+        if constexpr (WARPGROUPS > 1) give_registers<PRODUCER_REGISTERS>();
+        const int pipeline = (threadIdx.x - MATH_THREADS) / 32;
+        if (pipeline < PIPELINES && threadIdx.x % 32 == 0) produce(memory, operands, pipeline);
+        __syncwarp();
+    } else {
+        if constexpr (WARPGROUPS > 1) take_registers<MATH_REGISTERS>();
+        const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+        const int pipeline = RESIDENT ? warpgroup : 0;
+        const int inside = RESIDENT ? 0 : warpgroup;
+        const unsigned staging = base + OPERAND_BYTES + warpgroup * STAGING_BYTES;
+        // Loads that the compiler may move: thirty cycles each, one after the other, took 3 of 30 us.
+        float2* vectors = reinterpret_cast<float2*>(shared + VECTORS_AT);
+        // Tiles of a block have one column.
+        const int column = blockIdx.x % TILES_N * BLOCK_N;
+        for (int i = threadIdx.x; i < BLOCK_N; i += MATH_THREADS) {
+            const bool there = column + i < N;
+            const float scale = OPERAND_SCALES == 2 && there ? b_scale[column + i] : 0.0f;
+            const float plus = VECTORS & 1 && there ? vector_at(bias, column + i) : 0.0f;
+            const float factor = VECTORS & 2 && there ? vector_at(weight, column + i) : 1.0f;
+            const float more = VECTORS & 4 && there ? vector_at(shift, column + i) : 0.0f;
+            vectors[i] = make_float2(scale, plus);
+            vectors[BLOCK_N + i] = make_float2(factor, more);
+        }
+        asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");
+        const unsigned exchanges = base + EXCHANGE_AT + warpgroup * ROUNDS * ROUND_BYTES;
+        Exchange exchange{exchanges}, amax_exchange{exchanges + EXCHANGES * ROUND_BYTES};
+        Walk walk(operands, pipeline);
+        Place place;
+        Tile tile;
+        Sums sums;
+        bool first = true;
+        while (walk.next(tile)) {
+            const int row = tile.row + inside * ROWS;
+            float row_scale[2] = {1.0f, 1.0f};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int r = row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + half * 8;
+                if constexpr (OPERAND_SCALES == 1) row_scale[half] = *a_scale;
+                if constexpr (OPERAND_SCALES == 2) row_scale[half] = r < tile.end ? a_scale[r] : 0.0f;
+            }
+            const Multiplier multiplier{memory, operands, tile, pipeline, inside, first};
+#if BF16
+            multiply_tile(multiplier, memory, sums, place);
+#else
+            multiplier.multiply_tile(sums, place);
+#endif
+            first = false;
+            finish(sums, given, tile, row_scale, staging, vectors, exchange, amax_exchange, warpgroup,
+                   row);
+        }
+        if (threadIdx.x % 128 == 0) wait_until_stores_have_read();
+        __syncwarp();
+    }
+    // Nobody leaves while others may still write into its memory.
+    if constexpr (ROUNDS > 0) synchronize_cluster();
+}

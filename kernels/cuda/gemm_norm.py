@@ -1,0 +1,216 @@
+"""GEMM, norm and what follows in one pass, on Hopper's tensor cores. See gemm_norm.cu.
+
+    d = last(norm((a @ b) * sa * sb + bias [+ residual]) * weight + shift) [+ residual]
+
+a: [m, k], FP8 or bfloat16, row-major; b: [k, n], of the same item size, column-major; rows of both
+start at multiples of 16 bytes; d: [m, n], bfloat16 with rows that start at multiples of 16 bytes,
+or e4m3 with one scale that is given, or scales of rows or of 128 of their columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lokakern import jit, nvrtc
+from lokakern.driver import CudaLaunch, TensorMap, tensor_map
+from lokakern.kernels.cuda import tiles
+from lokakern.kernels.cuda.norm_quantize import OUT_SCALES, residual_of, vectors_of
+from lokakern.kernels.cuda.norm_tiles import NormKind, grid_of, macros_of, tile_for
+from lokakern.kernels.cuda.tiles import Tile, depth_of, scale_rows
+from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    NormEpilogue,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    Support,
+    norm_form,
+)
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+OUT_NAMES = {Granularity.TENSOR: "tensor", Granularity.ROW: "row", Granularity.GROUP: "group"}
+_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "e4m3"}
+_MOST_MAPS = 1024
+
+
+class Plan(NamedTuple):
+    """A launch with all that follows from sizes and types, and maps by addresses."""
+
+    launch: CudaLaunch
+    tile: Tile
+    grid: tuple[int, int, int]
+    chunk: int  # columns of a box of the output
+    swizzle_bytes: int
+    maps: dict[tuple[int, ...], tuple[TensorMap, ...]]
+
+
+@functools.lru_cache(maxsize=4096)
+def bind(n: int, k: int, tile: Tile, kind: NormKind) -> CudaLaunch:
+    """The launch of one signature."""
+    macros = macros_of(n, k, tile, kind)
+    program = nvrtc.Program(SOURCE, "gemm_norm", tuple(macros.items()))
+    by_block = kind.scales == "block"
+    return CudaLaunch(
+        program, pointers=9, scalars="ifqqqq" + "ii" * by_block, threads=tile.threads,
+        shared_bytes=int(macros["SHARED_BYTES"]), tensor_maps=3 + by_block,
+        cluster=int(macros["CLUSTER"]), programmatic=True,
+    )  # fmt: skip
+
+
+def make_plan(m: int, n: int, k: int, kind: NormKind, tile: Tile, sms: int) -> Plan:
+    """What a launch with a given tile needs."""
+    launch = bind(n, k, tile, kind)
+    width = int(dict(launch.program.macros)["CHUNK_BYTES"])
+    grid = (grid_of(tile, m, n, kind, sms), 1, 1)
+    return Plan(
+        launch, tile, grid, width // kind.out_bytes, width if width in (32, 64, 128) else 0, {}
+    )
+
+
+@jit.cached
+def _plan(m: int, n: int, k: int, kind: NormKind, device: int) -> Plan:
+    sms = jit.compute_units(device)
+    tile = tile_for(m, n, k, kind, sms)
+    assert tile is not None  # `supports` has asked
+    return make_plan(m, n, k, kind, tile, sms)
+
+
+def _launch(
+    scales: str,
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    out: Tensor | QuantizedTensor,
+    epilogue: NormEpilogue,
+    _workspace: tuple[Tensor, ...],
+) -> None:
+    left, a_scale = (a.data, a.scale) if isinstance(a, QuantizedTensor) else (a, None)
+    weight, b_scale = (b.data, b.scale) if isinstance(b, QuantizedTensor) else (b.t(), None)
+    data, out_scale = (out.data, out.scale) if isinstance(out, QuantizedTensor) else (out, None)
+    made = OUT_NAMES[out.granularity] if isinstance(out, QuantizedTensor) else "none"
+    form = epilogue.form
+    vectors, item = vectors_of(epilogue)
+    kind = NormKind(
+        scales, form.norm.kind, form.norm.block, vectors, item, residual_of(epilogue), form.last,
+        made, _TYPES[left.dtype], _TYPES[weight.dtype],
+    )  # fmt: skip
+    (m, k), n = left.shape, weight.shape[0]
+    plan = _plan(m, n, k, kind, left.get_device())
+    run(plan, kind, left, a_scale, weight, b_scale, data, out_scale, epilogue)
+
+
+def run(
+    plan: Plan,
+    kind: NormKind,
+    left: Tensor,
+    a_scale: Tensor | None,
+    weight: Tensor,
+    b_scale: Tensor | None,
+    data: Tensor,
+    out_scale: Tensor | None,
+    epilogue: NormEpilogue,
+) -> None:
+    """Launch a plan."""
+    key = (data.data_ptr(), left.data_ptr(), weight.data_ptr(), left.stride(0), data.stride(0),
+           0 if a_scale is None else a_scale.data_ptr())  # fmt: skip
+    maps = plan.maps.get(key)
+    if maps is None:
+        maps = _make_maps(plan, kind, left, a_scale, weight, data)
+        if len(plan.maps) >= _MOST_MAPS:
+            plan.maps.clear()
+        plan.maps[key] = maps
+    first = epilogue.x0 if epilogue.gate is None else epilogue.gate
+    others = (epilogue.residual, first, epilogue.x)
+    pointers = (a_scale, b_scale, epilogue.bias, epilogue.norm_weight, epilogue.norm_bias,
+                out_scale, *others)  # fmt: skip
+    scale_stride = out_scale.stride(1) if out_scale is not None and kind.out == "group" else 0
+    scalars = (left.shape[0], epilogue.norm.eps, scale_stride,
+               *[0 if x is None else x.stride(0) for x in others])  # fmt: skip
+    if kind.scales == "block":
+        assert b_scale is not None  # FP8 has scales; [n / 128, k / 128] here
+        scalars += (b_scale.stride(1), b_scale.stride(0))
+    plan.launch(plan.grid, tuple(left if x is None else x for x in pointers), scalars, maps)
+
+
+def _make_maps(
+    plan: Plan, kind: NormKind, left: Tensor, a_scale: Tensor | None, weight: Tensor, data: Tensor
+) -> tuple[TensorMap, ...]:
+    """Maps in the kernel's order: b, the output, a, its scales. Operands are maps of bytes."""
+    tile = plan.tile
+    depth = depth_of(left.shape[1] * kind.item)
+    made = [
+        tensor_map(weight.view(torch.uint8), (tile.block_n, depth), depth),
+        tensor_map(data, (tiles.ROWS, plan.chunk), plan.swizzle_bytes),
+        tensor_map(left.view(torch.uint8), (tile.height, depth), depth),
+    ]
+    if kind.scales == "block":
+        assert a_scale is not None  # FP8 has scales
+        rows = scale_rows(tile, tiles.Kind("block"))
+        made.append(tensor_map(a_scale.t(), (1, rows), 0))
+    return tuple(made)
+
+
+# --- registration
+
+SCALES = {
+    "tensor": (Granularity.TENSOR, Granularity.TENSOR),
+    "row": (Granularity.ROW, Granularity.ROW),
+    "block": (Granularity.GROUP, Granularity.BLOCK),
+    "none": (Granularity.NONE, Granularity.NONE),
+}
+
+
+def _supports(scales: str, problem: Problem, device: Device) -> Support:
+    assert problem.b is not None  # an op with two operands
+    have = (problem.a.granularity, problem.b.granularity)
+    if have != SCALES[scales]:
+        wanted = " x ".join(granularity.value for granularity in SCALES[scales])
+        return Rejected(f"takes {wanted} scales, not {have[0].value} x {have[1].value}")
+    formats = (Format.BFLOAT16,) if scales == "none" else (Format.E4M3FN, Format.E5M2)
+    for operand, name in ((problem.a, "a"), (problem.b, "b")):
+        if operand.format not in formats:
+            return Rejected(f"takes {formats[0].value}; {name} is {operand.format.value}")
+        if operand.alignment < 16:
+            return Rejected(f"rows of {name} must start at multiples of 16 bytes")
+    if problem.a.layout is not Layout.ROW or problem.b.layout is not Layout.COLUMN:
+        return Rejected("a must be row-major and b column-major")
+    if problem.out_format not in (Format.BFLOAT16, Format.E4M3FN):
+        return Rejected(f"writes bfloat16 or e4m3fn, not {problem.out_format.value}")
+    if not problem.out_format.is_fp8 and problem.n % 8:
+        return Rejected(f"rows of the output must start at multiples of 16 bytes; n={problem.n}")
+    if problem.out_format.is_fp8 and problem.out_granularity not in OUT_SCALES:
+        return Rejected(f"makes no {problem.out_granularity.value} scales")
+    if not problem.k or max(problem.m, problem.n, problem.k) >= 2**30:
+        return Rejected(f"sizes must be from 1 to 2^30; they are {problem.shape}")
+    form = norm_form(problem.epilogue)
+    out = OUT_NAMES.get(problem.out_granularity, "none")
+    kind = NormKind(
+        scales, form.norm.kind, form.norm.block, 7, 4, form.residual + 2 * form.residual_last,
+        form.last, out,
+    )  # fmt: skip
+    if tile_for(problem.m, problem.n, problem.k, kind, device.compute_units or 1) is None:
+        return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
+    missing = nvrtc.why_not(device)
+    return ACCEPTED if missing is None else Rejected(missing)
+
+
+for _scales, (_a, _b) in SCALES.items():
+    register(
+        "gemm_norm",
+        name="gemm_norm_bf16" if _scales == "none" else f"gemm_norm_{_scales}",
+        architectures=frozenset({"sm_90"}),
+        granularity=_a,
+        b_granularity=_b,
+        accumulation="float32" if _scales == "none" else "promoted",
+        supports=functools.partial(_supports, _scales),
+        kernel_err_bound=1.0 if _scales == "none" else PROMOTED_KERNEL_ERR_BOUND,
+    )(functools.partial(_launch, _scales))

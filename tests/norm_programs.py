@@ -1,0 +1,67 @@
+"""Programs of the CUDA kernels with a norm, with the macros their launchers choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lokakern.kernels.cuda import gemm_norm, norm_quantize, norm_tiles
+from lokakern.kernels.cuda.norm_quantize import Signature
+from lokakern.kernels.cuda.norm_tiles import NormKind
+from lokakern.nvrtc import Program
+
+SMS = 132  # of an H200
+# A size for each tile of the rule, m, n, k, and rows that end within a tile.
+SIZES = (
+    (2048, 128, 128), (32768, 128, 128), (2048, 256, 256), (8192, 256, 256), (32768, 256, 256),
+    (2048, 512, 512), (8192, 512, 512), (2048, 1024, 1024), (8192, 1024, 1024),
+    (32768, 1024, 1024), (2048, 2048, 2048), (8192, 256, 1024), (2048, 1024, 256),
+    (2048, 256, 1024), (4096, 192, 512), (4096, 720, 512), (256, 40, 96), (256, 8, 40),
+)  # fmt: skip
+KINDS = {
+    "layer": NormKind("row", "layer", vectors=7),
+    "layer bf16": NormKind("none", "layer", vectors=7, vector_item=2),
+    "block_rms static": NormKind("row", "block_rms", 256, 1, last="hardswish", out="tensor"),
+}
+KINDS_AT = {"layer bf16": SIZES[1::3], "block_rms static": SIZES[::2]}
+ANY_SIZE = {
+    "rms tensor to rows": NormKind("tensor", "rms", out="row"),
+    "rms affine to rows": NormKind("row", "rms", vectors=6, last="silu", out="row"),
+    "layer block to groups": NormKind("block", "layer", vectors=7, residual=1, out="group"),
+    "block_rms narrow": NormKind("block", "block_rms", 64, last="relu", residual=2),
+    "gate": NormKind("row", "rms", vectors=2, last="gate", residual=2),
+    "cross": NormKind("none", "none", vectors=1, last="cross", out="tensor"),
+    "e5m2": NormKind("row", "layer", a_type="e5m2"),
+}
+COLUMNS = (8, 192, 1024, 2048, 8192)
+SIGNATURES = {
+    "layer": (2, "layer", 0, 6, 4, 0, "none", 2, 0),
+    "rms to rows": (2, "rms", 0, 0, 4, 0, "none", 1, 2),
+    "block_rms static": (2, "block_rms", 64, 1, 2, 0, "hardswish", 1, 1),
+    "layer to groups": (4, "layer", 0, 7, 4, 1, "silu", 1, 3),
+    "gate": (2, "rms", 0, 2, 2, 2, "gate", 1, 2),
+    "cross": (2, "none", 0, 0, 4, 0, "cross", 2, 0),
+}
+
+
+def programs() -> Iterator[tuple[str, Program]]:
+    """By kernel, size and words."""
+    for words, kind in (KINDS | ANY_SIZE).items():
+        for m, n, k in (
+            KINDS_AT.get(words, SIZES) if words in KINDS else ((2048, 512, 512), (8192, 512, 512))
+        ):
+            blocks = kind._replace(block=min(kind.block, n))
+            if blocks.block and n % blocks.block:
+                continue
+            tile = norm_tiles.tile_for(m, n, k, blocks, SMS)
+            assert tile is not None, (m, n, k, words)
+            name = "bf16" if kind.scales == "none" else kind.scales
+            yield (
+                f"gemm_norm_{name} {m}x{n}x{k} {words}",
+                gemm_norm.bind(n, k, tile, blocks).program,
+            )
+    for words, fields in SIGNATURES.items():
+        for columns in COLUMNS:
+            if fields[2] and columns % fields[2]:
+                continue
+            bound = norm_quantize.bind(Signature(columns, *fields))
+            yield f"norm_quantize {columns} {words}", bound.launch.program
