@@ -23,7 +23,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lokakern.kernels.triton import dequantize, quantize, scaled_gemm
+from lokakern.kernels.triton import (
+    dequantize,
+    gemm_norm,
+    norm_pieces,
+    norm_quantize,
+    quantize,
+    scaled_gemm,
+)
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -35,7 +42,11 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with the arguments a launcher gives it."""
+    """One kernel with the arguments a launcher gives it.
+
+    `may_spill` are bytes of a thread on NVIDIA; on AMD scalar registers, which go to lanes of a
+    vector register.
+    """
 
     name: str
     function: Any
@@ -45,6 +56,7 @@ class Case:
     constants: tuple[Any, ...]
     num_warps: int
     num_stages: int
+    may_spill: int = 0
 
 
 def formats(target: str) -> tuple[str, str]:
@@ -52,12 +64,15 @@ def formats(target: str) -> tuple[str, str]:
     return ("fp8e4b8", "fp8e5b16") if target == "gfx942" else ("fp8e4nv", "fp8e5")
 
 
+def format_constants(target: str, fp8: str) -> tuple[float, int]:
+    """What `quantize.format_constants` says there."""
+    maximum = 57344.0 if fp8.startswith("fp8e5") else 240.0 if target == "gfx942" else 448.0
+    return maximum, (0x80 if target == "gfx942" else 0x7F) if target.startswith("gfx") else 0
+
+
 def quantize_cases(target: str) -> Iterator[Case]:
-    amd = target.startswith("gfx")
     for fp8, source in zip(formats(target), ("bf16", "fp32"), strict=True):
-        four = fp8.startswith("fp8e4")
-        maximum = 57344.0 if not four else 240.0 if target == "gfx942" else 448.0
-        constants = (maximum, (0x80 if target == "gfx942" else 0x7F) if amd else 0)
+        constants = format_constants(target, fp8)
         x, data, scale = f"*{source}", f"*{fp8}", "*fp32"
         suffix = f"{source}->{fp8}"
         for columns in (256, 1024, 8192, 16384):
@@ -119,8 +134,71 @@ def gemm_cases(target: str) -> Iterator[Case]:
         )  # fmt: skip
 
 
+# Kernel, norm, columns normalized together, n, k, what comes after, scales of the output. Tiles of
+# all widths, a k and an n that need masks, tails of one and two matrices beside.
+GEMM_NORMS = (
+    ("gemm_norm_row", "layer", 128, 128, 512, "cross", "before", "row"),
+    ("gemm_norm_row", "layer", 256, 256, 512, "hardswish", "none", "row"),
+    ("gemm_norm_bf16", "layer", 256, 256, 512, "hardswish", "none", "row"),
+    ("gemm_norm_tensor", "layer", 200, 200, 1040, "gate", "before", "group"),
+    ("gemm_norm_row", "layer", 512, 512, 512, "hardswish", "none", "row"),
+    ("gemm_norm_block", "none", 384, 384, 512, "silu", "last", "none"),
+    ("gemm_block_norm_row", "rms", 256, 1024, 1024, "hardswish", "none", "static"),
+    ("gemm_block_norm_block", "rms", 128, 1024, 512, "none", "none", "group"),
+    ("gemm_block_norm_tensor", "rms", 64, 1024, 512, "gate", "none", "none"),
+    ("gemm_block_norm_bf16", "rms", 32, 1024, 512, "none", "none", "none"),
+)
+NORMS = (
+    ("layer", 0, 256, "bf16", "hardswish", "none", "row"),
+    ("layer", 0, 1000, "bf16", "none", "before", "none"),
+    ("rms", 128, 1024, "fp32", "cross", "none", "group"),
+    ("rms", 0, 8192, "bf16", "gate", "before", "static"),
+)
+
+
+def norm_cases(target: str) -> Iterator[Case]:
+    amd, four = target.startswith("gfx"), formats(target)[0]
+    for name, norm, columns, n, k, last, residual, scales in GEMM_NORMS:
+        kind = name.rpartition("_")[2].replace("bf16", "none")
+        tile = gemm_norm.tile_for(
+            65536, columns, n // columns, k, 2 if kind == "none" else 1, 132,
+            light=kind != "block" and columns == 256, hopper=target == "sm_90", amd=amd,
+        )  # fmt: skip
+        operand, out = "*bf16" if kind == "none" else f"*{four}", "*bf16"
+        constants = (0.0, 0)
+        if scales != "none":
+            out, constants = f"*{four}", format_constants(target, four)
+        yield Case(
+            f"{name} {tile.block_m}x{tile.part_n}x{tile.parts}x{tile.block_k} {norm} n={n} k={k} "
+            f"{last} {residual} {scales}",
+            gemm_norm.gemm_norm_kernel,
+            (operand, "*fp32", operand, "*fp32", out, "*fp32", "*fp32", "*fp32", "*fp32",
+             "*bf16", "*bf16", "*bf16"),
+            (n, k, k, k, n, 16 if kind == "block" else 1, n, n, n), 1,
+            (kind, norm, 1e-5, True, True, True, last, residual, scales, *constants,
+             "block_norm" not in name, norm_pieces.grain(n),
+             columns == tile.part_n * tile.parts, k % tile.block_k == 0,
+             tile.block_m, tile.part_n, tile.parts, tile.block_k, tile.num_stages),
+            tile.num_warps, tile.num_stages, 64 if tile.parts > 2 else 0,
+        )  # fmt: skip
+    for norm, span, columns, source, last, residual, scales in NORMS:
+        height, width, num_warps = quantize.row_tile(columns)
+        out, constants = "*bf16", (0.0, 0)
+        if scales != "none":
+            out, constants = f"*{four}", format_constants(target, four)
+        yield Case(
+            f"norm_quantize {norm} {columns} {source} {last} {residual} {scales}",
+            norm_quantize.norm_quantize_kernel,
+            (f"*{source}", out, "*fp32", *["*bf16"] * 6),
+            (columns,) * 6, 1,
+            (norm, span, 1e-5, False, True, True, last, residual, scales, *constants,
+             norm_pieces.grain(columns), columns == width, height, width),
+            num_warps, 1,
+        )  # fmt: skip
+
+
 def cases(target: str) -> list[Case]:
-    return [*gemm_cases(target), *quantize_cases(target)]
+    return [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
 
 
 def compile_case(target: str, case: Case) -> dict[str, Any]:
@@ -145,7 +223,10 @@ def compile_case(target: str, case: Case) -> dict[str, Any]:
     source = ASTSource(case.function, signature, constants, attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
-    found = {"kernel": case.name, "shared": compiled.metadata.shared}
+    found = {
+        "kernel": case.name, "shared": compiled.metadata.shared, "may_spill": case.may_spill,
+        "promotes": "maxNumImpreciseAcc = 128" in compiled.asm["ttgir"],
+    }  # fmt: skip
     if target.startswith("sm"):
         return found | read_nvidia(target, compiled.asm)
     return found | read_amd(compiled.asm["amdgcn"])
@@ -165,7 +246,8 @@ def read_nvidia(target: str, asm: Any) -> dict[str, Any]:
         "registers": int(re.search(r"REG:(\d+)", shown).group(1)),
         "spilled": stack + local,
         "matrix": sorted(set(re.findall(
-            r"wgmma\.mma_async\S*\.e[45]m[23]\.e[45]m[23]|tcgen05\.mma\S*kind::f8f6f4", ptx
+            r"wgmma\.mma_async\S*\.(?:e[45]m[23]\.e[45]m[23]|bf16\.bf16)"
+            r"|tcgen05\.mma\S*kind::(?:f8f6f4|f16)", ptx
         ))),
         "converts": sorted(set(re.findall(r"cvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f32", ptx))),
         "additions": len(re.findall(r"\badd\.(?:rn\.)?(?:ftz\.)?f32|\bfma\.rn\.f32", ptx)),
@@ -185,7 +267,7 @@ def read_amd(gcn: str) -> dict[str, Any]:
         "registers": number("vgpr_count"),
         "spilled": number("vgpr_spill_count") + number("sgpr_spill_count")
         + number("private_segment_fixed_size"),
-        "matrix": sorted(set(re.findall(r"v_mfma_\S*(?:fp8|bf8|f8f6f4)\S*", gcn))),
+        "matrix": sorted(set(re.findall(r"v_mfma_\S*(?:fp8|bf8|f8f6f4|bf16)\S*", gcn))),
         "converts": sorted(set(re.findall(r"v_cvt_(?:scalef32_)?pk_(?:fp8|bf8)_f32", gcn))),
         "async_copies": 0,
         "widest_load": max(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import interpret_norm
 import numpy as np
 import torch
 from torch import Tensor
@@ -208,6 +209,8 @@ CHECKS: dict[str, Callable[[Kernel], Iterator[str]]] = {
     "quantize": check_quantize,
     "dequantize": check_dequantize,
     "scaled_gemm": check_scaled_gemm,
+    "gemm_norm": interpret_norm.check_gemm_norm,
+    "norm_quantize": interpret_norm.check_norm_quantize,
 }
 
 

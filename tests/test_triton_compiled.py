@@ -25,6 +25,7 @@ MATRIX_INSTRUCTION = {
 }
 SHARED_MEMORY = {"sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}  # KiB a program may have
 TARGETS = sorted(MATRIX_INSTRUCTION)
+GEMMS = ("scaled_gemm", "gemm_norm", "gemm_block_norm")
 
 
 @functools.cache
@@ -47,9 +48,9 @@ def kernel_names(target: str) -> set[str]:
     return {k["kernel"].split()[0].rstrip(",") for k in compiled(target)}
 
 
-def working(target: str, kind: str) -> list[dict[str, Any]]:
-    chosen = [k for k in compiled(target) if k["kernel"].startswith(kind) and "error" not in k]
-    assert chosen, f"{target}: no {kind} compiled"
+def working(target: str, *kinds: str) -> list[dict[str, Any]]:
+    chosen = [k for k in compiled(target) if k["kernel"].startswith(kinds) and "error" not in k]
+    assert chosen, f"{target}: no {kinds} compiled"
     return chosen
 
 
@@ -78,7 +79,7 @@ def test_nothing_spills(target: str) -> None:
     spilled = [
         f"{k['kernel']}: {k['spilled']} bytes, {k['registers']} registers"
         for k in compiled(target)
-        if k.get("spilled", 0)
+        if k.get("spilled", 0) > k.get("may_spill", 0)
     ]
     assert not spilled, "\n".join(spilled)
 
@@ -95,8 +96,12 @@ def test_shared_memory_fits(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_products_use_the_fp8_instruction(target: str) -> None:
     start, end = MATRIX_INSTRUCTION[target]
-    for kernel in working(target, "scaled_gemm"):
+    for kernel in working(target, *GEMMS):
         found = kernel["matrix"]
+        if kernel["kernel"].split()[0].endswith("bf16"):
+            plain = "kind::f16" if target == "sm_100" else "bf16"
+            assert found and all(plain in name for name in found), f"{kernel['kernel']}: {found}"
+            continue
         mixed = "e5" in kernel["kernel"]
         assert found and all(
             name.startswith(start) and (mixed or name.endswith(end)) for name in found
@@ -106,15 +111,19 @@ def test_products_use_the_fp8_instruction(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_quantizers_use_the_conversion_instruction_and_wide_loads(target: str) -> None:
     """The conversion's rounding is the hardware's, to nearest even; loads are 16 bytes."""
-    for kernel in working(target, "quantize"):
-        assert kernel["converts"], f"{kernel['kernel']}: converts in software"
+    for kernel in working(target, "quantize", "norm_quantize"):
+        plain = kernel["kernel"].endswith("none")  # bfloat16 is written
+        assert plain or kernel["converts"], f"{kernel['kernel']}: converts in software"
         assert kernel["widest_load"] == 16, f"{kernel['kernel']}: {kernel['widest_load']} bytes"
+    for kernel in working(target, *GEMMS[1:]):
+        plain = kernel["kernel"].endswith("none")
+        assert plain or kernel["converts"], f"{kernel['kernel']}: converts in software"
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
 def test_operands_are_copied_asynchronously(target: str) -> None:
     """16-byte cp.async means that the loop along k is pipelined."""
-    for kernel in working(target, "scaled_gemm"):
+    for kernel in working(target, *GEMMS):
         assert kernel["async_copies"] >= 8, f"{kernel['kernel']}: {kernel['async_copies']}"
 
 
@@ -129,3 +138,16 @@ def test_promoted_sums_are_added_in_float32() -> None:
         held = block_m * block_n // 256  # by a thread, of at most 8 warps
         extra = promoted["additions"] - fast["additions"]
         assert extra >= held, f"{promoted['kernel']}: {extra} more additions for {held} sums"
+
+
+def test_sums_that_are_normalized_are_promoted() -> None:
+    """Where FP8 products have one addition more for every sum than bfloat16 ones."""
+    found = {k["kernel"]: k for k in working("sm_90", *GEMMS[1:])}
+    for name, kernel in found.items():
+        # 1x128 scales add up products of 128 themselves.
+        assert kernel["promotes"] is not ("bf16" in name or "_block " in name), name
+    same = "64x128x2x{} layer n=256 k=512 hardswish none row"
+    fp8 = found[f"gemm_norm_row {same.format(128)}"]["additions"]
+    bf16 = found[f"gemm_norm_bf16 {same.format(64)}"]["additions"]
+    held = 64 * 256 // 256  # by a thread, of 8 warps
+    assert fp8 - bf16 >= held, f"{fp8} and {bf16} additions for {held} sums"

@@ -19,12 +19,13 @@ NAMES = sorted(k.name for k in KERNELS.values() if k.language == "triton" and no
 
 def test_all_ops_have_triton_kernels() -> None:
     """Guards the parametrization below against an import that failed in silence."""
-    assert {KERNELS[name].op for name in NAMES} == {"quantize", "dequantize", "scaled_gemm"}
+    every = {"quantize", "dequantize", "scaled_gemm", "gemm_norm", "norm_quantize"}
+    assert {KERNELS[name].op for name in NAMES} == every
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernel_is_right_in_the_interpreter(name: str) -> None:
-    """Bytes equal `numerics.quantize`; products stay within `numerics.kernel_error` of 1."""
+    """Bytes equal `numerics.quantize`; products and norms stay within a kernel error of 1."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", ROOT / "tests" / "interpret.py", name],
