@@ -381,12 +381,16 @@ def test_norms_convert_to_fp8_in_hardware(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_blocks_of_a_cluster_tell_each_other_without_waiting(name: str) -> None:
-    """Stores into their memory that count at their barriers: nobody asks, and nobody polls."""
+def test_blocks_tell_each_other_of_rows_they_share(name: str) -> None:
+    """Stores into their memory that count at their barriers, or 16 bytes at once through the L2."""
     words, macros = instructions(name), dict(CASES[name].macros)
     told = macros["NORM"] and int(macros["SPAN"]) > int(macros["BLOCK_N"])
-    told = told or int(macros["OUT_SCALES"]) == 2
-    assert any(word.startswith("STAS") for word in words) is bool(told), set(words)
+    told = bool(told or int(macros["OUT_SCALES"]) == 2)
+    within = told and not macros["THROUGH_MEMORY"]
+    assert any(word.startswith("STAS") for word in words) is within, set(words)
+    strong = [word for word in words if word.startswith(("LDG", "STG")) and "STRONG" in word]
+    assert bool(strong) is (told and not within)
+    assert all(".128" in word for word in strong)  # values arrive with the number of their turn
 
 
 if __name__ == "__main__":

@@ -194,7 +194,8 @@ def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_long_and_wide_rows(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
-    for n, norm in ((512, "layer"), (1024, "rms"), (2048, "layer"), (2304, "block_rms(256)")):
+    sizes = (512, "layer"), (1024, "rms"), (2048, "layer"), (4096, "rms"), (2304, "block_rms(256)")
+    for n, norm in sizes:
         for granularity in (Granularity.NONE, Granularity.ROW):
             run(kernel, where, 150, n, 64, (norm, {}, granularity, ("norm_weight",), True)).check()
 

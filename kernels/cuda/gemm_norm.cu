@@ -17,6 +17,7 @@
 //     NORM         0: none; 1: layer; 2: rms
 //     SPAN         columns that share statistics: N, or a divisor of it
 //     CLUSTER      blocks that do, or that share a row scale of the output
+//     THROUGH_MEMORY  1: they are no cluster, but any of a cooperative launch
 //     VECTORS      bits: 1 bias, 2 weight, 4 shift
 //     VECTOR_ITEM  bytes of their elements: 4 float32, 2 bfloat16
 //     RESIDUAL     0: none; 1: before the norm; 2: at the end
@@ -52,9 +53,13 @@ constexpr int VECTORS_AT = (SMALL_AT + SMALL_BYTES + 15) / 16 * 16;
 constexpr bool EXCHANGES = SPAN_BLOCKS > 1 && NORM != 0;
 constexpr bool EXCHANGES_AMAX = CLUSTER > 1 && OUT == 1 && OUT_SCALES == 2;
 constexpr int ROUNDS = EXCHANGES + EXCHANGES_AMAX;
-constexpr int SLOT_BYTES = 64 * CLUSTER * 8;
-constexpr int ROUND_BYTES = 2 * (SLOT_BYTES + 8);
+constexpr bool IN_CLUSTER = ROUNDS > 0 && !THROUGH_MEMORY;
+constexpr int SLOT_BYTES = 64 * CLUSTER * (THROUGH_MEMORY ? 16 : 8);
+constexpr int ROUND_BYTES = 2 * SLOT_BYTES + (THROUGH_MEMORY ? 0 : 16);
+constexpr int SHARED_ROUNDS = IN_CLUSTER ? WARPGROUPS * ROUNDS : 0;
 constexpr int EXCHANGE_AT = (VECTORS_AT + 2 * BLOCK_N * 8 + 15) / 16 * 16;
+// In memory, for all blocks: the turn that comes next, how many blocks have ended, then what is told.
+constexpr int TOLD_AT = 16;
 // Under scales of rows a common factor of a row is one of its scale: no element is divided by it.
 constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && RESIDUAL != 2 &&
                        OUT == 1 && OUT_SCALES == 2;
@@ -62,7 +67,7 @@ constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && 
 // that every element is multiplied by anyway.
 constexpr bool MERGES = NORM != 0 && LAST <= 2 && !(VECTORS & 6) && RESIDUAL != 2 && OUT == 1 &&
                         OUT_SCALES == 1;
-static_assert(EXCHANGE_AT + WARPGROUPS * ROUNDS * ROUND_BYTES <= SHARED_BYTES, "shared memory");
+static_assert(EXCHANGE_AT + SHARED_ROUNDS * ROUND_BYTES <= SHARED_BYTES, "shared memory");
 static_assert(SPAN % BLOCK_N == 0 || BLOCK_N % SPAN == 0 || SPAN == N, "a tile is of whole spans");
 static_assert(!EXCHANGES || SPAN_BLOCKS == CLUSTER, "a cluster shares statistics");
 static_assert(TILES_N % CLUSTER == 0, "clusters have whole rows, or whole spans of them");
@@ -96,45 +101,101 @@ __device__ __forceinline__ unsigned swizzled(unsigned offset) {
     return SWIZZLE ? offset ^ (offset >> 7 & SWIZZLE) << 4 : offset;
 }
 
-// What the blocks of a cluster tell each other of 64 rows, in turn by two slots. Who sends of the tile
-// after the next has had word of the next from all others, who had read this one's by then.
+// What the blocks that share rows tell each other of 64 of them, in turn by two slots. Who tells of the
+// tile after the next has had word of the next from all others, who had read this one's by then.
+// Two rows of each quad, `row` and 8 more; back come pairs of values of all blocks, in their order.
+#if THROUGH_MEMORY
+// 16 bytes each, with the number of the turn, which never comes twice: who reads them knows by it
+// that they are there. All blocks are on SMs at once (a cooperative launch), so that waiting ends.
+struct Exchange {
+    char* base;
+    unsigned long long turn;
+
+    __device__ __forceinline__ void collect(
+        int row, const float (&first)[2], const float (&second)[2], float2 (&all)[2][CLUSTER]) {
+        char* at = base + (turn & 1) * SLOT_BYTES;
+        const unsigned mine = blockIdx.x % CLUSTER, lane = threadIdx.x % 4;
+        if (lane < 2) {
+            const unsigned long long values =
+                static_cast<unsigned long long>(__float_as_uint(lane ? second[1] : second[0])) << 32 |
+                __float_as_uint(lane ? first[1] : first[0]);
+            asm volatile(
+                "{.reg .b128 all;\n mov.b128 all, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], all;}"
+                ::"l"(at + ((row + lane * 8) * CLUSTER + mine) * 16), "l"(values), "l"(turn)
+                : "memory");
+        }
+        constexpr int EACH = (CLUSTER + 3) / 4;  // blocks that a thread of a quad hears
+        unsigned long long heard[2][EACH];
+        bool there;
+        do {
+            there = true;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    const unsigned rank = min(i * 4 + lane, CLUSTER - 1u);
+                    unsigned long long when;
+                    asm volatile(
+                        "{.reg .b128 all;\n ld.relaxed.gpu.global.b128 all, [%2];\n"
+                        " mov.b128 {%0, %1}, all;}"
+                        : "=l"(heard[half][i]), "=l"(when)
+                        : "l"(at + ((row + half * 8) * CLUSTER + rank) * 16) : "memory");
+                    there = there && when == turn;
+                }
+            }
+        } while (!__all_sync(0xffffffffu, there));
+        ++turn;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) {
+                const unsigned long long values = __shfl_sync(
+                    0xffffffffu, heard[half][rank / 4], (threadIdx.x % 32 & ~3u) | rank % 4);
+                all[half][rank] = make_float2(__uint_as_float(static_cast<unsigned>(values)),
+                                              __uint_as_float(static_cast<unsigned>(values >> 32)));
+            }
+        }
+    }
+};
+#else
+// By asynchronous stores into shared memory, which count at a barrier there. What a warp tells one
+// block lies in one piece: scattered, 2048 x 512 x 512 took 6.2 us instead of 5.7.
 struct Exchange {
     unsigned base;
     unsigned slot = 0, parity = 0;
 
-    __device__ __forceinline__ unsigned values() const { return base + slot * SLOT_BYTES; }
-    __device__ __forceinline__ unsigned barrier() const { return base + 2 * SLOT_BYTES + slot * 8; }
-    __device__ __forceinline__ void advance() {
-        if (slot) parity ^= 1;
-        slot ^= 1;
-    }
-
-    // Two rows of each quad, `row` and 8 more: a thread of it tells every fourth block. What a warp
-    // tells one block lies in one piece: scattered, 2048 x 512 x 512 took 6.2 us instead of 5.7.
-    __device__ __forceinline__ void tell(int row, const float (&first)[2], const float (&second)[2]) {
+    __device__ __forceinline__ void collect(
+        int row, const float (&first)[2], const float (&second)[2], float2 (&all)[2][CLUSTER]) {
+        const unsigned values = base + slot * SLOT_BYTES, barrier = base + 2 * SLOT_BYTES + slot * 8;
+        if (threadIdx.x % 128 == 0) expect_bytes(barrier, SLOT_BYTES);
         const unsigned mine = rank_in_cluster();
-        if (threadIdx.x % 128 == 0) expect_bytes(barrier(), SLOT_BYTES);
 #pragma unroll
         for (int at = 0; at < CLUSTER; at += 4) {
             const unsigned rank = at + threadIdx.x % 4;
             if (CLUSTER % 4 != 0 && rank >= CLUSTER) continue;
-            const unsigned there = address_in(barrier(), rank);
+            const unsigned there = address_in(barrier, rank);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const unsigned to = address_in(values() + (mine * 64 + row + half * 8) * 8, rank);
+                const unsigned to = address_in(values + (mine * 64 + row + half * 8) * 8, rank);
                 asm volatile(
                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
                     ::"r"(to), "f"(first[half]), "f"(second[half]), "r"(there) : "memory");
             }
         }
-    }
-
-    __device__ __forceinline__ void hear() const { wait(barrier(), parity); }
-
-    __device__ __forceinline__ float2 of(int row, int rank) const {
-        return load_shared_pair(values() + (rank * 64 + row) * 8);
+        wait(barrier, parity);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) {
+                all[half][rank] = load_shared_pair(values + (rank * 64 + row + half * 8) * 8);
+            }
+        }
+        await_loaded(all[0][CLUSTER - 1].x, all[1][CLUSTER - 1].x);
+        if (slot) parity ^= 1;
+        slot ^= 1;
     }
 };
+#endif
 
 // Columns of a block of the cluster: the last has fewer where rows end within a tile.
 __device__ __forceinline__ float columns_of(int rank) {
@@ -180,15 +241,14 @@ __device__ __forceinline__ void statistics(
     float all = count;
     if constexpr (EXCHANGES) {
         const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-        exchange.tell(row, mean, squares);
-        exchange.hear();
+        float2 of[2][CLUSTER];
+        exchange.collect(row, mean, squares, of);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float2 none = exchange.of(row + half * 8, 0);
-            float of_all = none.x, around = none.y, before = columns_of(0);
+            float of_all = of[half][0].x, around = of[half][0].y, before = columns_of(0);
 #pragma unroll
             for (int rank = 1; rank < CLUSTER; ++rank) {
-                const float2 more = exchange.of(row + half * 8, rank);
+                const float2 more = of[half][rank];
                 const float now = before + columns_of(rank);
                 if constexpr (NORM == 1) {
                     const float distance = more.x - of_all;
@@ -202,8 +262,6 @@ __device__ __forceinline__ void statistics(
             mean[half] = of_all;
             squares[half] = around;
         }
-        await_loaded(squares[0], squares[1]);
-        exchange.advance();
         all = static_cast<float>(SPAN);
     }
 #pragma unroll
@@ -367,17 +425,15 @@ __device__ __forceinline__ void finish(
 #pragma unroll
         for (int half = 0; half < 2; ++half) amax[half] = largest_finite(y, 0, BLOCK_N / 2, half);
         if constexpr (EXCHANGES_AMAX) {
-            amax_exchange.tell(in_tile, amax, amax);
-            amax_exchange.hear();
+            float2 of[2][CLUSTER];
+            amax_exchange.collect(in_tile, amax, amax, of);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int rank = 0; rank < CLUSTER; ++rank) {
-                    amax[half] = fmaxf(amax[half], amax_exchange.of(in_tile + half * 8, rank).x);
+                    amax[half] = fmaxf(amax[half], of[half][rank].x);
                 }
             }
-            await_loaded(amax[0], amax[1]);
-            amax_exchange.advance();
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -487,6 +543,57 @@ __device__ __forceinline__ void multiply_tile(
     last.stage = place.stage == 0 ? STAGES - 1 : place.stage - 1;
     release(memory, multiplier.pipeline, last);
 }
+#else
+// The first step's sums need no promotion: they are made where the others are added to.
+__device__ __forceinline__ void multiply_tile(
+    const Multiplier& multiplier, const Memory& memory, Sums& sums, Place& place) {
+    if constexpr (SCALES != 0 || !PROMOTES) {
+        multiplier.multiply_tile(sums, place);
+        return;
+    }
+    if constexpr (RESIDENT) wait(memory.arrived(0), 0);
+    {
+        const Stage stage = multiplier.wait_for(place, 0);
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) issue(slice_of(sums, slice), stage, slice);
+        wait_for_products<0>();
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) pin(slice_of(sums, slice));
+    }
+    release(memory.afresh(), multiplier.pipeline, place);
+    place.advance();
+    if (DOUBLE && STEPS > 1 && !(RESIDENT && multiplier.first)) {
+        if constexpr (DOUBLE && STEPS > 1) {
+            constexpr int MOST = SLICES == 1 ? 16 : 8;
+            constexpr int UNROLLED = STEPS - 1 < MOST ? (STEPS > 1 ? STEPS - 1 : 1) : MOST;
+            constexpr int REST = (STEPS - 1) % UNROLLED;
+            float sum[2][SLICE / 2];
+#pragma unroll 1
+            for (int step = 1; step + UNROLLED <= STEPS; step += UNROLLED) {
+                multiplier.advance<UNROLLED * SLICES>(sums, sum, place, step);
+            }
+            if constexpr (REST > 0) {
+                multiplier.advance<REST * SLICES>(sums, sum, place, STEPS - REST);
+            }
+        }
+    } else {
+        const float no_scale[2] = {};
+        float sum[SLICE / 2];
+#pragma unroll 1
+        for (int step = 1; step < STEPS; ++step) {
+            if constexpr (RESIDENT) wait(memory.arrived(step), 0);
+            const Stage next = multiplier.wait_for(place, step);
+#pragma unroll
+            for (int slice = 0; slice < SLICES; ++slice) {
+                issue(sum, next, slice);
+                wait_for_products<0>();
+                pin(sum);
+                multiplier.retire(sums, sum, slice, place, step, no_scale);
+            }
+            place.advance();
+        }
+    }
+}
 #endif
 
 __device__ __forceinline__ float vector_at(const void* from, int place) {
@@ -497,7 +604,8 @@ __device__ __forceinline__ float vector_at(const void* from, int place) {
 extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
     const float* a_scale, const float* b_scale, const void* bias, const void* weight,
     const void* shift, float* out_scale, const unsigned short* residual,
-    const unsigned short* first_given, const unsigned short* second_given, int m, float eps,
+    const unsigned short* first_given, const unsigned short* second_given, char* told, int m,
+    float eps,
     long long out_scale_stride, long long residual_stride, long long first_stride,
     long long second_stride,
 #if SCALES == 1
@@ -525,14 +633,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
                       second_given, residual_stride, first_stride, second_stride, eps};
     if (threadIdx.x == MATH_THREADS) {
         initialize(memory, operands);
-        for (int i = 0; i < WARPGROUPS * ROUNDS; ++i) {
+        for (int i = 0; i < SHARED_ROUNDS; ++i) {
             const unsigned barriers = base + EXCHANGE_AT + i * ROUND_BYTES + 2 * SLOT_BYTES;
             initialize_barrier(barriers, 1);
             initialize_barrier(barriers + 8, 1);
         }
-        if constexpr (ROUNDS > 0) publish_barriers();
+        if constexpr (IN_CLUSTER) publish_barriers();
     }
-    if constexpr (ROUNDS > 0) {
+    if constexpr (IN_CLUSTER) {
         synchronize_cluster();  // nobody is told anything before its barriers are there
     } else {
         __syncthreads();
@@ -564,8 +672,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
             vectors[BLOCK_N + i] = make_float2(factor, more);
         }
         asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");
+#if THROUGH_MEMORY
+        const unsigned long long turn = ROUNDS ? *reinterpret_cast<unsigned long long*>(told) + 1 : 0;
+        const int sharers = blockIdx.x / CLUSTER * WARPGROUPS + warpgroup;
+        char* exchanges = told + TOLD_AT + static_cast<long long>(sharers) * ROUNDS * ROUND_BYTES;
+        Exchange exchange{exchanges, turn}, amax_exchange{exchanges + EXCHANGES * ROUND_BYTES, turn};
+#else
         const unsigned exchanges = base + EXCHANGE_AT + warpgroup * ROUNDS * ROUND_BYTES;
         Exchange exchange{exchanges}, amax_exchange{exchanges + EXCHANGES * ROUND_BYTES};
+#endif
         Walk walk(operands, pipeline);
         Place place;
         Tile tile;
@@ -581,18 +696,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
                 if constexpr (OPERAND_SCALES == 2) row_scale[half] = r < tile.end ? a_scale[r] : 0.0f;
             }
             const Multiplier multiplier{memory, operands, tile, pipeline, inside, first};
-#if BF16
             multiply_tile(multiplier, memory, sums, place);
-#else
-            multiplier.multiply_tile(sums, place);
-#endif
             first = false;
             finish(sums, given, tile, row_scale, staging, vectors, exchange, amax_exchange, warpgroup,
                    row);
         }
         if (threadIdx.x % 128 == 0) wait_until_stores_have_read();
         __syncwarp();
+#if THROUGH_MEMORY
+        // The last of all begins the next launch's turns where no tile of this one was.
+        asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");
+        if (threadIdx.x == 0 && ROUNDS) {
+            unsigned* ended = reinterpret_cast<unsigned*>(told + 8);
+            if (atomicAdd(ended, 1) + 1 == gridDim.x) {
+                *ended = 0;
+                *reinterpret_cast<unsigned long long*>(told) =
+                    turn + (m + ROWS - 1) / ROWS;
+            }
+        }
+#endif
     }
     // Nobody leaves while others may still write into its memory.
-    if constexpr (ROUNDS > 0) synchronize_cluster();
+    if constexpr (IN_CLUSTER) synchronize_cluster();
 }

@@ -20,8 +20,15 @@ from lokakern import jit, nvrtc
 from lokakern.driver import CudaLaunch, TensorMap, tensor_map
 from lokakern.kernels.cuda import tiles
 from lokakern.kernels.cuda.norm_quantize import OUT_SCALES, residual_of, vectors_of
-from lokakern.kernels.cuda.norm_tiles import NormKind, grid_of, macros_of, tile_for
-from lokakern.kernels.cuda.tiles import Tile, depth_of, scale_rows
+from lokakern.kernels.cuda.norm_tiles import (
+    NormKind,
+    Tile,
+    grid_of,
+    macros_of,
+    tile_for,
+    told_bytes,
+)
+from lokakern.kernels.cuda.tiles import depth_of, scale_rows
 from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
 from lokakern.types import (
     ACCEPTED,
@@ -52,6 +59,7 @@ class Plan(NamedTuple):
     chunk: int  # columns of a box of the output
     swizzle_bytes: int
     maps: dict[tuple[int, ...], tuple[TensorMap, ...]]
+    told_bytes: int  # of memory through which blocks tell each other of rows they share
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,9 +69,11 @@ def bind(n: int, k: int, tile: Tile, kind: NormKind) -> CudaLaunch:
     program = nvrtc.Program(SOURCE, "gemm_norm", tuple(macros.items()))
     by_block = kind.scales == "block"
     return CudaLaunch(
-        program, pointers=9, scalars="ifqqqq" + "ii" * by_block, threads=tile.threads,
+        program, pointers=10, scalars="ifqqqq" + "ii" * by_block, threads=tile.threads,
         shared_bytes=int(macros["SHARED_BYTES"]), tensor_maps=3 + by_block,
-        cluster=int(macros["CLUSTER"]), programmatic=True,
+        cluster=1 if tile.memory else int(macros["CLUSTER"]),
+        # Blocks that wait for others in memory must all be on SMs: the driver sees to it.
+        cooperative=tile.memory, programmatic=not tile.memory,
     )  # fmt: skip
 
 
@@ -72,9 +82,9 @@ def make_plan(m: int, n: int, k: int, kind: NormKind, tile: Tile, sms: int) -> P
     launch = bind(n, k, tile, kind)
     width = int(dict(launch.program.macros)["CHUNK_BYTES"])
     grid = (grid_of(tile, m, n, kind, sms), 1, 1)
-    return Plan(
-        launch, tile, grid, width // kind.out_bytes, width if width in (32, 64, 128) else 0, {}
-    )
+    swizzle_bytes = width if width in (32, 64, 128) else 0
+    told = told_bytes(tile, m, n, kind, sms)
+    return Plan(launch, tile, grid, width // kind.out_bytes, swizzle_bytes, {}, told)
 
 
 @jit.cached
@@ -85,27 +95,63 @@ def _plan(m: int, n: int, k: int, kind: NormKind, device: int) -> Plan:
     return make_plan(m, n, k, kind, tile, sms)
 
 
+Operand = Tensor | QuantizedTensor
+
+
+def _planned(
+    scales: str, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
+) -> tuple[Plan, NormKind]:
+    left = a.data if isinstance(a, QuantizedTensor) else a
+    weight = b.data if isinstance(b, QuantizedTensor) else b
+    n = len(weight) if isinstance(b, QuantizedTensor) else weight.shape[1]
+    made = OUT_NAMES[out.granularity] if isinstance(out, QuantizedTensor) else "none"
+    form = epilogue.form
+    kind = NormKind(
+        scales, form.norm.kind, form.norm.block, *vectors_of(epilogue), residual_of(epilogue),
+        form.last, made, _TYPES[left.dtype], _TYPES[weight.dtype],
+    )  # fmt: skip
+    m, k = left.shape
+    return _plan(m, n, k, kind, left.get_device()), kind
+
+
+_TOLD: dict[tuple[int, int], Tensor] = {}
+
+
+def _workspace(
+    scales: str, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
+) -> tuple[Tensor, ...]:
+    """Memory through which blocks tell each other, zeros at first; each launch leaves it usable.
+
+    Launches of a stream take turns with one. A graph has its own, cleared when it is replayed: it
+    may be replayed on any stream.
+    """
+    size = _planned(scales, a, b, out, epilogue)[0].told_bytes
+    if not size:
+        return ()
+    where = a.device
+    if where.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return (torch.zeros(size, dtype=torch.uint8, device=where),)
+    key = (where.index or 0, torch.cuda.current_stream(where).cuda_stream)
+    told = _TOLD.get(key)
+    if told is None or told.numel() < size:
+        told = _TOLD[key] = torch.zeros(size, dtype=torch.uint8, device=where)
+    return (told,)
+
+
 def _launch(
     scales: str,
-    a: Tensor | QuantizedTensor,
-    b: Tensor | QuantizedTensor,
-    out: Tensor | QuantizedTensor,
+    a: Operand,
+    b: Operand,
+    out: Operand,
     epilogue: NormEpilogue,
-    _workspace: tuple[Tensor, ...],
+    workspace: tuple[Tensor, ...],
 ) -> None:
+    plan, kind = _planned(scales, a, b, out, epilogue)
     left, a_scale = (a.data, a.scale) if isinstance(a, QuantizedTensor) else (a, None)
     weight, b_scale = (b.data, b.scale) if isinstance(b, QuantizedTensor) else (b.t(), None)
     data, out_scale = (out.data, out.scale) if isinstance(out, QuantizedTensor) else (out, None)
-    made = OUT_NAMES[out.granularity] if isinstance(out, QuantizedTensor) else "none"
-    form = epilogue.form
-    vectors, item = vectors_of(epilogue)
-    kind = NormKind(
-        scales, form.norm.kind, form.norm.block, vectors, item, residual_of(epilogue), form.last,
-        made, _TYPES[left.dtype], _TYPES[weight.dtype],
-    )  # fmt: skip
-    (m, k), n = left.shape, weight.shape[0]
-    plan = _plan(m, n, k, kind, left.get_device())
-    run(plan, kind, left, a_scale, weight, b_scale, data, out_scale, epilogue)
+    told = workspace[0] if workspace else None
+    run(plan, kind, left, a_scale, weight, b_scale, data, out_scale, epilogue, told)
 
 
 def run(
@@ -118,6 +164,7 @@ def run(
     data: Tensor,
     out_scale: Tensor | None,
     epilogue: NormEpilogue,
+    told: Tensor | None,
 ) -> None:
     """Launch a plan."""
     key = (data.data_ptr(), left.data_ptr(), weight.data_ptr(), left.stride(0), data.stride(0),
@@ -131,7 +178,7 @@ def run(
     first = epilogue.x0 if epilogue.gate is None else epilogue.gate
     others = (epilogue.residual, first, epilogue.x)
     pointers = (a_scale, b_scale, epilogue.bias, epilogue.norm_weight, epilogue.norm_bias,
-                out_scale, *others)  # fmt: skip
+                out_scale, *others, told)  # fmt: skip
     scale_stride = out_scale.stride(1) if out_scale is not None and kind.out == "group" else 0
     scalars = (left.shape[0], epilogue.norm.eps, scale_stride,
                *[0 if x is None else x.stride(0) for x in others])  # fmt: skip
@@ -212,5 +259,6 @@ for _scales, (_a, _b) in SCALES.items():
         b_granularity=_b,
         accumulation="float32" if _scales == "none" else "promoted",
         supports=functools.partial(_supports, _scales),
+        workspace=functools.partial(_workspace, _scales),
         kernel_err_bound=1.0 if _scales == "none" else PROMOTED_KERNEL_ERR_BOUND,
     )(functools.partial(_launch, _scales))

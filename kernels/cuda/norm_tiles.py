@@ -5,15 +5,17 @@ The macros of gemm_norm.cu are made here; those of mainloop.cuh by tiles.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lokakern.kernels.cuda import tiles
-from lokakern.kernels.cuda.tiles import Tile
 
 LAST = {"none": 0, "relu": 1, "hardswish": 2, "silu": 3, "gate": 4, "cross": 5}
 NORMS = {"none": 0, "layer": 1, "rms": 2, "block_rms": 2}
 REGISTERS = 36  # of a thread, beside sums
 MOST_CLUSTER = 8  # blocks: what every GPU that has clusters can place
+MOST_THROUGH_MEMORY = 16  # of whose values a thread has registers for
 # SMs of an H200 that a cluster cannot leave.
 PARTITIONS = (18, 18, 18, 18, 16, 16, 14, 14)
 
@@ -46,6 +48,17 @@ class NormKind(NamedTuple):
         return self.block or n
 
 
+@dataclass(frozen=True, slots=True)
+class Tile(tiles.Tile):
+    """How an output is cut up; `memory`: blocks that share rows tell each other through memory.
+
+    Such blocks may be on any SM, where those of a cluster must find room beside each other: on an
+    H200 that leaves 112 of 132 SMs to clusters of 8.
+    """
+
+    memory: bool = False
+
+
 def cluster_of(n: int, tile: Tile, kind: NormKind) -> int:
     """Blocks that must tell each other something of a row."""
     whole = kind.norm in ("layer", "rms") or kind.out == "row"
@@ -56,7 +69,8 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
     """Whether a tile can do it and a block's shared memory holds it."""
     span, width = kind.span(n), tile.block_n
     cluster, tiles_n = cluster_of(n, tile, kind), -(-n // width)
-    if cluster > MOST_CLUSTER or tiles_n % cluster:
+    most = MOST_THROUGH_MEMORY if tile.memory else MOST_CLUSTER
+    if cluster > most or tiles_n % cluster:
         return False
     if kind.norm == "block_rms" and span < n and (n % width or (width % span and span % width)):
         return False
@@ -69,6 +83,7 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
     # Beside sums there are those of a step of FP8, before they are promoted.
     promotes = kind.scales == "block" or (kind.item == 1 and k > tiles.DEPTH)
     beside = REGISTERS + 8 * (kind.residual > 0 or kind.last in ("gate", "cross"))
+    beside += 8 * (kind.out == "row" and cluster > 1)
     if width // 2 + (min(width, 128) // 2 if promotes else 0) + beside > tile.registers:
         return False
     try:
@@ -76,6 +91,12 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
     except ValueError:
         return False
     return True
+
+
+def rounds_of(n: int, tile: Tile, kind: NormKind) -> int:
+    """How often the blocks that share rows tell each other something of a tile."""
+    amax = cluster_of(n, tile, kind) > 1 and kind.out == "row"
+    return (kind.norm != "none" and kind.span(n) > tile.block_n) + amax
 
 
 def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str]:
@@ -94,8 +115,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str
         raise ValueError(f"no bulk copy writes {tile.block_n} columns of {kind.out_bytes} bytes")
     chunks = min(tile.chunks, tile.block_n * kind.out_bytes // width)
     depth, steps = tiles.depth_of(k_bytes), -(-k_bytes // tiles.DEPTH)
-    rounds = int(kind.norm != "none" and kind.span(n) > tile.block_n)
-    rounds += int(cluster > 1 and kind.out == "row")
+    rounds = 0 if tile.memory else rounds_of(n, tile, kind)
     fixed = tile.warpgroups * chunks * (-(-64 * width // 1024) * 1024)
     fixed += 2 * tile.block_n * 8 + tile.warpgroups * rounds * 2 * (64 * cluster + 1) * 8
     fixed += steps * (tile.block_n * depth + 8) if tile.resident else 0
@@ -116,7 +136,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str
         "VECTORS": kind.vectors, "VECTOR_ITEM": kind.vector_item, "RESIDUAL": kind.residual,
         "LAST": LAST[kind.last], "OUT": kind.out_bytes,
         "OUT_SCALES": {"tensor": 1, "row": 2, "group": 3}.get(kind.out, 0),
-        "CHUNK_BYTES": width, "CHUNKS": chunks,
+        "THROUGH_MEMORY": int(tile.memory), "CHUNK_BYTES": width, "CHUNKS": chunks,
         "SHARED_BYTES": -(-(fixed + tile.pipelines * stages * stage) // 16) * 16,
     }  # fmt: skip
 
@@ -124,12 +144,20 @@ def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str
 def lanes_of(n: int, tile: Tile, kind: NormKind, sms: int) -> int:
     """Rows of blocks that stay on the SMs at a time; a row of blocks covers all columns once."""
     tiles_n, cluster = -(-n // tile.block_n), cluster_of(n, tile, kind)
-    if cluster == 1:
+    if cluster == 1 or tile.memory:
         blocks = sms * tile.blocks
     else:
         partitions = PARTITIONS if sum(PARTITIONS) == sms else (sms,)
         blocks = sum(size * tile.blocks // cluster for size in partitions) * cluster
     return max(1, blocks // tiles_n)
+
+
+def told_bytes(tile: Tile, m: int, n: int, kind: NormKind, sms: int) -> int:
+    """Of what blocks tell each other through memory; 0 where they do not."""
+    rounds = rounds_of(n, tile, kind) if tile.memory else 0
+    values = 2 * tiles.ROWS * 16  # of a block, in turn by two slots
+    blocks = grid_of(tile, m, n, kind, sms)
+    return 16 + blocks * tile.warpgroups * rounds * values if rounds else 0
 
 
 def grid_of(tile: Tile, m: int, n: int, kind: NormKind, sms: int) -> int:
@@ -141,45 +169,73 @@ def grid_of(tile: Tile, m: int, n: int, kind: NormKind, sms: int) -> int:
 def tile_for(m: int, n: int, k: int, kind: NormKind, sms: int) -> Tile | None:
     """The rule that chooses tiles; None where none does it.
 
-    Which tile was the fastest where was measured on an H200 at the 27 anchors, layer norm to
-    bfloat16 and block norm to FP8, among all that fit: DESIGN.md says how far the rule is behind.
+    Which tile was the fastest where was measured on an H200 at the 27 anchors, of layer norm to
+    bfloat16 (of FP8 and of bfloat16 operands) and of block norm to FP8, among all that fit.
     """
-
-    def count(width: int) -> int:
-        return -(-m // tiles.ROWS) * -(-n // width)
-
-    cluster = cluster_of(n, Tile(128), kind)
-    wide = -(-n // 256) * 256 - n <= n // 4  # few columns of the last tile are in vain
-    order: list[Tile] = []
-    if n <= 64:
-        order += [Tile(width, warpgroups=1, resident=True, blocks=each)
-                  for width in tiles.WIDTHS if n <= width <= 64 for each in (4, 2)]  # fmt: skip
-    if n <= 128:
-        blocks = (4, 2, 1) if count(128) >= 2 * sms else (1,)
-        order += [Tile(128, warpgroups=1, resident=True, blocks=each) for each in blocks]
-    # What is not promoted leaves registers: one warpgroup, and more stages, where k is long.
-    if (
-        kind.item == 2
-        and wide
-        and k >= 512
-        and count(256) >= 0.9 * sms
-        and (n <= 512 or count(256) < 2 * sms)
-    ):
-        order.append(Tile(256, warpgroups=1))
-    if count(256) >= 1.9 * sms and wide and not (cluster == 8 and m <= 16384 and k > 256):
-        chunks = (4, 2) if n <= 256 or (m > 16384 and n <= 1024) else (2, 4)
-        order += [Tile(256, resident=True, chunks=each) for each in chunks]
-        order += [Tile(256, chunks=each) for each in chunks]
-    if count(128) >= 1.9 * sms and not (cluster == 8 and m <= 4096):
-        if k * kind.item <= 256:
-            order.append(Tile(128, warpgroups=1, resident=True, blocks=2))
-        order += [Tile(128), Tile(128, resident=True)]
-    if count(64) >= 1.9 * sms and k * kind.item <= 512 and kind.norm != "block_rms":
-        order += [Tile(64, warpgroups=1, resident=True, blocks=3)]
-    if count(128) >= 0.9 * sms or k * kind.item > 512:
-        order.append(Tile(128, warpgroups=1))
-    order += [Tile(64, warpgroups=1, resident=True, blocks=3), Tile(64, warpgroups=1, blocks=2),
-              Tile(128, warpgroups=1), Tile(128), Tile(256), Tile(96, warpgroups=1),
-              Tile(64, warpgroups=1), Tile(32, warpgroups=1), Tile(16, warpgroups=1),
-              Tile(8, warpgroups=1)]  # fmt: skip
+    order = [*_narrow(m, n, sms), *_wide(m, n, k, kind, sms), *_usual(m, n, k, kind, sms)]
     return next((tile for tile in order if fits(n, k, tile, kind)), None)
+
+
+def _count(m: int, n: int, width: int) -> int:
+    return -(-m // tiles.ROWS) * -(-n // width)
+
+
+def _narrow(m: int, n: int, sms: int) -> Iterator[Tile]:
+    """Rows that one block has: several blocks an SM, of which some wait while others work."""
+    if n <= 64:
+        for width in (width for width in tiles.WIDTHS if n <= width <= 64):
+            for blocks in (4, 2):
+                yield Tile(width, warpgroups=1, resident=True, blocks=blocks)
+    if n <= 128:
+        for blocks in (4, 2, 1) if _count(m, n, 128) >= 2 * sms else (1,):
+            yield Tile(128, warpgroups=1, resident=True, blocks=blocks)
+
+
+def _wide(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
+    """256 columns, where few of them are in vain and most SMs get some."""
+    count = _count(m, n, 256)
+    if -(-n // 256) * 256 - n > n // 4:
+        return
+    shared = cluster_of(n, Tile(256), kind)
+    # What is not promoted leaves registers: one warpgroup, and more stages, where k is long.
+    if kind.item == 2 and k >= 512 and count >= 0.9 * sms and (n <= 512 or count < 2 * sms):
+        yield Tile(256, warpgroups=1, memory=shared > 2)
+    if shared > 2:  # clusters of so many leave SMs idle, and the more the larger they are
+        if count >= 1.9 * sms:
+            if k * kind.item <= 256:
+                yield Tile(256, resident=True, chunks=4, memory=True)
+            yield Tile(256, chunks=4, memory=True)
+            yield Tile(256, memory=True)
+        elif count >= 0.9 * sms:
+            yield Tile(256, warpgroups=1, resident=True, memory=True)
+            yield Tile(256, warpgroups=1, memory=True)
+    elif 0.9 * sms <= count < 1.9 * sms and k * kind.item <= 256 < n:
+        yield Tile(256, warpgroups=1, resident=True)
+    elif count >= 1.9 * sms:
+        chunks = (4, 2) if n <= 256 else (2, 4)
+        for resident in (True, False):
+            for each in chunks:
+                yield Tile(256, resident=resident, chunks=each)
+
+
+def _usual(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
+    """128 columns, or fewer where that makes more tiles, or nothing else fits."""
+    k_bytes, count = k * kind.item, _count(m, n, 128)
+    shared = cluster_of(n, Tile(128), kind) > 2
+    if count >= 1.9 * sms:
+        if k_bytes <= 256 and not shared:
+            yield Tile(128, warpgroups=1, resident=True, blocks=2)
+        yield Tile(128, memory=shared)
+        yield Tile(128, resident=True)
+    if count < 0.9 * sms and k_bytes <= 512:
+        yield Tile(64, warpgroups=1, resident=True, blocks=3)
+    if count >= 0.9 * sms or k_bytes > 512:
+        yield Tile(128, warpgroups=1, memory=shared)
+    yield Tile(64, warpgroups=1, resident=True, blocks=3)
+    for memory in (False, True):
+        yield Tile(64, warpgroups=1, blocks=2, memory=memory)
+        yield Tile(128, warpgroups=1, memory=memory)
+        yield Tile(128, memory=memory)
+        yield Tile(256, memory=memory)
+        for width in (96, 64, 32, 16, 8):
+            yield Tile(width, warpgroups=1, memory=memory)
