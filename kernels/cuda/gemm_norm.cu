@@ -1,23 +1,20 @@
-// A product of FP8 or bfloat16 matrices on Hopper's tensor cores, a norm of its rows and what follows,
-// in one pass.
+// A product of FP8 or bfloat16 matrices on Hopper's tensor cores, a norm of its rows and what
+// follows, in one pass.
 //
-//     y = (a b^T) sa sb + bias [+ residual];   z = norm(y) weight + shift;   d = last(z) [+ residual]
+//     y = (a b^T) sa sb + bias [+ residual];  z = norm(y) weight + shift;  d = last(z) [+ residual]
 //
 // The sums of a tile are in registers (mainloop.cuh) and nothing of y is ever written. A block has
-// BLOCK_N columns of a row; where more share statistics, the blocks of a cluster have them: they walk
-// over the same rows in step and tell each other mean and squared deviations of each row, by
-// asynchronous stores that count at a barrier of the receiver. Merged as count, mean and squared
-// deviations (Chan), in the order of columns, in every block alike: deterministic, and right where
-// the mean is thousands of times the deviation.
+// BLOCK_N columns of a row; where more share statistics, the blocks that have them walk over the
+// same rows in step and tell each other mean and squared deviations of each row. Merged as count,
+// mean and squared deviations (Chan), in the order of columns, in every block alike: deterministic,
+// and right where the mean is thousands of times the deviation.
 //
-// Macros besides mainloop.cuh's, from norm_tiles.py:
+// Macros besides those of mainloop.cuh, norm_mainloop.cuh and exchange.cuh, from norm_tiles.py:
 //
-//     BF16         1: operands are bfloat16; K, and all that follows from it, is in bytes
 //     OPERAND_SCALES  0: none, or in the mainloop; 1: of the tensors; 2: of rows
 //     NORM         0: none; 1: layer; 2: rms
 //     SPAN         columns that share statistics: N, or a divisor of it
-//     CLUSTER      blocks that do, or that share a row scale of the output
-//     THROUGH_MEMORY  1: they are no cluster, but any of a cooperative launch
+//     CLUSTER      blocks that do, or that share a row scale of the output (exchange.cuh)
 //     VECTORS      bits: 1 bias, 2 weight, 4 shift
 //     VECTOR_ITEM  bytes of their elements: 4 float32, 2 bfloat16
 //     RESIDUAL     0: none; 1: before the norm; 2: at the end
@@ -26,47 +23,37 @@
 //     OUT_SCALES   of e4m3: 1: one, given; 2: of rows; 3: of 128 of a row
 //     CHUNK_BYTES, CHUNKS  of a row that one bulk copy writes; buffers of a warpgroup for them
 //     SHARED_BYTES, SM_BLOCKS
-#if BF16
-#define multiply multiply_fp8
-#include "hopper.cuh"
-#undef multiply
-#include "bfloat16_products.cuh"
-#endif
-#include "mainloop.cuh"
+#include "norm_mainloop.cuh"
+#include "exchange.cuh"
 #include "norm.cuh"
 
 constexpr int SPAN_BLOCKS = SPAN > BLOCK_N ? (SPAN + BLOCK_N - 1) / BLOCK_N : 1;
 constexpr int SPANS = SPAN < BLOCK_N && SPAN < N ? BLOCK_N / SPAN : 1;  // of a tile
-constexpr bool TAIL = N % BLOCK_N != 0;                     // the last tile has fewer columns
+constexpr bool TAIL = N % BLOCK_N != 0;  // the last tile has fewer columns
 constexpr int SPAN_COLUMNS = BLOCK_N / SPANS;
 constexpr int CHUNK_COLUMNS = CHUNK_BYTES / OUT;
 constexpr int CHUNKS_OF_ROW = BLOCK_N / CHUNK_COLUMNS;
-constexpr int SWIZZLE = CHUNK_BYTES == 128 || CHUNK_BYTES == 64 || CHUNK_BYTES == 32
-                            ? CHUNK_BYTES / 16 - 1 : 0;
+constexpr int SWIZZLE =
+    CHUNK_BYTES == 128 || CHUNK_BYTES == 64 || CHUNK_BYTES == 32 ? CHUNK_BYTES / 16 - 1 : 0;
 constexpr int CHUNK_SIZE = (64 * CHUNK_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGING_BYTES = CHUNKS * CHUNK_SIZE;  // of a warpgroup
 constexpr int SMALL_AT = OPERAND_BYTES + WARPGROUPS * STAGING_BYTES;
 // Of each column: scale of b and bias, then weight and shift.
 constexpr int VECTORS_AT = (SMALL_AT + SMALL_BYTES + 15) / 16 * 16;
-// Of a warpgroup and round, two tiles' worth: 64 rows by CLUSTER blocks of 8 bytes; then the two
-// barriers of both. The second round is of rows' largest values.
+// The second round is of rows' largest values.
 constexpr bool EXCHANGES = SPAN_BLOCKS > 1 && NORM != 0;
 constexpr bool EXCHANGES_AMAX = CLUSTER > 1 && OUT == 1 && OUT_SCALES == 2;
 constexpr int ROUNDS = EXCHANGES + EXCHANGES_AMAX;
 constexpr bool IN_CLUSTER = ROUNDS > 0 && !THROUGH_MEMORY;
-constexpr int SLOT_BYTES = 64 * CLUSTER * (THROUGH_MEMORY ? 16 : 8);
-constexpr int ROUND_BYTES = 2 * SLOT_BYTES + (THROUGH_MEMORY ? 0 : 16);
 constexpr int SHARED_ROUNDS = IN_CLUSTER ? WARPGROUPS * ROUNDS : 0;
 constexpr int EXCHANGE_AT = (VECTORS_AT + 2 * BLOCK_N * 8 + 15) / 16 * 16;
-// In memory, for all blocks: the turn that comes next, how many blocks have ended, then what is told.
-constexpr int TOLD_AT = 16;
 // Under scales of rows a common factor of a row is one of its scale: no element is divided by it.
 constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && RESIDUAL != 2 &&
                        OUT == 1 && OUT_SCALES == 2;
 // A scale that is given, after nothing, relu or hardswish of what has no weight: part of the factor
 // that every element is multiplied by anyway.
-constexpr bool MERGES = NORM != 0 && LAST <= 2 && !(VECTORS & 6) && RESIDUAL != 2 && OUT == 1 &&
-                        OUT_SCALES == 1;
+constexpr bool MERGES =
+    NORM != 0 && LAST <= 2 && !(VECTORS & 6) && RESIDUAL != 2 && OUT == 1 && OUT_SCALES == 1;
 static_assert(EXCHANGE_AT + SHARED_ROUNDS * ROUND_BYTES <= SHARED_BYTES, "shared memory");
 static_assert(SPAN % BLOCK_N == 0 || BLOCK_N % SPAN == 0 || SPAN == N, "a tile is of whole spans");
 static_assert(!EXCHANGES || SPAN_BLOCKS == CLUSTER, "a cluster shares statistics");
@@ -101,102 +88,6 @@ __device__ __forceinline__ unsigned swizzled(unsigned offset) {
     return SWIZZLE ? offset ^ (offset >> 7 & SWIZZLE) << 4 : offset;
 }
 
-// What the blocks that share rows tell each other of 64 of them, in turn by two slots. Who tells of the
-// tile after the next has had word of the next from all others, who had read this one's by then.
-// Two rows of each quad, `row` and 8 more; back come pairs of values of all blocks, in their order.
-#if THROUGH_MEMORY
-// 16 bytes each, with the number of the turn, which never comes twice: who reads them knows by it
-// that they are there. All blocks are on SMs at once (a cooperative launch), so that waiting ends.
-struct Exchange {
-    char* base;
-    unsigned long long turn;
-
-    __device__ __forceinline__ void collect(
-        int row, const float (&first)[2], const float (&second)[2], float2 (&all)[2][CLUSTER]) {
-        char* at = base + (turn & 1) * SLOT_BYTES;
-        const unsigned mine = blockIdx.x % CLUSTER, lane = threadIdx.x % 4;
-        if (lane < 2) {
-            const unsigned long long values =
-                static_cast<unsigned long long>(__float_as_uint(lane ? second[1] : second[0])) << 32 |
-                __float_as_uint(lane ? first[1] : first[0]);
-            asm volatile(
-                "{.reg .b128 all;\n mov.b128 all, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], all;}"
-                ::"l"(at + ((row + lane * 8) * CLUSTER + mine) * 16), "l"(values), "l"(turn)
-                : "memory");
-        }
-        constexpr int EACH = (CLUSTER + 3) / 4;  // blocks that a thread of a quad hears
-        unsigned long long heard[2][EACH];
-        bool there;
-        do {
-            there = true;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    const unsigned rank = min(i * 4 + lane, CLUSTER - 1u);
-                    unsigned long long when;
-                    asm volatile(
-                        "{.reg .b128 all;\n ld.relaxed.gpu.global.b128 all, [%2];\n"
-                        " mov.b128 {%0, %1}, all;}"
-                        : "=l"(heard[half][i]), "=l"(when)
-                        : "l"(at + ((row + half * 8) * CLUSTER + rank) * 16) : "memory");
-                    there = there && when == turn;
-                }
-            }
-        } while (!__all_sync(0xffffffffu, there));
-        ++turn;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) {
-                const unsigned long long values = __shfl_sync(
-                    0xffffffffu, heard[half][rank / 4], (threadIdx.x % 32 & ~3u) | rank % 4);
-                all[half][rank] = make_float2(__uint_as_float(static_cast<unsigned>(values)),
-                                              __uint_as_float(static_cast<unsigned>(values >> 32)));
-            }
-        }
-    }
-};
-#else
-// By asynchronous stores into shared memory, which count at a barrier there. What a warp tells one
-// block lies in one piece: scattered, 2048 x 512 x 512 took 6.2 us instead of 5.7.
-struct Exchange {
-    unsigned base;
-    unsigned slot = 0, parity = 0;
-
-    __device__ __forceinline__ void collect(
-        int row, const float (&first)[2], const float (&second)[2], float2 (&all)[2][CLUSTER]) {
-        const unsigned values = base + slot * SLOT_BYTES, barrier = base + 2 * SLOT_BYTES + slot * 8;
-        if (threadIdx.x % 128 == 0) expect_bytes(barrier, SLOT_BYTES);
-        const unsigned mine = rank_in_cluster();
-#pragma unroll
-        for (int at = 0; at < CLUSTER; at += 4) {
-            const unsigned rank = at + threadIdx.x % 4;
-            if (CLUSTER % 4 != 0 && rank >= CLUSTER) continue;
-            const unsigned there = address_in(barrier, rank);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const unsigned to = address_in(values + (mine * 64 + row + half * 8) * 8, rank);
-                asm volatile(
-                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-                    ::"r"(to), "f"(first[half]), "f"(second[half]), "r"(there) : "memory");
-            }
-        }
-        wait(barrier, parity);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) {
-                all[half][rank] = load_shared_pair(values + (rank * 64 + row + half * 8) * 8);
-            }
-        }
-        await_loaded(all[0][CLUSTER - 1].x, all[1][CLUSTER - 1].x);
-        if (slot) parity ^= 1;
-        slot ^= 1;
-    }
-};
-#endif
-
 // Columns of a block of the cluster: the last has fewer where rows end within a tile.
 __device__ __forceinline__ float columns_of(int rank) {
     return TAIL && rank == CLUSTER - 1 ? N - (CLUSTER - 1) * BLOCK_N : SPAN_COLUMNS;
@@ -211,7 +102,7 @@ struct Chains {
     }
 };
 
-// Of this thread's two rows, mean and reciprocal deviation of the span that begins at values `first`.
+// Of this thread's two rows, mean and reciprocal deviation of the span that begins at `first`.
 __device__ __forceinline__ void statistics(
     const Sums& y, int first, int columns, float eps, Exchange& exchange, float (&mean)[2],
     float (&rstd)[2]) {
@@ -222,7 +113,8 @@ __device__ __forceinline__ void statistics(
     if constexpr (NORM == 1) {
         Chains sums[2];  // what lies beyond the columns is 0
 #pragma unroll
-        for (int i = 0; i < SPAN_COLUMNS / 2; ++i) sums[i / 2 % 2].sum[i / 4 % 2 * 2 + i % 2] += y[first + i];
+        for (int i = 0; i < SPAN_COLUMNS / 2; ++i)
+            sums[i / 2 % 2].sum[i / 4 % 2 * 2 + i % 2] += y[first + i];
         mean[0] = sums[0].of_quad() * (1.0f / count);
         mean[1] = sums[1].of_quad() * (1.0f / count);
     }
@@ -270,8 +162,8 @@ __device__ __forceinline__ void statistics(
     }
 }
 
-__device__ __forceinline__ float2 bfloat16_pair_at(
-    const unsigned short* from, long long stride, int row, int column, bool inside) {
+__device__ __forceinline__ float2
+bfloat16_pair_at(const unsigned short* from, long long stride, int row, int column, bool inside) {
     unsigned both = 0;
     if (inside) both = *reinterpret_cast<const unsigned*>(from + row * stride + column);
     return make_float2(from_bfloat16(both & 0xffff), from_bfloat16(both >> 16));
@@ -355,13 +247,14 @@ __device__ __forceinline__ void finish(
         }
         if constexpr (FOLDS) folded[0] = rstd[0], folded[1] = rstd[1];
         const float sixth[2] = {rstd[0] * (1.0f / 6.0f), rstd[1] * (1.0f / 6.0f)};
-        const float factor[2] = {MERGES ? rstd[0] * out_inverse : rstd[0],
-                                 MERGES ? rstd[1] * out_inverse : rstd[1]};
+        const float factor[2] = {
+            MERGES ? rstd[0] * out_inverse : rstd[0], MERGES ? rstd[1] * out_inverse : rstd[1]};
 #pragma unroll
         for (int i = begin; i < begin + SPAN_COLUMNS / 2; i += 4) {
             const int column = i * 2 + pair;
             float4 affine;  // weight and shift of two columns
-            if constexpr (VECTORS & 6) affine = *reinterpret_cast<const float4*>(vectors + BLOCK_N + column);
+            if constexpr (VECTORS & 6)
+                affine = *reinterpret_cast<const float4*>(vectors + BLOCK_N + column);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int r = of_thread + half * 8;
@@ -372,8 +265,9 @@ __device__ __forceinline__ void finish(
                     z.y -= mean[half];
                 }
                 if constexpr (MERGES && LAST == 2) {
-                    const float2 share = make_float2(__saturatef(fmaf(z.x, sixth[half], 0.5f)),
-                                                     __saturatef(fmaf(z.y, sixth[half], 0.5f)));
+                    const float2 share = make_float2(
+                        __saturatef(fmaf(z.x, sixth[half], 0.5f)),
+                        __saturatef(fmaf(z.y, sixth[half], 0.5f)));
                     z.x *= factor[half] * share.x;
                     z.y *= factor[half] * share.y;
                 } else if constexpr (NORM != 0 && !FOLDS) {
@@ -460,7 +354,8 @@ __device__ __forceinline__ void finish(
                     inverse[half] = __frcp_rn(scale);
                     const int r = of_thread + half * 8;
                     if (lane % 4 == 0 && r < tile.end && chunk * CHUNK_COLUMNS < columns) {
-                        given.out_scale[(tile.column / 128 + chunk) * given.out_scale_stride + r] = scale;
+                        given.out_scale[(tile.column / 128 + chunk) * given.out_scale_stride + r] =
+                            scale;
                     }
                 }
             }
@@ -481,15 +376,17 @@ __device__ __forceinline__ void finish(
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const int i = (chunk * GROUPS + group) * 4 + half * 2;
-                        const unsigned offset = (in_tile + half * 8) * CHUNK_BYTES + (group * 8 + pair) * OUT;
+                        const unsigned offset =
+                            (in_tile + half * 8) * CHUNK_BYTES + (group * 8 + pair) * OUT;
                         const unsigned to = buffer + swizzled(offset);
                         if constexpr (OUT == 1) {
                             const unsigned short two =
                                 encode_pair<false>(y[i] * inverse[half], y[i + 1] * inverse[half]);
                             asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(two) : "memory");
                         } else {
-                            asm volatile("st.shared.u32 [%0], %1;"
-                                         ::"r"(to), "r"(bfloat16_pair(y[i], y[i + 1])) : "memory");
+                            asm volatile("st.shared.u32 [%0], %1;" ::"r"(to),
+                                         "r"(bfloat16_pair(y[i], y[i + 1]))
+                                         : "memory");
                         }
                     }
                 }
@@ -501,100 +398,14 @@ __device__ __forceinline__ void finish(
 #pragma unroll
             for (int chunk = start; chunk < start + CHUNKS && chunk < CHUNKS_OF_ROW; ++chunk) {
                 if (TAIL && chunk * CHUNK_COLUMNS >= columns) break;
-                store_box(given.map, staging + (chunk - start) * CHUNK_SIZE,
-                          tile.column + chunk * CHUNK_COLUMNS, row);
+                store_box(
+                    given.map, staging + (chunk - start) * CHUNK_SIZE,
+                    tile.column + chunk * CHUNK_COLUMNS, row);
             }
             commit_stores();
         }
     }
 }
-
-#if BF16
-// Sums of bfloat16 products need no promotion: one set of registers, two steps in flight.
-__device__ __forceinline__ void multiply_tile(
-    const Multiplier& multiplier, const Memory& memory, Sums& sums, Place& place) {
-#pragma unroll 1
-    for (int step = 0; step < STEPS; ++step) {
-        if constexpr (RESIDENT) {
-            if (multiplier.first) wait(memory.arrived(step), 0);
-        }
-        const Stage stage = multiplier.wait_for(place, step);
-        begin_products();
-#pragma unroll
-        for (int i = 0; i < (STEPS > 1 ? DEPTH / 32 : PRODUCTS); ++i) {
-#pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) {
-                multiply(slice_of(sums, slice), stage.a.at(i * 32),
-                         stage.b.at(slice * SLICE * DEPTH + i * 32), step > 0 || i > 0);
-            }
-        }
-        commit_products();
-        if (step > 0) {
-            wait_for_products<1>();
-            Place before = place;
-            before.stage = place.stage == 0 ? STAGES - 1 : place.stage - 1;
-            release(memory, multiplier.pipeline, before);
-        }
-        place.advance();
-    }
-    wait_for_products<0>();
-    pin(sums);
-    Place last = place;
-    last.stage = place.stage == 0 ? STAGES - 1 : place.stage - 1;
-    release(memory, multiplier.pipeline, last);
-}
-#else
-// The first step's sums need no promotion: they are made where the others are added to.
-__device__ __forceinline__ void multiply_tile(
-    const Multiplier& multiplier, const Memory& memory, Sums& sums, Place& place) {
-    if constexpr (SCALES != 0 || !PROMOTES) {
-        multiplier.multiply_tile(sums, place);
-        return;
-    }
-    if constexpr (RESIDENT) wait(memory.arrived(0), 0);
-    {
-        const Stage stage = multiplier.wait_for(place, 0);
-#pragma unroll
-        for (int slice = 0; slice < SLICES; ++slice) issue(slice_of(sums, slice), stage, slice);
-        wait_for_products<0>();
-#pragma unroll
-        for (int slice = 0; slice < SLICES; ++slice) pin(slice_of(sums, slice));
-    }
-    release(memory.afresh(), multiplier.pipeline, place);
-    place.advance();
-    if (DOUBLE && STEPS > 1 && !(RESIDENT && multiplier.first)) {
-        if constexpr (DOUBLE && STEPS > 1) {
-            constexpr int MOST = SLICES == 1 ? 16 : 8;
-            constexpr int UNROLLED = STEPS - 1 < MOST ? (STEPS > 1 ? STEPS - 1 : 1) : MOST;
-            constexpr int REST = (STEPS - 1) % UNROLLED;
-            float sum[2][SLICE / 2];
-#pragma unroll 1
-            for (int step = 1; step + UNROLLED <= STEPS; step += UNROLLED) {
-                multiplier.advance<UNROLLED * SLICES>(sums, sum, place, step);
-            }
-            if constexpr (REST > 0) {
-                multiplier.advance<REST * SLICES>(sums, sum, place, STEPS - REST);
-            }
-        }
-    } else {
-        const float no_scale[2] = {};
-        float sum[SLICE / 2];
-#pragma unroll 1
-        for (int step = 1; step < STEPS; ++step) {
-            if constexpr (RESIDENT) wait(memory.arrived(step), 0);
-            const Stage next = multiplier.wait_for(place, step);
-#pragma unroll
-            for (int slice = 0; slice < SLICES; ++slice) {
-                issue(sum, next, slice);
-                wait_for_products<0>();
-                pin(sum);
-                multiplier.retire(sums, sum, slice, place, step, no_scale);
-            }
-            place.advance();
-        }
-    }
-}
-#endif
 
 __device__ __forceinline__ float vector_at(const void* from, int place) {
     if constexpr (VECTOR_ITEM == 4) return static_cast<const float*>(from)[place];
@@ -605,8 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
     const float* a_scale, const float* b_scale, const void* bias, const void* weight,
     const void* shift, float* out_scale, const unsigned short* residual,
     const unsigned short* first_given, const unsigned short* second_given, char* told, int m,
-    float eps,
-    long long out_scale_stride, long long residual_stride, long long first_stride,
+    float eps, long long out_scale_stride, long long residual_stride, long long first_stride,
     long long second_stride,
 #if SCALES == 1
     int block_scale_step, int block_scale_column,
@@ -614,7 +424,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
     const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap out_map,
     const __grid_constant__ TensorMap a_map
 #if SCALES
-    , const __grid_constant__ TensorMap a_scale_map
+    ,
+    const __grid_constant__ TensorMap a_scale_map
 #endif
 ) {
     extern __shared__ char shared[];
@@ -626,11 +437,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
 #if SCALES
         {&a_scale_map}, &b_map, nullptr, b_scale, block_scale_step, block_scale_column,
 #else
-        {}, &b_map, nullptr, b_scale, 0, 0,
+        {},       &b_map, nullptr, b_scale, 0, 0,
 #endif
-        nullptr, m, 1};
-    const Given given{out_map, a_scale, b_scale, out_scale, out_scale_stride, residual, first_given,
-                      second_given, residual_stride, first_stride, second_stride, eps};
+        nullptr,        m,      1};
+    const Given given{out_map,          a_scale,      b_scale,       out_scale,
+                      out_scale_stride, residual,     first_given,   second_given,
+                      residual_stride,  first_stride, second_stride, eps};
     if (threadIdx.x == MATH_THREADS) {
         initialize(memory, operands);
         for (int i = 0; i < SHARED_ROUNDS; ++i) {
@@ -658,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
         const int pipeline = RESIDENT ? warpgroup : 0;
         const int inside = RESIDENT ? 0 : warpgroup;
         const unsigned staging = base + OPERAND_BYTES + warpgroup * STAGING_BYTES;
-        // Loads that the compiler may move: thirty cycles each, one after the other, took 3 of 30 us.
+        // Loads that the compiler may move: 30 cycles each, one after the other, took 3 of 30 us.
         float2* vectors = reinterpret_cast<float2*>(shared + VECTORS_AT);
         // Tiles of a block have one column.
         const int column = blockIdx.x % TILES_N * BLOCK_N;
@@ -673,10 +485,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
         }
         asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");
 #if THROUGH_MEMORY
-        const unsigned long long turn = ROUNDS ? *reinterpret_cast<unsigned long long*>(told) + 1 : 0;
+        const unsigned long long turn =
+            ROUNDS ? *reinterpret_cast<unsigned long long*>(told) + 1 : 0;
         const int sharers = blockIdx.x / CLUSTER * WARPGROUPS + warpgroup;
         char* exchanges = told + TOLD_AT + static_cast<long long>(sharers) * ROUNDS * ROUND_BYTES;
-        Exchange exchange{exchanges, turn}, amax_exchange{exchanges + EXCHANGES * ROUND_BYTES, turn};
+        Exchange exchange{exchanges, turn},
+            amax_exchange{exchanges + EXCHANGES * ROUND_BYTES, turn};
 #else
         const unsigned exchanges = base + EXCHANGE_AT + warpgroup * ROUNDS * ROUND_BYTES;
         Exchange exchange{exchanges}, amax_exchange{exchanges + EXCHANGES * ROUND_BYTES};
@@ -693,13 +507,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
             for (int half = 0; half < 2; ++half) {
                 const int r = row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + half * 8;
                 if constexpr (OPERAND_SCALES == 1) row_scale[half] = *a_scale;
-                if constexpr (OPERAND_SCALES == 2) row_scale[half] = r < tile.end ? a_scale[r] : 0.0f;
+                if constexpr (OPERAND_SCALES == 2)
+                    row_scale[half] = r < tile.end ? a_scale[r] : 0.0f;
             }
             const Multiplier multiplier{memory, operands, tile, pipeline, inside, first};
             multiply_tile(multiplier, memory, sums, place);
             first = false;
-            finish(sums, given, tile, row_scale, staging, vectors, exchange, amax_exchange, warpgroup,
-                   row);
+            finish(
+                sums, given, tile, row_scale, staging, vectors, exchange, amax_exchange, warpgroup,
+                row);
         }
         if (threadIdx.x % 128 == 0) wait_until_stores_have_read();
         __syncwarp();
@@ -710,8 +526,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
             unsigned* ended = reinterpret_cast<unsigned*>(told + 8);
             if (atomicAdd(ended, 1) + 1 == gridDim.x) {
                 *ended = 0;
-                *reinterpret_cast<unsigned long long*>(told) =
-                    turn + (m + ROWS - 1) / ROWS;
+                *reinterpret_cast<unsigned long long*>(told) = turn + (m + ROWS - 1) / ROWS;
             }
         }
 #endif

@@ -33,9 +33,10 @@ static __device__ __forceinline__ float scale_for(float amax) {
     return amax == 0.0f ? 1.0f : fmaxf(__fdiv_rn(amax, 448.0f), 1.17549435e-38f);
 }
 
-// Makes the scale of a row that of the row times `factor`, and leaves its elements as they are. Where
-// there is no such scale they are multiplied: by 0 or NaN, which is what becomes of them.
-static __device__ __forceinline__ void fold(float factor, float amax, float& scale, float& inverse) {
+// Makes the scale of a row that of the row times `factor`, and leaves its elements as they are.
+// Where there is no such scale they are multiplied: by 0 or NaN, which is what becomes of them.
+static __device__ __forceinline__ void fold(
+    float factor, float amax, float& scale, float& inverse) {
     const bool usual = factor > 0.0f && factor < INFINITE && amax > 0.0f;
     scale = usual ? scale * factor : 1.0f;
     inverse = usual ? inverse : factor;
