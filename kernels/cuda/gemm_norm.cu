@@ -54,6 +54,8 @@ constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && 
 // that every element is multiplied by anyway.
 constexpr bool MERGES =
     NORM != 0 && LAST <= 2 && !(VECTORS & 6) && RESIDUAL != 2 && OUT == 1 && OUT_SCALES == 1;
+// A chunk is on its way out while the next is normalized, unless a scale waits for all of them.
+constexpr bool EARLY = SPANS == 1 && !(OUT == 1 && OUT_SCALES == 2);
 static_assert(EXCHANGE_AT + SHARED_ROUNDS * ROUND_BYTES <= SHARED_BYTES, "shared memory");
 static_assert(SPAN % BLOCK_N == 0 || BLOCK_N % SPAN == 0 || SPAN == N, "a tile is of whole spans");
 static_assert(!EXCHANGES || SPAN_BLOCKS == CLUSTER, "a cluster shares statistics");
@@ -238,19 +240,14 @@ __device__ __forceinline__ void finish(
     }
     float folded[2] = {1.0f, 1.0f};
     const float out_inverse = OUT == 1 && OUT_SCALES == 1 ? __frcp_rn(*given.out_scale) : 1.0f;
-#pragma unroll
-    for (int span = 0; span < SPANS; ++span) {
-        const int begin = span * (SPAN_COLUMNS / 2);
-        float mean[2] = {0.0f, 0.0f}, rstd[2] = {1.0f, 1.0f};
-        if constexpr (NORM != 0) {
-            statistics(y, begin, columns, given.eps, exchange, mean, rstd);
-        }
-        if constexpr (FOLDS) folded[0] = rstd[0], folded[1] = rstd[1];
+    float mean[2] = {0.0f, 0.0f}, rstd[2] = {1.0f, 1.0f};
+    // Values `from` to `to`, of one span.
+    const auto normalize = [&](int from, int to) {
         const float sixth[2] = {rstd[0] * (1.0f / 6.0f), rstd[1] * (1.0f / 6.0f)};
         const float factor[2] = {
             MERGES ? rstd[0] * out_inverse : rstd[0], MERGES ? rstd[1] * out_inverse : rstd[1]};
 #pragma unroll
-        for (int i = begin; i < begin + SPAN_COLUMNS / 2; i += 4) {
+        for (int i = from; i < to; i += 4) {
             const int column = i * 2 + pair;
             float4 affine;  // weight and shift of two columns
             if constexpr (VECTORS & 6)
@@ -312,7 +309,16 @@ __device__ __forceinline__ void finish(
                 y[i + half * 2 + 1] = z.y;
             }
         }
+    };
+#pragma unroll
+    for (int span = 0; span < SPANS; ++span) {
+        const int begin = span * (SPAN_COLUMNS / 2);
+        if constexpr (NORM != 0) {
+            statistics(y, begin, columns, given.eps, exchange, mean, rstd);
+        }
+        if constexpr (!EARLY) normalize(begin, begin + SPAN_COLUMNS / 2);
     }
+    if constexpr (FOLDS) folded[0] = rstd[0], folded[1] = rstd[1];
     float inverse[2] = {1.0f, 1.0f};
     if constexpr (OUT == 1 && OUT_SCALES == 2) {
         float amax[2];
@@ -346,6 +352,7 @@ __device__ __forceinline__ void finish(
         for (int chunk = start; chunk < start + CHUNKS && chunk < CHUNKS_OF_ROW; ++chunk) {
             const unsigned buffer = staging + (chunk - start) * CHUNK_SIZE;
             constexpr int GROUPS = CHUNK_COLUMNS / 8;
+            if constexpr (EARLY) normalize(chunk * GROUPS * 4, (chunk + 1) * GROUPS * 4);
             if constexpr (OUT == 1 && OUT_SCALES == 3) {  // a chunk is one group of 128
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -391,18 +398,12 @@ __device__ __forceinline__ void finish(
                     }
                 }
             }
-        }
-        publish_shared_memory();
-        synchronize_warpgroup(warpgroup);
-        if (elected && row < tile.end) {
-#pragma unroll
-            for (int chunk = start; chunk < start + CHUNKS && chunk < CHUNKS_OF_ROW; ++chunk) {
-                if (TAIL && chunk * CHUNK_COLUMNS >= columns) break;
-                store_box(
-                    given.map, staging + (chunk - start) * CHUNK_SIZE,
-                    tile.column + chunk * CHUNK_COLUMNS, row);
+            publish_shared_memory();
+            synchronize_warpgroup(warpgroup);
+            if (elected && row < tile.end && !(TAIL && chunk * CHUNK_COLUMNS >= columns)) {
+                store_box(given.map, buffer, tile.column + chunk * CHUNK_COLUMNS, row);
+                commit_stores();
             }
-            commit_stores();
         }
     }
 }

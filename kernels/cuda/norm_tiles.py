@@ -187,7 +187,7 @@ def _narrow(m: int, n: int, sms: int) -> Iterator[Tile]:
             for blocks in (4, 2):
                 yield Tile(width, warpgroups=1, resident=True, blocks=blocks)
     if n <= 128:
-        for blocks in (4, 2, 1) if _count(m, n, 128) >= 2 * sms else (1,):
+        for blocks in (2, 1) if _count(m, n, 128) >= 2 * sms else (1,):
             yield Tile(128, warpgroups=1, resident=True, blocks=blocks)
 
 
