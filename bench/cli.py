@@ -1,4 +1,4 @@
-"""The command line: sweep, explain, compare, export, list.
+"""The command line: sweep, explain, chain, compare, export, list.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
 from lokakern.bench.options import (
     BudgetOption,
@@ -320,6 +321,7 @@ def explain(
             print(choice.explain())
 
 
+app.command()(chain)
 app.command()(compare)
 
 

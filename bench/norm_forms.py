@@ -7,7 +7,7 @@ from typing import Any
 
 from lokakern.bench.forms import Case
 from lokakern.problems import make_problem
-from lokakern.types import Format, Granularity, Operand
+from lokakern.types import Format, Granularity, Layout, Operand
 
 BLOCK = 256  # columns of a BlockNorm, unless a row has fewer
 LAYER = "bias+layer+affine"
@@ -42,6 +42,28 @@ def grouped_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -
             m, n, k, epilogue, distribution, Operand(fp8, Granularity.GROUP),
             out_format=fp8, out_granularity=Granularity.GROUP,
         )  # fmt: skip
+
+
+def chained_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
+    """A layer with BlockNorm as it stands in a chain of them: what it reads, and what it writes.
+
+    The first layer reads bfloat16 and may quantize it; what it writes, and what all but the last
+    write, is FP8 as the next layer reads it, or under a scale that is known before any row is.
+    """
+    tensor, row, group = Granularity.TENSOR, Granularity.ROW, Granularity.GROUP
+    ways = [(tensor, tensor), (row, row), (row, tensor), (group, group)]
+    for reads, writes in ways:
+        out: dict[str, Any] = {"out_format": fp8, "out_granularity": writes}
+        yield gemm_norm_case(m, n, k, block_norm(n), distribution, Operand(fp8, reads), **out)
+    for scales in (tensor, row, group):
+        yield gemm_norm_case(m, n, k, block_norm(n), distribution, Operand(fp8, scales))
+    for weight, writes in ((row, tensor), (row, row), (Granularity.BLOCK, group)):
+        b = Operand(fp8, weight, Layout.COLUMN)
+        out = {"out_format": fp8, "out_granularity": writes}
+        yield gemm_norm_case(m, n, k, block_norm(n), distribution, b=b, prepared=True, **out)
+    for writes in (tensor, row):
+        out = {"out_format": fp8, "out_granularity": writes}
+        yield gemm_norm_case(m, n, k, block_norm(n), distribution, **out)
 
 
 def gemm_norm_case(

@@ -26,7 +26,12 @@ from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.bench.forms import Case as Case
 from lokakern.bench.forms import gemm_cases as gemm_cases
 from lokakern.bench.forms import shape_cases as shape_cases
-from lokakern.bench.norm_forms import gemm_norm_cases, grouped_norm_cases, norm_quantize_cases
+from lokakern.bench.norm_forms import (
+    chained_cases,
+    gemm_norm_cases,
+    grouped_norm_cases,
+    norm_quantize_cases,
+)
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
@@ -76,6 +81,7 @@ def _anchors(fp8: Format) -> Iterator[Case]:
 
 
 GROUPED_NORM_SHAPES = ((2048, 512, 512), (8192, 1024, 1024), (32768, 512, 2048), (32768, 2048, 512))
+CHAINED_N_K = ((512, 512),)  # of layers that follow each other
 LONG_ROWS = 2048  # from which on a norm may be left to a kernel of its own
 
 
@@ -83,6 +89,8 @@ def _norms(fp8: Format) -> Iterator[Case]:
     for m in ANCHOR_M:
         for n, k in ANCHOR_N_K:
             yield from gemm_norm_cases(m, n, k, "X1", fp8)
+        for n, k in CHAINED_N_K:
+            yield from chained_cases(m, n, k, "X1", fp8)
     for m, n, k in GROUPED_NORM_SHAPES:
         yield from grouped_norm_cases(m, n, k, "X1", fp8)
     long = [(m, n) for m in ANCHOR_M for n, _ in ANCHOR_N_K if n >= LONG_ROWS]

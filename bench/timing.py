@@ -133,6 +133,7 @@ def time_contenders(
     budget_ms: float = BUDGET_MS,
     announce: Callable[[Contender], None] = _nothing,
     inspect: Callable[[Contender], None] = _nothing,
+    keep_all: bool = False,
 ) -> None:
     """Time contenders against each other; fills in their samples, status and reason.
 
@@ -148,6 +149,7 @@ def time_contenders(
         budget_ms: Of replays a contender.
         announce: Called with a contender before anything of it is launched.
         inspect: Called with a contender after its first launches.
+        keep_all: Whether to time also who is far behind as well as the others.
 
     Raises:
         UnknownNameError: No such regime.
@@ -165,14 +167,15 @@ def time_contenders(
                 _prepare_eager(contender, device)
             inspect(contender)
     if graphs:
-        _screen(contenders, device, floor_us, announce)
+        if not keep_all:
+            _screen(contenders, device, floor_us, announce)
         for contender in contenders:
             if contender.status == "ok" and not contender.screened:
                 announce(contender)
                 with faults_of(contender, device):
                     _capture(contender, contender.calls, floor_us)
     running = [c for c in contenders if c._replay is not None and not c.screened]
-    _race(running, device, seed, budget_ms, announce)
+    _race(running, device, seed, budget_ms, announce, keep_all)
     best = min((statistics.median(c.samples_us) for c in running if c.samples_us), default=0.0)
     # The flattered time of the screen is a lower bound. Who could be less than 1.5x behind by it
     # is timed as the others are.
@@ -196,6 +199,7 @@ def _race(
     seed: int,
     budget_ms: float,
     announce: Callable[[Contender], None],
+    keep_all: bool = False,
 ) -> None:
     """Rounds over prepared contenders, until each has been replayed enough or is dropped."""
     read_clock = _clock_reader(device)
@@ -219,7 +223,8 @@ def _race(
                 clock = read_clock()
                 if clock is not None:
                     contender.clocks_mhz.append(clock)
-        _drop_laggards(running)
+        if not keep_all:
+            _drop_laggards(running)
 
 
 def check_regime(regime: str, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """The fastest FP8 kernel whose error you can afford, chosen from measurements."""
 
+from lokakern.chains import dispatch_chain
 from lokakern.functional import (
     dequantize,
     gemm,
@@ -22,6 +23,7 @@ __all__ = [
     "QuantizedTensor",
     "dequantize",
     "dispatch",
+    "dispatch_chain",
     "gemm",
     "gemm_norm",
     "norm_quantize",
