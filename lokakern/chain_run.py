@@ -12,7 +12,7 @@ from torch import Tensor
 from lokakern.chain_ways import GROUP, NONE, ROW, TENSOR, Chain, Step
 from lokakern.epilogue import norm_form
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
-from lokakern.norm_checks import check_epilogue, static_scale_of
+from lokakern.norm_checks import check_epilogue, settled, static_scale_of
 from lokakern.operands import check_matrix, check_same_device, device_of
 from lokakern.quantizing import quantize
 from lokakern.registry.register import Kernel, kernel_named
@@ -185,7 +185,7 @@ def _epilogue_of(chain: Chain, place: int, given: Parameters, eps: float) -> Nor
     check_same_device(
         "chain", weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias
     )
-    return epilogue
+    return settled(epilogue)
 
 
 def _weight(problem: Problem, weight: Tensor) -> Matrix:

@@ -22,6 +22,7 @@ from lokakern.operands import (
     operand_of,
 )
 from lokakern.problems import format_named
+from lokakern.quantized import ROW_BYTES
 from lokakern.registry.register import fp8_format
 from lokakern.types import (
     Format,
@@ -142,6 +143,27 @@ def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> 
                 f"{op}: {shown} is {list(x.shape)} {x.dtype} with strides {x.stride()}; expected "
                 f"{[rows, columns]} torch.bfloat16, columns contiguous"
             )
+
+
+def in_place(x: Tensor) -> bool:
+    """Whether a vector, or every row of a matrix, starts at a multiple of 16 bytes."""
+    row_bytes = x.stride(0) * x.element_size() if x.dim() == 2 and x.shape[0] > 1 else 0
+    return not (x.data_ptr() | row_bytes) & ROW_BYTES - 1
+
+
+def settled(epilogue: NormEpilogue) -> NormEpilogue:
+    """The same values where kernels can read 16 bytes at once: copies of what lies askew."""
+    moved = {}
+    for name in (*VECTORS, *MATRICES):
+        x = getattr(epilogue, name)
+        if x is not None and not in_place(x):
+            moved[name] = _settled(x)
+    return epilogue._replace(**moved) if moved else epilogue
+
+
+def _settled(x: Tensor) -> Tensor:
+    pitch = -(-x.shape[-1] * x.element_size() // ROW_BYTES) * ROW_BYTES // x.element_size()
+    return x.new_empty((*x.shape[:-1], pitch))[..., : x.shape[-1]].copy_(x)
 
 
 def out_kind(

@@ -23,9 +23,11 @@ from lokakern.norm_checks import (
     MATRICES,
     Cross,
     gemm_norm_problem,
+    in_place,
     norm_quantize_problem,
     out_kind,
     scale_of,
+    settled,
     shown_name,
     worded,
 )
@@ -237,7 +239,7 @@ def norm_quantize_by(
     result = _output(op, problem, problem.m, problem.k, None, out_scale, epilogue, x.device)
     assert isinstance(result, QuantizedTensor)  # its format is FP8
     if problem.m and problem.k:
-        kernel = choose(problem, x)
+        kernel, epilogue = choose(problem, x), settled(epilogue)
         kernel.launch(x, result, epilogue, kernel.workspace(x, result, epilogue))
     return result
 
@@ -290,6 +292,12 @@ def _chosen(
 def _launch(kernel: Kernel, a: Matrix, b: Matrix, out: Matrix, epilogue: NormEpilogue) -> None:
     if isinstance(b, QuantizedTensor) and b.scale is None:  # prepared, and FP8 never pays
         b = b.transpose[0]
+    epilogue = settled(epilogue)
+    if isinstance(out, Tensor) and not out.shape[1] % 8 and not in_place(out):
+        whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        kernel.launch(a, b, whole, epilogue, kernel.workspace(a, b, whole, epilogue))
+        out.copy_(whole)
+        return
     kernel.launch(a, b, out, epilogue, kernel.workspace(a, b, out, epilogue))
 
 

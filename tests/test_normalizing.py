@@ -26,10 +26,11 @@ from lokakern.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from lokakern.norm import Norm
+from lokakern.norm import Norm, norm_named
+from lokakern.norm_checks import in_place, settled
 from lokakern.registry.register import KERNELS
 from lokakern.registry.snapshot import load_snapshot
-from lokakern.types import ErrorBudget, Granularity, QuantizedTensor
+from lokakern.types import ErrorBudget, Granularity, NormEpilogue, QuantizedTensor
 
 M, N, K = 40, 128, 96
 
@@ -514,3 +515,35 @@ def test_every_public_option_is_documented() -> None:
         names += tuple(function.__kwdefaults__ or ())
         for name in itertools.chain(names):
             assert f"{name}:" in (function.__doc__ or ""), name
+
+
+def askew(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values that start 2 or 4 bytes after a multiple of 16, as those of a view may."""
+    return torch.randn(*shape[:-1], shape[-1] + 1).to(dtype)[..., 1:]
+
+
+@pytest.mark.parametrize("n", [24, 13])
+def test_what_lies_askew_is_read_where_16_bytes_can_be_read_at_once(n: int) -> None:
+    """GPU kernels read so many: what a launcher is given starts at a multiple of them."""
+    vectors = {name: askew(n) for name in ("bias", "norm_weight", "norm_bias")}
+    matrices = {name: askew(5, n) for name in ("residual", "x0", "x")}
+    given = NormEpilogue(norm_named("layer"), **vectors, **matrices)
+    found = settled(given)
+    for name, x in (vectors | matrices).items():
+        moved = getattr(found, name)
+        assert in_place(moved) and not in_place(x)
+        assert torch.equal(moved, x) and moved.stride(-1) == 1
+    assert settled(found) is found
+    assert settled(NormEpilogue()) == NormEpilogue()
+
+
+@pytest.mark.parametrize("n", [24, 13])
+def test_outputs_and_operands_of_an_epilogue_may_lie_anywhere(n: int) -> None:
+    a, b = torch.randn(5, 32).bfloat16(), torch.randn(n, 32).bfloat16().t()
+    options = {"bias": askew(n), "residual": askew(5, n), "gate": askew(5, n)}
+    plain = {name: x.clone() for name, x in options.items()}
+    out = torch.zeros(5, n + 9, dtype=torch.bfloat16)
+    found = lokakern.gemm_norm(a, b, norm="rms", out=out[:, 1 : n + 1], **options)
+    assert torch.equal(found, lokakern.gemm_norm(a, b, norm="rms", **plain))
+    assert found.data_ptr() == out[:, 1:].data_ptr()
+    assert not out[:, 0].any() and not out[:, n + 1 :].any()
