@@ -88,7 +88,7 @@ class _Differentiable(torch.autograd.Function):
         a, weight, *rest = leaves
         epilogue = ctx.epilogue._replace(**dict(zip(_TENSORS, rest, strict=True)))
         with torch.enable_grad():
-            result = normalized((a @ weight).float(), epilogue).to(grad.dtype)
+            result = normalized(a.float() @ weight.float(), epilogue).to(grad.dtype)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
         found = iter(torch.autograd.grad(result, wanted, grad))
         return (*(next(found) if need else None for need in needs), None, None)

@@ -144,3 +144,15 @@ def test_names_say_what_is_wrong() -> None:
             norm_named("rms", eps)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="divide"):
         normalize(torch.ones(2, 100), norm_named("block_rms(64)"))
+
+
+def test_what_an_infinite_value_makes_of_its_row() -> None:
+    y = torch.ones(2, 8, dtype=torch.float64)
+    y[0, 3] = math.inf
+    rms = normalize(y, norm_named("rms"))
+    assert rms[0, 3].isnan() and (rms[0, [0, 1, 2, 4, 5, 6, 7]] == 0).all()
+    assert rms[1].isfinite().all()
+    layer = normalize(y, norm_named("layer"))
+    assert layer[0].isnan().all() and layer[1].isfinite().all()
+    blocks = normalize(y, norm_named("block_rms(4)"))
+    assert blocks[0, 3].isnan() and (blocks[0, 4:] == blocks[1, 4:]).all()

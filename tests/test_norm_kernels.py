@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lokakern import numerics
+from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.device import current_device
 from lokakern.norm import norm_named
 from lokakern.norm_checks import gemm_norm_problem, norm_quantize_problem, scale_of
@@ -223,6 +224,33 @@ def test_rows_of_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
             assert nan.all()
         else:
             assert nan[:128].all() and not nan[128:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda.gemm_norm_bf16", "triton.gemm_norm_bf16"])
+def test_sums_that_are_not_rounded_lose_nothing_to_a_common_mean(name: str) -> None:
+    """X13: rounded to bfloat16 first, the sums' error is a multiple of what the norm leaves."""
+    fused, rounding = kernel_here(name, "cuda"), KERNELS["torch.norm_unfused"]
+    recipe = distribution_named("X13")
+    x, w = (
+        draw(recipe, rows, 512, 0).bfloat16().cuda()
+        for draw, rows in ((draw_rows, 1024), (draw_weight, 512))
+    )
+    epilogue = NormEpilogue(norm_named("layer"))
+    errors = {}
+    for kernel in (fused, rounding):
+        found = Run(kernel, x, w, epilogue)
+        exact = ops.normalized(*found.sums, epilogue)[0]
+        errors[kernel] = numerics.measure_errors(found.out, exact).row_err
+    assert errors[fused] < 0.003 and errors[fused] < errors[rounding] / 5
+
+
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_blocks_of_any_size_are_right_or_refused(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    for n, block in ((96, 12), (96, 4), (128, 1), (120, 40), (128, 16), (192, 96), (1024, 512)):
+        way = (f"block_rms({block})", {"activation": "silu"}, Granularity.NONE, (), False)
+        run(kernel, where, 70, n, 64, way).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lokakern import jit, nvrtc
+from lokakern import jit, nvrtc, scratch
 from lokakern.driver import CudaLaunch, TensorMap, tensor_map
 from lokakern.kernels.cuda import tiles
 from lokakern.kernels.cuda.norm_quantize import OUT_SCALES, residual_of, vectors_of
@@ -114,28 +114,12 @@ def _planned(
     return _plan(m, n, k, kind, left.get_device()), kind
 
 
-_TOLD: dict[tuple[int, int], Tensor] = {}
-
-
 def _workspace(
     scales: str, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
 ) -> tuple[Tensor, ...]:
-    """Memory through which blocks tell each other, zeros at first; each launch leaves it usable.
-
-    Launches of a stream take turns with one. A graph has its own, cleared when it is replayed: it
-    may be replayed on any stream.
-    """
+    """Memory through which blocks tell each other of rows they share."""
     size = _planned(scales, a, b, out, epilogue)[0].told_bytes
-    if not size:
-        return ()
-    where = a.device
-    if where.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return (torch.zeros(size, dtype=torch.uint8, device=where),)
-    key = (where.index or 0, torch.cuda.current_stream(where).cuda_stream)
-    told = _TOLD.get(key)
-    if told is None or told.numel() < size:
-        told = _TOLD[key] = torch.zeros(size, dtype=torch.uint8, device=where)
-    return (told,)
+    return (scratch.zeros(size, a.device),) if size else ()
 
 
 def _launch(
@@ -167,8 +151,11 @@ def run(
     told: Tensor | None,
 ) -> None:
     """Launch a plan."""
-    key = (data.data_ptr(), left.data_ptr(), weight.data_ptr(), left.stride(0), data.stride(0),
-           0 if a_scale is None else a_scale.data_ptr())  # fmt: skip
+    key = (data.data_ptr(), left.data_ptr(), weight.data_ptr(), left.stride(0), weight.stride(0),
+           data.stride(0))  # fmt: skip
+    if kind.scales == "block":
+        assert a_scale is not None  # FP8 has scales
+        key = (*key, a_scale.data_ptr(), a_scale.stride(1))
     maps = plan.maps.get(key)
     if maps is None:
         maps = _make_maps(plan, kind, left, a_scale, weight, data)
@@ -239,13 +226,22 @@ def _supports(scales: str, problem: Problem, device: Device) -> Support:
     if not problem.k or max(problem.m, problem.n, problem.k) >= 2**30:
         return Rejected(f"sizes must be from 1 to 2^30; they are {problem.shape}")
     form = norm_form(problem.epilogue)
+    span = form.norm.block
+    if span and span != problem.n and span % 8:
+        return Rejected(f"blocks must be multiples of 8 columns, or the row; not {span}")
+    if problem.n % 2 and (form.residual or form.residual_last or form.last in ("gate", "cross")):
+        return Rejected(f"reads two columns of a residual, gate or cross at once; n={problem.n}")
     out = OUT_NAMES.get(problem.out_granularity, "none")
     kind = NormKind(
         scales, form.norm.kind, form.norm.block, 7, 4, form.residual + 2 * form.residual_last,
         form.last, out,
     )  # fmt: skip
-    if tile_for(problem.m, problem.n, problem.k, kind, device.compute_units or 1) is None:
+    sms = device.compute_units or 1
+    tile = tile_for(problem.m, problem.n, problem.k, kind, sms)
+    if tile is None:
         return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
+    if tile.memory and grid_of(tile, problem.m, problem.n, kind, sms) > sms * tile.blocks:
+        return Rejected(f"a row has more tiles than {device} has room for; n={problem.n}")
     missing = nvrtc.why_not(device)
     return ACCEPTED if missing is None else Rejected(missing)
 

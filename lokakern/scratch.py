@@ -1,0 +1,44 @@
+"""Memory that launches leave as they found it: zeros at first, and taken in turns afterwards.
+
+A launch on a stream waits for the one before, so that all of a stream share one. A graph may be
+replayed on any stream, and so may what keeps its scratch: these have their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_OWNED: ContextVar[bool] = ContextVar("lokakern_owned_scratch", default=False)
+_OF_STREAM: dict[tuple[int, int], Tensor] = {}
+
+
+@contextmanager
+def owned() -> Iterator[None]:
+    """What is asked for inside is nobody else's."""
+    token = _OWNED.set(True)
+    try:
+        yield
+    finally:
+        _OWNED.reset(token)
+
+
+def zeros(byte_count: int, device: torch.device) -> Tensor:
+    """So many bytes: zeros, or what the last launch of the current stream left of them.
+
+    Inside `owned`, and while a graph is captured, they are new; a graph clears its own at each
+    replay.
+    """
+    shared = device.type == "cuda" and not _OWNED.get()
+    if not shared or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(byte_count, dtype=torch.uint8, device=device)
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    found = _OF_STREAM.get(key)
+    if found is None or found.numel() < byte_count:
+        found = torch.zeros(byte_count, dtype=torch.uint8, device=device)
+        _OF_STREAM[key] = found
+    return found

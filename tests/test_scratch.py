@@ -1,0 +1,85 @@
+"""Scratch: launches of a stream share one, and graphs and whoever asks have their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lokakern import scratch
+from lokakern.kernels.cuda import gemm_norm
+from lokakern.norm import norm_named
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import (
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    NormEpilogue,
+    Operand,
+    Problem,
+    Rejected,
+)
+
+load_kernels()
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+
+
+def test_scratch_is_zeros() -> None:
+    found = scratch.zeros(48, torch.device("cpu"))
+    assert found.dtype == torch.uint8 and found.tolist() == [0] * 48
+    with scratch.owned():
+        assert scratch.zeros(16, torch.device("cpu")).numel() == 16
+
+
+@pytest.mark.gpu
+def test_launches_of_a_stream_share_what_others_do_not() -> None:
+    device = torch.device("cuda")
+    first = scratch.zeros(64, device)
+    assert scratch.zeros(32, device).data_ptr() == first.data_ptr()
+    with scratch.owned():
+        assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
+
+
+def problem(n: int, epilogue: str, out: Format = Format.BFLOAT16) -> Problem:
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    b = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
+    granularity = Granularity.TENSOR if out.is_fp8 else Granularity.NONE
+    return Problem(
+        op="gemm_norm", m=2048, n=n, k=512, a=a, b=b, epilogue=epilogue, out_format=out,
+        out_granularity=granularity,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (problem(128, "block_rms(4)"), "multiples of 8"),
+        (problem(96, "block_rms(12)"), "multiples of 8"),
+        (problem(77, "residual+layer", Format.E4M3FN), "two columns"),
+        (problem(36864, "block_rms(2048)+hardswish"), "room"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(asked: Problem, words: str) -> None:
+    answer = KERNELS["cuda.gemm_norm_row"].supports(asked, H200)
+    assert isinstance(answer, Rejected) and words in answer.reason
+
+
+def test_maps_are_of_addresses_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two views of one weight that begin at the same place are not the same operand."""
+    launched: list[object] = []
+    monkeypatch.setattr(gemm_norm, "tensor_map", lambda x, *_: x.stride())
+    base = torch.randn(256, 512).bfloat16()
+    tile = gemm_norm.Tile(64, warpgroups=1)
+    kind = gemm_norm.NormKind("none", "rms")
+    plan = gemm_norm.make_plan(40, 128, 256, kind, tile, 132)
+    plan = plan._replace(launch=lambda grid, pointers, scalars, maps: launched.append(maps))
+    a, out = torch.randn(40, 256).bfloat16(), torch.empty(40, 128, dtype=torch.bfloat16)
+    for weight in (base[:128, :256], base.view(-1)[: 128 * 256].view(128, 256)):
+        gemm_norm.run(plan, kind, a, None, weight, None, out, None,
+                      NormEpilogue(norm_named("rms")), None)  # fmt: skip
+    assert launched[0] != launched[1]
