@@ -12,10 +12,11 @@ from torch import Tensor
 from lokakern.chain_ways import GROUP, NONE, ROW, TENSOR, Chain, Step
 from lokakern.epilogue import norm_form
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
-from lokakern.norm_checks import check_epilogue, settled, static_scale_of
+from lokakern.norm_checks import check_epilogue, norm_of, settled, static_scale_of
 from lokakern.operands import check_matrix, check_same_device, device_of
 from lokakern.quantizing import quantize
 from lokakern.registry.register import Kernel, kernel_named
+from lokakern.scratch import owned
 from lokakern.types import (
     Granularity,
     NormEpilogue,
@@ -89,12 +90,13 @@ class ChainRun:
         """
         chain = self._chain
         self._check("x", x, chain.layers[0].k, chain.reads)
-        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError("a chain has no gradient; use torch.no_grad()")
         if out is None:
             out = self._empty(chain.layers[-1].n, chain.writes, self._static)
         else:
             self._check("out", out, chain.layers[-1].n, chain.writes)
+        tensors = (y for y in (x, out) if isinstance(y, Tensor))
+        if torch.is_grad_enabled() and any(y.requires_grad for y in tensors):
+            raise UnsupportedError("a chain has no gradient; use torch.no_grad()")
         for launch in self._launches:
             launch.run(
                 x if launch.left is None else launch.left, out if launch.out is None else launch.out
@@ -141,10 +143,12 @@ class ChainRun:
             )
         right = not x.transposed if isinstance(x, QuantizedTensor) else data.is_contiguous()
         alignment = 16 if scales is not NONE else alignment_of(2 * columns)
-        if not right or data.data_ptr() % alignment:
+        step = data.stride(0) * data.element_size() if shape[0] > 1 else 0
+        if not right or (data.data_ptr() | step) % alignment:
+            lies = "contiguous" if scales is NONE else "as quantize lays it out"
             raise ShapeError(
-                f"chain: {name} has strides {data.stride()}; expected it row-major, contiguous and "
-                f"aligned to {alignment} bytes"
+                f"chain: {name} has strides {data.stride()}; expected it row-major, {lies}, every "
+                f"row aligned to {alignment} bytes"
             )
 
 
@@ -172,8 +176,10 @@ def _check(chain: Chain, parameters: Sequence[Parameters]) -> torch.device:
 def _epilogue_of(chain: Chain, place: int, given: Parameters, eps: float) -> NormEpilogue:
     layer = chain.layers[place]
     form = norm_form(layer.epilogue)
-    weight, bias, norm_weight, norm_bias = (None if x is None else x.detach() for x in given)
-    norm = form.norm._replace(eps=float(eps))
+    names = ("weight", "bias", "norm_weight", "norm_bias")
+    check_same_device("chain", **dict(zip(names, given, strict=True)))
+    _, bias, norm_weight, norm_bias = (None if x is None else x.detach() for x in given)
+    norm = norm_of("chain", form.norm, eps)
     epilogue = NormEpilogue(norm, bias, norm_weight, norm_bias, form.last)
     if epilogue.name() != layer.epilogue:
         raise ShapeError(
@@ -182,9 +188,6 @@ def _epilogue_of(chain: Chain, place: int, given: Parameters, eps: float) -> Nor
             "norm where it says affine"
         )
     check_epilogue("chain", epilogue, chain.m, layer.n)
-    check_same_device(
-        "chain", weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias
-    )
     return settled(epilogue)
 
 
@@ -206,6 +209,7 @@ def _read_as(written: Matrix, scales: Granularity) -> Matrix:
     return QuantizedTensor(written.data, spread, scales)
 
 
+@owned()
 def _runner(
     kernel: Kernel, a: Matrix, b: Matrix | None, out: Matrix, epilogue: NormEpilogue
 ) -> Callable[[Any, Any], None]:

@@ -9,7 +9,7 @@ measured whole, by ``python -m lokakern.bench chain``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lokakern import selection
 from lokakern.chain_choice import ChainChoice, is_faster, steps_of, time_of
@@ -27,7 +27,7 @@ from lokakern.chain_ways import (
 )
 from lokakern.device import current_device
 from lokakern.epilogue import norm_form
-from lokakern.errors import BudgetError, FormatError, ShapeError, UnknownNameError
+from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
 from lokakern.operands import granularity_named
 from lokakern.problems import make_problem
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, ErrorBudget, Granularity
@@ -86,14 +86,10 @@ def dispatch_chain(
         DeviceError: The database does not know the device.
     """
     limit = _limit_of(budget)
-    if device is None:
-        target = current_device()
-    else:
-        target = device if isinstance(device, Device) else selection.snapshot().find_device(device)
     chain = Chain(
         _checked(layers),
         _rows(m),
-        target,
+        _device_named(device),
         selection.distribution_names(distribution) or INPUTS,
         regime,
         _scales("in_granularity", in_granularity),
@@ -131,7 +127,24 @@ def _limit_of(budget: ErrorBudget | float | None) -> float | None:
     return limits["row_err"]
 
 
+def _device_named(device: Device | str | None) -> Device:
+    if device is None:
+        return current_device()
+    if isinstance(device, Device):
+        return device
+    if not isinstance(device, str):
+        raise DeviceError(
+            f"dispatch_chain: device is {device!r}; expected a product such as 'NVIDIA H200', or a "
+            "Device"
+        )
+    return selection.snapshot().find_device(device)
+
+
 def _checked(layers: Sequence[tuple[int, int, str]]) -> tuple[Layer, ...]:
+    if not isinstance(layers, Iterable):
+        raise ShapeError(
+            f"dispatch_chain: layers is {layers!r}; expected a sequence of (n, k, epilogue)"
+        )
     found: list[Layer] = []
     for place, given in enumerate(layers):
         usable = isinstance(given, Sequence) and not isinstance(given, str) and len(given) in (2, 3)

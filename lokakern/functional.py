@@ -80,7 +80,7 @@ def gemm(
     """
     if torch.compiler.is_compiling():
         return autograd.traced_gemm(a, b, budget, bias, out, distribution, on_miss)
-    if torch.is_grad_enabled() and _needs_grad(a, b, bias):
+    if torch.is_grad_enabled() and _needs_grad(a, b, bias, out):
         return autograd.differentiable_gemm(a, b, budget, bias, out, distribution, on_miss)
     try:
         m, k = a.shape
@@ -94,7 +94,7 @@ def gemm(
             None if out is None else (out.dtype, out.shape[1:], out.stride(), out.device),
         )  # fmt: skip
         table = _PLANS.get(key)
-    except (AttributeError, TypeError, ValueError, IndexError):
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
         key, table = None, None  # a wrong argument: the checks say which
     if table is None:
         generation = selection.generation()
@@ -123,8 +123,8 @@ def gemm(
     return out
 
 
-def _needs_grad(a: Any, b: Any, bias: Any) -> bool:
-    if getattr(a, "requires_grad", False) or getattr(bias, "requires_grad", False):
+def _needs_grad(a: Any, b: Any, bias: Any, out: Any) -> bool:
+    if any(getattr(x, "requires_grad", False) for x in (a, bias, out)):
         return True
     weight = b.source if type(b) is QuantizedTensor else b
     return getattr(weight, "requires_grad", False)

@@ -77,8 +77,8 @@ def normalize(
 ) -> Tensor:
     """Rows of y, normalized in the dtype of y: the reference in float64.
 
-    A row, or block, that holds NaN becomes NaN as far as it is normalized together; infinity becomes
-    NaN, and the others with it or, under rms, 0. One of zeros stays 0 where eps is not 0.
+    A row, or block, that holds NaN becomes NaN as far as it is normalized together; infinity
+    becomes NaN, and the others with it or, under rms, 0. One of zeros stays 0 where eps is not 0.
 
     Args:
         y: ``[..., columns]``.

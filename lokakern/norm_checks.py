@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ def worded(
 
     Raises:
         UnknownNameError: No such norm or activation, or words that exclude each other.
-        ShapeError: ``cross`` is not two tensors.
+        ShapeError: ``cross`` is not two.
+        FormatError: One of the two is no tensor.
     """
     activation = "none" if activation is None else activation
     if activation not in ACTIVATIONS:
@@ -73,26 +75,41 @@ def worded(
         raise UnknownNameError(f"{op}: residual_last is True and residual is None; pass residual=")
     if cross is not None and (not isinstance(cross, tuple | list) or len(cross) != 2):
         raise ShapeError(f"{op}: cross is {type(cross).__name__}; expected (x0, x)")
+    if cross is not None and not all(isinstance(x, Tensor) for x in cross):
+        found = ", ".join(type(x).__name__ for x in cross)
+        raise FormatError(f"{op}: cross is ({found}); expected (x0, x), both of them tensors")
     x0, x = (None, None) if cross is None else cross
     return NormEpilogue(
-        _norm_of(op, norm, eps), activation=activation, residual=residual,
+        norm_of(op, norm, eps), activation=activation, residual=residual,
         residual_last=bool(residual_last), gate=gate, x0=x0, x=x, **vectors,
     )  # fmt: skip
 
 
-def _norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
+def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
+    """The norm that a call names, or gives; an eps beside it comes first.
+
+    Raises:
+        UnknownNameError: There is none such.
+    """
+    name: Any = norm
     if isinstance(norm, Norm):
         eps = norm.eps if eps is None else eps
-        norm = str(norm)
-    if not isinstance(norm, str):
+        name = str(norm) if isinstance(norm.kind, str) else None
+    if not isinstance(name, str):
         raise UnknownNameError(
             f"{op}: norm is {norm!r}; expected a name ({', '.join(KINDS[:2])}, block_rms(n) or "
             "none) or a lokakern.norm.Norm"
         )
     try:
-        return norm_named(norm, 1e-5 if eps is None else eps)
+        found = norm_named(name, 1e-5 if eps is None else eps)
     except UnknownNameError as error:
         raise UnknownNameError(f"{op}: {error.args[0]}") from None
+    if isinstance(norm, Norm) and norm[:2] != found[:2]:  # what its name does not say
+        raise UnknownNameError(
+            f"{op}: norm is {norm!r}; expected a kind of {', '.join(KINDS)}, and a block of "
+            "columns, an int, with block_rms alone"
+        )
+    return found
 
 
 def shown_name(name: str) -> str:
@@ -118,6 +135,8 @@ def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> 
             continue
         if not isinstance(x, Tensor):
             raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
+        if x.layout is not torch.strided:
+            raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor")
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise FormatError(
                 f"{op}: {name} is {x.dtype}; expected torch.bfloat16 or torch.float32"
@@ -153,7 +172,7 @@ def in_place(x: Tensor) -> bool:
 
 def settled(epilogue: NormEpilogue) -> NormEpilogue:
     """The same values where kernels can read 16 bytes at once: copies of what lies askew."""
-    moved = {}
+    moved: dict[str, Any] = {}
     for name in (*VECTORS, *MATRICES):
         x = getattr(epilogue, name)
         if x is not None and not in_place(x):
@@ -307,6 +326,8 @@ def gemm_norm_problem(
     form, granularity = kind
     if form.is_fp8 and out is not None:
         raise FormatError(f"{op}: out is given and the output is {form.value}; out is for bfloat16")
+    if out is not None:
+        check_matrix(op, "out", out)
     strided = check_out(op, out, (problem.m, problem.n), torch.bfloat16)
     check_same_device(op, a=left, out=out, **_tensors_of(epilogue, out_scale))
     return replace(

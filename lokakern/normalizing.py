@@ -319,7 +319,7 @@ def _key_of(a: Any, b: Any, epilogue: NormEpilogue, out: Any, *rest: Any) -> Any
             *others,
         )  # fmt: skip
         hash(key)
-    except (AttributeError, TypeError, ValueError, IndexError):
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
         return None
     return key
 
@@ -383,7 +383,14 @@ def _output(
     """What a kernel writes, allocated; scales of no output are 1."""
     form, granularity = problem.out_format, problem.out_granularity
     if not form.is_fp8:
-        return torch.empty((rows, columns), dtype=form.dtype, device=device) if out is None else out
+        if out is None:
+            return torch.empty((rows, columns), dtype=form.dtype, device=device)
+        if out.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{op}: out requires a gradient, and out= cannot be differentiated: drop it, or "
+                "use torch.no_grad()"
+            )
+        return out
     data = empty_data(rows, columns, form.dtype, device)
     if granularity is Granularity.TENSOR:
         assert out_scale is not None  # or the granularity were another

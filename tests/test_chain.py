@@ -31,6 +31,7 @@ from lokakern.chains import INPUTS
 from lokakern.device import current_device
 from lokakern.errors import (
     BudgetError,
+    DeviceError,
     FormatError,
     ShapeError,
     UnknownNameError,
@@ -336,6 +337,9 @@ def test_ends_may_be_fp8() -> None:
     ("layers", "options", "error", "says"),
     [
         ([], {}, ShapeError, "there are no layers"),
+        (None, {}, ShapeError, "layers is None; expected a sequence"),
+        (None, {"device": H200}, ShapeError, "layers is None; expected a sequence"),
+        ([(64, 32, "rms")], {"device": 3}, DeviceError, "device is 3; expected a product"),
         ([(64,)], {}, ShapeError, r"layer 1 is \(64,\)"),
         ([(64, 32, 7)], {}, ShapeError, "expected .n, k, epilogue."),
         ([(64, 32, "rms"), (64, 32, "rms")], {}, ShapeError, "layer 2 reads 32 columns"),
@@ -496,6 +500,13 @@ def wrong_calls() -> list[tuple[Callable[[Any, Any, Any], Any], type[Exception],
         (lambda x, w, b: ready(LAYERS, 32).prepare([v.float() for v in w], b), FormatError,
          "weight of layer 1 is torch.float32"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, [v[:64] for v in b]), ShapeError, "bias is"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, [3, None, *b[2:]]), FormatError,
+         "bias is int; expected a torch.Tensor"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, b, eps=math.nan), UnknownNameError,
+         "chain: norm .* eps is nan"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, b, eps=-1e9), UnknownNameError,
+         "eps is -1000000000.0"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, b, eps="x"), UnknownNameError, "eps is 'x'"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, b)(x[:16]), ShapeError, "chosen for one m"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, b)(x.float()), FormatError, "x is"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, b)(lokakern.quantize(x)), FormatError, "row"),
@@ -504,6 +515,10 @@ def wrong_calls() -> list[tuple[Callable[[Any, Any, Any], Any], type[Exception],
          "contiguous"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, b)(x.requires_grad_()), UnsupportedError,
          "no gradient"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, b)(x, torch.zeros_like(x).requires_grad_()),
+         UnsupportedError, "no gradient"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, b)(x, torch.zeros(32 * 128 + 1).bfloat16()[1:]
+         .view(32, 128)), ShapeError, "aligned to 16 bytes"),
     ]  # fmt: skip
 
 
@@ -513,6 +528,26 @@ def test_what_does_not_fit_is_said(number: int) -> None:
     call, error, says = wrong_calls()[number]
     with pytest.raises(error, match=says):
         call(*drawn())
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("ends", ["in_granularity", "out_granularity"])
+def test_rows_of_fp8_data_start_at_multiples_of_16_bytes(ends: str) -> None:
+    columns = 100
+    layers = [(columns, columns, "rms")]
+    x, weights, _ = drawn(layers)
+    made = lokakern.quantize(x, "row")
+    tight = QuantizedTensor(made.data.contiguous(), made.scale, made.granularity)
+    assert made.data.stride(0) == 112 and tight.data.stride(0) == columns
+    run = dispatch_chain(layers, 32, 0.2, **{ends: "row"}).prepare(weights)  # type: ignore[arg-type]
+    operands = (lambda y: (y,)) if ends == "in_granularity" else (lambda y: (x, y))
+    run(*operands(made))
+    with pytest.raises(ShapeError, match=r"has strides \(100, 1\); .* aligned to 16 bytes"):
+        run(*operands(tight))
+    one = dispatch_chain(layers, 1, 0.2, **{ends: "row"}).prepare(weights)  # type: ignore[arg-type]
+    x = x[:1]
+    made = lokakern.quantize(x, "row")
+    one(*operands(QuantizedTensor(made.data.contiguous(), made.scale, made.granularity)))
 
 
 # --- the command

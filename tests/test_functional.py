@@ -199,6 +199,12 @@ def test_scaled_gemm(where: str, left: str, right: str) -> None:
             ShapeError,
             "overlap",
         ),
+        (lambda x, w: lokakern.gemm(x.to_sparse(), w.t()), FormatError, "dense tensor"),
+        (
+            lambda x, w: lokakern.gemm(x, w.t(), out=x.new_empty(48, 40).requires_grad_()),
+            UnsupportedError,
+            "out= cannot be differentiated",
+        ),
         (lambda x, w: lokakern.gemm(x, lokakern.quantize(w)), ShapeError, ""),
         (lambda x, w: lokakern.gemm(x, lokakern.quantize(w).t()), FormatError, "prepare_weight"),
         (lambda x, w: lokakern.gemm(lokakern.quantize(x).data, w.t()), FormatError, ""),

@@ -387,6 +387,16 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
     (UnknownNameError, "gemm_norm: norm 'batch' is unknown; expected layer", {"norm": "batch"}),
     (UnknownNameError, "norm is 7; expected a name", {"norm": 7}),
     (UnknownNameError, "eps is -1", {"eps": -1.0}),
+    (UnknownNameError, r"norm is Norm\(kind='layer', block=32, .* with block_rms alone",
+     {"norm": Norm("layer", 32)}),
+    (UnknownNameError, "kind='none', block=8", {"norm": Norm("none", 8)}),
+    (UnknownNameError, r"norm is Norm\(kind='rms', block='32'", {"norm": Norm("rms", "32")}),  # type: ignore[arg-type]
+    (UnknownNameError, "block='32'", {"norm": Norm("block_rms", "32")}),  # type: ignore[arg-type]
+    (UnknownNameError, r"block_rms\(0\)' is unknown", {"norm": Norm("block_rms")}),
+    (UnknownNameError, r"block_rms\(True\)' is unknown", {"norm": Norm("block_rms", True)}),
+    (UnknownNameError, "'batch' is unknown; expected layer", {"norm": Norm("batch")}),
+    (UnknownNameError, r"kind='block_rms\(32\)'", {"norm": Norm("block_rms(32)")}),
+    (UnknownNameError, "kind=7", {"norm": Norm(7)}),  # type: ignore[arg-type]
     (UnknownNameError, "activation is 'gelu'; expected one of none, relu", {"activation": "gelu"}),
     (UnknownNameError, "activation and gate are given; choose one",
      {"activation": "silu", "gate": BESIDE[0]}),
@@ -396,6 +406,12 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
     (UnknownNameError, "distribution is 7", {"distribution": 7, "budget": 0.06}),
     (ShapeError, r"block_rms\(96\) of 128 columns: blocks must divide", {"norm": "block_rms(96)"}),
     (ShapeError, r"cross is Tensor; expected \(x0, x\)", {"cross": BESIDE[0]}),
+    (FormatError, r"cross is \(Tensor, NoneType\); expected \(x0, x\), both",
+     {"cross": (BESIDE[0], None)}),
+    (FormatError, r"cross is \(NoneType, Tensor\)", {"cross": (None, BESIDE[0])}),
+    (FormatError, r"cross is \(NoneType, NoneType\)", {"cross": (None, None)}),
+    (FormatError, r"cross is \(Tensor, int\)", {"cross": [BESIDE[0], 3]}),
+    (ShapeError, r"cross is tuple; expected \(x0, x\)", {"cross": (BESIDE[0],)}),
     (ShapeError, r"x of cross is \[40, 64\]", {"cross": (BESIDE[0], BESIDE[1][:, :64])}),
     (ShapeError, r"bias is \[64\] .* expected \[128\]", {"bias": BIAS[:64]}),
     (ShapeError, "norm_weight is .* contiguous", {"norm_weight": drawn(256)[::2]}),
@@ -403,6 +419,7 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
     (FormatError, "bias is torch.bfloat16, norm_weight is torch.float32; convert",
      {"bias": BIAS, "norm_weight": WEIGHT.float()}),
     (FormatError, "bias is int", {"bias": 7}),
+    (FormatError, "bias is torch.sparse_coo; expected a dense", {"bias": BIAS.to_sparse()}),
     (ShapeError, r"residual is \[40, 128\] torch.float32", {"residual": BESIDE[0].float()}),
     (ShapeError, "gate is .* columns contiguous", {"gate": drawn(N, M).t()}),
     (FormatError, "residual is int", {"residual": 7}),
@@ -422,10 +439,16 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
      {"cross": tuple(BESIDE), "residual": BESIDE[0], "residual_last": True,
       "out_scale": "static"}),
     (ShapeError, r"out is \[40, 64\]", {"out": BESIDE[0][:, :64]}),
+    (FormatError, "out is int; expected a torch.Tensor", {"out": 3}),
+    (FormatError, "out is list; expected a torch.Tensor", {"out": [3]}),
+    (FormatError, "out is torch.sparse_coo; expected a dense", {"out": BESIDE[0].to_sparse()}),
+    (UnsupportedError, "out requires a gradient", {"out": BESIDE[0].clone().requires_grad_()}),
     (FormatError, "out is given and the output is e4m3fn",
      {"out": BESIDE[0], "out_format": "e4m3fn"}),
     (FormatError, "a is torch.float32; expected torch.bfloat16", {"a": X.float()}),
     (FormatError, "a is list", {"a": [1]}),
+    (FormatError, "a is torch.sparse_coo; expected a dense", {"a": X.to_sparse()}),
+    (FormatError, "b is torch.sparse_coo; expected a dense", {"b": W.t().to_sparse()}),
     (ShapeError, r"b must be \[96, n\] \(pass weight.t\(\)\)", {"b": W}),
     (FormatError, "a is torch.bfloat16 and b is torch.float32", {"b": W.t().float()}),
     (FormatError, "a is a QuantizedTensor and b is Tensor; expected both", {"a": Q}),
@@ -457,6 +480,9 @@ def test_norm_quantize_refuses_alike() -> None:
         (FormatError, "granularity is '128x128'", {"granularity": "128x128"}),
         (ShapeError, r"residual is \[40, 128\]", {"residual": BESIDE[0]}),
         (FormatError, "nothing bounds", {"norm": "none", "out_scale": "static"}),
+        (FormatError, r"cross is \(Tensor, NoneType\)", {"cross": (X, None)}),
+        (UnknownNameError, "kind='layer', block=32", {"norm": Norm("layer", 32)}),
+        (FormatError, "x is torch.sparse_coo", {"x": X.to_sparse()}),
         (DeviceError, "x0 of cross is on meta",
          {"cross": (torch.empty_like(X, device="meta"), X)}),
     ):  # fmt: skip
@@ -515,6 +541,14 @@ def test_every_public_option_is_documented() -> None:
         names += tuple(function.__kwdefaults__ or ())
         for name in itertools.chain(names):
             assert f"{name}:" in (function.__doc__ or ""), name
+
+
+def test_an_out_that_requires_grad_is_written_where_none_is_computed() -> None:
+    out = BESIDE[0].clone().requires_grad_()
+    with torch.no_grad():
+        assert lokakern.gemm_norm(X, W.t(), norm="layer", out=out) is out
+    with pytest.raises(UnsupportedError, match="out requires a gradient"):  # the plan is there
+        lokakern.gemm_norm(X, W.t(), norm="layer", out=out)
 
 
 def askew(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -151,8 +151,10 @@ def run(
     told: Tensor | None,
 ) -> None:
     """Launch a plan."""
-    key = (data.data_ptr(), left.data_ptr(), weight.data_ptr(), left.stride(0), weight.stride(0),
-           data.stride(0))  # fmt: skip
+    key: tuple[int, ...] = (
+        data.data_ptr(), left.data_ptr(), weight.data_ptr(), left.stride(0), weight.stride(0),
+        data.stride(0),
+    )  # fmt: skip
     if kind.scales == "block":
         assert a_scale is not None  # FP8 has scales
         key = (*key, a_scale.data_ptr(), a_scale.stride(1))
