@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.draws_ahead import Drawer, Key, draws_of
+from lokakern.bench.norm_backward_operands import draw_normal, gradients_error, launched
 from lokakern.bench.norm_operands import (
     draw_epilogue,
     empty_output,
@@ -24,6 +25,7 @@ from lokakern.bench.timing import Contender, faults_of, status_and_reason
 from lokakern.norm_errors import norm_kernel_error
 from lokakern.problems import accuracy_problem, sums_over_samples
 from lokakern.registry import ops
+from lokakern.registry.norm_gradients import norm_gradients
 from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.records import AccuracyRecord
 from lokakern.registry.register import Kernel, fp8_format
@@ -246,6 +248,8 @@ class _Group:
             return self._scaled_gemm(cell)
         if cell.kernel.op in NORM_OPS:
             return self._norm(cell)
+        if cell.kernel.op == "norm_backward":
+            return self._norm_backward(cell)
         return self._dequantize(cell) if cell.kernel.op == "dequantize" else self._quantize(cell)
 
     def _gemm(self, cell: Cell) -> AccuracyRecord:
@@ -311,6 +315,21 @@ class _Group:
         error = norm_kernel_error(out, layer.exact, layer.size, form.unit_roundoff)
         value = out if isinstance(out, Tensor) else numerics.dequantize(out, torch.float64)
         return self._judged(cell, value, layer.reference, error, layer.shares)
+
+    def _norm_backward(self, cell: Cell) -> AccuracyRecord:
+        """Of dy as the next GEMM reads it, of gradients that were drawn."""
+        problem, dd = cell.problem, self.x(Format.BFLOAT16)
+        epilogue = draw_epilogue(norm_form(problem.epilogue), len(dd), problem.k, dd.device)
+        y = draw_normal(dd)
+        made = launched(cell.kernel, dd, y, replace(problem, m=len(dd)), epilogue)
+        exact = norm_gradients(dd, y, epilogue)
+        error = gradients_error(made, slice(0, len(dd)), exact.dy, exact.size)
+        value, shares = made.dy, (0.0, 0.0)
+        if made.quantized is not None:
+            value = numerics.dequantize(made.quantized, torch.float64)
+            shares = numerics.flushed_and_saturated_shares(exact.dy.float(), made.quantized)
+        assert value is not None  # one or the other is written
+        return self._judged(cell, value, exact.dy, error, shares)
 
     def _layer(self, cell: Cell) -> _Layer:
         problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16

@@ -44,7 +44,7 @@ def facts_of(problem: Problem) -> dict[str, int | str]:
     ``scale`` is what one scale covers: of a, or of what a quantizer writes; where a is not
     quantized but the weight is prepared, of that.
     """
-    quantizer = problem.op in ("quantize", "norm_quantize")
+    quantizer = problem.op in ("quantize", "norm_quantize", "norm_backward")
     scale = problem.out_granularity if quantizer else problem.a.granularity
     if scale is Granularity.NONE and problem.prepared and problem.b is not None:
         scale = problem.b.granularity

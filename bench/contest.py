@@ -40,6 +40,7 @@ from lokakern.types import Format, Granularity, Operand, Problem
 # alone.
 BOUNDS = {
     "quantize": (1.2, 2.0), "dequantize": (1.2, 2.0), "norm_quantize": (1.2, 2.0),
+    "norm_backward": (1.2, 2.0),
     "gemm_norm": (1.0, FLOOR_LAUNCH_US),
 }  # fmt: skip
 

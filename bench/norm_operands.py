@@ -50,6 +50,10 @@ def operands_of(
 ) -> Operands:
     """The operands of a problem of any op; the arguments are those of `Operands`."""
     kind = NormOperands if problem.op in NORM_OPS else Operands
+    if problem.op == "norm_backward":
+        from lokakern.bench.norm_backward_operands import NormBackwardOperands  # made of these
+
+        kind = NormBackwardOperands
     return kind(problem, distribution, device, target, cold=cold, seed=seed)
 
 

@@ -26,6 +26,8 @@ from lokakern.bench.forms import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.bench.forms import Case as Case
 from lokakern.bench.forms import gemm_cases as gemm_cases
 from lokakern.bench.forms import shape_cases as shape_cases
+from lokakern.bench.norm_backward_forms import SHAPES as BACKWARD_SHAPES
+from lokakern.bench.norm_backward_forms import norm_backward_cases
 from lokakern.bench.norm_forms import (
     chained_cases,
     gemm_norm_cases,
@@ -96,6 +98,8 @@ def _norms(fp8: Format) -> Iterator[Case]:
     long = [(m, n) for m in ANCHOR_M for n, _ in ANCHOR_N_K if n >= LONG_ROWS]
     for m, k in (*QUANTIZER_SHAPES, *long):
         yield from norm_quantize_cases(m, k, "X1", fp8)
+    for m, k in BACKWARD_SHAPES:
+        yield from norm_backward_cases(m, k, fp8)
 
 
 # Where the operands of a scaled GEMM are given, only the GEMM's own time differs from `gemm`.

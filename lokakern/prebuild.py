@@ -19,6 +19,7 @@ from lokakern import selection
 from lokakern.device import current_device
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
+from lokakern.gradients import empty_gradients
 from lokakern.jit import Job, record
 from lokakern.problems import (
     NORM_VECTORS,
@@ -272,6 +273,10 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
         return a, left, b, right.mT, _output((), rows, n, problem), _bias(problem)
     if problem.op in NORM_OPS:
         return _norm_operands(problem)
+    if problem.op == "norm_backward":
+        epilogue = _meta_norm_epilogue(problem, k)
+        dd, y = (_matrix((), m, k, problem.a) for _ in range(2))
+        return dd, y, empty_gradients(problem, epilogue, _META), epilogue
     a = _matrix(batch, m, k, problem.a)
     if problem.op == "dequantize":
         out = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
-from lokakern.registry.ops import NORM_OPS, op_named
+from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.types import (
     Epilogue,
     Format,
@@ -101,7 +101,7 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
     if op in ("dequantize", "scaled_gemm"):
         a = a or Operand(Format.E4M3FN, Granularity.ROW)
     a = a or Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(k * 2))
-    if op in NORM_OPS:
+    if op in EPILOGUE_OPS:
         _check_norm(op, (m, n, k), fields)
     if op in ("gemm", "scaled_gemm", "gemm_norm"):
         wide = a.granularity is Granularity.GROUP
@@ -116,7 +116,7 @@ def make_problem(op: str, shape: Sequence[int], **fields: Any) -> Problem:
 
 
 def _check_norm(op: str, shape: tuple[int, int, int], fields: dict[str, Any]) -> None:
-    """Check the epilogue of an op with a norm; scales of an FP8 output are usually of rows."""
+    """Check the epilogue of an op with a norm; an FP8 output usually has row, or 1x128, scales."""
     form = norm_form(fields.get("epilogue", "none"))
     try:
         form.norm.span(row_length(op, shape))
@@ -124,7 +124,8 @@ def _check_norm(op: str, shape: tuple[int, int, int], fields: dict[str, Any]) ->
         raise ShapeError(f"{op}: {error}") from None
     usual = Format.BFLOAT16 if op == "gemm_norm" else Format.E4M3FN
     out = fields.setdefault("out_format", usual)
-    fields.setdefault("out_granularity", Granularity.ROW if out.is_fp8 else Granularity.NONE)
+    scales = Granularity.GROUP if op == "norm_backward" else Granularity.ROW
+    fields.setdefault("out_granularity", scales if out.is_fp8 else Granularity.NONE)
 
 
 def row_length(op: str, shape: tuple[int, int, int]) -> int:
@@ -227,7 +228,7 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
 
 
 def _accuracy_epilogue(problem: Problem) -> str:
-    if problem.op not in NORM_OPS:
+    if problem.op not in EPILOGUE_OPS:
         return "none"
     form = norm_form(problem.epilogue)
     return str(NormForm(form.norm, last=form.last if form.last in ACTIVATIONS else "none"))

@@ -69,7 +69,9 @@ class Problem:
     For ``gemm``, ``scaled_gemm`` and ``gemm_norm``, ``a`` is ``[m, k]`` and ``b`` is ``[k, n]``;
     for the other ops ``a`` is ``[m, k]``, there is no ``b``, and n is 1. A batch of scaled GEMMs
     are the groups of `Epilogue`; m is rounded up where they have different numbers of rows. What
-    ``epilogue`` says of an op with a norm is the text of a `NormForm`.
+    ``epilogue`` says of an op with a norm is the text of a `NormForm`; of ``norm_backward`` it says
+    what was done, whose bias, norm's weight and norm's bias want a gradient, and with a residual
+    that an output in FP8 is wanted in bfloat16, too.
     """
 
     op: str
@@ -107,7 +109,13 @@ class Problem:
             total += _scale_bytes(self.out_granularity, self.m, self.k)
         columns = self.k if self.b is None else self.n
         total += self._matrices_beside * self.m * columns * Format.BFLOAT16.dtype.itemsize
-        if self.op == "quantize_transpose":
+        if self.op == "norm_backward":
+            total += self.m * self.k * self.a.format.dtype.itemsize
+            words = self.epilogue.split("+")
+            total += (("bias" in words) + 2 * ("affine" in words)) * self.k * 4
+        if self.op == "quantize_transpose" or (
+            self.op == "norm_backward" and self.out_format.is_fp8
+        ):
             total += self.m * self.k * self.out_format.dtype.itemsize
             total += _scale_bytes(self.out_granularity, self.k, self.m)
             if self.epilogue.endswith("column_sums"):
@@ -116,8 +124,10 @@ class Problem:
 
     @property
     def _matrices_beside(self) -> int:
-        """How many matrices as large as the output an epilogue reads, bfloat16."""
+        """How many matrices as large as the output go with an epilogue, bfloat16."""
         each = {"residual": 1, "gate": 1, "cross": 2, "residual_last": 1}
+        if self.op == "norm_backward":  # which writes that of the first, and reads none
+            each = {"residual": 1} if self.out_format.is_fp8 else {}
         return sum(each.get(word, 0) for word in self.epilogue.split("+"))
 
     @property

@@ -7,12 +7,14 @@ scaled_gemm   a [m, k], b [k, n] quantized -> d [m, n]  d = f((a.q a.s) @ (b.q b
 gemm          a [m, k], b [k, n]           -> d [m, n]  d = a @ b + bias
 gemm_norm     a [m, k], b [k, n]           -> d [m, n]  d = g(norm(a @ b + bias))
 norm_quantize x [m, k]                     -> d [m, k]  d = g(norm(x + bias)), k the length of a row
+norm_backward dd, y [m, k]                 -> dy [m, k] dy = dd * d g(norm(y)) / d y
 
 f is what `lokakern.types.Epilogue` says, g and what is added beside a bias `NormEpilogue`. A batch
 is one more axis in front of a, b and d of a gemm, and the groups of a scaled GEMM; the bias stays
 [n]. Operands of gemm_norm are quantized or not; its output is bfloat16, or FP8 with a scale that is
 given (of the whole tensor) or made of d as `quantize` makes it (of rows, or 1x128), as is that of
-norm_quantize.
+norm_quantize. norm_backward writes what `lokakern.gradients.NormGradients` says: dy quantized as it
+lies and transposed, or in bfloat16, or both, and sums of columns.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.errors import UnknownNameError
 from lokakern.norm import normalize
+from lokakern.registry.norm_gradients import gradient_of_rows
 from lokakern.types import PLAIN, Epilogue, NormEpilogue, QuantizedTensor
 
 Matrix = Tensor | QuantizedTensor
@@ -243,9 +246,11 @@ OPS: dict[str, Op] = {
         Op("gemm", ("m", "n", "k"), "d = a @ b + bias", product),
         Op("gemm_norm", ("m", "n", "k"), "d = g(norm(a @ b + bias))", normalized_product),
         Op("norm_quantize", ("m", "k"), "d = g(norm(x + bias)) ~ q * s", normalized_rows),
+        Op("norm_backward", ("m", "k"), "dy = dd * d g(norm(y)) / d y ~ q * s", gradient_of_rows),
     )
 }
 NORM_OPS = frozenset({"gemm_norm", "norm_quantize"})  # whose last operand is a `NormEpilogue`
+EPILOGUE_OPS = NORM_OPS | {"norm_backward"}  # whose problems say a `NormForm`
 
 
 def op_named(name: str) -> Op:

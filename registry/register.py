@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lokakern.errors import UnknownNameError
 from lokakern.registry import digests
-from lokakern.registry.ops import NORM_OPS, op_named
+from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.types import (
     ACCEPTED,
     Device,
@@ -81,11 +81,15 @@ class Kernel:
         gemm          launch(a, b, out, bias, workspace)     b: Tensor [k, n] or QuantizedTensor
         gemm_norm     launch(a, b, out, epilogue, workspace)
         norm_quantize launch(x, out, epilogue, workspace)
+        norm_backward launch(dd, y, outputs, epilogue, workspace)
 
-    Operands of the last two are tensors or `QuantizedTensor`s: a is ``[m, k]``, b ``[k, n]`` as of
-    gemm (of bfloat16 a quantized only as a prepared weight), x bfloat16 ``[m, k]``. out is a
-    bfloat16 tensor, which may be a slice, or a `QuantizedTensor` whose data and scales are written;
-    one with a scale of the whole tensor is given that scale. The epilogue is a `NormEpilogue`.
+    Operands of gemm_norm and norm_quantize are tensors or `QuantizedTensor`s: a is ``[m, k]``, b
+    ``[k, n]`` as of gemm (of bfloat16 a quantized only as a prepared weight), x bfloat16
+    ``[m, k]``. out is a bfloat16 tensor, which may be a slice, or a `QuantizedTensor` whose data
+    and scales are written; one with a scale of the whole tensor is given that scale. The epilogue
+    is a `NormEpilogue`. dd and y of norm_backward are bfloat16 ``[m, k]``, outputs what
+    `lokakern.gradients.NormGradients` says; of its epilogue neither bias nor residual is read: they
+    tell whose gradients are wanted.
 
     FP8 data lie as `types.empty_data` lays them out. Sums of columns are float32 ``[columns]``, or
     None where the epilogue does not ask for them. A scaled GEMM is given its epilogue if the kernel
@@ -161,7 +165,7 @@ class Kernel:
             return Rejected("takes no batch")
         if problem.accumulate and not self.accumulates:
             return Rejected("does not accumulate into its output")
-        if self.op not in NORM_OPS and problem.epilogue not in self.epilogues:
+        if self.op not in EPILOGUE_OPS and problem.epilogue not in self.epilogues:
             return Rejected(f"has no epilogue {problem.epilogue!r}")
         return self.supports_problem(problem, device)
 

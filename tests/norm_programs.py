@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lokakern.kernels.cuda import gemm_norm, norm_quantize, norm_tiles
+import torch
+
+from lokakern.kernels.cuda import gemm_norm, norm_backward, norm_quantize, norm_tiles
 from lokakern.kernels.cuda.norm_quantize import Signature
 from lokakern.kernels.cuda.norm_tiles import NormKind
 from lokakern.nvrtc import Program
@@ -16,6 +18,7 @@ SIZES = (
     (2048, 512, 512), (8192, 512, 512), (2048, 1024, 1024), (8192, 1024, 1024),
     (32768, 1024, 1024), (2048, 2048, 2048), (8192, 256, 1024), (2048, 1024, 256),
     (2048, 256, 1024), (4096, 192, 512), (4096, 720, 512), (256, 40, 96), (256, 8, 40),
+    (2048, 512, 2048), (4096, 4096, 512),
 )  # fmt: skip
 KINDS = {
     "layer": NormKind("row", "layer", vectors=7),
@@ -41,6 +44,18 @@ SIGNATURES = {
     "gate": (2, "rms", 0, 2, 2, 2, "gate", 1, 2),
     "cross": (2, "none", 0, 0, 4, 0, "cross", 2, 0),
 }
+# Of norm_backward: parts of a tile, one, a cluster of them, two teams, and several for each team.
+BACKWARD_COLUMNS = (72, 128, 1024, 2048, 8192)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BACKWARD = {
+    "layer e5m2": ("layer", 0, 6, 4, "none", 7, True, E5M2),
+    "layer silu e5m2": ("layer", 0, 6, 2, "silu", 7, True, E5M2),
+    "rms hardswish": ("rms", 0, 2, 4, "hardswish", 3, False, E4M3),
+    "block_rms hardswish e5m2": ("block_rms", 256, 0, 4, "hardswish", 1, False, E5M2),
+    "block_rms narrow": ("block_rms", 8, 6, 4, "silu", 6, True, E4M3),
+    "layer plain": ("layer", 0, 6, 4, "relu", 6, True, None),
+    "none relu e5m2": ("none", 0, 0, 4, "relu", 1, False, E5M2),
+}
 
 
 def programs() -> Iterator[tuple[str, Program]]:
@@ -65,3 +80,9 @@ def programs() -> Iterator[tuple[str, Program]]:
                 continue
             bound = norm_quantize.bind(Signature(columns, *fields))
             yield f"norm_quantize {columns} {words}", bound.launch.program
+    for words, rest in BACKWARD.items():
+        for columns in BACKWARD_COLUMNS:
+            if rest[1] and columns % rest[1]:
+                continue
+            backward = norm_backward.bind(norm_backward.Signature(columns, *rest))
+            yield f"norm_backward {columns} {words}", backward.launch.program

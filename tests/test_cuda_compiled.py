@@ -188,7 +188,7 @@ GEMMS = [n for n, program in CASES.items() if program.entry in ("scaled_gemm", "
 NORMS = [n for n, program in CASES.items() if program.entry in ("gemm_norm", "norm_quantize")]
 CLUSTERS = [n for n in NORMS if int(dict(CASES[n].macros).get("CLUSTER", 1)) > 1]
 ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
-WITHOUT_DATA = ("gather", "finish", "scales", "adds")
+WITHOUT_DATA = ("gather", "finish", "scales", "adds", "plain")
 
 
 @functools.cache

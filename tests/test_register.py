@@ -18,7 +18,7 @@ from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry import register as registry
 from lokakern.registry.digests import KERNELS_ROOT
-from lokakern.registry.ops import NORM_OPS, OPS
+from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.register import (
     ANY,
     FP8_GPUS,
@@ -267,6 +267,7 @@ ACCUMULATIONS = {
     "gemm": {"float32", "promoted", "fast"},
     "gemm_norm": {"float32", "promoted", "rounded", "promoted+rounded", "fast+rounded"},
     "norm_quantize": {"none"},
+    "norm_backward": {"none"},
 }
 
 
@@ -296,7 +297,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
         assert (KERNELS_ROOT / f"{module}.py").is_file()
     for part in found.parts:
         assert KERNELS[part].op in PARTS[found.op]
-    if found.op not in ("gemm", *NORM_OPS):
+    if found.op not in ("gemm", *EPILOGUE_OPS):
         assert found.granularity is not Granularity.NONE
     if found.op != "gemm_norm":
         assert found.quantizes == bool(found.parts)

@@ -1,0 +1,83 @@
+"""What a kernel of op ``norm_backward`` writes, and the slopes it multiplies by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lokakern.epilogue import ACTIVATIONS, NormEpilogue
+from lokakern.errors import UnknownNameError
+from lokakern.quantized import QuantizedTensor, empty_data
+
+if TYPE_CHECKING:
+    from lokakern.types import Problem
+
+
+class NormGradients(NamedTuple):
+    """Gradients of what was normalized, of the vectors around it, and of what is quantized.
+
+    Attributes:
+        dy: Of what was normalized, bfloat16 ``[m, k]``; None where nobody wants it so.
+        quantized: The same, FP8 ``[m, k]`` with scales of rows or 1x128; None as well.
+        quantized_t: Of its transpose, ``[k, m]``; with `quantized`.
+        sums: Of columns, float32 ``[n, k]``: of the bias of the GEMM before, the norm's weight and
+            its bias, as far as the epilogue has them, in this order; None if it has none.
+    """
+
+    dy: Tensor | None
+    quantized: QuantizedTensor | None
+    quantized_t: QuantizedTensor | None
+    sums: Tensor | None
+
+
+def sums_of(epilogue: NormEpilogue) -> int:
+    """Which sums a kernel makes, as bits: 1 of the bias, 2 of the weight, 4 of the norm's bias."""
+    given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
+    return sum(1 << i for i, x in enumerate(given) if x is not None)
+
+
+def slope(z: Tensor, activation: str) -> Tensor:
+    """The derivative of an activation, as torch has it, in the dtype of z; NaN, or 1, at NaN.
+
+    Raises:
+        UnknownNameError: There is none.
+    """
+    if activation == "none":
+        return torch.ones_like(z)
+    if activation == "relu":
+        return (~(z <= 0.0)).to(z.dtype)
+    if activation == "hardswish":
+        rising = torch.where(z >= 3.0, 1.0, z / 3.0 + 0.5)
+        return torch.where(z <= -3.0, 0.0, rising)
+    if activation == "silu":
+        s = torch.sigmoid(z)
+        return s * (1.0 + z * (1.0 - s))
+    raise UnknownNameError(
+        f"activation {activation!r} is unknown; expected one of {', '.join(ACTIVATIONS)}"
+    )
+
+
+def empty_gradients(
+    problem: Problem, epilogue: NormEpilogue, device: torch.device
+) -> NormGradients:
+    """What a launch at a problem writes, allocated; dy where a residual, or nothing else, is."""
+    m, k = problem.shape
+    form, granularity = problem.out_format, problem.out_granularity
+    dy = quantized = quantized_t = sums = None
+    if not form.is_fp8 or "residual" in problem.epilogue.split("+"):
+        dy = torch.empty((m, k), dtype=torch.bfloat16, device=device)
+    if form.is_fp8:
+        quantized, quantized_t = (
+            QuantizedTensor(
+                empty_data(rows, columns, form.dtype, device),
+                granularity.empty_scale(rows, columns, device),
+                granularity,
+            )
+            for rows, columns in ((m, k), (k, m))
+        )
+    count = sums_of(epilogue).bit_count()
+    if count:
+        sums = torch.empty((count, k), dtype=torch.float32, device=device)
+    return NormGradients(dy, quantized, quantized_t, sums)
