@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from lokakern.bench.accuracy import Cell, rows_drawn
 from lokakern.bench.measure import floor_us
+from lokakern.registry.ops import NORM_OPS
 from lokakern.types import Device, Problem
 
 BEGIN_S = 20.0  # kernels compiled on all cores, a worker, a GPU context
 PROBLEM_S, CANDIDATE_S = 0.02, 0.022
+NORM_CANDIDATE_S = 0.03  # compared after a norm in float64
 # Calls of a candidate, in floors of its problem: warmed, replayed at least 5 times, checked.
 GPU_CALLS, CPU_CALLS = 60.0, 8.0
 CPU_SLOWDOWN = 1e4  # of an H200's floor, by a core
@@ -25,7 +27,8 @@ def timing_s(problem: Problem, candidates: int, device: Device) -> float:
     if not device.is_gpu:
         each = CPU_CANDIDATE_S + CPU_CALLS * CPU_SLOWDOWN * call_s / device.compute_units
         return PROBLEM_S + candidates * each
-    return PROBLEM_S + candidates * (CANDIDATE_S + GPU_CALLS * call_s)
+    candidate_s = NORM_CANDIDATE_S if problem.op in NORM_OPS else CANDIDATE_S
+    return PROBLEM_S + candidates * (candidate_s + GPU_CALLS * call_s)
 
 
 def error_s(cell: Cell, device: Device) -> float:
