@@ -45,7 +45,8 @@ SIGNATURES = {
     "cross": (2, "none", 0, 0, 4, 0, "cross", 2, 0),
 }
 # Of norm_backward: parts of a tile, one, a cluster of them, two teams, and several for each team.
-BACKWARD_COLUMNS = (72, 128, 1024, 2048, 8192)
+BACKWARD_COLUMNS = {"layer e5m2": (72, 128, 1024, 2048, 8192)}  # and of the others:
+BACKWARD_COLUMNS_OF_OTHERS = (128, 2048)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BACKWARD = {
     "layer e5m2": ("layer", 0, 6, 4, "none", 7, True, E5M2),
@@ -61,9 +62,7 @@ BACKWARD = {
 def programs() -> Iterator[tuple[str, Program]]:
     """By kernel, size and words."""
     for words, kind in (KINDS | ANY_SIZE).items():
-        for m, n, k in (
-            KINDS_AT.get(words, SIZES) if words in KINDS else ((2048, 512, 512), (8192, 512, 512))
-        ):
+        for m, n, k in KINDS_AT.get(words, SIZES) if words in KINDS else ((8192, 512, 512),):
             blocks = kind._replace(block=min(kind.block, n))
             if blocks.block and n % blocks.block:
                 continue
@@ -81,7 +80,7 @@ def programs() -> Iterator[tuple[str, Program]]:
             bound = norm_quantize.bind(Signature(columns, *fields))
             yield f"norm_quantize {columns} {words}", bound.launch.program
     for words, rest in BACKWARD.items():
-        for columns in BACKWARD_COLUMNS:
+        for columns in BACKWARD_COLUMNS.get(words, BACKWARD_COLUMNS_OF_OTHERS):
             if rest[1] and columns % rest[1]:
                 continue
             backward = norm_backward.bind(norm_backward.Signature(columns, *rest))
