@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from lokakern.chain_run import ChainRun
 from lokakern.chain_search import Path
 from lokakern.chain_ways import CONVERSIONS, NONE, Chain, Step
 from lokakern.device import current_device, devices_here
-from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.evidence import within_noise
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Granularity, Problem
 
@@ -112,20 +113,28 @@ class ChainChoice:
         Raises:
             UnsupportedError: The choice is for another device.
             ShapeError: There is not one weight a layer, or one does not fit.
-            FormatError: A dtype is not supported.
+            FormatError: A dtype is not supported, or an argument is no sequence.
         """
         if self.chain.device not in devices_here():
             raise UnsupportedError(
                 f"this chain is for {self.chain.device.product}; here is "
                 f"{current_device().product}; dispatch without device= to run it"
             )
-        given = [weights, biases, norm_weights, norm_biases]
+        given: dict[str, Any] = {
+            "weights": weights, "biases": biases, "norm_weights": norm_weights,
+            "norm_biases": norm_biases,
+        }  # fmt: skip
         count = len(self.chain.layers)
-        columns = [[None] * count if x is None else list(x) for x in given]
-        for name, x in zip(("weights", "biases", "norm_weights", "norm_biases"), columns,
-                           strict=True):  # fmt: skip
-            if len(x) != count:
-                raise ShapeError(f"prepare: {len(x)} {name} of {count} layers; expected one each")
+        columns = []
+        for name, x in given.items():
+            if x is not None and not isinstance(x, Sequence):
+                kind = type(x).__name__
+                raise FormatError(f"prepare: {name} is {kind}; expected a sequence, one a layer")
+            column = [None] * count if x is None else list(x)
+            if len(column) != count:
+                found = len(column)
+                raise ShapeError(f"prepare: {found} {name} of {count} layers; expected one each")
+            columns.append(column)
         return ChainRun(self.chain, self.steps, list(zip(*columns, strict=True)), eps)
 
     def explain(self) -> str:

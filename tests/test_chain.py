@@ -495,6 +495,8 @@ def wrong_calls() -> list[tuple[Callable[[Any, Any, Any], Any], type[Exception],
     ready = dispatch_chain
     return [
         (lambda x, w, b: ready(LAYERS, 32).prepare(w[:2], b), ShapeError, "2 weights of 4 layers"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(3, b), FormatError, "weights is int; expected"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare(w, b[0]), FormatError, "biases is Tensor"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w), ShapeError, "is 'bias.block_rms"),
         (lambda x, w, b: ready(LAYERS, 32).prepare([v.t() for v in w], b), ShapeError, "row-major"),
         (lambda x, w, b: ready(LAYERS, 32).prepare([v.float() for v in w], b), FormatError,
