@@ -25,9 +25,16 @@ KINDS = {
     "layer bf16": NormKind("none", "layer", vectors=7, vector_item=2),
     "block_rms static": NormKind("row", "block_rms", 256, 1, last="hardswish", out="tensor"),
 }
-KINDS_AT = {"layer bf16": SIZES[1::3], "block_rms static": SIZES[::2]}
+KINDS["layer fast"] = KINDS["layer"]._replace(scales="tensor", fast=True)
+KINDS["block_rms static fast"] = KINDS["block_rms static"]._replace(scales="tensor", fast=True)
+KINDS_AT = {
+    "layer bf16": SIZES[1::3], "block_rms static": SIZES[::2], "layer fast": SIZES[::2],
+    "block_rms static fast": SIZES[1::3],
+}  # fmt: skip
 ANY_SIZE = {
     "rms tensor to rows": NormKind("tensor", "rms", out="row"),
+    "rms fast to rows": NormKind("row", "rms", out="row", fast=True),
+    "residual fast": NormKind("tensor", "layer", vectors=7, residual=1, out="group", fast=True),
     "rms affine to rows": NormKind("row", "rms", vectors=6, last="silu", out="row"),
     "layer block to groups": NormKind("block", "layer", vectors=7, residual=1, out="group"),
     "block_rms narrow": NormKind("block", "block_rms", 64, last="relu", residual=2),
@@ -68,7 +75,7 @@ def programs() -> Iterator[tuple[str, Program]]:
                 continue
             tile = norm_tiles.tile_for(m, n, k, blocks, SMS)
             assert tile is not None, (m, n, k, words)
-            name = "bf16" if kind.scales == "none" else kind.scales
+            name = "bf16" if kind.scales == "none" else kind.scales + "_fast" * kind.fast
             yield (
                 f"gemm_norm_{name} {m}x{n}x{k} {words}",
                 gemm_norm.bind(n, k, tile, blocks).program,

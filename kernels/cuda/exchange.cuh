@@ -5,7 +5,7 @@
 //     CLUSTER         blocks that share rows
 //     THROUGH_MEMORY  1: they are no cluster, but any of a cooperative launch
 #pragma once
-#include "mainloop.cuh"
+#include "norm_mainloop.cuh"
 
 constexpr int SLOT_BYTES = 64 * CLUSTER * (THROUGH_MEMORY ? 16 : 8);
 // Two slots; in shared memory the barrier of each follows.

@@ -7,7 +7,9 @@
 // BLOCK_N columns of a row; where more share statistics, the blocks that have them walk over the
 // same rows in step and tell each other mean and squared deviations of each row. Merged as count,
 // mean and squared deviations (Chan), in the order of columns, in every block alike: deterministic,
-// and right where the mean is thousands of times the deviation.
+// and right where the mean is thousands of times the deviation. After the products no warp waits for
+// another of its block. It writes from its registers where rows of b are permuted for it, through
+// shared memory and bulk copies elsewhere.
 //
 // Macros besides those of mainloop.cuh, norm_mainloop.cuh and exchange.cuh, from norm_tiles.py:
 //
@@ -21,11 +23,10 @@
 //     LAST         0: nothing; 1: relu; 2: hardswish; 3: silu; 4: gate sigmoid(z); 5: x0 z + x
 //     OUT          bytes of an element: 2: bfloat16; 1: e4m3
 //     OUT_SCALES   of e4m3: 1: one, given; 2: of rows; 3: of 128 of a row
-//     CHUNK_BYTES, CHUNKS  of a row that one bulk copy writes; buffers of a warpgroup for them
+//     CHUNK_BYTES, CHUNKS  of a row that one bulk copy writes; buffers of a warpgroup for them, where
+//                  not PERMUTED
 //     SHARED_BYTES, SM_BLOCKS
-#include "norm_mainloop.cuh"
 #include "exchange.cuh"
-#include "norm.cuh"
 
 constexpr int SPAN_BLOCKS = SPAN > BLOCK_N ? (SPAN + BLOCK_N - 1) / BLOCK_N : 1;
 constexpr int SPANS = SPAN < BLOCK_N && SPAN < N ? BLOCK_N / SPAN : 1;  // of a tile
@@ -36,17 +37,23 @@ constexpr int CHUNKS_OF_ROW = BLOCK_N / CHUNK_COLUMNS;
 constexpr int SWIZZLE =
     CHUNK_BYTES == 128 || CHUNK_BYTES == 64 || CHUNK_BYTES == 32 ? CHUNK_BYTES / 16 - 1 : 0;
 constexpr int CHUNK_SIZE = (64 * CHUNK_BYTES + 1023) / 1024 * 1024;
-constexpr int STAGING_BYTES = CHUNKS * CHUNK_SIZE;  // of a warpgroup
+constexpr int STAGING_BYTES = PERMUTED ? 0 : CHUNKS * CHUNK_SIZE;  // of a warpgroup
 constexpr int SMALL_AT = OPERAND_BYTES + WARPGROUPS * STAGING_BYTES;
-// Of each column: scale of b and bias, then weight and shift.
+// Of each column: scale of b and bias, as far as there are any; then weight and shift.
 constexpr int VECTORS_AT = (SMALL_AT + SMALL_BYTES + 15) / 16 * 16;
+constexpr bool SCALED = OPERAND_SCALES == 2, BIASED = VECTORS & 1;
+constexpr bool WEIGHTED = VECTORS & 2, SHIFTED = VECTORS & 4;
 // The second round is of rows' largest values.
 constexpr bool EXCHANGES = SPAN_BLOCKS > 1 && NORM != 0;
 constexpr bool EXCHANGES_AMAX = CLUSTER > 1 && OUT == 1 && OUT_SCALES == 2;
 constexpr int ROUNDS = EXCHANGES + EXCHANGES_AMAX;
 constexpr bool IN_CLUSTER = ROUNDS > 0 && !THROUGH_MEMORY;
 constexpr int SHARED_ROUNDS = IN_CLUSTER ? WARPGROUPS * ROUNDS : 0;
-constexpr int EXCHANGE_AT = (VECTORS_AT + 2 * BLOCK_N * 8 + 15) / 16 * 16;
+// One scale of all sums is part of the norm, and their bias of the product.
+constexpr bool DEFERS = OPERAND_SCALES == 1 && WHOLE && NORM != 0 && RESIDUAL != 1;
+constexpr bool ADDS = BIASED && (DEFERS || BF16);
+constexpr int PLUS_AT = (VECTORS_AT + 2 * BLOCK_N * 8 + 127) / 128 * 128;
+constexpr int EXCHANGE_AT = ADDS ? PLUS_AT + Plus::BYTES : PLUS_AT;
 // Under scales of rows a common factor of a row is one of its scale: no element is divided by it.
 constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && RESIDUAL != 2 &&
                        OUT == 1 && OUT_SCALES == 2;
@@ -56,6 +63,8 @@ constexpr bool MERGES =
     NORM != 0 && LAST <= 2 && !(VECTORS & 6) && RESIDUAL != 2 && OUT == 1 && OUT_SCALES == 1;
 // A chunk is on its way out while the next is normalized, unless a scale waits for all of them.
 constexpr bool EARLY = SPANS == 1 && !(OUT == 1 && OUT_SCALES == 2);
+// So many chunks wait together to be seen by bulk copies, which takes a while.
+constexpr int FENCED = OUT == 2 && CHUNKS % 2 == 0 ? 2 : 1;
 static_assert(EXCHANGE_AT + SHARED_ROUNDS * ROUND_BYTES <= SHARED_BYTES, "shared memory");
 static_assert(SPAN % BLOCK_N == 0 || BLOCK_N % SPAN == 0 || SPAN == N, "a tile is of whole spans");
 static_assert(!EXCHANGES || SPAN_BLOCKS == CLUSTER, "a cluster shares statistics");
@@ -63,11 +72,87 @@ static_assert(TILES_N % CLUSTER == 0, "clusters have whole rows, or whole spans 
 static_assert(OUT != 1 || OUT_SCALES != 3 || BLOCK_N % 128 == 0, "groups of 128 columns");
 static_assert(!TAIL || SPANS == 1, "blocks of columns divide a tile");
 
+__device__ __forceinline__ float vector_at(const void* from, int place) {
+    if constexpr (VECTOR_ITEM == 4) return static_cast<const float*>(from)[place];
+    return from_bfloat16(static_cast<const unsigned short*>(from)[place]);
+}
+
+// Two values of each column, or one where there is no more, side by side, in the order of products.
+template <bool FIRST, bool SECOND>
+struct Columns {
+    float* values;
+
+    __device__ __forceinline__ void store(int column, float first, float second) const {
+        if constexpr (FIRST && SECOND) {
+            reinterpret_cast<float2*>(values)[column] = make_float2(first, second);
+        } else if constexpr (FIRST || SECOND) {
+            values[column] = FIRST ? first : second;
+        }
+    }
+
+    // Of two columns; what there is not stays as it is.
+    __device__ __forceinline__ void load(int column, float (&first)[2], float (&second)[2]) const {
+        if constexpr (FIRST && SECOND) {
+            const float4 both = *reinterpret_cast<const float4*>(values + column * 2);
+            first[0] = both.x, second[0] = both.y, first[1] = both.z, second[1] = both.w;
+        } else if constexpr (FIRST || SECOND) {
+            const float2 both = *reinterpret_cast<const float2*>(values + column);
+            (FIRST ? first : second)[0] = both.x;
+            (FIRST ? first : second)[1] = both.y;
+        }
+    }
+};
+using BeforeNorm = Columns<SCALED, BIASED>;
+using AfterNorm = Columns<WEIGHTED, SHIFTED>;
+
+// What goes into an output beside sums: of this thread's two rows, pairs of bfloat16 values.
+struct Beside {
+    const unsigned* rows[2];  // of a tile, from the thread's first column on; null beyond the last
+    unsigned pairs[2][PERMUTED ? 4 : 1];
+
+    __device__ __forceinline__ Beside(
+        const unsigned short* from, long long stride, const Tile& tile, int row) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + half * 8;
+            const unsigned short* at = from + r * stride + tile.column + column_of(0);
+            rows[half] = r < tile.end ? reinterpret_cast<const unsigned*>(at) : nullptr;
+        }
+    }
+
+    // Of values `i` on, a multiple of 4, as many as there is room for; 0 outside.
+    __device__ __forceinline__ void load(int i, int columns) {
+        if (PERMUTED && i % 16 != 0) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned* at = rows[half] + i;  // 2 columns of each 4 bytes
+            const bool inside = rows[half] && (!TAIL || column_of(i) < columns);
+            if constexpr (PERMUTED) {
+                uint4 four = make_uint4(0, 0, 0, 0);
+                if (inside) four = *reinterpret_cast<const uint4*>(at);
+                pairs[half][0] = four.x, pairs[half][1] = four.y;
+                pairs[half][2] = four.z, pairs[half][3] = four.w;
+            } else {
+                pairs[half][0] = inside ? *at : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ float2 at(int i, int half) const {
+        const unsigned both = pairs[half][PERMUTED ? i / 4 % 4 : 0];
+        return make_float2(from_bfloat16(both & 0xffff), from_bfloat16(both >> 16));
+    }
+};
+
 struct Given {
     const TensorMap& map;
-    const float* a_scale;
+    char* out;
+    long long out_stride;  // bytes
+    const float* a_scale;  // of the tensors, where OPERAND_SCALES is 1
     const float* b_scale;
-    float* out_scale;  // OUT_SCALES 1: given; 2: [m]; 3: [N / 128, out_scale_stride]
+    float scale;        // their product; 0 where it is beyond what is usual
+    float out_inverse;  // of the scale that is given, where OUT_SCALES is 1
+    float* out_scale;   // OUT_SCALES 2: [m]; 3: [N / 128, out_scale_stride]
     long long out_scale_stride;
     const unsigned short* residual;
     const unsigned short* first;   // gate, or x0
@@ -86,8 +171,9 @@ __device__ __forceinline__ float largest_of_quad(float v) {
     return fmaxf(v, __shfl_xor_sync(0xffffffffu, v, 2));
 }
 
-__device__ __forceinline__ unsigned swizzled(unsigned offset) {
-    return SWIZZLE ? offset ^ (offset >> 7 & SWIZZLE) << 4 : offset;
+// What the pieces of a row in a buffer are permuted by: of rows 8 apart the same.
+__device__ __forceinline__ unsigned swizzle_of(int row) {
+    return (row * CHUNK_BYTES >> 7 & SWIZZLE) << 4;
 }
 
 // Columns of a block of the cluster: the last has fewer where rows end within a tile.
@@ -104,14 +190,14 @@ struct Chains {
     }
 };
 
-// Of this thread's two rows, mean and reciprocal deviation of the span that begins at `first`.
+// Of this thread's two rows, the reciprocal deviation of the span that begins at `first`. Layer
+// norm also takes this block's mean from each value, while it adds up their squares; what then is
+// left of the mean of all blocks, small beside the deviation, is to be added.
 __device__ __forceinline__ void statistics(
-    const Sums& y, int first, int columns, float eps, Exchange& exchange, float (&mean)[2],
+    Sums& y, int first, int columns, float eps, float scale, Exchange& exchange, float (&left)[2],
     float (&rstd)[2]) {
-    const int pair = threadIdx.x % 4 * 2;
     const float count = TAIL ? static_cast<float>(columns) : static_cast<float>(SPAN_COLUMNS);
-    float squares[2];
-    mean[0] = mean[1] = 0.0f;
+    float squares[2], mean[2] = {0.0f, 0.0f};
     if constexpr (NORM == 1) {
         Chains sums[2];  // what lies beyond the columns is 0
 #pragma unroll
@@ -123,9 +209,13 @@ __device__ __forceinline__ void statistics(
     Chains sums[2];
 #pragma unroll
     for (int i = 0; i < SPAN_COLUMNS / 2; ++i) {
-        float distance = y[first + i] - mean[i / 2 % 2];
-        if constexpr (TAIL && NORM == 1) {
-            if (i / 4 * 8 + pair + i % 2 >= columns) distance = 0.0f;
+        float distance = y[first + i];
+        if constexpr (NORM == 1) {
+            distance -= mean[i / 2 % 2];
+            if constexpr (TAIL) {
+                if (column_of(i / 4 * 4) + i % 2 >= columns) distance = 0.0f;
+            }
+            y[first + i] = distance;
         }
         float& sum = sums[i / 2 % 2].sum[i / 4 % 2 * 2 + i % 2];
         sum = fmaf(distance, distance, sum);
@@ -153,22 +243,17 @@ __device__ __forceinline__ void statistics(
                 }
                 before = now;
             }
-            mean[half] = of_all;
+            left[half] = mean[half] - of_all;
             squares[half] = around;
         }
         all = static_cast<float>(SPAN);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        rstd[half] = rsqrtf(fmaf(squares[half], 1.0f / all, eps));
+        const float share = DEFERS ? scale * scale / all : 1.0f / all;
+        rstd[half] = rsqrtf(fmaf(squares[half], share, eps));
+        if constexpr (DEFERS) rstd[half] *= scale;
     }
-}
-
-__device__ __forceinline__ float2
-bfloat16_pair_at(const unsigned short* from, long long stride, int row, int column, bool inside) {
-    unsigned both = 0;
-    if (inside) both = *reinterpret_cast<const unsigned*>(from + row * stride + column);
-    return make_float2(from_bfloat16(both & 0xffff), from_bfloat16(both >> 16));
 }
 
 // What is quantized by a scale of its own must not have an infinite one: then infinity is NaN.
@@ -193,44 +278,75 @@ __device__ __forceinline__ float largest_finite(float (&y)[COUNT], int first, in
     return largest_of_quad(amax);
 }
 
+// Values i, i + 1, i + 4, i + 5 and so on, of 8 neighbors of a row.
+__device__ __forceinline__ void store_eight(char* to, const Sums& y, int i, float inverse) {
+    if constexpr (OUT == 2) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(
+            bfloat16_pair(y[i], y[i + 1]), bfloat16_pair(y[i + 4], y[i + 5]),
+            bfloat16_pair(y[i + 8], y[i + 9]), bfloat16_pair(y[i + 12], y[i + 13]));
+    } else {
+        unsigned pair[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            pair[j] = encode_pair<false>(y[i + j * 4] * inverse, y[i + j * 4 + 1] * inverse);
+        }
+        *reinterpret_cast<uint2*>(to) =
+            make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+    }
+}
+
 __device__ __forceinline__ void finish(
     Sums& y, const Given& given, const Tile& tile, const float (&row_scale)[2], unsigned staging,
-    const float2* vectors, Exchange& exchange, Exchange& amax_exchange, int warpgroup, int row) {
+    const BeforeNorm& before_norm, const AfterNorm& after_norm, Exchange& exchange,
+    Exchange& amax_exchange, int row) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, pair = lane % 4 * 2;
     const int in_tile = warp * 16 + lane / 4;
     const int of_thread = row + in_tile;
     const int columns = TAIL ? min(N - tile.column, BLOCK_N) : BLOCK_N;
-    const bool elected = threadIdx.x % 128 == 0;
-    const float tensor_scale = OPERAND_SCALES == 1 ? *given.b_scale : 1.0f;
+    // Where the product of two scales may not be a usual number, one is applied after the other.
+    if constexpr (OPERAND_SCALES == 1) {
+        if (given.scale == 0.0f) {  // rare
+            const float a_scale = *given.a_scale, b_scale = *given.b_scale;
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i += 4) {
-        const int column = i * 2 + pair;
-        float4 of_columns;  // scale and bias of two columns
-        if constexpr (OPERAND_SCALES == 2 || (VECTORS & 1)) {
-            of_columns = *reinterpret_cast<const float4*>(vectors + column);
+            for (int i = 0; i < BLOCK_N / 2; ++i) y[i] *= a_scale;
+#pragma unroll
+            for (int i = 0; i < (DEFERS ? BLOCK_N / 2 : 0); i += 4) {
+                float scale[2], bias[2] = {0.0f, 0.0f};
+                before_norm.load(i * 2 + pair, scale, bias);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) y[i + j] = fmaf(y[i + j], b_scale, bias[j % 2]);
+            }
         }
+    }
+    const float usual_scale = given.scale != 0.0f ? given.scale : DEFERS ? 1.0f : *given.b_scale;
+    Beside residual(given.residual, given.residual_stride, tile, of_thread);
+    Beside first(given.first, given.first_stride, tile, of_thread);
+    Beside second(given.second, given.second_stride, tile, of_thread);
+#pragma unroll
+    for (int i = 0; i < (DEFERS ? 0 : BLOCK_N / 2); i += 4) {
+        if constexpr (RESIDUAL == 1) {
+            // No more loads at once than there are registers for.
+            if (i % 64 == 0) asm volatile("" ::: "memory");
+            residual.load(i, columns);
+        }
+        float scale[2] = {usual_scale, usual_scale}, bias[2] = {0.0f, 0.0f};
+        before_norm.load(i * 2 + pair, scale, bias);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float2 v = make_float2(y[i + half * 2], y[i + half * 2 + 1]);
-            if constexpr (OPERAND_SCALES != 0) {
+            if constexpr (SCALED) {
                 v.x *= row_scale[half];
                 v.y *= row_scale[half];
             }
-            if constexpr (OPERAND_SCALES == 2) {
-                v.x = fmaf(v.x, of_columns.x, VECTORS & 1 ? of_columns.y : 0.0f);
-                v.y = fmaf(v.y, of_columns.z, VECTORS & 1 ? of_columns.w : 0.0f);
-            } else if constexpr (OPERAND_SCALES == 1) {
-                v.x = fmaf(v.x, tensor_scale, VECTORS & 1 ? of_columns.y : 0.0f);
-                v.y = fmaf(v.y, tensor_scale, VECTORS & 1 ? of_columns.w : 0.0f);
-            } else if constexpr (VECTORS & 1) {
-                v.x += of_columns.y;
-                v.y += of_columns.w;
+            if constexpr (OPERAND_SCALES != 0) {
+                v.x = fmaf(v.x, scale[0], bias[0]);
+                v.y = fmaf(v.y, scale[1], bias[1]);
+            } else if constexpr (BIASED && !ADDS) {
+                v.x += bias[0];
+                v.y += bias[1];
             }
             if constexpr (RESIDUAL == 1) {
-                const int r = of_thread + half * 8;
-                const bool inside = r < tile.end && column < columns;
-                const float2 more = bfloat16_pair_at(
-                    given.residual, given.residual_stride, r, tile.column + column, inside);
+                const float2 more = residual.at(i, half);
                 v.x += more.x;
                 v.y += more.y;
             }
@@ -239,61 +355,63 @@ __device__ __forceinline__ void finish(
         }
     }
     float folded[2] = {1.0f, 1.0f};
-    const float out_inverse = OUT == 1 && OUT_SCALES == 1 ? __frcp_rn(*given.out_scale) : 1.0f;
-    float mean[2] = {0.0f, 0.0f}, rstd[2] = {1.0f, 1.0f};
+    const float out_inverse = OUT == 1 && OUT_SCALES == 1 ? given.out_inverse : 1.0f;
+    float left[2] = {0.0f, 0.0f}, rstd[2] = {1.0f, 1.0f};
     // Values `from` to `to`, of one span.
     const auto normalize = [&](int from, int to) {
         const float sixth[2] = {rstd[0] * (1.0f / 6.0f), rstd[1] * (1.0f / 6.0f)};
         const float factor[2] = {
             MERGES ? rstd[0] * out_inverse : rstd[0], MERGES ? rstd[1] * out_inverse : rstd[1]};
+        constexpr bool LEAVES = NORM == 1 && EXCHANGES;  // something of the mean
+        const float offset[2] = {left[0] * factor[0], left[1] * factor[1]};
 #pragma unroll
         for (int i = from; i < to; i += 4) {
-            const int column = i * 2 + pair;
-            float4 affine;  // weight and shift of two columns
-            if constexpr (VECTORS & 6)
-                affine = *reinterpret_cast<const float4*>(vectors + BLOCK_N + column);
+            if constexpr (LAST >= 4) first.load(i, columns);
+            if constexpr (LAST == 5) second.load(i, columns);
+            if constexpr (RESIDUAL == 2) residual.load(i, columns);
+            const int column = column_of(i);
+            float weight[2] = {1.0f, 1.0f}, shift[2] = {0.0f, 0.0f};
+            after_norm.load(i * 2 + pair, weight, shift);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int r = of_thread + half * 8;
-                const bool inside = r < tile.end && column < columns;
                 float2 z = make_float2(y[i + half * 2], y[i + half * 2 + 1]);
-                if constexpr (NORM == 1) {
-                    z.x -= mean[half];
-                    z.y -= mean[half];
-                }
                 if constexpr (MERGES && LAST == 2) {
+                    if constexpr (LEAVES) {
+                        z.x += left[half];
+                        z.y += left[half];
+                    }
                     const float2 share = make_float2(
                         __saturatef(fmaf(z.x, sixth[half], 0.5f)),
                         __saturatef(fmaf(z.y, sixth[half], 0.5f)));
                     z.x *= factor[half] * share.x;
                     z.y *= factor[half] * share.y;
+                } else if constexpr (LEAVES) {
+                    z.x = fmaf(z.x, factor[half], offset[half]);
+                    z.y = fmaf(z.y, factor[half], offset[half]);
                 } else if constexpr (NORM != 0 && !FOLDS) {
                     z.x *= factor[half];
                     z.y *= factor[half];
                 }
-                if constexpr (VECTORS & 6) {
-                    z.x = fmaf(z.x, affine.x, affine.y);
-                    z.y = fmaf(z.y, affine.z, affine.w);
+                if constexpr (WEIGHTED || SHIFTED) {
+                    z.x = fmaf(z.x, weight[0], shift[0]);
+                    z.y = fmaf(z.y, weight[1], shift[1]);
                 }
                 if constexpr (LAST < 4 && !(MERGES && LAST == 2)) {
                     z.x = activated<LAST>(z.x);
                     z.y = activated<LAST>(z.y);
                 } else if constexpr (LAST >= 4) {
-                    const float2 first = bfloat16_pair_at(
-                        given.first, given.first_stride, r, tile.column + column, inside);
+                    const float2 factor = first.at(i, half);
                     if constexpr (LAST == 4) {
-                        z.x = first.x * sigmoid(z.x);
-                        z.y = first.y * sigmoid(z.y);
+                        z.x = factor.x * sigmoid(z.x);
+                        z.y = factor.y * sigmoid(z.y);
                     } else {
-                        const float2 second = bfloat16_pair_at(
-                            given.second, given.second_stride, r, tile.column + column, inside);
-                        z.x = fmaf(first.x, z.x, second.x);
-                        z.y = fmaf(first.y, z.y, second.y);
+                        const float2 more = second.at(i, half);
+                        z.x = fmaf(factor.x, z.x, more.x);
+                        z.y = fmaf(factor.y, z.y, more.y);
                     }
                 }
                 if constexpr (RESIDUAL == 2) {
-                    const float2 more = bfloat16_pair_at(
-                        given.residual, given.residual_stride, r, tile.column + column, inside);
+                    const float2 more = residual.at(i, half);
                     z.x += more.x;
                     z.y += more.y;
                 }
@@ -314,7 +432,7 @@ __device__ __forceinline__ void finish(
     for (int span = 0; span < SPANS; ++span) {
         const int begin = span * (SPAN_COLUMNS / 2);
         if constexpr (NORM != 0) {
-            statistics(y, begin, columns, given.eps, exchange, mean, rstd);
+            statistics(y, begin, columns, given.eps, usual_scale, exchange, left, rstd);
         }
         if constexpr (!EARLY) normalize(begin, begin + SPAN_COLUMNS / 2);
     }
@@ -344,48 +462,72 @@ __device__ __forceinline__ void finish(
             if (lane % 4 == 0 && r < tile.end && tile.column == 0) given.out_scale[r] = scale;
         }
     }
+    // Values from `from` on are a group of 128 columns, which gets a scale of its own.
+    const auto scale_group = [&](int from) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float scale = scale_for(largest_finite(y, from, 64, half));
+            inverse[half] = __frcp_rn(scale);
+            const int r = of_thread + half * 8, group = from / 64;
+            if (lane % 4 == 0 && r < tile.end && group * 128 < columns) {
+                given.out_scale[(tile.column / 128 + group) * given.out_scale_stride + r] = scale;
+            }
+        }
+    };
+    if constexpr (PERMUTED) {
+        constexpr int GROUPS = OUT == 1 && OUT_SCALES == 3 ? 4 : 1;  // of 32 columns, at a time
+#pragma unroll
+        for (int from = 0; from < BLOCK_N / 2; from += GROUPS * 16) {
+            if constexpr (EARLY) normalize(from, from + GROUPS * 16);
+            if constexpr (OUT == 1 && OUT_SCALES == 3) scale_group(from);
+#pragma unroll
+            for (int i = from; i < from + GROUPS * 16; i += 16) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int r = of_thread + half * 8, column = column_of(i);
+                    if (r < tile.end && (!TAIL || column < columns)) {
+                        store_eight(
+                            given.out + r * given.out_stride + (tile.column + column) * OUT,
+                            y, i + half * 2, inverse[half]);
+                    }
+                }
+            }
+        }
+        return;
+    }
 #pragma unroll
     for (int start = 0; start < CHUNKS_OF_ROW; start += CHUNKS) {
-        if (elected) wait_until_stores_have_read();
-        synchronize_warpgroup(warpgroup);
+        int published = start;
+        if (lane == 0) wait_until_stores_have_read();
+        __syncwarp();
 #pragma unroll
         for (int chunk = start; chunk < start + CHUNKS && chunk < CHUNKS_OF_ROW; ++chunk) {
             const unsigned buffer = staging + (chunk - start) * CHUNK_SIZE;
             constexpr int GROUPS = CHUNK_COLUMNS / 8;
             if constexpr (EARLY) normalize(chunk * GROUPS * 4, (chunk + 1) * GROUPS * 4);
-            if constexpr (OUT == 1 && OUT_SCALES == 3) {  // a chunk is one group of 128
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float scale =
-                        scale_for(largest_finite(y, chunk * GROUPS * 4, GROUPS * 4, half));
-                    inverse[half] = __frcp_rn(scale);
-                    const int r = of_thread + half * 8;
-                    if (lane % 4 == 0 && r < tile.end && chunk * CHUNK_COLUMNS < columns) {
-                        given.out_scale[(tile.column / 128 + chunk) * given.out_scale_stride + r] =
-                            scale;
-                    }
-                }
-            }
+            if constexpr (OUT == 1 && OUT_SCALES == 3) scale_group(chunk * 64);
             if constexpr (OUT == 2 && GROUPS % 2 == 0) {
-                const int in_warp = warp * 16 + lane % 16;
+                const unsigned to = buffer + (warp * 16 + lane % 16) * CHUNK_BYTES;
+                const unsigned piece = swizzle_of(lane % 8) ^ lane / 16 * 16;
 #pragma unroll
                 for (int group = 0; group < GROUPS; group += 2) {
                     const int i = (chunk * GROUPS + group) * 4;
                     const unsigned four[4] = {
                         bfloat16_pair(y[i], y[i + 1]), bfloat16_pair(y[i + 2], y[i + 3]),
                         bfloat16_pair(y[i + 4], y[i + 5]), bfloat16_pair(y[i + 6], y[i + 7])};
-                    const unsigned offset = in_warp * CHUNK_BYTES + (group + lane / 16) * 16;
-                    store_blocks(buffer + swizzled(offset), four);
+                    store_blocks(to + (piece ^ group * 16), four);
                 }
             } else {
+                const unsigned of_row = buffer + in_tile * CHUNK_BYTES + pair * OUT;
+                const unsigned permuted = swizzle_of(lane / 4);
 #pragma unroll
                 for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         const int i = (chunk * GROUPS + group) * 4 + half * 2;
-                        const unsigned offset =
-                            (in_tile + half * 8) * CHUNK_BYTES + (group * 8 + pair) * OUT;
-                        const unsigned to = buffer + swizzled(offset);
+                        const unsigned to = of_row + half * 8 * CHUNK_BYTES +
+                                            group * 8 * OUT % 16 +
+                                            (permuted ^ (group * 8 * OUT & ~15));
                         if constexpr (OUT == 1) {
                             const unsigned short two =
                                 encode_pair<false>(y[i] * inverse[half], y[i + 1] * inverse[half]);
@@ -398,27 +540,32 @@ __device__ __forceinline__ void finish(
                     }
                 }
             }
+            if ((chunk + 1 - start) % FENCED && chunk + 1 != CHUNKS_OF_ROW) continue;
             publish_shared_memory();
-            synchronize_warpgroup(warpgroup);
-            if (elected && row < tile.end && !(TAIL && chunk * CHUNK_COLUMNS >= columns)) {
-                store_box(given.map, buffer, tile.column + chunk * CHUNK_COLUMNS, row);
+            __syncwarp();
+            const int of_warp = row + warp * 16;
+            if (lane == 0 && of_warp < tile.end) {
+#pragma unroll
+                for (int done = published; done <= chunk; ++done) {
+                    if (TAIL && done * CHUNK_COLUMNS >= columns) continue;
+                    store_box(
+                        given.map,
+                        staging + (done - start) * CHUNK_SIZE + warp * 16 * CHUNK_BYTES,
+                        tile.column + done * CHUNK_COLUMNS, of_warp);
+                }
                 commit_stores();
             }
+            published = chunk + 1;
         }
     }
-}
-
-__device__ __forceinline__ float vector_at(const void* from, int place) {
-    if constexpr (VECTOR_ITEM == 4) return static_cast<const float*>(from)[place];
-    return from_bfloat16(static_cast<const unsigned short*>(from)[place]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
     const float* a_scale, const float* b_scale, const void* bias, const void* weight,
     const void* shift, float* out_scale, const unsigned short* residual,
-    const unsigned short* first_given, const unsigned short* second_given, char* told, int m,
-    float eps, long long out_scale_stride, long long residual_stride, long long first_stride,
-    long long second_stride,
+    const unsigned short* first_given, const unsigned short* second_given, char* told, char* out,
+    int m, float eps, long long out_stride, long long out_scale_stride, long long residual_stride,
+    long long first_stride, long long second_stride,
 #if SCALES == 1
     int block_scale_step, int block_scale_column,
 #endif
@@ -441,9 +588,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
         {},       &b_map, nullptr, b_scale, 0, 0,
 #endif
         nullptr,        m,      1};
-    const Given given{out_map,          a_scale,      b_scale,       out_scale,
-                      out_scale_stride, residual,     first_given,   second_given,
-                      residual_stride,  first_stride, second_stride, eps};
     if (threadIdx.x == MATH_THREADS) {
         initialize(memory, operands);
         for (int i = 0; i < SHARED_ROUNDS; ++i) {
@@ -453,17 +597,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
         }
         if constexpr (IN_CLUSTER) publish_barriers();
     }
-    if constexpr (IN_CLUSTER) {
-        synchronize_cluster();  // nobody is told anything before its barriers are there
-    } else {
-        __syncthreads();
-    }
+    __syncthreads();
+    if constexpr (IN_CLUSTER) begin_in_cluster();
     begin_in_turn();
 
     if (threadIdx.x >= MATH_THREADS) {
         if constexpr (WARPGROUPS > 1) give_registers<PRODUCER_REGISTERS>();
         const int pipeline = (threadIdx.x - MATH_THREADS) / 32;
-        if (pipeline < PIPELINES && threadIdx.x % 32 == 0) produce(memory, operands, pipeline);
+        if (pipeline < PIPELINES && threadIdx.x % 32 == 0) {
+            produce_tiles(memory, operands, pipeline);
+        }
         __syncwarp();
     } else {
         if constexpr (WARPGROUPS > 1) take_registers<MATH_REGISTERS>();
@@ -472,19 +615,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
         const int inside = RESIDENT ? 0 : warpgroup;
         const unsigned staging = base + OPERAND_BYTES + warpgroup * STAGING_BYTES;
         // Loads that the compiler may move: 30 cycles each, one after the other, took 3 of 30 us.
-        float2* vectors = reinterpret_cast<float2*>(shared + VECTORS_AT);
+        float* vectors = reinterpret_cast<float*>(shared + VECTORS_AT);
+        const BeforeNorm before_norm{vectors};
+        const AfterNorm after_norm{vectors + (SCALED + BIASED) * BLOCK_N};
         // Tiles of a block have one column.
         const int column = blockIdx.x % TILES_N * BLOCK_N;
-        for (int i = threadIdx.x; i < BLOCK_N; i += MATH_THREADS) {
-            const bool there = column + i < N;
-            const float scale = OPERAND_SCALES == 2 && there ? b_scale[column + i] : 0.0f;
-            const float plus = VECTORS & 1 && there ? vector_at(bias, column + i) : 0.0f;
-            const float factor = VECTORS & 2 && there ? vector_at(weight, column + i) : 1.0f;
-            const float more = VECTORS & 4 && there ? vector_at(shift, column + i) : 0.0f;
-            vectors[i] = make_float2(scale, plus);
-            vectors[BLOCK_N + i] = make_float2(factor, more);
+        constexpr int EACH = (BLOCK_N + MATH_THREADS - 1) / MATH_THREADS;
+        const float product = OPERAND_SCALES == 1 ? *a_scale * *b_scale : 1.0f;
+        float of_columns[EACH][4];  // all on their way at once: a row of memory's latencies else
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int at = i * MATH_THREADS + threadIdx.x;
+            const bool there = at < BLOCK_N && column + at < N;
+            of_columns[i][0] = SCALED && there ? b_scale[column + at] : 0.0f;
+            of_columns[i][1] = BIASED && there ? vector_at(bias, column + at) : 0.0f;
+            of_columns[i][2] = WEIGHTED && there ? vector_at(weight, column + at) : 1.0f;
+            of_columns[i][3] = SHIFTED && there ? vector_at(shift, column + at) : 0.0f;
         }
-        asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");
 #if THROUGH_MEMORY
         const unsigned long long turn =
             ROUNDS ? *reinterpret_cast<unsigned long long*>(told) + 1 : 0;
@@ -496,6 +643,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
         const unsigned exchanges = base + EXCHANGE_AT + warpgroup * ROUNDS * ROUND_BYTES;
         Exchange exchange{exchanges}, amax_exchange{exchanges + EXCHANGES * ROUND_BYTES};
 #endif
+        constexpr float LEAST = 9.0949470e-13f, MOST = 1.0995116e12f;  // 2^-40, 2^40
+        const float scale = product >= LEAST && product < MOST ? product : 0.0f;
+        const Plus plus{base + PLUS_AT};
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int at = i * MATH_THREADS + threadIdx.x;
+            if (at < BLOCK_N) {
+                const int place = place_of(at);
+                if constexpr (ADDS) {
+                    plus.store(place, scale != 0.0f ? of_columns[i][1] / scale : 0.0f);
+                }
+                before_norm.store(place, of_columns[i][0], of_columns[i][1]);
+                after_norm.store(place, of_columns[i][2], of_columns[i][3]);
+            }
+        }
+        if constexpr (ADDS) publish_shared_memory();
+        asm volatile("bar.sync 8, %0;" ::"n"(MATH_THREADS) : "memory");
+        if constexpr (IN_TURN) {
+            if (warpgroup == 1) give_turn_to(0);
+        }
+        const Given given{
+            out_map,
+            out,
+            out_stride,
+            a_scale,
+            b_scale,
+            scale,
+            OUT == 1 && OUT_SCALES == 1 ? __frcp_rn(*out_scale) : 1.0f,
+            out_scale,
+            out_scale_stride,
+            residual,
+            first_given,
+            second_given,
+            residual_stride,
+            first_stride,
+            second_stride,
+            eps};
         Walk walk(operands, pipeline);
         Place place;
         Tile tile;
@@ -507,18 +691,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int r = row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + half * 8;
-                if constexpr (OPERAND_SCALES == 1) row_scale[half] = *a_scale;
                 if constexpr (OPERAND_SCALES == 2)
                     row_scale[half] = r < tile.end ? a_scale[r] : 0.0f;
             }
             const Multiplier multiplier{memory, operands, tile, pipeline, inside, first};
-            multiply_tile(multiplier, memory, sums, place);
+            multiply_tile<ADDS>(multiplier, memory, sums, place, plus);
+            if constexpr (IN_CLUSTER) {
+                if (first) await_cluster();  // who is told must have begun
+            }
             first = false;
             finish(
-                sums, given, tile, row_scale, staging, vectors, exchange, amax_exchange, warpgroup,
-                row);
+                sums, given, tile, row_scale, staging, before_norm, after_norm, exchange,
+                amax_exchange, row);
         }
-        if (threadIdx.x % 128 == 0) wait_until_stores_have_read();
+        if (threadIdx.x % 32 == 0) wait_until_stores_have_read();
         __syncwarp();
 #if THROUGH_MEMORY
         // The last of all begins the next launch's turns where no tile of this one was.
@@ -527,11 +713,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, SM_BLOCKS) gemm_norm(
             unsigned* ended = reinterpret_cast<unsigned*>(told + 8);
             if (atomicAdd(ended, 1) + 1 == gridDim.x) {
                 *ended = 0;
-                *reinterpret_cast<unsigned long long*>(told) = turn + (m + ROWS - 1) / ROWS;
+                *reinterpret_cast<unsigned long long*>(told) += 1 + (m + ROWS - 1) / ROWS;
             }
         }
 #endif
     }
-    // Nobody leaves while others may still write into its memory.
-    if constexpr (IN_CLUSTER) synchronize_cluster();
 }

@@ -25,11 +25,17 @@ from lokakern.kernels.cuda.norm_tiles import (
     Tile,
     grid_of,
     macros_of,
+    permutes,
     tile_for,
     told_bytes,
 )
 from lokakern.kernels.cuda.tiles import depth_of, scale_rows
-from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
+from lokakern.registry.register import (
+    FAST_KERNEL_ERR_BOUND,
+    FAST_LARGEST_K,
+    PROMOTED_KERNEL_ERR_BOUND,
+    register,
+)
 from lokakern.types import (
     ACCEPTED,
     Device,
@@ -48,6 +54,7 @@ SOURCE = str(Path(__file__).with_suffix(".cu"))
 OUT_NAMES = {Granularity.TENSOR: "tensor", Granularity.ROW: "row", Granularity.GROUP: "group"}
 _TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "e4m3"}
 _MOST_MAPS = 1024
+STORED_ROWS = 16  # of a bulk copy of the output: a warp's, which waits for no other
 
 
 class Plan(NamedTuple):
@@ -69,11 +76,11 @@ def bind(n: int, k: int, tile: Tile, kind: NormKind) -> CudaLaunch:
     program = nvrtc.Program(SOURCE, "gemm_norm", tuple(macros.items()))
     by_block = kind.scales == "block"
     return CudaLaunch(
-        program, pointers=10, scalars="ifqqqq" + "ii" * by_block, threads=tile.threads,
+        program, pointers=11, scalars="ifqqqqq" + "ii" * by_block, threads=tile.threads,
         shared_bytes=int(macros["SHARED_BYTES"]), tensor_maps=3 + by_block,
         cluster=1 if tile.memory else int(macros["CLUSTER"]),
         # Blocks that wait for others in memory must all be on SMs: the driver sees to it.
-        cooperative=tile.memory, programmatic=not tile.memory,
+        cooperative=tile.memory, programmatic=True,
     )  # fmt: skip
 
 
@@ -99,7 +106,7 @@ Operand = Tensor | QuantizedTensor
 
 
 def _planned(
-    scales: str, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
+    scales: str, fast: bool, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
 ) -> tuple[Plan, NormKind]:
     left = a.data if isinstance(a, QuantizedTensor) else a
     weight = b.data if isinstance(b, QuantizedTensor) else b
@@ -108,29 +115,35 @@ def _planned(
     form = epilogue.form
     kind = NormKind(
         scales, form.norm.kind, form.norm.block, *vectors_of(epilogue), residual_of(epilogue),
-        form.last, made, _TYPES[left.dtype], _TYPES[weight.dtype],
+        form.last, made, _TYPES[left.dtype], _TYPES[weight.dtype], fast, _is_wide(epilogue),
     )  # fmt: skip
     m, k = left.shape
     return _plan(m, n, k, kind, left.get_device()), kind
 
 
+def _is_wide(epilogue: NormEpilogue) -> bool:
+    given = (epilogue.residual, epilogue.gate, epilogue.x0, epilogue.x)
+    return all(x is None or (x.data_ptr() | x.stride(0) * 2) % 16 == 0 for x in given)
+
+
 def _workspace(
-    scales: str, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
+    scales: str, fast: bool, a: Operand, b: Operand, out: Operand, epilogue: NormEpilogue
 ) -> tuple[Tensor, ...]:
     """Memory through which blocks tell each other of rows they share."""
-    size = _planned(scales, a, b, out, epilogue)[0].told_bytes
+    size = _planned(scales, fast, a, b, out, epilogue)[0].told_bytes
     return (scratch.zeros(size, a.device),) if size else ()
 
 
 def _launch(
     scales: str,
+    fast: bool,
     a: Operand,
     b: Operand,
     out: Operand,
     epilogue: NormEpilogue,
     workspace: tuple[Tensor, ...],
 ) -> None:
-    plan, kind = _planned(scales, a, b, out, epilogue)
+    plan, kind = _planned(scales, fast, a, b, out, epilogue)
     left, a_scale = (a.data, a.scale) if isinstance(a, QuantizedTensor) else (a, None)
     weight, b_scale = (b.data, b.scale) if isinstance(b, QuantizedTensor) else (b.t(), None)
     data, out_scale = (out.data, out.scale) if isinstance(out, QuantizedTensor) else (out, None)
@@ -167,14 +180,24 @@ def run(
     first = epilogue.x0 if epilogue.gate is None else epilogue.gate
     others = (epilogue.residual, first, epilogue.x)
     pointers = (a_scale, b_scale, epilogue.bias, epilogue.norm_weight, epilogue.norm_bias,
-                out_scale, *others, told)  # fmt: skip
+                out_scale, *others, told, data)  # fmt: skip
     scale_stride = out_scale.stride(1) if out_scale is not None and kind.out == "group" else 0
-    scalars = (left.shape[0], epilogue.norm.eps, scale_stride,
+    scalars = (left.shape[0], epilogue.norm.eps, data.stride(0) * kind.out_bytes, scale_stride,
                *[0 if x is None else x.stride(0) for x in others])  # fmt: skip
     if kind.scales == "block":
         assert b_scale is not None  # FP8 has scales; [n / 128, k / 128] here
         scalars += (b_scale.stride(1), b_scale.stride(0))
     plan.launch(plan.grid, tuple(left if x is None else x for x in pointers), scalars, maps)
+
+
+def map_of_b(weight: Tensor, tile: Tile, kind: NormKind, depth: int) -> TensorMap:
+    """Of b's rows, in bytes; where they are permuted, 32 are 4 x 4 x 2, and change places."""
+    if not permutes(len(weight), tile, kind):
+        return tensor_map(weight, (tile.block_n, depth), depth)
+    row = weight.stride(0)
+    size, strides = (len(weight) // 32, 4, 4, 2), (32 * row, 2 * row, 8 * row, row)
+    rows = weight.as_strided((*size, weight.shape[1]), (*strides, 1))
+    return tensor_map(rows, (tile.block_n // 32, 4, 4, 2, depth), depth)
 
 
 def _make_maps(
@@ -184,8 +207,8 @@ def _make_maps(
     tile = plan.tile
     depth = depth_of(left.shape[1] * kind.item)
     made = [
-        tensor_map(weight.view(torch.uint8), (tile.block_n, depth), depth),
-        tensor_map(data, (tiles.ROWS, plan.chunk), plan.swizzle_bytes),
+        map_of_b(weight.view(torch.uint8), tile, kind, depth),
+        tensor_map(data, (STORED_ROWS, plan.chunk), plan.swizzle_bytes),
         tensor_map(left.view(torch.uint8), (tile.height, depth), depth),
     ]
     if kind.scales == "block":
@@ -205,8 +228,11 @@ SCALES = {
 }
 
 
-def _supports(scales: str, problem: Problem, device: Device) -> Support:
+def _supports(scales: str, fast: bool, problem: Problem, device: Device) -> Support:
     assert problem.b is not None  # an op with two operands
+    if fast and not tiles.DEPTH < problem.k <= FAST_LARGEST_K:
+        return Rejected(f"sums without promotion of k from {tiles.DEPTH + 1} to {FAST_LARGEST_K}; "
+                        f"k={problem.k}")  # fmt: skip
     have = (problem.a.granularity, problem.b.granularity)
     if have != SCALES[scales]:
         wanted = " x ".join(granularity.value for granularity in SCALES[scales])
@@ -236,27 +262,32 @@ def _supports(scales: str, problem: Problem, device: Device) -> Support:
     out = OUT_NAMES.get(problem.out_granularity, "none")
     kind = NormKind(
         scales, form.norm.kind, form.norm.block, 7, 4, form.residual + 2 * form.residual_last,
-        form.last, out,
+        form.last, out, fast=fast,
     )  # fmt: skip
     sms = device.compute_units or 1
-    tile = tile_for(problem.m, problem.n, problem.k, kind, sms)
-    if tile is None:
-        return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
-    if tile.memory and grid_of(tile, problem.m, problem.n, kind, sms) > sms * tile.blocks:
-        return Rejected(f"a row has more tiles than {device} has room for; n={problem.n}")
+    # Whether what goes in beside sums is aligned is seen when it is there.
+    for each in (kind, kind._replace(wide=False)) if kind.has_beside else (kind,):
+        tile = tile_for(problem.m, problem.n, problem.k, each, sms)
+        if tile is None:
+            return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
+        if tile.memory and grid_of(tile, problem.m, problem.n, each, sms) > sms * tile.blocks:
+            return Rejected(f"a row has more tiles than {device} has room for; n={problem.n}")
     missing = nvrtc.why_not(device)
     return ACCEPTED if missing is None else Rejected(missing)
 
 
 for _scales, (_a, _b) in SCALES.items():
-    register(
-        "gemm_norm",
-        name="gemm_norm_bf16" if _scales == "none" else f"gemm_norm_{_scales}",
-        architectures=frozenset({"sm_90"}),
-        granularity=_a,
-        b_granularity=_b,
-        accumulation="float32" if _scales == "none" else "promoted",
-        supports=functools.partial(_supports, _scales),
-        workspace=functools.partial(_workspace, _scales),
-        kernel_err_bound=1.0 if _scales == "none" else PROMOTED_KERNEL_ERR_BOUND,
-    )(functools.partial(_launch, _scales))
+    for _fast in (False, True) if _scales in ("tensor", "row") else (False,):
+        _bound = FAST_KERNEL_ERR_BOUND if _fast else PROMOTED_KERNEL_ERR_BOUND
+        _unquantized = _scales == "none"
+        register(
+            "gemm_norm",
+            name="gemm_norm_" + ("bf16" if _unquantized else _scales) + ("_fast" if _fast else ""),
+            architectures=frozenset({"sm_90"}),
+            granularity=_a,
+            b_granularity=_b,
+            accumulation="float32" if _unquantized else "fast" if _fast else "promoted",
+            supports=functools.partial(_supports, _scales, _fast),
+            workspace=functools.partial(_workspace, _scales, _fast),
+            kernel_err_bound=1.0 if _unquantized else _bound,
+        )(functools.partial(_launch, _scales, _fast))

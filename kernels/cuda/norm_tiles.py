@@ -6,7 +6,7 @@ The macros of gemm_norm.cu are made here; those of mainloop.cuh by tiles.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lokakern.kernels.cuda import tiles
@@ -33,6 +33,8 @@ class NormKind(NamedTuple):
     out: str = "none"  # "none" (bfloat16), or scales of e4m3: "tensor" (given), "row", "group"
     a_type: str = "e4m3"
     b_type: str = "e4m3"
+    fast: bool = False  # sums of FP8 are not promoted
+    wide: bool = True  # rows of residual, gate and cross start at multiples of 16 bytes
 
     @property
     def out_bytes(self) -> int:
@@ -43,9 +45,18 @@ class NormKind(NamedTuple):
         """Bytes of an element of a and b."""
         return 2 if self.scales == "none" else 1
 
+    @property
+    def has_beside(self) -> bool:
+        """Whether something goes into an output beside sums and vectors."""
+        return self.residual > 0 or self.last in ("gate", "cross")
+
     def span(self, n: int) -> int:
         """Columns that share statistics."""
         return self.block or n
+
+    def promotes(self, k: int) -> bool:
+        """Whether the sums of a step are added up beside those of the others."""
+        return self.scales == "block" or (self.item == 1 and not self.fast and k > tiles.DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +65,12 @@ class Tile(tiles.Tile):
 
     Such blocks may be on any SM, where those of a cluster must find room beside each other: on an
     H200 that leaves 112 of 132 SMs to clusters of 8.
+    `staged`: outputs leave through shared memory, 128 bytes of a row at once, where otherwise each
+    thread writes 8 neighbors of a row from its registers.
     """
 
     memory: bool = False
+    staged: bool = False
 
 
 def cluster_of(n: int, tile: Tile, kind: NormKind) -> int:
@@ -80,17 +94,21 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
         return False
     if kind.scales == "block" and 128 % min(width, 128):
         return False
-    # Beside sums there are those of a step of FP8, before they are promoted.
-    promotes = kind.scales == "block" or (kind.item == 1 and k > tiles.DEPTH)
-    beside = REGISTERS + 8 * (kind.residual > 0 or kind.last in ("gate", "cross"))
+    # Beside sums there are those of a step, before they are promoted.
+    beside = REGISTERS + 8 * kind.has_beside
     beside += 8 * (kind.out == "row" and cluster > 1)
-    if width // 2 + (min(width, 128) // 2 if promotes else 0) + beside > tile.registers:
+    if width // 2 + (min(width, 128) // 2 if kind.promotes(k) else 0) + beside > tile.registers:
         return False
     try:
         macros_of(n, k, tile, kind)
     except ValueError:
         return False
     return True
+
+
+def permutes(n: int, tile: Tile, kind: NormKind) -> bool:
+    """Whether rows of b are permuted, 32 at a time, so that a thread has 8 neighbors of a row."""
+    return kind.wide and not (tile.staged or n % 32 or tile.block_n % 32 or kind.span(n) % 32)
 
 
 def rounds_of(n: int, tile: Tile, kind: NormKind) -> int:
@@ -116,10 +134,13 @@ def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str
     chunks = min(tile.chunks, tile.block_n * kind.out_bytes // width)
     depth, steps = tiles.depth_of(k_bytes), -(-k_bytes // tiles.DEPTH)
     rounds = 0 if tile.memory else rounds_of(n, tile, kind)
-    fixed = tile.warpgroups * chunks * (-(-64 * width // 1024) * 1024)
+    permuted = permutes(n, tile, kind)
+    fixed = 0 if permuted else tile.warpgroups * chunks * (-(-64 * width // 1024) * 1024)
     fixed += 2 * tile.block_n * 8 + tile.warpgroups * rounds * 2 * (64 * cluster + 1) * 8
     fixed += steps * (tile.block_n * depth + 8) if tile.resident else 0
-    fixed += 3 * 16  # what lies at multiples of 16 bytes
+    fixed += 2 * 128  # what lies at multiples of 16 and 128 bytes
+    if kind.scales in ("tensor", "none") and kind.vectors & 1 and not kind.promotes(k):
+        fixed += 256 + 16 * tile.block_n  # a bias that is part of the product
     stage = tile.height * depth + (0 if tile.resident else tile.block_n * depth) + 16
     stage += tiles.scale_rows(tile, base_kind) * 4 if base_kind.in_mainloop else 0
     total = tiles.SHARED_BYTES // tile.blocks - (1024 if tile.blocks > 1 else 0)
@@ -130,13 +151,14 @@ def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str
             "A_TYPE", "B_TYPE", "A_SLICES", "A_ENDS", "SM_BLOCKS")  # fmt: skip
     return {
         **{name: macros[name] for name in kept},
-        "STAGES": stages, "BAND": 1, "BF16": int(kind.scales == "none"),
+        "STAGES": stages, "BAND": 1, "BF16": int(kind.scales == "none"), "FAST": int(kind.fast),
         "OPERAND_SCALES": {"tensor": 1, "row": 2}.get(kind.scales, 0),
         "NORM": NORMS[kind.norm], "SPAN": kind.span(n), "CLUSTER": cluster,
         "VECTORS": kind.vectors, "VECTOR_ITEM": kind.vector_item, "RESIDUAL": kind.residual,
         "LAST": LAST[kind.last], "OUT": kind.out_bytes,
         "OUT_SCALES": {"tensor": 1, "row": 2, "group": 3}.get(kind.out, 0),
         "THROUGH_MEMORY": int(tile.memory), "CHUNK_BYTES": width, "CHUNKS": chunks,
+        "PERMUTED": int(permuted),
         "SHARED_BYTES": -(-(fixed + tile.pipelines * stages * stage) // 16) * 16,
     }  # fmt: skip
 
@@ -170,52 +192,84 @@ def tile_for(m: int, n: int, k: int, kind: NormKind, sms: int) -> Tile | None:
     """The rule that chooses tiles; None where none does it.
 
     Which tile was the fastest where was measured on an H200 at the 27 anchors, of layer norm to
-    bfloat16 (of FP8 and of bfloat16 operands) and of block norm to FP8, among all that fit.
+    bfloat16 and of block norm to FP8, of FP8 operands (promoted or not) and of bfloat16, among all
+    that fit.
     """
-    order = [*_narrow(m, n, sms), *_wide(m, n, k, kind, sms), *_usual(m, n, k, kind, sms)]
-    return next((tile for tile in order if fits(n, k, tile, kind)), None)
+    order = [*_narrow(m, n, k, kind, sms), *_wide(m, n, k, kind, sms), *_usual(m, n, k, kind, sms)]
+    for tile in order:
+        chosen = replace(tile, staged=_is_staged(n, k, tile, kind))
+        if fits(n, k, chosen, kind):
+            return chosen
+    return None
 
 
 def _count(m: int, n: int, width: int) -> int:
     return -(-m // tiles.ROWS) * -(-n // width)
 
 
-def _narrow(m: int, n: int, sms: int) -> Iterator[Tile]:
+def _is_staged(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
+    """Where little is multiplied for what is written, whole lines of 128 bytes are worth a detour.
+
+    And where no registers are left to write from.
+    """
+    if kind.promotes(k) and tile.block_n == 256:
+        return True
+    if kind.out_bytes == 1 and tile.warpgroups == 1:
+        return False
+    wide = n >= 2048 and (kind.out_bytes == 1 or tile.memory)
+    return n >= 1024 and k <= (512 if wide else 256)
+
+
+def _narrow(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
     """Rows that one block has: several blocks an SM, of which some wait while others work."""
     if n <= 64:
         for width in (width for width in tiles.WIDTHS if n <= width <= 64):
             for blocks in (4, 2):
                 yield Tile(width, warpgroups=1, resident=True, blocks=blocks)
-    if n <= 128:
-        for blocks in (2, 1) if _count(m, n, 128) >= 2 * sms else (1,):
+    elif n <= 128:
+        if n == 128 and 2 * _count(m, n, 128) <= sms:
+            yield Tile(64, warpgroups=1, resident=True)
+        many = _count(m, n, 128) >= 2 * sms
+        if many and not kind.promotes(k):
+            yield Tile(128, resident=True)
+        for blocks in (2, 1) if many else (1,):
             yield Tile(128, warpgroups=1, resident=True, blocks=blocks)
 
 
 def _wide(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
     """256 columns, where few of them are in vain and most SMs get some."""
-    count = _count(m, n, 256)
-    if -(-n // 256) * 256 - n > n // 4:
+    count, k_bytes, whole = _count(m, n, 256), k * kind.item, not kind.promotes(k)
+    if -(-n // 256) * 256 - n > n // 4 or count < 0.9 * sms:
         return
     shared = cluster_of(n, Tile(256), kind)
     # What is not promoted leaves registers: one warpgroup, and more stages, where k is long.
-    if kind.item == 2 and k >= 512 and count >= 0.9 * sms and (n <= 512 or count < 2 * sms):
+    few = count < 2 * sms
+    if kind.item == 2 and k >= 512 and (n <= 256 or (n <= 1024 and few)):
         yield Tile(256, warpgroups=1, memory=shared > 2)
+    if kind.item == 1 and whole and k >= 1024 and 512 <= n <= 1024 and few:
+        yield Tile(256, warpgroups=1, memory=shared > 2)
+    resident = k_bytes <= (512 if whole else 256)
     if shared > 2:  # clusters of so many leave SMs idle, and the more the larger they are
         if count >= 1.9 * sms:
-            if k * kind.item <= 256:
-                yield Tile(256, resident=True, chunks=4, memory=True)
+            if resident:
+                yield Tile(256, resident=True, chunks=4, memory=count < 6 * sms)
+                yield Tile(256, resident=True, memory=count < 6 * sms)
             yield Tile(256, chunks=4, memory=True)
             yield Tile(256, memory=True)
-        elif count >= 0.9 * sms:
+        else:
             yield Tile(256, warpgroups=1, resident=True, memory=True)
             yield Tile(256, warpgroups=1, memory=True)
-    elif 0.9 * sms <= count < 1.9 * sms and k * kind.item <= 256 < n:
-        yield Tile(256, warpgroups=1, resident=True)
-    elif count >= 1.9 * sms:
+    elif count < 1.9 * sms:
+        if whole and n == 256 and k_bytes <= 512:
+            for blocks in (2, 1):
+                yield Tile(256, warpgroups=1, resident=True, blocks=blocks)
+        if resident and n > 256:
+            yield Tile(256, warpgroups=1, resident=True)
+    else:
         chunks = (4, 2) if n <= 256 else (2, 4)
-        for resident in (True, False):
+        for stays in (True, False):
             for each in chunks:
-                yield Tile(256, resident=resident, chunks=each)
+                yield Tile(256, resident=stays, chunks=each)
 
 
 def _usual(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
@@ -230,6 +284,7 @@ def _usual(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
     if count < 0.9 * sms and k_bytes <= 512:
         yield Tile(64, warpgroups=1, resident=True, blocks=3)
     if count >= 0.9 * sms or k_bytes > 512:
+        yield Tile(128, warpgroups=1, resident=True, memory=shared)
         yield Tile(128, warpgroups=1, memory=shared)
     yield Tile(64, warpgroups=1, resident=True, blocks=3)
     for memory in (False, True):
