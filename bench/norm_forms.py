@@ -23,16 +23,18 @@ def block_norm(n: int) -> str:
 def gemm_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
     """A layer with LayerNorm and one with BlockNorm, in FP8 and in bfloat16 throughout.
 
-    After LayerNorm the output is bfloat16. After BlockNorm that of the FP8 layer is FP8 under a
-    scale that is known before any row is.
+    FP8 has scales of rows, or one. After LayerNorm the output is bfloat16. After BlockNorm that of
+    the FP8 layer is FP8 under a scale that is known before any row is.
     """
-    yield gemm_norm_case(m, n, k, LAYER, distribution, Operand(fp8, Granularity.ROW))
     yield gemm_norm_case(m, n, k, LAYER, distribution)
-    yield gemm_norm_case(
-        m, n, k, block_norm(n), distribution, Operand(fp8, Granularity.ROW),
-        out_format=fp8, out_granularity=Granularity.TENSOR,
-    )  # fmt: skip
     yield gemm_norm_case(m, n, k, block_norm(n), distribution)
+    for granularity in (Granularity.ROW, Granularity.TENSOR):
+        a = Operand(fp8, granularity)
+        yield gemm_norm_case(m, n, k, LAYER, distribution, a)
+        yield gemm_norm_case(
+            m, n, k, block_norm(n), distribution, a,
+            out_format=fp8, out_granularity=Granularity.TENSOR,
+        )  # fmt: skip
 
 
 def grouped_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:

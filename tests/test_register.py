@@ -265,7 +265,7 @@ ACCUMULATIONS = {
     "dequantize": {"none"},
     "scaled_gemm": {"float32", "promoted", "fast"},
     "gemm": {"float32", "promoted", "fast"},
-    "gemm_norm": {"float32", "promoted", "rounded", "promoted+rounded", "fast+rounded"},
+    "gemm_norm": {"float32", "promoted", "fast", "rounded", "promoted+rounded", "fast+rounded"},
     "norm_quantize": {"none"},
     "norm_backward": {"none"},
 }

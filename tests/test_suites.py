@@ -155,16 +155,22 @@ def test_each_anchor_is_followed_by_a_norm(name: str) -> None:
         twice = {case.problem for m in ANCHOR_M
                  for case in gemm_norm_cases(m, 512, 512, "X1", Format.E4M3FN)}  # fmt: skip
         whole = [p for p in whole if p in twice or p not in chained]
-    assert len(whole) == 27 * 4
+    assert len(whole) == 27 * 6
     for m, (n, k) in itertools.product(ANCHOR_M, ANCHOR_N_K):
         found = [p for p in whole if p.shape == (m, n, k)]
         block = f"bias+block_rms({min(256, n)})+hardswish"
-        assert {(p.epilogue, p.a.format, p.out_format, p.out_granularity) for p in found} == {
-            ("bias+layer+affine", Format.E4M3FN, Format.BFLOAT16, Granularity.NONE),
-            ("bias+layer+affine", Format.BFLOAT16, Format.BFLOAT16, Granularity.NONE),
-            (block, Format.E4M3FN, Format.E4M3FN, Granularity.TENSOR),
-            (block, Format.BFLOAT16, Format.BFLOAT16, Granularity.NONE),
+        fp8 = {granularity: Format.E4M3FN for granularity in (Granularity.ROW, Granularity.TENSOR)}
+        operands = {Granularity.NONE: Format.BFLOAT16, **fp8}
+        forms = {(p.epilogue, p.a.granularity, p.out_format, p.out_granularity) for p in found}
+        assert forms == {
+            *(
+                ("bias+layer+affine", scales, Format.BFLOAT16, Granularity.NONE)
+                for scales in operands
+            ),
+            *((block, scales, Format.E4M3FN, Granularity.TENSOR) for scales in fp8),
+            (block, Granularity.NONE, Format.BFLOAT16, Granularity.NONE),
         }
+        assert all(p.a.format is operands[p.a.granularity] for p in found)
         for problem in found:
             assert problem.b is not None and not problem.prepared
             assert (problem.b.format, problem.b.granularity) == (

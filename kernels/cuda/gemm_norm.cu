@@ -39,8 +39,6 @@ constexpr int SWIZZLE =
 constexpr int CHUNK_SIZE = (64 * CHUNK_BYTES + 1023) / 1024 * 1024;
 constexpr int STAGING_BYTES = PERMUTED ? 0 : CHUNKS * CHUNK_SIZE;  // of a warpgroup
 constexpr int SMALL_AT = OPERAND_BYTES + WARPGROUPS * STAGING_BYTES;
-// Of each column: scale of b and bias, as far as there are any; then weight and shift.
-constexpr int VECTORS_AT = (SMALL_AT + SMALL_BYTES + 15) / 16 * 16;
 constexpr bool SCALED = OPERAND_SCALES == 2, BIASED = VECTORS & 1;
 constexpr bool WEIGHTED = VECTORS & 2, SHIFTED = VECTORS & 4;
 // The second round is of rows' largest values.
@@ -52,8 +50,10 @@ constexpr int SHARED_ROUNDS = IN_CLUSTER ? WARPGROUPS * ROUNDS : 0;
 // One scale of all sums is part of the norm, and their bias of the product.
 constexpr bool DEFERS = OPERAND_SCALES == 1 && WHOLE && NORM != 0 && RESIDUAL != 1;
 constexpr bool ADDS = BIASED && (DEFERS || BF16);
-constexpr int PLUS_AT = (VECTORS_AT + 2 * BLOCK_N * 8 + 127) / 128 * 128;
-constexpr int EXCHANGE_AT = ADDS ? PLUS_AT + Plus::BYTES : PLUS_AT;
+constexpr int PLUS_AT = (SMALL_AT + SMALL_BYTES + 127) / 128 * 128;
+// Of each column: scale of b and bias, as far as there are any; then weight and shift.
+constexpr int VECTORS_AT = ADDS ? PLUS_AT + Plus::BYTES : PLUS_AT;
+constexpr int EXCHANGE_AT = VECTORS_AT + 2 * BLOCK_N * 8;
 // Under scales of rows a common factor of a row is one of its scale: no element is divided by it.
 constexpr bool FOLDS = NORM == 2 && SPAN == N && !(VECTORS & 6) && LAST == 0 && RESIDUAL != 2 &&
                        OUT == 1 && OUT_SCALES == 2;

@@ -115,15 +115,10 @@ def _planned(
     form = epilogue.form
     kind = NormKind(
         scales, form.norm.kind, form.norm.block, *vectors_of(epilogue), residual_of(epilogue),
-        form.last, made, _TYPES[left.dtype], _TYPES[weight.dtype], fast, _is_wide(epilogue),
+        form.last, made, _TYPES[left.dtype], _TYPES[weight.dtype], fast,
     )  # fmt: skip
     m, k = left.shape
     return _plan(m, n, k, kind, left.get_device()), kind
-
-
-def _is_wide(epilogue: NormEpilogue) -> bool:
-    given = (epilogue.residual, epilogue.gate, epilogue.x0, epilogue.x)
-    return all(x is None or (x.data_ptr() | x.stride(0) * 2) % 16 == 0 for x in given)
 
 
 def _workspace(
@@ -265,13 +260,11 @@ def _supports(scales: str, fast: bool, problem: Problem, device: Device) -> Supp
         form.last, out, fast=fast,
     )  # fmt: skip
     sms = device.compute_units or 1
-    # Whether what goes in beside sums is aligned is seen when it is there.
-    for each in (kind, kind._replace(wide=False)) if kind.has_beside else (kind,):
-        tile = tile_for(problem.m, problem.n, problem.k, each, sms)
-        if tile is None:
-            return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
-        if tile.memory and grid_of(tile, problem.m, problem.n, each, sms) > sms * tile.blocks:
-            return Rejected(f"a row has more tiles than {device} has room for; n={problem.n}")
+    tile = tile_for(problem.m, problem.n, problem.k, kind, sms)
+    if tile is None:
+        return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
+    if tile.memory and grid_of(tile, problem.m, problem.n, kind, sms) > sms * tile.blocks:
+        return Rejected(f"a row has more tiles than {device} has room for; n={problem.n}")
     missing = nvrtc.why_not(device)
     return ACCEPTED if missing is None else Rejected(missing)
 

@@ -34,7 +34,6 @@ class NormKind(NamedTuple):
     a_type: str = "e4m3"
     b_type: str = "e4m3"
     fast: bool = False  # sums of FP8 are not promoted
-    wide: bool = True  # rows of residual, gate and cross start at multiples of 16 bytes
 
     @property
     def out_bytes(self) -> int:
@@ -108,7 +107,7 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
 
 def permutes(n: int, tile: Tile, kind: NormKind) -> bool:
     """Whether rows of b are permuted, 32 at a time, so that a thread has 8 neighbors of a row."""
-    return kind.wide and not (tile.staged or n % 32 or tile.block_n % 32 or kind.span(n) % 32)
+    return not (tile.staged or n % 32 or tile.block_n % 32 or kind.span(n) % 32)
 
 
 def rounds_of(n: int, tile: Tile, kind: NormKind) -> int:
