@@ -269,7 +269,7 @@ def _words(summary: Summary) -> str:
         words.append(f"{summary.speedup:.3f}x the best rival (least {summary.least_speedup:.3f}x)")
     if summary.accurate_speedup and summary.least_accurate_speedup:
         words.append(
-            f"{summary.accurate_speedup:.3f}x the best accurate one "
+            f"{summary.accurate_speedup:.3f}x among the accurate "
             f"(least {summary.least_accurate_speedup:.3f}x)"
         )
     if summary.over_bound and summary.most_over_bound:

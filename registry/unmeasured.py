@@ -15,9 +15,9 @@ UNMEASURED: dict[tuple[str, str], str] = {
     ("cuda.scaled_gemm_group", "sm_90"): _SUMS_OF_GROUPS,
     ("torch.emulated_group", "sm_90"): _SUMS_OF_GROUPS,
 }
-# Ops that are new, by architecture: none of their kernels need have a time or a test result there.
-# An entry goes when the op is first swept and tested.
-_NEW = "new in this version; not timed, or not tested with a row of it, yet"
+# Ops that are new, by architecture: not all of their kernels need have a time or a test result
+# there. An entry goes when all were timed and tested.
+_NEW = "not timed, or not tested with a row of it, since it is new; CUDA's kernels are"
 NEW_OPS: dict[tuple[str, str], str] = {
     ("gemm_norm", "sm_90"): _NEW,
     ("norm_quantize", "sm_90"): _NEW,

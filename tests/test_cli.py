@@ -543,7 +543,7 @@ def test_compare_kernels_with_rivals(command: Command) -> None:
     assert "bound: 1 times the bytes at 4.3 TB/s, and 0 us" in ran.out
     every, none = ran.errors
     assert every.startswith("all, 1 of 1 compared: ")
-    assert "x the best accurate one (least " in every
+    assert "x among the accurate (least " in every
     assert none == "m > 64, 0 of 0 compared: nothing to compare"
 
 

@@ -235,16 +235,17 @@ def row_of(monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> contests.Row:
     return contests._row(unscaled(SHAPES[0].problem), SHAPES, lambda _: None, (), "eager")
 
 
-def test_only_accurate_kernels_of_ours_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_kernels_meet_any_and_accurate_ones_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     row = row_of(
         monkeypatch, entry("ours.fast", True, False, 1.0), entry("ours.promoted", True, True, 4.0),
         entry("theirs.fast", False, False, 2.0), entry("theirs.promoted", False, True, 6.0),
         entry("theirs.broken", False, True, None),
     )  # fmt: skip
-    assert (row.ours, row.rival, row.accurate_rival) == (
-        "ours.promoted", "theirs.fast", "theirs.promoted"
-    )  # fmt: skip
-    assert (row.speedup, row.accurate_speedup) == (0.5, 1.5)
+    assert (row.ours, row.rival) == ("ours.fast", "theirs.fast")
+    assert (row.accurate_ours, row.accurate_rival) == ("ours.promoted", "theirs.promoted")
+    assert (row.speedup, row.accurate_speedup) == (2.0, 1.5)
 
 
 def test_a_shape_without_ours_is_counted_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
