@@ -275,8 +275,8 @@ def test_views_are_read_and_slices_are_written(name: str, where: str) -> None:
 def test_scales_of_any_magnitude(name: str, where: str) -> None:
     """Where the product of two scales is no usual number, or the sums times it overflow."""
     kernel = kernel_here(name, where)
-    taken = []
     for exponents in ((-60, -20), (-30, -15), (25, 25), (50, -50)):
+        taken = []
         for norm, vectors in {
             "layer": ("bias", "norm_weight", "norm_bias"), "rms": (), "block_rms(64)": ("bias",),
         }.items():  # fmt: skip
@@ -288,7 +288,7 @@ def test_scales_of_any_magnitude(name: str, where: str) -> None:
             weight = w if kernel.op != "norm_quantize" else None
             for granularity in (Granularity.NONE, Granularity.TENSOR, Granularity.ROW):
                 taken.append(Run(kernel, x, weight, epilogue, granularity).check())
-    assert any(taken)
+        assert any(taken)
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

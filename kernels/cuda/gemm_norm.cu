@@ -192,7 +192,7 @@ struct Chains {
 
 // Of this thread's two rows, the reciprocal deviation of the span that begins at `first`. Layer
 // norm also takes this block's mean from each value, while it adds up their squares; what then is
-// left of the mean of all blocks, small beside the deviation, is to be added.
+// left of the mean of all blocks, a few deviations at most, is to be added.
 __device__ __forceinline__ void statistics(
     Sums& y, int first, int columns, float eps, float scale, Exchange& exchange, float (&left)[2],
     float (&rstd)[2]) {
