@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,6 @@ from lokakern.registry.register import (
     PROMOTED_KERNEL_ERR_BOUND,
     Kernel,
     fp8_format,
-    load_kernels,
 )
 from lokakern.sums import error_bound
 from lokakern.types import (
@@ -45,29 +43,10 @@ from lokakern.types import (
     QuantizedTensor,
     Rejected,
 )
+from tests.kernel_cases import cases, kernel_here
 
-load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 SEEDS = (0, 3, 7)  # of everything drawn here; the first is torch's own before each test
-
-
-def cases(*wanted: str) -> list[Any]:
-    return list(_cases(*wanted))
-
-
-def _cases(*wanted: str) -> Iterator[Any]:
-    for name, kernel in sorted(KERNELS.items()):
-        if kernel.op in wanted:
-            if kernel.architectures == {"any"}:
-                yield pytest.param(name, "cpu", id=f"{name}-cpu")
-            yield pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
-
-
-def kernel_here(name: str, where: str) -> Kernel:
-    kernel = KERNELS[name]
-    if not kernel.runs_on(current_device(where)):
-        pytest.skip(f"needs a GPU of {', '.join(sorted(kernel.architectures))}")
-    return kernel
 
 
 def hostile(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.gradients import NormGradients
 from lokakern.kernels.torch.norm import normalized
@@ -27,7 +25,7 @@ from lokakern.numerics import kernel_error
 from lokakern.operands import device_of
 from lokakern.problems import make_problem
 from lokakern.registry.norm_gradients import norm_gradients
-from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.register import Kernel
 from lokakern.sums import column_sums
 from lokakern.types import (
     Format,
@@ -38,8 +36,8 @@ from lokakern.types import (
     Rejected,
     empty_data,
 )
+from tests.kernel_cases import cases, drawn, kernel_here
 
-load_kernels()
 SEEDS = (0,)  # of everything drawn here
 NORMS = ("layer", "rms", *(f"block_rms({n})" for n in (8, 64, 128, 256)), "none")
 LASTS = ("none", "relu", "hardswish", "silu")
@@ -68,27 +66,7 @@ WAYS = [
 ]
 
 
-def cases() -> Iterator[Any]:
-    for name, kernel in sorted(KERNELS.items()):
-        if kernel.op == "norm_backward":
-            if kernel.architectures == {"any"}:
-                yield pytest.param(name, "cpu", id=f"{name}-cpu")
-            yield pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
-
-
-CASES = list(cases())
-
-
-def kernel_here(name: str, where: str) -> Kernel:
-    kernel = KERNELS[name]
-    if not kernel.runs_on(current_device(where)):
-        pytest.skip(f"needs a GPU of {', '.join(sorted(kernel.architectures))}")
-    return kernel
-
-
-def drawn(*shape: int, where: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).to(where)
+CASES = cases("norm_backward")
 
 
 def epilogue_of(way: Way, m: int, k: int, where: str) -> NormEpilogue:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,12 @@ import torch
 
 from lokakern import numerics
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.device import current_device
 from lokakern.norm import norm_named
 from lokakern.norm_checks import gemm_norm_problem, norm_quantize_problem, scale_of
 from lokakern.norm_errors import norm_kernel_error
 from lokakern.operands import device_of
 from lokakern.registry import ops
-from lokakern.registry.register import KERNELS, Kernel, fp8_format, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import (
     Format,
     Granularity,
@@ -31,8 +29,8 @@ from lokakern.types import (
     Rejected,
     empty_data,
 )
+from tests.kernel_cases import cases, drawn, kernel_here
 
-load_kernels()
 SEEDS = (0,)  # of everything drawn here
 NORMS = ("layer", "rms", "block_rms(128)", "block_rms(256)", "none")
 LASTS = (
@@ -51,27 +49,7 @@ WAYS = [
 ]
 
 
-def cases() -> Iterator[Any]:
-    for name, kernel in sorted(KERNELS.items()):
-        if kernel.op in ops.NORM_OPS:
-            if kernel.architectures == {"any"}:
-                yield pytest.param(name, "cpu", id=f"{name}-cpu")
-            yield pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu)
-
-
-CASES = list(cases())
-
-
-def kernel_here(name: str, where: str) -> Kernel:
-    kernel = KERNELS[name]
-    if not kernel.runs_on(current_device(where)):
-        pytest.skip(f"needs a GPU of {', '.join(sorted(kernel.architectures))}")
-    return kernel
-
-
-def drawn(*shape: int, where: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).to(where)
+CASES = cases(*ops.NORM_OPS)
 
 
 def epilogue_of(

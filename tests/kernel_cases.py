@@ -1,0 +1,37 @@
+"""What tests over all kernels of some ops share: their parameters, and tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lokakern.device import current_device
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+
+load_kernels()
+
+
+def cases(*ops: str) -> list[Any]:
+    """Each kernel of some ops and where to run it: on a GPU, and what runs anywhere on the CPU."""
+    found = []
+    for name, kernel in sorted(KERNELS.items()):
+        if kernel.op in ops:
+            if kernel.architectures == {"any"}:
+                found.append(pytest.param(name, "cpu", id=f"{name}-cpu"))
+            found.append(pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
+    return found
+
+
+def kernel_here(name: str, where: str) -> Kernel:
+    kernel = KERNELS[name]
+    if not kernel.runs_on(current_device(where)):
+        pytest.skip(f"needs a GPU of {', '.join(sorted(kernel.architectures))}")
+    return kernel
+
+
+def drawn(*shape: int, where: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(where)
