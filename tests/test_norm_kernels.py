@@ -253,20 +253,62 @@ def test_views_are_read_and_slices_are_written(name: str, where: str) -> None:
 def test_scales_of_any_magnitude(name: str, where: str) -> None:
     """Where the product of two scales is no usual number, or the sums times it overflow."""
     kernel = kernel_here(name, where)
+    widths = (256, 1024) if where == "cuda" else (256,)
     for exponents in ((-60, -20), (-30, -15), (25, 25), (50, -50)):
         taken = []
-        for norm, vectors in {
+        for (norm, vectors), n in itertools.product({
             "layer": ("bias", "norm_weight", "norm_bias"), "rms": (), "block_rms(64)": ("bias",),
-        }.items():  # fmt: skip
-            epilogue = epilogue_of(norm, {}, vectors, True, 72, 256, where)
+        }.items(), widths):  # fmt: skip
+            epilogue = epilogue_of(norm, {}, vectors, True, 72, n, where)
+            quantizer = kernel.op == "norm_quantize"
             x, w = (
-                drawn(size, 256, where=where, seed=i) * 2.0**exponent
-                for i, (size, exponent) in enumerate(zip((72, 256), exponents, strict=True))
+                drawn(rows, columns, where=where, seed=i) * 2.0**exponent
+                for i, (rows, columns, exponent) in enumerate(
+                    zip((72, n), (n if quantizer else 256, 256), exponents, strict=True)
+                )
             )
-            weight = w if kernel.op != "norm_quantize" else None
+            weight = None if quantizer else w
             for granularity in (Granularity.NONE, Granularity.TENSOR, Granularity.ROW):
                 taken.append(Run(kernel, x, weight, epilogue, granularity).check())
         assert any(taken)
+
+
+@pytest.mark.parametrize(("name", "where"), cases("gemm_norm"))
+@pytest.mark.parametrize("n", [128, 1024])
+def test_biases_that_are_large_against_the_sums_or_infinite(name: str, where: str, n: int) -> None:
+    """Whose squares overflow where they are divided by a scale, as one way of adding them does."""
+    kernel = kernel_here(name, where)
+    x, w = (drawn(size, 256, where=where, seed=i) * 2.0**-17 for i, size in enumerate((72, n)))
+    for norm in ("layer", "rms", "block_rms(64)"):
+        bias = drawn(n, where=where, seed=3, dtype=torch.float32)
+        bias[5], bias[n - 3] = 1e12, -3e12
+        if not Run(kernel, x, w, NormEpilogue(norm_named(norm), bias)).check():
+            continue
+        bias[n - 3] = math.inf
+        values = Run(kernel, x, w, NormEpilogue(norm_named(norm), bias)).values()
+        assert values[:, n - 3].isnan().all()  # infinity by infinity
+        finite = torch.arange(n, device=where) != n - 3
+        if norm == "layer":  # the mean is infinite
+            assert values.isnan().all()
+        elif norm == "rms":
+            assert (values[:, finite] == 0).all()
+        else:
+            assert values[:, finite].isfinite().all() and (values[:, : n - 64] != 0).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda.gemm_norm_tensor_fast", "cuda.gemm_norm_bf16"])
+def test_what_overflows_elsewhere_is_added_as_it_is(name: str) -> None:
+    """Scales far from 1 whose product is not; biases that bfloat16 rounds to infinity."""
+    kernel = kernel_here(name, "cuda")
+    x = drawn(72, 256, where="cuda") * 2.0**60
+    w = drawn(1024, 256, where="cuda", seed=1) * 2.0**-60
+    bias = drawn(1024, where="cuda", seed=3, dtype=torch.float32)
+    bias[5] = 2e17
+    assert Run(kernel, x, w, NormEpilogue(norm_named("layer"), bias)).check()
+    bias[5] = 3.4e38
+    values = Run(kernel, x, w, NormEpilogue(norm_named("none"), bias)).values()
+    assert (values[:, 5] == math.inf).all() and values[:, 6:].isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

@@ -262,9 +262,9 @@ def _supports(scales: str, fast: bool, problem: Problem, device: Device) -> Supp
     sms = device.compute_units or 1
     tile = tile_for(problem.m, problem.n, problem.k, kind, sms)
     if tile is None:
-        return Rejected(f"no tile holds what shares statistics; n={problem.n} {form.norm}")
-    if tile.memory and grid_of(tile, problem.m, problem.n, kind, sms) > sms * tile.blocks:
-        return Rejected(f"a row has more tiles than {device} has room for; n={problem.n}")
+        return Rejected(
+            f"no tile holds what shares statistics on {sms} SMs; n={problem.n} {form.norm}"
+        )
     missing = nvrtc.why_not(device)
     return ACCEPTED if missing is None else Rejected(missing)
 

@@ -29,20 +29,57 @@ __device__ __forceinline__ int place_of(int column) {
                     : column;
 }
 
+__device__ __forceinline__ void prefetch_box(const TensorMap& map, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(x),
+        "r"(y));
+}
+
+__device__ __forceinline__ void prefetch(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+__device__ __forceinline__ void load_b(
+    const Operands& operands, unsigned to, unsigned barrier, int step, int row) {
+    if constexpr (PERMUTED) {  // rows of b as [N / 32, 4, 4, 2], the two in the middle swapped
+        asm volatile(
+            "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+            " [%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(to),
+            "l"(operands.b), "r"(barrier), "r"(step * DEPTH), "r"(0), "r"(row / 32)
+            : "memory");
+    } else {
+        load_box(to, *operands.b, barrier, step * DEPTH, row);
+    }
+}
+
+// Elected. Brings operands of the first tiles into the L2: of what several blocks read, each a
+// part. The L2 is where all of the GPU sees the same: what the kernel before still writes is
+// written there, so that this may be done before its end.
+__device__ __forceinline__ void prefetch_operands(const Operands& operands) {
+    constexpr int AHEAD = STEPS < STAGES ? STEPS : STAGES;
+    const int column = blockIdx.x % TILES_N, lane = blockIdx.x / TILES_N;
+    const int lanes = gridDim.x / TILES_N;
+#pragma unroll 1
+    for (int i = column; i < AHEAD * PIPELINES; i += TILES_N) {
+        const int row = (lane * PIPELINES + i % PIPELINES) * TILE_ROWS;
+        if (row < operands.m) prefetch_box(*operands.a[0], i / PIPELINES * DEPTH, row);
+    }
+#pragma unroll 1
+    for (int step = lane; step < (RESIDENT ? STEPS : AHEAD); step += lanes) {
+        if constexpr (PERMUTED) {
+            asm volatile(
+                "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %2, %2, %3}];" ::"l"(
+                    operands.b),
+                "r"(step * DEPTH), "r"(0), "r"(column * (BLOCK_N / 32)));
+        } else {
+            prefetch_box(*operands.b, step * DEPTH, column * BLOCK_N);
+        }
+    }
+}
+
 // Moves all operands of a pipeline. One thread of a warp.
 __device__ __forceinline__ void produce_tiles(
     const Memory& memory, const Operands& operands, int pipeline) {
-    const auto load_b = [&](unsigned to, unsigned barrier, int step, int row) {
-        if constexpr (PERMUTED) {  // rows of b as [N / 32, 4, 4, 2], the two in the middle swapped
-            asm volatile(
-                "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                " [%0], [%1, {%3, %4, %4, %4, %5}], [%2];" ::"r"(to), "l"(operands.b),
-                "r"(barrier), "r"(step * DEPTH), "r"(0), "r"(row / 32)
-                : "memory");
-        } else {
-            load_box(to, *operands.b, barrier, step * DEPTH, row);
-        }
-    };
     Walk walk(operands, pipeline);
     Place place;
     Tile tile;
@@ -55,19 +92,18 @@ __device__ __forceinline__ void produce_tiles(
             if constexpr (RESIDENT) {
                 if (first) {
                     expect_bytes(memory.arrived(step), B_BYTES);
-                    load_b(memory.b(0, 0, step), memory.arrived(step), step, tile.column);
+                    load_b(operands, memory.b(0, 0, step), memory.arrived(step), step, tile.column);
                 }
             }
             expect_bytes(full, LOADED_BYTES);
-            load_box(
-                memory.a(pipeline, place.stage), *operands.a[0], full, step * DEPTH, tile.row);
+            load_box(memory.a(pipeline, place.stage), *operands.a[0], full, step * DEPTH, tile.row);
             if constexpr (SCALES == 1) {
                 load_box(
-                    memory.scales(pipeline, place.stage), *operands.a_scale[0], full,
-                    tile.row & ~3, step);
+                    memory.scales(pipeline, place.stage), *operands.a_scale[0], full, tile.row & ~3,
+                    step);
             }
             if constexpr (!RESIDENT) {
-                load_b(memory.b(pipeline, place.stage, step), full, step, tile.column);
+                load_b(operands, memory.b(pipeline, place.stage, step), full, step, tile.column);
             }
             place.advance();
         }
@@ -82,8 +118,8 @@ __device__ __forceinline__ void await_cluster() {
 
 // Warpgroups with tiles of their own multiply in turn, one while the other normalizes. Left to
 // themselves both multiply at a time, each at half the speed, and then none does: 32768 x 2048 x
-// 512 took 70 us instead of 63. The first has as many tiles as the second or one more, so that every
-// turn that is awaited is given; the last that is given may be awaited by nobody.
+// 512 took 70 us instead of 63. The first has as many tiles as the second or one more, so that
+// every turn that is awaited is given; the last that is given may be awaited by nobody.
 constexpr bool IN_TURN = WHOLE && RESIDENT && WARPGROUPS == 2;
 
 __device__ __forceinline__ void await_turn(int warpgroup) {

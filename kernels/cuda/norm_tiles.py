@@ -45,9 +45,9 @@ class NormKind(NamedTuple):
         return 2 if self.scales == "none" else 1
 
     @property
-    def has_beside(self) -> bool:
-        """Whether something goes into an output beside sums and vectors."""
-        return self.residual > 0 or self.last in ("gate", "cross")
+    def operands_beside(self) -> int:
+        """Matrices that go into an output beside sums."""
+        return (self.residual > 0) + {"gate": 1, "cross": 2}.get(self.last, 0)
 
     def span(self, n: int) -> int:
         """Columns that share statistics."""
@@ -64,12 +64,18 @@ class Tile(tiles.Tile):
 
     Such blocks may be on any SM, where those of a cluster must find room beside each other: on an
     H200 that leaves 112 of 132 SMs to clusters of 8.
-    `staged`: outputs leave through shared memory, 128 bytes of a row at once, where otherwise each
-    thread writes 8 neighbors of a row from its registers.
     """
 
     memory: bool = False
-    staged: bool = False
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies: of two warpgroups 232, of which a third gives them some.
+
+        Of one, what each quarter of an SM has for its share of the warps, 16384 in all.
+        """
+        warps = -(-self.threads * self.blocks // 128)
+        return 232 if self.warpgroups > 1 else min(255, 16384 // (warps * 32) // 8 * 8)
 
 
 def cluster_of(n: int, tile: Tile, kind: NormKind) -> int:
@@ -93,10 +99,12 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
         return False
     if kind.scales == "block" and 128 % min(width, 128):
         return False
-    # Beside sums there are those of a step, before they are promoted.
-    beside = REGISTERS + 8 * kind.has_beside
-    beside += 8 * (kind.out == "row" and cluster > 1)
-    if width // 2 + (min(width, 128) // 2 if kind.promotes(k) else 0) + beside > tile.registers:
+    # Beside sums there are, one after the other, those of a step, what others tell, and operands.
+    step_sums = min(width, 128) // 2 if kind.promotes(k) else 0
+    told = 4 * cluster if rounds_of(n, tile, kind) else 0
+    scales = (kind.scales == "row") + (kind.out == "row" and cluster > 1)
+    beside = REGISTERS + 8 * scales + max(step_sums, told, 8 * kind.operands_beside)
+    if width // 2 + beside > tile.registers:
         return False
     try:
         macros_of(n, k, tile, kind)
@@ -107,7 +115,7 @@ def fits(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
 
 def permutes(n: int, tile: Tile, kind: NormKind) -> bool:
     """Whether rows of b are permuted, 32 at a time, so that a thread has 8 neighbors of a row."""
-    return not (tile.staged or n % 32 or tile.block_n % 32 or kind.span(n) % 32)
+    return not (n % 32 or tile.block_n % 32 or kind.span(n) % 32)
 
 
 def rounds_of(n: int, tile: Tile, kind: NormKind) -> int:
@@ -123,17 +131,17 @@ def macros_of(n: int, k: int, tile: Tile, kind: NormKind) -> dict[str, int | str
         ValueError: It does not hold two.
     """
     k_bytes = k * kind.item
-    base_kind = tiles.Kind({"none": "tensor"}.get(kind.scales, kind.scales), kind.out_bytes,
+    base_kind = tiles.Kind("block" if kind.scales == "block" else "tensor", kind.out_bytes,
                            a_type=kind.a_type, b_type=kind.b_type)  # fmt: skip
-    macros = tiles.macros_of(n, k_bytes, tile, base_kind)
+    permuted = permutes(n, tile, kind)
+    macros = tiles.macros_of(n, k_bytes, replace(tile, chunks=0) if permuted else tile, base_kind)
     cluster = cluster_of(n, tile, kind)
     width = 128 if kind.out == "group" else tiles.chunk_bytes(tile.block_n, kind.out_bytes)
     if not width:
         raise ValueError(f"no bulk copy writes {tile.block_n} columns of {kind.out_bytes} bytes")
-    chunks = min(tile.chunks, tile.block_n * kind.out_bytes // width)
+    chunks = 1 if permuted else min(tile.chunks, tile.block_n * kind.out_bytes // width)
     depth, steps = tiles.depth_of(k_bytes), -(-k_bytes // tiles.DEPTH)
     rounds = 0 if tile.memory else rounds_of(n, tile, kind)
-    permuted = permutes(n, tile, kind)
     fixed = 0 if permuted else tile.warpgroups * chunks * (-(-64 * width // 1024) * 1024)
     fixed += 2 * tile.block_n * 8 + tile.warpgroups * rounds * 2 * (64 * cluster + 1) * 8
     fixed += steps * (tile.block_n * depth + 8) if tile.resident else 0
@@ -178,7 +186,7 @@ def told_bytes(tile: Tile, m: int, n: int, kind: NormKind, sms: int) -> int:
     rounds = rounds_of(n, tile, kind) if tile.memory else 0
     values = 2 * tiles.ROWS * 16  # of a block, in turn by two slots
     blocks = grid_of(tile, m, n, kind, sms)
-    return 16 + blocks * tile.warpgroups * rounds * values if rounds else 0
+    return 128 + blocks * tile.warpgroups * rounds * values if rounds else 0
 
 
 def grid_of(tile: Tile, m: int, n: int, kind: NormKind, sms: int) -> int:
@@ -196,27 +204,15 @@ def tile_for(m: int, n: int, k: int, kind: NormKind, sms: int) -> Tile | None:
     """
     order = [*_narrow(m, n, k, kind, sms), *_wide(m, n, k, kind, sms), *_usual(m, n, k, kind, sms)]
     for tile in order:
-        chosen = replace(tile, staged=_is_staged(n, k, tile, kind))
-        if fits(n, k, chosen, kind):
-            return chosen
+        # Blocks that tell each other through memory must all be on SMs at once.
+        there = not tile.memory or grid_of(tile, m, n, kind, sms) <= sms * tile.blocks
+        if there and fits(n, k, tile, kind):
+            return tile
     return None
 
 
 def _count(m: int, n: int, width: int) -> int:
     return -(-m // tiles.ROWS) * -(-n // width)
-
-
-def _is_staged(n: int, k: int, tile: Tile, kind: NormKind) -> bool:
-    """Where little is multiplied for what is written, whole lines of 128 bytes are worth a detour.
-
-    And where no registers are left to write from.
-    """
-    if kind.promotes(k) and tile.block_n == 256:
-        return True
-    if kind.out_bytes == 1 and tile.warpgroups == 1:
-        return False
-    wide = n >= 2048 and (kind.out_bytes == 1 or tile.memory)
-    return n >= 1024 and k <= (512 if wide else 256)
 
 
 def _narrow(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
@@ -238,52 +234,35 @@ def _narrow(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
 def _wide(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
     """256 columns, where few of them are in vain and most SMs get some."""
     count, k_bytes, whole = _count(m, n, 256), k * kind.item, not kind.promotes(k)
-    if -(-n // 256) * 256 - n > n // 4 or count < 0.9 * sms:
+    few = count < 1.9 * sms
+    if -(-n // 256) * 256 - n > n // 4 or count < 0.9 * sms or (few and not whole and k >= 512):
         return
-    shared = cluster_of(n, Tile(256), kind)
-    # What is not promoted leaves registers: one warpgroup, and more stages, where k is long.
-    few = count < 2 * sms
-    if kind.item == 2 and k >= 512 and (n <= 256 or (n <= 1024 and few)):
-        yield Tile(256, warpgroups=1, memory=shared > 2)
-    if kind.item == 1 and whole and k >= 1024 and 512 <= n <= 1024 and few:
-        yield Tile(256, warpgroups=1, memory=shared > 2)
-    resident = k_bytes <= (512 if whole else 256)
-    if shared > 2:  # clusters of so many leave SMs idle, and the more the larger they are
-        if count >= 1.9 * sms:
-            if resident:
-                yield Tile(256, resident=True, chunks=4, memory=count < 6 * sms)
-                yield Tile(256, resident=True, memory=count < 6 * sms)
-            yield Tile(256, chunks=4, memory=True)
-            yield Tile(256, memory=True)
-        else:
-            yield Tile(256, warpgroups=1, resident=True, memory=True)
+    shared = cluster_of(n, Tile(256), kind) > 2  # clusters of so many leave SMs idle
+    if few and k_bytes >= 1024 and 512 <= n <= 1024:  # one warpgroup, and more stages
+        yield Tile(256, warpgroups=1, memory=shared)
+    stays = k_bytes <= 512
+    if few:
+        if stays and n > 256:
+            for blocks in (2, 1):  # where two fit, the next launch begins beside this one
+                yield Tile(256, warpgroups=1, resident=True, blocks=blocks, memory=shared)
+        if shared:
             yield Tile(256, warpgroups=1, memory=True)
-    elif count < 1.9 * sms:
-        if whole and n == 256 and k_bytes <= 512:
-            for blocks in (2, 1):
-                yield Tile(256, warpgroups=1, resident=True, blocks=blocks)
-        if resident and n > 256:
-            yield Tile(256, warpgroups=1, resident=True)
     else:
-        chunks = (4, 2) if n <= 256 else (2, 4)
-        for stays in (True, False):
-            for each in chunks:
-                yield Tile(256, resident=stays, chunks=each)
+        for resident in (True, False) if stays else (False,):
+            yield Tile(256, resident=resident, memory=shared)
 
 
 def _usual(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
     """128 columns, or fewer where that makes more tiles, or nothing else fits."""
-    k_bytes, count = k * kind.item, _count(m, n, 128)
+    count = _count(m, n, 128)
+    stays = k * kind.item <= 512
     shared = cluster_of(n, Tile(128), kind) > 2
     if count >= 1.9 * sms:
-        if k_bytes <= 256 and not shared:
-            yield Tile(128, warpgroups=1, resident=True, blocks=2)
-        yield Tile(128, memory=shared)
-        yield Tile(128, resident=True)
-    if count < 0.9 * sms and k_bytes <= 512:
-        yield Tile(64, warpgroups=1, resident=True, blocks=3)
-    if count >= 0.9 * sms or k_bytes > 512:
-        yield Tile(128, warpgroups=1, resident=True, memory=shared)
+        for resident in (True, False) if stays else (False,):
+            yield Tile(128, resident=resident, memory=shared)
+    if count >= 0.45 * sms or not stays:
+        if stays and not kind.promotes(k):
+            yield Tile(128, warpgroups=1, resident=True, blocks=2, memory=shared)
         yield Tile(128, warpgroups=1, memory=shared)
     yield Tile(64, warpgroups=1, resident=True, blocks=3)
     for memory in (False, True):
@@ -291,5 +270,6 @@ def _usual(m: int, n: int, k: int, kind: NormKind, sms: int) -> Iterator[Tile]:
         yield Tile(128, warpgroups=1, memory=memory)
         yield Tile(128, memory=memory)
         yield Tile(256, memory=memory)
+        yield Tile(256, warpgroups=1, memory=memory)
         for width in (96, 64, 32, 16, 8):
             yield Tile(width, warpgroups=1, memory=memory)
