@@ -66,7 +66,7 @@ def test_times_cost_what_shipped_sweeps_took(shipped: Path) -> None:
 
 
 def test_errors_cost_what_shipped_sweeps_took(shipped: Path) -> None:
-    """All together: neighbors share draws more or less."""
+    """All together: neighbors share draws more or less, and not all that was measured ships."""
     runs = runs_of(shipped, "accuracy")
     kernel = kernels_for("gemm")[0]
     estimate = sum(

@@ -9,8 +9,10 @@ with another NVRTC:
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -200,8 +202,10 @@ def architectures() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile afresh, and leave the user's cache alone."""
-    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path_factory.getbasetemp() / "compiled"))
+    """Compile afresh, once for all processes that test, and leave the user's cache alone."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    monkeypatch.setenv("LOKAKERN_CACHE", str(shared / "compiled"))
 
 
 @functools.cache
@@ -221,9 +225,21 @@ def cuobjdump(cubin: bytes, *options: str) -> str:
 
 
 @functools.cache
+def disassembled(name: str) -> str:
+    """Beside what was compiled, for the tool takes half a second to begin."""
+    cubin = compiled(name)
+    path = Path(os.environ["LOKAKERN_CACHE"], f"{hashlib.sha256(cubin).hexdigest()}.sass")
+    if not path.exists():
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(cuobjdump(cubin, "--dump-sass"))
+        written.replace(path)
+    return path.read_text()
+
+
+@functools.cache
 def instructions(name: str) -> list[str]:
     """Machine instructions with their suffixes, such as LDG.E.NA.128."""
-    code = cuobjdump(compiled(name), "--dump-sass")
+    code = disassembled(name)
     return re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
 
 
@@ -238,7 +254,7 @@ class Issued(NamedTuple):
 @functools.cache
 def issued(name: str) -> list[Issued]:
     """Bits 41 to 63 of an instruction's second word: stall, yield, two scoreboards, waits."""
-    lines = cuobjdump(compiled(name), "--dump-sass").splitlines()
+    lines = disassembled(name).splitlines()
     found = []
     for line, following in itertools.pairwise(lines):
         text = re.match(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
@@ -339,6 +355,21 @@ def is_whole(macros: dict[str, int | str]) -> bool:
     """Whether sums stay where the tensor core makes them, as norm_mainloop.cuh says it."""
     few = bool(macros.get("FAST")) or int(macros["K"]) <= 128
     return "FAST" in macros and bool(macros["BF16"] or (not macros["SCALES"] and few))
+
+
+@pytest.mark.parametrize("name", [
+    name for name in GEMMS
+    if dict(CASES[name].macros).get("PERMUTED") and dict(CASES[name].macros)["OUT_SCALES"] in (0, 1)
+])  # fmt: skip
+def test_nothing_branches_between_stores_of_a_tile(name: str) -> None:
+    """Behind a branch each waits until the one before has read its registers."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    wide = "STG.E.128" if macros["OUT"] == 2 else "STG.E.64"
+    stores = [at for at, word in enumerate(words) if word == wide]
+    of_a_tile = int(macros["BLOCK_N"]) // 16  # of 8 columns, 2 rows
+    assert len(stores) >= of_a_tile
+    between = words[stores[0] : stores[of_a_tile - 1]]
+    assert not [word for word in between if word.startswith(("BRA", "BSYNC"))]
 
 
 @pytest.mark.parametrize("name", GEMMS)

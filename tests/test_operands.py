@@ -163,13 +163,18 @@ def expected(kernel: Kernel, made: Operands, number: int) -> torch.Tensor:
     return out if problem.batch > 1 else out[0]
 
 
+def is_rounding(found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor) -> bool:
+    """Whether only the order of sums differs; what cancels leaves more of it than of the sum."""
+    return bool(((found - exact).abs() <= 1e-13 * magnitude).all())
+
+
 @every_problem
 def test_references_are_the_naive_products(problem: Problem) -> None:
     made = make(problem)
     for number, (a, b, _, _) in list(enumerate(made.sets))[:3]:
-        naive = a.double() @ wide(b)
         found = expected(right_kernel(problem), made, number)
-        assert torch.allclose(found, naive, rtol=1e-12, atol=1e-13)
+        left, right = a.double(), wide(b)
+        assert is_rounding(found, left @ right, left.abs() @ right.abs())
 
 
 @pytest.mark.parametrize(
@@ -192,13 +197,12 @@ def test_references_of_quantizing_kernels_are_of_what_they_quantize(
     kernel = KERNELS[name]
     made = make(problem, distribution="X14")
     for number, (a, b, _, _) in list(enumerate(made.sets))[:2]:
-        left = numerics.quantize(a, FP8, kernel.granularity)
-        right = numerics.quantize(b.t(), FP8, kernel.b_granularity)
-        naive = (
-            numerics.dequantize(left, torch.float64) @ numerics.dequantize(right, torch.float64).t()
+        left, right = (
+            numerics.dequantize(numerics.quantize(x, FP8, granularity), torch.float64)
+            for x, granularity in ((a, kernel.granularity), (b.t(), kernel.b_granularity))
         )
         found = expected(kernel, made, number)
-        assert torch.allclose(found, naive, rtol=1e-12, atol=1e-13)
+        assert is_rounding(found, left @ right.t(), left.abs() @ right.t().abs())
 
 
 def test_a_prepared_weight_is_the_quantization_of_its_source() -> None:
@@ -361,8 +365,8 @@ def test_products_are_added_up_in_steps_of_bounded_size(
     a, b = torch.randn(3, 20, 1000), torch.randn(3, 1000, 30)
     exact, magnitude = product_of_piece(a, b, Piece(slice(1, 3), slice(5, 9)))
     whole = (a.double() @ b.double())[1:3, 5:9].flatten(0, 1)
-    assert torch.allclose(exact, whole, rtol=1e-12, atol=1e-12)
     size = (a.double().abs() @ b.double().abs())[1:3, 5:9].flatten(0, 1)
+    assert is_rounding(exact, whole, size)
     assert torch.allclose(magnitude, size, rtol=1e-12)
 
 

@@ -370,9 +370,11 @@ def test_an_interrupt_ends_the_workers(made: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""
+        import signal
         from made_jobs import Sleeps
         from lokakern.workers import build
         from lokakern.types import Device
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs ignore it
         build([Sleeps(0), Sleeps(1)], {H200!r}, 2)
     """)
     )
