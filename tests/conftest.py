@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from tests import sharing
+
 if TYPE_CHECKING:
     from lokakern.registry.records import TestResultRecord
 
@@ -42,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lokakern-tests-"))
     config.stash[_FOLDER] = folder
     os.environ["LOKAKERN_DB"] = str(folder / "user.sqlite")  # never the user's
+    os.environ.setdefault(sharing.FOLDER, str(folder))  # that of the process that started this one
     if config.getoption("evidence") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Evidence(config))
 

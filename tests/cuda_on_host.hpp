@@ -1,6 +1,7 @@
 // CUDA C++ on a CPU, for tests: a block's threads are coroutines that take turns at each exchange.
 // Stands in for kernels/cuda/ptx.cuh and for what NVRTC knows by itself.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -42,37 +43,47 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 // --- coroutines
 
 struct Thread {
-    ucontext_t context;
-    std::vector<char> stack;
-    bool done = false;
+    ucontext_t begin;
+    jmp_buf where;
+    bool begun = false, done = false;
 };
-static ucontext_t scheduler;
+static constexpr unsigned MOST_THREADS = 1024, STACK_BYTES = 64 << 10;
+static ucontext_t scheduler_context;
+static jmp_buf scheduler;
 static std::vector<Thread> block;
 static std::function<void()> body;
-static unsigned exchanged[1024];
+static unsigned exchanged[MOST_THREADS];
 
-// Every thread gets here before any goes on.
-static void __syncthreads() {
-    const unsigned thread = threadIdx.x;
-    swapcontext(&block[thread].context, &scheduler);
-}
-
+// Contexts begin threads; jumps, which ask nothing of the system, take turns between them.
 static void run_thread() {
     body();
     block[threadIdx.x].done = true;
+    _longjmp(scheduler, 1);
+}
+
+static void take_turn(Thread& thread) {
+    if (_setjmp(scheduler)) return;
+    if (thread.begun) _longjmp(thread.where, 1);
+    thread.begun = true;
+    swapcontext(&scheduler_context, &thread.begin);
+}
+
+// Every thread gets here before any goes on.
+static void __syncthreads() {
+    if (!_setjmp(block[threadIdx.x].where)) _longjmp(scheduler, 1);
 }
 
 static void run_block(unsigned index, unsigned threads, std::function<void()> kernel) {
+    static char* const stacks = new char[MOST_THREADS * STACK_BYTES];
     body = kernel;
     blockDim.x = threads;
     block = std::vector<Thread>(threads);
-    for (Thread& thread : block) {
-        thread.stack.resize(64 << 10);
-        getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
-        thread.context.uc_stack.ss_size = thread.stack.size();
-        thread.context.uc_link = &scheduler;
-        makecontext(&thread.context, run_thread, 0);
+    for (unsigned thread = 0; thread < threads; ++thread) {
+        ucontext_t& context = block[thread].begin;
+        getcontext(&context);
+        context.uc_stack.ss_sp = stacks + thread * STACK_BYTES;
+        context.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&context, run_thread, 0);
     }
     for (bool running = true; running;) {
         running = false;
@@ -80,7 +91,7 @@ static void run_block(unsigned index, unsigned threads, std::function<void()> ke
             if (block[thread].done) continue;
             threadIdx.x = thread;
             blockIdx.x = index;
-            swapcontext(&scheduler, &block[thread].context);
+            take_turn(block[thread]);
             running = running || !block[thread].done;
         }
     }

@@ -38,6 +38,7 @@ from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import GROUP, Granularity
 from tests import norm_programs
+from tests.sharing import made_once, shared_folder
 
 FOLDER = KERNELS_ROOT / "cuda"
 RECORD = FOLDER / "resources.json"
@@ -201,11 +202,9 @@ def architectures() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile afresh, once for all processes that test, and leave the user's cache alone."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    monkeypatch.setenv("LOKAKERN_CACHE", str(shared / "compiled"))
+    monkeypatch.setenv("LOKAKERN_CACHE", str(shared_folder("compiled")))
 
 
 @functools.cache
@@ -229,11 +228,7 @@ def disassembled(name: str) -> str:
     """Beside what was compiled, for the tool takes half a second to begin."""
     cubin = compiled(name)
     path = Path(os.environ["LOKAKERN_CACHE"], f"{hashlib.sha256(cubin).hexdigest()}.sass")
-    if not path.exists():
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_text(cuobjdump(cubin, "--dump-sass"))
-        written.replace(path)
-    return path.read_text()
+    return made_once(path, lambda to: to.write_text(cuobjdump(cubin, "--dump-sass"))).read_text()
 
 
 @functools.cache

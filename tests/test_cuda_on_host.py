@@ -22,6 +22,7 @@ from lokakern.nvrtc import Program
 from lokakern.registry.register import KERNELS
 from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
+from tests.sharing import made_once, shared_folder
 
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -75,29 +76,34 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigne
 C_TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "I": ctypes.c_uint}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels beside a header that stands in for the GPU's."""
-    made = tmp_path_factory.mktemp("host")
-    for source in Path(quantize.SOURCE).parent.glob("quantize*.cu*"):
-        shutil.copy(source, made)
-    shutil.copy(HEADER, made / "ptx.cuh")
+def sources(name: str, copies: dict[str, Path]) -> Path:
+    """A shared folder with kernels beside headers that stand in for the GPU's, by their names."""
+    folder = shared_folder(name)
+    for target, source in copies.items():
+        made_once(folder / target, lambda to, source=source: shutil.copy(source, to))
     if FOUND and Path(FOUND).name == "g++":  # a third of the time, compiled before
-        header = ["-x", "c++-header", "-o", made / "ptx.cuh.gch", made / "ptx.cuh"]
-        subprocess.run([*COMPILER, *OPTIONS, *header], check=True)
-    return made
+        header = [*COMPILER, *OPTIONS, "-x", "c++-header", folder / "ptx.cuh", "-o"]
+        made_once(folder / "ptx.cuh.gch", lambda to: subprocess.run([*header, to], check=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    kernels = Path(quantize.SOURCE).parent.glob("quantize*.cu*")
+    return sources("host", {path.name: path for path in kernels} | {"ptx.cuh": HEADER})
 
 
 @functools.cache
 def compiled(folder: Path, program: Program) -> Any:
     name = f"{program.entry}_{'_'.join(str(value) for _, value in program.macros)}"
-    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    source.write_text(f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}')
-    subprocess.run(
-        [*COMPILER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
-         *(f"-D{name}={value}" for name, value in program.macros), "-o", library, source],
-        check=True,
-    )  # fmt: skip
+    text = f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}'
+    source = made_once(folder / f"{name}.cpp", lambda to: to.write_text(text))
+    command = [
+        *COMPILER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
+        *(f"-D{name}={value}" for name, value in program.macros), source, "-o",
+    ]  # fmt: skip
+    library = folder / f"{name}.so"
+    made_once(library, lambda to: subprocess.run([*command, to], check=True))
     return ctypes.CDLL(str(library)).launch
 
 

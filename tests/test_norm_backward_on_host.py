@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* dd, const 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("host")
+def folder() -> Path:
     sources = Path(norm_backward.SOURCE).parent
     own = [sources / name for name in ("norm_backward.cu", "folds.cuh")]
-    for source in (*sources.glob("quantize*.cu*"), *own):
-        shutil.copy(source, made)
-    shutil.copy(host.HEADER, made / "ptx.cuh")
-    for name in ("norm.cuh", "norm_backward_ptx.cuh"):
-        shutil.copy(HEADER, made / name)
-    return made
+    copies = {path.name: path for path in (*sources.glob("quantize*.cu*"), *own)}
+    headers = dict.fromkeys(("norm.cuh", "norm_backward_ptx.cuh"), HEADER)
+    return host.sources("norm_backward", copies | headers | {"ptx.cuh": host.HEADER})
 
 
 @pytest.fixture

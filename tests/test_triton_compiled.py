@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lokakern.registry.register import KERNELS, load_kernels
+from tests.sharing import made_once, shared_folder
 
 pytest.importorskip("triton", reason="needs Triton")
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,9 +29,8 @@ TARGETS = sorted(MATRIX_INSTRUCTION)
 GEMMS = ("scaled_gemm", "gemm_norm", "gemm_block_norm")
 
 
-@functools.cache
-def compiled(target: str) -> list[dict[str, Any]]:
-    """All kernels for a target, in one process without the interpreter."""
+def cross_compile(target: str) -> str:
+    """What one process without the interpreter prints of each kernel."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, ROOT / "tests" / "cross_compile.py", target],
@@ -38,7 +38,15 @@ def compiled(target: str) -> list[dict[str, Any]]:
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{target}: {ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    return ran.stdout
+
+
+@functools.cache
+def compiled(target: str) -> list[dict[str, Any]]:
+    """All kernels for a target."""
+    path = shared_folder("triton") / target
+    printed = made_once(path, lambda to: to.write_text(cross_compile(target))).read_text()
+    found = [json.loads(line) for line in printed.splitlines()]
     for kernel in found:
         print(target, kernel)
     return found
