@@ -21,7 +21,8 @@ def norm_kernel_error(
 
     Values of dynamic scales are compared as they are, ``data * scale``, with what the format rounds
     off under the scale found; each scale must be within ``2^-10 s + 2^-13 M / MAX`` of that of the
-    exact outputs, M the largest magnitude under it. One wrong element, or scale, fails.
+    exact outputs, M the largest magnitude under it. One wrong element, or scale, fails. What is
+    infinite is either saturated or NaN under a scale that is given.
 
     Args:
         out: What the kernel wrote, ``[m, n]``.
@@ -33,6 +34,9 @@ def norm_kernel_error(
         return kernel_error(out, exact, magnitude, out_unit_roundoff)
     assert out.scale is not None  # FP8 has scales
     if out.granularity is Granularity.TENSOR:
+        # An infinity under a scale that is given may saturate or become NaN.
+        lost = torch.isinf(exact) & torch.isnan(out.data.float())
+        exact = torch.where(lost, math.nan, exact)
         return kernel_error(out.data, exact, magnitude, out_unit_roundoff, out.scale)
     if not exact.numel():
         return KernelError(0.0, 0.0)

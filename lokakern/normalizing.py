@@ -105,7 +105,8 @@ def gemm_norm(
             the fastest unquantized kernel that was measured, or the budget a weight was prepared
             for; of quantized operands, the fastest of all.
         distribution: As of `gemm`.
-        on_miss: As of `gemm`.
+        on_miss: As of `gemm`; with "bf16", and without a budget or of quantized operands, nothing
+            is logged.
 
     Returns:
         ``[m, n]``: a bfloat16 tensor, ``out`` where it is given; a `QuantizedTensor`, ready to be
@@ -274,19 +275,29 @@ def _chosen(
     if not m or not n:
         return result
     place = bisect_right(table.breakpoints, m) - 1
-    if table.baseline is None:
-        kernel = kernel_of(table, m)
-    elif table.misses[place] and table.budget is not None:
+    if table.misses[place] and _is_told(table, m, on_miss):
         found = after_miss(table, m, on_miss)
         if found is None:
             return _chosen(a, b, epilogue, out, kind, table.budget, table.distributions, "raise")
         kernel = found
+    elif table.baseline is None:
+        kernel = kernel_of(table, m)
     else:
         found = table.kernels[place]
         assert found is not None  # a table for the device here has an unquantized kernel at least
         kernel = found
     _launch(kernel, a, b, result, epilogue)
     return result
+
+
+def _is_told(table: Table, m: int, on_miss: str) -> bool:
+    """Whether a miss is acted upon, or logged: without a budget only if that is asked for.
+
+    Of quantized operands none is logged, and one that a budget alone makes is no miss.
+    """
+    if on_miss == "bf16":
+        return table.baseline is not None and table.budget is not None
+    return table.baseline is not None or table.pick(m).time is None
 
 
 def _launch(kernel: Kernel, a: Matrix, b: Matrix, out: Matrix, epilogue: NormEpilogue) -> None:

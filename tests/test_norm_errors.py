@@ -50,6 +50,19 @@ def test_exact_quantizing_passes(granularity: Granularity, form: Format) -> None
     assert error_of(exact.bfloat16(), exact, magnitude) <= 1
 
 
+def test_infinity_under_a_given_scale_saturates_or_becomes_nan() -> None:
+    exact, magnitude = outputs()
+    exact[2, 5] = -math.inf
+    scale = torch.full((1, 1), 0.05)
+    out, _ = numerics.quantize_static(exact.float(), E4M3, Granularity.TENSOR, scale)
+    for byte, passes in ((0xFE, True), (0x7F, True), (0xFF, True), (0x7E, False), (0, False)):
+        out.data.view(torch.uint8)[2, 5] = byte
+        assert (error_of(out, exact, magnitude) <= 1) is passes, hex(byte)
+    out.data.view(torch.uint8)[2, 5] = 0xFE
+    out.data.view(torch.uint8)[2, 6] = 0x7F  # NaN where the output is finite
+    assert error_of(out, exact, magnitude) == math.inf
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     granularity=st.sampled_from(DYNAMIC), seed=st.integers(0, 2**31), row=st.integers(0, 19),

@@ -174,9 +174,12 @@ def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
 def test_long_and_wide_rows(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     sizes = (512, "layer"), (1024, "rms"), (2048, "layer"), (4096, "rms"), (2304, "block_rms(256)")
-    for n, norm in sizes:
-        for granularity in (Granularity.NONE, Granularity.ROW):
-            run(kernel, where, 150, n, 64, (norm, {}, granularity, ("norm_weight",), True)).check()
+    taken = [
+        run(kernel, where, 150, n, 192, (norm, {}, granularity, ("norm_weight",), True)).check()
+        for n, norm in sizes
+        for granularity in (Granularity.NONE, Granularity.ROW)
+    ]
+    assert any(taken) and (kernel.language == "triton" or all(taken))
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
@@ -226,9 +229,12 @@ def test_sums_that_are_not_rounded_lose_nothing_to_a_common_mean(name: str) -> N
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_blocks_of_any_size_are_right_or_refused(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
-    for n, block in ((96, 12), (96, 4), (128, 1), (120, 40), (128, 16), (192, 96), (1024, 512)):
-        way = (f"block_rms({block})", {"activation": "silu"}, Granularity.NONE, (), False)
-        run(kernel, where, 70, n, 64, way).check()
+    sizes = ((96, 12), (96, 4), (128, 1), (120, 40), (128, 16), (192, 96), (1024, 512))
+    ways = [(f"block_rms({block})", {"activation": "silu"}, Granularity.NONE, (), False)
+            for _, block in sizes]  # fmt: skip
+    taken = [run(kernel, where, 70, n, 192, way).check()
+             for (n, _), way in zip(sizes, ways, strict=True)]  # fmt: skip
+    assert any(taken) and (kernel.language != "cuda" or all(taken[3:]))
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)

@@ -297,6 +297,10 @@ def test_a_miss_is_logged_raised_or_kept(caplog: pytest.LogCaptureFixture) -> No
     assert misses.parse(misses.json.dumps(misses._plain(problem))) == problem
     with pytest.raises(MissError, match=r"gemm_norm: .* nothing was measured at n=128 k=96"):
         lokakern.gemm_norm(X, W.t(), norm="layer", budget=0.06, on_miss="raise")
+    x, w = lokakern.quantize(X), lokakern.quantize(W).t()
+    for a, b, budget in ((X, W.t(), None), (x, w, None), (x, w, 1e-9)):
+        with pytest.raises(MissError, match=r"nothing was measured at n=128 k=96"):
+            lokakern.gemm_norm(a, b, norm="layer", budget=budget, on_miss="raise")
 
 
 def test_a_budget_never_raises_what_fp8_cannot_meet() -> None:
