@@ -69,6 +69,7 @@ class Listing(StrEnum):
     SUITES = "suites"
     DISTRIBUTIONS = "distributions"
     DEVICE = "device"
+    LIBRARIES = "libraries"
 
 
 def _command_again(arguments: list[str]) -> str:
@@ -80,6 +81,10 @@ def _command_again(arguments: list[str]) -> str:
             words.append(Path(word).name if word.endswith(".toml") else word)
         skip = word == "--db"
     return " ".join(words)
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr)
 
 
 @app.command()
@@ -142,7 +147,7 @@ def sweep(
 ) -> None:
     """Measure times and errors into the database; goes on where an earlier sweep stopped."""
     from lokakern import misses, selection
-    from lokakern.bench import report
+    from lokakern.bench import report, trials
     from lokakern.bench import sweep as sweeping
     from lokakern.bench.suites import Case, suite_named
     from lokakern.bench.summary import summary_rows
@@ -157,6 +162,8 @@ def sweep(
         raise typer.BadParameter("goes with --prebuild: a sweep measures the device that is here",
                                  param_hint="--device")  # fmt: skip
     device = gpu_named(device_name) if prebuild else current_device()
+    if not prebuild:
+        trials.try_all(trials.untried(device), _say)
     if time_limit is not None and not time_limit >= 0:
         raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
     if watchdog is not None and not watchdog > 0:
@@ -362,9 +369,15 @@ def list_(
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """List kernels (with what is measured of them), suites, distributions, or the device here."""
-    from lokakern.bench import listing, report
+    """List kernels with what is measured of them, libraries, suites, distributions, or the device.
 
+    Libraries that are installed and do not work, or were never tried, are tried first.
+    """
+    from lokakern.bench import listing, report, trials
+    from lokakern.device import current_device
+
+    if what is Listing.LIBRARIES:
+        trials.try_all(trials.doubtful(current_device()), _say)
     with reading(db):
         rows = listing.rows_of(what.value, brief=how is OutputFormat.TABLE and not as_json)
     report.print_rows(rows, "json" if as_json else how.value)

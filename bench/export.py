@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lokakern.errors import DatabaseError
-from lokakern.evidence import is_current
 from lokakern.registry import identity
+from lokakern.registry.freshness import is_current
 from lokakern.registry.merging import read_checked, union
 from lokakern.registry.reader import Rows, Source
 from lokakern.registry.tables import COLUMNS, DIMENSIONS, FACTS, REFERENCES

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lokakern import selection
+from lokakern.bench import trials
 from lokakern.bench.distributions import DISTRIBUTIONS
 from lokakern.bench.suites import SUITES
+from lokakern.bench.wins import wins_of
 from lokakern.device import current_device, current_environment
 from lokakern.registry.coverage import coverage_of
 from lokakern.registry.register import KERNELS, load_kernels
@@ -16,18 +18,22 @@ Row = dict[str, Any]
 
 
 # What fits a terminal of 100 columns; names of kernels tell the rest.
-BRIEF = {"kernels": ("kernel", "state", "architectures", "why")}
+BRIEF = {
+    "kernels": ("kernel", "state", "architectures", "why"),
+    "libraries": ("library", "version", "state", "won", "why"),
+}
 
 
 def rows_of(what: str, *, brief: bool = False) -> list[Row]:
     """Rows of a listing.
 
     Args:
-        what: "kernels", "suites", "distributions" or "device".
+        what: "kernels", "libraries", "suites", "distributions" or "device".
         brief: Only the columns that a person needs in a table.
     """
     rows = {
         "kernels": _kernels,
+        "libraries": _libraries,
         "suites": _suites,
         "distributions": _distributions,
         "device": _device,
@@ -65,6 +71,29 @@ def _kernels() -> list[Row]:
                 "state": "unavailable",
                 "architectures": "-",
                 "why": f"cannot be imported here: {why}",
+            }
+        )
+    return rows
+
+
+def _libraries() -> list[Row]:
+    """A row for each adapter and plugin; `won` counts problems timed here that it is fastest at."""
+    device = current_device()
+    won = wins_of(selection.snapshot(), device)
+    rows = []
+    for library in trials.known():
+        state, why = trials.state_of(library, device)
+        kernels = [k.name for k in KERNELS.values() if k.library == library.name and not k.parts]
+        rows.append(
+            {
+                "library": library.name,
+                "kind": "plugin" if library.is_plugin else "adapter",
+                "package": library.here[0].name if library.here else library.packages[0].name,
+                "version": library.here[1] if library.here else "-",
+                "state": state,
+                "kernels": len(kernels),
+                "won": won.get(library.name, 0),
+                "why": why,
             }
         )
     return rows

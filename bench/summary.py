@@ -7,8 +7,8 @@ from typing import Any
 
 from lokakern.bench.suites import Case
 from lokakern.device import current_device
-from lokakern.evidence import is_current
 from lokakern.problems import accuracy_problem
+from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import family_key, problem_key
 from lokakern.registry.register import fp8_format
 from lokakern.registry.snapshot import load_snapshot

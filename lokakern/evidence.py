@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem, baseline_name
-from lokakern.registry import digests
+from lokakern.registry import libraries
+from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import Device, Environment, Granularity, Problem, Rejected
 
@@ -115,6 +115,10 @@ def candidate_of(
     kernel = KERNELS.get(name)
     if local and kernel is None:
         return "is in the database but not registered here"
+    if kernel is not None and kernel.library:
+        absent = libraries.LIBRARIES[kernel.library].why_not_here()
+        if absent is not None:
+            return absent
     if kernel is not None and local:
         answer = kernel.supports(problem, device)
         if isinstance(answer, Rejected) and not cells:
@@ -161,15 +165,6 @@ def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
         if cell.status == "wrong" or (cell.status == "crashed" and not redeemed):
             return cell
     return None
-
-
-@functools.lru_cache(maxsize=4096)
-def is_current(kernel: KernelRow) -> bool:
-    """Whether a stored digest is that of the kernel's files as they are now."""
-    try:
-        return digests.kernel_digest(kernel.name, kernel.modules) == kernel.digest
-    except (OSError, ValueError, SyntaxError):  # no such file, or none that is a kernel's
-        return False
 
 
 def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:

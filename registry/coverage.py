@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lokakern.registry.freshness import is_current
 from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class _Rows:
             self._times.setdefault((name, device.architecture), []).append(row)
         for cell in facts.test_results:  # the last of a suite is the newest
             self._tests.setdefault((cell.kernel.name, cell.architecture), []).append(cell)
+        self._current = {row.digest for row in facts.kernels if is_current(row)}
         self._gpus = {device.architecture for device in facts.devices if device.is_gpu}
 
     def claimed_by(self, kernel: Kernel) -> set[str]:
@@ -119,9 +121,13 @@ class _Rows:
     def measured_on(self, name: str) -> set[str]:
         return {architecture for known, architecture in self._times if known == name}
 
+    def _is_of(self, kernel: Kernel, digest: str) -> bool:
+        """Whether a digest is the kernel's; of a library that is not here, with any version."""
+        return digest == kernel.digest or bool(kernel.library and digest in self._current)
+
     def timed(self, kernel: Kernel, architecture: str) -> _Verdict:
         rows = self._times.get((kernel.name, architecture), [])
-        present = [row for row in rows if row[0] == kernel.digest]
+        present = [row for row in rows if self._is_of(kernel, row[0])]
         for _, device, status, reason in present:
             if status in BROKEN:  # whatever it does elsewhere, or did at another time
                 return _Verdict("failed", f"{status} on {device.product}: {reason}")
@@ -139,7 +145,7 @@ class _Rows:
 
     def tested(self, kernel: Kernel, architecture: str) -> _Verdict:
         cells = self._tests.get((kernel.name, architecture), [])
-        newest = {cell.suite: cell for cell in cells if cell.kernel.digest == kernel.digest}
+        newest = {cell.suite: cell for cell in cells if self._is_of(kernel, cell.kernel.digest)}
         for cell in newest.values():
             if cell.status == "failed":
                 return _Verdict("failed", f"{cell.failed_count} tests failed: {cell.reason}")

@@ -3,7 +3,8 @@
 A digest covers the normalized source of a kernel's modules (no comments, docstrings or white
 space) and of everything they include: other modules of `lokakern.kernels`, and `numerics`,
 `sums`, `formats`, `jit`, `nvrtc` and `driver` of lokakern, found by reading import statements;
-`#include "..."` for CUDA and HIP. A module outside lokakern is named ``python:package.module``.
+`#include "..."` for CUDA and HIP. A module outside lokakern is named ``python:package.module``, and
+of a library that a kernel calls the version is: ``package:name==version``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def kernel_digest(name: str, modules: Iterable[str]) -> str:
     """
     files: dict[str, str] = {}
     for module in modules:
-        _collect(_module_file(module), files)
+        if module.startswith("package:"):
+            files[module] = ""
+        else:
+            _collect(_module_file(module), files)
     digest = hashlib.sha256(name.encode())
     for relative, text in sorted(files.items()):
         digest.update(f"\0{relative}\0{text}".encode())

@@ -6,13 +6,15 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
+from lokakern.device import current_device
 from lokakern.errors import UnknownNameError
-from lokakern.registry import digests
+from lokakern.registry import digests, libraries
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.types import (
     ACCEPTED,
@@ -99,7 +101,9 @@ class Kernel:
     Attributes:
         name: ``<language>.<function>``, or the names of the parts of a composition.
         language: ``torch``, ``triton``, ``cuda``, ``hip``, an adapter's library.
-        modules: Source files, relative to ``kernels/``, without ending.
+        modules: Source files, relative to ``kernels/``, without ending, and of a library's kernel
+            the version of the library.
+        library: Name of the library or plugin that brings it, see `libraries.Library`.
         architectures: Where it runs; ``{"any"}`` is everywhere.
         granularity: Of the scales: of ``a`` for a GEMM; NONE for an unquantized GEMM.
         b_granularity: Of the scales of ``b``.
@@ -142,6 +146,7 @@ class Kernel:
     accumulates: bool = False
     k_slices: bool = False
     batch_invariant: bool = False
+    library: str = ""
 
     @functools.cached_property
     def digest(self) -> str:
@@ -167,6 +172,10 @@ class Kernel:
             return Rejected("does not accumulate into its output")
         if self.op not in EPILOGUE_OPS and problem.epilogue not in self.epilogues:
             return Rejected(f"has no epilogue {problem.epilogue!r}")
+        if self.library:
+            reason = libraries.why_not(self.library, device, self.name)
+            if reason is not None:
+                return Rejected(reason)
         return self.supports_problem(problem, device)
 
     def lacks(self, needs: Iterable[str]) -> str | None:
@@ -219,6 +228,7 @@ def fp8_format(device: Device | str) -> Format:
 
 
 KERNELS: dict[str, Kernel] = {}
+_loading: ContextVar[str] = ContextVar("loading", default="")  # name of a plugin
 
 
 def register(
@@ -254,18 +264,14 @@ def register(
 
     def enter(launch: Launcher) -> Launcher:
         function = launch.func if isinstance(launch, functools.partial) else launch
-        module = function.__module__
-        if module.startswith("lokakern.kernels."):
-            path = module.removeprefix("lokakern.kernels.").replace(".", "/")
-            language = path.split("/")[0]
-        else:
-            path, language = f"python:{module}", module.split(".")[0].strip("_")
+        path, language, library = _origin_of(function.__module__)
         add(
             Kernel(
                 name=f"{language}.{name or function.__name__}",
                 op=op,
                 language=language,
-                modules=(path,),
+                modules=(path, *(library.words if library else ())),
+                library=library.name if library else "",
                 launch=launch,
                 architectures=architectures,
                 granularity=granularity,
@@ -289,6 +295,18 @@ def register(
     return enter
 
 
+def _origin_of(module: str) -> tuple[str, str, libraries.Library | None]:
+    """Of a launcher's module: the entry of `Kernel.modules`, the language and the library."""
+    if not module.startswith("lokakern.kernels."):
+        plugin = libraries.LIBRARIES.get(_loading.get())
+        return f"python:{module}", module.split(".")[0].strip("_"), plugin
+    path = module.removeprefix("lokakern.kernels.").replace(".", "/")
+    folder, _, stem = path.partition("/")
+    if folder == "adapters":
+        return path, stem, libraries.LIBRARIES[stem]
+    return path, folder, None
+
+
 def add(kernel: Kernel) -> None:
     """Enter a kernel.
 
@@ -301,12 +319,23 @@ def add(kernel: Kernel) -> None:
 
 
 def load_kernels() -> dict[str, str]:
-    """Import every module under ``lokakern.kernels``, once.
+    """Import every module under ``lokakern.kernels``, and every plugin that was tried, once.
 
     Returns:
         Modules that cannot be imported here, with the reason.
     """
+    return {**load_own(), **_import_plugins()}
+
+
+def load_own() -> dict[str, str]:
+    """Import lokakern's modules only, which touches no GPU."""
     return {**load_parts(), **_import_modules(in_folders=False)}
+
+
+def load_tried() -> None:
+    """Import the plugins that were found to work since they were last asked for."""
+    _import_plugins.cache_clear()
+    load_kernels()
 
 
 def load_parts() -> dict[str, str]:
@@ -326,6 +355,37 @@ def _import_modules(in_folders: bool) -> dict[str, str]:
         except ImportError as error:
             unavailable[name.removeprefix("lokakern.kernels.").replace(".", "/")] = str(error)
     return unavailable
+
+
+@functools.cache
+def _import_plugins() -> dict[str, str]:
+    unavailable: dict[str, str] = {}
+    for name, plugin in libraries.plugins().items():
+        why = libraries.why_not_tried(plugin, current_device())
+        try:
+            if why is None:
+                import_plugin(plugin)
+        except Exception as error:  # it did not when it was tried, so nothing here depends on it
+            why = f"{type(error).__name__}: {error}"
+        if why is not None:
+            unavailable[f"plugin {name}"] = why
+    return unavailable
+
+
+def import_plugin(plugin: libraries.Library) -> None:
+    """Import what registers a plugin's kernels; none stays if it raises."""
+    before = set(KERNELS)
+    libraries.LIBRARIES[plugin.name] = plugin
+    token = _loading.set(plugin.name)
+    try:
+        libraries.import_modules(plugin)
+    except BaseException:
+        for name in set(KERNELS) - before:
+            del KERNELS[name]
+        libraries.LIBRARIES.pop(plugin.name)
+        raise
+    finally:
+        _loading.reset(token)
 
 
 def _module_names(paths: Iterable[str], prefix: str) -> Iterator[str]:

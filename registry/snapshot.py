@@ -19,7 +19,7 @@ from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry import identity
 from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.identity import family_key
-from lokakern.registry.records import DistributionRow
+from lokakern.registry.records import DistributionRow, KernelRow
 from lokakern.types import Device, Environment
 
 __all__ = [
@@ -86,6 +86,15 @@ class Snapshot:
         """Devices anything was timed on, by vendor, product and partition."""
         found = (self._device(key) for key in self._by_key["device"])
         return sorted(found, key=lambda d: (d.vendor, d.product, d.partition != "none", str(d)))
+
+    @cached_property
+    def kernels(self) -> list[KernelRow]:
+        """Kernels anything is known of, each state of their source, by name and digest."""
+        found = (
+            self._dimension("kernel", key, identity.kernel_from_row)
+            for key in self._by_key["kernel"]
+        )
+        return sorted(found, key=lambda row: (row.name, row.digest))
 
     @cached_property
     def distributions(self) -> list[DistributionRow]:
@@ -159,6 +168,13 @@ class Snapshot:
             map(self._timing_cell, rows),
             key=lambda c: (c.kernel.name, c.m, c.started_utc_ms, c.run, c.distribution),
         )
+
+    def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
+        """Every timing on a device in a regime."""
+        key = identity.device_key(device)
+        for (where, _, how), rows in self._timing_index.items():
+            if (where, how) == (key, regime):
+                yield from map(self._timing_cell, rows)
 
     def accuracy_cells(
         self, architecture: str, kernel_name: str, problem_key: str

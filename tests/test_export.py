@@ -11,7 +11,7 @@ from lokakern import selection
 from lokakern.bench.export import current_rows, export
 from lokakern.bench.suites import SUITES
 from lokakern.errors import DatabaseError
-from lokakern.evidence import is_current
+from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import kernel_from_row
 from lokakern.registry.reader import Rows, read_rows
 from lokakern.registry.register import kernels_for

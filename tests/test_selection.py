@@ -19,6 +19,7 @@ from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, alignment_of, make_problem
+from lokakern.registry.freshness import is_current
 from lokakern.registry.records import AccuracyRecord, KernelRow, TimingRecord
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot import load_snapshot
@@ -445,9 +446,9 @@ def test_one_full_seed_does_not_hide_three_quick_ones(book: Book) -> None:
 
 def test_rows_of_a_database_load_no_module(book: Book) -> None:
     row = replace(KernelRow.of(KERNELS[ROW]), modules=("python:this.x",), digest="0" * 64)
-    assert not evidence.is_current(row)
+    assert not is_current(row)
     assert "this" not in sys.modules
-    assert not evidence.is_current(replace(row, modules=("python:torch._C",)))
+    assert not is_current(replace(row, modules=("python:torch._C",)))
 
 
 def test_an_error_row_beside_good_ones_does_no_harm(book: Book) -> None:

@@ -14,9 +14,9 @@ import pytest
 import lokakern
 from lokakern import selection
 from lokakern.bench.suites import SUITES, Case
-from lokakern.evidence import is_current
 from lokakern.registry import digests
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
+from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot import Snapshot, load_snapshot
 from lokakern.registry.store import (

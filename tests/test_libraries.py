@@ -1,0 +1,273 @@
+"""Plugins and libraries: what works is loaded, and what does not is named and stops nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.bench import trials
+from lokakern.device import current_device
+from lokakern.problems import make_problem
+from lokakern.registry import digests, libraries, register
+from lokakern.registry.freshness import is_current
+from lokakern.registry.libraries import LIBRARIES, Library, Package, Trial
+from lokakern.registry.records import KernelRow
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.types import Device, Rejected
+
+load_kernels()
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "tests" / "fixtures" / "example_plugin"
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+KERNEL = """
+import ctypes
+from lokakern import register
+from lokakern.types import ACCEPTED, Rejected
+
+def supports(problem, device):
+    return Rejected("takes tensors") if problem.prepared else ACCEPTED
+
+@register("gemm", accumulation="float32", supports=supports)
+def multiply(a, b, out, bias, workspace):
+    {body}
+"""
+RIGHT = "out.copy_(a.float() @ b.float() + (0 if bias is None else bias.float()))"
+# Modules of plugins that are broken, each in its own way, and what is said of each.
+BROKEN = {
+    "no_such_import": ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named"),
+    "dies_imported": ("import ctypes\nctypes.string_at(8)", "killed by SIGSEGV when it was"),
+    "exits_imported": ("import sys\nsys.exit('goodbye')", "SystemExit: goodbye"),
+    "twice": (KERNEL.format(body="pass") + "register('gemm', name='multiply')(multiply)",
+              "ValueError: kernel 'twice.multiply' is registered twice"),
+}  # fmt: skip
+FAULTY = {
+    "dies_launched": ("ctypes.string_at(8)", "multiply: the process was killed by SIGSEGV when"),
+    "is_wrong": ("out.zero_()", "multiply: wrong: "),
+}
+
+
+def put(folder: Path, name: str, text: str, version: str = "1.0") -> None:
+    """A distribution with a plugin, as an installer leaves it."""
+    (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    facts = folder / f"{name}-{version}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (facts / "entry_points.txt").write_text(f"[lokakern.kernels]\n{name} = {name}\n")
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def runner(folder: Path, paths: list[Path]) -> Run:
+    """Python with plugins on its path, and a cache and a database of its own."""
+
+    def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *paths])),
+            "LOKAKERN_CACHE": str(folder / "cache"),
+            "LOKAKERN_DB": str(folder / "user.sqlite"),
+        }
+        ran = subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True,
+                             capture_output=True, timeout=500, check=False)  # fmt: skip
+        assert ran.returncode == code, f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+        return ran
+
+    return run
+
+
+LIST = ("-m", "lokakern.bench", "list", "libraries", "--json")
+SWEEP = ("-m", "lokakern.bench", "sweep", "--shape", "16,64,64", "--grade", "quick", "--errors",
+         "none", "--quiet", "--json")  # fmt: skip
+
+
+def libraries_listed(run: Run) -> dict[str, dict[str, Any]]:
+    return {row["library"]: row for row in json.loads(run(*LIST).stdout)}
+
+
+def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+           "--disable-pip-version-check", "--target", installed, tmp_path / "source"]  # fmt: skip
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in EXAMPLE.iterdir():  # building leaves files beside the source
+        if path.is_file():
+            (source / path.name).write_bytes(path.read_bytes())
+    subprocess.run(pip, check=True, capture_output=True)
+    run = runner(tmp_path, [installed])
+    program = """if True:
+        import torch, lokakern
+        from lokakern.registry.register import KERNELS, load_kernels
+        print(load_kernels().get("plugin example"))
+        kernel = KERNELS.get("lokakern_example.float32_gemm")
+        if kernel is not None:
+            print(kernel.library, *kernel.modules)
+            print(lokakern.dispatch("gemm", (16, 64, 64), 0.001).rejected.get(kernel.name))
+        x = torch.ones(16, 64).bfloat16()
+        print(lokakern.gemm(x, x.t())[0, 0].item())
+    """
+    before = run("-c", program).stdout.splitlines()
+    assert before[0].startswith("example was never tried here: python -m lokakern.bench list")
+    assert before[1:] == ["64.0"]
+    listed = libraries_listed(run)["example"]
+    assert (listed["state"], listed["version"], listed["kind"]) == ("usable", "1.2.0", "plugin")
+    assert (listed["package"], listed["kernels"], listed["won"]) == ("lokakern-example", 1, 0)
+    words = ["example python:lokakern_example package:lokakern-example==1.2.0", "not measured here"]
+    assert run("-c", program).stdout.splitlines() == ["None", *words, "64.0"]
+    swept = run(*SWEEP, "--kernel", "lokakern_example")
+    assert "trying" not in swept.stderr  # once is enough
+    rows = json.loads(swept.stdout)
+    assert {(row["kernel"], row["status"]) for row in rows} == {
+        ("lokakern_example.float32_gemm", "ok")
+    }
+    won = libraries_listed(run)["example"]["won"]
+    assert won == len({row["problem"] for row in rows if row["time us"] != "-"})
+
+
+def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
+    for name, (text, _) in BROKEN.items():
+        put(tmp_path, name, text)
+    for name, (body, _) in FAULTY.items():
+        put(tmp_path, name, KERNEL.format(body=body))
+    put(tmp_path, "works", KERNEL.format(body=RIGHT))
+    run = runner(tmp_path, [tmp_path])
+    ones = "x = torch.ones(16, 64).bfloat16()"
+    program = f"import torch, lokakern; {ones}; print(lokakern.gemm(x, x.t())[0])"
+    before = run("-c", program).stdout
+    found = libraries_listed(run)
+    for state, expected in (("broken", BROKEN), ("partly", FAULTY)):
+        for name, (_, words) in expected.items():
+            assert (found[name]["state"], words in found[name]["why"]) == (state, True), found[name]
+    assert found["works"]["state"] == "usable"
+    swept = run(*SWEEP, "--kernel", "multiply")
+    assert "trying" not in swept.stderr  # what was tried is not tried again
+    rows = json.loads(swept.stdout)
+    assert {(row["kernel"], row["status"]) for row in rows} == {("works.multiply", "ok")}
+    assert run("-c", program).stdout == before
+
+
+def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "sleeps", "import time\nprint('good night', flush=True)\ntime.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, tmp_path))))
+    sleeps = Library(name="sleeps", packages=(Package("sleeps", "", ("sleeps",)),), is_plugin=True)
+    trial = trials._try(sleeps, 12)
+    assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")
+
+
+# --- what counts where
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Library:
+    """One whose version is that of pytest, with no trial kept."""
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path / "cache"))
+    packages = (Package("not-there", ">=1", ()), Package("pytest", ">=8", ("pytest",)))
+    found = Library(name="some", packages=packages, never_run="there is no such GPU")
+    monkeypatch.setitem(LIBRARIES, "some", found)
+    return found
+
+
+def kernel_of(library: Library) -> Kernel:
+    return Kernel(
+        name="some.kernel", op="gemm", language="some", modules=("compositions", *library.words),
+        launch=print, architectures=frozenset({"any"}), library=library.name,
+    )  # fmt: skip
+
+
+def reason(kernel: Kernel, device: Device) -> str | None:
+    answer = kernel.supports(make_problem("gemm", (16, 64, 64)), device)
+    return answer.reason if isinstance(answer, Rejected) else None
+
+
+def test_a_kernel_counts_where_its_library_was_tried(library: Library) -> None:
+    kernel, here = kernel_of(library), current_device()
+    assert trials.state_of(library, here) == (
+        "untried", f"installed, and never tried on {here}; written, never run: there is no such GPU"
+    )  # fmt: skip
+    assert reason(kernel, here) == f"some was never tried here: {libraries.TRY}"
+    assert reason(kernel, H200) is None  # elsewhere nothing was tried
+    libraries.keep_trial(library, here, Trial())
+    assert reason(kernel, here) is None and trials.state_of(library, here)[0] == "usable"
+    libraries.keep_trial(library, here, Trial("", {"some.kernel": "wrong: 9 > 1"}))
+    assert reason(kernel, here) == "wrong: 9 > 1"
+    assert trials.state_of(library, here) == ("partly", "some.kernel: wrong: 9 > 1")
+    libraries.keep_trial(library, here, Trial("OSError: undefined symbol"))
+    assert reason(kernel, here) == "OSError: undefined symbol"
+    assert trials.state_of(library, here) == ("broken", "OSError: undefined symbol")
+
+
+def test_another_version_is_tried_again(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = current_device()
+    libraries.keep_trial(library, here, Trial())
+    monkeypatch.setattr(
+        libraries, "_version_here", lambda name: "9.9" if name == "pytest" else None
+    )
+    assert libraries.trial_of(library, here) is None
+    libraries.keep_trial(library, here, Trial("broken since"))
+    monkeypatch.undo()
+
+
+def test_what_is_not_installed_counts_nowhere() -> None:
+    absent = Library(name="absent", packages=(Package("a-b", ">=1", ()), Package("c", "", ())))
+    assert absent.words == ()
+    assert absent.why_not_here() == "absent is not installed (pip install a-b or c)"
+    assert trials.state_of(absent, H200)[0] == "not installed"
+    old = Library(name="old", packages=(Package("pytest", "<2", ()),))
+    assert str(old.why_not_here()).startswith("written for pytest <2; ")
+    assert trials.state_of(old, H200)[0] == "unsuitable"
+
+
+def test_rows_of_another_version_are_stale(library: Library) -> None:
+    kernel = kernel_of(library)
+    (word,) = library.words
+    row = KernelRow.of(kernel)
+    assert is_current(row)
+
+    def as_of(version: str) -> KernelRow:
+        modules = ("compositions", f"package:{version}")
+        return replace(row, modules=modules, digest=digests.kernel_digest(row.name, modules))
+
+    assert as_of(word.removeprefix("package:")).digest == row.digest
+    assert not is_current(as_of("pytest==0.1"))
+    assert is_current(as_of("not-there==0.1"))  # measured elsewhere, and it holds there
+    assert as_of("not-there==0.1").digest != as_of("not-there==0.2").digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"version": 2, "trials": {}}', '{"version": 1}', "[" * 100_000,
+     '{"version": 1, "trials": []}', '{"version": 1, "trials": {"k": {"why": 1, "kernels": {}}}}',
+     '{"version": 1, "trials": {"k": {"why": "", "kernels": {"a": []}}}}', "\0\xff",
+     '{"version": 1, "trials": {"k": {"why": "' + "x" * 501 + '", "kernels": {}}}}',
+     " " * (libraries.LARGEST_FILE_BYTES + 1)],
+)  # fmt: skip
+def test_a_file_of_trials_that_is_none_says_nothing(library: Library, text: str) -> None:
+    path = libraries.trials_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    here = current_device()
+    assert libraries.trial_of(library, here) is None
+    libraries.keep_trial(library, here, Trial())
+    assert libraries.trial_of(library, here) == Trial()
+
+
+def test_a_plugin_that_fails_leaves_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "half_a_plugin.py").write_text(KERNEL.format(body=RIGHT) + "\nraise OSError('x')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = Package("pytest", "", ("half_a_plugin",))
+    half = Library(name="half", packages=(package,), is_plugin=True)
+    before = dict(KERNELS)
+    with pytest.raises(OSError, match="x"):
+        register.import_plugin(half)
+    assert before == KERNELS and "half" not in LIBRARIES
