@@ -31,6 +31,7 @@ from lokakern.types import Device, Rejected
 PATIENCE_S = 300.0
 POLL_S = 0.2
 LONGEST_WORD = 8192  # bytes
+RIGHT, IDLE = "right", "idle"  # what is said of a kernel; all else is a fault
 # Of a kernel the first that it takes: one tile of most, a usual layer, long sums.
 SHAPES = ("256,256,256", "64,64,128", "2048,512,512", "128,128,8192")
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
@@ -60,7 +61,12 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
         return "broken", trial.why
     if trial.kernels:
         return "partly", "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
-    return "usable", "tried: it imports, and what its kernels wrote was right"
+    if not trial.right:
+        return (
+            "usable",
+            f"tried: it imports; no kernel of it takes what it was tried with on {device}",
+        )
+    return "usable", f"tried: it imports, and {trial.right} of its kernels were right"
 
 
 def untried(device: Device) -> list[Library]:
@@ -98,7 +104,8 @@ def _try(library: Library, patience_s: float) -> Trial:
         end = _run(library.name, tuple(kernels), patience_s)
         kernels |= end.kernels
         if not end.at:
-            return Trial(end.why, {name: why for name, why in kernels.items() if why})
+            faults = {name: why for name, why in kernels.items() if why not in (RIGHT, IDLE)}
+            return Trial(end.why, faults, list(kernels.values()).count(RIGHT))
         kernels[end.at] = end.why
 
 
@@ -214,7 +221,7 @@ def main(name: str, done: Sequence[str], pipe: int) -> None:
         for kernel in mine:
             if kernel.name not in done:
                 say("launch", kernel.name)
-                say("done", kernel.name, _fault_of(kernel))
+                say("done", kernel.name, _outcome_of(kernel))
     except BaseException as error:  # SystemExit, too: it ends whoever imports the library
         why = _first_line(error)
     say("end", why)
@@ -225,8 +232,8 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:LONGEST_WHY]
 
 
-def _fault_of(kernel: Kernel) -> str:
-    """What is wrong with what it computes; empty where nothing is, or no problem suits it."""
+def _outcome_of(kernel: Kernel) -> str:
+    """What is wrong with what it computes, or that nothing is, or that no problem suits it."""
     from lokakern.bench.measure import time_case
     from lokakern.bench.options import cases_of
     from lokakern.registry.register import fp8_format
@@ -244,5 +251,5 @@ def _fault_of(kernel: Kernel) -> str:
         except Exception as error:
             return f"cannot say what it supports: {_first_line(error)}"
         (record,) = time_case(case, [kernel], device, default_regime(device))
-        return "" if record.status == "ok" else f"{record.status}: {record.reason}"
-    return ""
+        return RIGHT if record.status == "ok" else f"{record.status}: {record.reason}"
+    return IDLE

@@ -23,12 +23,5 @@ def wins_of(facts: Snapshot, device: Device) -> Counter[str]:
             key = str(cell.problem)
             found = (cell.latency_us_p50, cell.kernel.name)
             best[key] = min(best.get(key, found), found)
-    return Counter(library for _, name in best.values() for library in libraries_of(name))
-
-
-def libraries_of(name: str) -> set[str]:
-    """The libraries of a registered kernel and of its parts."""
-    kernel = KERNELS.get(name)
-    if kernel is None:
-        return set()
-    return {KERNELS[part].library for part in kernel.parts if part in KERNELS} or {kernel.library}
+    winners = [KERNELS[name] for _, name in best.values() if name in KERNELS]
+    return Counter(library for kernel in winners for library in kernel.libraries or [""])

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem, baseline_name
-from lokakern.registry import libraries
 from lokakern.registry.freshness import is_current
+from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import Device, Environment, Granularity, Problem, Rejected
 
@@ -115,8 +115,8 @@ def candidate_of(
     kernel = KERNELS.get(name)
     if local and kernel is None:
         return "is in the database but not registered here"
-    if kernel is not None and kernel.library:
-        absent = libraries.LIBRARIES[kernel.library].why_not_here()
+    for library in kernel.libraries if kernel is not None else ():
+        absent = LIBRARIES[library].why_not_here()
         if absent is not None:
             return absent
     if kernel is not None and local:

@@ -30,6 +30,7 @@ from lokakern.problems import (
     make_problem,
     row_length,
 )
+from lokakern.registry.libraries import none_imported
 from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
 from lokakern.types import (
@@ -187,7 +188,8 @@ def _chosen(
 
 
 def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job]:
-    with record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
+    # What a library compiles it compiles itself, and who only compiles need not survive its import.
+    with none_imported(), record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
         for kernel, problem in pairs:
             if not _compiles(kernel) or not problem.m:  # an empty output launches nothing
                 continue
@@ -198,6 +200,8 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
                 extra = () if is_plain(problem) else (_meta_epilogue(problem),)
                 kernel.launch(*operands, kernel.workspace(*seen, *extra), *extra)
             except Exception as error:  # a row of the report; other kernels can be built
+                if kernel.libraries:  # by then the quantizers before it are recorded
+                    continue
                 reason = f"{type(error).__name__}: {error}"[:_REASON]
                 recording.add(_Unrecorded(kernel.name, str(problem), reason))
         return list(recording.jobs.values())

@@ -123,7 +123,7 @@ class _Rows:
 
     def _is_of(self, kernel: Kernel, digest: str) -> bool:
         """Whether a digest is the kernel's; of a library that is not here, with any version."""
-        return digest == kernel.digest or bool(kernel.library and digest in self._current)
+        return digest == kernel.digest or bool(kernel.libraries and digest in self._current)
 
     def timed(self, kernel: Kernel, architecture: str) -> _Verdict:
         rows = self._times.get((kernel.name, architecture), [])

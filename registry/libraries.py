@@ -9,12 +9,15 @@ torch and of Python, on one type of device: anything else is tried again.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ _log = logging.getLogger(__name__)
 PLUGINS = "lokakern.kernels"  # the group of entry points
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_WHY = 500
+CHECKOUT = "0+"  # begins the version of a folder on the path, as PEP 440 has it
 TRY = "python -m lokakern.bench list libraries"
 
 
@@ -56,19 +60,21 @@ class Library:
     Attributes:
         name: First part of its kernels' names; a plugin's is that of its entry point.
         packages: What brings it; the first that is installed counts.
+        install: How to get it, where no pip install of a package is it.
         is_plugin: Whether its kernels register when its modules are imported.
         never_run: Why no machine has run the adapter yet; empty once one has.
     """
 
     name: str
     packages: tuple[Package, ...]
+    install: str = ""
     is_plugin: bool = False
     never_run: str = ""
 
     @property
     def here(self) -> tuple[Package, str] | None:
         """What is installed, and its version."""
-        versions = ((package, _version_here(package.name)) for package in self.packages)
+        versions = ((p, _version_here(p.name, p.modules)) for p in self.packages)
         return next(((package, v) for package, v in versions if v is not None), None)
 
     @property
@@ -80,9 +86,12 @@ class Library:
         """Why what is installed is none that the adapter is written for, or None."""
         if self.here is None:
             names = " or ".join(package.name for package in self.packages)
-            return f"{self.name} is not installed (pip install {names})"
+            how = self.install or f"pip install {names}"
+            return f"{self.name} is not installed ({how})"
         package, version = self.here
-        if not SpecifierSet(package.versions).contains(version, prereleases=True):
+        if not version.startswith(CHECKOUT) and not SpecifierSet(package.versions).contains(
+            version, prereleases=True
+        ):
             return f"written for {package.name} {package.versions}; {version} is installed"
         return None
 
@@ -94,13 +103,16 @@ class Trial:
     Attributes:
         why: What is wrong with the library; empty where it works.
         kernels: What is wrong with kernels of it, by name, where it works but for them.
+        right: How many of its kernels were launched and right; others took none of the problems.
     """
 
     why: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
+    right: int = 0
 
 
 LIBRARIES: dict[str, Library] = {}
+_may_import = True
 trying = ""  # the library that this process tries: no trial is asked for it
 
 
@@ -136,8 +148,29 @@ def why_not_tried(library: Library, device: Device, kernel: str = "") -> str | N
     return trial.why or trial.kernels.get(kernel) or None
 
 
+class NotImportedError(RuntimeError):
+    """A library is wanted where none is to be imported."""
+
+
+@contextmanager
+def none_imported() -> Iterator[None]:
+    """Launches inside that would import a library raise NotImportedError instead."""
+    global _may_import
+    _may_import = False
+    try:
+        yield
+    finally:
+        _may_import = True
+
+
 def import_modules(library: Library) -> None:
-    """Import what its kernels need; nothing where it is not installed."""
+    """Import what its kernels need; nothing where it is not installed.
+
+    Raises:
+        NotImportedError: Inside `none_imported`.
+    """
+    if not _may_import:
+        raise NotImportedError(library.name)
     for module in library.here[0].modules if library.here is not None else ():
         importlib.import_module(module)
 
@@ -147,16 +180,32 @@ def is_of_another(word: str) -> bool:
 
     Where it is not installed, the word stands: what was measured elsewhere holds there.
     """
-    package, _, version = word.removeprefix("package:").partition("==")
-    return _version_here(package) not in (version, None)
+    name, _, version = word.removeprefix("package:").partition("==")
+    modules = (p.modules for library in LIBRARIES.values() for p in library.packages
+               if p.name == name)  # fmt: skip
+    return _version_here(name, next(modules, ())) not in (version, None)
 
 
 @functools.cache
-def _version_here(package: str) -> str | None:
+def _version_here(package: str, modules: tuple[str, ...]) -> str | None:
+    """Of an installed package; of a module that lies on the path without one, of its source."""
     try:
         return importlib.metadata.version(package)
     except (importlib.metadata.PackageNotFoundError, ValueError):
+        pass
+    if not modules:
         return None
+    try:
+        found = importlib.util.find_spec(modules[0].partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    folder = next(iter(found.submodule_search_locations or ()), None) if found else None
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return f"{CHECKOUT}{digest.hexdigest()[:12]}"
 
 
 # --- plugins
@@ -194,7 +243,9 @@ def keep_trial(library: Library, device: Device, trial: Trial) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{path}.lock"):
         entries = _read(path)
-        entries[_key(library, device)] = {"why": trial.why, "kernels": dict(trial.kernels)}
+        entries[_key(library, device)] = {
+            "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right
+        }  # fmt: skip
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
         unfinished.replace(path)
@@ -216,7 +267,7 @@ def _changed(path: Path) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _trials(path: Path, _changed_ns: int) -> dict[str, Trial]:
-    return {key: Trial(entry["why"], entry["kernels"]) for key, entry in _read(path).items()}
+    return {key: Trial(**entry) for key, entry in _read(path).items()}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -236,10 +287,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or set(entry) != {"why", "kernels"}:
+    if not isinstance(entry, dict) or set(entry) != {"why", "kernels", "right"}:
         return False
-    kernels = entry["kernels"]
-    return isinstance(kernels, dict) and all(
+    kernels, right = entry["kernels"], entry["right"]
+    if not isinstance(kernels, dict) or type(right) is not int:
+        return False
+    return all(
         isinstance(word, str) and len(word) <= LONGEST_WHY
         for word in (entry["why"], *kernels, *kernels.values())
     )

@@ -153,6 +153,12 @@ class Kernel:
         return digests.kernel_digest(self.name, self.modules)
 
     @property
+    def libraries(self) -> frozenset[str]:
+        """Names of the libraries that it, or a part of it, is of."""
+        parts = (KERNELS[part].library for part in self.parts if part in KERNELS)
+        return frozenset((self.library, *parts)) - {""}
+
+    @property
     def quantizes(self) -> bool:
         """Whether an op on unquantized operands goes through FP8."""
         if self.op == "gemm_norm":  # one with a granularity may want its operands quantized

@@ -209,7 +209,7 @@ def test_another_version_is_tried_again(library: Library, monkeypatch: pytest.Mo
     here = current_device()
     libraries.keep_trial(library, here, Trial())
     monkeypatch.setattr(
-        libraries, "_version_here", lambda name: "9.9" if name == "pytest" else None
+        libraries, "_version_here", lambda name, _: "9.9" if name == "pytest" else None
     )
     assert libraries.trial_of(library, here) is None
     libraries.keep_trial(library, here, Trial("broken since"))
@@ -224,6 +224,24 @@ def test_what_is_not_installed_counts_nowhere() -> None:
     old = Library(name="old", packages=(Package("pytest", "<2", ()),))
     assert str(old.why_not_here()).startswith("written for pytest <2; ")
     assert trials.state_of(old, H200)[0] == "unsuitable"
+
+
+def test_a_folder_without_a_package_has_the_version_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "lies_here"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise OSError('imported')")
+    versions = []
+    for text in ("1", "1", "2"):
+        (folder / "deep.py").write_text(text)
+        libraries._version_here.cache_clear()
+        package = Package("lies-here", ">=7", ("lies_here",))
+        library = Library(name="lies", packages=(package,))
+        assert library.here is not None and library.why_not_here() is None
+        versions.append(library.here[1])
+    assert versions[0] == versions[1] != versions[2] and versions[0].startswith("0+")
 
 
 def test_rows_of_another_version_are_stale(library: Library) -> None:
@@ -245,9 +263,11 @@ def test_rows_of_another_version_are_stale(library: Library) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "7", '{"version": 2, "trials": {}}', '{"version": 1}', "[" * 100_000,
-     '{"version": 1, "trials": []}', '{"version": 1, "trials": {"k": {"why": 1, "kernels": {}}}}',
-     '{"version": 1, "trials": {"k": {"why": "", "kernels": {"a": []}}}}', "\0\xff",
-     '{"version": 1, "trials": {"k": {"why": "' + "x" * 501 + '", "kernels": {}}}}',
+     '{"version": 1, "trials": []}',
+     '{"version": 1, "trials": {"k": {"why": 1, "kernels": {}, "right": 1}}}',
+     '{"version": 1, "trials": {"k": {"why": "", "kernels": {"a": []}, "right": 1}}}', "\0\xff",
+     '{"version": 1, "trials": {"k": {"why": "' + "x" * 501 + '", "kernels": {}, "right": 1}}}',
+     '{"version": 1, "trials": {"k": {"why": "", "kernels": {}, "right": true}}}',
      " " * (libraries.LARGEST_FILE_BYTES + 1)],
 )  # fmt: skip
 def test_a_file_of_trials_that_is_none_says_nothing(library: Library, text: str) -> None:

@@ -27,6 +27,7 @@ from lokakern.errors import BudgetError, DeviceError, ShapeError
 from lokakern.nvrtc import Program
 from lokakern.prebuild import jobs_for, meta_operands
 from lokakern.problems import make_problem
+from lokakern.registry import libraries
 from lokakern.registry.register import (
     KERNELS,
     fp8_format,
@@ -79,6 +80,17 @@ def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) ->
         compiles = "triton." in kernel.name or "cuda." in kernel.name  # in part or whole
         assert bool(found) == bool(accepts and compiles), kernel.name
         assert keys(found) <= keys([*jobs, *programs])
+
+
+def test_recording_imports_no_library() -> None:
+    kernel = KERNELS["cuda.quantize_row+fbgemm.rowwise"]
+    problem = make_problem("gemm", (256, 256, 256))
+    jobs = prebuild._record([(kernel, problem)], H200)
+    assert [job.entry for job in jobs if isinstance(job, Program)] == ["quantize"] and len(
+        jobs
+    ) == 1
+    with libraries.none_imported(), pytest.raises(libraries.NotImportedError, match="fbgemm"):
+        libraries.import_modules(libraries.LIBRARIES["fbgemm"])
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)

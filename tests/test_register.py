@@ -18,6 +18,7 @@ from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry import register as registry
 from lokakern.registry.digests import KERNELS_ROOT
+from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.register import (
     ANY,
@@ -282,7 +283,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
     assert KERNELS[found.name] is found
     assert re.fullmatch(r"[a-z0-9_]+\.[a-z0-9_]+(\+[a-z0-9_]+\.[a-z0-9_]+)*", found.name)
     assert found.op in OPS
-    assert found.language in LANGUAGES
+    assert found.language in (*LANGUAGES, *LIBRARIES)
     assert callable(found.launch)
     assert found.architectures == {"any"} or found.architectures <= FP8_GPUS
     assert found.accumulation in ACCUMULATIONS[found.op]
@@ -293,7 +294,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
         assert all(exceptions.values())
     if not found.parts:
         assert not found.compile_only.keys() & found.unmeasured.keys()
-    for module in found.modules:
+    for module in (name for name in found.modules if not name.startswith("package:")):
         assert (KERNELS_ROOT / f"{module}.py").is_file()
     for part in found.parts:
         assert KERNELS[part].op in PARTS[found.op]
@@ -306,7 +307,9 @@ def test_every_kernel_is_described(found: Kernel) -> None:
         assert not found.quantizes or found.granularity is not Granularity.NONE
     if not found.parts:
         assert found.name.startswith(f"{found.language}.")
-        assert found.modules[0].startswith(f"{found.language}/")
+        folder = "adapters" if found.library else found.language
+        assert found.modules[0].startswith(f"{folder}/")
+        assert found.library in ("", found.language)
 
 
 @pytest.mark.parametrize("device", [H200, MI300X, CPU], ids=str)

@@ -157,6 +157,7 @@ def test_changing_a_line_of_a_kernel_is_seen(
         file.write(f"{line}\n")
     stem = module.rsplit(".", 1)[0]
     claiming = [k for k in KERNELS.values() if k.architectures & {"sm_90", "any"}]
+    claiming = [kernel for kernel in claiming if "sm_90" not in kernel.unmeasured]
     made_of_it = {kernel.name for kernel in claiming if stem in kernel.modules}
     assert {gap.kernel for gap in gaps()} == made_of_it
     assert {gap.table for gap in gaps()} == {"timing", "test_result"}

@@ -1,0 +1,189 @@
+"""Adapters call their libraries as these say they want to be called.
+
+Stand-ins compute what a library documents, on the CPU, and check what it checks, and what it should
+check. That the libraries themselves do so is tried where they are installed (`list libraries`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lokakern.bench.measure import contender_of
+from lokakern.bench.norm_operands import operands_of
+from lokakern.kernels.adapters import deep_gemm, fbgemm
+from lokakern.registry.libraries import LIBRARIES
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.types import Accepted, Device, Format, Granularity, Layout, Operand, Problem, Rejected
+
+load_kernels()
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+CPU = torch.device("cpu")
+SHAPES = ((37, 24, 48), (128, 256, 384), (64, 128, 128), (4, 384, 640))
+ADAPTED = sorted(kernel.name for kernel in KERNELS.values() if kernel.library in LIBRARIES)
+
+
+def by_groups(scale: Tensor, rows: int, k: int) -> Tensor:
+    """Scales of 1x128, or of 128x128, as large as what they scale."""
+    wide = scale.repeat_interleave(128, dim=1)[:, :k]
+    return wide if scale.shape[0] == rows else wide.repeat_interleave(128, dim=0)[:rows]
+
+
+# --- FBGEMM
+
+
+def rowwise_out(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, output: Tensor, bias: Tensor | None,
+    use_fast_accum: bool,
+) -> None:  # fmt: skip
+    for operand in (x, w):
+        assert operand.is_contiguous() and operand.dtype is torch.float8_e4m3fn
+    (m, k), n = x.shape, w.shape[0]
+    assert k % 16 == 0 and n % 8 == 0 and output.is_contiguous()
+    assert (x_scale.numel(), w_scale.numel()) == (m, n)
+    assert x_scale.is_contiguous() and w_scale.is_contiguous()
+    product = x.float() @ w.float().t() * x_scale.view(m, 1) * w_scale.view(1, n)
+    if bias is not None and bias.dtype is torch.bfloat16:
+        product = product.bfloat16() + bias
+    elif bias is not None:
+        product = product + bias
+    output.copy_(product)
+
+
+def groupwise(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> Tensor:
+    (m, k), n = x.shape, w.shape[0]
+    assert x.is_contiguous() and w.is_contiguous()
+    assert x_scale.shape == (k // 128, m) and w_scale.shape == (k // 128, n // 128)
+    assert x_scale.is_contiguous() and w_scale.is_contiguous()  # read as if packed
+    left = x.float() * by_groups(x_scale.t(), m, k)
+    right = w.float() * by_groups(w_scale.t(), n, k)
+    return (left @ right.t()).bfloat16()
+
+
+# --- DeepGEMM
+
+
+def product_of(lhs: tuple[Tensor, Tensor], rhs: tuple[Tensor, Tensor]) -> Tensor:
+    (a, a_scale), (b, b_scale) = lhs, rhs
+    (m, k), n = a.shape, b.shape[0]
+    assert a.stride(1) == b.stride(1) == 1 and a.stride(0) % 16 == b.stride(0) % 16 == 0
+    groups = -(-k // 128)
+    assert a_scale.shape == (m, groups) and b_scale.shape[1] == groups
+    for scale in (a_scale, b_scale):
+        if scale.shape[0] in (m, n) and scale.shape[0] != -(-n // 128):
+            assert scale.stride() == (1, -(-scale.shape[0] // 4) * 4)  # columns of 16 bytes
+    if b_scale.shape[0] != n:
+        assert b_scale.is_contiguous()
+    left = a.float() * by_groups(a_scale, m, k)
+    right = b.float() * by_groups(b_scale, n, k)
+    return left @ right.t()
+
+
+def fp8_gemm_nt(
+    a: Any, b: Any, d: Tensor, c: Tensor | None = None, recipe: Any = None,
+    disable_ue8m0_cast: bool = False,
+) -> None:  # fmt: skip
+    assert disable_ue8m0_cast
+    if recipe == (1, 1, 128):
+        assert d.dtype is torch.float32 and c is d
+        assert all(x.is_contiguous() for x in (a[0], b[0]))
+        d += product_of(a, b)
+    else:
+        assert d.dtype is torch.bfloat16 and c is None
+        d.copy_(product_of(a, b))
+
+
+NEW = SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt)
+OLD = SimpleNamespace(
+    gemm_fp8_fp8_bf16_nt=lambda lhs, rhs, out: out.copy_(product_of(lhs, rhs)),
+    wgrad_gemm_fp8_fp8_fp32_nt=lambda lhs, rhs, out: out.add_(product_of(lhs, rhs)),
+)
+
+
+@pytest.fixture(params=["new", "old"])
+def stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = SimpleNamespace(f8f8bf16_rowwise_out=rowwise_out, f8f8bf16_groupwise=groupwise)
+    monkeypatch.setattr(fbgemm, "operators", lambda: operators)
+    monkeypatch.setattr(deep_gemm, "library", lambda: NEW if request.param == "new" else OLD)
+
+
+def problems(kernel: Kernel) -> Iterator[Problem]:
+    for m, n, k in SHAPES:
+        for epilogue in ("none", "bias"):
+            accumulate = kernel.accumulates
+            yield Problem(
+                op="scaled_gemm", m=m, n=n, k=k, epilogue=epilogue, accumulate=accumulate,
+                a=Operand(Format.E4M3FN, kernel.granularity),
+                b=Operand(Format.E4M3FN, kernel.b_granularity, Layout.COLUMN),
+                out_format=Format.FLOAT32 if accumulate else Format.BFLOAT16,
+            )  # fmt: skip
+
+
+def accepts(kernel: Kernel, problem: Problem) -> bool:
+    """Whatever is installed here."""
+    if problem.epilogue not in kernel.epilogues:
+        return False
+    return isinstance(kernel.supports_problem(problem, H200), Accepted)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_hands_over_what_its_library_wants(name: str) -> None:
+    kernel = KERNELS[name]
+    taken = [problem for problem in problems(kernel) if accepts(kernel, problem)]
+    assert len(taken) >= 2
+    for problem in taken:
+        operands = operands_of(problem, "X5", CPU, H200, cold=False)
+        contender_of(operands, kernel).calls[0]()
+        for call in contender_of(operands, kernel).calls[1:]:
+            call()
+        error, wrong = operands.check(kernel)
+        assert not wrong and error.maximum <= kernel.kernel_err_bound, f"{problem}: {error} {wrong}"
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"k": 40}, "k must be|multiples of 128"),
+        ({"n": 20}, "of 8|multiples of 128"),
+        ({"a": Operand(Format.E5M2, Granularity.TENSOR)}, "scales"),
+        ({"out_strided": True}, "contiguous"),
+        ({"out_format": Format.E4M3FN}, "writes|only adds"),
+    ],
+)
+def test_what_a_library_would_misread_is_refused(
+    name: str, change: dict[str, Any], words: str
+) -> None:
+    import dataclasses
+    import re
+
+    kernel = KERNELS[name]
+    good = next(problem for problem in problems(kernel) if accepts(kernel, problem))
+    answer = kernel.supports_problem(dataclasses.replace(good, **change), H200)
+    assert isinstance(answer, Rejected) and re.search(words, answer.reason)
+    for operand in ("a", "b"):
+        e5m2 = dataclasses.replace(getattr(good, operand), format=Format.E5M2)
+        answer = kernel.supports_problem(dataclasses.replace(good, **{operand: e5m2}), H200)
+        assert isinstance(answer, Rejected) and "e5m2" in answer.reason
+        askew = dataclasses.replace(getattr(good, operand), alignment=8)
+        answer = kernel.supports_problem(dataclasses.replace(good, **{operand: askew}), H200)
+        assert isinstance(answer, Rejected) and "16 bytes" in answer.reason
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_without_its_library_a_kernel_says_so(name: str) -> None:
+    kernel = KERNELS[name]
+    library = LIBRARIES[kernel.library]
+    if library.here is not None:
+        return  # what it says then is of the version and of trials
+    good = next(problem for problem in problems(kernel) if accepts(kernel, problem))
+    answer = kernel.supports(good, H200)
+    assert isinstance(answer, Rejected) and " is not installed (" in answer.reason
+    assert kernel.modules == (f"adapters/{kernel.library}",)
+    assert "never run" in kernel.unmeasured["sm_90"]
