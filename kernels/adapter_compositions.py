@@ -4,5 +4,8 @@ from __future__ import annotations
 
 from lokakern.kernels.compositions import compose
 
-for _gemm in ("fbgemm.rowwise", "fbgemm.rowwise_fast", "fbgemm.groupwise", "deep_gemm.block"):
+_ON_HOPPER = ("fbgemm.rowwise", "fbgemm.rowwise_fast", "fbgemm.groupwise", "deep_gemm.block",
+              "flashinfer.tensor_fast", "flashinfer.block")  # fmt: skip
+for _gemm in _ON_HOPPER:
     compose("cuda.quantize", _gemm)
+compose("triton.quantize", "aiter.row")
