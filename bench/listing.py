@@ -80,9 +80,13 @@ def _libraries() -> list[Row]:
     """A row for each adapter and plugin; `won` counts problems timed here that it is fastest at."""
     device = current_device()
     won = wins_of(selection.snapshot(), device)
+    unavailable = load_kernels()
     rows = []
     for library in trials.known():
         state, why = trials.state_of(library, device)
+        failure = unavailable.get(f"plugin {library.name}")
+        if state in ("usable", "partly") and failure is not None:
+            state, why = "broken", failure  # it was not when it was tried alone
         kernels = [k.name for k in KERNELS.values() if k.library == library.name and not k.parts]
         rows.append(
             {

@@ -30,6 +30,7 @@ from lokakern.types import Device, Rejected
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
 POLL_S = 0.2
+MOST_PROCESSES = 16  # that kernels of a library may end
 LONGEST_WORD = 8192  # bytes
 RIGHT, IDLE = "right", "idle"  # what is said of a kernel; all else is a fault
 # Of a kernel the first that it takes: one tile of most, a usual layer, long sums.
@@ -50,8 +51,8 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     "not installed", "unsuitable" (another version), "untried", "broken", "partly" (some kernels
     are), or "usable".
     """
-    trial = libraries.trial_of(library, device)
     absent = library.why_not_here()
+    trial = libraries.trial_of(library, device) if absent is None else None
     if absent is not None or trial is None:
         why = absent or f"installed, and never tried on {device}"
         never = f"; written, never run: {library.never_run}" if library.never_run else ""
@@ -100,13 +101,14 @@ def try_all(
 def _try(library: Library, patience_s: float) -> Trial:
     """Try a library in as many processes as it takes."""
     kernels: dict[str, str] = {}
-    while True:
+    for _ in range(MOST_PROCESSES):
         end = _run(library.name, tuple(kernels), patience_s)
         kernels |= end.kernels
         if not end.at:
             faults = {name: why for name, why in kernels.items() if why not in (RIGHT, IDLE)}
             return Trial(end.why, faults, list(kernels.values()).count(RIGHT))
         kernels[end.at] = end.why
+    return Trial(f"ended {MOST_PROCESSES} processes; the last one: {end.why}"[:LONGEST_WHY])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,12 @@ class _End:
 def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
     reading, writing = os.pipe()
     code = f"from lokakern.bench import trials; trials.main({name!r}, {done!r}, {writing})"
+    paths = [path or os.getcwd() for path in sys.path]  # it finds what this process would
     with tempfile.TemporaryFile() as printed, os.fdopen(reading, "rb", buffering=0) as pipe:
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=printed, stderr=printed,
-            pass_fds=(writing,), start_new_session=True,
+            [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=printed,
+            stderr=printed, pass_fds=(writing,), start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
         os.close(writing)
         kernels: dict[str, str] = {}
@@ -137,13 +141,15 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
                     case ["done", str(kernel), str(why)]:
                         at, kernels[kernel] = "", why[:LONGEST_WHY]
                     case ["end", str(why)]:
-                        return _End(kernels, why[:LONGEST_WHY])
-            hangs = process.poll() is None
+                        return _End(kernels, why[:LONGEST_WHY], at)
+            silent = False
+        except TimeoutError:
+            silent = True
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
             code_of_exit = process.wait()
-        how = f"no sign of life for {patience_s:g} s" if hangs else _words_of_exit(code_of_exit)
+        how = f"no sign of life for {patience_s:g} s" if silent else _words_of_exit(code_of_exit)
         step = f"when {at} was launched" if at else "when it was imported"
         return _End(kernels, f"{how} {step}{_last_line(printed)}"[:LONGEST_WHY], at)
 
@@ -151,7 +157,11 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
 def _words(
     pipe: IO[bytes], process: subprocess.Popen[bytes], patience_s: float
 ) -> Iterator[list[Any]]:
-    """What it says, until it is dead and all is read, or silent for too long."""
+    """What it says, until it is dead and all is read.
+
+    Raises:
+        TimeoutError: It is silent for too long, or closed what it talks through and lives on.
+    """
     text, last = b"", time.monotonic()
     while time.monotonic() - last < patience_s:
         alive = process.poll() is None
@@ -161,8 +171,10 @@ def _words(
             continue
         read = os.read(pipe.fileno(), LONGEST_WORD)
         if not read:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(POLL_S)
+            try:
+                process.wait(max(1.0, last + patience_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError from None
             return
         last = time.monotonic()
         *lines, text = (text + read).split(b"\n")
@@ -172,6 +184,7 @@ def _words(
                 if isinstance(word, list):
                     yield word
         text = text[-LONGEST_WORD:]
+    raise TimeoutError
 
 
 def _words_of_exit(code: int) -> str:
@@ -221,6 +234,7 @@ def main(name: str, done: Sequence[str], pipe: int) -> None:
         for kernel in mine:
             if kernel.name not in done:
                 say("launch", kernel.name)
+                # What it raises past this ends the process at this kernel, not at its library.
                 say("done", kernel.name, _outcome_of(kernel))
     except BaseException as error:  # SystemExit, too: it ends whoever imports the library
         why = _first_line(error)
@@ -234,6 +248,7 @@ def _first_line(error: BaseException) -> str:
 
 def _outcome_of(kernel: Kernel) -> str:
     """What is wrong with what it computes, or that nothing is, or that no problem suits it."""
+    from lokakern.bench.forms import main_grad_case
     from lokakern.bench.measure import time_case
     from lokakern.bench.options import cases_of
     from lokakern.registry.register import fp8_format
@@ -244,6 +259,7 @@ def _outcome_of(kernel: Kernel) -> str:
     cases = [*cases_of(list(SHAPES), None, fp8)]
     for epilogue in EPILOGUES:
         cases += cases_of(list(SHAPES), epilogue, fp8)
+    cases.append(main_grad_case(2048, 512, 512, fp8, fp8))
     for case in cases:
         try:
             if isinstance(kernel.supports(case.problem, device), Rejected):

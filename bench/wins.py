@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS
 from lokakern.registry.snapshot import Snapshot
 from lokakern.selection import default_regime
-from lokakern.types import Device
+from lokakern.types import Device, Problem
 
 
 def wins_of(facts: Snapshot, device: Device) -> Counter[str]:
-    """At how many problems a kernel of each library has the least median time.
+    """At how many problems a kernel of each library has the least time, in the device's regime.
 
-    Kernels as they are now, in the device's regime. A composition is of every library that a part
-    of it is of; what is of none counts for "".
+    Times are medians over runs, of kernels as they are now that were nowhere wrong, at problems
+    where at least two were timed. A composition is of every library that a part of it is of; what
+    is of none counts for "".
     """
-    best: dict[str, tuple[float, str]] = {}
+    times: dict[Problem, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    wrong = set()
     for cell in facts.timings_on(device, default_regime(device)):
-        if cell.status == "ok" and is_current(cell.kernel):
-            key = str(cell.problem)
-            found = (cell.latency_us_p50, cell.kernel.name)
-            best[key] = min(best.get(key, found), found)
-    winners = [KERNELS[name] for _, name in best.values() if name in KERNELS]
-    return Counter(library for kernel in winners for library in kernel.libraries or [""])
+        if cell.kernel.name in KERNELS and is_current(cell.kernel):
+            if cell.status == "ok":
+                times[cell.problem][cell.kernel.name].append(cell.latency_us_p50)
+            elif cell.status == "wrong":
+                wrong.add(cell.kernel.name)
+    won: Counter[str] = Counter()
+    for found in times.values():
+        medians = [(statistics.median(us), name) for name, us in found.items() if name not in wrong]
+        if len(medians) > 1:
+            won.update(KERNELS[min(medians)[1]].libraries or [""])
+    return won

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.registry.freshness import is_current
-from lokakern.registry.libraries import LIBRARIES
+from lokakern.registry.libraries import named
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import Device, Environment, Granularity, Problem, Rejected
 
@@ -116,7 +116,7 @@ def candidate_of(
     if local and kernel is None:
         return "is in the database but not registered here"
     for library in kernel.libraries if kernel is not None else ():
-        absent = LIBRARIES[library].why_not_here()
+        absent = named(library).why_not_here()
         if absent is not None:
             return absent
     if kernel is not None and local:

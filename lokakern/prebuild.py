@@ -6,8 +6,9 @@ would be compiled; `build` compiles it into the caches that later launches read.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +31,8 @@ from lokakern.problems import (
     make_problem,
     row_length,
 )
-from lokakern.registry.libraries import none_imported
 from lokakern.registry.ops import NORM_OPS
-from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
 from lokakern.types import (
     Device,
     Epilogue,
@@ -188,9 +188,8 @@ def _chosen(
 
 
 def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job]:
-    # What a library compiles it compiles itself, and who only compiles need not survive its import.
-    with none_imported(), record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
-        for kernel, problem in pairs:
+    with record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
+        for kernel, problem in itertools.chain.from_iterable(_own(*pair, device) for pair in pairs):
             if not _compiles(kernel) or not problem.m:  # an empty output launches nothing
                 continue
             try:
@@ -200,11 +199,34 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
                 extra = () if is_plain(problem) else (_meta_epilogue(problem),)
                 kernel.launch(*operands, kernel.workspace(*seen, *extra), *extra)
             except Exception as error:  # a row of the report; other kernels can be built
-                if kernel.libraries:  # by then the quantizers before it are recorded
-                    continue
                 reason = f"{type(error).__name__}: {error}"[:_REASON]
                 recording.add(_Unrecorded(kernel.name, str(problem), reason))
         return list(recording.jobs.values())
+
+
+def _own(kernel: Kernel, problem: Problem, device: Device) -> Iterator[tuple[Kernel, Problem]]:
+    """What of a kernel is lokakern's: of a library's GEMM behind quantizers, these.
+
+    A library compiles by itself, and who only compiles here need not survive launching it.
+    """
+    if not kernel.libraries:
+        yield kernel, problem
+        return
+    quantizers = [KERNELS[name] for name in kernel.parts if KERNELS[name].op == "quantize"]
+    if not quantizers or problem.b is None:
+        return
+    fp8 = fp8_format(device)
+    turned = {Layout.ROW: Layout.COLUMN, Layout.COLUMN: Layout.ROW}
+    weight = replace(problem.b, layout=turned.get(problem.b.layout, problem.b.layout))
+    sides = [(problem.m, problem.a, quantizers[0])]
+    if not problem.prepared:
+        sides.append((problem.n, weight, quantizers[-1]))
+    for rows, operand, quantizer in sides:
+        yield (
+            quantizer,
+            Problem(op="quantize", m=rows, n=1, k=problem.k, a=operand, out_format=fp8,
+                    out_granularity=quantizer.granularity),
+        )  # fmt: skip
 
 
 def _compiles(kernel: Kernel) -> bool:

@@ -190,7 +190,10 @@ class Table:
         return found is not None and time.latency_us > found[0].latency_us
 
     def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
-        """No measured kernel is left: the most accurate measured one, else one that accepts."""
+        """No measured kernel is left: the most accurate measured one, else one that accepts.
+
+        None of a library's: nothing is known of what it does at this problem.
+        """
         note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
         usable = [c for c in self.candidates if c.time_at(m) and c.errors]
         if self.budget is not None and usable:
@@ -204,6 +207,8 @@ class Table:
                 kernels_for(problem.op, self.device),
                 key=lambda k: (k.language == "torch", len(k.parts), k.name),
             ):
+                if kernel.libraries:
+                    continue
                 answer = kernel.supports(problem, self.device)
                 if not isinstance(answer, Rejected) and kernel.lacks(self.needs) is None:
                     return Pick(_unmeasured(kernel.name, kernel), note=note,

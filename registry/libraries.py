@@ -2,8 +2,9 @@
 
 None is imported to find out. Its version is read from its metadata; whether it works was tried in
 processes of their own (`bench/trials.py`), because an import or a first call may end a process.
-What they found is kept beside the compiled programs and holds for one version of the library, of
-torch and of Python, on one type of device: anything else is tried again.
+What they found is kept beside the compiled programs and holds for one state of the library and of
+its adapter, one version of torch and of Python, on one type of device: anything else is tried
+again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import importlib.util
 import json
 import logging
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,17 @@ import filelock
 import torch
 from packaging.specifiers import SpecifierSet
 
-from lokakern.device import devices_here
+from lokakern.device import current_device
 from lokakern.nvrtc import cache_folder
+from lokakern.registry import digests
 from lokakern.types import Device
 
 _log = logging.getLogger(__name__)
 PLUGINS = "lokakern.kernels"  # the group of entry points
+FOLDER = "0+"  # begins the version of a folder that nobody installed, as PEP 440 has it
+SOURCES = {".py", ".cu", ".cuh", ".h", ".hpp", ".so"}
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_WHY = 500
-CHECKOUT = "0+"  # begins the version of a folder on the path, as PEP 440 has it
 TRY = "python -m lokakern.bench list libraries"
 
 
@@ -46,11 +48,26 @@ class Package:
         name: As pip knows it.
         versions: Which of its versions, as PEP 440 says it; empty: any.
         modules: What is imported before its kernels are called.
+        or_folder: Whether a folder on the path serves, which nobody installed.
     """
 
     name: str
     versions: str
     modules: tuple[str, ...]
+    or_folder: bool = False
+
+    @property
+    def version_here(self) -> str | None:
+        """Of a folder, of what is in it."""
+        version = _version_here(self.name)
+        if version is None and self.or_folder:
+            return _folder_version(self.modules[0])
+        return version
+
+    def takes(self, version: str) -> bool:
+        if not self.versions or (self.or_folder and version.startswith(FOLDER)):
+            return True
+        return SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +76,7 @@ class Library:
 
     Attributes:
         name: First part of its kernels' names; a plugin's is that of its entry point.
-        packages: What brings it; the first that is installed counts.
+        packages: What brings it; the first that is installed in a version that is taken counts.
         install: How to get it, where no pip install of a package is it.
         is_plugin: Whether its kernels register when its modules are imported.
         never_run: Why no machine has run the adapter yet; empty once one has.
@@ -74,8 +91,9 @@ class Library:
     @property
     def here(self) -> tuple[Package, str] | None:
         """What is installed, and its version."""
-        versions = ((p, _version_here(p.name, p.modules)) for p in self.packages)
-        return next(((package, v) for package, v in versions if v is not None), None)
+        found = [(p, version) for p in self.packages if (version := p.version_here) is not None]
+        suitable = (pair for pair in found if pair[0].takes(pair[1]))
+        return next(suitable, found[0] if found else None)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -86,14 +104,16 @@ class Library:
         """Why what is installed is none that the adapter is written for, or None."""
         if self.here is None:
             names = " or ".join(package.name for package in self.packages)
-            how = self.install or f"pip install {names}"
-            return f"{self.name} is not installed ({how})"
+            return f"{self.name} is not installed ({self.install or f'pip install {names}'})"
         package, version = self.here
-        if not version.startswith(CHECKOUT) and not SpecifierSet(package.versions).contains(
-            version, prereleases=True
-        ):
+        if not package.takes(version):
             return f"written for {package.name} {package.versions}; {version} is installed"
         return None
+
+    @property
+    def state(self) -> str:
+        """A digest of the adapter; for a plugin, of its files' sizes and times."""
+        return _state_of(self)
 
 
 @dataclass(frozen=True)
@@ -111,13 +131,12 @@ class Trial:
     right: int = 0
 
 
-LIBRARIES: dict[str, Library] = {}
-_may_import = True
+LIBRARIES: dict[str, Library] = {}  # of adapters
 trying = ""  # the library that this process tries: no trial is asked for it
 
 
 def declare(library: Library) -> Library:
-    """Enter a library.
+    """Enter a library that has an adapter.
 
     Raises:
         ValueError: The name is taken.
@@ -128,14 +147,26 @@ def declare(library: Library) -> Library:
     return library
 
 
+def named(name: str) -> Library:
+    """An adapter's library, or a plugin."""
+    return LIBRARIES.get(name) or plugins()[name]
+
+
+def import_modules(library: Library) -> None:
+    """Import what its kernels need; nothing where it is not installed."""
+    for module in library.here[0].modules if library.here is not None else ():
+        importlib.import_module(module)
+
+
 def why_not(name: str, device: Device, kernel: str) -> str | None:
     """Why a library's kernel does not count on a device, or None.
 
-    What is not installed here counts nowhere; of a device that is elsewhere nothing was tried.
+    What is not installed here counts nowhere; on another device than the one here nothing was
+    tried.
     """
-    library = LIBRARIES[name]
+    library = named(name)
     reason = library.why_not_here()
-    if reason is not None or name == trying or device not in devices_here():
+    if reason is not None or name == trying or device != current_device():
         return reason
     return why_not_tried(library, device, kernel)
 
@@ -148,64 +179,69 @@ def why_not_tried(library: Library, device: Device, kernel: str = "") -> str | N
     return trial.why or trial.kernels.get(kernel) or None
 
 
-class NotImportedError(RuntimeError):
-    """A library is wanted where none is to be imported."""
-
-
-@contextmanager
-def none_imported() -> Iterator[None]:
-    """Launches inside that would import a library raise NotImportedError instead."""
-    global _may_import
-    _may_import = False
-    try:
-        yield
-    finally:
-        _may_import = True
-
-
-def import_modules(library: Library) -> None:
-    """Import what its kernels need; nothing where it is not installed.
-
-    Raises:
-        NotImportedError: Inside `none_imported`.
-    """
-    if not _may_import:
-        raise NotImportedError(library.name)
-    for module in library.here[0].modules if library.here is not None else ():
-        importlib.import_module(module)
+# --- versions
 
 
 def is_of_another(word: str) -> bool:
-    """Whether a row's word about a package names a version that is not the one installed here.
+    """Whether a row's word about a package names another than what its library calls here.
 
-    Where it is not installed, the word stands: what was measured elsewhere holds there.
+    Where nothing of the library is installed, the word stands: it was true elsewhere.
     """
-    name, _, version = word.removeprefix("package:").partition("==")
-    modules = (p.modules for library in LIBRARIES.values() for p in library.packages
-               if p.name == name)  # fmt: skip
-    return _version_here(name, next(modules, ())) not in (version, None)
+    name = word.removeprefix("package:").partition("==")[0]
+    for library in (*LIBRARIES.values(), *plugins().values()):
+        if any(package.name == name for package in library.packages):
+            return library.words not in ((), (word,))
+    return False
 
 
 @functools.cache
-def _version_here(package: str, modules: tuple[str, ...]) -> str | None:
-    """Of an installed package; of a module that lies on the path without one, of its source."""
+def _version_here(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except (importlib.metadata.PackageNotFoundError, ValueError):
-        pass
-    if not modules:
         return None
-    try:
-        found = importlib.util.find_spec(modules[0].partition(".")[0])
-    except (ImportError, ValueError):
-        return None
-    folder = next(iter(found.submodule_search_locations or ()), None) if found else None
-    if folder is None:
+
+
+@functools.cache
+def _folder_version(module: str) -> str | None:
+    """Of a module that lies on the path: what its sources say."""
+    files = sorted(_files_of(module))
+    if not files:
         return None
     digest = hashlib.sha256()
-    for path in sorted(Path(folder).rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
-    return f"{CHECKOUT}{digest.hexdigest()[:12]}"
+    for path in files:
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return f"{FOLDER}{digest.hexdigest()[:12]}"
+
+
+def _files_of(module: str) -> Iterator[Path]:
+    """Sources and libraries of a module that is in no package, without importing it."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return
+    if found is None:
+        return
+    places: Iterable[Path] = map(Path, found.submodule_search_locations or ())
+    yield from (
+        path
+        for place in places
+        for path in place.rglob("*")
+        if path.suffix in SOURCES and path.is_file()
+    )
+    if not found.submodule_search_locations and found.origin and Path(found.origin).is_file():
+        yield Path(found.origin)
+
+
+@functools.cache
+def _state_of(library: Library) -> str:
+    if not library.is_plugin:
+        return digests.kernel_digest(library.name, (f"adapters/{library.name}",))
+    modules = {name.partition(".")[0] for package in library.packages for name in package.modules}
+    files = sorted(path for module in modules for path in _files_of(module))
+    facts = [(str(path), path.stat()) for path in files]
+    words = [f"{path} {found.st_size} {found.st_mtime_ns}" for path, found in facts]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
 # --- plugins
@@ -220,12 +256,27 @@ def plugins() -> dict[str, Library]:
         if entry.name in found or entry.name in LIBRARIES:
             _log.warning("plugin %s of %s is left out: the name is taken", entry.name, name)
             continue
-        package = Package(name, "", (entry.module,))
+        module = entry.value.partition(":")[0].strip()  # what is none fails when it is tried
+        package = Package(name, "", (module,))
         found[entry.name] = Library(name=entry.name, packages=(package,), is_plugin=True)
     return found
 
 
+def plugin_of(module: str) -> Library | None:
+    """The plugin that a module belongs to, by its name, however it was imported."""
+    every = plugins().values()
+    modules = [(name, plugin) for plugin in every for p in plugin.packages for name in p.modules]
+    inside = [(name, p) for name, p in modules if f"{module}.".startswith(f"{name}.")]
+    top = module.partition(".")[0]
+    beside = [(name, p) for name, p in modules if name.partition(".")[0] == top]
+    if inside:
+        return max(inside, key=lambda pair: len(pair[0]))[1]
+    return beside[0][1] if beside else None
+
+
 # --- trials
+
+_unkept: dict[str, Trial] = {}  # where the file cannot be written
 
 
 def trials_file() -> Path:
@@ -234,26 +285,32 @@ def trials_file() -> Path:
 
 def trial_of(library: Library, device: Device) -> Trial | None:
     """How it ended when what is installed was tried on a device like this; None: never."""
-    return _trials(trials_file(), _changed(trials_file())).get(_key(library, device))
+    key = _key(library, device)
+    path = trials_file()
+    return _unkept.get(key) or _trials(path, _changed(path)).get(key)
 
 
 def keep_trial(library: Library, device: Device, trial: Trial) -> None:
     """Write down how a trial ended, in the place of the one before."""
-    path = trials_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(f"{path}.lock"):
-        entries = _read(path)
-        entries[_key(library, device)] = {
-            "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right
-        }  # fmt: skip
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
-        unfinished.replace(path)
+    path, key = trials_file(), _key(library, device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{path}.lock"):
+            entries = _read(path)
+            entries[key] = {
+                "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right
+            }  # fmt: skip
+            unfinished = path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
+            unfinished.replace(path)
+    except OSError as error:
+        _log.warning("%s cannot be written (%s): libraries are tried again next time", path, error)
+        _unkept[key] = trial
     _trials.cache_clear()
 
 
 def _key(library: Library, device: Device) -> str:
-    words = (library.name, *library.words, f"torch {torch.__version__}",
+    words = (library.name, *library.words, library.state[:16], f"torch {torch.__version__}",
              f"Python {platform.python_version()}", device.product, device.partition)  # fmt: skip
     return " | ".join(words)
 

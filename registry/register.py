@@ -234,7 +234,8 @@ def fp8_format(device: Device | str) -> Format:
 
 
 KERNELS: dict[str, Kernel] = {}
-_loading: ContextVar[str] = ContextVar("loading", default="")  # name of a plugin
+# The plugin that is imported, whatever else its modules import.
+_loading: ContextVar[libraries.Library | None] = ContextVar("loading", default=None)
 
 
 def register(
@@ -304,7 +305,7 @@ def register(
 def _origin_of(module: str) -> tuple[str, str, libraries.Library | None]:
     """Of a launcher's module: the entry of `Kernel.modules`, the language and the library."""
     if not module.startswith("lokakern.kernels."):
-        plugin = libraries.LIBRARIES.get(_loading.get())
+        plugin = libraries.plugin_of(module) or _loading.get()
         return f"python:{module}", module.split(".")[0].strip("_"), plugin
     path = module.removeprefix("lokakern.kernels.").replace(".", "/")
     folder, _, stem = path.partition("/")
@@ -381,14 +382,12 @@ def _import_plugins() -> dict[str, str]:
 def import_plugin(plugin: libraries.Library) -> None:
     """Import what registers a plugin's kernels; none stays if it raises."""
     before = set(KERNELS)
-    libraries.LIBRARIES[plugin.name] = plugin
-    token = _loading.set(plugin.name)
+    token = _loading.set(plugin)
     try:
         libraries.import_modules(plugin)
     except BaseException:
         for name in set(KERNELS) - before:
             del KERNELS[name]
-        libraries.LIBRARIES.pop(plugin.name)
         raise
     finally:
         _loading.reset(token)

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from tests import sharing
-
 if TYPE_CHECKING:
     from lokakern.registry.records import TestResultRecord
 
@@ -44,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lokakern-tests-"))
     config.stash[_FOLDER] = folder
     os.environ["LOKAKERN_DB"] = str(folder / "user.sqlite")  # never the user's
-    os.environ.setdefault(sharing.FOLDER, str(folder))  # that of the process that started this one
+    os.environ.setdefault("LOKAKERN_TESTS", str(folder))  # sharing.py: that of the first process
     if config.getoption("evidence") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Evidence(config))
 

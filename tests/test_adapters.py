@@ -21,7 +21,7 @@ from lokakern.bench.norm_operands import operands_of
 from lokakern.kernels.adapters import aiter, deep_gemm, fbgemm, flashinfer
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, load_kernels
-from lokakern.types import Accepted, Device, Format, Granularity, Layout, Operand, Problem, Rejected
+from lokakern.types import Accepted, Device, Format, Layout, Operand, Problem, Rejected
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -47,7 +47,7 @@ def rowwise_out(
     for operand in (x, w):
         assert operand.is_contiguous() and operand.dtype is torch.float8_e4m3fn
     (m, k), n = x.shape, w.shape[0]
-    assert k % 16 == 0 and n % 8 == 0 and output.is_contiguous()
+    assert k % 16 == 0 and n % 8 == 0 and output.is_contiguous() and not output.data_ptr() % 16
     assert (x_scale.numel(), w_scale.numel()) == (m, n)
     assert x_scale.is_contiguous() and w_scale.is_contiguous()
     product = x.float() @ w.float().t() * x_scale.view(m, 1) * w_scale.view(1, n)
@@ -93,11 +93,11 @@ def fp8_gemm_nt(
 ) -> None:  # fmt: skip
     assert disable_ue8m0_cast
     if recipe == (1, 1, 128):
-        assert d.dtype is torch.float32 and c is d
+        assert d.dtype is torch.float32 and c is d and not d.data_ptr() % 16
         assert all(x.is_contiguous() for x in (a[0], b[0]))
         d += product_of(a, b)
     else:
-        assert d.dtype is torch.bfloat16 and c is None
+        assert d.dtype is torch.bfloat16 and c is None and not d.data_ptr() % 16
         d.copy_(product_of(a, b))
 
 
@@ -116,6 +116,7 @@ def bmm_fp8(
     backend: str,
 ) -> None:  # fmt: skip
     assert a.is_contiguous() and b.mT.is_contiguous() and out.is_contiguous()
+    assert not out.data_ptr() % 16
     assert (a.dim(), a.shape[0], out.dtype, backend) == (3, 1, dtype, "cublas")
     assert a_scale.numel() == b_scale.numel() == 1
     out.copy_(a.float() @ b.float() * a_scale * b_scale)
@@ -127,6 +128,7 @@ def fp8_blockscale_gemm_sm90(
     (m, k), n = x.shape, weight.shape[0]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     assert k % 128 == 0 and n % 64 == 0 and out.dtype is torch.bfloat16
+    assert not out.data_ptr() % 16
     assert input_scale.shape == (k // 128, -(-m // 4) * 4) and input_scale.is_contiguous()
     assert weight_scale.shape == (-(-n // 128), k // 128) and weight_scale.is_contiguous()
     left = x.float() * by_groups(input_scale.t()[:m], m, k)
@@ -192,6 +194,23 @@ def test_an_adapter_hands_over_what_its_library_wants(name: str) -> None:
             call()
         error, wrong = operands.check(kernel)
         assert not wrong and error.maximum <= kernel.kernel_err_bound, f"{problem}: {error} {wrong}"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
+    """As parts of a flat buffer of gradients do; the stand-ins want multiples of 16 bytes."""
+    kernel = KERNELS[name]
+    problem = next(problem for problem in problems(kernel) if accepts(kernel, problem))
+    operands = operands_of(problem, "X5", CPU, device_of(kernel), cold=False)
+    *given, out, _ = operands.sets[0]
+    flat = torch.full((out.numel() + 3,), 2.0, dtype=out.dtype)
+    askew = flat[3:].view(out.shape)
+    kept = out.fill_(2.0)
+    for target in (kept, askew):
+        scratch = kernel.workspace(*given, target, None)
+        kernel.launch(*given, target, None, scratch, *operands.epilogues[0])
+    assert torch.equal(askew, kept) and (flat[:3] == 2.0).all()
 
 
 @pytest.mark.parametrize("name", ADAPTED)

@@ -24,10 +24,10 @@ from lokakern import jit, prebuild, selection, workers
 from lokakern.bench.suites import gemm_cases, suite_named
 from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError
+from lokakern.kernels.adapters import deep_gemm, fbgemm
 from lokakern.nvrtc import Program
 from lokakern.prebuild import jobs_for, meta_operands
 from lokakern.problems import make_problem
-from lokakern.registry import libraries
 from lokakern.registry.register import (
     KERNELS,
     fp8_format,
@@ -82,15 +82,22 @@ def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) ->
         assert keys(found) <= keys([*jobs, *programs])
 
 
-def test_recording_imports_no_library() -> None:
-    kernel = KERNELS["cuda.quantize_row+fbgemm.rowwise"]
+def test_of_a_library_only_our_quantizers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for adapter in (fbgemm.operators, deep_gemm.library):
+        monkeypatch.setattr(sys.modules[adapter.__module__], adapter.__name__, None)  # not called
     problem = make_problem("gemm", (256, 256, 256))
-    jobs = prebuild._record([(kernel, problem)], H200)
-    assert [job.entry for job in jobs if isinstance(job, Program)] == ["quantize"] and len(
-        jobs
-    ) == 1
-    with libraries.none_imported(), pytest.raises(libraries.NotImportedError, match="fbgemm"):
-        libraries.import_modules(libraries.LIBRARIES["fbgemm"])
+    for name, entries in (
+        ("cuda.quantize_row+fbgemm.rowwise", ["quantize"]),
+        ("cuda.quantize_group+deep_gemm.block", ["quantize", "quantize_tile"]),
+    ):
+        jobs = prebuild._record([(KERNELS[name], problem)], H200)
+        assert (
+            [job.entry for job in jobs if isinstance(job, Program)]
+            == entries
+            == [job.entry for job in jobs]
+        )
+    scaled = KERNELS["fbgemm.rowwise"]
+    assert not list(prebuild._own(scaled, problem, H200))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lokakern.kernels.adapters.outputs import aligned
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
@@ -82,4 +83,7 @@ def row(
     workspace: tuple[Tensor, ...],
 ) -> None:
     """Multiply; sums are float32 throughout."""
-    library().gemm_a8w8_ck(a, b.t(), a_scale, b_scale, out)
+    target = aligned(out)
+    library().gemm_a8w8_ck(a, b.t(), a_scale, b_scale, target)
+    if target is not out:
+        out.copy_(target)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lokakern.kernels.adapters.outputs import aligned
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
 from lokakern.types import (
@@ -36,7 +37,7 @@ _NEVER = "no machine with it has been at hand"
 LIBRARY = declare(
     Library(
         name="deep_gemm",
-        packages=(Package("deep_gemm", ">=1.0,<3", ("deep_gemm",)),),
+        packages=(Package("deep_gemm", ">=1.0,<3", ("deep_gemm",), or_folder=True),),
         install="put its checkout on the path; PyPI's deep-gemm is another",
         never_run=_NEVER,
     )
@@ -88,7 +89,9 @@ def _packed_scales(
 ) -> tuple[Tensor, ...]:
     """Room for the scales of b without the padding of their rows, where they have any."""
     scales = b_scale.t()
-    return () if scales.is_contiguous() else (torch.empty(scales.shape, device=scales.device),)
+    if scales.is_contiguous():
+        return ()
+    return (torch.empty(scales.shape, dtype=torch.float32, device=scales.device),)
 
 
 @register(
@@ -114,11 +117,13 @@ def block(
 ) -> None:
     """Multiply with 1x128 scales of a, whose columns start every 16 bytes, and 128x128 of b."""
     scales = workspace[0].copy_(b_scale.t()) if workspace else b_scale.t()
-    module = library()
+    module, target = library(), aligned(out)
     if hasattr(module, "fp8_gemm_nt"):
-        module.fp8_gemm_nt((a, a_scale), (b.t(), scales), out, disable_ue8m0_cast=True)
+        module.fp8_gemm_nt((a, a_scale), (b.t(), scales), target, disable_ue8m0_cast=True)
     else:
-        module.gemm_fp8_fp8_bf16_nt((a, a_scale), (b.t(), scales), out)
+        module.gemm_fp8_fp8_bf16_nt((a, a_scale), (b.t(), scales), target)
+    if target is not out:
+        out.copy_(target)
 
 
 @register(
@@ -144,11 +149,13 @@ def group(
 ) -> None:
     """Add the product to a float32 output, with 1x128 scales of both: gradients of weights."""
     a, b = a.contiguous(), b.t().contiguous().t()  # of rows that lie apart it reads others
-    module = library()
+    module, target = library(), aligned(out)
     if hasattr(module, "fp8_gemm_nt"):
         module.fp8_gemm_nt(
-            (a, a_scale), (b.t(), b_scale.t()), out, c=out, recipe=(1, 1, 128),
+            (a, a_scale), (b.t(), b_scale.t()), target, c=target, recipe=(1, 1, 128),
             disable_ue8m0_cast=True,
         )  # fmt: skip
     else:
-        module.wgrad_gemm_fp8_fp8_fp32_nt((a, a_scale), (b.t(), b_scale.t()), out)
+        module.wgrad_gemm_fp8_fp8_fp32_nt((a, a_scale), (b.t(), b_scale.t()), target)
+    if target is not out:
+        out.copy_(target)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lokakern.kernels.adapters.outputs import aligned
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
@@ -109,7 +110,10 @@ def tensor_fast(
 ) -> None:
     """Multiply a batch of one; sums are never promoted."""
     left, right = a.contiguous()[None], b.t().contiguous().t()[None]
-    library().bmm_fp8(left, right, a_scale, b_scale, out.dtype, out[None], "cublas")
+    target = aligned(out)
+    library().bmm_fp8(left, right, a_scale, b_scale, out.dtype, target[None], "cublas")
+    if target is not out:
+        out.copy_(target)
 
 
 def _packed_scales(
@@ -117,7 +121,9 @@ def _packed_scales(
 ) -> tuple[Tensor, ...]:
     """Room for the scales of b without the padding of their rows, where they have any."""
     scales = b_scale.t()
-    return () if scales.is_contiguous() else (torch.empty(scales.shape, device=scales.device),)
+    if scales.is_contiguous():
+        return ()
+    return (torch.empty(scales.shape, dtype=torch.float32, device=scales.device),)
 
 
 @register(
@@ -145,5 +151,7 @@ def block(
     columns, stride = a_scale.shape[1], a_scale.stride(1)
     left_scale = a_scale.as_strided((columns, stride), (stride, 1))
     right_scale = workspace[0].copy_(b_scale.t()) if workspace else b_scale.t()
-    left, right = a.contiguous(), b.t().contiguous()
-    library().fp8_blockscale_gemm_sm90(left, right, left_scale, right_scale, out)
+    left, right, target = a.contiguous(), b.t().contiguous(), aligned(out)
+    library().fp8_blockscale_gemm_sm90(left, right, left_scale, right_scale, target)
+    if target is not out:
+        out.copy_(target)
