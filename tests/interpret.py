@@ -1,4 +1,4 @@
-"""Check one Triton kernel in Triton's interpreter: ``python tests/interpret.py triton.NAME``.
+"""Check Triton kernels in Triton's interpreter: ``python tests/interpret.py triton.NAME ...``.
 
 Run by test_triton_interpreted.py in a process of its own: what `triton.jit` makes under
 TRITON_INTERPRET=1 cannot be compiled. Prints a line per failure and exits with 1 if there is any.
@@ -214,15 +214,18 @@ CHECKS: dict[str, Callable[[Kernel], Iterator[str]]] = {
 }
 
 
-def main(name: str) -> int:
+def main(names: list[str]) -> int:
     make_interpreter_exact()
-    kernel = kernel_named(name)
-    failures = list(CHECKS[kernel.op](kernel))
-    for failure in failures[:40]:
-        print(f"{name}: {failure}")
-    print(f"{name}: {len(failures)} failures")
-    return 1 if failures else 0
+    found = 0
+    for name in names:
+        kernel = kernel_named(name)
+        failures = list(CHECKS[kernel.op](kernel))
+        for failure in failures[:40]:
+            print(f"{name}: {failure}")
+        print(f"{name}: {len(failures)} failures")
+        found += len(failures)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

@@ -212,15 +212,20 @@ def compiled(name: str, architecture: str = "sm_90") -> bytes:
     return nvrtc.cubin(CASES[name], architecture)
 
 
-def cuobjdump(cubin: bytes, *options: str) -> str:
-    """Output of the tool that comes with Triton."""
+def printed_by(tool: str, cubin: bytes, *options: str) -> str:
+    """Output of a tool that comes with Triton."""
     triton = pytest.importorskip("triton", reason="needs Triton")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    folder_of_tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        command = [tool, *options, path]
+        command = [folder_of_tools / tool, *options, path]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def sass(cubin: bytes) -> str:
+    """Without analyzing how data flow, a quarter faster than cuobjdump."""
+    return printed_by("nvdisasm", cubin, "-hex", "-ndf")
 
 
 @functools.cache
@@ -228,7 +233,7 @@ def disassembled(name: str) -> str:
     """Beside what was compiled, for the tool takes half a second to begin."""
     cubin = compiled(name)
     path = Path(os.environ["LOKAKERN_CACHE"], f"{hashlib.sha256(cubin).hexdigest()}.sass")
-    return made_once(path, lambda to: to.write_text(cuobjdump(cubin, "--dump-sass"))).read_text()
+    return made_once(path, lambda to: to.write_text(sass(cubin))).read_text()
 
 
 @functools.cache
@@ -262,7 +267,7 @@ def issued(name: str) -> list[Issued]:
 
 def resources(name: str, architecture: str) -> dict[str, int]:
     """Of one thread, and the shared memory of a block (of which the system takes 1 KiB)."""
-    shown = cuobjdump(compiled(name, architecture), "--dump-resource-usage")
+    shown = printed_by("cuobjdump", compiled(name, architecture), "--dump-resource-usage")
     registers, stack, shared, local = (
         int(re.search(rf"\b{what}:(\d+)", shown).group(1))  # type: ignore[union-attr]
         for what in ("REG", "STACK", "SHARED", "LOCAL")
