@@ -162,12 +162,12 @@ def sweep(
         raise typer.BadParameter("goes with --prebuild: a sweep measures the device that is here",
                                  param_hint="--device")  # fmt: skip
     device = gpu_named(device_name) if prebuild else current_device()
-    if not prebuild:
-        trials.try_all(trials.untried(device), _say)
     if time_limit is not None and not time_limit >= 0:
         raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
     if watchdog is not None and not watchdog > 0:
         raise typer.BadParameter(f"{watchdog} is no number of seconds", param_hint="--watchdog")
+    if not prebuild:
+        trials.try_all(trials.untried(device), _say)
     if shape or problem or from_misses:
         cases = cases_of(shape or [], epilogue, fp8_format(device))
         asked = [misses.parse(text) for text in problem or ()]

@@ -223,7 +223,7 @@ def main(name: str, done: Sequence[str], pipe: int) -> None:
     try:
         libraries.trying = name
         register.load_own()
-        library = LIBRARIES.get(name) or libraries.plugins()[name]
+        library = libraries.named(name)
         if library.is_plugin:
             register.import_plugin(library)
         else:

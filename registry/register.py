@@ -368,8 +368,8 @@ def _import_modules(in_folders: bool) -> dict[str, str]:
 def _import_plugins() -> dict[str, str]:
     unavailable: dict[str, str] = {}
     for name, plugin in libraries.plugins().items():
-        why = libraries.why_not_tried(plugin, current_device())
         try:
+            why = libraries.why_not_tried(plugin, current_device())
             if why is None:
                 import_plugin(plugin)
         except Exception as error:  # it did not when it was tried, so nothing here depends on it

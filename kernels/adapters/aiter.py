@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lokakern.kernels.adapters.outputs import aligned
+from lokakern.kernels.adapters.layouts import aligned
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
@@ -83,7 +83,5 @@ def row(
     workspace: tuple[Tensor, ...],
 ) -> None:
     """Multiply; sums are float32 throughout."""
-    target = aligned(out)
-    library().gemm_a8w8_ck(a, b.t(), a_scale, b_scale, target)
-    if target is not out:
-        out.copy_(target)
+    with aligned(out) as target:
+        library().gemm_a8w8_ck(a, b.t(), a_scale, b_scale, target)

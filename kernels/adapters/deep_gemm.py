@@ -13,10 +13,9 @@ import functools
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lokakern.kernels.adapters.outputs import aligned
+from lokakern.kernels.adapters.layouts import aligned, packed_scales, room_for_packed_scales
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
 from lokakern.types import (
@@ -84,16 +83,6 @@ def _why_not(operand: Operand) -> str | None:
     return None if operand.alignment >= 16 else "must have rows that start at multiples of 16 bytes"
 
 
-def _packed_scales(
-    _a: Tensor, _a_scale: Tensor, _b: Tensor, b_scale: Tensor, *_: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Room for the scales of b without the padding of their rows, where they have any."""
-    scales = b_scale.t()
-    if scales.is_contiguous():
-        return ()
-    return (torch.empty(scales.shape, dtype=torch.float32, device=scales.device),)
-
-
 @register(
     "scaled_gemm",
     architectures=_SM_90,
@@ -102,7 +91,7 @@ def _packed_scales(
     b_granularity=Granularity.BLOCK,
     accumulation="promoted",
     supports=functools.partial(_supports, Granularity.BLOCK),
-    workspace=_packed_scales,
+    workspace=room_for_packed_scales,
     kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
     epilogues=frozenset({"none"}),
 )
@@ -116,14 +105,13 @@ def block(
     workspace: tuple[Tensor, ...],
 ) -> None:
     """Multiply with 1x128 scales of a, whose columns start every 16 bytes, and 128x128 of b."""
-    scales = workspace[0].copy_(b_scale.t()) if workspace else b_scale.t()
-    module, target = library(), aligned(out)
-    if hasattr(module, "fp8_gemm_nt"):
-        module.fp8_gemm_nt((a, a_scale), (b.t(), scales), target, disable_ue8m0_cast=True)
-    else:
-        module.gemm_fp8_fp8_bf16_nt((a, a_scale), (b.t(), scales), target)
-    if target is not out:
-        out.copy_(target)
+    left, right = (a, a_scale), (b.t(), packed_scales(b_scale, workspace))
+    module = library()
+    with aligned(out) as target:
+        if hasattr(module, "fp8_gemm_nt"):
+            module.fp8_gemm_nt(left, right, target, disable_ue8m0_cast=True)
+        else:
+            module.gemm_fp8_fp8_bf16_nt(left, right, target)
 
 
 @register(
@@ -148,14 +136,14 @@ def group(
     epilogue: Epilogue = PLAIN,
 ) -> None:
     """Add the product to a float32 output, with 1x128 scales of both: gradients of weights."""
-    a, b = a.contiguous(), b.t().contiguous().t()  # of rows that lie apart it reads others
-    module, target = library(), aligned(out)
-    if hasattr(module, "fp8_gemm_nt"):
-        module.fp8_gemm_nt(
-            (a, a_scale), (b.t(), b_scale.t()), target, c=target, recipe=(1, 1, 128),
-            disable_ue8m0_cast=True,
-        )  # fmt: skip
-    else:
-        module.wgrad_gemm_fp8_fp8_fp32_nt((a, a_scale), (b.t(), b_scale.t()), target)
-    if target is not out:
-        out.copy_(target)
+    # Of rows that lie apart it reads others.
+    left, right = (a.contiguous(), a_scale), (b.t().contiguous(), b_scale.t())
+    module = library()
+    with aligned(out) as target:
+        if hasattr(module, "fp8_gemm_nt"):
+            recipe = (1, 1, 128)
+            module.fp8_gemm_nt(
+                left, right, target, c=target, recipe=recipe, disable_ue8m0_cast=True
+            )
+        else:
+            module.wgrad_gemm_fp8_fp8_fp32_nt(left, right, target)

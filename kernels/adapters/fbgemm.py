@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.kernels.adapters.outputs import aligned
+from lokakern.kernels.adapters.layouts import aligned
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
@@ -74,10 +74,8 @@ def _rowwise(
     if bias is not None and bias.dtype is not torch.float32:
         # To a bias in bfloat16 it adds the product rounded to bfloat16: two roundings.
         bias = workspace[0].copy_(bias)
-    target = aligned(out)
-    operators().f8f8bf16_rowwise_out(a, b.t(), a_scale, b_scale, target, bias, fast)
-    if target is not out:
-        out.copy_(target)
+    with aligned(out) as target:
+        operators().f8f8bf16_rowwise_out(a, b.t(), a_scale, b_scale, target, bias, fast)
 
 
 def _float32_bias(a: Tensor, _a_scale: Tensor, b: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:

@@ -12,10 +12,9 @@ import functools
 import importlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lokakern.kernels.adapters.outputs import aligned
+from lokakern.kernels.adapters.layouts import aligned, packed_scales, room_for_packed_scales
 from lokakern.registry.libraries import Library, Package, declare, import_modules
 from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
@@ -110,20 +109,8 @@ def tensor_fast(
 ) -> None:
     """Multiply a batch of one; sums are never promoted."""
     left, right = a.contiguous()[None], b.t().contiguous().t()[None]
-    target = aligned(out)
-    library().bmm_fp8(left, right, a_scale, b_scale, out.dtype, target[None], "cublas")
-    if target is not out:
-        out.copy_(target)
-
-
-def _packed_scales(
-    _a: Tensor, _a_scale: Tensor, _b: Tensor, b_scale: Tensor, *_: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Room for the scales of b without the padding of their rows, where they have any."""
-    scales = b_scale.t()
-    if scales.is_contiguous():
-        return ()
-    return (torch.empty(scales.shape, dtype=torch.float32, device=scales.device),)
+    with aligned(out) as target:
+        library().bmm_fp8(left, right, a_scale, b_scale, out.dtype, target[None], "cublas")
 
 
 @register(
@@ -134,7 +121,7 @@ def _packed_scales(
     b_granularity=Granularity.BLOCK,
     accumulation="promoted",
     supports=_supports_groups,
-    workspace=_packed_scales,
+    workspace=room_for_packed_scales,
     kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
     epilogues=frozenset({"none"}),
 )
@@ -150,8 +137,7 @@ def block(
     """Multiply; scales of a are read as [k / 128, m], with rows that start every 16 bytes."""
     columns, stride = a_scale.shape[1], a_scale.stride(1)
     left_scale = a_scale.as_strided((columns, stride), (stride, 1))
-    right_scale = workspace[0].copy_(b_scale.t()) if workspace else b_scale.t()
-    left, right, target = a.contiguous(), b.t().contiguous(), aligned(out)
-    library().fp8_blockscale_gemm_sm90(left, right, left_scale, right_scale, target)
-    if target is not out:
-        out.copy_(target)
+    right_scale = packed_scales(b_scale, workspace)
+    left, right = a.contiguous(), b.t().contiguous()
+    with aligned(out) as target:
+        library().fp8_blockscale_gemm_sm90(left, right, left_scale, right_scale, target)
