@@ -263,10 +263,14 @@ class _Group:
         shares = (0.0, 0.0)
         if kernel.quantizes:
             fp8 = fp8_format(self.device)
-            left = self.quantized("x", form, fp8, kernel.granularity)
-            right = self.quantized("w", form, fp8, kernel.b_granularity)
-            shares = numerics.flushed_and_saturated_shares(a, left)
             key: Any = (form, fp8, fp8, kernel.granularity, kernel.b_granularity)
+            if kernel.quantized_as is not None:
+                left, right = kernel.quantized_as("x", a), kernel.quantized_as("w", w)
+                key = (form, kernel.quantized_as)
+            else:
+                left = self.quantized("x", form, fp8, kernel.granularity)
+                right = self.quantized("w", form, fp8, kernel.b_granularity)
+            shares = numerics.flushed_and_saturated_shares(a, left)
             exact, size = self._once(key, lambda: _exact(left, right.t()))
         else:
             exact, size = self._once(("plain", form), lambda: _exact(a, b))

@@ -26,6 +26,7 @@ from lokakern.bench.options import (
     OutputFormat,
     RegimeOption,
     ShapeOption,
+    WhereOption,
     cases_of,
     reading,
     says_errors,
@@ -107,6 +108,7 @@ def sweep(
     kernel: Annotated[
         list[str] | None, typer.Option(help="Only kernels whose name holds this; repeatable.")
     ] = None,
+    where: WhereOption = None,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which no new work begins (exit code 3).")
     ] = None,
@@ -149,6 +151,7 @@ def sweep(
     from lokakern import misses, selection
     from lokakern.bench import report, trials
     from lokakern.bench import sweep as sweeping
+    from lokakern.bench.conditions import parse_condition
     from lokakern.bench.suites import Case, suite_named
     from lokakern.bench.summary import summary_rows
     from lokakern.device import current_device
@@ -182,6 +185,11 @@ def sweep(
     else:
         chosen = suite_named(suite)
         cases, name = chosen.cases(device), chosen.name
+    if where:
+        condition = parse_condition(where)
+        cases = [case for case in cases if condition.holds(case.problem)]
+        if not cases:
+            raise UnknownNameError(f"no problem of {name} is one for which {where!r} holds")
     if kernel and not any(sweeping.candidates(case.problem, device, kernel) for case in cases):
         raise UnknownNameError(
             f"--kernel is {', '.join(kernel)}; no kernel that takes these problems has such a "

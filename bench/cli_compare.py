@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -20,6 +21,7 @@ from lokakern.bench.options import (
     OutputFormat,
     RegimeOption,
     ShapeOption,
+    WhereOption,
     cases_of,
     reading,
     says_errors,
@@ -28,6 +30,7 @@ from lokakern.errors import UnknownNameError
 from lokakern.types import ErrorBudget
 
 if TYPE_CHECKING:
+    from lokakern.bench import by_library as libraries
     from lokakern.bench.conditions import Condition
     from lokakern.bench.contest import Contest, Pairing, Row, Summary
     from lokakern.bench.forms import Case
@@ -60,10 +63,7 @@ def compare(
             "pattern of --ours is compared with each."
         ),
     ] = None,
-    where: Annotated[
-        str | None,
-        typer.Option(help="Only problems for which this holds, such as 'm >= 8192 and prepared'."),
-    ] = None,
+    where: WhereOption = None,
     group: Annotated[
         list[str] | None,
         typer.Option(help="Means also of the problems for which this holds; repeatable."),
@@ -80,6 +80,14 @@ def compare(
             "torch.compiled_norm*; to name them does the same.",
         ),
     ] = False,
+    by_library: Annotated[
+        bool,
+        typer.Option(
+            "--by-library",
+            help="Times of dispatch against each library alone: its fastest kernel within the "
+            "budget, or the unquantized one.",
+        ),
+    ] = False,
     budget: BudgetOption = 0.06,
     baseline: Annotated[
         list[str] | None,
@@ -87,6 +95,10 @@ def compare(
     ] = None,
     distribution: DistributionOption = None,
     regime: RegimeOption = None,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, help="Of operands and order. What a database holds was drawn with 0."),
+    ] = 0,
     db: DatabaseOption = None,
     fail_under: Annotated[
         float | None,
@@ -125,6 +137,9 @@ def compare(
                                f"{words}; see `list suites`, or give --shape")  # fmt: skip
     groups = [parse_condition(text) for text in group or ()]
     chosen = OutputFormat.JSON if as_json else how
+    if by_library and (op != "gemm" or ours or rivals or baseline):
+        raise typer.BadParameter("compares dispatch with libraries: --op gemm, without --ours, "
+                                 "--rivals and --baseline", param_hint="--by-library")  # fmt: skip
     if op != "gemm" or ours or rivals:
         if baseline:
             raise typer.BadParameter("goes with dispatch: with --ours, name --rivals",
@@ -132,25 +147,29 @@ def compare(
         _compare_kernels(
             cases, op, tuple(ours or OURS), tuple(rivals or ("*",)), groups,
             compiled=compiled or are_asked_for([*(ours or ()), *(rivals or ())]),
-            regime=regime.value if regime else None, fail_under=fail_under, how=chosen, quiet=quiet,
+            regime=regime.value if regime else None, seed=seed, fail_under=fail_under, how=chosen,
+            quiet=quiet,
         )  # fmt: skip
         return
     names = tuple(baseline or ("bf16",))
+    against = _compare_libraries if by_library else functools.partial(_compare_dispatch, names)
     with reading(db):
-        _compare_dispatch(
-            cases, names, groups, budget=budget, distribution=distribution,
-            regime=regime.value if regime else None, fail_under=fail_under, how=chosen, quiet=quiet,
+        against(
+            cases, groups, budget=budget, distribution=distribution,
+            regime=regime.value if regime else None, seed=seed, fail_under=fail_under, how=chosen,
+            quiet=quiet,
         )  # fmt: skip
 
 
 def _compare_dispatch(
-    cases: Sequence[Case],
     names: Sequence[str],
+    cases: Sequence[Case],
     groups: Sequence[Condition],
     *,
     budget: float,
     distribution: str | None,
     regime: str | None,
+    seed: int,
     fail_under: float | None,
     how: OutputFormat,
     quiet: bool,
@@ -163,7 +182,7 @@ def _compare_dispatch(
         progress.begin("compare", len(cases))
         found = compare_cases(
             cases, budget=ErrorBudget.of(budget), baselines=names, regime=regime,
-            distribution=distribution, groups=groups, step=progress.step,
+            distribution=distribution, groups=groups, seed=seed, step=progress.step,
         )  # fmt: skip
     if how is OutputFormat.JSON:
         print(json.dumps(found.as_json(), indent=2))
@@ -204,6 +223,75 @@ def _compare_dispatch(
         _end_if_slower(slower, fail_under)
 
 
+def _compare_libraries(
+    cases: Sequence[Case],
+    groups: Sequence[Condition],
+    *,
+    budget: float,
+    distribution: str | None,
+    regime: str | None,
+    seed: int,
+    fail_under: float | None,
+    how: OutputFormat,
+    quiet: bool,
+) -> None:
+    from lokakern.bench import report
+    from lokakern.bench.by_library import by_library
+    from lokakern.device import current_device
+
+    with report.TerminalProgress(quiet=quiet) as progress:
+        found = by_library(
+            cases, budget=ErrorBudget.of(budget), regime=regime, distribution=distribution,
+            groups=groups, seed=seed, begin=functools.partial(progress.begin, "compare"),
+            step=progress.step,
+        )  # fmt: skip
+    if how is OutputFormat.JSON:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        rows = [
+            {
+                "problem": row.problem.removeprefix("gemm "),
+                "chosen": row.chosen,
+                "dispatch us": _number(row.dispatch_us),
+                **{f"{name} us": row.library_us.get(name, NAN) for name in found.libraries},
+                "best library": row.fastest,
+                "x best": _number(row.speedup),
+                "best not ours": row.fastest_other,
+                "x not ours": _number(row.other_speedup),
+            }
+            for row in found.rows
+        ]
+        title = f"dispatch within {budget:g} against libraries on {current_device().product}"
+        report.print_rows(rows, how.value, title=title)
+    for summary in found.summaries:
+        print(_library_words(summary), file=sys.stderr)
+    for line in _shown(_failed(found.rows)):
+        print(line, file=sys.stderr)
+    if fail_under is not None:
+        # A row that could not be compared is slower than anything.
+        worst = min((row.speedup or 0.0 for row in found.rows), default=0.0)
+        _end_if_slower(["the best library"] if worst < fail_under else [], fail_under)
+
+
+def _library_words(summary: libraries.Summary) -> str:
+    which = "libraries that are not ours" if summary.libraries == "not ours" else "all libraries"
+    where = f"{which}, {summary.group}, {summary.compared} of {summary.count} compared"
+    if summary.speedup is None or summary.least_speedup is None:
+        return f"{where}: nothing to compare"
+    each = ", ".join(
+        f"{name} {mean:.3f}x (least {summary.least[name]:.3f}x)"
+        for name, mean in sorted(summary.geometric_mean.items(), key=lambda item: item[1])
+    )
+    return (
+        f"{where}: {summary.speedup:.3f}x {summary.best}, the best single one; least "
+        f"{summary.least_speedup:.3f}x the best of a problem; {each}"
+    )
+
+
+def _number(value: float | None) -> float:
+    return NAN if value is None else value
+
+
 def _compare_kernels(
     cases: Sequence[Case],
     op: str,
@@ -213,6 +301,7 @@ def _compare_kernels(
     *,
     compiled: bool,
     regime: str | None,
+    seed: int,
     fail_under: float | None,
     how: OutputFormat,
     quiet: bool,
@@ -225,7 +314,7 @@ def _compare_kernels(
     with registered(compiled), report.TerminalProgress(quiet=quiet) as progress:
         progress.begin("compare", len(contests_of(cases, op)))
         found = contest(cases, op, ours=ours, rivals=rivals, groups=groups, regime=regime,
-                        step=progress.step, note=progress.note)  # fmt: skip
+                        seed=seed, step=progress.step, note=progress.note)  # fmt: skip
     if how is OutputFormat.JSON:
         print(json.dumps(found.as_json(), indent=2))
     else:
@@ -296,15 +385,21 @@ def _pair_words(pairing: Pairing) -> str:
 
 
 def _failures(found: Contest) -> list[str]:
-    entries = [entry for row in found.rows for entry in row.entries if entry.failed]
-    failed = [
+    missing = [f"none of ours: {row.problem}" for row in found.rows if not row.ours]
+    return _shown(_failed(found.rows) + missing)
+
+
+def _failed(rows: Sequence[Row | libraries.Row]) -> list[str]:
+    entries = [entry for row in rows for entry in row.entries if entry.failed]
+    return [
         f"{'WRONG' if entry.wrong else 'not ok'}: {entry.kernel}: {entry.problem}: {entry.failed}"
         for entry in sorted(entries, key=lambda entry: not entry.wrong)
     ]
-    missing = [f"none of ours: {row.problem}" for row in found.rows if not row.ours]
-    shown = (failed + missing)[:20]
-    left = len(failed) + len(missing) - len(shown)
-    return [*shown, f"and {left} more"] if left else shown
+
+
+def _shown(lines: Sequence[str]) -> list[str]:
+    left = len(lines) - 20
+    return [*lines[:20], f"and {left} more"] if left > 0 else list(lines)
 
 
 def _end_if_slower(slower: Sequence[str], limit: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from lokakern import selection
 from lokakern.bench import timing
 from lokakern.bench.conditions import Condition
-from lokakern.bench.draws import finish_draws
+from lokakern.bench.draws import in_turn
 from lokakern.bench.measure import contender_of, floor_us, torch_device
 from lokakern.bench.operands import Operands
 from lokakern.bench.suites import Case
@@ -79,6 +79,7 @@ def compare(
     regime: str | None = None,
     distribution: str | None = None,
     groups: Sequence[Condition] = (),
+    seed: int = 0,
     step: Callable[[str], None] = lambda _text: None,
 ) -> Comparison:
     """Time dispatch's choice for every gemm of the cases against baselines.
@@ -94,6 +95,7 @@ def compare(
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
         distribution: Judge errors on one distribution instead of all realistic ones.
         groups: Conditions under which means are taken, too.
+        seed: Of operands and order; rows of a database have 0.
         step: Called with each problem.
 
     Raises:
@@ -105,17 +107,14 @@ def compare(
     device = current_device()
     regime = regime or default_regime(device)
     where = torch_device()
-    compared = _compared(cases, budget, regime, distribution)
+    compared = compared_of(cases, budget, regime, distribution)
     if device.is_gpu and len(compared) >= FEWEST_PREBUILT:
         prebuild([case.problem for case in compared], device)
     timing.warm(where)
     rows = []
-    drawn = 0
-    for number, case in enumerate(compared):
-        if number == drawn:
-            drawn += finish_draws(compared[number:])
+    for (case,) in in_turn([[case] for case in compared], seed=seed):
         step(str(case.problem))
-        rows.append(_compare_one(case, budget, baselines, regime, distribution, groups))
+        rows.append(_compare_one(case, budget, baselines, regime, distribution, groups, seed))
     every = _group(rows, baselines)
     share = sum(row.is_fp8 for row in rows) / len(rows) if rows else 0.0
     missed = tuple(row.problem for row in rows if row.should_be_fp8 and not row.is_fp8)
@@ -133,7 +132,7 @@ def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
     return Group(len(rows), means, least)
 
 
-def _compared(
+def compared_of(
     cases: Sequence[Case], budget: ErrorBudget, regime: str, distribution: str | None
 ) -> list[Case]:
     """Unprepared gemms, and the best prepared form of each shape."""
@@ -146,7 +145,7 @@ def _compared(
         if not problem.prepared:
             chosen.append(case)
             continue
-        choice = _choice(case, budget, regime, distribution)
+        choice = choice_of(case, budget, regime, distribution)
         latency = choice.latency_us
         if choice.is_miss or latency is None:
             latency = math.inf
@@ -156,7 +155,7 @@ def _compared(
     return chosen + [case for _, case in prepared.values()]
 
 
-def _choice(
+def choice_of(
     case: Case, budget: ErrorBudget, regime: str, distribution: str | None
 ) -> selection.Choice:
     names = None if distribution is None else (distribution,)
@@ -171,13 +170,16 @@ def _compare_one(
     regime: str,
     distribution: str | None,
     groups: Sequence[Condition],
+    seed: int,
 ) -> Row:
     device, where, problem = current_device(), torch_device(), case.problem
-    choice = _choice(case, budget, regime, distribution)
+    choice = choice_of(case, budget, regime, distribution)
     base = baseline_name(problem)
     assert base is not None  # only gemms are compared
-    operands = Operands(problem, case.distribution, where, device, cold=regime != "graph-hot")
-    admissible = _admissible(choice, candidates(problem, device))
+    operands = Operands(
+        problem, case.distribution, where, device, cold=regime != "graph-hot", seed=seed
+    )
+    admissible = admissible_of(choice, candidates(problem, device))
     contenders = [contender_of(operands, kernel_named(choice.kernel), DISPATCH)]
     wanted = {name: base if name == UNQUANTIZED else name for name in baselines}
     runnable = {kernel.name: kernel for kernel in candidates(problem, device)}
@@ -189,7 +191,9 @@ def _compare_one(
     ]
     others = [k for k in admissible if k.name not in {choice.kernel, *wanted.values()}]
     contenders += [contender_of(operands, kernel) for kernel in others]
-    timing.time_contenders(contenders, regime=regime, device=where, floor_us=floor_us(problem))
+    timing.time_contenders(
+        contenders, regime=regime, device=where, floor_us=floor_us(problem), seed=seed
+    )
     latency, margin = {}, {}
     for contender in contenders:
         if contender.status != "ok":
@@ -238,7 +242,7 @@ def _compare_one(
     )
 
 
-def _admissible(choice: selection.Choice, kernels: Sequence[Kernel]) -> list[Kernel]:
+def admissible_of(choice: selection.Choice, kernels: Sequence[Kernel]) -> list[Kernel]:
     """Kernels that only their time keeps from being chosen."""
     reasons = choice.rejected
     slower = ("slower", "tied")

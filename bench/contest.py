@@ -18,7 +18,7 @@ from typing import Any
 from lokakern.bench import rivals as compiled_layers
 from lokakern.bench import timing
 from lokakern.bench.conditions import Condition
-from lokakern.bench.draws import finish_draws
+from lokakern.bench.draws import in_turn
 from lokakern.bench.measure import (
     FLOOR_BYTES_PER_US,
     FLOOR_FLOPS_PER_US,
@@ -172,6 +172,7 @@ def contest(
     rivals: Sequence[str],
     groups: Sequence[Condition] = (),
     regime: str | None = None,
+    seed: int = 0,
     step: Callable[[str], None] = lambda _text: None,
     note: Callable[[str], None] = lambda _text: None,
 ) -> Contest:
@@ -188,6 +189,7 @@ def contest(
             more than one pattern, each of ours is compared with each of the rivals, too.
         groups: Conditions under which means are taken, too.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
+        seed: Of operands and order.
         step: Called with each problem.
         note: Told what is compiled before.
 
@@ -225,14 +227,10 @@ def contest(
         prebuild(problems, device, names)
     compiled_layers.compile_ahead(problems, names, where, device, note)
     timing.warm(where)
-    waiting = [case for same in found.values() for case in same]
-    rows, drawn = [], 0
-    for (problem, _), same in found.items():
+    rows = []
+    for (problem, _), same in zip(found, in_turn(found.values(), seed=seed), strict=True):
         step(str(problem))
-        if drawn < len(same):
-            drawn = finish_draws(waiting)
-        drawn, waiting = drawn - len(same), waiting[len(same) :]
-        rows.append(_row(problem, same, side_of, groups, regime, sides))
+        rows.append(_row(problem, same, side_of, groups, regime, sides, seed))
     pairings = _pairings(rows, ours, rivals, groups) if sides else ()
     return Contest(tuple(rows), tuple(_summaries(rows, groups)), tuple(pairings))
 
@@ -276,8 +274,9 @@ def _row(
     groups: Sequence[Condition],
     regime: str,
     sides: Sequence[Callable[[Kernel], bool]] = (),
+    seed: int = 0,
 ) -> Row:
-    entries = timed(same, side_of, regime, sides)
+    entries = timed(same, side_of, regime, sides, seed)
     problems = {str(case.problem): case.problem for case in same}
     ours = _fastest(e for e in entries if e.ours)
     accurate_ours = _fastest(e for e in entries if e.ours and e.accurate)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -233,7 +233,9 @@ def draw_ahead(cases: Iterable[Case], *, seed: int = 0) -> int:
     return begun
 
 
-def finish_draws(cases: Sequence[Case], alive: Callable[[], None] = lambda: None) -> int:
+def finish_draws(
+    cases: Sequence[Case], alive: Callable[[], None] = lambda: None, *, seed: int = 0
+) -> int:
     """Make the draws of cases on all cores, as far as they fit; ``alive`` is called in between.
 
     For whoever times next: threads that draw meanwhile would hold up its launches.
@@ -241,13 +243,25 @@ def finish_draws(cases: Sequence[Case], alive: Callable[[], None] = lambda: None
     Returns:
         How many cases, from the first, have all their draws at hand.
     """
-    begun = draw_ahead(cases)
+    begun = draw_ahead(cases, seed=seed)
     for case in cases[:begun]:
-        for draw in _draws_of(case, 0):
+        for draw in _draws_of(case, seed):
             alive()
             with contextlib.suppress(Exception):  # `Operands` meets it again and says so
                 drawn(draw)
     return begun
+
+
+def in_turn(groups: Iterable[Sequence[Case]], *, seed: int = 0) -> Iterator[Sequence[Case]]:
+    """Each group of cases when its draws are at hand; see `finish_draws`."""
+    groups = list(groups)
+    waiting = [case for group in groups for case in group]
+    drawn = 0
+    for group in groups:
+        if drawn < len(group):
+            drawn = finish_draws(waiting, seed=seed)
+        drawn, waiting = drawn - len(group), waiting[len(group) :]
+        yield group
 
 
 def forget_draws() -> None:

@@ -60,7 +60,7 @@ class NormBackwardOperands(NormOperands):
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         super()._draw_epilogue(generator)
         self.drawn_epilogue = self.drawn_epilogue._replace(residual=None, residual_last=False)
-        self.y = draw_normal(self.x)
+        self.y = draw_normal(self.x, self.seed)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
         outputs = empty_gradients(self.problem, self.drawn_epilogue, self.device)
@@ -113,9 +113,9 @@ class NormBackwardOperands(NormOperands):
         return norm_gradients(self.x, self.y, self.drawn_epilogue, counts)
 
 
-def draw_normal(x: Tensor) -> Tensor:
+def draw_normal(x: Tensor, seed: int = 0) -> Tensor:
     """What was normalized, of the shape of x: normal around 1, bfloat16."""
-    generator = torch.Generator(x.device).manual_seed(1)
+    generator = torch.Generator(x.device).manual_seed(1 + seed)
     drawn = torch.randn(x.shape, generator=generator, device=x.device)
     return (1.0 + drawn).to(Format.BFLOAT16.dtype)
 

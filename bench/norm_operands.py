@@ -182,7 +182,7 @@ class NormOperands(Operands):
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem
         self.drawn_epilogue = draw_epilogue(
-            self.form_of_norm, problem.m, self.columns_out, self.device
+            self.form_of_norm, problem.m, self.columns_out, self.device, self.seed
         )
         self.bias = self.drawn_epilogue.bias  # which must be finite, like the operands
         self.static_scale: float | None = None

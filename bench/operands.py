@@ -80,7 +80,7 @@ class Operands:
         device: Torch device.
         target: The device type (formats follow it).
         cold: Whether to make enough sets to pass 2x the last-level cache; else one set.
-        seed: Of the draw and of the order of rows.
+        seed: Of all that is drawn, and of the order of rows.
 
     Raises:
         MeasurementError: No operands are made of such a problem (strided ones, batches of
@@ -100,6 +100,7 @@ class Operands:
     ) -> None:
         _refuse(problem)
         self.problem = problem
+        self.seed = seed
         self.device = device
         self.target = target
         self.along_k = sums_over_samples(problem)
@@ -153,8 +154,8 @@ class Operands:
         if problem.op == "scaled_gemm":
             self.out_scale = self._fitting_scale()
 
-    def _normal(self, seed: int, form: Format) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(seed)
+    def _normal(self, place: int, form: Format) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(3 * self.seed + place)
         shape = (self.problem.batch * self.problem.m, self.problem.n)
         return torch.randn(shape, generator=generator, device=self.device).to(form.dtype)
 
@@ -191,6 +192,23 @@ class Operands:
                 source, form, granularity, power_of_two_scale=power_of_two
             )
         return self._quantized[key]
+
+    def quantized_by(self, kernel: Kernel, which: str, rows: Tensor) -> QuantizedTensor:
+        """Rows of x or of w as a kernel of op gemm must quantize them; a prepared weight as it is.
+
+        Args:
+            kernel: One that quantizes.
+            which: "x" or "w".
+            rows: ``[rows, k]``; those drawn are quantized once.
+        """
+        form = fp8_format(self.target)
+        granularity = kernel.granularity if which == "x" else kernel.b_granularity
+        given = which == "w" and self.problem.prepared
+        if kernel.quantized_as is not None and not given:
+            return kernel.quantized_as(which, rows)
+        if rows is (self.x if which == "x" else self.w):
+            return self.quantized(which, form, granularity)
+        return numerics.quantize(rows, form, granularity)
 
     def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         """A copy of quantized rows, repeated as the index says; None for as they are."""
@@ -332,15 +350,15 @@ class Operands:
         problem = self.problem
         if problem.op == "scaled_gemm":
             return self._scaled_case()
-        key = (kernel.granularity, kernel.b_granularity)
+        key = (kernel.granularity, kernel.b_granularity, kernel.quantized_as)
         if key not in self._references:
             if problem.op != "gemm":
                 exact = ops.exact(self.quantized("x", problem.a.format, problem.a.granularity))
                 self._references[key] = Case64(exact, torch.zeros_like(exact))
             elif kernel.quantizes:
-                fp8 = fp8_format(self.target)
-                left = self.quantized("x", fp8, kernel.granularity)
-                right = self.quantized("w", fp8, kernel.b_granularity).t()
+                assert self.w is not None  # an op with two operands
+                left = self.quantized_by(kernel, "x", self.x)
+                right = self.quantized_by(kernel, "w", self.w).t()
                 self._references[key] = case_of(left, right)
             else:
                 assert self.w is not None  # an op with two operands
@@ -363,9 +381,8 @@ class Operands:
             # Every set repeats the rows in an order of its own: only the operands say what it is.
             a, b = self.sets[number][:2]
             if kernel.quantizes:
-                fp8 = fp8_format(self.target)
-                a = numerics.quantize(a, fp8, kernel.granularity)
-                b = numerics.quantize(b.t(), fp8, kernel.b_granularity).t()
+                a = self.quantized_by(kernel, "x", a)
+                b = self.quantized_by(kernel, "w", b.t()).t()
 
             def expect(piece: Piece) -> tuple[Tensor, Tensor]:
                 return product_of_piece(a, b, piece)

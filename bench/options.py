@@ -43,6 +43,10 @@ DatabaseOption = Annotated[
 ]  # fmt: skip
 FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to print data.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
+WhereOption = Annotated[
+    str | None,
+    typer.Option(help="Only problems for which this holds, such as 'm >= 8192 and prepared'."),
+]
 ShapeOption = Annotated[
     list[str] | None,
     typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; may be repeated."),

@@ -21,7 +21,8 @@ from lokakern.registry.register import Kernel
 from lokakern.types import Problem
 
 # Accumulations; "none" sums nothing. Sums that are rounded before a norm are those of an unfused
-# one in bfloat16, which nobody calls inaccurate: "rounded", "promoted+rounded".
+# one in bfloat16, which nobody calls inaccurate: "rounded". What follows a + (another rounding, a
+# library's quantizers) is not looked at.
 ACCURATE = ("promoted", "float32", "none", "rounded")
 
 
@@ -64,7 +65,7 @@ class _Running:
 
     @property
     def accurate(self) -> bool:
-        return self.kernel.accumulation.removesuffix("+rounded") in ACCURATE
+        return self.kernel.accumulation.partition("+")[0] in ACCURATE
 
     @property
     def median_us(self) -> float:
@@ -77,6 +78,7 @@ def timed(
     side_of: Callable[[Kernel], bool | None],
     regime: str,
     sides: Sequence[Callable[[Kernel], bool]] = (),
+    seed: int = 0,
 ) -> list[Entry]:
     """Everybody's time at the problems of one contest, in the same rounds.
 
@@ -85,11 +87,12 @@ def timed(
         side_of: Whether a kernel is ours; None if it does not take part.
         regime: Timing regime.
         sides: Of whom the fastest is wanted, too, beside ours and the rivals.
+        seed: Of operands and order.
 
     Raises:
         DeviceLostError: A kernel, which is named, left the device unusable.
     """
-    running = list(_running(same, side_of, regime))
+    running = list(_running(same, side_of, regime, seed))
     ready = [one.contender for one in running if one.contender.status == "ok"]
     floor = min((floor_us(case.problem) for case in same), default=1.0)
     launched = ""
@@ -99,7 +102,7 @@ def timed(
         launched = contender.name
 
     try:
-        _race(running, ready, regime, floor, announce, sides)
+        _race(running, ready, regime, floor, seed, announce, sides)
         entries = [_entry(one, announce) for one in running]
     except DeviceLostError as error:
         raise DeviceLostError(f"{launched}: {error}; leave that kernel out") from error
@@ -112,13 +115,15 @@ def _race(
     ready: Sequence[Contender],
     regime: str,
     floor: float,
+    seed: int,
     announce: Callable[[Contender], None],
     also: Sequence[Callable[[Kernel], bool]],
 ) -> None:
     def race(contenders: Sequence[Contender]) -> None:
         timing.time_contenders(
-            contenders, regime=regime, device=torch_device(), floor_us=floor, announce=announce
-        )
+            contenders, regime=regime, device=torch_device(), floor_us=floor, seed=seed,
+            announce=announce,
+        )  # fmt: skip
 
     race(ready)
     while flattered := [one for one in _leaders(running, also) if one.contender.screened]:
@@ -132,7 +137,7 @@ def _race(
 
 
 def _running(
-    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str
+    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str, seed: int
 ) -> Iterator[_Running]:
     device, where = current_device(), torch_device()
     unquantized: set[str] = set()
@@ -144,7 +149,7 @@ def _running(
         operands, status, reason = None, "ok", ""
         try:
             operands = operands_of(case.problem, case.distribution, where, device,
-                                   cold=regime != "graph-hot")  # fmt: skip
+                                   cold=regime != "graph-hot", seed=seed)  # fmt: skip
         except Exception as error:  # memory above all; another problem may fit
             status, reason = status_and_reason(error)
         for kernel in kernels:

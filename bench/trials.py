@@ -25,7 +25,7 @@ from lokakern.device import current_device
 from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
-from lokakern.types import Device, Rejected
+from lokakern.types import Device, Format, Granularity, Rejected
 
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
@@ -35,7 +35,9 @@ LONGEST_WORD = 8192  # bytes
 RIGHT, IDLE = "right", "idle"  # what is said of a kernel; all else is a fault
 # Of a kernel the first that it takes: one tile of most, a usual layer, long sums.
 SHAPES = ("256,256,256", "64,64,128", "2048,512,512", "128,128,8192")
+BACKWARD = (2048, 512, 256)  # gradients, and groups, where a kernel takes nothing of those
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
+NORMS = ("layer+affine", "rms+affine")  # of rows, where they stay bfloat16
 
 
 def known() -> list[Library]:
@@ -248,9 +250,16 @@ def _first_line(error: BaseException) -> str:
 
 def _outcome_of(kernel: Kernel) -> str:
     """What is wrong with what it computes, or that nothing is, or that no problem suits it."""
-    from lokakern.bench.forms import main_grad_case
+    from lokakern.bench.forms import (
+        Case,
+        fused_case,
+        grad_input_cases,
+        grad_weight_case,
+        main_grad_case,
+    )
     from lokakern.bench.measure import time_case
     from lokakern.bench.options import cases_of
+    from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
     from lokakern.selection import default_regime
 
@@ -259,7 +268,14 @@ def _outcome_of(kernel: Kernel) -> str:
     cases = [*cases_of(list(SHAPES), None, fp8)]
     for epilogue in EPILOGUES:
         cases += cases_of(list(SHAPES), epilogue, fp8)
-    cases.append(main_grad_case(2048, 512, 512, fp8, fp8))
+    cases += grad_input_cases(*BACKWARD, fp8)
+    cases += [grad_weight_case(*BACKWARD), main_grad_case(*BACKWARD, fp8, fp8)]
+    cases.append(fused_case(*BACKWARD, Granularity.ROW, "X1", fp8, batch=4))
+    for norm in NORMS:
+        problem = make_problem(
+            "norm_quantize", (2048, 512), epilogue=norm, out_format=Format.BFLOAT16
+        )
+        cases.append(Case(problem, "X1"))
     for case in cases:
         try:
             if isinstance(kernel.supports(case.problem, device), Rejected):

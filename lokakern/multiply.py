@@ -167,7 +167,7 @@ def multiply(
             result = out = torch.empty((m, n), dtype=form.dtype, device=first.device)
     if m and n:
         needs = {
-            "batched": offsets is not None,
+            "offsets": offsets is not None,
             "k_slices": len(slices) > 1,
             "batch_invariant": batch_invariant,
         }

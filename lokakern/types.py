@@ -181,6 +181,7 @@ class NumericsClass:
     ``accumulation`` is ``float32``, ``promoted`` (tensor-core sums added up in float32 at least
     every 128 of k), ``fast`` (never promoted) or ``none`` (nothing is summed). Of sums that are
     rounded to bfloat16 before they are normalized: ``rounded`` for float32, ``promoted+rounded``.
+    Of operands that a library quantized in its own way, its name: ``fast+torchao``.
     """
 
     a_format: Format

@@ -23,6 +23,7 @@ from lokakern.types import (
     Granularity,
     NumericsClass,
     Problem,
+    QuantizedTensor,
     Rejected,
     Support,
 )
@@ -49,7 +50,7 @@ NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
 PLAIN_EPILOGUES = frozenset({"none", "bias"})  # of a kernel that says no more
 # Attributes of a kernel that a caller of scaled_gemm may need and no problem tells of.
 NEEDS = {
-    "batched": "takes no groups",
+    "offsets": "takes no groups of any rows",
     "k_slices": "does not take a as slices along k",
     "batch_invariant": "its bits may depend on the number of rows",
 }
@@ -57,6 +58,7 @@ NEEDS = {
 Launcher = Callable[..., None]
 Workspace = Callable[..., tuple[Tensor, ...]]
 Supports = Callable[[Problem, Device], Support]
+QuantizedAs = Callable[[str, Tensor], QuantizedTensor]
 
 
 def _accept(_problem: Problem, _device: Device) -> Support:
@@ -117,12 +119,17 @@ class Kernel:
         parts: Names of a composition's parts.
         batched: Whether it takes a batch: every operand and output but the bias has one more axis
             then, in front; of a scaled GEMM, whether it takes groups, of equal or any rows.
+        equal_groups: Whether its groups must have equal rows.
         epilogues: What of `Problem.epilogue` it does; not asked of ops with a norm, whose kernels
             read `types.norm_form` themselves.
         accumulates: Whether it can add to a float32 output.
         k_slices: Whether it takes a as slices along k.
         batch_invariant: Whether the bits of an output row depend neither on the other rows nor on
             how many there are, if `Epilogue` asks for that.
+        quantized_as: How a library's own quantizers round, where that is not `numerics.quantize`:
+            from "x" (rows of a) or "w" (columns of b, as rows) and the operand ``[rows, k]`` to
+            what they make of it. Its `accumulation` names the library then, because its errors are
+            those of no other class.
     """
 
     name: str
@@ -142,11 +149,13 @@ class Kernel:
     odd_kernel_err_bound: float | None = None
     parts: tuple[str, ...] = ()
     batched: bool = False
+    equal_groups: bool = False
     epilogues: frozenset[str] = PLAIN_EPILOGUES
     accumulates: bool = False
     k_slices: bool = False
     batch_invariant: bool = False
     library: str = ""
+    quantized_as: QuantizedAs | None = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -157,6 +166,11 @@ class Kernel:
         """Names of the libraries that it, or a part of it, is of."""
         parts = (KERNELS[part].library for part in self.parts if part in KERNELS)
         return frozenset((self.library, *parts)) - {""}
+
+    @property
+    def offsets(self) -> bool:
+        """Whether it takes groups of any rows."""
+        return self.batched and not self.equal_groups
 
     @property
     def quantizes(self) -> bool:
@@ -253,10 +267,12 @@ def register(
     kernel_err_bound: float = 1.0,
     odd_kernel_err_bound: float | None = None,
     batched: bool = False,
+    equal_groups: bool = False,
     epilogues: frozenset[str] = PLAIN_EPILOGUES,
     accumulates: bool = False,
     k_slices: bool = False,
     batch_invariant: bool = False,
+    quantized_as: QuantizedAs | None = None,
 ) -> Callable[[Launcher], Launcher]:
     """Enter a launcher into the registry: tested, swept and dispatchable from then on.
 
@@ -291,10 +307,12 @@ def register(
                 kernel_err_bound=kernel_err_bound,
                 odd_kernel_err_bound=odd_kernel_err_bound,
                 batched=batched,
+                equal_groups=equal_groups,
                 epilogues=epilogues,
                 accumulates=accumulates,
                 k_slices=k_slices,
                 batch_invariant=batch_invariant,
+                quantized_as=quantized_as,
             )
         )
         return launch

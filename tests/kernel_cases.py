@@ -15,10 +15,13 @@ load_kernels()
 
 
 def cases(*ops: str) -> list[Any]:
-    """Each kernel of some ops and where to run it: on a GPU, and what runs anywhere on the CPU."""
+    """Each kernel of some ops and where to run it: on a GPU, and what runs anywhere on the CPU.
+
+    Libraries' are in tests of their own (test_adapters*.py), because they do less.
+    """
     found = []
     for name, kernel in sorted(KERNELS.items()):
-        if kernel.op in ops:
+        if kernel.op in ops and not kernel.libraries:
             if kernel.architectures == {"any"}:
                 found.append(pytest.param(name, "cpu", id=f"{name}-cpu"))
             found.append(pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))

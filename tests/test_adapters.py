@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lokakern.bench.measure import contender_of
 from lokakern.bench.norm_operands import operands_of
-from lokakern.kernels.adapters import aiter, deep_gemm, fbgemm, flashinfer
+from lokakern.kernels.adapters import aiter, deep_gemm, fbgemm, flashinfer, transformer_engine
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, load_kernels
 from lokakern.types import Accepted, Device, Format, Layout, Operand, Problem, Rejected
@@ -28,7 +28,13 @@ H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
 CPU = torch.device("cpu")
 SHAPES = ((37, 24, 48), (128, 256, 384), (64, 128, 128), (4, 384, 640))
-ADAPTED = sorted(kernel.name for kernel in KERNELS.values() if kernel.library in LIBRARIES)
+ADAPTED = sorted(  # the others are in test_adapters_gemm.py and test_adapters_norms.py
+    kernel.name
+    for kernel in KERNELS.values()
+    if kernel.library in LIBRARIES.keys() - {"cublaslt"}
+    and kernel.op == "scaled_gemm"
+    and not kernel.batched
+)
 
 
 def by_groups(scale: Tensor, rows: int, k: int) -> Tensor:
@@ -135,6 +141,48 @@ def fp8_blockscale_gemm_sm90(
     out.copy_(left @ (weight.float() * by_groups(weight_scale, n, k)).t())
 
 
+# --- TransformerEngine
+
+
+def float8(data: Tensor, fp8_scale_inv: Tensor, fp8_dtype: str) -> tuple[Tensor, Tensor]:
+    assert data.dtype is torch.uint8 and data.is_contiguous() and data.shape[1] % 16 == 0
+    assert fp8_dtype == "e4m3fn" and fp8_scale_inv.shape == (1,)
+    return data.view(torch.float8_e4m3fn).float(), fp8_scale_inv
+
+
+def float8_blockwise(
+    rowwise_data: Tensor, rowwise_scale_inv: Tensor, columnwise_data: None,
+    columnwise_scale_inv: None, fp8_dtype: str, quantizer: None, is_2d_scaled: bool,
+) -> tuple[Tensor, None]:  # fmt: skip
+    assert rowwise_data.dtype is torch.uint8 and rowwise_data.is_contiguous()
+    assert columnwise_data is columnwise_scale_inv is quantizer is None and fp8_dtype == "e4m3fn"
+    rows, k = rowwise_data.shape
+    scale, groups = rowwise_scale_inv, k // 128
+    assert rows % 8 == 0 and k % 128 == 0 and scale.is_contiguous()  # read as if packed
+    if is_2d_scaled:
+        assert scale.shape == (-(-rows // 128), -(-groups // 4) * 4)
+        scale = scale[:, :groups]
+    else:
+        assert scale.shape == (groups, -(-rows // 4) * 4)
+        scale = scale.t()
+    return rowwise_data.view(torch.float8_e4m3fn).float() * by_groups(scale, rows, k), None
+
+
+def general_gemm(
+    weight: Any, rows: Any, out_dtype: torch.dtype, *, layout: str, out: Tensor,
+    bias: Tensor | None, use_split_accumulator: bool,
+) -> None:  # fmt: skip
+    (right, right_scale), (left, left_scale) = weight, rows
+    assert layout == "TN" and out.dtype is out_dtype and out.is_contiguous()
+    assert out.shape == (len(left), len(right)) and not out.data_ptr() % 16
+    product = left @ right.t()
+    if right_scale is None:
+        assert left_scale is None and use_split_accumulator
+    else:
+        product = product * left_scale * right_scale
+    out.copy_(product if bias is None else product + bias)
+
+
 # --- AITER
 
 
@@ -154,6 +202,12 @@ def stand_ins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         bmm_fp8=bmm_fp8, fp8_blockscale_gemm_sm90=fp8_blockscale_gemm_sm90,
         gemm_a8w8_ck=gemm_a8w8_ck,
     )  # fmt: skip
+    engine = SimpleNamespace(
+        general_gemm=general_gemm, Float8TensorStorage=float8,
+        Float8BlockwiseQTensorStorage=float8_blockwise,
+        TE_DType={torch.float8_e4m3fn: "e4m3fn"},
+    )  # fmt: skip
+    monkeypatch.setattr(transformer_engine, "library", lambda: engine)
     for adapter in (flashinfer, aiter):
         monkeypatch.setattr(adapter, "library", lambda: functions)
 
@@ -252,4 +306,3 @@ def test_without_its_library_a_kernel_says_so(name: str) -> None:
     answer = kernel.supports(good, device_of(kernel))
     assert isinstance(answer, Rejected) and " is not installed (" in answer.reason
     assert kernel.modules == (f"adapters/{kernel.library}",)
-    assert all("never run" in kernel.unmeasured[name] for name in kernel.architectures)

@@ -256,6 +256,14 @@ def test_a_sweep_prints_data_and_progress_apart(command: Command, tmp_path: Path
     assert "117 errors" in ran.err
 
 
+def test_a_sweep_of_part_of_a_suite(command: Command, tmp_path: Path) -> None:
+    where = ("--where", "m == 512 and not prepared", "--errors", "none", "--json")
+    ran = command("sweep", "--db", str(tmp_path / "a.sqlite"), *FEW, *where, "--quiet")
+    assert ran.code == 0 and ran.json and all("m=512" in row["problem"] for row in ran.json)
+    ran = command("sweep", "--where", "m == 3", "--quiet")
+    assert ran.code != 0 and "no problem of smoke is one for which 'm == 3' holds" in ran.err
+
+
 def test_a_second_sweep_does_nothing(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "a.sqlite"
     words = ("sweep", *SHAPE, *FEW, "--db", str(path), "--quiet", "--json")
@@ -533,9 +541,35 @@ def test_compare_takes_conditions(command: Command, measured: str) -> None:
     assert "against bf16 where n * k <= 2**10 (1 problems): " in ran.err
 
 
+@pytest.mark.parametrize(("limit", "code"), [("1e-9", 0), ("1e9", 4)])
+def test_compare_by_library(command: Command, measured: str, limit: str, code: int) -> None:
+    ran = command("compare", *SHAPE, "--by-library", "--seed", "7", "--json", "--fail-under", limit,
+                  "--group", "prepared", "--db", measured)  # fmt: skip
+    assert ran.code == code
+    found = ran.json
+    assert found["libraries"] == ["torch"]
+    assert len(found["rows"]) == 2  # whole, and prepared in any form
+    for row in found["rows"]:
+        assert row["fastest"] == row["fastest_other"] == "torch"
+        assert row["speedup"] == row["library_us"]["torch"] / row["dispatch_us"]
+        assert row["kernels"]["torch"] in KERNELS
+    every = found["summaries"][0]
+    assert every["least_speedup"] == min(row["speedup"] for row in found["rows"])
+    assert "libraries that are not ours, prepared, 1 of 1 compared: " in ran.err
+
+
+def test_compare_by_library_as_a_table(command: Command, measured: str) -> None:
+    ran = command("compare", *SHAPE, "--by-library", "--quiet", "--db", measured)
+    assert ran.code == 0
+    assert "best library" in ran.out and "torch us" in ran.out
+    every, others = ran.errors
+    assert every.startswith("all libraries, all, 2 of 2 compared: ")
+    assert others.startswith("libraries that are not ours, all, 2 of 2 compared: ")
+
+
 def test_compare_kernels_with_rivals(command: Command) -> None:
     ran = command("compare", "--op", "scaled_gemm", *SHAPE, "--ours", "torch.emulated_row",
-                  "--rivals", "torch.*", "--group", "m > 64", "--quiet")  # fmt: skip
+                  "--rivals", "torch.*", "--group", "m > 64", "--seed", "7", "--quiet")  # fmt: skip
     assert ran.code == 0
     assert "scaled_gemm: torch.emulated_row against torch.* on" in ran.out
     assert "m=64 n=32 k=32 a=e4m3fn b=e4m3fn out=bfloat16" in ran.out
@@ -674,6 +708,9 @@ def test_graphs_need_a_gpu(command: Command, tmp_path: Path) -> None:
         ("list", "--format", "xml"),
         ("explain", "--budget", "small"),
         ("compare", *SHAPE, "--ours", "torch.*", "--baseline", "bf16"),
+        ("compare", *SHAPE, "--ours", "torch.*", "--by-library"),
+        ("compare", *SHAPE, "--baseline", "bf16", "--by-library"),
+        ("compare", *SHAPE, "--seed", "-1"),
         ("nothing",),
         (),
     ],

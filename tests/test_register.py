@@ -265,9 +265,9 @@ ACCUMULATIONS = {
     "quantize_transpose": {"none"},
     "dequantize": {"none"},
     "scaled_gemm": {"float32", "promoted", "fast"},
-    "gemm": {"float32", "promoted", "fast"},
+    "gemm": {"float32", "promoted", "fast", "promoted+rounded"},
     "gemm_norm": {"float32", "promoted", "fast", "rounded", "promoted+rounded", "fast+rounded"},
-    "norm_quantize": {"none"},
+    "norm_quantize": {"none", "rounded"},
     "norm_backward": {"none"},
 }
 
@@ -286,7 +286,8 @@ def test_every_kernel_is_described(found: Kernel) -> None:
     assert found.language in (*LANGUAGES, *LIBRARIES)
     assert callable(found.launch)
     assert found.architectures == {"any"} or found.architectures <= FP8_GPUS
-    assert found.accumulation in ACCUMULATIONS[found.op]
+    assert found.accumulation.removesuffix(f"+{found.library}") in ACCUMULATIONS[found.op]
+    assert found.accumulation.endswith(f"+{found.library}") == (found.quantized_as is not None)
     assert ("fast" in found.name) == found.accumulation.startswith("fast")
     assert found.kernel_err_bound >= 1
     for exceptions in (found.compile_only, found.unmeasured):
@@ -301,7 +302,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
     if found.op not in ("gemm", *EPILOGUE_OPS):
         assert found.granularity is not Granularity.NONE
     if found.op != "gemm_norm":
-        assert found.quantizes == bool(found.parts)
+        assert found.quantizes == bool(found.parts or found.quantized_as)
     else:
         assert found.quantizes == any(KERNELS[part].op == "quantize" for part in found.parts)
         assert not found.quantizes or found.granularity is not Granularity.NONE

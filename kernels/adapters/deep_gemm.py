@@ -32,17 +32,14 @@ from lokakern.types import (
     Support,
 )
 
-_NEVER = "no machine with it has been at hand"
 LIBRARY = declare(
     Library(
         name="deep_gemm",
         packages=(Package("deep_gemm", ">=1.0,<3", ("deep_gemm",), or_folder=True),),
         install="put its checkout on the path; PyPI's deep-gemm is another",
-        never_run=_NEVER,
     )
 )
 _SM_90 = frozenset({"sm_90"})  # on sm_100 it wants scales that are powers of two
-_UNMEASURED = {"sm_90": f"written, never run: {_NEVER}"}
 
 
 @functools.cache
@@ -86,7 +83,6 @@ def _why_not(operand: Operand) -> str | None:
 @register(
     "scaled_gemm",
     architectures=_SM_90,
-    unmeasured=_UNMEASURED,
     granularity=Granularity.GROUP,
     b_granularity=Granularity.BLOCK,
     accumulation="promoted",
@@ -117,7 +113,6 @@ def block(
 @register(
     "scaled_gemm",
     architectures=_SM_90,
-    unmeasured=_UNMEASURED,
     granularity=Granularity.GROUP,
     accumulation="promoted",
     supports=functools.partial(_supports, Granularity.GROUP),
