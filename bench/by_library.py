@@ -38,6 +38,8 @@ class Row:
         library_us: By library, the time of the fastest of its admissible kernels, in whichever
             prepared form, and of the unquantized kernel; empty where that has no time.
         kernels: By library, whose time that is.
+        fp8_us: By library, the time of the fastest of its admissible kernels that quantize, or a
+            lower bound of it; of the unquantized kernel only where it has none.
         fastest: The library that is the fastest here; "" where there is nothing to compare.
         speedup: Its time over dispatch's; above 1 dispatch is faster.
         fastest_other: The fastest of the libraries that are not ours.
@@ -54,6 +56,7 @@ class Row:
     dispatch_us: float | None
     library_us: dict[str, float]
     kernels: dict[str, str]
+    fp8_us: dict[str, float]
     fastest: str
     speedup: float | None
     fastest_other: str
@@ -76,6 +79,9 @@ class Summary:
         best: The best single library: whose geometric mean is lowest; "" if nothing is compared.
         speedup: The geometric mean against it.
         least_speedup: The least over rows of the ratio to the library that is the fastest there.
+        fp8_mean: By library, the geometric mean where it runs its FP8 kernels wherever it can.
+        fp8_best: The best single library then.
+        fp8_speedup: The geometric mean against it.
     """
 
     group: str
@@ -87,6 +93,9 @@ class Summary:
     best: str
     speedup: float | None
     least_speedup: float | None
+    fp8_mean: dict[str, float]
+    fp8_best: str
+    fp8_speedup: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +145,9 @@ def by_library(
     All prepared forms of a shape race together: dispatch runs the kernel and the form that its
     database says, a library whatever is fastest now of its kernels within the budget. Nobody has
     to use FP8: each may run the unquantized kernel instead. So a library is served by a perfect
-    choice of its own, which is more than it brings. What a kernel wrote is checked; who is wrong
-    has no time.
+    choice of its own, which is more than it brings; what it comes to where its FP8 kernels run
+    wherever they can, as where a library is all there is, is said beside. What a kernel wrote is
+    checked; who is wrong has no time.
 
     Args:
         cases: Of any op; only gemm is compared.
@@ -236,10 +246,12 @@ def row_of(
     ]  # fmt: skip
     dispatch_us = min(mine, default=None)
     alone: dict[str, Entry] = {}
-    if any(entry.kernel == base for entry in us):
-        for library in libraries:
-            own = (e for e in us if e.kernel == base or owner_of(KERNELS[e.kernel]) == library)
-            alone[library] = min(own, key=us.__getitem__)
+    fp8_us: dict[str, float] = {}
+    unquantized = [entry for entry in us if entry.kernel == base]
+    for library in libraries if unquantized else ():
+        own = [e for e in us if e.kernel != base and owner_of(KERNELS[e.kernel]) == library]
+        alone[library] = min((*own, *unquantized), key=us.__getitem__)
+        fp8_us[library] = min(us[entry] for entry in own or unquantized)
 
     def order(library: str) -> tuple[float, bool]:  # of those that run the same, whose it is
         entry = alone[library]
@@ -259,6 +271,7 @@ def row_of(
         dispatch_us=dispatch_us,
         library_us={library: us[entry] for library, entry in alone.items()},
         kernels={library: entry.kernel for library, entry in alone.items()},
+        fp8_us=fp8_us,
         fastest=fastest,
         speedup=speedup(fastest),
         fastest_other=fastest_other,
@@ -283,21 +296,29 @@ def summaries_of(
 
 
 def _summary(group: str, which: str, rows: Sequence[Row], libraries: Sequence[str]) -> Summary:
-    ratios = [
-        {library: row.library_us[library] / row.dispatch_us for library in libraries}
-        for row in rows if row.dispatch_us and row.library_us
-    ]  # fmt: skip
-    columns = {library: [ratio[library] for ratio in ratios] for library in libraries if ratios}
-    means = {library: geometric_mean(column) or 0.0 for library, column in columns.items()}
-    best = min(means, key=means.__getitem__, default="")
+    compared = [(row, row.dispatch_us) for row in rows if row.dispatch_us and row.library_us]
+    libraries = libraries if compared else ()
+    columns = {name: [row.library_us[name] / us for row, us in compared] for name in libraries}
+    fp8_columns = {name: [row.fp8_us[name] / us for row, us in compared] for name in libraries}
+    means, best = _means(columns)
+    fp8_means, fp8_best = _means(fp8_columns)
     return Summary(
         group=group,
         libraries=which,
         count=len(rows),
-        compared=len(ratios),
+        compared=len(compared),
         geometric_mean=means,
         least={library: min(column) for library, column in columns.items()},
         best=best,
         speedup=means.get(best),
         least_speedup=min((min(column) for column in columns.values()), default=None),
+        fp8_mean=fp8_means,
+        fp8_best=fp8_best,
+        fp8_speedup=fp8_means.get(fp8_best),
     )
+
+
+def _means(columns: dict[str, list[float]]) -> tuple[dict[str, float], str]:
+    """Geometric means by library, and whose is the lowest."""
+    means = {library: geometric_mean(column) or 0.0 for library, column in columns.items()}
+    return means, min(means, key=means.__getitem__, default="")

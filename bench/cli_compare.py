@@ -282,9 +282,14 @@ def _library_words(summary: libraries.Summary) -> str:
         f"{name} {mean:.3f}x (least {summary.least[name]:.3f}x)"
         for name, mean in sorted(summary.geometric_mean.items(), key=lambda item: item[1])
     )
+    in_fp8 = ", ".join(
+        f"{name} {mean:.3f}x"
+        for name, mean in sorted(summary.fp8_mean.items(), key=lambda item: item[1])
+    )
     return (
         f"{where}: {summary.speedup:.3f}x {summary.best}, the best single one; least "
-        f"{summary.least_speedup:.3f}x the best of a problem; {each}"
+        f"{summary.least_speedup:.3f}x the best of a problem; {each}; in FP8 wherever they can: "
+        f"{in_fp8}"
     )
 
 

@@ -87,6 +87,17 @@ def test_a_library_takes_its_best_form_and_dispatch_its_own() -> None:
     assert unquantized.dispatch_us == 9.0, "it runs once, whatever the form"
 
 
+def test_fp8_wherever_a_library_can() -> None:
+    """As where it is all there is: also where the unquantized kernel is faster."""
+    found = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0), entry(ACME, 10.0), entry(ACME, 8.0, BLOCK))
+    assert found.fp8_us == {"acme": 8.0, "cuda": 4.0, "torch": 5.0}
+    every, others = summaries_of([found], NAMES)
+    assert every.fp8_mean == {"acme": 2.0, "cuda": 1.0, "torch": 1.25}
+    assert (every.fp8_best, every.fp8_speedup) == ("cuda", 1.0)
+    assert (others.fp8_best, others.fp8_speedup) == ("torch", 1.25)
+    assert row(entry(OUR_ROW, 4.0)).fp8_us == {}
+
+
 def test_what_did_not_run_is_not_compared() -> None:
     choice = row(entry(BF16, 9.0), entry(OUR_ROW, None, wrong=True))
     assert (choice.dispatch_us, choice.fastest, choice.speedup) == (None, "torch", None)
@@ -115,7 +126,7 @@ def test_the_best_single_library_has_the_lowest_mean() -> None:
     assert _library_words(others) == (
         "libraries that are not ours, all, 2 of 2 compared: 2.000x acme, the best single one; "
         "least 0.500x the best of a problem; acme 2.000x (least 0.500x), torch 4.000x "
-        "(least 2.000x)"
+        "(least 2.000x); in FP8 wherever they can: acme 2.000x, torch 4.000x"
     )
 
 

@@ -78,8 +78,11 @@ def _supports_groups(problem: Problem, device: Device) -> Support:
     have = (problem.a.granularity, problem.b.granularity)
     if have != (Granularity.GROUP, Granularity.BLOCK):
         return Rejected(f"takes 1x128 x 128x128 scales, not {have[0].value} x {have[1].value}")
-    if problem.k % 128 or problem.n % 64:
-        return Rejected(f"k must be a multiple of 128 and n of 64; k={problem.k}, n={problem.n}")
+    if problem.k % 128 or problem.n % 64 or problem.m % 4:  # it reads scales of 4 rows at a time
+        return Rejected(
+            f"k must be a multiple of 128, n of 64 and m of 4; m={problem.m}, n={problem.n}, "
+            f"k={problem.k}"
+        )
     return _takes_formats_and_layouts(problem)
 
 
