@@ -52,7 +52,8 @@ def print_rows(
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
     # A pipe has no width: print whole lines there.
-    console = Console(width=None if sys.stdout.isatty() else 220, highlight=False)
+    width = None if sys.stdout.isatty() else 220
+    console = Console(width=width, highlight=False, markup=False)  # texts of errors hold brackets
     console.print(table)
     if note:
         console.print(note)

@@ -141,9 +141,9 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
                     case ["launch", str(kernel)]:
                         at = kernel
                     case ["done", str(kernel), str(why)]:
-                        at, kernels[kernel] = "", why[:LONGEST_WHY]
+                        at, kernels[kernel] = "", libraries.words_of(why)
                     case ["end", str(why)]:
-                        return _End(kernels, why[:LONGEST_WHY], at)
+                        return _End(kernels, libraries.words_of(why), at)
             silent = False
         except TimeoutError:
             silent = True
@@ -153,7 +153,7 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
             code_of_exit = process.wait()
         how = f"no sign of life for {patience_s:g} s" if silent else _words_of_exit(code_of_exit)
         step = f"when {at} was launched" if at else "when it was imported"
-        return _End(kernels, f"{how} {step}{_last_line(printed)}"[:LONGEST_WHY], at)
+        return _End(kernels, libraries.words_of(f"{how} {step}{_last_line(printed)}"), at)
 
 
 def _words(

@@ -37,6 +37,7 @@ FOLDER = "0+"  # begins the version of a folder that nobody installed, as PEP 44
 SOURCES = {".py", ".cu", ".cuh", ".h", ".hpp", ".so"}
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_WHY = 500
+OURS = frozenset({"torch", "triton", "cuda", "hip"})  # folders of kernels, no names of plugins
 TRY = "python -m lokakern.bench list libraries"
 
 
@@ -67,7 +68,7 @@ class Package:
     def takes(self, version: str) -> bool:
         if not self.versions or (self.or_folder and version.startswith(FOLDER)):
             return True
-        return SpecifierSet(self.versions).contains(version, prereleases=True)
+        return _contains(self.versions, version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +180,12 @@ def why_not_tried(library: Library, device: Device, kernel: str = "") -> str | N
     return trial.why or trial.kernels.get(kernel) or None
 
 
+def words_of(error: BaseException | str) -> str:
+    """What went wrong, short and in characters that any terminal takes."""
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_WHY])
+
+
 # --- versions
 
 
@@ -192,6 +199,12 @@ def is_of_another(word: str) -> bool:
         if any(package.name == name for package in library.packages):
             return library.words not in ((), (word,))
     return False
+
+
+@functools.cache
+def _contains(versions: str, version: str) -> bool:
+    """What `Package.takes` asks at every problem: parsing takes longer than a launch."""
+    return SpecifierSet(versions).contains(version, prereleases=True)
 
 
 @functools.cache
@@ -252,8 +265,9 @@ def plugins() -> dict[str, Library]:
     """The plugins that are installed, by name; those of equal names are left out, and said."""
     found: dict[str, Library] = {}
     for entry in importlib.metadata.entry_points(group=PLUGINS):
-        name = entry.dist.name if entry.dist is not None else entry.name
-        if entry.name in found or entry.name in LIBRARIES:
+        # A package whose metadata are damaged has no name.
+        name = (entry.dist.name if entry.dist is not None else None) or entry.name
+        if entry.name in found or entry.name in LIBRARIES or entry.name in OURS:
             _log.warning("plugin %s of %s is left out: the name is taken", entry.name, name)
             continue
         module = entry.value.partition(":")[0].strip()  # what is none fails when it is tried

@@ -196,7 +196,12 @@ class Kernel:
             reason = libraries.why_not(self.library, device, self.name)
             if reason is not None:
                 return Rejected(reason)
-        return self.supports_problem(problem, device)
+        try:
+            return self.supports_problem(problem, device)
+        except Exception as error:
+            if not self.library or self.library == libraries.trying:
+                raise
+            return Rejected(f"cannot say whether it takes it: {libraries.words_of(error)}")
 
     def lacks(self, needs: Iterable[str]) -> str | None:
         """What of the words of `NEEDS` it does not do."""
@@ -281,9 +286,12 @@ def register(
 
     Raises:
         UnknownNameError: There is no such op.
-        ValueError: The name is taken.
+        ValueError: The name is taken, or what should be a set of names is none.
     """
     op_named(op)
+    for what, names in (("architectures", architectures), ("epilogues", epilogues)):
+        if not isinstance(names, set | frozenset) or not all(isinstance(x, str) for x in names):
+            raise ValueError(f"{what} is {names!r}; expected a set of names")
 
     def enter(launch: Launcher) -> Launcher:
         function = launch.func if isinstance(launch, functools.partial) else launch
@@ -390,8 +398,10 @@ def _import_plugins() -> dict[str, str]:
             why = libraries.why_not_tried(plugin, current_device())
             if why is None:
                 import_plugin(plugin)
-        except Exception as error:  # it did not when it was tried, so nothing here depends on it
-            why = f"{type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:
+            # It did not when it was tried, so nothing here depends on it. A module that reads
+            # the program's arguments when it is imported exits at those of another program.
+            why = libraries.words_of(error)
         if why is not None:
             unavailable[f"plugin {name}"] = why
     return unavailable

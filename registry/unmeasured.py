@@ -6,17 +6,11 @@ in the same file, and so make their measurements stale. An entry goes with its f
 
 from __future__ import annotations
 
-_SUMS_OF_GROUPS = (
-    "timed on an NVIDIA H200 in compositions, and by `compare` (kernels/cuda/README.md), only: "
-    "run `sweep --suite lrm-backward`"
-)
 _NORMS_OF_GROUPS = (
     "tested on an NVIDIA H200, not timed: no suite has layers of 1x128 by 1x128 scales with a norm"
 )
 # By kernel and architecture: the reason.
 UNMEASURED: dict[tuple[str, str], str] = {
-    ("cuda.scaled_gemm_group", "sm_90"): _SUMS_OF_GROUPS,
-    ("torch.emulated_group", "sm_90"): _SUMS_OF_GROUPS,
     ("torch.norm_emulated_group", "sm_90"): _NORMS_OF_GROUPS,
     ("cuda.scaled_gemm_group+cuda.norm_quantize", "sm_90"): _NORMS_OF_GROUPS,
 }

@@ -166,6 +166,41 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     assert run("-c", program).stdout == "64.0\n"
 
 
+def test_plugins_that_pass_their_trial_and_break_later_stop_nothing(tmp_path: Path) -> None:
+    working = KERNEL.format(body=RIGHT)
+    late = "    if problem.m == 17:\n        raise RuntimeError('not 17')\n    return Rejected"
+    texts = {
+        "brackets": "raise ValueError('[/bold]')",
+        "unprintable": "raise ValueError('a \\ud800 b')",
+        "reads_arguments": "import argparse\nargparse.ArgumentParser().parse_args()\n" + working,
+        "raises_at_17": working.replace("    return Rejected", late),
+        "names_no_epilogues": working.replace("supports=supports", "epilogues=None"),
+        "named_as_ours": working,
+    }
+    for name, text in texts.items():
+        put(tmp_path, name, text)
+    put(tmp_path, "nameless", working)
+    (tmp_path / "nameless-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
+    entry = tmp_path / "named_as_ours-1.0.dist-info" / "entry_points.txt"
+    entry.write_text("[lokakern.kernels]\ncuda = named_as_ours\n")
+    run = runner(tmp_path, [tmp_path])
+    table = run("-m", "lokakern.bench", "list", "libraries").stdout
+    assert "ValueError: [/bold]" in table and "ValueError: a   b" in table
+    assert "ValueError: epilogues is None; expected a set of names" in table
+    found = libraries_listed(run)
+    assert found["raises_at_17"]["state"] == "usable"
+    assert found["reads_arguments"]["why"] == "SystemExit: 2"  # it was right when it was tried
+    assert found["nameless"]["state"] == "not installed" and "cuda" not in found
+    program = """if True:
+        import torch, lokakern
+        x = torch.ones(17, 64).bfloat16()
+        print(lokakern.gemm(x, x.t(), budget=0.001)[0, 0].item())
+        print(lokakern.dispatch("gemm", (17, 17, 64), 0.001).rejected["raises_at_17.multiply"])
+    """
+    lines = run("-c", program, "--epochs", "3").stdout.splitlines()
+    assert lines == ["64.0", "cannot say whether it takes it: RuntimeError: not 17"]
+
+
 def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "sleeps", "import time\nprint('good night', flush=True)\ntime.sleep(1000)")
     monkeypatch.syspath_prepend(str(tmp_path))  # the process finds what this one would

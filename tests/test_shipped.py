@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import lokakern
 from lokakern import selection
 from lokakern.bench.suites import SUITES, Case
-from lokakern.registry import digests
+from lokakern.registry import digests, libraries
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
@@ -238,3 +239,55 @@ def test_its_kernels_are_known_by_their_files_alone(facts: Snapshot) -> None:
 
     cells = facts.timing_cells(device, family_key(problem), "graph-cold")
     assert cells and all(is_current(cell.kernel) for cell in cells)
+
+
+# --- libraries
+
+
+@pytest.fixture
+def installed(facts: Snapshot, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Packages as they were where the rows come from, by name; one that is taken out is gone."""
+    words = {word for row in facts.kernels for word in row.modules if word.startswith("package:")}
+    here = dict(word.removeprefix("package:").split("==") for word in words)
+    monkeypatch.setattr(libraries, "_version_here", here.get)
+    monkeypatch.setattr(libraries, "_folder_version", here.get)
+    return here
+
+
+def choices(facts: Snapshot) -> dict[str, selection.Choice]:
+    """What dispatch takes of large square layers, where libraries lead, by problem."""
+    selection.use_snapshot(facts)
+    found = {}
+    (device,) = facts.devices
+    for case in SUITES["lrm"].cases(device):
+        problem = case.problem
+        if problem.op == "gemm" and problem.m <= 8192 and problem.n == problem.k >= 2048:
+            table = selection.table_for(problem, ErrorBudget.of(0.06), device=H200)
+            found[str(problem)] = selection.Choice(table, problem.m)
+    return found
+
+
+def test_rows_of_libraries_are_shipped(facts: Snapshot) -> None:
+    timed = {name.rpartition("+")[2].partition(".")[0] for name, *_ in facts.timing_outcomes()}
+    assert timed >= {"fbgemm", "torchao", "deep_gemm", "cublaslt"}
+
+
+def test_pulling_a_library_out_changes_choices_never_correctness(
+    installed: dict[str, str], facts: Snapshot
+) -> None:
+    whole = choices(facts)
+    lost = Counter[str]()
+    for library in libraries.LIBRARIES.values():
+        packages = {one.name: installed.pop(one.name, "") for one in library.packages}
+        for problem, choice in choices(facts).items():
+            before = whole[problem]
+            assert library.name not in KERNELS[choice.kernel].libraries
+            if library.name in KERNELS[before.kernel].libraries:
+                lost[library.name] += 1
+                assert choice.kernel != before.kernel
+                assert "is not installed" in choice.rejected[before.kernel]
+            else:
+                assert choice.kernel == before.kernel
+            assert not choice.errors or choice.errors["row_err"] <= 0.06
+        installed.update({name: version for name, version in packages.items() if version})
+    assert set(lost) == {"fbgemm", "deep_gemm"}, "whom dispatch takes somewhere"
