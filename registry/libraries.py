@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -294,6 +295,12 @@ _unkept: dict[str, Trial] = {}  # where the file cannot be written
 
 
 def trials_file() -> Path:
+    return _file_beside(os.environ.get("LOKAKERN_CACHE"))
+
+
+@functools.cache
+def _file_beside(_cache: str | None) -> Path:
+    """Asked at every problem: to find a user's folder takes longer than all else."""
     return cache_folder().with_name("trials.json")
 
 

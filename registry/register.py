@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lokakern.device import current_device
@@ -59,6 +61,35 @@ Launcher = Callable[..., None]
 Workspace = Callable[..., tuple[Tensor, ...]]
 Supports = Callable[[Problem, Device], Support]
 QuantizedAs = Callable[[str, Tensor], QuantizedTensor]
+
+
+LENT_ALIGNMENT = 16  # bytes; libraries read vectors, and not all of them look where these begin
+
+
+def _why_not_lent(problem: Problem) -> str | None:
+    """Why operands of a problem are not given to a library, or None."""
+    operands = [problem.a, problem.b] if problem.b is not None else [problem.a]
+    if all(operand.alignment >= LENT_ALIGNMENT for operand in operands):
+        return None
+    return f"rows of operands must start at multiples of {LENT_ALIGNMENT} bytes"
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A library's function on the device of what it is given, whichever is the current one."""
+
+    @functools.wraps(function)
+    def call(first: Any, *rest: Any) -> Any:
+        device = getattr(first, "device", None)  # slices of a have none of their own
+        if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(first, *rest)
+        with torch.cuda.device(device):
+            return function(first, *rest)
+
+    return call
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 def _accept(_problem: Problem, _device: Device) -> Support:
@@ -196,6 +227,9 @@ class Kernel:
             reason = libraries.why_not(self.library, device, self.name)
             if reason is not None:
                 return Rejected(reason)
+            reason = _why_not_lent(problem)
+            if reason is not None and not libraries.named(self.library).is_plugin:
+                return Rejected(reason)
         try:
             return self.supports_problem(problem, device)
         except Exception as error:
@@ -296,6 +330,7 @@ def register(
     def enter(launch: Launcher) -> Launcher:
         function = launch.func if isinstance(launch, functools.partial) else launch
         path, language, library = _origin_of(function.__module__)
+        guard = _on_its_device if library is not None else _as_it_is
         add(
             Kernel(
                 name=f"{language}.{name or function.__name__}",
@@ -303,13 +338,13 @@ def register(
                 language=language,
                 modules=(path, *(library.words if library else ())),
                 library=library.name if library else "",
-                launch=launch,
+                launch=guard(launch),
                 architectures=architectures,
                 granularity=granularity,
                 b_granularity=granularity if b_granularity is None else b_granularity,
                 accumulation=accumulation,
                 supports_problem=supports,
-                workspace=workspace,
+                workspace=guard(workspace),
                 compile_only=compile_only or {},
                 unmeasured=unmeasured or {},
                 kernel_err_bound=kernel_err_bound,

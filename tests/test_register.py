@@ -8,17 +8,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
+from lokakern.registry import libraries
 from lokakern.registry import register as registry
 from lokakern.registry.digests import KERNELS_ROOT
-from lokakern.registry.libraries import LIBRARIES
+from lokakern.registry.libraries import LIBRARIES, Library, Package
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.register import (
     ANY,
@@ -112,6 +117,59 @@ def test_register_is_the_whole_entry(registered: dict[str, Kernel]) -> None:
 
 def own_kernel(*_: Any) -> None:
     """Do nothing."""
+
+
+LENT = Library(name="lent", packages=(Package("lent-cuda", "", ()),))
+
+
+@pytest.fixture
+def lent(registered: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
+    """A library that is here and works."""
+    monkeypatch.setitem(LIBRARIES, "lent", LENT)
+    monkeypatch.setattr(libraries, "why_not", lambda *_: None)
+    return registered
+
+
+def test_a_library_is_given_aligned_operands(
+    lent: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = kernel(library="lent")
+    for operand in ("a", "b"):
+        askew = replace(GEMM, **{operand: replace(getattr(GEMM, operand), alignment=8)})
+        assert "multiples of 16 bytes" in reason(found.supports(askew, H200))
+        assert kernel().supports(askew, H200) == Accepted()
+    assert found.supports(GEMM, H200) == Accepted()
+    monkeypatch.setitem(LIBRARIES, "lent", replace(LENT, is_plugin=True))
+    assert found.supports(askew, H200) == Accepted(), "a plugin says itself what it takes"
+
+
+def test_a_library_runs_on_the_device_of_its_operands(
+    lent: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its streams and handles are those of the current device, whatever it is given."""
+    now = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    seen: list[int] = []
+
+    def multiply(_a: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+        seen.append(now[0])
+        return ()
+
+    multiply.__module__ = "lokakern.kernels.adapters.lent"
+    register("gemm", workspace=multiply)(multiply)
+    elsewhere = SimpleNamespace(device=torch.device("cuda", 1))
+    for first in (elsewhere, SimpleNamespace(device=torch.device("cuda", 0)), torch.ones(1), ()):
+        lent["lent.multiply"].launch(first)
+        lent["lent.multiply"].workspace(first)
+    assert seen == [1, 1, 0, 0, 0, 0, 0, 0] and now == [0]
 
 
 def test_a_kernel_may_live_outside_lokakern(registered: dict[str, Kernel]) -> None:
