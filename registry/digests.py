@@ -2,9 +2,10 @@
 
 A digest covers the normalized source of a kernel's modules (no comments, docstrings or white
 space) and of everything they include: other modules of `lokakern.kernels`, and `numerics`,
-`sums`, `formats`, `jit`, `nvrtc` and `driver` of lokakern, found by reading import statements;
-`#include "..."` for CUDA and HIP. A module outside lokakern is named ``python:package.module``, and
-of a library that a kernel calls the version is: ``package:name==version``.
+`sums`, `formats`, `jit`, `nvrtc`, `driver` and `hip` of lokakern, found by reading import
+statements; `#include "..."` for CUDA and HIP. A module outside lokakern is named
+``python:package.module``, and of a library that a kernel calls the version is:
+``package:name==version``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _INCLUDED = {
     "lokakern.jit",
     "lokakern.nvrtc",
     "lokakern.driver",
+    "lokakern.hip",
 }
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)

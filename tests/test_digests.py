@@ -363,11 +363,12 @@ def test_how_cuda_kernels_compile_and_launch_is_part_of_them_alone() -> None:
         digests._collect(digests._module_file(module), files)
         return set(files)
 
+    # Those of HIP share the cache of compiled programs.
     route = {"lokakern/nvrtc.py", "lokakern/driver.py"}
     source = {"kernels/cuda/quantize.cu", "kernels/cuda/ptx.cuh"}
     assert route | source <= files_of("cuda/quantize")
     for kernel in KERNELS.values():
-        if not any(module.startswith("cuda/") for module in kernel.modules):
+        if not any(module.startswith(("cuda/", "hip/")) for module in kernel.modules):
             assert not route & set().union(*map(files_of, kernel.modules)), kernel
 
 

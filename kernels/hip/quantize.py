@@ -1,0 +1,84 @@
+"""Quantize rows and 1x128 groups to FP8 on AMD GPUs, as `lokakern.numerics.quantize`.
+
+    s = max(rn(amax / MAX), 2^-126),  1 where amax is 0;  q = cast(rn(x / s))
+
+x: [rows, columns], bfloat16 or float32, any row stride; q and scales as `types.empty_data` and
+`Granularity.empty_scale` lay them out. amax is over finite values. See quantize.hip.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lokakern.hip import HipLaunch, Program
+from lokakern.registry.register import fp8_format, register
+from lokakern.types import (
+    ACCEPTED,
+    GROUP,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Problem,
+    Rejected,
+    Support,
+)
+
+SOURCE = str(Path(__file__).with_suffix(".hip"))
+ARCHITECTURES = frozenset({"gfx942", "gfx950"})
+UNMEASURED = dict.fromkeys(
+    ARCHITECTURES, "no such GPU was at hand: run on a CPU only (kernels/hip/README.md)"
+)
+THREADS = 256
+WAVE = 64  # lanes that share a row
+TEAM = GROUP // 8  # lanes that share a group
+
+
+@functools.lru_cache(maxsize=64)
+def bind(by_group: bool, dtype: torch.dtype, aligned: bool) -> HipLaunch:
+    """The launch of one signature."""
+    macros = {"BY_GROUP": by_group, "WIDE": dtype is torch.float32, "ALIGNED": aligned}
+    program = Program(SOURCE, "quantize", tuple((k, int(v)) for k, v in macros.items()))
+    return HipLaunch(program, pointers=3, scalars="iiqqi", threads=THREADS)
+
+
+def _quantize(
+    by_group: bool, x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[Tensor, ...]
+) -> None:
+    rows, columns = x.shape
+    stride = x.stride(0)
+    aligned = not (x.data_ptr() | stride * x.element_size()) & 15
+    lanes = rows * (-(-columns // GROUP) * TEAM if by_group else WAVE)
+    bind(by_group, x.dtype, aligned)(
+        -(-lanes // THREADS), (x, data, scale),
+        (rows, columns, stride, data.stride(0), scale.stride(1) if by_group else 0),
+    )  # fmt: skip
+
+
+def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
+    if problem.out_granularity is not granularity:
+        return Rejected(f"makes {granularity.value} scales, not {problem.out_granularity.value}")
+    if problem.a.format not in (Format.BFLOAT16, Format.FLOAT32):
+        return Rejected(f"quantizes bfloat16 and float32, not {problem.a.format.value}")
+    if problem.out_format is not fp8_format(device):
+        return Rejected(f"writes {fp8_format(device).value} there, not {problem.out_format.value}")
+    if problem.a.layout is not Layout.ROW:
+        return Rejected("rows of x must be contiguous")
+    if problem.m * max(problem.k, WAVE) >= 2**36:
+        return Rejected("more lanes than a grid has")
+    return ACCEPTED
+
+
+for _granularity in (Granularity.ROW, Granularity.GROUP):
+    register(
+        "quantize",
+        name=f"quantize_{_granularity.suffix}",
+        architectures=ARCHITECTURES,
+        unmeasured=UNMEASURED,
+        granularity=_granularity,
+        supports=functools.partial(_supports, _granularity),
+    )(functools.partial(_quantize, _granularity is Granularity.GROUP))

@@ -1,0 +1,125 @@
+// d[m, n] = (sum_k a[m, k] * b[n, k]) * sa * sb + bias[n] of FP8 matrices, rounded to bfloat16.
+//
+// a: [m, k] and b: [n, k], rows of any stride that is a multiple of 16 bytes, as the first is; scales
+// of rows, sa[m] and sb[n]; or sa[k / 128, m] and sb[n / 128, k / 128] of 1x128 and 128x128. Rows of
+// d: any stride.
+//
+// A block of 4 waves makes TILE_M x TILE_N sums, 128 of k at a time. Local memory holds two steps:
+// one is multiplied while the next comes. A row's 8 parts of 16 bytes are permuted by the row's
+// number, so that the 16 rows that lanes read together lie in different banks.
+//
+// Macros: TILE_M, TILE_N (multiples of 32), BY_GROUP (whether scales are of 1x128).
+#include "numbers.hpp"
+
+constexpr int THREADS = 256, STEP = 128, PARTS = STEP / 16;
+constexpr int WAVE_M = TILE_M / 2, WAVE_N = TILE_N / 2;
+constexpr int DOWN = WAVE_M / 16, ACROSS = WAVE_N / 16;
+constexpr int COPIES = (TILE_M + TILE_N) * PARTS / THREADS;
+constexpr int DICE = 8;  // of a GPU: neighboring blocks run on different ones, each with its own L2
+
+// Blocks of a die make neighboring tiles.
+static __device__ inline int tile_of(int block, int count) {
+    const int die = block % DICE, turn = block / DICE, each = count / DICE, more = count % DICE;
+    return die * each + (die < more ? die : more) + turn;
+}
+
+static __device__ inline int place_of(int row, int part) { return row * PARTS + (part ^ row % PARTS); }
+
+// 32 bytes of a row from local memory, of which some count.
+static __device__ inline Words8 fragment(const Words4* stage, int row, int quarter, int bytes) {
+    const Words4 low = stage[place_of(row, 2 * quarter)];
+    const Words4 high = stage[place_of(row, 2 * quarter + 1)];
+    Words8 words;
+    for (int i = 0; i < 4; ++i) {
+        words[i] = static_cast<int>(low[i]);
+        words[4 + i] = static_cast<int>(high[i]);
+    }
+    if (bytes < 32) {  // past k, where anything lies
+        for (int i = 0; i < 8; ++i) {
+            const int left = bytes - 4 * i;
+            const unsigned mask = left >= 4 ? ~0u : left <= 0 ? 0u : (1u << 8 * left) - 1;
+            words[i] = static_cast<int>(static_cast<unsigned>(words[i]) & mask);
+        }
+    }
+    return words;
+}
+
+extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
+    const unsigned char* a, const float* a_scale, const unsigned char* b, const float* b_scale,
+    unsigned short* out, const unsigned short* bias, int m, int n, int k, int a_stride,
+    int b_stride, int out_stride, int a_scale_stride, int b_scale_stride) {
+    __shared__ Words4 stages[2][(TILE_M + TILE_N) * PARTS];
+    const int tiles_m = (m + TILE_M - 1) / TILE_M, tiles_n = (n + TILE_N - 1) / TILE_N;
+    const int tile = tile_of(block_index(), tiles_m * tiles_n);
+    const int first_m = tile / tiles_n * TILE_M, first_n = tile % tiles_n * TILE_N;
+    const int steps = (k + STEP - 1) / STEP;
+    const int thread = thread_index(), lane = thread % WAVE, wave = thread / WAVE;
+    const int quarter = lane / 16, line = lane % 16;
+    const int wave_m = wave / 2 * WAVE_M, wave_n = TILE_M + wave % 2 * WAVE_N;
+
+    Copies<COPIES> copies;
+    // Rows past the last are the last again, parts past k the first: neither counts.
+    const auto source_of = [&](int number, int step) {
+        const int place = number * THREADS + thread, row = place / PARTS;
+        const int column = step * STEP + 16 * (place % PARTS ^ row % PARTS);
+        const bool is_a = row < TILE_M;
+        const int wanted = is_a ? first_m + row : first_n + row - TILE_M;
+        const int last = (is_a ? m : n) - 1;
+        const long start = static_cast<long>(wanted < last ? wanted : last) * (is_a ? a_stride : b_stride);
+        return (is_a ? a : b) + start + (column < k ? column : 0);
+    };
+    const auto begin = [&](int step) {
+        for (int i = 0; i < COPIES; ++i)
+            copies.begin(i, source_of(i, step), &stages[step % 2][i * THREADS + thread]);
+    };
+    const auto end = [&](int step) {
+        for (int i = 0; i < COPIES; ++i) copies.end(i, &stages[step % 2][i * THREADS + thread]);
+        barrier();
+    };
+
+    Floats4 sums[DOWN][ACROSS] = {};
+    begin(0);
+    end(0);
+    for (int step = 0; step < steps; ++step) {
+        if (step + 1 < steps) begin(step + 1);
+        const Words4* stage = stages[step % 2];
+        const int bytes = k - step * STEP - 32 * quarter;
+        Words8 left[DOWN];
+        for (int i = 0; i < DOWN; ++i) left[i] = fragment(stage, wave_m + 16 * i + line, quarter, bytes);
+        for (int j = 0; j < ACROSS; ++j) {
+            const Words8 right = fragment(stage, wave_n + 16 * j + line, quarter, bytes);
+#if BY_GROUP
+            const int column = first_n + wave_n - TILE_M + 16 * j;
+            const float of_b = b_scale[(column < n ? column : n - 1) / 128 * b_scale_stride + step];
+#endif
+            for (int i = 0; i < DOWN; ++i) {
+#if BY_GROUP
+                const int row = first_m + wave_m + 16 * i + line;
+                const float of_a = a_scale[step * a_scale_stride + (row < m ? row : m - 1)];
+                const Floats4 part = multiply(right, left[i], Floats4{});
+                for (int t = 0; t < 4; ++t) sums[i][j][t] += part[t] * of_a * of_b;
+#else
+                sums[i][j] = multiply(right, left[i], sums[i][j]);
+#endif
+            }
+        }
+        if (step + 1 < steps) end(step + 1);
+    }
+
+    for (int i = 0; i < DOWN; ++i) {
+        const int row = first_m + wave_m + 16 * i + line;
+        if (row >= m) continue;
+        for (int j = 0; j < ACROSS; ++j) {
+            for (int t = 0; t < 4; ++t) {
+                const int column = first_n + wave_n - TILE_M + 16 * j + 4 * quarter + t;
+                if (column >= n) continue;
+                float value = sums[i][j][t];
+#if !BY_GROUP
+                value = value * a_scale[row] * b_scale[column];
+#endif
+                if (bias) value += number(bias[column]);
+                out[static_cast<long>(row) * out_stride + column] = rounded(value);
+            }
+        }
+    }
+}

@@ -1,0 +1,458 @@
+"""HIP kernels, from their own sources, on the CPU: under AddressSanitizer and UBSan, in lockstep.
+
+Only the header with the intrinsics is another (tests/hip_on_host.hpp). Each runs with the waves of
+a block in both orders, for the format of gfx942 and for that of gfx950.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lokakern import hip, numerics
+from lokakern.bench.measure import contender_of
+from lokakern.bench.norm_operands import operands_of
+from lokakern.errors import CompilationError, LaunchError
+from lokakern.hip import HipLaunch, Program
+from lokakern.kernels.hip import dequantize, quantize, scaled_gemm
+from lokakern.problems import make_problem
+from lokakern.registry import ops
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import (
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+)
+from tests.sharing import made_once, shared_folder
+
+load_kernels()
+KERNELS_FOLDER = Path(__file__).resolve().parent.parent / "kernels" / "hip"
+HEADER = Path(__file__).with_name("hip_on_host.hpp")
+COMPILER = shutil.which("g++") or shutil.which("c++")
+OPTIONS = ("-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+           "-Wno-unknown-pragmas")  # fmt: skip
+FORMATS = {"gfx942": Format.E4M3FNUZ, "gfx950": Format.E4M3FN}
+BLOCK = 256  # threads
+# What a main function calls, with buffers `p` and numbers `i`.
+CALLS = {
+    "quantize": "quantize((const Number*)p[0], (unsigned char*)p[1], (float*)p[2], i[0], i[1], "
+    "i[2], i[3], i[4])",
+    "dequantize": "dequantize((unsigned char*)p[0], (float*)p[1], p[2], i[0], i[1], i[2], i[3], "
+    "i[4], i[5])",
+    "scaled_gemm": "scaled_gemm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
+    "(float*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
+    "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
+}
+MAIN = """
+int main(int, char** words) {{
+    Buffers buffers = read_buffers(words[1]);
+    reversed = std::atoi(words[2]);
+    std::vector<long> i;
+    for (char** word = words + 4; *word; ++word) i.push_back(std::atol(*word));
+    const auto& p = buffers.of;
+    run_grid(std::atoi(words[3]), {threads}, [&] {{ {call}; }});
+    write_buffers(words[1], buffers);
+}}
+"""
+
+
+def headers() -> Path:
+    """A folder with what stands in for the GPU's header, for each format."""
+    found = shared_folder("hip")
+    made_once(found / "amd.hpp", lambda to: to.write_text("#pragma once\n"))  # included before
+    for gpu in FORMATS:
+        header = found / f"{gpu}.hpp"
+        text = f"#define FNUZ {int(gpu == 'gfx942')}\n{HEADER.read_text()}"
+        made_once(header, lambda to, text=text: to.write_text(text))
+        if Path(COMPILER or "").name == "g++":  # a third of the time, compiled before
+            command = [str(COMPILER), *OPTIONS, "-x", "c++-header", str(header), "-o"]
+            made_once(
+                header.with_suffix(".hpp.gch"),
+                lambda to, command=command: subprocess.run([*command, str(to)], check=True),
+            )
+    return found
+
+
+def folder(edited: str = "") -> Path:
+    """A copy of the kernels, without the GPU's header."""
+    found = shared_folder(f"hip_kernels{edited}")
+    for source in (*KERNELS_FOLDER.glob("*.hip"), KERNELS_FOLDER / "numbers.hpp"):
+        made_once(found / source.name, lambda to, source=source: shutil.copy(source, to))
+    return found
+
+
+def program(kernel: str, gpu: str, macros: dict[str, int], where: Path) -> Path:
+    """An executable that runs one launch."""
+    assert COMPILER, "tests of HIP kernels need a C++ compiler with AddressSanitizer, such as g++"
+    given = [f"-D{name}={value}" for name, value in macros.items()]
+    name = "_".join([kernel, gpu, *map(str, macros.values())])
+    text = f'#include "{kernel}.hip"\n' + MAIN.format(threads=BLOCK, call=CALLS[kernel])
+    source = made_once(where / f"{name}.cpp", lambda to: to.write_text(text))
+    header = ["-include", str(headers() / f"{gpu}.hpp"), "-I", str(where), "-I", str(headers())]
+    command = [COMPILER, *OPTIONS, *header, *given, str(source), "-o"]
+
+    def build(to: Path) -> None:
+        subprocess.run([*command, str(to)], check=True, cwd=where)
+
+    return made_once(where / name, build)
+
+
+def launch(
+    path: Path, blocks: int, buffers: Sequence[Tensor], numbers: Sequence[int], tmp_path: Path,
+    *, reverse: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Run a program on copies of buffers, and return them as they are then."""
+    file = tmp_path / "buffers"
+    with file.open("wb") as stream:
+        for buffer in buffers:
+            flat = buffer.contiguous().view(torch.uint8).flatten()
+            stream.write(struct.pack("<Q", flat.numel()) + flat.numpy().tobytes())
+    words = [str(path), str(file), str(int(reverse)), str(blocks), *map(str, numbers)]
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    data, found, start = file.read_bytes(), [], 0
+    for buffer in buffers:
+        size = buffer.numel() * buffer.element_size()
+        part = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
+        found.append(part.view(buffer.dtype).view(buffer.shape))
+        start += size
+    return found
+
+
+def hostile(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Rows of all magnitudes, zeros, subnormals, and values that are not finite."""
+    torch.manual_seed(rows * 1000 + columns)
+    x = torch.randn(rows, columns) * torch.logspace(-42, 36, rows)[:, None]
+    x[0] = 0.0
+    if rows > 4:
+        x[1, 0], x[2, columns // 2], x[3, -1] = math.nan, math.inf, -math.inf
+        x[4] = -1e-41
+    return x.to(dtype)
+
+
+# --- quantizers
+
+SIZES = ((1, 1), (1, 128), (5, 7), (6, 130), (7, 600), (33, 64), (16, 127), (2, 1100), (9, 256),
+         (64, 16), (3, 511), (8, 513))  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP])
+@pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
+def test_quantize_gives_the_bytes_of_the_emulation(
+    gpu: str, granularity: Granularity, form: Format, tmp_path: Path
+) -> None:
+    by_group = granularity is Granularity.GROUP
+    aligned = form is Format.BFLOAT16  # one of each is enough
+    macros = {"BY_GROUP": int(by_group), "WIDE": int(form is Format.FLOAT32),
+              "ALIGNED": int(aligned)}  # fmt: skip
+    path = program("quantize", gpu, macros, folder())
+    for number, (rows, columns) in enumerate(SIZES):
+        stride = -(-columns // 8) * 8 if aligned else columns + 3
+        x = torch.full((rows, stride), math.nan).to(form.dtype)
+        x[:, :columns] = hostile(rows, columns, form.dtype)
+        exact = numerics.quantize(x[:, :columns], FORMATS[gpu], granularity)
+        groups, pitch = -(-columns // 128), -(-columns // 16) * 16
+        shape = (groups, rows) if by_group else (rows,)
+        data = torch.full((rows, pitch), 0xA5, dtype=torch.uint8)
+        blocks = -(-rows * (groups * 16 if by_group else 64) // BLOCK)
+        _, data, scale = launch(
+            path, blocks, [x, data, torch.full(shape, math.nan)],
+            [rows, columns, stride, pitch, rows], tmp_path, reverse=bool(number % 2),
+        )  # fmt: skip
+        assert exact.scale is not None
+        assert torch.equal(scale.reshape(shape), exact.scale.t().reshape(shape)), (rows, columns)
+        assert torch.equal(data[:, :columns], exact.data.view(torch.uint8)), (rows, columns)
+        assert (data[:, columns:] == 0xA5).all(), "it writes between the rows"
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
+def test_dequantize_rounds_once(gpu: str, form: Format, tmp_path: Path) -> None:
+    path = program("dequantize", gpu, {"WIDE": int(form is Format.FLOAT32), "ROWS_OF_SCALE": 1},
+                   folder())  # fmt: skip
+    for rows, columns in SIZES:
+        for granularity in (Granularity.ROW, Granularity.GROUP):
+            x = numerics.quantize(hostile(rows, columns, torch.float32), FORMATS[gpu], granularity)
+            assert x.scale is not None
+            pitch = x.data.stride(0) if rows > 1 else -(-columns // 16) * 16
+            data = torch.full((rows, pitch), x.format.nan_byte, dtype=torch.uint8)
+            data[:, :columns] = x.data.view(torch.uint8)
+            scale = x.scale.t().contiguous()
+            strides = (1, 0) if granularity is Granularity.ROW else (1, rows)
+            out = torch.full((rows, columns + 1), 7.0, dtype=form.dtype)
+            blocks = -(-rows * -(-columns // 16) // BLOCK)
+            found = launch(path, blocks, [data, scale, out],
+                           [rows, columns, pitch, columns + 1, *strides], tmp_path)[2]  # fmt: skip
+            exact = numerics.dequantize(x, form.dtype)
+            assert torch.equal(found[:, :columns].isnan(), exact.isnan())
+            kept = ~exact.isnan()
+            assert torch.equal(found[:, :columns][kept], exact[kept])
+            assert (found[:, columns] == 7).all()
+
+
+# --- products
+
+PRODUCTS = (
+    (1, 8, 16), (3, 24, 13), (70, 40, 300), (33, 17, 39), (64, 64, 128), (65, 130, 200),
+    (128, 48, 144), (5, 1, 640), (130, 33, 257), (64, 128, 384), (1, 1, 1), (97, 71, 511),
+)  # fmt: skip
+SCALES = {
+    "row": (Granularity.ROW, Granularity.ROW),
+    "group": (Granularity.GROUP, Granularity.BLOCK),
+}
+
+
+def in_nan(q: QuantizedTensor) -> QuantizedTensor:
+    """A copy with NaN between its rows, which no kernel may count."""
+    rows, columns = q.data.shape
+    whole = torch.full((rows, -(-columns // 16) * 16), q.format.nan_byte, dtype=torch.uint8)
+    whole[:, :columns] = q.data.view(torch.uint8)
+    return QuantizedTensor(whole.view(q.data.dtype)[:, :columns], q.scale, q.granularity)
+
+
+def product(
+    path: Path, gpu: str, scales: str, m: int, n: int, k: int, tmp_path: Path, tile: int,
+    *, reverse: bool, with_bias: bool,
+) -> float:  # fmt: skip
+    """Kernel error of one product; what it must leave alone is checked."""
+    torch.manual_seed(m * n + k)
+    a_scales, b_scales = SCALES[scales]
+    form = FORMATS[gpu]
+    left = in_nan(numerics.quantize(torch.randn(m, k) * 3, form, a_scales))
+    right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
+    assert left.scale is not None and right.scale is not None
+    bias = torch.randn(n).bfloat16() if with_bias else None
+    pitch = -(-k // 16) * 16
+    datas = [q.data.as_strided((q.shape[0], pitch), (pitch, 1)).contiguous() for q in (left, right)]
+    a_scale = left.scale.t().contiguous()
+    out = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+    buffers = [datas[0], a_scale, datas[1], right.scale.contiguous(), out]
+    strides = [m, right.scale.shape[1]] if scales == "group" else [0, 0]
+    found = launch(
+        path, -(-m // tile) * -(-n // tile), [*buffers, *([bias] if bias is not None else [])],
+        [m, n, k, pitch, pitch, n + 3, *strides], tmp_path, reverse=reverse,
+    )[4]  # fmt: skip
+    assert (found[:, n:] == 7).all(), "it writes between the rows"
+    exact = ops.product(left, right.t(), bias)
+    size = ops.magnitude(left, right.t(), bias)
+    error = numerics.kernel_error(found[:, :n], exact, size, Format.BFLOAT16.unit_roundoff)
+    return error.maximum
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize("scales", SCALES)
+def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
+    macros = {"TILE_M": 64, "TILE_N": 64, "BY_GROUP": int(scales == "group")}
+    path = program("scaled_gemm", gpu, macros, folder())
+    for number, (m, n, k) in enumerate(PRODUCTS):
+        error = product(path, gpu, scales, m, n, k, tmp_path, 64, reverse=bool(number % 2),
+                        with_bias=number % 3 == 0)  # fmt: skip
+        assert error <= 1.0, (m, n, k)
+
+
+# What a kernel would do without: each must be seen.
+BROKEN = {
+    "a barrier": ("        barrier();\n", "\n"),
+    "the swizzle of reads": (
+        "stage[place_of(row, 2 * quarter + 1)]", "stage[row * PARTS + 2 * quarter + 1]"
+    ),
+    "the mask of a tail": ("if (bytes < 32)", "if (false)"),
+    "the last row": ("wanted < last ? wanted : last", "wanted"),
+    "a scale": ("value * a_scale[row] * b_scale[column]", "value * a_scale[row]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
+    """In the row-scaled product of gfx950, waves in one order or the other."""
+    here = folder("_" + what.replace(" ", "_"))
+    source = here / "scaled_gemm.hip"
+    text, (old, new) = (KERNELS_FOLDER / "scaled_gemm.hip").read_text(), BROKEN[what]
+    assert old in text
+    source.write_text(text.replace(old, new))
+    macros = {"TILE_M": 64, "TILE_N": 64, "BY_GROUP": 0}
+    path = program("scaled_gemm", "gfx950", macros, here)
+    errors = []
+    for reverse in (False, True):
+        try:
+            errors.append(product(path, "gfx950", "row", 70, 40, 300, tmp_path, 64,
+                                  reverse=reverse, with_bias=False))  # fmt: skip
+        except AssertionError as found:  # what a sanitizer says
+            assert "AddressSanitizer" in str(found)
+            return
+    assert max(errors) > 1.0, errors
+
+
+# --- through the launchers
+
+
+class HostLaunch:
+    """Takes the place of a HipLaunch and runs the same program on the CPU."""
+
+    def __init__(self, gpu: str, tmp_path: Path, made: Program, **kinds: Any) -> None:
+        self._kinds = kinds
+        self._path = program(made.entry, gpu, dict(made.macros), folder())
+        self._tmp_path = tmp_path
+
+    def __call__(
+        self, blocks: int, pointers: Sequence[Tensor | None], scalars: Sequence[int]
+    ) -> None:
+        assert len(pointers) == self._kinds["pointers"]
+        assert len(scalars) == len(self._kinds["scalars"]) and self._kinds["threads"] == BLOCK
+        given = [pointer for pointer in pointers if pointer is not None]
+        whole = [bytes_of(pointer) for pointer in given]
+        found = launch(self._path, blocks, whole, scalars, self._tmp_path)
+        for own, after in zip(whole, found, strict=True):
+            own.copy_(after)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """All bytes from where a tensor begins to the end of its memory, as they lie."""
+    storage = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
+    return storage[x.storage_offset() * x.element_size() :]
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
+    on_host = functools.partial(HostLaunch, request.param, tmp_path)
+    for module in (dequantize, quantize, scaled_gemm):
+        monkeypatch.setattr(module, "HipLaunch", on_host)
+        monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
+    return Device("amd", "AMD Instinct", request.param, 304, 192)
+
+
+def case_problems(fp8: Format) -> Iterator[Problem]:
+    a = {form: Operand(form) for form in (Format.BFLOAT16, Format.FLOAT32)}
+    for granularity in (Granularity.ROW, Granularity.GROUP):
+        for form, operand in a.items():
+            fields: dict[str, Any] = {"out_format": fp8, "out_granularity": granularity}
+            yield make_problem("quantize", (37, 200), a=operand, **fields)
+            yield make_problem("dequantize", (37, 200), a=Operand(fp8, granularity),
+                               out_format=form)  # fmt: skip
+    for scales in SCALES.values():
+        for epilogue in ("none", "bias"):
+            for shape in ((70, 136, 272), (5, 8, 16)):
+                left, right = Operand(fp8, scales[0]), Operand(fp8, scales[1], Layout.COLUMN)
+                yield make_problem("scaled_gemm", shape, a=left, b=right, epilogue=epilogue)
+
+
+def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
+    """Through the operands and the check of the bench, on every kernel of the registry here."""
+    seen = set()
+    for problem in case_problems(FORMATS[amd.architecture]):
+        for name, kernel in KERNELS.items():
+            if kernel.language != "hip" or isinstance(kernel.supports(problem, amd), Rejected):
+                continue
+            seen.add(name)
+            operands = operands_of(problem, "X5", torch.device("cpu"), amd, cold=False)
+            operands.poison()
+            contender_of(operands, kernel).calls[0]()
+            error, wrong = operands.check(kernel)
+            assert not wrong, f"{name} at {problem}: {wrong} ({error})"
+    others = {"hip.dequantize_tensor", "hip.dequantize_block"}
+    assert seen | others == {name for name, k in KERNELS.items() if k.language == "hip"}
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.BLOCK])
+def test_dequantize_takes_every_scale(amd: Device, granularity: Granularity) -> None:
+    x = numerics.quantize(hostile(200, 300, torch.float32), FORMATS[amd.architecture], granularity)
+    out = torch.full((200, 300), 7.0, dtype=torch.bfloat16)
+    KERNELS[f"hip.dequantize_{granularity.suffix}"].launch(x.data, x.scale, out, ())
+    exact = numerics.dequantize(x, torch.bfloat16)
+    assert torch.equal(out.isnan(), exact.isnan())
+    assert torch.equal(out.nan_to_num(nan=0.0), exact.nan_to_num(nan=0.0))
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+def test_what_the_kernels_cannot_do_is_refused(gpu: str) -> None:
+    """The format of the other generation above all: its bits would mean half or twice as much."""
+    device = Device("amd", "AMD Instinct", gpu, 304, 192)
+    own = FORMATS[gpu]
+    (other,) = set(FORMATS.values()) - {own}
+    for problem in case_problems(own):
+        for name, kernel in KERNELS.items():
+            if kernel.language != "hip" or isinstance(kernel.supports(problem, device), Rejected):
+                continue
+            changes: list[dict[str, Any]] = [{"a": replace(problem.a, layout=Layout.COLUMN)}]
+            if problem.op == "quantize":
+                changes.append({"out_format": other})
+            else:
+                changes.append({"a": replace(problem.a, format=other)})
+                changes.append({"a": replace(problem.a, alignment=8)})
+            for change in changes:
+                answer = kernel.supports(replace(problem, **change), device)
+                assert isinstance(answer, Rejected) and answer.reason, (name, change)
+
+
+# --- without a GPU: HIP's interface
+
+
+def test_arguments_are_packed_as_hip_wants_them() -> None:
+    launch = HipLaunch(Program("x.hip", "x"), pointers=2, scalars="iqif", threads=64)
+    memory, table = launch.packed((0x1234, 0, 7, -(2**40), 9, 0.5))
+    kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_int,
+             ctypes.c_float)  # fmt: skip
+    found = [kind.from_address(at).value for kind, at in zip(kinds, table, strict=True)]
+    assert found == [0x1234, None, 7, -(2**40), 9, 0.5]
+    assert all(at % ctypes.sizeof(kind) == 0 for kind, at in zip(kinds, table, strict=True))
+    assert len(memory) == struct.calcsize("PPiqif")
+
+
+def test_a_launch_is_what_the_module_interface_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Runtime:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> int:
+                calls.append((name, *arguments))
+                return int(name == "hipModuleLaunchKernel" and arguments[1] > 100)
+
+            return call
+
+        hipGetErrorString = staticmethod(lambda _failed: b"invalid configuration")
+
+    made = Program(str(KERNELS_FOLDER / "quantize.hip"), "quantize")
+    monkeypatch.setattr(hip, "_runtime", lambda: Runtime())
+    monkeypatch.setattr(hip, "code_object", lambda program, architecture: b"code")
+    monkeypatch.setattr(hip, "current_device", lambda *_: Device("amd", "A", "gfx942", 1, 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=77))
+    tensor: Any = SimpleNamespace(is_meta=False, get_device=lambda: 0, data_ptr=lambda: 4096)
+    run = HipLaunch(made, pointers=2, scalars="i", threads=256)
+    for _ in range(2):
+        run(3, (tensor, None), (5,))
+    names = [call[0] for call in calls]
+    assert names == ["hipModuleLoadData", "hipModuleGetFunction", *["hipModuleLaunchKernel"] * 2]
+    _, _function, *grid, stream, _table, extra = calls[-1]
+    assert grid == [3, 1, 1, 256, 1, 1, 0] and stream.value == 77 and extra is None
+    with pytest.raises(LaunchError, match=r"of quantize\.hip:quantize, 101 blocks: invalid config"):
+        run(101, (tensor, None), (5,))
+    with pytest.raises(LaunchError, match="bound for"):
+        run(1, (tensor,), (5,))
+
+
+def test_without_rocm_a_launch_says_what_is_missing() -> None:
+    made = Program(str(KERNELS_FOLDER / "quantize.hip"), "quantize")
+    with pytest.raises(CompilationError, match=r"HIP kernels need ROCm's libhiprtc\.so"):
+        hip.code_object(made, "gfx942")
