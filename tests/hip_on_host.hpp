@@ -138,6 +138,9 @@ static float float_of(unsigned bits) {
     return value;
 }
 
+static float square_root(float value) { return std::sqrt(value); }
+static float power_of_two(float exponent) { return std::exp2(exponent); }
+
 static Words4 load_16_bytes(const void* from) {
     if (reinterpret_cast<std::uintptr_t>(from) % 16) fail("a load of 16 bytes is not aligned");
     Words4 words;
@@ -262,7 +265,8 @@ static Buffers read_buffers(const char* path) {
     Buffers found;
     std::uint64_t size;
     while (std::fread(&size, sizeof size, 1, file) == 1) {
-        char* memory = static_cast<char*>(std::aligned_alloc(16, (size + 15) / 16 * 16));
+        char* memory = nullptr;
+        if (size) memory = static_cast<char*>(std::aligned_alloc(16, (size + 15) / 16 * 16));
         if (size && std::fread(memory, 1, size, file) != size) fail("a buffer is cut");
         if (size % 16) __asan_poison_memory_region(memory + size, 16 - size % 16);
         found.of.push_back(memory);
@@ -275,6 +279,6 @@ static Buffers read_buffers(const char* path) {
 static void write_buffers(const char* path, const Buffers& buffers) {
     std::FILE* file = std::fopen(path, "wb");
     for (std::size_t i = 0; i < buffers.of.size(); ++i)
-        std::fwrite(buffers.of[i], 1, buffers.bytes[i], file);
+        if (buffers.bytes[i]) std::fwrite(buffers.of[i], 1, buffers.bytes[i], file);
     std::fclose(file);
 }

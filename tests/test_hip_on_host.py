@@ -28,7 +28,9 @@ from lokakern.bench.measure import contender_of
 from lokakern.bench.norm_operands import operands_of
 from lokakern.errors import CompilationError, LaunchError
 from lokakern.hip import HipLaunch, Program
-from lokakern.kernels.hip import dequantize, quantize, scaled_gemm
+from lokakern.kernels.hip import dequantize, gemm_norm, quantize, scaled_gemm
+from lokakern.norm import norm_named
+from lokakern.norm_errors import norm_kernel_error
 from lokakern.problems import make_problem
 from lokakern.registry import ops
 from lokakern.registry.register import KERNELS, load_kernels
@@ -37,6 +39,7 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
+    NormEpilogue,
     Operand,
     Problem,
     QuantizedTensor,
@@ -61,6 +64,9 @@ CALLS = {
     "scaled_gemm": "scaled_gemm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
     "(float*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
     "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
+    "gemm_norm": "gemm_norm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
+    "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
+    "i[3], i[4], i[5], i[6], i[7], i[8], 1e-5f)",  # the only eps of suites
 }
 MAIN = """
 int main(int, char** words) {{
@@ -95,7 +101,9 @@ def headers() -> Path:
 def folder(edited: str = "") -> Path:
     """A copy of the kernels, without the GPU's header."""
     found = shared_folder(f"hip_kernels{edited}")
-    for source in (*KERNELS_FOLDER.glob("*.hip"), KERNELS_FOLDER / "numbers.hpp"):
+    for source in (*KERNELS_FOLDER.glob("*.hip"), *KERNELS_FOLDER.glob("*.hpp")):
+        if source.name == "amd.hpp":
+            continue
         made_once(found / source.name, lambda to, source=source: shutil.copy(source, to))
     return found
 
@@ -133,8 +141,11 @@ def launch(
     data, found, start = file.read_bytes(), [], 0
     for buffer in buffers:
         size = buffer.numel() * buffer.element_size()
-        part = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
-        found.append(part.view(buffer.dtype).view(buffer.shape))
+        after = buffer.clone()
+        if size:
+            part = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
+            after = part.view(buffer.dtype).view(buffer.shape)
+        found.append(after)
         start += size
     return found
 
@@ -278,7 +289,7 @@ BROKEN = {
         "stage[place_of(row, 2 * quarter + 1)]", "stage[row * PARTS + 2 * quarter + 1]"
     ),
     "the mask of a tail": ("if (bytes < 32)", "if (false)"),
-    "the last row": ("wanted < last ? wanted : last", "wanted"),
+    "the last row": ("wanted < of.last ? wanted : of.last", "wanted"),
     "a scale": ("value * a_scale[row] * b_scale[column]", "value * a_scale[row]"),
 }  # fmt: skip
 
@@ -287,10 +298,11 @@ BROKEN = {
 def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
     """In the row-scaled product of gfx950, waves in one order or the other."""
     here = folder("_" + what.replace(" ", "_"))
-    source = here / "scaled_gemm.hip"
-    text, (old, new) = (KERNELS_FOLDER / "scaled_gemm.hip").read_text(), BROKEN[what]
-    assert old in text
-    source.write_text(text.replace(old, new))
+    old, new = BROKEN[what]
+    texts = {n: (KERNELS_FOLDER / n).read_text() for n in ("scaled_gemm.hip", "products.hpp")}
+    assert sum(text.count(old) for text in texts.values()) == 1
+    for name, text in texts.items():
+        (here / name).write_text(text.replace(old, new))
     macros = {"TILE_M": 64, "TILE_N": 64, "BY_GROUP": 0}
     path = program("scaled_gemm", "gfx950", macros, here)
     errors = []
@@ -302,6 +314,73 @@ def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
             assert "AddressSanitizer" in str(found)
             return
     assert max(errors) > 1.0, errors
+
+
+# --- products whose rows are normalized
+
+# Norm, activation, output, scales of operands by group, whether there are vectors, tile, shapes.
+NORMED = {
+    "layer": ("layer", "none", Granularity.NONE, False, True, 128, (
+        (70, 128, 300), (1, 8, 16), (33, 100, 39), (64, 127, 128), (65, 33, 257), (5, 64, 640))),
+    "layer_fp8": ("layer", "relu", Granularity.ROW, True, True, 64, (
+        (70, 64, 300), (3, 24, 128), (33, 17, 39))),
+    "rms": ("rms", "silu", Granularity.ROW, False, False, 64, (
+        (97, 40, 511), (1, 1, 1), (64, 64, 384))),
+    "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
+        (70, 256, 300), (33, 192, 39), (64, 128, 128), (5, 64, 640))),
+    "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
+        (66, 160, 200), (64, 256, 384))),
+}  # fmt: skip
+KINDS = {"layer": 1, "rms": 2, "block_rms": 2}
+ACTIVATIONS = ("none", "relu", "hardswish", "silu")
+OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP)
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize("what", NORMED)
+def test_gemm_norm_is_right(gpu: str, what: str, tmp_path: Path) -> None:
+    norm_name, activation, output, by_group, vectors, tile, shapes = NORMED[what]
+    norm, form = norm_named(norm_name), FORMATS[gpu]
+    macros = {
+        "TILE_N": tile, "STAGES": 1 if gpu == "gfx942" and tile > 192 else 2,
+        "BY_GROUP": int(by_group), "NORM": KINDS[norm.kind], "SPAN": norm.block or tile,
+        "ACTIVATION": ACTIVATIONS.index(activation), "OUT": OUTPUTS.index(output),
+    }  # fmt: skip
+    path = program("gemm_norm", gpu, macros, folder())
+    a_scales, b_scales = SCALES["group" if by_group else "row"]
+    for number, (m, n, k) in enumerate(shapes):
+        torch.manual_seed(m * n + k)
+        left = in_nan(numerics.quantize(torch.randn(m, k) * 3, form, a_scales))
+        right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
+        assert left.scale is not None and right.scale is not None
+        given = [torch.randn(n) if vectors else None for _ in range(3)]
+        epilogue = NormEpilogue(norm, *given, activation=activation)
+        pitch, out_pitch = -(-k // 16) * 16, -(-n // 16) * 16
+        data = [q.data.as_strided((len(q.data), pitch), (pitch, 1)).contiguous()
+                for q in (left, right)]  # fmt: skip
+        if output is Granularity.NONE:
+            out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+        else:
+            out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
+        groups = -(-n // 128) if output is Granularity.GROUP else 1
+        buffers = [
+            data[0], left.scale.t().contiguous(), data[1], right.scale.contiguous(), out,
+            torch.full((groups, m), math.nan),
+            *(torch.empty(0) if x is None else x for x in given),
+        ]  # fmt: skip
+        strides = [m, right.scale.shape[1]] if by_group else [0, 0]
+        found = launch(path, -(-m // 64), buffers, [m, n, k, pitch, pitch, out_pitch, *strides, m],
+                       tmp_path, reverse=bool(number % 2))  # fmt: skip
+        made: Tensor | QuantizedTensor = found[4][:, :n]
+        unit = Format.BFLOAT16.unit_roundoff
+        if output is not Granularity.NONE:
+            assert (found[4][:, n:] == form.nan_byte).all(), "it writes between the rows"
+            scale = output.empty_scale(m, n, torch.device("cpu")).copy_(found[5].t())
+            made = QuantizedTensor.packed(found[4][:, :n].view(form.dtype), scale, output)
+            unit = form.unit_roundoff
+        exact, size = ops.normalized(*ops.norm_sums(left, right.t()), epilogue)
+        error = norm_kernel_error(made, exact, size, unit)
+        assert error.maximum <= 1.0, (m, n, k, error)
 
 
 # --- through the launchers
@@ -320,8 +399,8 @@ class HostLaunch:
     ) -> None:
         assert len(pointers) == self._kinds["pointers"]
         assert len(scalars) == len(self._kinds["scalars"]) and self._kinds["threads"] == BLOCK
-        given = [pointer for pointer in pointers if pointer is not None]
-        whole = [bytes_of(pointer) for pointer in given]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        whole = [nothing if pointer is None else bytes_of(pointer) for pointer in pointers]
         found = launch(self._path, blocks, whole, scalars, self._tmp_path)
         for own, after in zip(whole, found, strict=True):
             own.copy_(after)
@@ -336,7 +415,7 @@ def bytes_of(x: Tensor) -> Tensor:
 @pytest.fixture(params=sorted(FORMATS))
 def amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
     on_host = functools.partial(HostLaunch, request.param, tmp_path)
-    for module in (dequantize, quantize, scaled_gemm):
+    for module in (dequantize, gemm_norm, quantize, scaled_gemm):
         monkeypatch.setattr(module, "HipLaunch", on_host)
         monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
     return Device("amd", "AMD Instinct", request.param, 304, 192)
@@ -357,12 +436,32 @@ def case_problems(fp8: Format) -> Iterator[Problem]:
                 yield make_problem("scaled_gemm", shape, a=left, b=right, epilogue=epilogue)
 
 
+WITH_NORM = {
+    "bias+layer+affine": ((70, 136, 272), Granularity.NONE),
+    "rms+silu": ((33, 40, 96), Granularity.ROW),
+    "bias+block_rms(64)+hardswish": ((5, 192, 128), Granularity.GROUP),
+    "block_rms(32)+relu": ((64, 64, 48), Granularity.TENSOR),
+    "none": ((3, 8, 16), Granularity.NONE),
+}
+
+
+def norm_problems(fp8: Format) -> Iterator[Problem]:
+    for number, (epilogue, (shape, output)) in enumerate(WITH_NORM.items()):
+        scales = SCALES["row" if number else "group"]
+        left, right = Operand(fp8, scales[0]), Operand(fp8, scales[1], Layout.COLUMN)
+        form = Format.BFLOAT16 if output is Granularity.NONE else fp8
+        yield make_problem("gemm_norm", shape, a=left, b=right, epilogue=epilogue, out_format=form,
+                           out_granularity=output)  # fmt: skip
+
+
 def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
     """Through the operands and the check of the bench, on every kernel of the registry here."""
-    seen = set()
-    for problem in case_problems(FORMATS[amd.architecture]):
+    seen = {"hip.dequantize_tensor", "hip.dequantize_block"}  # in the next test
+    own = {name for name, k in KERNELS.items() if k.language == "hip" and not k.parts}
+    form = FORMATS[amd.architecture]
+    for problem in (*case_problems(form), *norm_problems(form)):
         for name, kernel in KERNELS.items():
-            if kernel.language != "hip" or isinstance(kernel.supports(problem, amd), Rejected):
+            if name not in own or isinstance(kernel.supports(problem, amd), Rejected):
                 continue
             seen.add(name)
             operands = operands_of(problem, "X5", torch.device("cpu"), amd, cold=False)
@@ -370,8 +469,7 @@ def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
             contender_of(operands, kernel).calls[0]()
             error, wrong = operands.check(kernel)
             assert not wrong, f"{name} at {problem}: {wrong} ({error})"
-    others = {"hip.dequantize_tensor", "hip.dequantize_block"}
-    assert seen | others == {name for name, k in KERNELS.items() if k.language == "hip"}
+    assert seen == own
 
 
 @pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.BLOCK])
@@ -390,7 +488,7 @@ def test_what_the_kernels_cannot_do_is_refused(gpu: str) -> None:
     device = Device("amd", "AMD Instinct", gpu, 304, 192)
     own = FORMATS[gpu]
     (other,) = set(FORMATS.values()) - {own}
-    for problem in case_problems(own):
+    for problem in (*case_problems(own), *norm_problems(own)):
         for name, kernel in KERNELS.items():
             if kernel.language != "hip" or isinstance(kernel.supports(problem, device), Rejected):
                 continue

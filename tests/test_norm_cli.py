@@ -102,7 +102,8 @@ def test_explain_chooses_by_the_error_after_the_norm(database: str) -> None:
     rejected = strict["rejected"]["torch.quantize_row+torch.norm_emulated_row"]
     assert rejected.startswith("row_err ") and strict["errors"]["row_err"] < 0.02
     quantized = json.loads(run(*words, "--scale", "row").stdout)
-    assert quantized["kernel"] == "torch.norm_emulated_row"
+    either = ("torch.norm_emulated_row", "torch.emulated_row+torch.norm_quantize")
+    assert quantized["kernel"] in either, "whichever was faster"
     assert "a=e4m3fn/row b=e4m3fn/row" in quantized["problem"]
     small = json.loads(run(*words, "--scale", "row", "--out-scale", "row").stdout)
     assert small["problem"].endswith("out=e4m3fn/row")

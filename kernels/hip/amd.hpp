@@ -40,6 +40,11 @@ static __device__ inline void barrier() {
 static __device__ inline unsigned bits_of(float value) { return __builtin_bit_cast(unsigned, value); }
 static __device__ inline float float_of(unsigned bits) { return __builtin_bit_cast(float, bits); }
 
+static __device__ inline float square_root(float value) { return __builtin_sqrtf(value); }
+static __device__ inline float power_of_two(float exponent) {
+    return __builtin_amdgcn_exp2f(exponent);
+}
+
 static __device__ inline Words4 load_16_bytes(const void* from) {
     return *static_cast<const Words4*>(from);
 }

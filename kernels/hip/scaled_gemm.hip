@@ -5,45 +5,15 @@
 // d: any stride.
 //
 // A block of 4 waves makes TILE_M x TILE_N sums, 128 of k at a time. Local memory holds two steps:
-// one is multiplied while the next comes. A row's 8 parts of 16 bytes are permuted by the row's
-// number, so that the 16 rows that lanes read together lie in different banks.
+// one is multiplied while the next comes.
 //
 // Macros: TILE_M, TILE_N (multiples of 32), BY_GROUP (whether scales are of 1x128).
-#include "numbers.hpp"
+#include "products.hpp"
 
-constexpr int THREADS = 256, STEP = 128, PARTS = STEP / 16;
+constexpr int THREADS = 256;
 constexpr int WAVE_M = TILE_M / 2, WAVE_N = TILE_N / 2;
 constexpr int DOWN = WAVE_M / 16, ACROSS = WAVE_N / 16;
 constexpr int COPIES = (TILE_M + TILE_N) * PARTS / THREADS;
-constexpr int DICE = 8;  // of a GPU: neighboring blocks run on different ones, each with its own L2
-
-// Blocks of a die make neighboring tiles.
-static __device__ inline int tile_of(int block, int count) {
-    const int die = block % DICE, turn = block / DICE, each = count / DICE, more = count % DICE;
-    return die * each + (die < more ? die : more) + turn;
-}
-
-static __device__ inline int place_of(int row, int part) { return row * PARTS + (part ^ row % PARTS); }
-
-// 32 bytes of a row from local memory, of which some count.
-static __device__ inline Words8 fragment(const Words4* stage, int row, int quarter, int bytes) {
-    const Words4 low = stage[place_of(row, 2 * quarter)];
-    const Words4 high = stage[place_of(row, 2 * quarter + 1)];
-    Words8 words;
-    for (int i = 0; i < 4; ++i) {
-        words[i] = static_cast<int>(low[i]);
-        words[4 + i] = static_cast<int>(high[i]);
-    }
-    if (bytes < 32) {  // past k, where anything lies
-        for (int i = 0; i < 8; ++i) {
-            const int left = bytes - 4 * i;
-            const unsigned mask = left >= 4 ? ~0u : left <= 0 ? 0u : (1u << 8 * left) - 1;
-            words[i] = static_cast<int>(static_cast<unsigned>(words[i]) & mask);
-        }
-    }
-    return words;
-}
-
 extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
     const unsigned char* a, const float* a_scale, const unsigned char* b, const float* b_scale,
     unsigned short* out, const unsigned short* bias, int m, int n, int k, int a_stride,
@@ -58,19 +28,14 @@ extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
     const int wave_m = wave / 2 * WAVE_M, wave_n = TILE_M + wave % 2 * WAVE_N;
 
     Copies<COPIES> copies;
-    // Rows past the last are the last again, parts past k the first: neither counts.
-    const auto source_of = [&](int number, int step) {
-        const int place = number * THREADS + thread, row = place / PARTS;
-        const int column = step * STEP + 16 * (place % PARTS ^ row % PARTS);
-        const bool is_a = row < TILE_M;
-        const int wanted = is_a ? first_m + row : first_n + row - TILE_M;
-        const int last = (is_a ? m : n) - 1;
-        const long start = static_cast<long>(wanted < last ? wanted : last) * (is_a ? a_stride : b_stride);
-        return (is_a ? a : b) + start + (column < k ? column : 0);
-    };
+    const Operand left_rows{a, first_m, m - 1, a_stride}, right_rows{b, first_n, n - 1, b_stride};
     const auto begin = [&](int step) {
-        for (int i = 0; i < COPIES; ++i)
-            copies.begin(i, source_of(i, step), &stages[step % 2][i * THREADS + thread]);
+        for (int i = 0; i < COPIES; ++i) {
+            const int place = i * THREADS + thread;
+            copies.begin(
+                i, source_of(left_rows, right_rows, TILE_M, place, step, k),
+                &stages[step % 2][place]);
+        }
     };
     const auto end = [&](int step) {
         for (int i = 0; i < COPIES; ++i) copies.end(i, &stages[step % 2][i * THREADS + thread]);
