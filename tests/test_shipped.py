@@ -279,7 +279,8 @@ def test_pulling_a_library_out_changes_choices_never_correctness(
 ) -> None:
     whole = choices(facts)
     lost = Counter[str]()
-    for library in libraries.LIBRARIES.values():
+    timed = [one for one in libraries.LIBRARIES.values() if one.here is not None]
+    for library in timed:
         packages = {one.name: installed.pop(one.name, "") for one in library.packages}
         for problem, choice in choices(facts).items():
             before = whole[problem]
