@@ -205,7 +205,12 @@ class Table:
         if self.callable_here:
             for kernel in sorted(
                 kernels_for(problem.op, self.device),
-                key=lambda k: (k.language == "torch", len(k.parts), k.name),
+                key=lambda k: (
+                    k.language == "torch",
+                    self.device.architecture in k.unmeasured,
+                    len(k.parts),
+                    k.name,
+                ),
             ):
                 if kernel.libraries:
                     continue

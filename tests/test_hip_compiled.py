@@ -45,6 +45,12 @@ VARIANTS = [
 needs_clang = pytest.mark.skipif(CLANG is None, reason="needs clang 22")
 
 
+@functools.cache
+def compiler() -> str:
+    words = [str(CLANG), "--version"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split("\n")[0]
+
+
 def name_of(kernel: str, macros: dict[str, int]) -> str:
     return f"{kernel} " + " ".join(f"{name}={value}" for name, value in macros.items())
 
@@ -101,12 +107,14 @@ def test_a_kernel_compiles_into_what_was_recorded(gpu: str, number: int) -> None
     else:
         assert found["occupancy"] >= 8
         assert "v_cvt_" in text  # FP8 by the instruction, not by arithmetic
-    recorded = json.loads(RECORDED.read_text())[gpu][name_of(kernel, macros)]
-    assert found == recorded, "another compiler, or `python -m tests.test_hip_compiled`"
+    recorded = json.loads(RECORDED.read_text())
+    if recorded["compiler"] == compiler():  # another one may take other registers
+        assert found == recorded[gpu][name_of(kernel, macros)], "python -m tests.test_hip_compiled"
 
 
 def main() -> None:
-    every = {
+    every: dict[str, object] = {"compiler": compiler()}
+    every |= {
         gpu: {name_of(*VARIANTS[i]): resources(gpu, i) for i in range(len(VARIANTS))}
         for gpu in GPUS
     }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lokakern.hip import HipLaunch, Program
 from lokakern.kernels.hip.quantize import ARCHITECTURES, THREADS, UNMEASURED
+from lokakern.kernels.hip.scaled_gemm import why_not_operands
 from lokakern.norm import Norm
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
@@ -23,7 +24,6 @@ from lokakern.types import (
     Device,
     Format,
     Granularity,
-    Layout,
     NormEpilogue,
     Problem,
     QuantizedTensor,
@@ -108,22 +108,10 @@ def _room_for_vectors(a: QuantizedTensor, b: QuantizedTensor, *_: object) -> tup
 
 
 def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
-    assert problem.b is not None  # an op with two operands
-    have = (problem.a.granularity, problem.b.granularity)
-    wanted = (Granularity.GROUP, Granularity.BLOCK) if by_group else (Granularity.ROW,) * 2
-    if have != wanted:
-        return Rejected(
-            f"takes {wanted[0].value} x {wanted[1].value} scales, "
-            f"not {have[0].value} x {have[1].value}"
-        )
+    why = why_not_operands(by_group, problem, device)
+    if why is not None:
+        return Rejected(why)
     own = fp8_format(device)
-    for operand, name in ((problem.a, "a"), (problem.b, "b")):
-        if operand.format is not own:
-            return Rejected(f"multiplies {own.value} there; {name} is {operand.format.value}")
-        if operand.alignment < 16:
-            return Rejected(f"rows of {name} must start at multiples of 16 bytes")
-    if problem.a.layout is not Layout.ROW or problem.b.layout is not Layout.COLUMN:
-        return Rejected("a must be row-major and b column-major")
     if problem.out_format not in (Format.BFLOAT16, own):
         return Rejected(f"writes bfloat16 or {own.value} there, not {problem.out_format.value}")
     if problem.out_granularity not in OUTPUTS:
@@ -136,8 +124,6 @@ def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
         return Rejected(f"normalizes blocks of multiples of 16 that divide n={problem.n}")
     if tile_for(problem.n, norm) is None:
         return Rejected(f"holds whole rows of at most {TILES[-1]} columns; n={problem.n}, {norm}")
-    if max(problem.m, problem.k) >= 2**31:
-        return Rejected("counts rows in 32 bits")
     return ACCEPTED
 
 

@@ -84,29 +84,33 @@ def _multiply(
 
 
 def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
+    why = why_not_operands(by_group, problem, device)
+    if why is not None:
+        return Rejected(why)
+    if problem.out_format is not Format.BFLOAT16:
+        return Rejected(f"writes bfloat16, not {problem.out_format.value}")
+    return ACCEPTED
+
+
+def why_not_operands(by_group: bool, problem: Problem, device: Device) -> str | None:
+    """Why operands are none that `source_of` of products.hpp walks through, or None."""
     assert problem.b is not None  # an op with two operands
     have = (problem.a.granularity, problem.b.granularity)
     wanted = (Granularity.GROUP, Granularity.BLOCK) if by_group else (Granularity.ROW,) * 2
     if have != wanted:
-        return Rejected(
-            f"takes {wanted[0].value} x {wanted[1].value} scales, "
-            f"not {have[0].value} x {have[1].value}"
-        )
+        words = f"{wanted[0].value} x {wanted[1].value}"
+        return f"takes {words} scales, not {have[0].value} x {have[1].value}"
+    own = fp8_format(device)
     for operand, name in ((problem.a, "a"), (problem.b, "b")):
-        if operand.format is not fp8_format(device):
-            return Rejected(
-                f"multiplies {fp8_format(device).value} there, which is E4M3 only; "
-                f"{name} is {operand.format.value}"
-            )
+        if operand.format is not own:
+            return f"multiplies {own.value} there, E4M3 only; {name} is {operand.format.value}"
         if operand.alignment < 16:
-            return Rejected(f"rows of {name} must start at multiples of 16 bytes")
+            return f"rows of {name} must start at multiples of 16 bytes"
     if problem.a.layout is not Layout.ROW or problem.b.layout is not Layout.COLUMN:
-        return Rejected("a must be row-major and b column-major")
-    if problem.out_format is not Format.BFLOAT16:
-        return Rejected(f"writes bfloat16, not {problem.out_format.value}")
+        return "a must be row-major and b column-major"
     if max(problem.m, problem.n, problem.k) >= 2**31:
-        return Rejected("counts rows in 32 bits")
-    return ACCEPTED
+        return "counts rows in 32 bits"
+    return None
 
 
 for _by_group in (False, True):
