@@ -373,6 +373,14 @@ def export(
 @says_errors
 def list_(
     what: Annotated[Listing, typer.Argument(help="What to list.")] = Listing.KERNELS,
+    resources: Annotated[
+        bool,
+        typer.Option(
+            "--resources",
+            help="Of kernels: the registers, local memory and matrix instructions that HIP and "
+            "Triton ones take on AMD's GPUs, as recorded when they were compiled.",
+        ),
+    ] = False,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
@@ -382,13 +390,17 @@ def list_(
     Libraries that are installed and do not work, or were never tried, are tried first.
     """
     from lokakern.bench import listing, report, trials
+    from lokakern.bench.resources import NOTE, resource_rows
     from lokakern.device import current_device
 
+    brief = how is OutputFormat.TABLE and not as_json
+    if resources and what is not Listing.KERNELS:
+        raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="--resources")
     if what is Listing.LIBRARIES:
         trials.try_all(trials.doubtful(current_device()), _say)
     with reading(db):
-        rows = listing.rows_of(what.value, brief=how is OutputFormat.TABLE and not as_json)
-    report.print_rows(rows, "json" if as_json else how.value)
+        rows = resource_rows(brief=brief) if resources else listing.rows_of(what.value, brief=brief)
+    report.print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "")
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def print_rows(
     """Print rows of equal columns.
 
     Args:
-        rows: Column name (with its unit) to value.
+        rows: Column name (with its unit) to value, None where there is none.
         how: "table", "json" or "csv".
         title: Above a table.
         note: Below a table.
@@ -47,7 +47,7 @@ def print_rows(
         return
     table = RichTable(title=title or None, title_justify="left", show_edge=False)
     for column in columns:
-        numbers = all(isinstance(row[column], (int, float)) for row in rows)
+        numbers = all(isinstance(row[column], (int, float, type(None))) for row in rows)
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
@@ -60,6 +60,8 @@ def print_rows(
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "registry", "bench")  # lokakern/NAME is a link to NAME
-SHIPPED = {".py", ".cu", ".cuh", ".hip", ".hpp", ".sqlite", ".html"}
+SHIPPED = {".py", ".cu", ".cuh", ".hip", ".hpp", ".sqlite", ".html", ".json"}
 SHAPE = (32768, 2048, 2048)
 
 USE = f"""
@@ -26,6 +26,8 @@ installed = pathlib.Path(sys.argv[1])
 for module in (lokakern, lokakern.bench, lokakern.kernels, lokakern.registry):
     found = pathlib.Path(list(module.__path__)[0])
     assert found.is_relative_to(installed), f"{{module.__name__}} is {{found}}, not the wheel's"
+from lokakern.bench.resources import resource_rows
+assert resource_rows(), "nothing is recorded of HIP and Triton kernels"
 if len(sys.argv) > 2:
     choice = lokakern.dispatch("gemm", {SHAPE}, 0.06, device=sys.argv[2])
     print(choice.explain())

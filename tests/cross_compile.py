@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that is not here: ``python tests/cross_compile.py sm_90``.
+"""Compile every Triton kernel for a GPU that is not here: ``python -m tests.cross_compile sm_90``.
 
 Run by test_triton_compiled.py in a process of its own. Prints one JSON object per compiled kernel:
 its name, the matrix or conversion instructions found, and what it takes of the hardware.
@@ -31,6 +31,7 @@ from lokakern.kernels.triton import (
     quantize,
     scaled_gemm,
 )
+from tests import machine_code
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -45,7 +46,8 @@ class Case:
     """One kernel with the arguments a launcher gives it.
 
     `may_spill` are bytes of a thread on NVIDIA; on AMD scalar registers, which go to lanes of a
-    vector register.
+    vector register. `kernels` are the registered ones that launch it, where that is not the one
+    whose name comes first.
     """
 
     name: str
@@ -57,6 +59,11 @@ class Case:
     num_warps: int
     num_stages: int
     may_spill: int = 0
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def launched_by(self) -> list[str]:
+        return [f"triton.{name}" for name in self.kernels or self.name.split()[:1]]
 
 
 def formats(target: str) -> tuple[str, str]:
@@ -92,17 +99,19 @@ def quantize_cases(target: str) -> Iterator[Case]:
         height, width, num_warps = quantize.row_tile(1024)
         yield Case(
             f"amax {source}", quantize.amax_kernel, (x, scale), (1024, 1024), 1,
-            (height, width), num_warps, 1,
+            (height, width), num_warps, 1, kernels=("quantize_tensor",),
         )  # fmt: skip
         yield Case(
             f"quantize_tensor {suffix}", quantize.quantize_tensor_kernel,
             (x, data, scale, "*fp32"), (1024, 1024, 1024), 1,
             (*constants, height, width, quantize.PARTIALS), num_warps, 1,
         )  # fmt: skip
-        for kind, rows_of_scale in (("tensor, _row, _group", 1), ("block", 128)):
+        for kinds, rows_of_scale in ((("tensor", "row", "group"), 1), (("block",), 128)):
             yield Case(
-                f"dequantize_{kind} {fp8}->{source}", dequantize.dequantize_kernel,
+                f"dequantize rows_of_scale={rows_of_scale} {fp8}->{source}",
+                dequantize.dequantize_kernel,
                 (data, scale, x), (1024, 1024, 1024), 3, (dequantize.ROWS, rows_of_scale), 4, 1,
+                kernels=tuple(f"dequantize_{kind}" for kind in kinds),
             )  # fmt: skip
 
 
@@ -224,12 +233,15 @@ def compile_case(target: str, case: Case) -> dict[str, Any]:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     found = {
-        "kernel": case.name, "shared": compiled.metadata.shared, "may_spill": case.may_spill,
+        "kernel": case.name, "launched_by": case.launched_by,
+        "shared": compiled.metadata.shared, "may_spill": case.may_spill,
         "promotes": "maxNumImpreciseAcc = 128" in compiled.asm["ttgir"],
     }  # fmt: skip
     if target.startswith("sm"):
         return found | read_nvidia(target, compiled.asm)
-    return found | read_amd(compiled.asm["amdgcn"])
+    gcn = compiled.asm["amdgcn"]
+    taken = machine_code.resources(gcn, target, compiled.metadata.shared)
+    return found | read_amd(gcn) | {"resources": taken}
 
 
 def read_nvidia(target: str, asm: Any) -> dict[str, Any]:
@@ -282,7 +294,8 @@ def run_case(target: str, index: int) -> dict[str, Any]:
     try:
         return compile_case(target, case)
     except Exception as error:  # reported by the test, which shows all of them at once
-        return {"kernel": case.name, "error": f"{type(error).__name__}: {error}"[-2000:]}
+        words = f"{type(error).__name__}: {error}"[-2000:]
+        return {"kernel": case.name, "launched_by": case.launched_by, "error": words}
 
 
 def main(target: str, pattern: str = "") -> None:

@@ -706,6 +706,7 @@ def test_graphs_need_a_gpu(command: Command, tmp_path: Path) -> None:
         ("sweep", "--time-limit", "soon"),
         ("list", "everything"),
         ("list", "--format", "xml"),
+        ("list", "suites", "--resources"),
         ("explain", "--budget", "small"),
         ("compare", *SHAPE, "--ours", "torch.*", "--baseline", "bf16"),
         ("compare", *SHAPE, "--ours", "torch.*", "--by-library"),

@@ -1,4 +1,8 @@
-"""Every Triton kernel compiles for every GPU it claims, to FP8 instructions and without spills."""
+"""Every Triton kernel compiles for every GPU it claims, to FP8 instructions and without spills.
+
+What they take of AMD's GPUs is compared with kernels/triton/resources.json, which
+`python -m tests.test_triton_compiled` writes.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,13 @@ from typing import Any
 
 import pytest
 
+from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
 from tests.sharing import made_once, shared_folder
 
-pytest.importorskip("triton", reason="needs Triton")
+triton = pytest.importorskip("triton", reason="needs Triton")
 ROOT = Path(__file__).resolve().parent.parent
+RECORDED = KERNELS_ROOT / "triton" / "resources.json"
 # What multiplies FP8 there, for E4M3 by E4M3; mixed formats differ in the last letters.
 MATRIX_INSTRUCTION = {
     "sm_90": ("wgmma.mma_async", ".e4m3.e4m3"),
@@ -26,6 +32,7 @@ MATRIX_INSTRUCTION = {
 }
 SHARED_MEMORY = {"sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}  # KiB a program may have
 TARGETS = sorted(MATRIX_INSTRUCTION)
+AMD = [target for target in TARGETS if target.startswith("gfx")]
 GEMMS = ("scaled_gemm", "gemm_norm", "gemm_block_norm")
 
 
@@ -33,7 +40,7 @@ def cross_compile(target: str) -> str:
     """What one process without the interpreter prints of each kernel."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, ROOT / "tests" / "cross_compile.py", target],
+        [sys.executable, "-m", "tests.cross_compile", target],
         cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
@@ -41,19 +48,19 @@ def cross_compile(target: str) -> str:
     return ran.stdout
 
 
+def parsed(printed: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed.splitlines()]
+
+
 @functools.cache
 def compiled(target: str) -> list[dict[str, Any]]:
     """All kernels for a target."""
     path = shared_folder("triton") / target
     printed = made_once(path, lambda to: to.write_text(cross_compile(target))).read_text()
-    found = [json.loads(line) for line in printed.splitlines()]
+    found = parsed(printed)
     for kernel in found:
         print(target, kernel)
     return found
-
-
-def kernel_names(target: str) -> set[str]:
-    return {k["kernel"].split()[0].rstrip(",") for k in compiled(target)}
 
 
 def working(target: str, *kinds: str) -> list[dict[str, Any]]:
@@ -65,15 +72,9 @@ def working(target: str, *kinds: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_registered_kernel_is_compiled(target: str) -> None:
     load_kernels()
-    names = {
-        name.removeprefix("triton.")
-        for name, kernel in KERNELS.items()
-        if kernel.language == "triton" and not kernel.parts
-    }
-    # The dequantizers are one function.
-    found = {"dequantize_" if k.startswith("dequantize_") else k for k in kernel_names(target)}
-    missing = {n for n in names if n not in found and not n.startswith("dequantize_")}
-    assert not missing and "dequantize_" in found, f"{target}: {missing} of {found}"
+    names = {k.name for k in KERNELS.values() if k.language == "triton" and not k.parts}
+    found = {name for kernel in compiled(target) for name in kernel["launched_by"]}
+    assert names == found
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -159,3 +160,42 @@ def test_sums_that_are_normalized_are_promoted() -> None:
     bf16 = found[f"gemm_norm_bf16 {same.format(64)}"]["additions"]
     held = 64 * 256 // 256  # by a thread, of 8 warps
     assert fp8 - bf16 >= held, f"{fp8} and {bf16} additions for {held} sums"
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_nothing_of_amd_is_in_scratch(target: str) -> None:
+    scratch = [k["kernel"] for k in working(target, "") if k["resources"]["scratch_bytes"]]
+    assert not scratch
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_products_are_in_a_loop(target: str) -> None:
+    for kernel in working(target, *GEMMS):
+        assert kernel["resources"]["matrix_share"] > 0, kernel["kernel"]
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_amd_resources_are_as_recorded(target: str) -> None:
+    recorded = json.loads(RECORDED.read_text())
+    if recorded["compiler"] == compiler():  # another one may take other registers
+        assert resources(compiled(target)) == recorded[target], (
+            "python -m tests.test_triton_compiled"
+        )
+
+
+def compiler() -> str:
+    return f"Triton {triton.__version__}"
+
+
+def resources(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    return {k["kernel"]: {"kernels": k["launched_by"], **k["resources"]} for k in kernels}
+
+
+def main() -> None:
+    every: dict[str, Any] = {"compiler": compiler()}
+    every |= {target: resources(parsed(cross_compile(target))) for target in AMD}
+    RECORDED.write_text(json.dumps(every, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
