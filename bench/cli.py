@@ -185,6 +185,12 @@ def sweep(
     else:
         chosen = suite_named(suite)
         cases, name = chosen.cases(device), chosen.name
+        if not cases:
+            where = ", ".join(sorted(chosen.architectures))
+            raise UnknownNameError(
+                f"suite {name} is for {where}, not for {device} ({device.architecture}); see "
+                "`list suites`"
+            )
     if where:
         condition = parse_condition(where)
         cases = [case for case in cases if condition.holds(case.problem)]

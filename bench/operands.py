@@ -504,7 +504,7 @@ class Operands:
             expected = self.quantized("x", self.problem.out_format, granularity)
             exact_data = expected.data.view(torch.uint8)[index]
             assert expected.scale is not None  # made by `quantized`
-            per_row = granularity in (Granularity.ROW, Granularity.GROUP)
+            per_row = granularity is not Granularity.TENSOR
             exact_scale = expected.scale[index] if per_row else expected.scale
         return compare_bytes(data, scale, exact_data, exact_scale)
 

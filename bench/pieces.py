@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern import numerics
+from lokakern import mx, numerics
 from lokakern.sums import column_sums
 from lokakern.types import GROUP, Granularity, QuantizedTensor
 
 # `numerics.kernel_error` holds about 8 float64 copies of what it compares: 2 GiB of 2^25 elements.
 PIECE_ELEMENTS = 2**25
+COLUMNS_OF_SCALE = {
+    Granularity.GROUP: GROUP,
+    Granularity.BLOCK: GROUP,
+    Granularity.MX: mx.GROUP,
+}
 SECTIONS = 8  # at least, of an output that is checked in part
 
 
@@ -74,8 +79,9 @@ def _columns(x: QuantizedTensor, start: int, stop: int) -> Tensor:
     """Columns of quantized data ``[rows, k]``, float64; start is a multiple of 128."""
     scale = x.scale
     assert scale is not None  # it was quantized
-    if x.granularity in (Granularity.GROUP, Granularity.BLOCK):
-        scale = scale[:, start // GROUP : -(-stop // GROUP)]
+    width = COLUMNS_OF_SCALE.get(x.granularity)
+    if width is not None:
+        scale = scale[:, start // width : -(-stop // width)]
     spread = numerics.spread_scale(scale, x.granularity, x.data.shape[0], stop - start)
     return x.data[:, start:stop].to(torch.float64) * spread.to(torch.float64)
 
@@ -116,8 +122,8 @@ def compare_bytes(
     differ = int((data.view(torch.uint8) != exact_data.view(torch.uint8)).sum())
     if exact_scale is None or differ:
         return f"{differ} of {data.numel()} bytes differ from the exact quantization"
-    differ = int((scale.contiguous().view(torch.int32)
-                  != exact_scale.contiguous().view(torch.int32)).sum())  # fmt: skip
+    bits = torch.uint8 if scale.element_size() == 1 else torch.int32
+    differ = int((scale.contiguous().view(bits) != exact_scale.contiguous().view(bits)).sum())
     if differ:
         return f"{differ} of {scale.numel()} scales differ from the exact quantization"
     return ""

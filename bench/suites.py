@@ -36,19 +36,25 @@ from lokakern.bench.norm_forms import (
 )
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
-from lokakern.registry.register import fp8_format
+from lokakern.registry.register import ANY, fp8_format
 from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A named list of cases; formats follow the device (fnuz on CDNA 3)."""
+    """A named list of cases; formats follow the device (fnuz on CDNA 3).
+
+    One for some architectures has no case elsewhere.
+    """
 
     name: str
     title: str
     build: Callable[[Format], Iterable[Case]]
+    architectures: frozenset[str] = ANY
 
     def cases(self, device: Device) -> list[Case]:
+        if self.architectures != ANY and device.architecture not in self.architectures:
+            return []
         return list(dict.fromkeys(self.build(fp8_format(device))))
 
 
@@ -207,6 +213,18 @@ def _quantizers(fp8: Format) -> Iterator[Case]:
         yield Case(problem, "X1")
 
 
+MX_GPUS = frozenset({"sm_100", "gfx950"})
+
+
+def _mx(fp8: Format) -> Iterator[Case]:
+    for m in ANCHOR_M:
+        for n, k in ANCHOR_N_K:
+            yield from scaled_gemm_cases(m, n, k, "X1", fp8, (Granularity.MX,))
+    for m, k in QUANTIZER_SHAPES:
+        yield quantize_case(m, k, Granularity.MX, "X1", fp8)
+        yield dequantize_case(m, k, Granularity.MX, "X1", fp8)
+
+
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
@@ -217,6 +235,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
+        Suite("mx", "scales of 1x32, for GPUs that multiply with them", _mx, MX_GPUS),
     )
 }
 

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,14 +43,43 @@ def _gpu(index: int) -> Device:
     architecture = found.gcnArchName.split(":")[0] if amd else f"sm_{major}{minor}"
     product = torch.cuda.get_device_name(index)
     mig = re.search(r"MIG (\S+)", product)
+    partition = _amd_partition(found) if amd else mig.group(1) if mig else "none"
     return Device(
         vendor="amd" if amd else "nvidia",
         product=product,
         architecture=architecture,
         compute_units=found.multi_processor_count,
         memory_gib=round(found.total_memory / 2**30),
-        partition=mig.group(1) if mig else "none",
+        partition=partition,
     )
+
+
+_SYS = Path("/sys")  # where Linux says what drivers know
+_WHOLE = ("SPX", "NPS1")  # how an MI300 computes and lays out its memory undivided
+
+
+def _amd_folder(properties: Any) -> Path:
+    """Where the driver tells of an AMD GPU; its partitions share function 0."""
+    domain, bus = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_bus_id", 0)
+    device = getattr(properties, "pci_device_id", 0)
+    return _SYS / "bus" / "pci" / "devices" / f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _amd_partition(properties: Any) -> str:
+    """Such as "CPX/NPS4"; "none" where the GPU is undivided, or the driver does not say."""
+    folder = _amd_folder(properties)
+    found = [
+        _first_word(folder / f"current_{what}_partition") or whole
+        for what, whole in zip(("compute", "memory"), _WHOLE, strict=True)
+    ]
+    return "none" if tuple(found) == _WHOLE else "/".join(found)
+
+
+def _first_word(path: Path) -> str:
+    try:
+        return (path.read_text(encoding="ascii", errors="replace").split() or [""])[0]
+    except OSError:
+        return ""
 
 
 def _cpu() -> Device:
@@ -109,7 +139,7 @@ def version_of(package: str) -> str:
 
 def _driver_and_power_cap() -> tuple[str, str]:
     if torch.version.hip is not None:
-        return "unknown", "unknown"
+        return _amd_driver_and_power_cap()
     try:
         shown = subprocess.run(
             [
@@ -126,6 +156,14 @@ def _driver_and_power_cap() -> tuple[str, str]:
         return driver, str(round(float(power)))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return "unknown", "unknown"
+
+
+def _amd_driver_and_power_cap() -> tuple[str, str]:
+    folder = _amd_folder(torch.cuda.get_device_properties(0))
+    caps = sorted(folder.glob("hwmon/hwmon*/power1_cap"))
+    microwatts = _first_word(caps[0]) if caps else ""
+    power = str(round(int(microwatts) / 1e6)) if microwatts.isdigit() else "unknown"
+    return _first_word(_SYS / "module" / "amdgpu" / "version") or "unknown", power
 
 
 def l2_bytes(index: int = 0) -> int:

@@ -10,6 +10,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+# digest: off (1x32 scales came later, see lokakern/mx.py)
+from lokakern import mx
+
+# digest: on
 from lokakern.errors import FormatError
 
 GROUP = 128  # columns under one scale of a 1x128 group, rows and columns of a 128x128 block
@@ -83,7 +87,17 @@ class Granularity(StrEnum):
     ROW = "row"
     GROUP = "1x128"
     BLOCK = "128x128"
+    # digest: off
+    MX = "1x32"  # powers of two, one byte each
+    # digest: on
 
+    # digest: off
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of scales: float32, or of 1x32 e8m0, a power of two in one byte."""
+        return mx.SCALE if self is Granularity.MX else torch.float32
+
+    # digest: on
     @property
     def suffix(self) -> str:
         """What the names of kernels end with: tensor, row, group or block."""
@@ -101,6 +115,10 @@ class Granularity(StrEnum):
                 return (rows, groups)
             case Granularity.BLOCK:
                 return (-(-rows // GROUP), groups)
+            # digest: off
+            case Granularity.MX:
+                return mx.scale_shape(rows, columns)
+            # digest: on
         raise FormatError(f"granularity {self.value!r} has no scales")
 
     def empty_scale(self, rows: int, columns: int, device: torch.device) -> Tensor:
@@ -110,6 +128,10 @@ class Granularity(StrEnum):
         rows in one contiguous piece; these columns of them, and rows of ``128x128`` scales, start
         every 4 scales (16 bytes), which cuBLASLt and TMA ask for.
         """
+        # digest: off
+        if self is Granularity.MX:
+            return mx.empty_scale(rows, columns, device)
+        # digest: on
         shape = self.scale_shape(rows, columns)
         stride = self._scale_stride(*shape)
         if self is Granularity.BLOCK:
@@ -119,6 +141,10 @@ class Granularity(StrEnum):
         return torch.empty_strided(shape, stride, dtype=torch.float32, device=device)
 
     def _scale_stride(self, height: int, width: int) -> tuple[int, int]:
+        # digest: off
+        if self is Granularity.MX:
+            return mx.scale_stride(width)
+        # digest: on
         if self is Granularity.GROUP:
             return (1, -(-max(height, 1) // 4) * 4)
         if self is Granularity.BLOCK:

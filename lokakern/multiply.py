@@ -62,7 +62,7 @@ def scaled_gemm(
             which all but the last hold a multiple of 128 columns. Slices have 1x128 scales, or
             share one tensor of scales.
         b: ``[k, n]``, from ``quantize(weight).t()``. Granularities that go together: tensor x
-            tensor, row x row, 1x128 x 128x128, 1x128 x 1x128.
+            tensor, row x row, 1x128 x 128x128, 1x128 x 1x128, 1x32 x 1x32.
         bias: ``[n]``, dtype of the output, bfloat16 for an FP8 output.
         activation: f: "none", "relu", "hardswish" or "silu".
         cross: f of DCN instead: ``(x0, x)`` make it ``x0 * (a @ b + bias) + x``. Both ``[m, n]``,

@@ -12,6 +12,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+# digest: off (1x32 scales came later, see lokakern/mx.py)
+from lokakern import mx
+
+# digest: on
 from lokakern.errors import FormatError, ShapeError
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor, empty_data
 
@@ -38,7 +42,8 @@ def quantize(
         x: ``[rows, columns]``, bfloat16 or float32, any strides.
         out_format: An FP8 format.
         granularity: What one scale covers.
-        power_of_two_scale: Round each scale up to a power of two (exact to apply).
+        power_of_two_scale: Round each scale up to a power of two (exact to apply), as those of
+            1x32 always are.
         data: Where to write the elements, ``[rows, columns]``; allocated if None.
         scale: Where to write the scales; allocated if None.
 
@@ -50,6 +55,10 @@ def quantize(
         raise ShapeError(f"quantize: x is {list(x.shape)}; expected two dimensions")
     if not out_format.is_fp8:
         raise FormatError(f"quantize: out_format is {out_format.value!r}; expected an FP8 format")
+    # digest: off
+    if granularity is Granularity.MX:
+        power_of_two_scale = True
+    # digest: on
     rows, columns = x.shape
     wide = x.float()
     finite = torch.isfinite(wide)
@@ -106,6 +115,10 @@ def quantize_static(
 
 def _amax(magnitude: Tensor, granularity: Granularity) -> Tensor:
     rows, columns = magnitude.shape
+    # digest: off
+    if granularity is Granularity.MX:
+        return mx.amax(magnitude)
+    # digest: on
     height, width = granularity.scale_shape(rows, columns)
     if rows == 0 or columns == 0:
         return magnitude.new_zeros((height, width))
@@ -134,6 +147,10 @@ def _decode_scale(amax: Tensor, out_format: Format, power_of_two: bool) -> Tenso
 
 def spread_scale(scale: Tensor, granularity: Granularity, rows: int, columns: int) -> Tensor:
     """Scales in a shape that broadcasts against ``[rows, columns]``."""
+    # digest: off
+    if granularity is Granularity.MX:
+        return mx.spread(scale, columns)
+    # digest: on
     if granularity in (Granularity.TENSOR, Granularity.ROW):
         return scale
     spread = scale
@@ -161,6 +178,13 @@ def to_fnuz(x: QuantizedTensor) -> QuantizedTensor:
     Raises:
         FormatError: ``x`` is not in an OCP format; the way back would overflow.
     """
+    # digest: off
+    if x.granularity is Granularity.MX:
+        raise FormatError(
+            "to_fnuz: x has 1x32 scales, which no GPU of fnuz formats reads; dequantize it, and "
+            "quantize with row or 1x128 scales"
+        )
+    # digest: on
     twins = {Format.E4M3FN: Format.E4M3FNUZ, Format.E5M2: Format.E5M2FNUZ}
     if x.format not in twins or x.scale is None:
         raise FormatError(

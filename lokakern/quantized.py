@@ -52,7 +52,8 @@ class QuantizedTensor:
         data: ``[rows, columns]``, an FP8 dtype, as `empty_data` lays it out or contiguous;
             ``columns`` is the reduction axis. A prepared weight for which FP8 never pays holds
             bfloat16 or float32 and no scale.
-        scale: float32, ``granularity.scale_shape(rows, columns)``; None without granularity.
+        scale: ``granularity.scale_shape(rows, columns)``, float32, or of 1x32 scales
+            ``granularity.scale_dtype``; None without granularity.
         granularity: What one scale covers.
         transposed: The tensor stands for ``[columns, rows]``, as a GEMM's right operand does.
         source: The unquantized weight a prepared weight came from, ``[rows, columns]``, held by
@@ -103,18 +104,14 @@ class QuantizedTensor:
         if self.data.dtype.itemsize != 1 or not self.data.dtype.is_floating_point:
             raise FormatError(f"QuantizedTensor: data is {self.data.dtype}; expected FP8")
         expected = self.granularity.scale_shape(*self.data.shape)
-        if (
-            self.scale is None
-            or tuple(self.scale.shape) != expected
-            or self.scale.dtype.itemsize != 4
-            or not self.scale.dtype.is_floating_point
-        ):
+        dtype = self.granularity.scale_dtype
+        if self.scale is None or tuple(self.scale.shape) != expected or self.scale.dtype != dtype:
             found = (
                 "no scale" if self.scale is None else f"{list(self.scale.shape)} {self.scale.dtype}"
             )
             raise ShapeError(
                 f"QuantizedTensor: data {list(self.data.shape)} with granularity "
-                f"{self.granularity.value!r} needs float32 scales {list(expected)}; found {found}"
+                f"{self.granularity.value!r} needs scales {list(expected)} {dtype}; found {found}"
             )
         if not lays_out_data(self.data) or not self.granularity.lays_out(self.scale):
             raise ShapeError(

@@ -36,7 +36,8 @@ def quantize(
     Args:
         x: ``[rows, columns]``, bfloat16 or float32; columns are the axis a GEMM sums over. The
             transpose of a contiguous tensor is read as it lies and written row-major.
-        granularity: "tensor", "row", "1x128" or "128x128".
+        granularity: "tensor", "row", "1x128", "128x128" or "1x32", whose scales are powers of two
+            in one byte each (MX).
         out_format: "e4m3fn", "e5m2", "e4m3fnuz" or "e5m2fnuz"; None means the device's E4M3.
         power_of_two: Whether each scale is rounded up to a power of two; not of a whole tensor.
         scale: For granularity "tensor" a scale from before (static), float32 with one element, from
@@ -215,7 +216,9 @@ def _posed(
         )
     if amax is not None and scale is None:
         raise FormatError(f"{op}: amax without scale; give the scale to quantize by, too")
-    epilogue = "power_of_two" if power_of_two else "none"
+    # Scales of 1x32 are powers of two, asked for or not.
+    chosen = power_of_two and granularity is not Granularity.MX
+    epilogue = "power_of_two" if chosen else "none"
     if scale is not None:
         if not by_tensor:
             raise FormatError(

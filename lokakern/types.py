@@ -171,7 +171,7 @@ def _operand_words(name: str, operand: Operand, usual: Layout) -> str:
 def _scale_bytes(granularity: Granularity, rows: int, columns: int) -> int:
     if granularity is Granularity.NONE:
         return 0
-    return 4 * math.prod(granularity.scale_shape(rows, columns))
+    return granularity.scale_dtype.itemsize * math.prod(granularity.scale_shape(rows, columns))
 
 
 @dataclass(frozen=True, slots=True)

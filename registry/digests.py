@@ -2,10 +2,15 @@
 
 A digest covers the normalized source of a kernel's modules (no comments, docstrings or white
 space) and of everything they include: other modules of `lokakern.kernels`, and `numerics`,
-`sums`, `formats`, `jit`, `nvrtc`, `driver` and `hip` of lokakern, found by reading import
+`sums`, `formats`, `jit`, `nvrtc`, `driver`, `hip` and `mx` of lokakern, found by reading import
 statements; `#include "..."` for CUDA and HIP. A module outside lokakern is named
 ``python:package.module``, and of a library that a kernel calls the version is:
 ``package:name==version``.
+
+Nothing counts that stands between ``# digest: off`` and ``# digest: on``: what a shared module was
+given after kernels that need none of it were measured, whose rows it would make stale for nothing.
+It only adds branches that such kernels never take, and calls a module of its own, which kernels
+that need it include.
 """
 
 from __future__ import annotations
@@ -33,7 +38,9 @@ _INCLUDED = {
     "lokakern.nvrtc",
     "lokakern.driver",
     "lokakern.hip",
+    "lokakern.mx",
 }
+_LATER = re.compile(r"^ *# digest: off\b.*?^ *# digest: on\n", re.MULTILINE | re.DOTALL)
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 _FSTRING_END = getattr(tokenize, "FSTRING_END", None)
@@ -105,8 +112,21 @@ def _relative_name(path: Path) -> str:
 def _read(path: Path, _modified: int) -> tuple[str, tuple[Path, ...]]:
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
+        source = without_later(source)
         return normalize_python(source), tuple(_python_includes(source, path))
     return normalize_c(source), tuple(_c_includes(source, path))
+
+
+def without_later(source: str) -> str:
+    """Python source without what came after kernels were measured, see above.
+
+    Raises:
+        ValueError: A comment has no other that goes with it.
+    """
+    source = _LATER.sub("", source)
+    if "# digest: o" in source:
+        raise ValueError("'# digest: off' and '# digest: on' must follow each other, in turn")
+    return source
 
 
 def normalize_python(source: str) -> str:

@@ -215,8 +215,10 @@ static Row row_of(const Words8& words, int scale) {
     return row;
 }
 
-static Floats4 multiply(
-    const Words8& x, const Words8& y, Floats4 sums, int x_scale = 127, int y_scale = 127) {
+constexpr int ONE_E8M0 = 127;
+
+static Floats4 multiply_scaled(
+    const Words8& x, const Words8& y, Floats4 sums, int x_scale, int y_scale) {
     struct Both {
         Row x, y;
     };
@@ -234,6 +236,9 @@ static Floats4 multiply(
         sums[t] = static_cast<float>(sum);
     }
     return sums;
+}
+static Floats4 multiply(const Words8& x, const Words8& y, Floats4 sums) {
+    return multiply_scaled(x, y, sums, ONE_E8M0, ONE_E8M0);
 }
 
 // They land as soon or as late as the hardware may let them.

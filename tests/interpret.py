@@ -27,12 +27,22 @@ from lokakern.types import Format, Granularity, empty_data
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ, Format.E5M2FNUZ)
 DTYPES = (torch.bfloat16, torch.float32)
 SIZES = ((1, 1), (3, 129), (130, 257))
+# More sizes, each in one format and dtype: tails of blocks, of groups and of 16 bytes.
+OTHERS = ((2, 64), (1, 128), (7, 31), (33, 40), (4, 256), (129, 5), (17, 130), (5, 127), (64, 16))
 LONG = (5, 9000)  # rows that do not fit registers; slow here, so in one format only
 # m, n, k: single rows, tails on every axis, all tiles of the rule, several tiles a program.
 SHAPES = (
     (1, 8, 13), (3, 24, 128), (65, 130, 200), (130, 257, 384), (1, 130, 128),
+    (2, 16, 160),
     (300, 40, 33), (600, 60, 144), (260, 260, 129), (600, 300, 64), (5, 7, 1), (140, 64, 256),
 )  # fmt: skip
+
+
+def quantizer_cases() -> list[tuple[Format, torch.dtype, tuple[int, int]]]:
+    """Twelve sizes, three of them in every format and from every dtype."""
+    every = list(itertools.product(FP8, DTYPES))
+    few = [(*kind, size) for kind, size in zip(itertools.cycle(every), OTHERS, strict=False)]
+    return [*itertools.product(FP8, DTYPES, SIZES), *few]
 
 
 def make_interpreter_exact() -> None:
@@ -117,7 +127,7 @@ def poisoned_scale(granularity: Granularity, rows: int, columns: int) -> Tensor:
 
 def check_quantize(kernel: Kernel) -> Iterator[str]:
     seeds = itertools.count()
-    cases = [*itertools.product(FP8, DTYPES, SIZES), (FP8[0], DTYPES[0], LONG)]
+    cases = [*quantizer_cases(), (FP8[0], DTYPES[0], LONG)]
     for form, dtype, (rows, columns) in cases:
         for only_normal in (False, True):
             x = hard_values(rows, columns, dtype, form, next(seeds))
@@ -146,7 +156,7 @@ def check_quantize(kernel: Kernel) -> Iterator[str]:
 
 
 def check_dequantize(kernel: Kernel) -> Iterator[str]:
-    for form, dtype, (rows, columns) in itertools.product(FP8, DTYPES, SIZES):
+    for form, dtype, (rows, columns) in quantizer_cases():
         x = hard_values(rows, columns, torch.float32, form, rows)
         q = numerics.quantize(x, form, kernel.granularity)
         expected = numerics.dequantize(q, dtype)

@@ -132,6 +132,26 @@ def test_layout_does_not_change_a_digest(digest_of: Digest, replaced: dict[str, 
     assert digest_of() == digest_of(replaced)
 
 
+def test_what_came_later_is_no_part_of_a_digest(digest_of: Digest) -> None:
+    numerics = FILES["lokakern/numerics.py"]
+    later = (
+        "# digest: off (scales of 32)\nfrom lokakern import jit\n\n# digest: on\n"
+        f"{numerics}\n\ndef of(x):\n    # digest: off\n    if x:\n        return 32\n"
+        "    # digest: on\n    return SMALLEST\n"
+    )
+    earlier = f"{numerics}\n\ndef of(x):\n    return SMALLEST\n"
+    assert digest_of({"lokakern/numerics.py": later}) == digest_of(
+        {"lokakern/numerics.py": earlier}
+    )
+    changed = later.replace("return SMALLEST", "return 2 * SMALLEST")
+    assert digest_of({"lokakern/numerics.py": changed}) != digest_of(
+        {"lokakern/numerics.py": later}
+    )
+    for broken in (later + "# digest: off\n", "# digest: on\n" + later):
+        with pytest.raises(ValueError, match="must follow each other"):
+            digest_of({"lokakern/numerics.py": broken})
+
+
 @pytest.mark.parametrize(
     "replaced",
     [

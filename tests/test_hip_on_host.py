@@ -57,12 +57,12 @@ FORMATS = {"gfx942": Format.E4M3FNUZ, "gfx950": Format.E4M3FN}
 BLOCK = 256  # threads
 # What a main function calls, with buffers `p` and numbers `i`.
 CALLS = {
-    "quantize": "quantize((const Number*)p[0], (unsigned char*)p[1], (float*)p[2], i[0], i[1], "
+    "quantize": "quantize((const Number*)p[0], (unsigned char*)p[1], (Scale*)p[2], i[0], i[1], "
     "i[2], i[3], i[4])",
-    "dequantize": "dequantize((unsigned char*)p[0], (float*)p[1], p[2], i[0], i[1], i[2], i[3], "
+    "dequantize": "dequantize((unsigned char*)p[0], (Scale*)p[1], p[2], i[0], i[1], i[2], i[3], "
     "i[4], i[5])",
-    "scaled_gemm": "scaled_gemm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
-    "(float*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
+    "scaled_gemm": "scaled_gemm((unsigned char*)p[0], (Scale*)p[1], (unsigned char*)p[2], "
+    "(Scale*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
     "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
     "gemm_norm": "gemm_norm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
     "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
@@ -167,15 +167,21 @@ SIZES = ((1, 1), (1, 128), (5, 7), (6, 130), (7, 600), (33, 64), (16, 127), (2, 
          (64, 16), (3, 511), (8, 513))  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", FORMATS)
-@pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP])
+ON_GPUS = [  # scales, by GPU: powers of two are for the one that multiplies with them
+    (gpu, granularity)
+    for granularity in (Granularity.ROW, Granularity.GROUP, Granularity.MX)
+    for gpu in (FORMATS if granularity is not Granularity.MX else ("gfx950",))
+]
+
+
+@pytest.mark.parametrize(("gpu", "granularity"), ON_GPUS)
 @pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
 def test_quantize_gives_the_bytes_of_the_emulation(
     gpu: str, granularity: Granularity, form: Format, tmp_path: Path
 ) -> None:
-    by_group = granularity is Granularity.GROUP
+    group = quantize.GROUPS[granularity]
     aligned = form is Format.BFLOAT16  # one of each is enough
-    macros = {"BY_GROUP": int(by_group), "WIDE": int(form is Format.FLOAT32),
+    macros = {"GROUP": group, "WIDE": int(form is Format.FLOAT32),
               "ALIGNED": int(aligned)}  # fmt: skip
     path = program("quantize", gpu, macros, folder())
     for number, (rows, columns) in enumerate(SIZES):
@@ -183,27 +189,32 @@ def test_quantize_gives_the_bytes_of_the_emulation(
         x = torch.full((rows, stride), math.nan).to(form.dtype)
         x[:, :columns] = hostile(rows, columns, form.dtype)
         exact = numerics.quantize(x[:, :columns], FORMATS[gpu], granularity)
-        groups, pitch = -(-columns // 128), -(-columns // 16) * 16
-        shape = (groups, rows) if by_group else (rows,)
+        groups, pitch = -(-columns // group) if group else 1, -(-columns // 16) * 16
         data = torch.full((rows, pitch), 0xA5, dtype=torch.uint8)
-        blocks = -(-rows * (groups * 16 if by_group else 64) // BLOCK)
+        by_row = granularity is Granularity.MX  # else the rows of a group lie side by side
+        shape = (rows, groups) if by_row else (groups, rows)
+        blocks = -(-rows * (groups * group // 8 or 64) // BLOCK)
         _, data, scale = launch(
-            path, blocks, [x, data, torch.full(shape, math.nan)],
-            [rows, columns, stride, pitch, rows], tmp_path, reverse=bool(number % 2),
+            path, blocks, [x, data, torch.full(shape, math.nan).to(granularity.scale_dtype)],
+            [rows, columns, stride, pitch, groups if by_row else rows], tmp_path,
+            reverse=bool(number % 2),
         )  # fmt: skip
         assert exact.scale is not None
-        assert torch.equal(scale.reshape(shape), exact.scale.t().reshape(shape)), (rows, columns)
+        found = scale if by_row else scale.t()
+        assert torch.equal(found.float(), exact.scale.float()), (rows, columns)
         assert torch.equal(data[:, :columns], exact.data.view(torch.uint8)), (rows, columns)
         assert (data[:, columns:] == 0xA5).all(), "it writes between the rows"
 
 
-@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize(("gpu", "width"), [("gfx942", 128), ("gfx950", 128), ("gfx950", 32)])
 @pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
-def test_dequantize_rounds_once(gpu: str, form: Format, tmp_path: Path) -> None:
-    path = program("dequantize", gpu, {"WIDE": int(form is Format.FLOAT32), "ROWS_OF_SCALE": 1},
-                   folder())  # fmt: skip
+def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Path) -> None:
+    macros = {"WIDE": int(form is Format.FLOAT32), "ROWS_OF_SCALE": 1, "COLUMNS_OF_SCALE": width}
+    path = program("dequantize", gpu, macros, folder())
     for rows, columns in SIZES:
-        for granularity in (Granularity.ROW, Granularity.GROUP):
+        for granularity in (
+            [Granularity.ROW, Granularity.GROUP] if width == 128 else [Granularity.MX]
+        ):
             x = numerics.quantize(hostile(rows, columns, torch.float32), FORMATS[gpu], granularity)
             assert x.scale is not None
             pitch = x.data.stride(0) if rows > 1 else -(-columns // 16) * 16
@@ -231,6 +242,7 @@ PRODUCTS = (
 SCALES = {
     "row": (Granularity.ROW, Granularity.ROW),
     "group": (Granularity.GROUP, Granularity.BLOCK),
+    "mx": (Granularity.MX, Granularity.MX),
 }
 
 
@@ -250,16 +262,18 @@ def product(
     torch.manual_seed(m * n + k)
     a_scales, b_scales = SCALES[scales]
     form = FORMATS[gpu]
-    left = in_nan(numerics.quantize(torch.randn(m, k) * 3, form, a_scales))
-    right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
+    spread = torch.logspace(-4, 4, k)  # so that scales along k differ
+    left = in_nan(numerics.quantize(torch.randn(m, k) * spread, form, a_scales))
+    right = in_nan(numerics.quantize(torch.randn(n, k) / spread, form, b_scales))
     assert left.scale is not None and right.scale is not None
     bias = torch.randn(n).bfloat16() if with_bias else None
     pitch = -(-k // 16) * 16
     datas = [q.data.as_strided((q.shape[0], pitch), (pitch, 1)).contiguous() for q in (left, right)]
-    a_scale = left.scale.t().contiguous()
+    a_scale = left.scale.contiguous() if scales == "mx" else left.scale.t().contiguous()
     out = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
     buffers = [datas[0], a_scale, datas[1], right.scale.contiguous(), out]
-    strides = [m, right.scale.shape[1]] if scales == "group" else [0, 0]
+    groups = right.scale.shape[1]
+    strides = {"row": [0, 0], "group": [m, groups], "mx": [groups, groups]}[scales]
     found = launch(
         path, -(-m // tile) * -(-n // tile), [*buffers, *([bias] if bias is not None else [])],
         [m, n, k, pitch, pitch, n + 3, *strides], tmp_path, reverse=reverse,
@@ -271,10 +285,15 @@ def product(
     return error.maximum
 
 
-@pytest.mark.parametrize("gpu", FORMATS)
-@pytest.mark.parametrize("scales", SCALES)
+def macros_of(scales: str) -> dict[str, int]:
+    return {"TILE_M": 64, "TILE_N": 64, "SCALES": list(SCALES).index(scales)}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scales"), [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942", "mx")]
+)
 def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
-    macros = {"TILE_M": 64, "TILE_N": 64, "BY_GROUP": int(scales == "group")}
+    macros = macros_of(scales)
     path = program("scaled_gemm", gpu, macros, folder())
     for number, (m, n, k) in enumerate(PRODUCTS):
         error = product(path, gpu, scales, m, n, k, tmp_path, 64, reverse=bool(number % 2),
@@ -284,31 +303,33 @@ def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
 
 # What a kernel would do without: each must be seen.
 BROKEN = {
-    "a barrier": ("        barrier();\n", "\n"),
+    "a barrier": ("        barrier();\n    };", "    };"),
     "the swizzle of reads": (
         "stage[place_of(row, 2 * quarter + 1)]", "stage[row * PARTS + 2 * quarter + 1]"
     ),
-    "the mask of a tail": ("if (bytes < 32)", "if (false)"),
+    "the mask of a tail": ("IS_LAST && bytes < 32", "false"),
     "the last row": ("wanted < of.last ? wanted : of.last", "wanted"),
     "a scale": ("value * a_scale[row] * b_scale[column]", "value * a_scale[row]"),
+    "a power of two": ("sums[i][j], of_b, of_rows[i])", "sums[i][j], of_b, ONE_E8M0)"),
+    "a power past k": ("!IS_LAST || bytes > 0 ? scale", "true ? scale"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
-    """In the row-scaled product of gfx950, waves in one order or the other."""
+    """In a product of gfx950, waves in one order or the other."""
     here = folder("_" + what.replace(" ", "_"))
     old, new = BROKEN[what]
     texts = {n: (KERNELS_FOLDER / n).read_text() for n in ("scaled_gemm.hip", "products.hpp")}
     assert sum(text.count(old) for text in texts.values()) == 1
     for name, text in texts.items():
         (here / name).write_text(text.replace(old, new))
-    macros = {"TILE_M": 64, "TILE_N": 64, "BY_GROUP": 0}
-    path = program("scaled_gemm", "gfx950", macros, here)
+    scales = "mx" if "power" in what else "row"
+    path = program("scaled_gemm", "gfx950", macros_of(scales), here)
     errors = []
     for reverse in (False, True):
         try:
-            errors.append(product(path, "gfx950", "row", 70, 40, 300, tmp_path, 64,
+            errors.append(product(path, "gfx950", scales, 70, 40, 300, tmp_path, 64,
                                   reverse=reverse, with_bias=False))  # fmt: skip
         except AssertionError as found:  # what a sanitizer says
             assert "AddressSanitizer" in str(found)
@@ -323,13 +344,14 @@ NORMED = {
     "layer": ("layer", "none", Granularity.NONE, False, True, 128, (
         (70, 128, 300), (1, 8, 16), (33, 100, 39), (64, 127, 128), (65, 33, 257), (5, 64, 640))),
     "layer_fp8": ("layer", "relu", Granularity.ROW, True, True, 64, (
-        (70, 64, 300), (3, 24, 128), (33, 17, 39))),
+        (70, 64, 300), (3, 24, 128), (33, 17, 39), (65, 40, 512), (1, 1, 7), (64, 63, 129))),
     "rms": ("rms", "silu", Granularity.ROW, False, False, 64, (
         (97, 40, 511), (1, 1, 1), (64, 64, 384))),
     "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
         (70, 256, 300), (33, 192, 39), (64, 128, 128), (5, 64, 640))),
     "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
-        (66, 160, 200), (64, 256, 384))),
+        (66, 160, 200), (64, 256, 384), (2, 32, 128), (33, 96, 16), (65, 224, 130),
+        (7, 64, 255))),
 }  # fmt: skip
 KINDS = {"layer": 1, "rms": 2, "block_rms": 2}
 ACTIVATIONS = ("none", "relu", "hardswish", "silu")
@@ -423,13 +445,14 @@ def amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def case_problems(fp8: Format) -> Iterator[Problem]:
     a = {form: Operand(form) for form in (Format.BFLOAT16, Format.FLOAT32)}
-    for granularity in (Granularity.ROW, Granularity.GROUP):
+    mx = fp8 is Format.E4M3FN
+    for granularity in (Granularity.ROW, Granularity.GROUP, Granularity.MX)[: 2 + mx]:
         for form, operand in a.items():
             fields: dict[str, Any] = {"out_format": fp8, "out_granularity": granularity}
             yield make_problem("quantize", (37, 200), a=operand, **fields)
             yield make_problem("dequantize", (37, 200), a=Operand(fp8, granularity),
                                out_format=form)  # fmt: skip
-    for scales in SCALES.values():
+    for scales in list(SCALES.values())[: 2 + mx]:
         for epilogue in ("none", "bias"):
             for shape in ((70, 136, 272), (5, 8, 16)):
                 left, right = Operand(fp8, scales[0]), Operand(fp8, scales[1], Layout.COLUMN)
@@ -454,7 +477,7 @@ def norm_problems(fp8: Format) -> Iterator[Problem]:
                            out_granularity=output)  # fmt: skip
 
 
-@pytest.mark.parametrize("amd", ["gfx942"], indirect=True)  # both run in the tests above
+@pytest.mark.parametrize("amd", ["gfx950"], indirect=True)  # both run in the tests above
 def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
     """Through the operands and the check of the bench, on every kernel of the registry here."""
     seen = {"hip.dequantize_tensor", "hip.dequantize_block"}  # in the next test
@@ -475,12 +498,16 @@ def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
 
 @pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.BLOCK])
 def test_dequantize_takes_every_scale(amd: Device, granularity: Granularity) -> None:
-    x = numerics.quantize(hostile(200, 300, torch.float32), FORMATS[amd.architecture], granularity)
-    out = torch.full((200, 300), 7.0, dtype=torch.bfloat16)
-    KERNELS[f"hip.dequantize_{granularity.suffix}"].launch(x.data, x.scale, out, ())
-    exact = numerics.dequantize(x, torch.bfloat16)
-    assert torch.equal(out.isnan(), exact.isnan())
-    assert torch.equal(out.nan_to_num(nan=0.0), exact.nan_to_num(nan=0.0))
+    launch = KERNELS[f"hip.dequantize_{granularity.suffix}"].launch
+    for rows, columns in (*SIZES, (200, 300)):
+        x = numerics.quantize(
+            hostile(rows, columns, torch.float32), FORMATS[amd.architecture], granularity
+        )
+        out = torch.full((rows, columns), 7.0, dtype=torch.bfloat16)
+        launch(x.data, x.scale, out, ())
+        exact = numerics.dequantize(x, torch.bfloat16)
+        assert torch.equal(out.isnan(), exact.isnan())
+        assert torch.equal(out.nan_to_num(nan=0.0), exact.nan_to_num(nan=0.0)), (rows, columns)
 
 
 @pytest.mark.parametrize("gpu", FORMATS)

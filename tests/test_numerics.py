@@ -96,6 +96,7 @@ def scale_places(granularity: Granularity, rows: int, columns: int) -> tuple[Any
         Granularity.ROW: (row + zero, zero),
         Granularity.GROUP: (row + zero, column // 128 + zero),
         Granularity.BLOCK: (row // 128 + zero, column // 128 + zero),
+        Granularity.MX: (row + zero, column // 32 + zero),
     }[granularity]
 
 
@@ -115,7 +116,7 @@ def expected_quantization(
     amax = np.zeros(shape)
     np.maximum.at(amax, places, np.where(finite, np.abs(x), 0.0))
     scale = np.maximum(nearest_single(amax / GRIDS[form][-1]), SMALLEST)
-    if power_of_two:
+    if power_of_two or granularity is Granularity.MX:
         scale = np.vectorize(lambda s: 2.0 ** math.ceil(math.log2(s)), otypes=[float])(scale)
     scale = np.where(amax == 0, 1.0, scale)
     ratio = nearest_single(np.where(finite, x, 0.0) / scale[places])
@@ -125,7 +126,8 @@ def expected_quantization(
 
 def found_quantization(q: QuantizedTensor) -> tuple[Bytes, Array]:
     assert q.scale is not None
-    assert q.scale.dtype == torch.float32
+    by_byte = q.granularity is Granularity.MX
+    assert q.scale.dtype == (torch.float8_e8m0fnu if by_byte else torch.float32)
     return q.data.view(torch.uint8).numpy(), q.scale.double().numpy()
 
 
@@ -358,7 +360,9 @@ def test_every_element_gets_its_scale(granularity: Granularity, shape: tuple[int
     scale = granularity.empty_scale(*shape, torch.device("cpu"))
     scale.copy_(torch.arange(1.0, height * width + 1).view(height, width))
     spread = numerics.spread_scale(scale, granularity, *shape).expand(shape)
-    np.testing.assert_array_equal(spread.numpy(), scale.numpy()[scale_places(granularity, *shape)])
+    np.testing.assert_array_equal(
+        spread.numpy(), scale.float().numpy()[scale_places(granularity, *shape)]
+    )
 
 
 @pytest.mark.parametrize("form", FP8)
@@ -391,7 +395,7 @@ def test_dequantize_takes_an_unquantized_prepared_weight() -> None:
 @pytest.mark.parametrize(
     ("form", "twin"), [(Format.E4M3FN, Format.E4M3FNUZ), (Format.E5M2, Format.E5M2FNUZ)]
 )
-@pytest.mark.parametrize("granularity", SCALED)
+@pytest.mark.parametrize("granularity", [g for g in SCALED if g is not Granularity.MX])
 def test_to_fnuz_keeps_every_value(form: Format, twin: Format, granularity: Granularity) -> None:
     every = torch.arange(256, dtype=torch.uint8).repeat(130, 1)
     scale = granularity.empty_scale(130, 256, torch.device("cpu"))
@@ -421,6 +425,12 @@ def test_to_fnuz_keeps_every_value(form: Format, twin: Format, granularity: Gran
 def test_the_way_back_from_fnuz_is_refused(form: Format) -> None:
     q = numerics.quantize(torch.ones(2, 2), form, Granularity.ROW)
     with pytest.raises(FormatError, match="refused"):
+        numerics.to_fnuz(q)
+
+
+def test_to_fnuz_refuses_scales_of_32() -> None:
+    q = numerics.quantize(torch.ones(2, 64), Format.E4M3FN, Granularity.MX)
+    with pytest.raises(FormatError, match="1x32"):
         numerics.to_fnuz(q)
 
 

@@ -43,7 +43,9 @@ from lokakern.types import (
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
 CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
-EVERY = [(name, device) for name in SUITES for device in (H200, MI300X, CPU)]
+MI350X = Device("amd", "AMD Instinct MI350X", "gfx950", 256, 288)
+EVERY = [(name, device) for name in SUITES for device in (H200, MI300X, CPU) if name != "mx"]
+EVERY.append(("mx", MI350X))
 every_suite = pytest.mark.parametrize(
     ("name", "device"), EVERY, ids=[f"{name} on {device}" for name, device in EVERY]
 )
@@ -85,6 +87,10 @@ def test_cases_are_problems_with_a_distribution(name: str, device: Device) -> No
         fp8 = fp8_format(device)
         assert {form for form in formats if form.is_fp8} <= {fp8, WIDE_RANGE[fp8]}
         assert problem.b is None or problem.b.format is not WIDE_RANGE[fp8]
+
+
+def test_a_suite_for_some_gpus_has_no_case_elsewhere() -> None:
+    assert not any(SUITES["mx"].cases(device) for device in (H200, MI300X, CPU))
 
 
 @every_suite
@@ -141,7 +147,7 @@ def test_anchors_are_27_shapes() -> None:
 def test_anchors_have_every_granularity(op: str) -> None:
     problems = [c.problem for c in SUITES["anchors"].cases(H200) if c.problem.op == op]
     found = {p.out_granularity if op == "quantize" else p.a.granularity for p in problems}
-    assert found == set(Granularity) - {Granularity.NONE}
+    assert found == set(Granularity) - {Granularity.NONE, Granularity.MX}
 
 
 @pytest.mark.parametrize("name", ["anchors", "norms"])

@@ -81,10 +81,9 @@ static __device__ inline float decoded(unsigned word) {
 
 // Adds to 16 x 16 sums the product of 16 rows of x and 16 rows of y, 128 bytes of each. A lane
 // holds 32 bytes, from 32 * (lane / 16) on, of row lane % 16 of both; of the sums rows
-// 4 * (lane / 16) to + 3 of x, and row lane % 16 of y. Scales: one e8m0 byte for these 32 bytes.
-static __device__ inline Floats4 multiply(
-    Words8 x, Words8 y, Floats4 sums, int x_scale = 127, int y_scale = 127) {
+// 4 * (lane / 16) to + 3 of x, and row lane % 16 of y.
 #if defined(__gfx942__)
+static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
     for (int part = 0; part < 4; ++part) {
         const auto eight = [part](Words8 from) {
             return static_cast<long>(
@@ -94,11 +93,20 @@ static __device__ inline Floats4 multiply(
         sums = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(eight(x), eight(y), sums, 0, 0, 0);
     }
     return sums;
+}
 #else
+constexpr int ONE_E8M0 = 127;
+
+// With a power of two for the 32 bytes of each lane, in the low byte of a word: 2^(byte - 127).
+static __device__ inline Floats4 multiply_scaled(
+    Words8 x, Words8 y, Floats4 sums, int x_scale, int y_scale) {
     return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
         x, y, sums, 0, 0, 0, x_scale, 0, y_scale);
-#endif
 }
+static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
+    return multiply_scaled(x, y, sums, ONE_E8M0, ONE_E8M0);
+}
+#endif
 
 // --- copies to local memory
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lokakern import mx
 from lokakern.hip import HipLaunch, Program
-from lokakern.kernels.hip.quantize import ARCHITECTURES, THREADS, UNMEASURED
+from lokakern.kernels.hip.quantize import ARCHITECTURES, MX_ARCHITECTURES, THREADS, UNMEASURED
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
     ACCEPTED,
@@ -32,10 +33,11 @@ EACH = 16  # bytes of a thread
 
 
 @functools.lru_cache(maxsize=64)
-def bind(dtype: torch.dtype, rows_of_scale: int) -> HipLaunch:
+def bind(dtype: torch.dtype, rows_of_scale: int, columns_of_scale: int) -> HipLaunch:
     """The launch of one signature."""
-    macros = (("WIDE", int(dtype is torch.float32)), ("ROWS_OF_SCALE", rows_of_scale))
-    program = Program(SOURCE, "dequantize", macros)
+    macros = {"WIDE": int(dtype is torch.float32), "ROWS_OF_SCALE": rows_of_scale,
+              "COLUMNS_OF_SCALE": columns_of_scale}  # fmt: skip
+    program = Program(SOURCE, "dequantize", tuple(macros.items()))
     return HipLaunch(program, pointers=3, scalars="iiqqii", threads=THREADS)
 
 
@@ -48,9 +50,10 @@ def _dequantize(
 ) -> None:
     rows, columns = data.shape
     down = 0 if granularity is Granularity.TENSOR else scale.stride(0)
-    across = scale.stride(1) if granularity in (Granularity.GROUP, Granularity.BLOCK) else 0
+    across = 0 if granularity in (Granularity.TENSOR, Granularity.ROW) else scale.stride(1)
     height = GROUP if granularity is Granularity.BLOCK else 1
-    bind(out.dtype, height)(
+    width = mx.GROUP if granularity is Granularity.MX else GROUP
+    bind(out.dtype, height, width)(
         -(-rows * -(-columns // EACH) // THREADS), (data, scale, out),
         (rows, columns, data.stride(0), out.stride(0), down, across),
     )  # fmt: skip
@@ -68,12 +71,15 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
     return ACCEPTED
 
 
-for _granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK):
+for _granularity in Granularity:
+    if _granularity is Granularity.NONE:
+        continue
+    _where = MX_ARCHITECTURES if _granularity is Granularity.MX else ARCHITECTURES
     register(
         "dequantize",
         name=f"dequantize_{_granularity.suffix}",
-        architectures=ARCHITECTURES,
-        unmeasured=UNMEASURED,
+        architectures=_where,
+        unmeasured={name: UNMEASURED[name] for name in _where},
         granularity=_granularity,
         supports=functools.partial(_supports, _granularity),
     )(functools.partial(_dequantize, _granularity))

@@ -4,8 +4,9 @@
 //
 // a, b and their scales as in scaled_gemm.hip. A block makes 64 whole rows, each wave 16 of them, so
 // that a row's statistics need no local memory: n <= TILE_N. Mean and variance are two passes over
-// registers; loops over them are unrolled, because registers have no index. d: bfloat16, rows of any stride, or FP8 with one scale a row, one for each 128 columns
-// (s[group, row]), or one that is given; rows of those start at multiples of 4 bytes.
+// registers; loops over them are unrolled, because registers have no index. d: bfloat16, rows of any
+// stride, or FP8 with one scale a row, one for each 128 columns (s[group, row]), or one that is given;
+// rows of those start at multiples of 4 bytes.
 //
 // Macros: TILE_N (64 to 256, a multiple of 32), STAGES (2, or 1 where copies pass through registers),
 // BY_GROUP, NORM (0 none, 1 layer, 2 rms), SPAN (columns that are normalized together: TILE_N means
@@ -81,15 +82,13 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
     };
 
     Floats4 sums[ACROSS] = {};
-    begin(0);
-    end(0);
-    for (int step = 0; step < steps; ++step) {
-        if (step + 1 < steps) begin(step + 1);
+    const auto add = [&](auto last, int step) {  // the product of a step
+        constexpr bool IS_LAST = decltype(last)::value;
         const Words4* stage = stages[step % STAGES];
         const int bytes = k - step * STEP - 32 * quarter;
-        const Words8 left = fragment(stage, wave_m + line, quarter, bytes);
+        const Words8 left = fragment<IS_LAST>(stage, wave_m + line, quarter, bytes);
         for (int j = 0; j < ACROSS; ++j) {
-            const Words8 right = fragment(stage, TILE_M + 16 * j + line, quarter, bytes);
+            const Words8 right = fragment<IS_LAST>(stage, TILE_M + 16 * j + line, quarter, bytes);
 #if BY_GROUP
             const int column = 16 * j < n ? 16 * j : n - 1;
             const float scale = a_scale[step * a_scale_stride + known_row] *
@@ -100,8 +99,15 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
             sums[j] = multiply(right, left, sums[j]);
 #endif
         }
-        if (step + 1 < steps) end(step + 1);
+    };
+    begin(0);
+    end(0);
+    for (int step = 0; step + 1 < steps; ++step) {
+        begin(step + 1);
+        add(Flag<false>{}, step);
+        end(step + 1);
     }
+    add(Flag<true>{}, steps - 1);
 
     for (int j = 0; j < ACROSS; ++j) {
         for (int t = 0; t < 4; ++t) {

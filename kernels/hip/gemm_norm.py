@@ -108,7 +108,8 @@ def _room_for_vectors(a: QuantizedTensor, b: QuantizedTensor, *_: object) -> tup
 
 
 def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
-    why = why_not_operands(by_group, problem, device)
+    granularity = Granularity.GROUP if by_group else Granularity.ROW
+    why = why_not_operands(granularity, problem, device)
     if why is not None:
         return Rejected(why)
     own = fp8_format(device)

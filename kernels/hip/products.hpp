@@ -16,7 +16,8 @@ static __device__ inline int tile_of(int block, int count) {
 
 static __device__ inline int place_of(int row, int part) { return row * PARTS + (part ^ row % PARTS); }
 
-// 32 bytes of a row from local memory, of which some count.
+// 32 bytes of a row from local memory, of which some count where IS_LAST.
+template <bool IS_LAST>
 static __device__ inline Words8 fragment(const Words4* stage, int row, int quarter, int bytes) {
     const Words4 low = stage[place_of(row, 2 * quarter)];
     const Words4 high = stage[place_of(row, 2 * quarter + 1)];
@@ -25,7 +26,7 @@ static __device__ inline Words8 fragment(const Words4* stage, int row, int quart
         words[i] = static_cast<int>(low[i]);
         words[4 + i] = static_cast<int>(high[i]);
     }
-    if (bytes < 32) {  // past k, where anything lies
+    if (IS_LAST && bytes < 32) {  // past k, where anything lies
         for (int i = 0; i < 8; ++i) {
             const int left = bytes - 4 * i;
             const unsigned mask = left >= 4 ? ~0u : left <= 0 ? 0u : (1u << 8 * left) - 1;
@@ -34,6 +35,11 @@ static __device__ inline Words8 fragment(const Words4* stage, int row, int quart
     }
     return words;
 }
+
+template <bool VALUE>
+struct Flag {
+    static constexpr bool value = VALUE;
+};
 
 // Where thread's copy begins: 16 bytes of a row of a or, past TILE_M rows, of b. Rows past the last
 // are the last again, parts past k the first: neither counts.

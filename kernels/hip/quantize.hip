@@ -1,19 +1,27 @@
-// Quantize rows, or 1x128 groups of them, to FP8 with one or two reads of x:
+// Quantize rows, or groups of their columns, to FP8 with one or two reads of x:
 //
 //     s = max(rn(amax / MAX), 2^-126),  1 where amax is 0;  q = cast(rn(x / s))
 //
+// Scales of 32 columns are rounded up to powers of two, and stored as a byte: 2^(byte - 127).
+//
 // x: [rows, columns], bfloat16 or float32, any row stride; q: [rows, columns], rows of any stride
-// that is a multiple of 16 bytes. amax is over finite values. Scales of groups: s[group, row].
+// that is a multiple of 16 bytes. amax is over finite values. Scales of 128 columns:
+// s[group, row]; of 32: s[row, group].
 //
 // A team of TEAM lanes has a row, or a group, 8 neighboring numbers a lane at once. Rows that are
 // longer than a team holds are read twice, the second time from the cache.
 //
-// Macros: BY_GROUP (whether scales are of 1x128), WIDE (whether x is float32), ALIGNED (whether rows
-// of x start at multiples of 16 bytes).
+// Macros: GROUP (columns under one scale: 128 or 32; 0: the row), WIDE (whether x is float32), ALIGNED
+// (whether rows of x start at multiples of 16 bytes).
 #include "numbers.hpp"
 
-constexpr int THREADS = 256, EACH = 8, GROUP = 128;
-constexpr int TEAM = BY_GROUP ? GROUP / EACH : WAVE;
+constexpr int THREADS = 256, EACH = 8;
+constexpr int TEAM = GROUP ? GROUP / EACH : WAVE;
+#if GROUP == 32
+typedef unsigned char Scale;
+#else
+typedef float Scale;
+#endif
 #if WIDE
 typedef float Number;
 #else
@@ -54,7 +62,17 @@ static __device__ inline float largest_of(const float* numbers) {
 static __device__ inline float scale_of(float largest) {
     if (largest == 0.0f) return 1.0f;
     const float scale = largest / LARGEST_FP8, smallest = float_of(0x00800000u);
-    return scale > smallest ? scale : smallest;
+    if (!(scale > smallest)) return smallest;
+    return GROUP == 32 ? float_of((bits_of(scale) + 0x007fffffu) & 0x7f800000u) : scale;
+}
+
+// As it is stored: of a power of two its exponent.
+static __device__ inline Scale stored(float scale) {
+#if GROUP == 32
+    return static_cast<Scale>(bits_of(scale) >> 23);
+#else
+    return scale;
+#endif
 }
 
 // 8 numbers as FP8; what is past the last column is not written.
@@ -81,17 +99,17 @@ static __device__ inline void store(
 }
 
 extern "C" __global__ __launch_bounds__(256) void quantize(
-    const Number* x, unsigned char* data, float* scale, int rows, int columns, long x_stride,
+    const Number* x, unsigned char* data, Scale* scale, int rows, int columns, long x_stride,
     long data_stride, int scale_stride) {
-    const int teams = BY_GROUP ? (columns + GROUP - 1) / GROUP : 1;
+    const int teams = GROUP ? (columns + GROUP - 1) / (GROUP ? GROUP : 1) : 1;
     const long team = (static_cast<long>(block_index()) * THREADS + thread_index()) / TEAM;
     const int place = thread_index() % TEAM;
     const bool counts = team < static_cast<long>(rows) * teams;
     const long row = counts ? team / teams : 0;
     const int group = counts ? static_cast<int>(team % teams) : 0;
     const Number* from = x + row * x_stride;
-    const int first = group * GROUP + EACH * place, step = BY_GROUP ? GROUP : WAVE * EACH;
-    const int end = BY_GROUP && (group + 1) * GROUP < columns ? (group + 1) * GROUP : columns;
+    const int first = group * GROUP + EACH * place, step = GROUP ? GROUP : WAVE * EACH;
+    const int end = GROUP && (group + 1) * GROUP < columns ? (group + 1) * GROUP : columns;
 
     float numbers[EACH], largest = 0.0f;
     for (int column = first; column < end; column += step) {
@@ -105,7 +123,8 @@ extern "C" __global__ __launch_bounds__(256) void quantize(
     }
     if (!counts) return;
     const float own = scale_of(largest);
-    if (place == 0) scale[BY_GROUP ? static_cast<long>(group) * scale_stride + row : row] = own;
+    const long of_group = static_cast<long>(GROUP == 32 ? row : group) * scale_stride;
+    if (place == 0) scale[of_group + (GROUP == 32 ? group : row)] = stored(own);
     unsigned char* to = data + row * data_stride;
     for (int column = first; column < end; column += step) {
         if (step < end - first || column != first) load(from, column, end, numbers);

@@ -1,6 +1,8 @@
-"""Quantize rows and 1x128 groups to FP8 on AMD GPUs, as `lokakern.numerics.quantize`.
+"""Quantize rows, 1x128 and 1x32 groups to FP8 on AMD GPUs, as `lokakern.numerics.quantize`.
 
     s = max(rn(amax / MAX), 2^-126),  1 where amax is 0;  q = cast(rn(x / s))
+
+Scales of 1x32 are rounded up to powers of two (`lokakern.mx`); gfx950 alone multiplies with them.
 
 x: [rows, columns], bfloat16 or float32, any row stride; q and scales as `types.empty_data` and
 `Granularity.empty_scale` lay them out. amax is over finite values. See quantize.hip.
@@ -14,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lokakern import mx
 from lokakern.hip import HipLaunch, Program
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
@@ -30,32 +33,35 @@ from lokakern.types import (
 
 SOURCE = str(Path(__file__).with_suffix(".hip"))
 ARCHITECTURES = frozenset({"gfx942", "gfx950"})
+MX_ARCHITECTURES = frozenset({"gfx950"})
 UNMEASURED = dict.fromkeys(
     ARCHITECTURES, "no such GPU was at hand: run on a CPU only (kernels/hip/README.md)"
 )
 THREADS = 256
 WAVE = 64  # lanes that share a row
-TEAM = GROUP // 8  # lanes that share a group
+EACH = 8  # columns of a lane
+GROUPS = {Granularity.ROW: 0, Granularity.GROUP: GROUP, Granularity.MX: mx.GROUP}
 
 
 @functools.lru_cache(maxsize=64)
-def bind(by_group: bool, dtype: torch.dtype, aligned: bool) -> HipLaunch:
-    """The launch of one signature."""
-    macros = {"BY_GROUP": by_group, "WIDE": dtype is torch.float32, "ALIGNED": aligned}
+def bind(group: int, dtype: torch.dtype, aligned: bool) -> HipLaunch:
+    """The launch of one signature; 0 columns under one scale are the row."""
+    macros = {"GROUP": group, "WIDE": dtype is torch.float32, "ALIGNED": aligned}
     program = Program(SOURCE, "quantize", tuple((k, int(v)) for k, v in macros.items()))
     return HipLaunch(program, pointers=3, scalars="iiqqi", threads=THREADS)
 
 
 def _quantize(
-    by_group: bool, x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[Tensor, ...]
+    group: int, x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[Tensor, ...]
 ) -> None:
     rows, columns = x.shape
     stride = x.stride(0)
     aligned = not (x.data_ptr() | stride * x.element_size()) & 15
-    lanes = rows * (-(-columns // GROUP) * TEAM if by_group else WAVE)
-    bind(by_group, x.dtype, aligned)(
+    lanes = rows * (-(-columns // group) * group // EACH if group else WAVE)
+    scale_stride = {0: 0, GROUP: scale.stride(1), mx.GROUP: scale.stride(0)}[group]
+    bind(group, x.dtype, aligned)(
         -(-lanes // THREADS), (x, data, scale),
-        (rows, columns, stride, data.stride(0), scale.stride(1) if by_group else 0),
+        (rows, columns, stride, data.stride(0), scale_stride),
     )  # fmt: skip
 
 
@@ -73,12 +79,13 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
     return ACCEPTED
 
 
-for _granularity in (Granularity.ROW, Granularity.GROUP):
+for _granularity, _group in GROUPS.items():
+    _where = MX_ARCHITECTURES if _granularity is Granularity.MX else ARCHITECTURES
     register(
         "quantize",
         name=f"quantize_{_granularity.suffix}",
-        architectures=ARCHITECTURES,
-        unmeasured=UNMEASURED,
+        architectures=_where,
+        unmeasured={name: UNMEASURED[name] for name in _where},
         granularity=_granularity,
         supports=functools.partial(_supports, _granularity),
-    )(functools.partial(_quantize, _granularity is Granularity.GROUP))
+    )(functools.partial(_quantize, _group))

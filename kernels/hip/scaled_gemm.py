@@ -1,4 +1,4 @@
-"""FP8 GEMMs on AMD's matrix cores, with scales of rows, or of 1x128 by 128x128.
+"""FP8 GEMMs on AMD's matrix cores, with scales of rows, of 1x128 by 128x128, or of 1x32.
 
 d[m, n] = (sum_k a[m, k] * b[k, n]) * sa * sb + bias[n]
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lokakern import jit
 from lokakern.hip import HipLaunch, Program
-from lokakern.kernels.hip.quantize import ARCHITECTURES, THREADS, UNMEASURED
+from lokakern.kernels.hip.quantize import ARCHITECTURES, MX_ARCHITECTURES, THREADS, UNMEASURED
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
     ACCEPTED,
@@ -30,6 +30,10 @@ from lokakern.types import (
 )
 
 SOURCE = str(Path(__file__).with_suffix(".hip"))
+
+
+SCALES = (Granularity.ROW, Granularity.GROUP, Granularity.MX)  # of a
+OF_B = {Granularity.GROUP: Granularity.BLOCK}  # where not the same
 
 
 class Tile(NamedTuple):
@@ -57,15 +61,16 @@ def blocks_of(tile: Tile, m: int, n: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def bind(tile: Tile, by_group: bool) -> HipLaunch:
-    """The launch of one signature."""
-    macros = (("TILE_M", tile.m), ("TILE_N", tile.n), ("BY_GROUP", int(by_group)))
+def bind(tile: Tile, granularity: Granularity) -> HipLaunch:
+    """The launch of one signature, for scales of a."""
+    scales = SCALES.index(granularity)
+    macros = (("TILE_M", tile.m), ("TILE_N", tile.n), ("SCALES", scales))
     program = Program(SOURCE, "scaled_gemm", macros)
     return HipLaunch(program, pointers=6, scalars="iiiiiiii", threads=THREADS)
 
 
 def _multiply(
-    by_group: bool,
+    granularity: Granularity,
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -76,15 +81,19 @@ def _multiply(
 ) -> None:
     (m, k), n = a.shape, b.shape[1]
     tile = tile_for(m, n, jit.compute_units(a.get_device()))
-    strides = (a_scale.stride(1), b_scale.stride(1)) if by_group else (0, 0)
-    bind(tile, by_group)(
+    strides = (0, 0)
+    if granularity is Granularity.GROUP:
+        strides = a_scale.stride(1), b_scale.stride(1)
+    elif granularity is Granularity.MX:
+        strides = a_scale.stride(0), b_scale.stride(1)
+    bind(tile, granularity)(
         blocks_of(tile, m, n), (a, a_scale, b, b_scale, out, bias),
         (m, n, k, a.stride(0), b.stride(1), out.stride(0), *strides),
     )  # fmt: skip
 
 
-def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
-    why = why_not_operands(by_group, problem, device)
+def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
+    why = why_not_operands(granularity, problem, device)
     if why is not None:
         return Rejected(why)
     if problem.out_format is not Format.BFLOAT16:
@@ -92,11 +101,17 @@ def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
     return ACCEPTED
 
 
-def why_not_operands(by_group: bool, problem: Problem, device: Device) -> str | None:
-    """Why operands are none that `source_of` of products.hpp walks through, or None."""
+def why_not_operands(granularity: Granularity, problem: Problem, device: Device) -> str | None:
+    """Why operands are none that `source_of` of products.hpp walks through, or None.
+
+    Args:
+        granularity: Of the scales of a.
+        problem: With operands that are quantized.
+        device: The GPU.
+    """
     assert problem.b is not None  # an op with two operands
     have = (problem.a.granularity, problem.b.granularity)
-    wanted = (Granularity.GROUP, Granularity.BLOCK) if by_group else (Granularity.ROW,) * 2
+    wanted = (granularity, OF_B.get(granularity, granularity))
     if have != wanted:
         words = f"{wanted[0].value} x {wanted[1].value}"
         return f"takes {words} scales, not {have[0].value} x {have[1].value}"
@@ -113,14 +128,16 @@ def why_not_operands(by_group: bool, problem: Problem, device: Device) -> str | 
     return None
 
 
-for _by_group in (False, True):
+for _granularity in SCALES:
+    _of_b = OF_B.get(_granularity, _granularity)
+    _where = MX_ARCHITECTURES if _granularity is Granularity.MX else ARCHITECTURES
     register(
         "scaled_gemm",
-        name="scaled_gemm_block" if _by_group else "scaled_gemm_row",
-        architectures=ARCHITECTURES,
-        unmeasured=UNMEASURED,
-        granularity=Granularity.GROUP if _by_group else Granularity.ROW,
-        b_granularity=Granularity.BLOCK if _by_group else Granularity.ROW,
+        name=f"scaled_gemm_{_of_b.suffix}",
+        architectures=_where,
+        unmeasured={name: UNMEASURED[name] for name in _where},
+        granularity=_granularity,
+        b_granularity=_of_b,
         accumulation="promoted",  # the matrix cores sum in float32
-        supports=functools.partial(_supports, _by_group),
-    )(functools.partial(_multiply, _by_group))
+        supports=functools.partial(_supports, _granularity),
+    )(functools.partial(_multiply, _granularity))
