@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lokakern.bench.crew import cores_of_rank
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.bench.forms import Case
 from lokakern.errors import MeasurementError, ShapeError
@@ -195,7 +195,7 @@ def operand_digest(*operands: Tensor | None) -> str:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    threads = min(MOST_THREADS, os.cpu_count() or 1)
+    threads = min(MOST_THREADS, cores_of_rank())
     return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="draw")
 
 

@@ -20,7 +20,7 @@ from lokakern.registry.identity import (
     family_key,
     problem_key,
 )
-from lokakern.registry.records import DistributionRow, TimingRecord
+from lokakern.registry.records import DistributionRow
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import Device, Environment, Granularity, Problem
 
@@ -53,9 +53,8 @@ class Races:
         new = set(map(id, todo))
         self._before = [job for job in jobs if id(job) not in new]
 
-    def add(self, problem: Problem, name: str, record: TimingRecord) -> None:
-        if record.status == "ok" and record.latency_us_p50 is not None:
-            self._times.setdefault(problem, {})[name] = record.latency_us_p50
+    def add(self, problem: Problem, name: str, latency_us: float) -> None:
+        self._times.setdefault(problem, {})[name] = latency_us
 
     def needed(self) -> set[NumericsKey]:
         """Numerics classes of which somebody might choose a kernel at some problem."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import wraps
@@ -69,6 +69,11 @@ DistributionOption = Annotated[
 ]
 
 
+def say(words: str) -> None:
+    """A line for whoever waits."""
+    print(words, file=sys.stderr)
+
+
 def says_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -98,7 +103,7 @@ def source_of(text: str) -> str | Path:
     return text if "://" in text else Path(text).expanduser()
 
 
-def cases_of(shapes: list[str], epilogue: str | None, fp8: Format) -> list[Case]:
+def cases_of(shapes: Sequence[str], epilogue: str | None, fp8: Format) -> list[Case]:
     """Everything about the shapes of ``--shape``; with ``--epilogue`` the layers that end so."""
     from lokakern.bench.norm_forms import epilogue_cases
     from lokakern.bench.suites import shape_cases

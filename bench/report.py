@@ -101,3 +101,8 @@ class TerminalProgress(Progress):
     def step(self, text: str) -> None:
         if self._task is not None:
             self._bar.update(self._task, advance=1, what=text[:60])
+
+    def reach(self, done: int, text: str = "") -> None:
+        if self._task is not None:
+            words: dict[str, Any] = {"what": text[:60]} if text else {}
+            self._bar.update(self._task, completed=done, **words)

@@ -2,23 +2,36 @@
 
 What is already in the database for the same kernel digest, problem, device and environment is not
 measured again, so an interrupted sweep goes on where it stopped. Everything is launched in a
-disposable process (`lokakern.bench.worker`): a kernel that crashes or hangs becomes a row.
+disposable process (`lokakern.bench.worker`): a kernel that crashes or hangs becomes a row. Several
+ranks may share a sweep (`lokakern.bench.crew`).
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
+import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lokakern.bench import cost, timing
-from lokakern.bench.accuracy import Cell, cells_for
+from lokakern.bench.accuracy import Cell
+from lokakern.bench.crew import Alone
 from lokakern.bench.known import Job, Known, Races, distribution_row
 from lokakern.bench.measure import torch_device
+from lokakern.bench.plan import (
+    Found,
+    Plan,
+    digest_of,
+    estimate_s,
+    harness_digest,
+    kernels_digest,
+    time_costs,
+)
+from lokakern.bench.plan import candidates as candidates
 from lokakern.bench.suites import Case
 from lokakern.bench.worker import (
     CPU_WATCHDOG_S,
@@ -34,9 +47,9 @@ from lokakern.device import current_device, current_environment
 from lokakern.errors import UnknownNameError
 from lokakern.prebuild import prebuild
 from lokakern.registry.records import AccuracyRecord, TimingRecord
-from lokakern.registry.register import KERNELS, Kernel, kernels_for
+from lokakern.registry.register import KERNELS
 from lokakern.selection import default_regime
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Problem, Rejected
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.store import RunFile
@@ -62,6 +75,9 @@ class Progress:
     def step(self, text: str) -> None:
         """One step is done; the text says what comes next or came last."""
 
+    def reach(self, done: int, text: str = "") -> None:
+        """So many steps are done, by all ranks."""
+
 
 @dataclass
 class SweepReport:
@@ -82,24 +98,21 @@ class SweepReport:
     seconds: float = 0.0
     job_s: list[tuple[Problem, int, float]] = field(default_factory=list)
 
+    def counts(self) -> dict[str, Any]:
+        """What other ranks are told."""
+        return {name: value for name, value in vars(self).items() if name != "job_s"}
 
-def harness_digest() -> str:
-    """Digest of the measuring code: rows of different harnesses can be told apart."""
-    folder = Path(__file__).resolve().parent
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def candidates(problem: Problem, device: Device, only: Sequence[str] = ()) -> list[Kernel]:
-    """Registered kernels that accept a problem; ``only`` keeps those whose name holds a word."""
-    return [
-        kernel
-        for kernel in kernels_for(problem.op, device)
-        if not isinstance(kernel.supports(problem, device), Rejected)
-        and (not only or any(word in kernel.name for word in only))
-    ]
+    @classmethod
+    def of_all(cls, counts: Sequence[dict[str, Any]]) -> SweepReport:
+        """What all ranks did: the first found out what was there, the others only measured."""
+        every = cls(**counts[0])
+        for other in counts[1:]:
+            for name in ("timed", "measured", "problems", "deaths", "failures"):
+                setattr(every, name, getattr(every, name) + other[name])
+            every.given_up += [words for words in other["given_up"] if words not in every.given_up]
+            every.out_of_time |= other["out_of_time"]
+            every.seconds = max(every.seconds, other["seconds"])
+        return every
 
 
 def sweep(
@@ -119,6 +132,7 @@ def sweep(
     watchdog_s: float | None = None,
     strikes: int = STRIKES,
     progress: Progress | None = None,
+    crew: Alone | None = None,
 ) -> SweepReport:
     """Measure cases on the device here and merge the rows into a database.
 
@@ -140,10 +154,15 @@ def sweep(
         watchdog_s: Longest silence of a launched kernel; None means 60 on GPUs, 600 on CPUs.
         strikes: Crashes and hangs after which a kernel is launched no more.
         progress: Where to tell.
+        crew: The ranks that share the sweep, all with the same arguments; None for this one alone.
+
+    Returns:
+        What this rank did.
 
     Raises:
         DatabaseError: The database cannot be read or written.
-        MeasurementError: The regime is not possible here, or no worker can be started.
+        MeasurementError: The regime is not possible here, no worker can be started, or ranks have
+            different devices, software or cases.
         UnknownNameError: ``errors`` is none of those.
     """
     from lokakern.registry.store import RunFile, collect_runs
@@ -157,71 +176,81 @@ def sweep(
     timing.check_regime(regime, torch_device())
     if watchdog_s is None:
         watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
-    progress = progress or Progress()
+    progress, crew = progress or Progress(), crew or Alone()
     report = SweepReport()
-    collect_runs(database)
-    known = Known(database, device, environment, regime, grade, fresh, retry)
-    given_up = {} if retry else known.given_up(strikes)
-    jobs = []
-    for case in cases:
-        found = candidates(case.problem, device, only)
-        for kernel in found:
-            if "python:__main__" in kernel.modules:
-                report.given_up.append(f"{kernel.name}: a worker cannot import the script that "
-                                       "registers it; move it to a module")  # fmt: skip
-        found = [kernel for kernel in found if "python:__main__" not in kernel.modules]
-        usable = tuple(kernel for kernel in found if kernel.digest not in given_up)
-        report.given_up += [
-            f"{kernel.name}: crashed or hung {given_up[kernel.digest]} times before"
-            for kernel in found
-            if kernel.digest in given_up
-        ]
-        if usable:
-            jobs.append(Job(case, usable))
-    report.given_up = list(dict.fromkeys(report.given_up))
-    todo = [job for job in jobs if not known.has_timings(job)]
-    report.skipped = sum(len(job.kernels) for job in jobs) - sum(len(j.kernels) for j in todo)
-    races = Races(device, known, jobs, todo)
-    cells: list[Cell] = []
-    if errors != "none":
-        pairs = [(kernel, job.case.problem) for job in jobs for kernel in job.kernels]
-        cells = cells_for(pairs, device, distributions)
-    if errors == "needed" and not todo:
+    crew.agree({
+        "device": str(device), "environment": str(environment), "kernels": kernels_digest(),
+        "cases": digest_of(map(str, cases)), "regime": regime,
+    })  # fmt: skip
+    plan = Plan(cases, only, device, distributions if errors != "none" else ())
+
+    @functools.cache
+    def known() -> Known:
+        return Known(database, device, environment, regime, grade, fresh, retry)
+
+    def look() -> dict[str, Any]:
+        collect_runs(database)
+        return asdict(plan.look(known(), {} if retry else known().given_up(strikes)))
+
+    def look_at_times() -> dict[str, Any]:
+        """Whose errors are needed, now that every time is there."""
+        races = Races(device, known(), plan.jobs, todo)
+        for place, name, latency_us in itertools.chain(*(crew.results("times") if todo else ())):
+            races.add(todo[place].case.problem, name, latency_us)
         needed = races.needed()
-        cells = [cell for cell in cells if races.is_needed(cell, needed)]
-    wanted = [left for cell in cells if (left := known.remaining(cell)) is not None]
-    if errors != "needed" or not todo:
-        report.skipped += len(cells) - len(wanted)
-    if not todo and not wanted:
-        return report
-    report.estimated_s = cost.BEGIN_S if device.is_gpu else 0.0
-    report.estimated_s += sum(cost.timing_s(j.case.problem, len(j.kernels), device) for j in todo)
-    share = cost.NEEDED_SHARE if errors == "needed" else 1.0
-    report.estimated_s += share * sum(cost.error_s(cell, device) for cell in wanted)
+        count = sum(races.is_needed(cell, needed) for cell in plan.cells)
+        return {"cells": [c for c in left if races.is_needed(plan.cells[c[0]], needed)],
+                "needed": count}  # fmt: skip
+
+    found = Found(**crew.plan("times", look))
+    plan.use(found.given_up)
+    report.given_up = found.why
+    todo, left = [plan.jobs[place] for place in found.todo], found.cells
+    report.skipped = sum(len(job.kernels) for job in plan.jobs)
+    report.skipped -= sum(len(job.kernels) for job in todo)
+
+    def choose_errors() -> list[Any]:
+        cells, count = left, len(plan.cells)
+        if errors == "needed":
+            chosen = crew.plan("errors", look_at_times)
+            cells, count = chosen["cells"], chosen["needed"]
+        report.skipped += count - len(cells)
+        return cells
+
+    if not todo:
+        left = choose_errors()
+        if not left:
+            return report
+    report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / crew.world
     count = sum(len(job.kernels) for job in todo)
     progress.note(
         f"{count} times at {len(todo)} problems and "
-        f"{'at most ' if errors == 'needed' else ''}{len(wanted)} errors: "
+        f"{'at most ' if errors == 'needed' and todo else ''}{len(left)} errors: "
         f"about {_duration(report.estimated_s)}"
+        + (f" on {crew.world} GPUs" if crew.world > 1 else "")
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
-        prebuild([job.case.problem for job in todo], device, only, progress=progress)
+        problems = [job.case.problem for job in todo]
+        crew.once("prebuild", lambda: _prebuild(problems, device, only, progress))
     run = RunFile.create(
         database, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
     )
     with run:
         session = _Session(
-            run, device, environment, regime, report, progress, races, watchdog_s, deadline, strikes
+            run, device, environment, regime, report, progress, crew, watchdog_s, deadline, strikes
         )
-        session.time(todo)
-        if errors == "needed" and todo:
-            needed = races.needed()
-            report.skipped += sum(races.is_needed(c, needed) for c in cells)
-            wanted = [cell for cell in wanted if races.is_needed(cell, needed)]
-            report.skipped -= len(wanted)
-        session.measure(wanted)
+        if todo:
+            session.time(todo)
+            left = choose_errors()
+        session.measure(plan.wanted(left))
     report.seconds = time.monotonic() - begun
     return report
+
+
+def _prebuild(
+    problems: Sequence[Problem], device: Device, only: Sequence[str], progress: Progress
+) -> None:
+    prebuild(problems, device, only, progress=progress)
 
 
 def _duration(seconds: float) -> str:
@@ -241,54 +270,67 @@ class _Session:
     regime: str
     report: SweepReport
     progress: Progress
-    races: Races
+    crew: Alone
     watchdog_s: float
     deadline: float | None
     strikes: int
+    phase: str = ""
     tasks: dict[int, Task] = field(default_factory=dict)
+    results: list[tuple[int, str, float]] = field(default_factory=list)  # times that are ok
     struck: Counter[str] = field(default_factory=Counter)
     stand_ins: dict[AccuracyTask, tuple[str, ...]] = field(default_factory=dict)
 
     def time(self, jobs: Sequence[Job]) -> None:
-        self.tasks = {
-            number: TimingTask(job.case, tuple(k.name for k in job.kernels), self.regime)
-            for number, job in enumerate(jobs)
-        }
-        self._work("times")
+        def task(place: int) -> Task:
+            job = jobs[place]
+            return TimingTask(job.case, tuple(k.name for k in job.kernels), self.regime)
+
+        self._work("times", time_costs(jobs, self.device), task)
 
     def measure(self, cells: Sequence[Cell]) -> None:
-        self.tasks = {}
-        for number, cell in enumerate(cells):
-            task = AccuracyTask(cell.kernel.name, cell.problem, cell.distribution, cell.seed)
-            self.stand_ins[task] = tuple(kernel.name for kernel in cell.stand_ins)
-            self.tasks[number] = task
-        self._work("errors")
+        def task(place: int) -> Task:
+            cell = cells[place]
+            made = AccuracyTask(cell.kernel.name, cell.problem, cell.distribution, cell.seed)
+            self.stand_ins[made] = tuple(kernel.name for kernel in cell.stand_ins)
+            return made
 
-    def _work(self, phase: str) -> None:
-        if self.report.out_of_time or not self.tasks:
+        self._work("errors", [cost.error_s(cell, self.device) for cell in cells], task)
+
+    def _work(self, phase: str, costs: Sequence[float], task: Callable[[int], Task]) -> None:
+        """Do this rank's shares of a phase."""
+        if self.report.out_of_time or not costs:
             return
-        self.progress.begin(phase, len(self.tasks))
-        for name in [name for name, count in self.struck.items() if count >= self.strikes]:
-            self._give_up(name)
-        self.report.out_of_time = not run_tasks(
-            self.tasks, self._done, self._died, watchdog_s=self.watchdog_s, deadline=self.deadline
-        )
+        self.phase = phase
+        self.progress.begin(phase, len(costs))
+        for share in self.crew.shares(phase, costs, self.progress.reach):
+            self.tasks = {place: task(place) for place in share.places}
+            self.results = []
+            for name in [name for name, count in self.struck.items() if count >= self.strikes]:
+                self._give_up(name)
+            if not self.report.out_of_time:
+                self.report.out_of_time = not run_tasks(
+                    self.tasks, self._done, self._died,
+                    watchdog_s=self.watchdog_s, deadline=self.deadline,
+                )  # fmt: skip
+            share.done(self.results)
 
     def _done(self, number: int, task: Task, done: Done) -> None:
         if isinstance(task, TimingTask):
             for name, record in zip(task.kernels, done.records, strict=True):
                 assert isinstance(record, TimingRecord)
                 self._write_timing(name, task, record)
+                if record.status == "ok" and record.latency_us_p50 is not None:
+                    self.results.append((number, name, record.latency_us_p50))
             self.report.problems += 1
             self.report.job_s.append((task.case.problem, len(task.kernels), done.seconds))
-            self.progress.step(str(task.case.problem))
+            self.progress.reach(self.crew.step(self.phase), str(task.case.problem))
         else:
             (record,) = done.records
             assert isinstance(record, AccuracyRecord)
             self._write_accuracy(task, record)
             if record.status != "ok":
                 self._replace(number, task)
-            self.progress.step(f"{task.distribution} {task.problem}")
+            self.progress.reach(self.crew.step(self.phase), f"{task.distribution} {task.problem}")
 
     def _died(self, number: int, task: Task, death: Death) -> Task | None:
         self.report.deaths += 1
@@ -366,7 +408,6 @@ class _Session:
             KERNELS[name], problem, distribution_row(task.case.distribution),
             self.device, self.environment, self.regime, record,
         )  # fmt: skip
-        self.races.add(problem, name, record)
         self.report.timed += 1
         if record.status != "ok":
             self.report.failures.append(f"{name}: {problem}: {record.status}: {record.reason}")

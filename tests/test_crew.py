@@ -1,0 +1,285 @@
+"""Ranks that share a sweep: each place once, and nothing lost when one of them dies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+
+from lokakern.bench.crew import Alone, Crew, cores_of_rank, crew_of_torchrun, share_out, take_gpu
+from lokakern.errors import MeasurementError
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_S = 1.0
+
+
+@given(
+    st.lists(st.floats(0.01, 100), max_size=300),
+    st.integers(2, 9),
+)
+def test_shares_are_all_places_in_their_order(costs: list[float], world: int) -> None:
+    shares = share_out(costs, world)
+    assert [place for share in shares for place in share] == list(range(len(costs)))
+    assert all(shares)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_shares_begin_large_and_end_small(world: int) -> None:
+    shares = share_out([1.0] * 2000, world)
+    sizes = [len(share) for share in shares]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == pytest.approx(0.75 * 2000 / world, abs=1)
+    assert sizes[-1] <= 2000 / (32 * world)
+    assert len(sizes) <= 8 * world  # each costs a worker
+
+
+def test_costs_decide_the_size_of_shares() -> None:
+    costs = [10.0] * 50 + [1.0] * 50
+    first, second, *_ = share_out(costs, 2)
+    assert sum(costs[p] for p in first) == pytest.approx(sum(costs[p] for p in second), abs=11)
+
+
+@pytest.fixture
+def crews() -> Iterator[Callable[..., list[Crew]]]:
+    """Ranks with a store of torch.distributed, each a client of its own."""
+    first = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(world: int, hosts: str = "") -> list[Crew]:
+        return [
+            Crew(
+                distributed.TCPStore("127.0.0.1", first.port, wait_for_workers=False),
+                rank, world, host=hosts[rank : rank + 1] or "a", patience_s=PATIENCE_S,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+    yield make
+
+
+def together(crews: list[Crew], work: Callable[[Crew], Any]) -> list[Any]:
+    def inside(crew: Crew) -> Any:
+        with crew:
+            return work(crew)
+
+    with ThreadPoolExecutor(len(crews)) as pool:
+        return list(pool.map(inside, crews))
+
+
+def test_every_place_is_done_once(crews: Callable[..., list[Crew]]) -> None:
+    done: list[int] = []
+    heard: list[int] = []
+
+    def work(crew: Crew) -> list[Any]:
+        for share in crew.shares("times", [1.0] * 100, heard.append):
+            for place in share.places:
+                time.sleep(0.001 * (1 + crew.rank))  # one is slower
+                done.append(place)
+                crew.step("times")
+            share.done(list(share.places))
+        return crew.results("times")
+
+    every = together(crews(3), work)
+    assert sorted(done) == list(range(100))
+    assert all(sorted(itertools.chain(*results)) == list(range(100)) for results in every)
+    assert all(0 < count <= 100 for count in heard)
+
+
+def test_one_plans_for_all_and_each_host_prepares_once(crews: Callable[..., list[Crew]]) -> None:
+    planned: list[int] = []
+    prepared: list[str] = []
+
+    def work(crew: Crew) -> Any:
+        def plan() -> dict[str, Any]:
+            planned.append(crew.rank)
+            time.sleep(0.2)
+            return {"by": crew.rank, "todo": [1, 2]}
+
+        crew.agree({"device": "NVIDIA H200"})
+        found = crew.plan("times", plan)
+        crew.once("prebuild", lambda: prepared.append(crew._host))
+        return found, crew.gather("report", crew.rank)
+
+    every = together(crews(4, "aabb"), work)
+    assert len(planned) == 1 and sorted(prepared) == ["a", "b"]
+    assert all(found == {"by": planned[0], "todo": [1, 2]} for found, _ in every)
+    assert [gathered for _, gathered in every] == [[0, 1, 2, 3], None, None, None]
+
+
+def test_what_a_dead_rank_had_is_done_by_another(crews: Callable[..., list[Crew]]) -> None:
+    living, dead = crews(2)
+    done: list[int] = []
+    with dead:
+        taken = next(dead.shares("times", [1.0] * 40, lambda _: None))
+        assert taken.places
+    # Its heart stands still, and the share was never done.
+    with living:
+        begun = time.monotonic()
+        for share in living.shares("times", [1.0] * 40, lambda _: None):
+            done += share.places
+            share.done(list(share.places))
+        assert sorted(done) == list(range(40))
+        assert time.monotonic() - begun >= PATIENCE_S
+        assert living.gather("report", "me") == ["me"]
+
+
+def test_another_plans_where_the_planner_died(crews: Callable[..., list[Crew]]) -> None:
+    living, dead = crews(2)
+
+    def die() -> None:
+        raise RuntimeError("killed")
+
+    with dead, pytest.raises(RuntimeError):
+        dead.plan("times", die)
+    with living:
+        assert living.plan("times", lambda: [7]) == [7]
+
+
+def test_a_slow_rank_is_not_taken_for_dead(crews: Callable[..., list[Crew]]) -> None:
+    done: list[int] = []
+
+    def work(crew: Crew) -> None:
+        for share in crew.shares("times", [1.0] * 4, lambda _: None):
+            time.sleep(3 * PATIENCE_S if crew.rank and not done else 0.01)
+            done.extend(share.places)
+            share.done(None)
+
+    together(crews(2), work)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_ranks_that_differ_are_told_what(crews: Callable[..., list[Crew]]) -> None:
+    def work(crew: Crew) -> str:
+        try:
+            crew.agree({"regime": "eager", "device": f"GPU {crew.rank}"})
+        except MeasurementError as error:
+            return str(error)
+        return ""
+
+    first, second = together(crews(2), work)
+    assert sorted((first == "", second == "")) == [False, True]
+    assert "another device than the rank that plans" in first + second
+
+
+def test_alone_everything_is_its_own() -> None:
+    with Alone() as crew:
+        crew.agree({})
+        assert crew.plan("times", lambda: [3]) == [3]
+        (share,) = crew.shares("times", [1.0, 2.0], lambda _: None)
+        assert list(share.places) == [0, 1]
+        assert crew.step("times") == 1
+        share.done("result")
+        assert crew.results("times") == ["result"]
+        assert list(crew.shares("errors", [], lambda _: None)) == []
+        assert crew.gather("report", 5) == [5]
+
+
+def test_torchrun_tells_of_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert type(crew_of_torchrun()) is Alone
+    for name, value in {"WORLD_SIZE": "2", "RANK": "x", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeasurementError, match=r"cannot be reached.*torchrun"):
+        crew_of_torchrun()
+
+
+@pytest.mark.parametrize(("given", "taken"), [("", "1"), ("4,7", "7"), ("GPU-a, GPU-b", "GPU-b")])
+def test_a_rank_takes_its_gpu(given: str, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    take_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == given  # alone: all of them
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    take_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+    assert cores_of_rank() >= 1
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "CUDA_VISIBLE_DEVICES": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeasurementError, match="at most --nproc-per-node 1"):
+        take_gpu()
+
+
+# --- real processes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_process(rank: int, port: int, database: Path, *words: str) -> subprocess.Popen[str]:
+    """One rank of two, as torchrun starts it, on a CPU."""
+    environment = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "LOKAKERN_CREW_PATIENCE_S": "3",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "lokakern.bench", "sweep", "--db", str(database), "--json"]
+    return subprocess.Popen(
+        [*command, *words], env=environment, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+# Of some size: of small problems a CPU's cache holds thousands, all of which are laid out.
+SHAPES = [word for m in range(512, 592, 16) for word in ("--shape", f"{m},512,512")]
+FEW = ("--kernel", "torch.bf16", "--kernel", "torch.quantize_row", "--errors", "none")
+
+
+def rows_of(database: Path) -> tuple[int, int]:
+    """How many problems were timed, and in how many runs."""
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        query = (
+            "SELECT count(DISTINCT problem), count(DISTINCT run) FROM timing WHERE status = 'ok'"
+        )
+        problems, runs = connection.execute(query).fetchone()
+    return int(problems), int(runs)
+
+
+def test_two_processes_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
+    database, port = tmp_path / "a.sqlite", free_port()
+    first = rank_process(0, port, database, *SHAPES, *FEW)
+    second = rank_process(1, port, database, *SHAPES, *FEW)
+    folder = tmp_path / "a.sqlite.runs"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and first.poll() is None:  # until both have rows
+        runs = [rows_of(path)[0] for path in folder.glob("*.sqlite")]
+        if len(runs) == 2 and all(runs):
+            break
+        time.sleep(0.05)
+    second.send_signal(signal.SIGKILL)
+    second.wait(30)
+    _, err = first.communicate(timeout=180)
+    assert first.returncode == 0, err
+    again = subprocess.run(
+        [sys.executable, "-m", "lokakern.bench", "sweep", "--db", str(database), *SHAPES, *FEW],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, text=True, capture_output=True,
+        timeout=180, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert "0 times of 0 problems" in again.stderr
+    problems, runs = rows_of(database)
+    assert problems >= len(SHAPES) // 2 and runs == 2  # also what the killed one had measured
