@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from lokakern.registry.records import TestResultRecord
 
 NEEDS_A_GPU = "needs a GPU"
+# Programs that pip does not have: .ci/run says aloud that they are not there.
+SAID_TO_BE_MISSING = {
+    "needs clang 22": "LOKAKERN_NO_CLANG",
+    "needs PostgreSQL": "LOKAKERN_NO_POSTGRES",
+}
 # Before torch is imported: as many threads in all as there are cores.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _PROCESSES > 1:
@@ -99,8 +104,8 @@ def _fail_a_silent_skip(report: Any) -> None:
     reason = where[2] if isinstance(where, tuple) else str(where)
     reason = reason.removeprefix("Skipped: ")
     another = "gpu" in getattr(report, "keywords", ()) and reason.startswith(f"{NEEDS_A_GPU} of ")
-    no_clang = reason == "needs clang 22" and os.environ.get("LOKAKERN_NO_CLANG") == "1"
-    if reason != NEEDS_A_GPU and not another and not no_clang:
+    missing = os.environ.get(SAID_TO_BE_MISSING.get(reason, "")) == "1"
+    if reason != NEEDS_A_GPU and not another and not missing:
         report.outcome = "failed"
         report.longrepr = (
             f"{report.nodeid} was skipped because {reason!r}; LOKAKERN_STRICT=1 accepts "
