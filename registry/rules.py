@@ -82,8 +82,15 @@ class Rule:
         kinds = set(map(type, values))
         if self.nullable:
             kinds.discard(type(None))
-        if kinds <= {self.kind} and self._holds([v for v in set(values) if v is not None]):
-            return None
+        if kinds <= {self.kind}:
+            if self.kind is str:
+                values_seen: Sequence[Any] = list(set(values) - {None})
+            elif self.nullable:
+                values_seen = [value for value in values if value is not None]
+            else:
+                values_seen = values
+            if self._holds(values_seen):
+                return None
         return next((i for i, value in enumerate(values) if not self._is(value)), None)
 
     def _is(self, value: Any) -> bool:
@@ -100,9 +107,9 @@ class Rule:
             return max(map(len, values)) <= self.longest and not any(map(CONTROL.search, values))
         if self.kind is bytes:
             return True
-        # NaN is like no number; min and max would miss it.
-        if any(value != value for value in values):
-            return False
+        # SQLite hands out no NaN: it is NULL.
+        if math.isinf(self.least) and math.isinf(self.most) and not self.finite:
+            return True
         least, most = min(values), max(values)
         return self.least <= least and most <= self.most and not (
             self.finite and (math.isinf(least) or math.isinf(most))
