@@ -69,8 +69,8 @@ def export(
     from lokakern.registry.store import shipped_databases, user_database
 
     user = user_database()
-    own = [] if db else [*shipped_databases(), *([user] if user.exists() else [])]
-    rows = union_of(own, [source_of(text) for text in db or ()])
+    asked = [source_of(text) for text in db] if db else [user] if user.exists() else []
+    rows = union_of([] if db else shipped_databases(), asked)  # what is handed on is checked
     path = Path(target).expanduser()
     found = Snapshot(rows).find_device(device)
     left_out = export_rows(rows, path, found)
