@@ -1,21 +1,21 @@
-"""The command line: sweep, explain, chain, compare, export, list.
+"""The command line: sweep, explain, chain, compare, export, import, merge, diff, list.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
-slower than allowed by ``--fail-under``; 5 a sweep is done, but rows of it are not ok.
+slower than allowed by ``--fail-under``; 5 a sweep is done, but rows of it are not ok; 6 a diff
+found something slower or wronger.
 """
 
 from __future__ import annotations
 
-import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
+from lokakern.bench.cli_exchange import diff, export, import_, merge
 from lokakern.bench.cli_sweep import sweep
 from lokakern.bench.options import (
     BudgetOption,
@@ -29,7 +29,6 @@ from lokakern.bench.options import (
     say,
     says_errors,
     shape_of,
-    source_of,
 )
 from lokakern.errors import UnknownNameError
 from lokakern.types import Layout, Operand
@@ -38,7 +37,7 @@ app = typer.Typer(
     name="lokakern.bench",
     help="Measure FP8 kernels, and ask which one dispatch would choose and why.\n\n"
     "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to go on), "
-    "4 slower than --fail-under, 5 swept, but rows are not ok.",
+    "4 slower than --fail-under, 5 swept, but rows are not ok, 6 slower or wronger (diff).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -139,35 +138,10 @@ def explain(
 
 app.command()(chain)
 app.command()(compare)
-
-
-@app.command()
-@says_errors
-def export(
-    target: Annotated[str, typer.Argument(help="File to write.")],
-    device: Annotated[str, typer.Option(help='GPU type, such as "NVIDIA H200".')],
-    db: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--db", help="Database to read; repeatable. Default: the shipped ones and the user's."
-        ),
-    ] = None,
-) -> None:
-    """Write what is known of a GPU type and of kernels as they are now into a file to ship."""
-    from lokakern.bench.export import export as export_rows
-    from lokakern.registry.snapshot import load_snapshot
-    from lokakern.registry.store import shipped_databases, user_database
-
-    sources = [source_of(text) for text in db or ()]
-    if not sources:
-        user = user_database()
-        sources = [*shipped_databases(), *([user] if user.exists() else [])]
-    path = Path(target).expanduser()
-    found = load_snapshot(sources).find_device(device)
-    left_out = export_rows(sources, path, found)
-    words = ", ".join(f"{count} {name} rows" for name, count in left_out.items())
-    print(f"{path}: {path.stat().st_size / 2**20:.2f} MiB of {found}; left out, of changed kernels "
-          f"or other devices: {words}", file=sys.stderr)  # fmt: skip
+app.command()(export)
+app.command("import")(import_)
+app.command()(merge)
+app.command()(diff)
 
 
 @app.command("list")

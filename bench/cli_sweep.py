@@ -264,6 +264,7 @@ def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], qui
 
 
 def _target(db: str | None) -> Path | str:
+    from lokakern.registry.exchange import checked_file
     from lokakern.registry.store import user_database
 
     target = source_of(db) if db else user_database()
@@ -275,6 +276,9 @@ def _target(db: str | None) -> Path | str:
                 f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
                 "another with --db"
             ) from None
+        if db is not None and target.exists():  # whoever wrote it
+            with checked_file(target):
+                pass
     return target
 
 

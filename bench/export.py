@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
 from lokakern.registry.freshness import is_current
-from lokakern.registry.merging import read_checked, union
-from lokakern.registry.reader import Rows, Source
+from lokakern.registry.manifest import manifest_of, place_of, text_of
+from lokakern.registry.reader import Rows, rows_digest
 from lokakern.registry.tables import COLUMNS, DIMENSIONS, FACTS, REFERENCES
-from lokakern.registry.writer import locked, replace_file
+from lokakern.registry.writer import locked, publish, replace_file
 from lokakern.types import Device
 
 
-def export(sources: Sequence[Source], target: Path, device: Device) -> dict[str, int]:
-    """Write what databases hold of a GPU type and of kernels as they are now into a new file.
+def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
+    """Write what is known of a GPU type and of kernels as they are now into a new file.
 
     Left out are facts of kernels whose source changed since, and of other devices; then whatever
-    no fact refers to. The rows that stay are as they were.
+    no fact refers to. The rows that stay are as they were. A manifest goes beside the file.
 
     Args:
-        sources: Database files or URLs; never changed.
+        merged: Rows of all databases to read.
         target: The file; what was there before is replaced.
         device: The GPU type.
 
@@ -31,9 +30,8 @@ def export(sources: Sequence[Source], target: Path, device: Device) -> dict[str,
         How many facts were left out, by table.
 
     Raises:
-        DatabaseError: A source cannot be read, sources contradict each other, or nothing is left.
+        DatabaseError: Nothing is left, or the file cannot be written.
     """
-    merged = union([read_checked(source) for source in sources])
     kept = current_rows(merged, device)
     if not any(kept[name] for name in FACTS):
         raise DatabaseError(
@@ -41,7 +39,10 @@ def export(sources: Sequence[Source], target: Path, device: Device) -> dict[str,
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target.with_name(target.name + ".lock")):
+        # The file first: with the manifest of another an import refuses it.
         replace_file(target, kept)
+        manifest = text_of(manifest_of(target, kept, rows_digest(kept), device))
+        publish(place_of(target), lambda temporary: temporary.write_text(manifest, "utf-8"))
     return {name: len(merged[name]) - len(kept[name]) for name in FACTS}
 
 

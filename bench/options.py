@@ -120,10 +120,13 @@ def reading(database: str | None) -> Iterator[None]:
         yield
         return
     from lokakern import selection
-    from lokakern.registry.snapshot import load_snapshot
+    from lokakern.registry.exchange import union_of
+    from lokakern.registry.snapshot import Snapshot
     from lokakern.registry.store import shipped_databases
 
-    selection.use_snapshot(load_snapshot([*shipped_databases(), source_of(database)]))
+    shipped, given = shipped_databases(), source_of(database)
+    rows = union_of(shipped, [given])
+    selection.use_snapshot(Snapshot(rows, [*map(str, shipped), database]))
     try:
         yield
     finally:

@@ -116,12 +116,13 @@ def union(parts: Sequence[Rows]) -> Rows:
         for part in parts:
             for row in part[name]:
                 if rows.setdefault(row[0], row) != row:
-                    raise _conflict(name, rows[row[0]], row)
+                    raise conflict(name, rows[row[0]], row)
         merged[name] = by_key(rows.values())
     return merged
 
 
-def _conflict(name: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> DatabaseError:
+def conflict(name: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> DatabaseError:
+    """The error of one key with two contents."""
     differing = ", ".join(
         f"{column} {a!r} and {b!r}"
         for column, a, b in zip(COLUMNS[name], one, other, strict=True)
@@ -172,7 +173,7 @@ def _insert_missing(connection: Connection, name: str, rows: Sequence[tuple[Any,
         found = {row[0]: tuple(row) for row in connection.execute(query)}
         for key, row in found.items():
             if part[key] != row:
-                raise _conflict(name, row, part[key])
+                raise conflict(name, row, part[key])
         missing = [
             dict(zip(columns, row, strict=True)) for key, row in part.items() if key not in found
         ]

@@ -39,7 +39,7 @@ Rows = dict[str, list[tuple[Any, ...]]]
 Source = str | Path | URL
 
 _MAGIC = b"SQLite format 3\0"
-_REMAKE = "ask for the file again, or make one with `python -m lokakern.bench sweep`"
+REMAKE = "ask for the file again, or make one with `python -m lokakern.bench sweep`"
 
 
 def resolve(source: Source) -> Path | URL:
@@ -80,7 +80,7 @@ def open_readonly(path: str | Path) -> Iterator[Connection]:
         DatabaseError: Not a lokakern database, newer than this code, truncated or corrupt.
     """
     path = Path(path)
-    _check_header(path)
+    check_header(path, shown(path))
     engine = sqlalchemy.create_engine(
         "sqlite://", creator=functools.partial(_connect_readonly, path), poolclass=NullPool
     )
@@ -91,7 +91,7 @@ def open_readonly(path: str | Path) -> Iterator[Connection]:
     except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError) as error:
         raise DatabaseError(
             f"database {shown(path)} cannot be read: {short(error)}; expected a whole SQLite file "
-            f"(SQLite here is {sqlite3.sqlite_version}, 3.37 or later is needed); {_REMAKE}"
+            f"(SQLite here is {sqlite3.sqlite_version}, 3.37 or later is needed); {REMAKE}"
         ) from error
     finally:
         engine.dispose()
@@ -116,8 +116,16 @@ def short(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
-def _check_header(path: Path) -> None:
-    name = shown(path)
+def check_header(path: Path, name: str) -> None:
+    """See that a file is a finished database of ours, in a schema version that is read here.
+
+    Args:
+        path: The file.
+        name: What errors call it.
+
+    Raises:
+        DatabaseError: It is not.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -131,20 +139,20 @@ def _check_header(path: Path) -> None:
         ) from error
     if len(header) < 100 or not header.startswith(_MAGIC):
         raise DatabaseError(
-            f"database {name} starts with {header[:16]!r}; expected a SQLite file; {_REMAKE}"
+            f"database {name} starts with {header[:16]!r}; expected a SQLite file; {REMAKE}"
         )
     application = int.from_bytes(header[68:72], "big")
     if application != APPLICATION_ID:
         raise DatabaseError(
             f"database {name} has application id {application:#x}; expected {APPLICATION_ID:#x}, "
-            f"which lokakern writes; {_REMAKE}"
+            f"which lokakern writes; {REMAKE}"
         )
     version = int.from_bytes(header[60:64], "big")
     if version not in READERS:
         known = ", ".join(map(str, READERS))
         raise DatabaseError(
             f"database {name} has schema version {version}; this lokakern reads {known}; "
-            + ("install a newer lokakern" if version > SCHEMA_VERSION else _REMAKE)
+            + ("install a newer lokakern" if version > SCHEMA_VERSION else REMAKE)
         )
     page_bytes = int.from_bytes(header[16:18], "big")
     expected_bytes = (65536 if page_bytes == 1 else page_bytes) * int.from_bytes(
@@ -153,15 +161,29 @@ def _check_header(path: Path) -> None:
     if status.st_size != expected_bytes:
         raise DatabaseError(
             f"database {name} is {status.st_size} bytes; its header says {expected_bytes}; it was "
-            f"cut off or is still being written; {_REMAKE}"
+            f"cut off or is still being written; {REMAKE}"
         )
-    beside = [path.with_name(path.name + ending) for ending in ("-journal", "-wal")]
-    pending = [file.name for file in beside if file.exists() and file.stat().st_size]
-    if pending or header[18:20] != b"\1\1":
-        raise DatabaseError(
-            f"database {name} has {pending[0] if pending else 'a write-ahead log'}, which a reader "
-            "of an immutable file does not see; expected a finished file: close its writer first"
-        )
+    if header[18:20] != b"\1\1":
+        raise _unfinished(name, "a write-ahead log")
+    check_beside(path, name)
+
+
+def check_beside(path: Path, name: str) -> None:
+    """See that nobody left a transaction beside a file, which is not in it yet.
+
+    Raises:
+        DatabaseError: Somebody did.
+    """
+    for beside in (path.with_name(path.name + ending) for ending in ("-journal", "-wal")):
+        if beside.exists() and beside.stat().st_size:
+            raise _unfinished(name, beside.name)
+
+
+def _unfinished(name: str, what: str) -> DatabaseError:
+    return DatabaseError(
+        f"database {name} has {what}, which a reader of an immutable file does not see; expected a "
+        "finished file: close its writer first"
+    )
 
 
 Schema = dict[str, tuple[object, ...]]
@@ -170,7 +192,7 @@ Schema = dict[str, tuple[object, ...]]
 def _check_schema(path: Path, connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
-    version = _version(connection)
+    version = version_of(connection)
     found, expected = _schema(driver), _expected_schema(version)
     if found == expected:
         return
@@ -179,11 +201,12 @@ def _check_schema(path: Path, connection: Connection) -> None:
             raise DatabaseError(
                 f"database {shown(path)} does not have the schema of version {version}: "
                 f"{name} is {found.get(name, 'missing')}; expected "
-                f"{expected.get(name, 'nothing of that name')}; {_REMAKE}"
+                f"{expected.get(name, 'nothing of that name')}; {REMAKE}"
             )
 
 
-def _version(connection: Connection) -> int:
+def version_of(connection: Connection) -> int:
+    """The schema version of a file."""
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
 
@@ -277,7 +300,7 @@ def read_rows(source: Source) -> Rows:
     found = resolve(source)
     if isinstance(found, Path):
         with open_readonly(found) as connection:
-            return _read_with(READERS[_version(connection)], found, connection)
+            return _read_with(READERS[version_of(connection)], found, connection)
     engine = open_server(found)
     try:
         with engine.connect() as connection:

@@ -426,5 +426,13 @@ def sqlite_statements(version: int = SCHEMA_VERSION) -> tuple[str, ...]:
         str(CreateTable(TABLES[name]).compile(dialect=dialect)) for name in tables_of(version)
     )
     if version < KEYS_IN_BYTES_SINCE:
-        statements = (text.replace('"key" BLOB', '"key" TEXT') for text in statements)
+        return tuple(map(_with_keys_in_digits, statements))
     return tuple(statements)
+
+
+def _with_keys_in_digits(statement: str) -> str:
+    statement = statement.replace('"key" BLOB', '"key" TEXT')
+    for digits in (32, 64):
+        statement = statement.replace(f"length(key) IN ({digits // 2}, {digits})",
+                                      f"length(key) = {digits}")  # fmt: skip
+    return statement

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
+import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 import sqlalchemy
 from filelock import FileLock, Timeout
-from sqlalchemy import Connection, Double, Engine, Integer, event, insert
+from sqlalchemy import Connection, Double, Engine, Integer, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -30,9 +33,12 @@ from lokakern.registry.tables import (
     TABLES,
     sqlite_statements,
 )
+from lokakern.registry.texts import insert_text
 
 LOCK_TIMEOUT_S = 600.0
 PAGE_BYTES = 8192  # 4096 makes a shipped file 1.5 % larger, 16384 0.5 %
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # a terminal would obey some
+_BATCH_ROWS = 20_000
 _REASON_CHARACTERS = 500  # a reason may quote a compiler's whole output
 
 
@@ -54,12 +60,23 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def replace_file(place: Path, rows: Rows) -> None:
-    """Write a file and rename it over the old one. The caller holds the lock."""
+    """Write a database and rename it over the old one. The caller holds the lock."""
+    publish(place, lambda temporary: write_file(temporary, rows))
+
+
+def publish(place: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written beside its place, and rename it over the old one.
+
+    The caller holds the lock. Whatever `write` raises, the old file is as it was.
+
+    Raises:
+        DatabaseError: There is no room, or no permission.
+    """
     for left_over in place.parent.glob(f"{_glob_escape(place.name)}.*.tmp*"):
         left_over.unlink(missing_ok=True)
     temporary = place.with_name(f"{place.name}.{uuid4().hex}.tmp")
     try:
-        write_file(temporary, rows)
+        write(temporary)
         _synchronize(temporary)
         os.replace(temporary, place)
         _synchronize(place.parent)
@@ -90,50 +107,86 @@ def write_file(path: Path, rows: Rows) -> None:
     Raises:
         DatabaseError: A row breaks a constraint.
     """
-    engine = open_writer(path, synchronous="OFF")  # synchronized before it is renamed
-    name = ""
     ids: dict[str, dict[str, int]] = {}
-    try:
-        with engine.begin() as connection:
-            connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            for statement in sqlite_statements():
-                connection.exec_driver_sql(statement)
-            for name, table in TABLES.items():
-                found = by_key(rows.get(name, []))
-                if name in DIMENSIONS:
-                    ids[name] = {row[0]: place for place, row in enumerate(found, start=1)}
-                    found = [
-                        (place, bytes.fromhex(row[0]), *row[1:])
-                        for place, row in enumerate(found, start=1)
-                    ]
-                else:
-                    found = translate(name, found, ids)
-                    found = [(bytes.fromhex(row[0]), *row[1:]) for row in found]
-                if found:
-                    statement = str(insert(table).compile(dialect=connection.dialect))
-                    connection.exec_driver_sql(statement, found)
-    except SQLAlchemyError as error:
-        raise DatabaseError(
-            f"database {str(path)!r}: {name} rows cannot be written: {short(error)}"
-        ) from error
-    finally:
-        engine.dispose()
-    _pack(path)
+    write_tables(path, ((name, _with_ids(name, rows.get(name, []), ids)) for name in TABLES))
 
 
-def _pack(path: Path) -> None:
-    """Write pages anew, as full as may be: 7 % smaller than as they were inserted.
+def _with_ids(
+    name: str, rows: list[tuple[Any, ...]], ids: dict[str, dict[str, int]]
+) -> Iterator[tuple[Any, ...]]:
+    found = by_key(rows)
+    if name in DIMENSIONS:
+        ids[name] = {row[0]: place for place, row in enumerate(found, start=1)}
+        for place, row in enumerate(found, start=1):
+            yield place, bytes.fromhex(row[0]), *row[1:]
+    else:
+        for row in translate(name, found, ids):
+            yield bytes.fromhex(row[0]), *row[1:]
+
+
+def write_tables(path: Path, tables: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
+    """Write rows as they lie in a file, which must not exist, in one transaction.
+
+    Args:
+        path: The file.
+        tables: Names in the order of `tables.TABLES`, with rows by key: those that facts refer to
+            with their ids in front, facts with ids for what they refer to. Keys are bytes.
+
+    Raises:
+        DatabaseError: A row breaks a constraint.
+    """
+    with scratch_for(path) as scratch:
+        engine = open_writer(scratch, synchronous="OFF")  # synchronized before it is renamed
+        name = ""
+        try:
+            with engine.begin() as connection:
+                create_tables(connection)
+                for name, rows in tables:
+                    left = iter(rows)
+                    while batch := list(itertools.islice(left, _BATCH_ROWS)):
+                        connection.exec_driver_sql(insert_text(name), batch)
+        except SQLAlchemyError as error:
+            raise DatabaseError(
+                f"database {str(path)!r}: {name} rows cannot be written: {short(error)}"
+            ) from error
+        finally:
+            engine.dispose()
+
+
+def create_tables(connection: Connection) -> None:
+    """Make an empty database ours."""
+    connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    for statement in sqlite_statements():
+        connection.exec_driver_sql(statement)
+
+
+@contextmanager
+def scratch_for(path: Path) -> Iterator[Path]:
+    """A place to write a database, which then is packed into a file that must not exist.
+
+    Its pages are written anew, as full as may be: 7 % smaller than as they were inserted, and the
+    same bytes in however many transactions and in whatever order rows came.
 
     Raises:
         DatabaseError: There is no room.
     """
+    scratch = path.with_name(f"{path.name}.tmp-scratch")
     try:
-        with closing(sqlite3.connect(os.path.abspath(path), isolation_level=None)) as connection:
+        yield scratch
+        with closing(sqlite3.connect(_uri(scratch), uri=True, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = OFF")
-            connection.execute("VACUUM")
+            connection.execute("VACUUM INTO ?", (_uri(path),))
     except sqlite3.Error as error:
         raise DatabaseError(f"database {str(path)!r} cannot be packed: {error}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+        scratch.with_name(scratch.name + "-journal").unlink(missing_ok=True)
+
+
+def _uri(path: Path) -> str:
+    # As a URI, so that other files can be attached read-only; quoted, for a "?" would end the name.
+    return f"file:{quote(os.path.abspath(path))}"
 
 
 def open_writer(path: Path, *, synchronous: str = "NORMAL") -> Engine:
@@ -141,7 +194,7 @@ def open_writer(path: Path, *, synchronous: str = "NORMAL") -> Engine:
 
     def connect() -> sqlite3.Connection:
         # Transactions are begun below, tables and all: the driver would begin them at inserts only.
-        connection = sqlite3.connect(os.path.abspath(path), isolation_level=None)
+        connection = sqlite3.connect(_uri(path), uri=True, isolation_level=None)
         pragmas = (f"page_size = {PAGE_BYTES}", "foreign_keys = ON", f"synchronous = {synchronous}")
         for pragma in pragmas:
             connection.execute(f"PRAGMA {pragma}")
@@ -194,7 +247,7 @@ def _plain(column: sqlalchemy.Column[Any], value: Any) -> str | int | float:
     if not isinstance(value, str):
         raise TypeError("expected text")
     if column.name == "reason":
-        text = str(value).replace("\0", " ").encode("utf-8", "replace").decode()
+        text = CONTROL.sub(" ", value).encode("utf-8", "replace").decode()
         cut = len(text) > _REASON_CHARACTERS
         return text[: _REASON_CHARACTERS - 3] + "..." if cut else text
     if "\0" in value:

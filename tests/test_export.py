@@ -11,6 +11,7 @@ from lokakern import selection
 from lokakern.bench.export import current_rows, export
 from lokakern.bench.suites import SUITES
 from lokakern.errors import DatabaseError
+from lokakern.registry.exchange import union_of
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import kernel_from_row
 from lokakern.registry.reader import Rows, read_rows
@@ -76,7 +77,7 @@ def as_they_are_now(rows: Rows) -> dict[str, int]:
 def test_what_is_current_stays_as_it_was(shipped: Path, device: Device, tmp_path: Path) -> None:
     more = with_more(tmp_path / "more.sqlite", device)
     target = tmp_path / "out" / "h200.sqlite"
-    left_out = export([shipped, more], target, device)
+    left_out = export(union_of([shipped], [more]), target, device)
     before, after = read_rows(shipped), read_rows(target)
     assert {name: len(after[name]) for name in FACTS} == as_they_are_now(before)
     for name in after:
@@ -88,13 +89,13 @@ def test_what_is_current_stays_as_it_was(shipped: Path, device: Device, tmp_path
         for place, table in REFERENCES[name].items():
             assert {row[place] for row in after[name]} <= {row[0] for row in after[table]}
     again = tmp_path / "again.sqlite"
-    assert set(export([target], again, device).values()) == {0}
+    assert set(export(union_of([], [target]), again, device).values()) == {0}
     assert again.read_bytes() == target.read_bytes()
 
 
 def test_dispatch_answers_the_same(shipped: Path, device: Device, tmp_path: Path) -> None:
     target = tmp_path / "h200.sqlite"
-    export([shipped], target, device)
+    export(union_of([shipped], []), target, device)
     problems = [c.problem for c in SUITES["anchors"].cases(device) if c.problem.op == "gemm"]
 
     def answers(path: Path) -> list[tuple[str, dict[str, float]]]:
@@ -122,7 +123,9 @@ def test_a_file_of_20000_times_and_errors_may_be_shipped(shipped: Path, tmp_path
 def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:
     more = with_more(tmp_path / "more.sqlite", replace(device, product="NVIDIA H100"))
     with pytest.raises(DatabaseError, match="export: nothing was measured on NVIDIA H200 of ker"):
-        export([more], tmp_path / "out.sqlite", replace(device, architecture="sm_90a"))
+        export(
+            union_of([more], []), tmp_path / "out.sqlite", replace(device, architecture="sm_90a")
+        )
     assert not (tmp_path / "out.sqlite").exists()
 
 

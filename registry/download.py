@@ -1,0 +1,90 @@
+"""Fetching a file of others by its URL: only what has the checksum that was asked for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from lokakern.errors import DatabaseError
+
+SILENCE_S = 30.0  # of a server, after which the download ends
+_DIGEST = re.compile(r"(sha256:)?[0-9a-f]{64}")
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is to be downloaded."""
+    return source.lower().startswith(("http://", "https://"))
+
+
+def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) -> Path:
+    """Fetch a file.
+
+    Args:
+        url: Of http or https.
+        sha256: That the file has to have, in hex.
+        folder: Where it goes; nobody else's.
+        largest_bytes: Of the file.
+
+    Raises:
+        DatabaseError: No checksum was given, pooch is not installed, or what came is larger, has
+            another checksum, or did not come.
+    """
+    name = _without_secrets(url)
+    if sha256 is None or not _DIGEST.fullmatch(sha256.lower()):
+        raise DatabaseError(
+            f"import {name!r}: the checksum is {sha256!r}; expected --sha256 with the 64 hex "
+            "digits that its manifest has (`sha256`): whoever can change the file on its way can "
+            "change a manifest beside it, too, so get it from somewhere you trust"
+        )
+    try:
+        import pooch
+        from pooch.downloaders import HTTPDownloader
+    except ImportError:
+        raise DatabaseError(
+            f"import {name!r}: pooch is not installed; pip install 'lokakern[exchange]', or "
+            "download the file yourself and import it with --sha256"
+        ) from None
+
+    def fetch(where: str, output: Any, cache: Any) -> None:
+        with open(output, "wb") as file:
+            HTTPDownloader(timeout=SILENCE_S, chunk_size=1 << 16)(
+                where, _Limited(file, largest_bytes), cache
+            )
+
+    pooch.get_logger().setLevel("WARNING")
+    digest = sha256.lower().removeprefix("sha256:")
+    try:
+        found = pooch.retrieve(
+            url, known_hash=f"sha256:{digest}", fname="download.sqlite", path=folder,
+            downloader=fetch,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:  # requests' errors are OSErrors
+        raise DatabaseError(
+            f"import {name!r}: {str(error).splitlines()[0][:300]}; check the address and the "
+            "checksum, or download it yourself"
+        ) from None
+    return Path(found)
+
+
+class _Limited:
+    """A file that takes so many bytes and no more; what is sent compressed counts unpacked."""
+
+    def __init__(self, file: IO[bytes], largest_bytes: int) -> None:
+        self._file, self._left = file, largest_bytes
+
+    def write(self, content: bytes) -> int:
+        self._left -= len(content)
+        if self._left < 0:
+            raise ValueError("the file is larger than a file of others may be")
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _without_secrets(url: str) -> str:
+    """A URL for a message: without a password, and without what follows the path."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"

@@ -1,0 +1,223 @@
+"""Import and merge files of others: all or nothing, the sources unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lokakern.errors import DatabaseError
+from lokakern.registry import identity
+from lokakern.registry.checking import Checked, check
+from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
+from lokakern.registry.freshness import is_current
+from lokakern.registry.manifest import manifest_beside
+from lokakern.registry.merging import MergeReport, merge_rows, union
+from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve, shown
+from lokakern.registry.tables import COLUMNS, FACTS, TABLES
+from lokakern.registry.union import Part, own_part, write_union
+from lokakern.registry.writer import locked, publish
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import did, by table.
+
+    Attributes:
+        added: Rows that were new.
+        known: Rows that were there.
+        left_out: Rows that no measurement refers to.
+        changed_kernels: Kernels of the file whose source is another one here.
+    """
+
+    added: dict[str, int]
+    known: dict[str, int]
+    left_out: dict[str, int]
+    changed_kernels: tuple[str, ...]
+
+
+def import_file(
+    path: Path,
+    target: Path,
+    *,
+    sha256: str | None = None,
+    guards: Guards = GUARDS,
+) -> ImportReport:
+    """Add the measurements of a file to a database.
+
+    Args:
+        path: The file; a manifest beside it has to agree.
+        target: What it is added to; made if it is missing.
+        sha256: That the file has to have, in hex.
+        guards: What the file may cost.
+
+    Raises:
+        DatabaseError: The file is not what it was said to be, cannot be read, holds what no row
+            may, or contradicts the target. The target is as it was.
+    """
+    with open_guarded(path, guards) as opened:
+        _check_sha256(opened, sha256)
+        manifest = manifest_beside(path)
+        if manifest is not None:
+            manifest.check_file(opened)
+        checked = check(opened)
+        if manifest is not None:
+            manifest.check_counts(opened, checked.counts)
+        part, left_out = _measured(opened, checked)
+        had, has = _add(part, target)
+    brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
+    added = {name: has[name] - had[name] for name in TABLES}
+    known = {name: brought[name] - added[name] for name in TABLES}
+    return ImportReport(added, known, left_out, _changed(part))
+
+
+def _check_sha256(opened: Foreign, sha256: str | None) -> None:
+    if sha256 is not None and sha256.lower().removeprefix("sha256:") != opened.sha256:
+        raise DatabaseError(
+            f"database {opened.name} has SHA-256 {opened.sha256}; expected {sha256} (--sha256); it "
+            "was changed or is another file: ask for it again"
+        )
+
+
+def _part(opened: Foreign, checked: Checked) -> Part:
+    facts = {name: checked.counts[name] for name in FACTS}
+    return Part(opened.name, opened.copy, opened.version, checked.dimensions, facts)
+
+
+def _measured(opened: Foreign, checked: Checked) -> tuple[Part, dict[str, int]]:
+    """A part without what no fact refers to, and how much that is."""
+    kept = {
+        name: {number: row for number, row in rows.items() if number in checked.used[name]}
+        for name, rows in checked.dimensions.items()
+    }
+    left_out = dict.fromkeys(TABLES, 0) | {
+        name: len(rows) - len(kept[name]) for name, rows in checked.dimensions.items()
+    }
+    return replace(_part(opened, checked), dimensions=kept), left_out
+
+
+def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Add a part to a file.
+
+    Returns:
+        How many rows the file had, and has, by table.
+    """
+    nothing = dict.fromkeys(TABLES, 0)
+    _make_folder(target)
+    with locked(target.with_name(target.name + ".lock")), ExitStack() as stack:
+        parts, had = [part], nothing
+        if target.exists():
+            own = stack.enter_context(own_part(target))
+            parts, had = (
+                [own, part],
+                nothing
+                | {**own.counts, **{name: len(rows) for name, rows in own.dimensions.items()}},
+            )
+        has = dict(nothing)
+
+        def write(temporary: Path) -> None:
+            has.update(write_union(temporary, parts))
+            if has == had:  # nothing new: the file is let alone
+                raise _NothingNew
+
+        with suppress(_NothingNew):
+            publish(target, write)
+    return had, has
+
+
+class _NothingNew(Exception):
+    """Ends a publication that would change nothing."""
+
+
+def _make_folder(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(
+            f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
+            "another (--into, --out, LOKAKERN_DB)"
+        ) from None
+
+
+def _changed(part: Part) -> tuple[str, ...]:
+    rows = [
+        dict(zip(COLUMNS["kernel"], row, strict=True)) for row in part.dimensions["kernel"].values()
+    ]
+    kernels = [identity.kernel_from_row(row) for row in rows]
+    return tuple(sorted({kernel.name for kernel in kernels if not is_current(kernel)}))
+
+
+def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUARDS) -> MergeReport:
+    """Write the union of databases into a new one.
+
+    The order of the sources does not matter, nor whether one is there twice: the rows are the
+    same, and with one version of SQLite the bytes.
+
+    Args:
+        sources: Files or URLs; never changed.
+        out: A file that is not there, or the URL of a server, to which the rows are added.
+        guards: What each source may cost.
+
+    Returns:
+        Rows of the union, by table, and how many more the sources had together.
+
+    Raises:
+        DatabaseError: A source cannot be read or holds what no row may, one key has two contents,
+            or `out` is there. Nothing was written.
+    """
+    place = resolve(out)
+    if not isinstance(place, Path):
+        return merge_rows([read_foreign(source, guards) for source in sources], place)
+    _refuse_existing(place)
+    _make_folder(place)
+    has: dict[str, int] = {}
+    with locked(place.with_name(place.name + ".lock")), ExitStack() as stack:
+        _refuse_existing(place)
+        parts, brought = [], dict.fromkeys(TABLES, 0)
+        for source in sources:
+            opened = stack.enter_context(open_guarded(source, guards))
+            checked = check(opened)
+            brought = {name: brought[name] + checked.counts[name] for name in TABLES}
+            parts.append(_part(opened, checked))
+        publish(place, lambda temporary: has.update(write_union(temporary, parts)))
+    return MergeReport(has, {name: brought[name] - has[name] for name in TABLES})
+
+
+def _refuse_existing(place: Path) -> None:
+    if place.exists():
+        raise DatabaseError(
+            f"merge: {shown(place)} is there; expected the name of a new file; remove it, or add "
+            "to it with `import --into`"
+        )
+
+
+def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
+    """Every row of a database of others, as `reader.read_rows` gives them.
+
+    Raises:
+        DatabaseError: It cannot be read, or holds what no row may.
+    """
+    with checked_file(source, guards) as (opened, _):
+        return READERS[opened.version](opened.connection)
+
+
+@contextmanager
+def checked_file(source: Source, guards: Guards = GUARDS) -> Iterator[tuple[Foreign, Checked]]:
+    """A database of others, open, with every row checked.
+
+    Raises:
+        DatabaseError: It cannot be read, or holds what no row may.
+    """
+    with open_guarded(source, guards) as opened:
+        yield opened, check(opened)
+
+
+def union_of(trusted: Sequence[Source], foreign: Sequence[Source]) -> Rows:
+    """Rows of databases of ours and of others, merged in memory.
+
+    Raises:
+        DatabaseError: One cannot be read, holds what no row may, or contradicts another.
+    """
+    parts = [*map(read_rows, trusted), *map(read_foreign, foreign)]
+    return parts[0] if len(parts) == 1 else union(parts)

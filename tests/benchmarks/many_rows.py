@@ -1,0 +1,143 @@
+"""Databases of any size, and what importing one costs.
+
+python -m tests.benchmarks.many_rows write FILE 1000000
+python -m tests.benchmarks.many_rows import FILE TARGET
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lokakern.registry import identity
+from lokakern.registry.records import DistributionRow, KernelRow
+from lokakern.registry.tables import (
+    ACCURACY_METRICS,
+    COLUMNS,
+    DIMENSIONS,
+    FACTS,
+    REFERENCES,
+    TABLES,
+    TIMING_METRICS,
+)
+from lokakern.registry.writer import write_tables
+from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
+
+NOW = 1_700_000_000_000
+KERNELS, DISTRIBUTIONS = 40, 10
+CHOSEN = {
+    "regime": "graph-cold", "architecture": "sm_90", "status": "ok", "reason": "",
+    "timer": "device events around a graph", "clock_mhz": 1980.0, "rows": 2048,
+}  # fmt: skip
+
+
+def dimensions(problems: int, run: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows that facts refer to."""
+    a, b = Operand(Format.BFLOAT16), Operand(Format.BFLOAT16, layout=Layout.COLUMN)
+    kernels = [
+        KernelRow(f"cuda.gemm_{i}", "gemm", "cuda", ("cuda/gemm",), f"{i:064x}", "promoted",
+                  "row", "row")
+        for i in range(KERNELS)
+    ]  # fmt: skip
+    started: dict[str, Any] = {"key": run, "started_utc_ms": NOW, "harness_digest": "unknown"}
+    found: dict[str, list[dict[str, Any]]] = {
+        "device": [identity.device_row(Device("nvidia", "NVIDIA H200", "sm_90", 132, 141))],
+        "environment": [identity.environment_row(Environment())],
+        "kernel": [identity.kernel_row(kernel) for kernel in kernels],
+        "problem": [
+            identity.problem_row(
+                Problem(op="gemm", m=2 ** (i % 12), n=64 + i // 12, k=512, a=a, b=b)
+            )
+            for i in range(problems)
+        ],
+        "distribution": [
+            identity.distribution_row(DistributionRow(f"X{i}")) for i in range(DISTRIBUTIONS)
+        ],
+        "run": [{**started, "suite": "synthetic", "command": "none", "grade": "full"}],
+    }
+    return {name: sorted(rows, key=lambda row: str(row["key"])) for name, rows in found.items()}
+
+
+def write_many(path: Path, count: int, run: str = "a" * 32) -> None:
+    """Write so many facts, two in five of them times and the others errors."""
+    times = count * 2 // 5
+    problems = count // (KERNELS * DISTRIBUTIONS) + 1
+    known = dimensions(problems, run)
+
+    def tables() -> Iterator[tuple[str, Any]]:
+        for name in TABLES:
+            if name in DIMENSIONS:
+                yield (
+                    name,
+                    [
+                        (i, bytes.fromhex(row["key"]), *(row[c] for c in COLUMNS[name][1:]))
+                        for i, row in enumerate(known[name], start=1)
+                    ],
+                )
+            else:
+                size = {"timing": times, "accuracy": count - times}.get(name, 0)
+                yield name, facts(name, size, known)
+
+    write_tables(path, tables())
+
+
+def facts(
+    name: str, count: int, known: dict[str, list[dict[str, Any]]]
+) -> Iterator[tuple[Any, ...]]:
+    """Rows as they lie in a file, by key."""
+    places = [place_of(i) for i in range(count)]
+    columns: dict[str, list[Any]] = {
+        table: [known[table][place.get(table, 0)]["key"] for place in places]
+        for table in REFERENCES[name].values()
+    }
+    for column in identity.FACT_IDENTITY[name]:
+        if column not in columns:
+            columns[column] = [place.get(column, CHOSEN.get(column)) for place in places]
+    keys = identity.fact_keys(name, columns)
+    for i in sorted(range(count), key=keys.__getitem__):
+        row: dict[str, Any] = {**CHOSEN, **{table: places[i].get(table, 0) + 1
+                               for table in REFERENCES[name].values()}}  # fmt: skip
+        row |= {metric: 0.04 + i % 1009 * 1e-6 for metric in ACCURACY_METRICS}
+        row |= {metric: 10 + i % 997 for metric in TIMING_METRICS if "count" in metric}
+        row |= {"nonfinite_count": 0, "nonfinite_unexpected_count": 0, "calls_per_replay": 10}
+        row |= {f"latency_us_p{p}": 10.0 + i % 10007 / 7 + p for p in (20, 50, 80)}
+        row |= {"seed": places[i]["seed"], "measured_utc_ms": NOW + i,
+                "operand_digest": f"{i:016x}", "key": bytes.fromhex(keys[i])}  # fmt: skip
+        yield tuple(row[column] for column in COLUMNS[name])
+
+
+def place_of(i: int) -> dict[str, int]:
+    """Which of everything the fact of a number is about: no two are about the same."""
+    i, kernel = divmod(i, KERNELS)
+    i, distribution = divmod(i, DISTRIBUTIONS)
+    return {"kernel": kernel, "distribution": distribution, "problem": i, "seed": 0}
+
+
+def import_many(path: Path, target: Path) -> dict[str, float]:
+    """Import a file.
+
+    Returns:
+        Rows added, seconds, and the peak of this process's memory, MiB.
+    """
+    from lokakern.registry.exchange import import_file
+
+    start = time.perf_counter()
+    report = import_file(path, target)
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    added = sum(report.added[name] for name in FACTS)
+    return {"rows": added, "seconds": seconds, "peak_mib": peak}
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["write", path, count]:
+            write_many(Path(path), int(count))
+        case ["import", path, target]:
+            print(import_many(Path(path), Path(target)))
+        case _:
+            sys.exit(__doc__)

@@ -1,0 +1,348 @@
+"""Export with its manifest, import and merge: all or nothing, and what they say."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from lokakern.bench.cli import app
+from lokakern.bench.export import export
+from lokakern.errors import DatabaseError
+from lokakern.registry import manifest
+from lokakern.registry.download import download
+from lokakern.registry.exchange import import_file, merge_files, read_foreign
+from lokakern.registry.freshness import is_current
+from lokakern.registry.identity import FACT_IDENTITY, fact_keys, row_key
+from lokakern.registry.manifest import FIELDS, Manifest, manifest_beside, place_of, text_of
+from lokakern.registry.reader import Rows, database_digest, read_rows
+from lokakern.registry.snapshot import load_snapshot
+from lokakern.registry.tables import COLUMNS, TABLES
+from lokakern.registry.writer import write_file
+from tests.foreign_files import base_rows, write_base
+from tests.test_store import CHOICES, edited, rows_of
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTHING = dict.fromkeys(TABLES, 0)
+
+
+def whole(choices: list[tuple[int, int, int]]) -> Rows:
+    """`rows_of` as a file of others may hold them: begun after 2020."""
+    rows = rows_of(choices)
+    place = COLUMNS["run"].index("started_utc_ms")
+    rows["run"] = [(*r[:place], 1_700_000_000_000, *r[place + 1 :]) for r in rows["run"]]
+    return rows
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "others.sqlite"
+    write_base(path)
+    return path
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.sqlite"
+    write_base(path, run=2)
+    return path
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app([str(word) for word in words], prog_name="python -m lokakern.bench")
+        found = capsys.readouterr()
+        return int(ended.value.code or 0), found.out, found.err
+
+    return run
+
+
+# Import
+
+
+def test_an_import_adds_what_is_new(file: Path, target: Path) -> None:
+    before = read_rows(target)
+    report = import_file(file, target)
+    assert report.added == {**NOTHING, "run": 1, "timing": 8, "accuracy": 8, "test_result": 2}
+    assert report.known["problem"] == 2 and report.left_out == NOTHING
+    assert report.changed_kernels == ("cuda.gemm_row", "torch.bf16")
+    rows, brought = read_rows(target), read_rows(file)
+    for name in TABLES:
+        assert set(rows[name]) == set(before[name]) | set(brought[name])
+    content = target.read_bytes()
+    again = import_file(file, target)
+    assert again.added == NOTHING and sum(again.known.values()) == sum(map(len, brought.values()))
+    assert target.read_bytes() == content
+    merge_files([target], target.with_name("fresh.sqlite"))
+    assert target.with_name("fresh.sqlite").read_bytes() == content, "no other bytes than a merge's"
+
+
+def test_what_nothing_refers_to_is_left_out(tmp_path: Path, target: Path) -> None:
+    rows = base_rows()
+    write_file(tmp_path / "few.sqlite", {**rows, "accuracy": [], "test_result": [],
+                                         "timing": rows["timing"][:1]})  # fmt: skip
+    report = import_file(tmp_path / "few.sqlite", tmp_path / "new.sqlite")
+    assert report.left_out == {**NOTHING, "device": 1, "kernel": 1, "problem": 1}
+    assert {name: len(found) for name, found in read_rows(tmp_path / "new.sqlite").items()} == {
+        **dict.fromkeys(TABLES, 1), "accuracy": 0, "test_result": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", ["sqlite", "rename", "conflict"])
+def test_a_failed_import_leaves_the_target(
+    file: Path, target: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    before, names = target.read_bytes(), {path.name for path in target.parent.iterdir()}
+    words = "No space left"
+    if fails == "conflict":
+        write_file(target.with_name("a.sqlite"), edited(base_rows(), "timing", kernel_err=0.125))
+        import_file(target.with_name("a.sqlite"), target)
+        before, words = target.read_bytes(), r"timing row .*kernel_err 0\.125 and"
+        names = {path.name for path in target.parent.iterdir()}
+    else:
+        where = {"rename": "os.replace", "sqlite": "_synchronize"}[fails]
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(f"lokakern.registry.writer.{where}", full)
+    with pytest.raises(DatabaseError, match=words):
+        import_file(file, target)
+    assert target.read_bytes() == before
+    assert {path.name for path in target.parent.iterdir()} - {"mine.sqlite.lock"} == names - {
+        "mine.sqlite.lock"
+    }
+
+
+def test_a_checksum_has_to_be_that_of_the_file(file: Path, target: Path) -> None:
+    with pytest.raises(DatabaseError, match=r"has SHA-256 [0-9a-f]{64}; expected 00"):
+        import_file(file, target, sha256="0" * 64)
+
+
+# Manifests
+
+
+@pytest.fixture
+def exported(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("lokakern.bench.export.is_current", lambda _: True)
+    path = tmp_path / "out" / "h200.sqlite"
+    export(read_foreign(file), path, load_snapshot([file]).find_device("NVIDIA H200"))
+    return path
+
+
+def test_a_manifest_says_what_the_file_holds(exported: Path, tmp_path: Path) -> None:
+    found = manifest_beside(exported)
+    assert found is not None and found.file == "h200.sqlite"
+    assert found.bytes == exported.stat().st_size
+    assert found.rows_digest == database_digest(exported)
+    assert found.counts == {name: len(rows) for name, rows in read_rows(exported).items()}
+    assert found.device["product"] == "NVIDIA H200" and found.suites == ["lrm"]
+    assert [kernel["name"] for kernel in found.kernels] == ["torch.bf16", "cuda.gemm_row"]
+    assert found.environments[0]["torch"] == "2.9.0"
+    assert import_file(exported, tmp_path / "in.sqlite").added["timing"] == 4
+    assert [part.name for part in fields(Manifest)] == list(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sha256": "0" * 64}, "sha256 is .*; expected 000.*, as its manifest says"),
+        ({"bytes": 1}, "bytes is [0-9]+; expected 1,"),
+        ({"schema_version": 2}, "schema_version is 3; expected 2"),
+        ({"counts": {**NOTHING, "timing": 5}}, "counts of .* is"),
+        ({"counts": {"timing": 5}}, "counts is .*; expected dict: rows, by table"),
+        ({"format": "lokakern manifest 2"}, 'format is .*; expected str: "lokakern manifest 1"'),
+        ({"created_utc_ms": True}, "created_utc_ms is True; expected int"),
+        ({"file": "../x"}, "file is '../x'"),
+        ({"more": 1}, "expected an object of format, file, sha256"),
+    ],
+)
+def test_a_manifest_of_another_file_is_refused(
+    exported: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    found = json.loads(place_of(exported).read_bytes())
+    place_of(exported).write_text(json.dumps(found | change))
+    with pytest.raises(DatabaseError, match=words):
+        import_file(exported, tmp_path / "in.sqlite")
+    assert not (tmp_path / "in.sqlite").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff", b"[]", b"x" * (4 << 20) + b"y"])
+def test_what_is_no_manifest_is_refused(exported: Path, content: bytes) -> None:
+    place_of(exported).write_bytes(content)
+    with pytest.raises(DatabaseError, match=r"manifest .*(JSON|object|larger)"):
+        import_file(exported, exported.with_name("in.sqlite"))
+
+
+def test_a_manifest_goes_both_ways(exported: Path) -> None:
+    content = place_of(exported).read_bytes()
+    found = manifest.parse(content, "x")
+    assert text_of(found).encode() == content
+    assert asdict(found) == json.loads(content)
+
+
+def test_the_description_of_the_database_is_current() -> None:
+    place = ROOT / "scripts" / "describe_database.py"
+    spec = importlib.util.spec_from_file_location("describe_database", place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.PLACE.read_text("utf-8") == module.text(), "run scripts/describe_database.py"
+
+
+# Downloads
+
+
+@pytest.fixture
+def served(file: Path) -> Iterator[str]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(file.parent))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def sha256_of(path: Path) -> str:
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_url_is_downloaded_and_imported(
+    file: Path, served: str, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    into = tmp_path / "in.sqlite"
+    code, out, err = command(
+        "import", f"{served}/{file.name}", "--sha256", sha256_of(file), "--into", into
+    )
+    assert (code, out) == (0, "")
+    assert "8 timing, 8 accuracy, 2 test_result; there already: nothing; left out" in err
+    assert read_rows(into) == read_rows(file)
+    code, _, err = command("import", f"{served}/{file.name}", "--into", into)
+    assert code == 1 and "the checksum is None; expected --sha256 with the 64 hex digits" in err
+
+
+def test_downloads_are_only_what_was_asked_for(file: Path, served: str, tmp_path: Path) -> None:
+    size = file.stat().st_size
+    known = functools.partial(download, folder=tmp_path / "to", largest_bytes=size)
+    assert known(f"{served}/{file.name}", sha256_of(file)).read_bytes() == file.read_bytes()
+    for url, digest, words in [
+        (f"{served}/{file.name}?a", "0" * 64, "does not match"),
+        (f"{served}/absent.sqlite", "0" * 64, "404"),
+        (f"{served}/{file.name}", "beef", "the checksum is 'beef'"),
+        ("http://127.0.0.1:9/x", "0" * 64, "import 'http://127.0.0.1/x'"),
+    ]:
+        with pytest.raises(DatabaseError, match=words):
+            known(url, digest, folder=tmp_path / digest)
+    with pytest.raises(DatabaseError, match="larger than a file of others may be"):
+        known(f"{served}/{file.name}", sha256_of(file), folder=tmp_path / "x",
+              largest_bytes=size - 1)  # fmt: skip
+
+
+def test_a_download_without_pooch_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(DatabaseError, match=r"pip install 'lokakern\[exchange\]'"):
+        download("http://127.0.0.1:9/x", "0" * 64, tmp_path, largest_bytes=1)
+
+
+# Merging
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(a=CHOICES, b=CHOICES)
+def test_merging_is_a_set_union(
+    tmp_path_factory: pytest.TempPathFactory,
+    a: list[tuple[int, int, int]],
+    b: list[tuple[int, int, int]],
+) -> None:
+    """Commutative, idempotent, the sources unchanged: one content, one digest, the same bytes."""
+    folder = tmp_path_factory.mktemp("merge")
+    one, other, both = (folder / f"{name}.sqlite" for name in ("a", "b", "both"))
+    for path, choices in ((one, a), (other, b), (both, a + b)):
+        write_file(path, whole(choices))
+    before = [path.read_bytes() for path in (one, other)]
+    results = [folder / f"{number}.sqlite" for number in range(4)]
+    merge_files([one, other], results[0])
+    merge_files([other, one], results[1])
+    merge_files([results[0], one], results[2])
+    merge_files([one, one, other, results[1]], results[3])
+    assert {path.read_bytes() for path in results} == {both.read_bytes()}
+    assert {database_digest(path) for path in results} == {database_digest(both)}
+    assert len(read_rows(results[0])["timing"]) == len({*a, *b})
+    assert [path.read_bytes() for path in (one, other)] == before
+
+
+def test_a_merge_writes_a_new_file(
+    file: Path, target: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, err = command("merge", file, target, "--out", tmp_path / "both.sqlite")
+    assert (code, out) == (0, "") and "16 timing, 16 accuracy" in err
+    assert "more than once in what was merged: 2 device, 1 environment" in err
+    before = target.read_bytes()
+    code, _, err = command("merge", file, target, "--out", target)
+    assert code == 1 and "is there; expected the name of a new file" in err
+    assert target.read_bytes() == before
+    write_file(tmp_path / "x.sqlite", edited(base_rows(), "timing", kernel_err=0.125))
+    code, _, err = command("merge", file, tmp_path / "x.sqlite", "--out", tmp_path / "c.sqlite")
+    assert code == 1 and "has two contents (kernel_err" in err
+    assert not (tmp_path / "c.sqlite").exists()
+
+
+def test_whatever_reads_a_database_checks_it(
+    tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    path = tmp_path / "edited.sqlite"
+    write_file(path, edited(base_rows(), "timing", regime="eager"))
+    for words in (
+        ("import", path, "--into", tmp_path / "i.sqlite"),
+        ("merge", path, "--out", tmp_path / "m.sqlite"),
+        ("diff", path, path),
+        ("explain", "--db", path, "--device", "NVIDIA H200"),
+        ("list", "kernels", "--db", path),
+        ("export", tmp_path / "e.sqlite", "--device", "NVIDIA H200", "--db", path),
+        ("sweep", "--shape", "64,32,32", "--db", path, "--quiet"),
+    ):
+        code, _, err = command(*words)
+        assert code == 1 and "does not have the key of its content" in err, words
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix == ".sqlite") == [path.name]
+
+
+def test_keys_of_many_facts_are_those_of_each() -> None:
+    for name in FACT_IDENTITY:
+        rows = [dict(zip(COLUMNS[name], row, strict=True)) for row in base_rows()[name]]
+        columns = {column: [row[column] for row in rows] for column in COLUMNS[name]}
+        assert fact_keys(name, columns) == [row_key(name, row) for row in rows]
+
+
+def test_freshness_is_asked_of_files_in_the_folder_of_kernels_only() -> None:
+    """What an import lets in as names of modules opens no other file."""
+    from lokakern.registry.checking import MODULE
+
+    for module in ("cuda/a", "norm_compositions", "python:a.b", "package:fbgemm-gpu==1.2+cu"):
+        assert MODULE.fullmatch(module)
+    for module in ("../a", "/etc/passwd", "a/../b", "cuda//a", "python:", "a b", "cuda/a\n"):
+        assert not MODULE.fullmatch(module)
+    assert is_current.cache_info().maxsize
