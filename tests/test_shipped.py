@@ -17,7 +17,9 @@ from lokakern import selection
 from lokakern.bench.suites import SUITES, Case
 from lokakern.registry import digests, libraries
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
+from lokakern.registry.foreign import open_guarded
 from lokakern.registry.freshness import is_current
+from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot import Snapshot, load_snapshot
 from lokakern.registry.store import (
@@ -59,6 +61,14 @@ def gemms(device: Device) -> list[Case]:
 def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snapshot) -> None:
     assert path.stat().st_size <= LARGEST_BYTES
     assert database_digest(path) == facts.digest
+
+
+def test_the_file_is_what_its_manifest_says(path: Path) -> None:
+    """As `import` sees it, which trusts nobody."""
+    manifest = manifest_beside(path)
+    assert manifest is not None and manifest.file == path.name
+    with open_guarded(path) as opened:
+        manifest.check_file(opened)
 
 
 def test_every_kernel_is_registered_here() -> None:
