@@ -226,12 +226,12 @@ static Floats4 multiply_scaled(
     const int lane = lane_index();
     for (int t = 0; t < 4; ++t) {
         double sum = sums[t];
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const Row& one = of[16 * quarter + 4 * (lane / 16) + t].x;
-            const Row& other = of[16 * quarter + lane % 16].y;
-            double part = 0;
-            for (int i = 0; i < 32; ++i) part += static_cast<double>(one.of[i]) * other.of[i];
-            sum += part * one.scale * other.scale;
+        for (int k = 0; k < 128; ++k) {
+            const int one = 4 * (lane / 16) + t, other = lane % 16;  // rows
+            // Bytes lie in quarters of both halves, scales in quarters of the whole.
+            const int from = 16 * (k % 64 / 16), place = 16 * (k / 64) + k % 16, scale = 16 * (k / 32);
+            sum += static_cast<double>(of[from + one].x.of[place]) * of[from + other].y.of[place] *
+                   of[scale + one].x.scale * of[scale + other].y.scale;
         }
         sums[t] = static_cast<float>(sum);
     }
@@ -240,6 +240,8 @@ static Floats4 multiply_scaled(
 static Floats4 multiply(const Words8& x, const Words8& y, Floats4 sums) {
     return multiply_scaled(x, y, sums, ONE_E8M0, ONE_E8M0);
 }
+
+static void settle(Floats4&) {}
 
 // They land as soon or as late as the hardware may let them.
 template <int COUNT>

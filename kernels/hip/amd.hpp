@@ -80,8 +80,8 @@ static __device__ inline float decoded(unsigned word) {
 // --- products
 
 // Adds to 16 x 16 sums the product of 16 rows of x and 16 rows of y, 128 bytes of each. A lane
-// holds 32 bytes, from 32 * (lane / 16) on, of row lane % 16 of both; of the sums rows
-// 4 * (lane / 16) to + 3 of x, and row lane % 16 of y.
+// holds 32 bytes of row lane % 16 of both: 16 from 16 * (lane / 16) on, and 16 from 64 further; of the
+// sums rows 4 * (lane / 16) to + 3 of x, and row lane % 16 of y.
 #if defined(__gfx942__)
 static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
     for (int part = 0; part < 4; ++part) {
@@ -97,7 +97,8 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
 #else
 constexpr int ONE_E8M0 = 127;
 
-// With a power of two for the 32 bytes of each lane, in the low byte of a word: 2^(byte - 127).
+// With a power of two for each 32 bytes of a row: a lane gives that of 32 * (lane / 16) on of row
+// lane % 16, though it holds others, in the low byte of a word: 2^(byte - 127).
 static __device__ inline Floats4 multiply_scaled(
     Words8 x, Words8 y, Floats4 sums, int x_scale, int y_scale) {
     return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
@@ -107,6 +108,10 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
     return multiply_scaled(x, y, sums, ONE_E8M0, ONE_E8M0);
 }
 #endif
+
+// Sums as they are here, made by all lanes. Of the scaled instruction clang 22 does not know that the
+// lanes work together: it would move the last one into a branch that some lanes do not take.
+static __device__ inline void settle(Floats4& sums) { asm volatile("" : "+v"(sums)); }
 
 // --- copies to local memory
 

@@ -85,10 +85,10 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
     const auto add = [&](auto last, int step) {  // the product of a step
         constexpr bool IS_LAST = decltype(last)::value;
         const Words4* stage = stages[step % STAGES];
-        const int bytes = k - step * STEP - 32 * quarter;
-        const Words8 left = fragment<IS_LAST>(stage, wave_m + line, quarter, bytes);
+        const int count = k - step * STEP;
+        const Words8 left = fragment<IS_LAST>(stage, wave_m + line, quarter, count);
         for (int j = 0; j < ACROSS; ++j) {
-            const Words8 right = fragment<IS_LAST>(stage, TILE_M + 16 * j + line, quarter, bytes);
+            const Words8 right = fragment<IS_LAST>(stage, TILE_M + 16 * j + line, quarter, count);
 #if BY_GROUP
             const int column = 16 * j < n ? 16 * j : n - 1;
             const float scale = a_scale[step * a_scale_stride + known_row] *
@@ -108,6 +108,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
         end(step + 1);
     }
     add(Flag<true>{}, steps - 1);
+    for (Floats4& some : sums) settle(some);
 
     for (int j = 0; j < ACROSS; ++j) {
         for (int t = 0; t < 4; ++t) {

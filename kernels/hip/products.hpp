@@ -16,21 +16,19 @@ static __device__ inline int tile_of(int block, int count) {
 
 static __device__ inline int place_of(int row, int part) { return row * PARTS + (part ^ row % PARTS); }
 
-// 32 bytes of a row from local memory, of which some count where IS_LAST.
+// What a lane of `multiply` holds of a row in local memory: 16 bytes, and the 16 that are 64 further.
+// Where IS_LAST, so many of the row's 128 count.
 template <bool IS_LAST>
-static __device__ inline Words8 fragment(const Words4* stage, int row, int quarter, int bytes) {
-    const Words4 low = stage[place_of(row, 2 * quarter)];
-    const Words4 high = stage[place_of(row, 2 * quarter + 1)];
+static __device__ inline Words8 fragment(const Words4* stage, int row, int quarter, int count) {
     Words8 words;
-    for (int i = 0; i < 4; ++i) {
-        words[i] = static_cast<int>(low[i]);
-        words[4 + i] = static_cast<int>(high[i]);
-    }
-    if (IS_LAST && bytes < 32) {  // past k, where anything lies
-        for (int i = 0; i < 8; ++i) {
-            const int left = bytes - 4 * i;
-            const unsigned mask = left >= 4 ? ~0u : left <= 0 ? 0u : (1u << 8 * left) - 1;
-            words[i] = static_cast<int>(static_cast<unsigned>(words[i]) & mask);
+    for (int half = 0; half < 2; ++half) {
+        const Words4 part = stage[place_of(row, 4 * half + quarter)];
+        const int left = count - 64 * half - 16 * quarter;
+        for (int i = 0; i < 4; ++i) {
+            unsigned word = part[i];
+            if (IS_LAST && left < 4 * (i + 1))  // past k, where anything lies
+                word = left <= 4 * i ? 0 : word & ((1u << 8 * (left - 4 * i)) - 1);
+            words[4 * half + i] = static_cast<int>(word);
         }
     }
     return words;

@@ -53,20 +53,20 @@ extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
     const auto add = [&](auto last, int step) {  // the product of a step
         constexpr bool IS_LAST = decltype(last)::value;
         const Words4* stage = stages[step % 2];
-        const int bytes = k - step * STEP - 32 * quarter;
+        const int count = k - step * STEP;
         Words8 left[DOWN];
-        for (int i = 0; i < DOWN; ++i) left[i] = fragment<IS_LAST>(stage, wave_m + 16 * i + line, quarter, bytes);
+        for (int i = 0; i < DOWN; ++i) left[i] = fragment<IS_LAST>(stage, wave_m + 16 * i + line, quarter, count);
 #if SCALES == 2
         const auto scale_of = [&](const Scale* scale, int stride, int row, int last) {
             const long start = static_cast<long>(row < last ? row : last) * stride;
-            return !IS_LAST || bytes > 0 ? scale[start + 4 * step + quarter] : ONE_E8M0;
+            return !IS_LAST || 32 * quarter < count ? scale[start + 4 * step + quarter] : ONE_E8M0;
         };
         int of_rows[DOWN];
         for (int i = 0; i < DOWN; ++i)
             of_rows[i] = scale_of(a_scale, a_scale_stride, first_m + wave_m + 16 * i + line, m - 1);
 #endif
         for (int j = 0; j < ACROSS; ++j) {
-            const Words8 right = fragment<IS_LAST>(stage, wave_n + 16 * j + line, quarter, bytes);
+            const Words8 right = fragment<IS_LAST>(stage, wave_n + 16 * j + line, quarter, count);
 #if SCALES == 1
             const int column = first_n + wave_n - TILE_M + 16 * j;
             const float of_b = b_scale[(column < n ? column : n - 1) / 128 * b_scale_stride + step];
@@ -96,6 +96,8 @@ extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
         end(step + 1);
     }
     add(Flag<true>{}, steps - 1);
+    for (auto& row : sums)
+        for (Floats4& some : row) settle(some);
 
     for (int i = 0; i < DOWN; ++i) {
         const int row = first_m + wave_m + 16 * i + line;
