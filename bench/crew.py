@@ -25,8 +25,8 @@ BEAT_S = 2.0
 PATIENCE_S = 30.0  # for a heart: loading a database may keep the interpreter for seconds
 POLL_S = 0.2
 # The first share of each rank is this much of what would be its own, and so is each share of what
-# is left then: a share begins with a new worker, 2 to 4 s on a GPU, and the last must be short.
-SHARE = 0.75
+# is left then. Operands of a share are drawn together, so it is not short at first; the last are.
+SHARE = 0.5
 LEAST_SHARES = 2  # of a rank, however short the plan is
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lokakern.bench import cost, timing
 from lokakern.bench.accuracy import Cell
-from lokakern.bench.crew import Alone
+from lokakern.bench.crew import Alone, Share
 from lokakern.bench.known import Job, Known, Races, distribution_row
 from lokakern.bench.measure import torch_device
 from lokakern.bench.plan import (
@@ -302,17 +302,31 @@ class _Session:
             return
         self.phase = phase
         self.progress.begin(phase, len(costs))
-        for share in self.crew.shares(phase, costs, self.progress.reach):
-            self.tasks = {place: task(place) for place in share.places}
+        shares = self.crew.shares(phase, costs, self.progress.reach)
+        share: Share | None = None
+
+        def more() -> bool:
+            """The next share, when the last is done."""
+            nonlocal share
+            if share is not None:
+                share.done(self.results)
+            share = next(shares, None)
+            if share is None:
+                return False
             self.results = []
+            self.tasks |= {place: task(place) for place in share.places}
             for name in [name for name, count in self.struck.items() if count >= self.strikes]:
                 self._give_up(name)
-            if not self.report.out_of_time:
-                self.report.out_of_time = not run_tasks(
-                    self.tasks, self._done, self._died,
-                    watchdog_s=self.watchdog_s, deadline=self.deadline,
-                )  # fmt: skip
+            return bool(self.tasks) or more()
+
+        self.tasks = {}
+        self.report.out_of_time = not run_tasks(
+            self.tasks, self._done, self._died,
+            watchdog_s=self.watchdog_s, deadline=self.deadline, more=more,
+        )  # fmt: skip
+        while share is not None:  # time ran out: nobody need wait for the rest
             share.done(self.results)
+            share, self.results = next(shares, None), []
 
     def _done(self, number: int, task: Task, done: Done) -> None:
         if isinstance(task, TimingTask):

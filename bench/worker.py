@@ -93,6 +93,11 @@ class Death:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A worker has no task left, and waits for `Worker.give`."""
+
+
 class _Page(ctypes.Structure):
     """The journal: which kernel of which task runs, and a count that moves while all is well."""
 
@@ -122,7 +127,7 @@ class Worker:
         self._watchdog_s = watchdog_s
         self._page: Any = context.RawValue(_Page)
         self._page.task = self._page.kernel = NOBODY
-        self._connection, theirs = context.Pipe(duplex=False)
+        self._connection, theirs = context.Pipe()
         self._process: ForkServerProcess = context.Process(
             target=_serve,
             args=(theirs, self._page, self._tasks, _modules_of_users(), deadline),
@@ -145,8 +150,14 @@ class Worker:
         self._kill()
         self._connection.close()
 
-    def events(self) -> Iterator[Done | Death]:
-        """What it reports, in order; ends after a death, and when it is finished or out of time."""
+    def give(self, tasks: Mapping[int, Task] | None) -> None:
+        """More tasks for an idle worker, which begins them at once; None ends it."""
+        self._tasks = dict(tasks or {})
+        with contextlib.suppress(OSError):  # it died while it waited: `events` says so
+            self._connection.send(None if tasks is None else self._tasks)
+
+    def events(self) -> Iterator[Done | Death | Idle]:
+        """What it reports, in order; ends after a death, and when it was given None."""
         beats, silence_s, last = -1, 0.0, time.monotonic()
         while True:
             ready = connection.wait([self._connection, self._process.sentinel], timeout=POLL_S)
@@ -167,7 +178,7 @@ class Worker:
                 yield from self._silenced()
                 return
 
-    def _received(self) -> Iterator[Done | Death]:
+    def _received(self) -> Iterator[Done | Death | Idle]:
         try:
             message = self._connection.recv()
         except Exception:  # cut off by its death, or written to by a wild kernel
@@ -178,12 +189,12 @@ class Worker:
             yield self._death(*words)
             self._finished = True
             return
-        if isinstance(message, Done):
+        if isinstance(message, Done | Idle):
             yield message
         elif isinstance(message, str):  # it lost its device and says why
             yield self._death("crashed", message)
             self._finished = True
-        else:  # None: all done
+        else:  # None: it ends
             self._finished = True
 
     def _silenced(self) -> Iterator[Done | Death]:
@@ -273,12 +284,15 @@ def _serve(
             importlib.import_module(module)
         device = torch_device()
         warm(device)
-        timings = {n: task for n, task in tasks.items() if isinstance(task, TimingTask)}
-        errors = {n: task for n, task in tasks.items() if isinstance(task, AccuracyTask)}
-        _time(pipe, page, timings, deadline)
-        _measure(pipe, page, errors, deadline)
+        while tasks:
+            timings = {n: task for n, task in tasks.items() if isinstance(task, TimingTask)}
+            errors = {n: task for n, task in tasks.items() if isinstance(task, AccuracyTask)}
+            _time(pipe, page, timings, deadline)
+            _measure(pipe, page, errors, deadline)
+            pipe.send(Idle())
+            tasks = pipe.recv()
         pipe.send(None)
-    except BrokenPipeError:  # nobody listens any more
+    except (BrokenPipeError, EOFError):  # nobody listens any more
         pass
     except DeviceLostError as error:
         pipe.send(str(error))
@@ -365,8 +379,9 @@ def run_tasks(
     *,
     watchdog_s: float,
     deadline: float | None = None,
+    more: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Have workers do tasks, one worker after another, until none is left.
+    """Have workers do tasks until none is left: one worker, and another whenever one dies.
 
     Args:
         tasks: By number; emptied. ``done`` and ``died`` may add and remove tasks.
@@ -374,6 +389,7 @@ def run_tasks(
         died: Called when a worker died at a task; returns what is still to be done of it.
         watchdog_s: See `Worker`.
         deadline: See `Worker`.
+        more: Called when none is left: adds some, and says whether it did.
 
     Returns:
         Whether all was done; False when time ran out.
@@ -381,14 +397,25 @@ def run_tasks(
     Raises:
         MeasurementError: Workers die before they begin anything.
     """
+
+    def is_over() -> bool:
+        return deadline is not None and time.monotonic() > deadline
+
+    finished = False
+
+    def is_work_left() -> bool:
+        nonlocal finished
+        finished = not tasks and not more()
+        return not finished
+
     stillborn = 0
-    while tasks:
-        if deadline is not None and time.monotonic() > deadline:
-            return False
+    while not is_over() and is_work_left():
         with Worker(tasks, watchdog_s=watchdog_s, deadline=deadline) as worker:
             for event in worker.events():
                 if isinstance(event, Done):
                     done(event.task, tasks.pop(event.task), event)
+                elif isinstance(event, Idle):
+                    worker.give(tasks if not is_over() and is_work_left() else None)
                 elif event.task is None or event.task not in tasks:
                     stillborn += 1
                     if stillborn == len(STILLBORN_PAUSES_S):
@@ -403,4 +430,4 @@ def run_tasks(
                     if left is not None:
                         tasks[event.task] = left
                 stillborn = 0
-    return True
+    return finished or not is_work_left()

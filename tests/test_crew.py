@@ -43,9 +43,9 @@ def test_shares_begin_large_and_end_small(world: int) -> None:
     shares = share_out([1.0] * 2000, world)
     sizes = [len(share) for share in shares]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] == pytest.approx(0.75 * 2000 / world, abs=1)
+    assert sizes[0] == pytest.approx(0.5 * 2000 / world, abs=1)
     assert sizes[-1] <= 2000 / (32 * world)
-    assert len(sizes) <= 8 * world  # each costs a worker
+    assert len(sizes) <= 12 * world
 
 
 def test_costs_decide_the_size_of_shares() -> None:
@@ -245,7 +245,7 @@ def rank_process(rank: int, port: int, database: Path, *words: str) -> subproces
 
 
 # Of some size: of small problems a CPU's cache holds thousands, all of which are laid out.
-SHAPES = [word for m in range(512, 592, 16) for word in ("--shape", f"{m},512,512")]
+SHAPES = [word for m in range(512, 560, 16) for word in ("--shape", f"{m},512,512")]
 FEW = ("--kernel", "torch.bf16", "--kernel", "torch.quantize_row", "--errors", "none")
 
 

@@ -111,7 +111,11 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
 
 // Sums as they are here, made by all lanes. Of the scaled instruction clang 22 does not know that the
 // lanes work together: it would move the last one into a branch that some lanes do not take.
-static __device__ inline void settle(Floats4& sums) { asm volatile("" : "+v"(sums)); }
+static __device__ inline void settle(Floats4& sums) {
+#if !defined(__gfx942__)  // which has no scaled one; there it costs registers
+    asm volatile("" : "+v"(sums));
+#endif
+}
 
 // --- copies to local memory
 

@@ -87,6 +87,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
         const Words4* stage = stages[step % STAGES];
         const int count = k - step * STEP;
         const Words8 left = fragment<IS_LAST>(stage, wave_m + line, quarter, count);
+#pragma unroll  // registers have no index
         for (int j = 0; j < ACROSS; ++j) {
             const Words8 right = fragment<IS_LAST>(stage, TILE_M + 16 * j + line, quarter, count);
 #if BY_GROUP

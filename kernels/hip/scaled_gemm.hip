@@ -65,6 +65,7 @@ extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
         for (int i = 0; i < DOWN; ++i)
             of_rows[i] = scale_of(a_scale, a_scale_stride, first_m + wave_m + 16 * i + line, m - 1);
 #endif
+#pragma unroll  // registers have no index
         for (int j = 0; j < ACROSS; ++j) {
             const Words8 right = fragment<IS_LAST>(stage, wave_n + 16 * j + line, quarter, count);
 #if SCALES == 1
@@ -74,6 +75,7 @@ extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
             const int row_of_b = first_n + wave_n - TILE_M + 16 * j + line;
             const int of_b = scale_of(b_scale, b_scale_stride, row_of_b, n - 1);
 #endif
+#pragma unroll
             for (int i = 0; i < DOWN; ++i) {
 #if SCALES == 1
                 const int row = first_m + wave_m + 16 * i + line;
