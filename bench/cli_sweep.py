@@ -129,6 +129,7 @@ def sweep(
     from lokakern.prebuild import gpu_named
     from lokakern.registry.reader import is_there
     from lokakern.registry.register import load_tried
+    from lokakern.registry.store import collect_runs
 
     if device_name is not None and not prebuild:
         raise typer.BadParameter("goes with --prebuild: a sweep measures the device that is here",
@@ -177,6 +178,10 @@ def sweep(
         every = crew.gather("report", did.counts())
     if every is None:  # the first rank tells of all
         return
+    if len(every) < crew.world:
+        collect_runs(target)
+        say(f"{crew.world - len(every)} of {crew.world} ranks ended early; what they had measured "
+            "is in the database, what they had not was measured by the others")  # fmt: skip
     selection.use_snapshot(None)
     done = sweeping.SweepReport.of_all(every)
     _tell(done, target)

@@ -179,7 +179,9 @@ class Crew(Alone):
     def plan(self, name: str, make: Callable[[], Any]) -> Any:
         while not self._is_there(f"plan/{name}"):
             if self._is_ours(f"planner/{name}"):
-                self._write(f"plan/{name}", make())
+                made = json.dumps(make())
+                # Whoever was taken for dead and was not must not change what others use already.
+                self._store.compare_set(f"plan/{name}", "", made)
             else:
                 time.sleep(POLL_S)
         return self._read(f"plan/{name}")
@@ -298,7 +300,11 @@ def take_gpu() -> None:
     import torch
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    name = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
+    name = "CUDA_VISIBLE_DEVICES"
+    if torch.version.hip is not None and (
+        os.environ.get("HIP_VISIBLE_DEVICES") or not os.environ.get(name)
+    ):
+        name = "HIP_VISIBLE_DEVICES"  # ROCm reads both
     given = [word.strip() for word in os.environ.get(name, "").split(",") if word.strip()]
     if given and rank >= len(given):
         raise MeasurementError(

@@ -181,6 +181,7 @@ def sweep(
     crew.agree({
         "device": str(device), "environment": str(environment), "kernels": kernels_digest(),
         "cases": digest_of(map(str, cases)), "regime": regime,
+        "arguments": str((tuple(only), errors, grade, fresh, retry, strikes, tuple(distributions))),
     })  # fmt: skip
     plan = Plan(cases, only, device, distributions if errors != "none" else ())
 

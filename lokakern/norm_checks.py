@@ -224,8 +224,10 @@ def out_kind(
     if out_granularity is None:
         out_granularity = Granularity.ROW if out_scale is None else Granularity.TENSOR
     granularity = granularity_named(op, out_granularity)
-    if granularity is Granularity.BLOCK:
-        raise FormatError(f"{op}: granularity is '128x128'; expected tensor, row or 1x128")
+    if granularity in (Granularity.BLOCK, Granularity.MX):
+        raise FormatError(
+            f"{op}: granularity is {granularity.value!r}; expected tensor, row or 1x128"
+        )
     if (granularity is Granularity.TENSOR) is (out_scale is None):
         raise FormatError(
             f"{op}: granularity is {granularity.value!r} and out_scale is "

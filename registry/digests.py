@@ -10,7 +10,7 @@ statements; `#include "..."` for CUDA and HIP. A module outside lokakern is name
 Nothing counts that stands between ``# digest: off`` and ``# digest: on``: what a shared module was
 given after kernels that need none of it were measured, whose rows it would make stale for nothing.
 It only adds branches that such kernels never take, and calls a module of its own, which kernels
-that need it include.
+that need it include; only modules of lokakern have it, never a kernel's own files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _INCLUDED = {
     "lokakern.hip",
     "lokakern.mx",
 }
-_LATER = re.compile(r"^ *# digest: off\b.*?^ *# digest: on\n", re.MULTILINE | re.DOTALL)
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 _FSTRING_END = getattr(tokenize, "FSTRING_END", None)
@@ -112,7 +111,8 @@ def _relative_name(path: Path) -> str:
 def _read(path: Path, _modified: int) -> tuple[str, tuple[Path, ...]]:
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        source = without_later(source)
+        if path.is_relative_to(LIBRARY_ROOT) and not path.is_relative_to(KERNELS_ROOT):
+            source = without_later(source)
         return normalize_python(source), tuple(_python_includes(source, path))
     return normalize_c(source), tuple(_c_includes(source, path))
 
@@ -121,12 +121,25 @@ def without_later(source: str) -> str:
     """Python source without what came after kernels were measured, see above.
 
     Raises:
-        ValueError: A comment has no other that goes with it.
+        ValueError: The two comments do not follow each other in turn, or one is misspelled.
     """
-    source = _LATER.sub("", source)
-    if "# digest: o" in source:
+    kept, off = [], False
+    for number, line in enumerate(source.splitlines(keepends=True), start=1):
+        words = line.strip()
+        if not words.startswith("# digest:"):
+            if not off:
+                kept.append(line)
+            continue
+        begins = words.startswith("# digest: off")
+        if begins is off or not (begins or words == "# digest: on"):
+            raise ValueError(
+                f"line {number} is {words!r}; '# digest: off' and '# digest: on' must follow each "
+                "other, in turn"
+            )
+        off = begins
+    if off:
         raise ValueError("'# digest: off' and '# digest: on' must follow each other, in turn")
-    return source
+    return "".join(kept)
 
 
 def normalize_python(source: str) -> str:

@@ -62,10 +62,19 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
         )  # fmt: skip
     except (OSError, ValueError) as error:  # requests' errors are OSErrors
         raise DatabaseError(
-            f"import {name!r}: {str(error).splitlines()[0][:300]}; check the address and the "
-            "checksum, or download it yourself"
+            f"import {name!r}: {_reason(error)}; check the address and the checksum, or download "
+            "it yourself"
         ) from None
     return Path(found)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the address: libraries repeat it with its password."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return f"the server answered {status}"
+    words = str(error).splitlines()[0][:300] if str(error) else ""
+    return type(error).__name__ if "://" in words or "url:" in words else words
 
 
 class _Limited:

@@ -47,16 +47,24 @@ def locked(path: Path) -> Iterator[None]:
     """Hold a lock file.
 
     Raises:
-        DatabaseError: Another process held it for too long.
+        DatabaseError: Another process held it for too long, or it cannot be made.
     """
+    lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
     try:
-        with FileLock(path, timeout=LOCK_TIMEOUT_S):
-            yield
+        lock.acquire()
     except Timeout:
         raise DatabaseError(
             f"lock {str(path)!r} was held for {LOCK_TIMEOUT_S:.0f} s; expected a merge to take "
             "seconds; end the process that holds it"
         ) from None
+    except OSError as error:
+        raise DatabaseError(
+            f"lock {str(path)!r} cannot be made: {error.strerror or error}; choose another path"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def replace_file(place: Path, rows: Rows) -> None:

@@ -197,6 +197,18 @@ def test_torchrun_tells_of_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
         crew_of_torchrun()
 
 
+def test_a_planner_that_was_only_slow_changes_nothing(crews: Callable[..., list[Crew]]) -> None:
+    first, second = crews(2)
+
+    def slow() -> list[int]:  # meanwhile the other plans
+        second._store.compare_set("plan/times", "", "[7]")
+        return [1, 2]
+
+    with first, second:
+        assert first.plan("times", slow) == [7]
+        assert second.plan("times", list) == [7]
+
+
 @pytest.mark.parametrize(("given", "taken"), [("", "1"), ("4,7", "7"), ("GPU-a, GPU-b", "GPU-b")])
 def test_a_rank_takes_its_gpu(given: str, taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)

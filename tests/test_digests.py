@@ -147,7 +147,9 @@ def test_what_came_later_is_no_part_of_a_digest(digest_of: Digest) -> None:
     assert digest_of({"lokakern/numerics.py": changed}) != digest_of(
         {"lokakern/numerics.py": later}
     )
-    for broken in (later + "# digest: off\n", "# digest: on\n" + later):
+    misspelled = later.replace("# digest: on\n", "# digest: on again\n", 1)
+    twice = later.replace("    # digest: off\n", "    # digest: off\n    # digest: off\n")
+    for broken in (later + "# digest: off\n", "# digest: on\n" + later, misspelled, twice):
         with pytest.raises(ValueError, match="must follow each other"):
             digest_of({"lokakern/numerics.py": broken})
 
