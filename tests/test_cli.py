@@ -10,18 +10,16 @@ import shlex
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
 from lokakern import misses, selection
-from lokakern.bench import listing, operands, sweep, worker
+from lokakern.bench import listing, operands, sweep
 from lokakern.bench.cli import app
 from lokakern.bench.distributions import DISTRIBUTIONS
 from lokakern.bench.suites import SUITES
@@ -30,6 +28,7 @@ from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.store import open_readonly
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Layout, Operand
+from tests.inline_worker import run_tasks_here
 
 load_kernels()
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,33 +75,6 @@ def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
     forget_devices()
     torch.set_num_threads(threads)
-
-
-class Pipe:
-    """Keeps what a worker would send."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-
-def run_tasks_here(
-    tasks: dict[int, Any], done: Any, died: Any, *, watchdog_s: float, deadline: float | None = None
-) -> bool:
-    """`worker.run_tasks` without a process of its own."""
-    while tasks:
-        if deadline is not None and time.monotonic() > deadline:
-            return False
-        pipe, page = Pipe(), SimpleNamespace(beats=0)
-        timings = {n: t for n, t in tasks.items() if isinstance(t, worker.TimingTask)}
-        errors = {n: t for n, t in tasks.items() if isinstance(t, worker.AccuracyTask)}
-        worker._time(pipe, page, timings, deadline)
-        worker._measure(pipe, page, errors, deadline)
-        for event in pipe.sent:
-            done(event.task, tasks.pop(event.task), event)
-    return True
 
 
 def forget_devices() -> None:

@@ -8,20 +8,19 @@ import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 from lokakern import misses
-from lokakern.bench import operands, sweep, worker
+from lokakern.bench import operands, sweep
 from lokakern.bench.cli import app
 from lokakern.device import current_device
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Format, Granularity, Operand
+from tests.inline_worker import run_tasks_here
 
 load_kernels()
 SHAPE = ("--shape", "48,64,32")
@@ -29,28 +28,6 @@ LAYER = (*SHAPE, "--epilogue", "bias+layer+affine")
 # One unfused, one fused in FP8, one composition.
 FEW = ("--kernel", "torch.norm_unfused", "--kernel", "torch.norm_emulated_row",
        "--kernel", "torch.norm_quantize")  # fmt: skip
-
-
-class _Pipe:
-    """Keeps what a worker would send."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-
-def run_tasks_here(tasks: dict[int, Any], done: Any, _died: Any, **_: Any) -> bool:
-    """`worker.run_tasks` without a process of its own."""
-    while tasks:
-        pipe, page = _Pipe(), SimpleNamespace(beats=0)
-        kinds: Any = {worker.TimingTask: worker._time, worker.AccuracyTask: worker._measure}
-        for kind, work in kinds.items():
-            work(pipe, page, {n: t for n, t in tasks.items() if isinstance(t, kind)}, None)
-        for event in pipe.sent:
-            done(event.task, tasks.pop(event.task), event)
-    return True
 
 
 @pytest.fixture(scope="module", autouse=True)
