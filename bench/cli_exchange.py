@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from lokakern.bench.options import (
     FormatOption,
     JsonOption,
     OutputFormat,
+    say,
     says_errors,
     source_of,
 )
@@ -37,10 +37,6 @@ class Limit(StrEnum):
     REL_ERR = "rel_err"
     MEAN_REL_ERR = "mean_rel_err"
     MEAN_SHIFT = "mean_shift"
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr)
 
 
 def _words(counts: Mapping[str, int]) -> str:
@@ -75,7 +71,7 @@ def export(
     found = Snapshot(rows).find_device(device)
     left_out = export_rows(rows, path, found)
     words = ", ".join(f"{count} {name} rows" for name, count in left_out.items())
-    _say(f"{path}: {path.stat().st_size / 2**20:.2f} MiB of {found}; left out, of changed kernels "
+    say(f"{path}: {path.stat().st_size / 2**20:.2f} MiB of {found}; left out, of changed kernels "
          f"or other devices: {words}; manifest {place_of(path).name}")  # fmt: skip
 
 
@@ -105,10 +101,10 @@ def import_(
         else:
             path = _file(source, "import")
         report = import_file(path, target, sha256=sha256)
-    _say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
+    say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
          f"left out, for nothing refers to them: {_words(report.left_out)}")  # fmt: skip
     if report.changed_kernels:
-        _say(f"of no use to dispatch here, whose source differs: "
+        say(f"of no use to dispatch here, whose source differs: "
              f"{', '.join(report.changed_kernels)}")  # fmt: skip
 
 
@@ -129,7 +125,7 @@ def merge(
     from lokakern.registry.exchange import merge_files
 
     report = merge_files([source_of(text) for text in databases], source_of(out))
-    _say(f"{out}: {_words(report.added)}; more than once in what was merged: "
+    say(f"{out}: {_words(report.added)}; more than once in what was merged: "
          f"{_words(report.known)}")  # fmt: skip
 
 
@@ -170,8 +166,8 @@ def diff(
     if printed or not brief:
         report.print_rows(rows_of(printed, one, other, brief=brief), way)
     if len(printed) < len(shown):
-        _say(f"and {len(shown) - len(printed)} more: --format csv or json has all")
-    _say(f"{len(found)} cells: {_words(counts)}")
+        say(f"and {len(shown) - len(printed)} more: --format csv or json has all")
+    say(f"{len(found)} cells: {_words(counts)}")
     if any(counts[verdict] for verdict in WORSE):
         raise typer.Exit(WORSE_EXIT)
 
@@ -189,15 +185,16 @@ def _sides(
     from lokakern.registry.exchange import read_foreign
     from lokakern.registry.snapshot import Snapshot
 
-    dates, devices = (before, after) != (None, None), (from_device, to_device) != (None, None)
+    given = (("--before", before), ("--after", after))
+    dates = [_utc_ms(text, option) for option, text in given if text is not None]
+    devices = (from_device, to_device) != (None, None)
     if b is None and not dates and not devices:
         raise typer.BadParameter("expected a second database, --from-device with --to-device, or "
                                  "--before", param_hint="B")  # fmt: skip
     if devices and (device is not None or None in (from_device, to_device)):
         raise typer.BadParameter("go together, and without --device",
                                  param_hint="--from-device, --to-device")  # fmt: skip
-    until = _utc_ms(before or after, "--before") if dates else math.inf
-    since = _utc_ms(after or before, "--after") if dates else -math.inf
+    until, since = (dates[0], dates[-1]) if dates else (math.inf, -math.inf)
     first = read_foreign(source_of(a))
     second = first if b is None else read_foreign(source_of(b))
     one, other = from_device or device, to_device or device
@@ -207,9 +204,9 @@ def _sides(
     )
 
 
-def _utc_ms(text: str | None, option: str) -> float:
+def _utc_ms(text: str, option: str) -> float:
     try:
-        found = datetime.fromisoformat(text or "")
+        found = datetime.fromisoformat(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is no date; expected such as 2026-01-31 or "
                                  "2026-01-31T12:00", param_hint=option) from None  # fmt: skip

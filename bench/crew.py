@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import socket
 import threading
@@ -124,13 +125,21 @@ class Crew(Alone):
         self._heart.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._stopped.set()
-        self._heart.join()
+        self._heart.join(timeout=2 * BEAT_S)  # a store whose host is gone may keep it for minutes
+        if any(map(_is_of_the_store, raised)):
+            raise MeasurementError(
+                f"rank {self.rank} lost the store that all ranks share ({raised[1]}); what was "
+                "measured is in run files beside the database: sweep again to go on"
+            ) from None
 
     def _beat(self) -> None:
         while not self._stopped.is_set():
-            self._store.add(f"beat/{self.rank}", 1)
+            try:
+                self._store.add(f"beat/{self.rank}", 1)
+            except RuntimeError:  # the main thread will meet it too, and says so
+                return
             self._stopped.wait(min(BEAT_S, self._patience_s / 4))
 
     def _is_dead(self, rank: int) -> bool:
@@ -260,13 +269,32 @@ def share_out(costs: Sequence[float], world: int) -> list[range]:
     return shares
 
 
+def _is_of_the_store(error: object) -> bool:
+    """Whether a store said it, rather than what was done with its answers."""
+    from torch import distributed
+
+    return distributed.is_available() and isinstance(error, distributed.DistError)
+
+
+def _number(variable: str, default: float) -> float:
+    """What an environment variable says; empty is unset."""
+    said = os.environ.get(variable, "").strip()
+    try:
+        number = float(said) if said else default
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise MeasurementError(f"{variable} is {said!r}; expected a number, as torchrun sets it")
+    return number
+
+
 def crew_of_torchrun() -> Crew | Alone:
     """The crew that torchrun's environment variables tell of; alone without them.
 
     Raises:
         MeasurementError: The others cannot be reached.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if _number("WORLD_SIZE", 1) < 2:
         return Alone()
     from torch import distributed
 
@@ -282,7 +310,7 @@ def crew_of_torchrun() -> Crew | Alone:
             f"the other ranks cannot be reached: {error}; start the sweep with torchrun "
             "--nproc-per-node N -m lokakern.bench sweep"
         ) from error
-    patience_s = float(os.environ.get("LOKAKERN_CREW_PATIENCE_S", PATIENCE_S))
+    patience_s = _number("LOKAKERN_CREW_PATIENCE_S", PATIENCE_S)
     return Crew(found.PrefixStore("lokakern", store), rank, world, patience_s=patience_s)
 
 
@@ -295,11 +323,11 @@ def take_gpu() -> None:
     Raises:
         MeasurementError: There are more ranks here than GPUs that this job may use.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
+    if _number("LOCAL_WORLD_SIZE", 1) < 2:
         return
     import torch
 
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(_number("LOCAL_RANK", 0))
     name = "CUDA_VISIBLE_DEVICES"
     if torch.version.hip is not None and (
         os.environ.get("HIP_VISIBLE_DEVICES") or not os.environ.get(name)
@@ -317,4 +345,4 @@ def take_gpu() -> None:
 def cores_of_rank() -> int:
     """CPU cores for each rank of this host."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, (cores or 1) // int(_number("LOCAL_WORLD_SIZE", 1)))

@@ -78,10 +78,11 @@ class Difference:
 
     @property
     def effect(self) -> float | None:
-        """The second value over the first, where both have one."""
+        """The second value over the first, where both have one; None where that is no number."""
         if self.a is None or self.b is None or not self.a.value > 0:
             return None
-        return None if math.isnan(self.b.value) else self.b.value / self.a.value
+        ratio = self.b.value / self.a.value
+        return ratio if math.isfinite(ratio) else None
 
     @property
     def _order(self) -> tuple[Any, ...]:
@@ -280,4 +281,6 @@ def _row(
 def _shown(found: Found | None) -> float | str:
     if found is None:
         return "-"
-    return found.value if found.status == "ok" else found.status
+    if found.status != "ok":
+        return found.status
+    return found.value if math.isfinite(found.value) else "infinite"

@@ -38,7 +38,7 @@ def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
             f"export: nothing was measured on {device} of kernels as they are now; sweep first"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target.with_name(target.name + ".lock")):
+    with locked(target) as target:
         # The file first: with the manifest of another an import refuses it.
         replace_file(target, kept)
         manifest = text_of(manifest_of(target, kept, rows_digest(kept), device))

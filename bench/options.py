@@ -84,6 +84,10 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:  # a name that is too long, a folder that may not be looked into
+            where = f": {error.filename!r}" if error.filename else ""
+            print(f"{type(error).__name__}: {error.strerror or error}{where}", file=sys.stderr)
+            raise typer.Exit(1) from None
 
     return wrapped
 

@@ -49,13 +49,15 @@ def harness_digest() -> str:
 class Found:
     """What is left to measure: places of jobs, and cells by place, kernel and its stand-ins.
 
-    ``given_up`` are digests of kernels that are launched no more, ``why`` words about them.
+    ``given_up`` are digests of kernels that are launched no more, ``why`` words about them, and
+    ``plan`` is the digest of all jobs and cells.
     """
 
     todo: list[int]
     cells: list[tuple[int, str, list[str]]]
     given_up: list[str]
     why: list[str]
+    plan: str
 
 
 class Plan:
@@ -107,7 +109,17 @@ class Plan:
             ],
             given_up=list(given_up),
             why=why,
+            plan=self.digest(),
         )
+
+    def digest(self) -> str:
+        """Of all jobs and cells: equal where places mean the same."""
+        jobs = (f"{job.case} {[kernel.name for kernel in job.kernels]}" for job in self.jobs)
+        cells = (
+            f"{cell.kernel.name} {cell.problem} {cell.distribution} {cell.seed}"
+            for cell in self.cells
+        )
+        return digest_of([*jobs, *cells])
 
     def use(self, given_up: Iterable[str]) -> None:
         """Make the jobs and cells, without kernels of such digests."""

@@ -37,7 +37,7 @@ def print_rows(
         note: Below a table.
     """
     if how == "json":
-        print(json.dumps(list(rows), indent=2, default=str))
+        print(json.dumps(list(rows), indent=2, default=str, allow_nan=False))
         return
     columns = list(rows[0]) if rows else []
     if how == "csv":

@@ -44,7 +44,7 @@ from lokakern.bench.worker import (
     run_tasks,
 )
 from lokakern.device import current_device, current_environment
-from lokakern.errors import UnknownNameError
+from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.prebuild import prebuild
 from lokakern.registry.records import AccuracyRecord, TimingRecord
 from lokakern.registry.register import KERNELS
@@ -179,7 +179,7 @@ def sweep(
     progress, crew = progress or Progress(), crew or Alone()
     report = SweepReport()
     crew.agree({
-        "device": str(device), "environment": str(environment), "kernels": kernels_digest(),
+        "device": repr(device), "environment": repr(environment), "kernels": kernels_digest(),
         "cases": digest_of(map(str, cases)), "regime": regime,
         "arguments": str((tuple(only), errors, grade, fresh, retry, strikes, tuple(distributions))),
     })  # fmt: skip
@@ -205,6 +205,11 @@ def sweep(
 
     found = Found(**crew.plan("times", look))
     plan.use(found.given_up)
+    if plan.digest() != found.plan:  # places in it would mean something else here
+        raise MeasurementError(
+            f"rank {crew.rank} finds other kernels for these problems than the rank that plans; "
+            "see that plugins, libraries and GPUs are the same everywhere"
+        )
     report.given_up = found.why
     todo, left = [plan.jobs[place] for place in found.todo], found.cells
     report.skipped = sum(len(job.kernels) for job in plan.jobs)
@@ -228,7 +233,7 @@ def sweep(
         f"{count} times at {len(todo)} problems and "
         f"{'at most ' if errors == 'needed' and todo else ''}{len(left)} errors: "
         f"about {_duration(report.estimated_s)}"
-        + (f" on {crew.world} GPUs" if crew.world > 1 else "")
+        + (f" on {crew.world} ranks" if crew.world > 1 else "")
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
         problems = [job.case.problem for job in todo]

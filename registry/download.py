@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 from lokakern.errors import DatabaseError
 
 SILENCE_S = 30.0  # of a server, after which the download ends
+LONGEST_S = 600.0  # a server that sends a byte now and then is never silent
 _DIGEST = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
 
@@ -78,15 +80,18 @@ def _reason(error: Exception) -> str:
 
 
 class _Limited:
-    """A file that takes so many bytes and no more; what is sent compressed counts unpacked."""
+    """A file that takes so many bytes, for so long; what is sent compressed counts unpacked."""
 
     def __init__(self, file: IO[bytes], largest_bytes: int) -> None:
         self._file, self._left = file, largest_bytes
+        self._deadline = time.monotonic() + LONGEST_S
 
     def write(self, content: bytes) -> int:
         self._left -= len(content)
         if self._left < 0:
             raise ValueError("the file is larger than a file of others may be")
+        if time.monotonic() > self._deadline:
+            raise ValueError(f"not done after {LONGEST_S:.0f} s")
         return self._file.write(content)
 
     def flush(self) -> None:
@@ -95,5 +100,8 @@ class _Limited:
 
 def _without_secrets(url: str) -> str:
     """A URL for a message: without a password, and without what follows the path."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url.split("://")[0] + "://..."
     return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"

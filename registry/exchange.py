@@ -105,7 +105,7 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     """
     nothing = dict.fromkeys(TABLES, 0)
     _make_folder(target)
-    with locked(target.with_name(target.name + ".lock")), ExitStack() as stack:
+    with locked(target) as target, ExitStack() as stack:
         parts, had = [part], nothing
         if target.exists():
             own = stack.enter_context(own_part(target))
@@ -172,7 +172,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     _refuse_existing(place)
     _make_folder(place)
     has: dict[str, int] = {}
-    with locked(place.with_name(place.name + ".lock")), ExitStack() as stack:
+    with locked(place) as place, ExitStack() as stack:
         _refuse_existing(place)
         parts, brought = [], dict.fromkeys(TABLES, 0)
         for source in sources:

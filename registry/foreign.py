@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import sqlalchemy
-from sqlalchemy import Connection
+from sqlalchemy import URL, Connection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -138,7 +138,7 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
         if isinstance(found, Path):
             digest = _copy(found, copy, name, guards)
         else:
-            write_file(copy, read_rows(found))
+            _take(found, copy, name)
             digest = hashlib.sha256(copy.read_bytes()).hexdigest()
         check_header(copy, name)
         _check_encoding(copy, name)
@@ -202,6 +202,22 @@ def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
             f"{tempfile.gettempdir()!r} (TMPDIR)"
         ) from error
     return digest.hexdigest()
+
+
+def _take(server: URL, copy: Path, name: str) -> None:
+    """Write the rows of a server into a file.
+
+    Raises:
+        DatabaseError: They cannot be read, or are not such as a file may hold.
+    """
+    try:
+        write_file(copy, read_rows(server))
+    except DatabaseError as error:
+        raise DatabaseError(str(error).replace(repr(str(copy)), name)) from error
+    except (ValueError, KeyError, TypeError) as error:  # keys that are no digits, or refer nowhere
+        raise DatabaseError(
+            f"database {name} holds rows that lokakern did not write ({error}); remove them there"
+        ) from error
 
 
 def _check_encoding(path: Path, name: str) -> None:

@@ -95,7 +95,7 @@ def merge_rows(sources: Sequence[Rows], target: Source) -> MergeReport:
         finally:
             engine.dispose()
     place.parent.mkdir(parents=True, exist_ok=True)
-    with locked(place.with_name(place.name + ".lock")):
+    with locked(place) as place:
         old = read_rows(place) if place.exists() else {name: [] for name in TABLES}
         merged = union([old, new])
         added = {name: len(merged[name]) - len(old[name]) for name in TABLES}

@@ -48,6 +48,8 @@ def resolve(source: Source) -> Path | URL:
     Raises:
         DatabaseError: A URL that SQLAlchemy cannot parse, or SQLite in memory.
     """
+    if "\0" in str(source):
+        raise DatabaseError(f"database {str(source)!r} has a zero byte; expected a path or a URL")
     if isinstance(source, Path):
         return source
     if isinstance(source, str):
@@ -55,9 +57,10 @@ def resolve(source: Source) -> Path | URL:
             return Path(source)
         try:
             source = make_url(source)
-        except (ArgumentError, ValueError) as error:
+        except (ArgumentError, ValueError):  # which would repeat it, with its password
+            scheme = str(source).split("://")[0]
             raise DatabaseError(
-                f"database URL {source!r} cannot be parsed: {error}; expected a path or, say, "
+                f"database URL '{scheme}://...' cannot be parsed; expected a path or, say, "
                 "'postgresql+psycopg://user@host/name'"
             ) from None
     if source.get_backend_name() != "sqlite":

@@ -12,7 +12,6 @@ from sqlalchemy import CheckConstraint, Double, Integer
 
 from lokakern.formats import Granularity
 from lokakern.registry.tables import GRADES, STATUSES, TABLES, TEST_STATUSES
-from lokakern.registry.writer import CONTROL
 from lokakern.types import REGIMES
 
 EARLIEST_UTC_MS = 1_577_836_800_000  # 2020-01-01: before there was FP8
@@ -104,7 +103,7 @@ class Rule:
         if self.kind is str:
             if self.words:
                 return self.words.issuperset(values)
-            return max(map(len, values)) <= self.longest and not any(map(CONTROL.search, values))
+            return max(map(len, values)) <= self.longest and all(map(str.isprintable, values))
         if self.kind is bytes:
             return True
         # SQLite hands out no NaN: it is NULL.

@@ -18,6 +18,7 @@ from typing import Any
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry import identity
 from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
+from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import family_key
 from lokakern.registry.records import DistributionRow, KernelRow
 from lokakern.types import Device, Environment
@@ -105,7 +106,8 @@ class Snapshot:
     def parameters_of(self, architecture: str, name: str) -> str:
         """Canonical JSON of a distribution's parameters, as its newest good row there has them.
 
-        When a default changes, what was measured under the old one no longer counts.
+        When a default changes, what was measured under the old one no longer counts. Rows of
+        kernels as they are now come before others: somebody else's version hides nothing.
         """
         return self._newest_parameters.get((architecture, name), "")
 
@@ -114,14 +116,18 @@ class Snapshot:
         started = {
             key: self._dimension("run", key, dict)["started_utc_ms"] for key in self._by_key["run"]
         }
-        newest: dict[tuple[str, str], tuple[int, str]] = {}
-        columns = ("run", "distribution", "architecture", "status")
-        for run, key, architecture, status in {*self._picked("accuracy", columns)}:
+        current = {
+            key: is_current(self._dimension("kernel", key, identity.kernel_from_row))
+            for key in self._by_key["kernel"]
+        }
+        newest: dict[tuple[str, str], tuple[bool, int, str]] = {}
+        columns = ("kernel", "run", "distribution", "architecture", "status")
+        for kernel, run, key, architecture, status in {*self._picked("accuracy", columns)}:
             if status == "ok":
-                row = self._distribution(key)
-                place, seen = (architecture, row.name), (started[run], row.parameters)
+                row, place = self._distribution(key), (architecture, self._distribution(key).name)
+                seen = (current[kernel], started[run], row.parameters)
                 newest[place] = max(newest.get(place, seen), seen)
-        return {place: parameters for place, (_, parameters) in newest.items()}
+        return {place: parameters for place, (*_, parameters) in newest.items()}
 
     @cached_property
     def distribution_names(self) -> frozenset[str]:

@@ -6,7 +6,6 @@ import itertools
 import math
 import operator
 import os
-import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -23,7 +22,7 @@ from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.identity import Row
-from lokakern.registry.reader import Rows, by_key, short, translate
+from lokakern.registry.reader import Rows, by_key, resolve, short, translate
 from lokakern.registry.tables import (
     APPLICATION_ID,
     COLUMNS,
@@ -37,32 +36,37 @@ from lokakern.registry.texts import insert_text
 
 LOCK_TIMEOUT_S = 600.0
 PAGE_BYTES = 8192  # 4096 makes a shipped file 1.5 % larger, 16384 0.5 %
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")  # a terminal would obey some
 _BATCH_ROWS = 20_000
 _REASON_CHARACTERS = 500  # a reason may quote a compiler's whole output
+_SAID_BY_OTHERS = ("reason", "command")  # what is not printable becomes a space
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file.
+def locked(database: Path) -> Iterator[Path]:
+    """Hold the lock of a database's file; yields where the file really lies, links followed.
 
     Raises:
         DatabaseError: Another process held it for too long, or it cannot be made.
     """
+    place = Path(os.path.realpath(str(resolve(database))))
+    path = place.with_name(place.name + ".lock")
     lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
     try:
+        # filelock takes some folders that take no file (/proc) for a lock that is held.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         lock.acquire()
     except Timeout:
         raise DatabaseError(
             f"lock {str(path)!r} was held for {LOCK_TIMEOUT_S:.0f} s; expected a merge to take "
             "seconds; end the process that holds it"
         ) from None
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter where nothing can be locked
         raise DatabaseError(
-            f"lock {str(path)!r} cannot be made: {error.strerror or error}; choose another path"
+            f"lock {str(path)!r} cannot be made: {getattr(error, 'strerror', None) or error}; "
+            "choose another path"
         ) from None
     try:
-        yield
+        yield place
     finally:
         lock.release()
 
@@ -254,11 +258,11 @@ def _plain(column: sqlalchemy.Column[Any], value: Any) -> str | int | float:
         return whole
     if not isinstance(value, str):
         raise TypeError("expected text")
-    if column.name == "reason":
-        text = CONTROL.sub(" ", value).encode("utf-8", "replace").decode()
-        cut = len(text) > _REASON_CHARACTERS
-        return text[: _REASON_CHARACTERS - 3] + "..." if cut else text
-    if "\0" in value:
-        raise ValueError("expected no zero byte")
-    value.encode()  # raises on lone surrogates
-    return value
+    text = value
+    if column.name in _SAID_BY_OTHERS:
+        text = "".join(c if c.isprintable() else " " for c in text)
+    if column.name == "reason" and len(text) > _REASON_CHARACTERS:
+        text = text[: _REASON_CHARACTERS - 3] + "..."
+    if not text.isprintable():  # a terminal would obey some, and a lone surrogate is no text
+        raise ValueError("expected printable characters")
+    return text

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,6 +221,47 @@ def test_a_rank_takes_its_gpu(given: str, taken: str, monkeypatch: pytest.Monkey
     take_gpu()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
     assert cores_of_rank() >= 1
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "taken"),
+    [
+        ("", "", {"HIP_VISIBLE_DEVICES": "1"}),
+        ("4,7", "", {"CUDA_VISIBLE_DEVICES": "7"}),
+        ("4,7", "2,3", {"CUDA_VISIBLE_DEVICES": "4,7", "HIP_VISIBLE_DEVICES": "3"}),
+    ],
+)
+def test_a_rank_takes_its_amd_gpu(
+    cuda: str, hip: str, taken: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.hip", "7.0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in {"CUDA_VISIBLE_DEVICES": cuda, "HIP_VISIBLE_DEVICES": hip}.items():
+        monkeypatch.setenv(name, value)
+    take_gpu()
+    assert {name: os.environ[name] for name in taken} == taken
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_what_is_no_number_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "")
+    take_gpu()
+    assert type(crew_of_torchrun()) is Alone
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(MeasurementError, match=f"{name} is 'two'; expected a number"):
+        (crew_of_torchrun if name == "WORLD_SIZE" else take_gpu)()
+
+
+def test_a_store_that_is_gone_says_so(crews: Callable[..., list[Crew]]) -> None:
+    (crew,) = crews(1)
+
+    def lost(*_: object) -> None:
+        raise distributed.DistNetworkError("connection reset")
+
+    with pytest.raises(MeasurementError, match=r"lost the store.*sweep again"), crew:
+        crew._store = SimpleNamespace(add=lost)  # type: ignore[assignment]
+        crew.step("times")
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,16 @@ def verdicts(a: Rows, b: Rows, **sides: Any) -> list[str]:
 )
 def test_a_cell_is_compared(before: dict[str, Any], after: dict[str, Any], verdict: str) -> None:
     assert verdicts(rows(before), rows(after)) == [verdict]
+
+
+def test_what_is_infinite_is_still_json(diff: Callable[..., Ran]) -> None:
+    code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}), "--json")
+    (row,) = json.loads(out, parse_constant=pytest.fail)
+    assert code == 6 and (row["verdict"], row["b_over_a"], row["b"]) == (
+        "wronger",
+        None,
+        "infinite",
+    )
 
 
 def test_noise_is_that_of_dispatch() -> None:
@@ -208,6 +219,7 @@ def test_two_spans_of_time(diff: Callable[..., Ran]) -> None:
         ((), "expected a second database"),
         (("--from-device", "NVIDIA H200"), "go together"),
         (("--before", "yesterday"), "'yesterday' is no date"),
+        (("--after", "tomorrow"), "for --after: 'tomorrow' is no date"),
         (("--before", "2023-01-01", "--limit", "sqnr"), "'sqnr' is not one of"),
     ],
 )

@@ -258,12 +258,53 @@ def test_downloads_are_only_what_was_asked_for(file: Path, served: str, tmp_path
               largest_bytes=size - 1)  # fmt: skip
 
 
+@pytest.mark.parametrize("url", ["http://someone:hunter2@127.0.0.1:9/x?token=hunter2",
+                                 "http://someone:hunter2@[x/y"])  # fmt: skip
+def test_no_error_repeats_a_password(url: str, tmp_path: Path) -> None:
+    with pytest.raises(DatabaseError) as raised:
+        download(url, "0" * 64, tmp_path, largest_bytes=1)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_server_that_drips_has_a_deadline(
+    served: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lokakern.registry.download.LONGEST_S", -1.0)
+    with pytest.raises(DatabaseError, match="not done after"):
+        download(f"{served}/{file.name}", sha256_of(file), tmp_path, largest_bytes=1 << 30)
+
+
 def test_a_download_without_pooch_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(DatabaseError, match=r"pip install 'lokakern\[exchange\]'"):
         download("http://127.0.0.1:9/x", "0" * 64, tmp_path, largest_bytes=1)
+
+
+def test_a_database_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:
+    real, link = tmp_path / "real" / "mine.sqlite", tmp_path / "link.sqlite"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    import_file(file, link)
+    assert link.is_symlink() and read_rows(real) == read_rows(file)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux")
+def test_where_no_lock_can_be_made_nobody_waits(file: Path) -> None:
+    with pytest.raises(DatabaseError, match=r"lock '/proc/mine.sqlite.lock' cannot be made"):
+        import_file(file, Path("/proc/mine.sqlite"))
+
+
+@pytest.mark.parametrize("name", ["a\0b.sqlite", "a" * 300 + ".sqlite"])
+def test_names_that_no_file_has(
+    name: str, file: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    target = str(tmp_path / name)
+    for words in (("import", name), ("import", str(file), "--into", target),
+                  ("diff", name, str(file)), ("merge", str(file), "--out", target)):  # fmt: skip
+        code, out, err = command(*words)
+        assert (code, out) == (1, "") and len(err.splitlines()) == 1
 
 
 # Merging

@@ -9,7 +9,7 @@ import torch
 
 import lokakern
 from lokakern import mx, numerics
-from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.kernels.torch.mx import in_tiles, tiles_for
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
@@ -73,6 +73,13 @@ def test_scales_of_another_dtype_are_refused() -> None:
     assert by_group.scale is not None
     with pytest.raises(ShapeError, match="float32"):
         QuantizedTensor(by_group.data, by_group.scale.to(mx.SCALE), Granularity.GROUP)
+
+
+def test_no_norm_writes_scales_of_32() -> None:
+    a, b = torch.ones(4, 64), torch.ones(64, 64)
+    with pytest.raises(FormatError, match=r"'1x32'; expected tensor, row or 1x128"):
+        lokakern.gemm_norm(a.bfloat16(), b.bfloat16(), norm="rms", out_format="e4m3fn",
+                           out_granularity="1x32")  # fmt: skip
 
 
 SHAPES = (
