@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lokakern.errors import DatabaseError
-from lokakern.registry import identity
+from lokakern.registry import identity, physics
 from lokakern.registry.foreign import Foreign
 from lokakern.registry.records import canonical_json, now_utc_ms
 from lokakern.registry.rules import Rule, constraints_of, rules_of
@@ -27,6 +27,7 @@ from lokakern.registry.tables import (
     tables_of,
 )
 from lokakern.registry.texts import breaches_text, rows_text
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
 BATCH_ROWS, FACT_BYTES = 20_000, 1 << 14  # facts have 300 bytes, at most 14 KiB
@@ -68,7 +69,8 @@ def check(opened: Foreign) -> Checked:
             keys[name] = {number: row[0] for number, row in found.items()}
             checked.counts[name] = len(found)
         else:
-            checked.counts[name] = _facts(opened, name, rules, keys, checked.used)
+            possible = _POSSIBLE.get(name, _Possible)(opened, checked.dimensions)
+            checked.counts[name] = _facts(opened, name, rules, keys, checked.used, possible)
         _check_constraints(opened, name)
     opened.limit_rows()
     checked.counts |= {name: 0 for name in TABLES if name not in checked.counts}
@@ -236,6 +238,7 @@ def _facts(
     rules: Mapping[str, Rule],
     keys: Mapping[str, Mapping[int, str]],
     used: Mapping[str, set[int]],
+    possible: _Possible,
 ) -> int:
     """Check a table of facts.
 
@@ -248,6 +251,7 @@ def _facts(
             zip(COLUMNS[name], zip(*batch, strict=True), strict=True)
         )
         _check_columns(opened, name, columns, rules)
+        given = dict(columns)
         present = _digits(opened, name, columns["key"])
         for table in REFERENCES[name].values():
             strangers = set(columns[table]) - keys[table].keys()
@@ -258,6 +262,7 @@ def _facts(
                              f"an id of table {table}")  # fmt: skip
             used[table].update(columns[table])
             columns[table] = [keys[table][number] for number in columns[table]]
+        possible.check(given)
         expected = identity.fact_keys(name, columns)
         if present != expected:
             place = next(i for i, pair in enumerate(zip(present, expected, strict=True))
@@ -268,6 +273,69 @@ def _facts(
         last = present[-1]
         count += len(batch)
     return count
+
+
+class _Possible:
+    """What physics allows of facts: nothing is said of most."""
+
+    def __init__(
+        self, opened: Foreign, dimensions: Mapping[str, Mapping[int, tuple[Any, ...]]]
+    ) -> None:
+        self._opened, self._dimensions = opened, dimensions
+        self._known: dict[tuple[Any, ...], float] = {}
+
+    def _least(self, *given: Any) -> float:
+        """`_find_least`, once."""
+        if given not in self._known:
+            self._known[given] = self._find_least(*given)
+        return self._known[given]
+
+    def _find_least(self, *given: Any) -> float:
+        raise NotImplementedError
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Refuse rows, by column, that cannot have been measured."""
+
+    def _row(self, table: str, number: int) -> dict[str, Any]:
+        return dict(zip(COLUMNS[table], self._dimensions[table][number], strict=True))
+
+    def _problem(self, number: int) -> Problem:
+        return identity.problem_from_row(self._row("problem", number))
+
+
+class _PossibleTimes(_Possible):
+    """No time is shorter than the FLOPs and the bytes take."""
+
+    def _find_least(self, problem: int, device: int, regime: str) -> float:
+        found = identity.device_from_row(self._row("device", device))
+        return physics.least_us(self._problem(problem), found, regime)
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        wanted = ("problem", "device", "regime", "latency_us_p20", "key")
+        for problem, device, regime, us, key in zip(*map(columns.get, wanted), strict=True):
+            if us is not None and us < (least := self._least(problem, device, regime)):
+                raise _wrong(self._opened, "timing", key, f"latency_us_p20 is {us:g}",
+                             f"at least {least:.3g}, which {self._problem(problem)} takes on "
+                             f"{self._row('device', device)['product']}")  # fmt: skip
+
+
+class _PossibleErrors(_Possible):
+    """No error of values of every size is smaller than that of rounding the output."""
+
+    def _find_least(self, problem: int, distribution: int) -> float:
+        usual = self._row("distribution", distribution)["name"] in REALISTIC_DISTRIBUTIONS
+        return physics.least_error(self._problem(problem).out_format) if usual else 0.0
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        wanted = ("problem", "distribution", "row_err", "key")
+        for problem, distribution, error, key in zip(*map(columns.get, wanted), strict=True):
+            if error is not None and error < (least := self._least(problem, distribution)):
+                raise _wrong(self._opened, "accuracy", key, f"row_err is {error:g}",
+                             f"at least {least:.3g}, which rounding "
+                             f"{self._problem(problem).out_format} leaves")  # fmt: skip
+
+
+_POSSIBLE: dict[str, type[_Possible]] = {"timing": _PossibleTimes, "accuracy": _PossibleErrors}
 
 
 def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> None:

@@ -1,0 +1,74 @@
+"""What no measurement can be: faster than its GPU, or more accurate than its output's format.
+
+Bounds, not models: what they refuse cannot have been measured, and nothing that was is refused. The
+nearest that a time of the shipped file came to them is 1.14 of the bytes and 1.30 of the FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lokakern.formats import Format
+from lokakern.types import Device, Problem
+
+_SLACK = 0.9  # a clock or a memory somewhat faster than its data sheet
+_LEAST_GPU_US = 0.3  # a quantizer of 256 x 16, alone in a graph, takes 1.26
+_ROUNDING_SLACK = 0.5  # rows of zeros, and whatever happens to be exact, have no error
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The fastest that compute units of an architecture are.
+
+    Attributes:
+        flops_per_clock: Of a compute unit, dense FP8: 2 for each multiply-add.
+        clock_ghz: The highest that one is sold with.
+        bytes_per_us: The fastest memory that one is sold with.
+    """
+
+    flops_per_clock: int
+    clock_ghz: float
+    bytes_per_us: float
+
+
+# From the vendors' data sheets: dense FP8 FLOPS over compute units and boost clock, memory rates.
+_RATES = {
+    "sm_80": Rates(4096, 1.41, 2.04e6),  # int8's rate: there is no FP8
+    "sm_89": Rates(2048, 2.6, 0.96e6),
+    "sm_90": Rates(8192, 1.98, 4.9e6),
+    "sm_100": Rates(16384, 2.1, 8.0e6),
+    "sm_103": Rates(16384, 2.1, 8.0e6),
+    "gfx942": Rates(4096, 2.1, 6.0e6),
+    "gfx950": Rates(8192, 2.4, 8.0e6),
+}
+_UNKNOWN = Rates(32768, 4.0, 20e6)
+_CPU = Rates(4096, 6.0, 2e6)  # a core with matrix instructions
+
+
+def least_us(problem: Problem, device: Device, regime: str) -> float:
+    """A time that no kernel can be faster than, in microseconds.
+
+    The FLOPs at the highest clock; in the regime ``graph-cold``, in which nothing that is read is
+    in a cache, also the bytes of `Problem.bytes_moved` from memory.
+    """
+    rates = _RATES.get(device.architecture, _UNKNOWN) if device.is_gpu else _CPU
+    units = max(device.compute_units, 1)
+    least = problem.flops / (units * rates.flops_per_clock * rates.clock_ghz * 1e3)
+    if not device.is_gpu:
+        return _SLACK * least
+    if regime == "graph-cold":
+        least = max(least, problem.bytes_moved / rates.bytes_per_us)
+    return max(_SLACK * least, _LEAST_GPU_US)
+
+
+def least_error(out_format: Format) -> float:
+    """A root mean square relative error that rounding to a format leaves at least.
+
+    With unit roundoff u, a value is rounded by at most u of the power of two below it, uniformly:
+    u / sqrt(3) of that in the root mean square, and at least half as much of the value. 0 for
+    float32.
+    """
+    if out_format is Format.FLOAT32:
+        return 0.0
+    return _ROUNDING_SLACK * out_format.unit_roundoff / math.sqrt(12)
