@@ -1,9 +1,9 @@
-"""The command line: sweep, explain, chain, compare, export, import, merge, diff, list.
+"""The command line: sweep, explain, chain, compare, export, import, verify, merge, diff, list.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
 slower than allowed by ``--fail-under``; 5 a sweep is done, but rows of it are not ok; 6 a diff
-found something slower or wronger.
+found something slower or wronger, or verify rejected a file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
 from lokakern.bench.cli_exchange import diff, export, import_, merge
 from lokakern.bench.cli_sweep import sweep
+from lokakern.bench.cli_verify import verify
 from lokakern.bench.options import (
     BudgetOption,
     DatabaseOption,
@@ -37,7 +38,8 @@ app = typer.Typer(
     name="lokakern.bench",
     help="Measure FP8 kernels, and ask which one dispatch would choose and why.\n\n"
     "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to go on), "
-    "4 slower than --fail-under, 5 swept, but rows are not ok, 6 slower or wronger (diff).",
+    "4 slower than --fail-under, 5 swept, but rows are not ok, 6 slower or wronger than before "
+    "(diff) or than said (verify).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -140,6 +142,7 @@ app.command()(chain)
 app.command()(compare)
 app.command()(export)
 app.command("import")(import_)
+app.command()(verify)
 app.command()(merge)
 app.command()(diff)
 

@@ -84,15 +84,21 @@ def import_(
     into: Annotated[
         str | None, typer.Option(help="Database to add to. Default: the user's.")
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Believe it without `verify`: it is your own.")
+    ] = False,
 ) -> None:
     """Add the measurements of a file of others to your database: every row is checked, all or none.
 
-    A manifest beside a file has to agree with it. What no measurement refers to is left out.
+    They wait in DATABASE.imports until `verify` has measured some again: until then dispatch uses
+    them with caution, and says so. A manifest beside a file has to agree with it. What no
+    measurement refers to is left out.
     """
     from lokakern.registry.download import download, is_url
     from lokakern.registry.exchange import import_file
     from lokakern.registry.foreign import GUARDS
     from lokakern.registry.store import user_database
+    from lokakern.registry.trust import imports_folder
 
     target = _file(into, "--into") if into is not None else user_database()
     with tempfile.TemporaryDirectory(prefix="lokakern-") as folder:
@@ -100,9 +106,12 @@ def import_(
             path = download(source, sha256, Path(folder), largest_bytes=GUARDS.largest_bytes)
         else:
             path = _file(source, "import")
-        report = import_file(path, target, sha256=sha256)
+        report = import_file(path, target, trusted=trust, sha256=sha256)
     say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
          f"left out, for nothing refers to them: {_words(report.left_out)}")  # fmt: skip
+    if any(report.added.values()) and not trust:
+        say(f"they wait in {imports_folder(target)} and count with caution: `verify` measures some "
+            "of them again and decides")  # fmt: skip
     if report.changed_kernels:
         say(f"of no use to dispatch here, whose source differs: "
              f"{', '.join(report.changed_kernels)}")  # fmt: skip

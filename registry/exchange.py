@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.merging import MergeReport, merge_rows, union
 from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve, shown
 from lokakern.registry.tables import COLUMNS, FACTS, TABLES
+from lokakern.registry.trust import place_for, waiting_for
 from lokakern.registry.union import Part, own_part, write_union
 from lokakern.registry.writer import locked, publish
 
@@ -41,6 +43,7 @@ def import_file(
     path: Path,
     target: Path,
     *,
+    trusted: bool = False,
     sha256: str | None = None,
     guards: Guards = GUARDS,
 ) -> ImportReport:
@@ -49,6 +52,8 @@ def import_file(
     Args:
         path: The file; a manifest beside it has to agree.
         target: What it is added to; made if it is missing.
+        trusted: Whether rows go into the database at once, as if measured here; else they wait
+            beside it (`registry.trust`).
         sha256: That the file has to have, in hex.
         guards: What the file may cost.
 
@@ -65,7 +70,7 @@ def import_file(
         if manifest is not None:
             manifest.check_counts(opened, checked.counts)
         part, left_out = _measured(opened, checked)
-        had, has = _add(part, target)
+        had, has = _add(part, target) if trusted else _let_wait(part, target, opened.sha256)
     brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
     added = {name: has[name] - had[name] for name in TABLES}
     known = {name: brought[name] - added[name] for name in TABLES}
@@ -103,27 +108,50 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     Returns:
         How many rows the file had, and has, by table.
     """
-    nothing = dict.fromkeys(TABLES, 0)
     _make_folder(target)
     with locked(target) as target, ExitStack() as stack:
-        parts, had = [part], nothing
-        if target.exists():
-            own = stack.enter_context(own_part(target))
-            parts, had = (
-                [own, part],
-                nothing
-                | {**own.counts, **{name: len(rows) for name, rows in own.dimensions.items()}},
-            )
-        has = dict(nothing)
+        known = [stack.enter_context(own_part(target))] if target.exists() else []
+        had, has = _counts(known, target), dict.fromkeys(TABLES, 0)
 
         def write(temporary: Path) -> None:
-            has.update(write_union(temporary, parts))
+            has.update(write_union(temporary, [*known, part]))
             if has == had:  # nothing new: the file is let alone
                 raise _NothingNew
 
         with suppress(_NothingNew):
             publish(target, write)
     return had, has
+
+
+def _let_wait(part: Part, database: Path, sha256: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Put a part beside a database, unless all of it is known.
+
+    Returns:
+        How many rows there were, here and waiting, and are, by table.
+    """
+    _make_folder(database)
+    with locked(database) as place, ExitStack() as stack:
+        target = place_for(place, sha256)
+        _make_folder(target)
+        paths = [*([place] if place.exists() else []), *(w.path for w in waiting_for(place))]
+        known = [stack.enter_context(own_part(path)) for path in paths]
+        # Whatever contradicts the part is said now: reading them together would fail ever after.
+        had, has = _counts(known, target), _counts([*known, part], target)
+        if has != had:
+            publish(target, lambda temporary: write_union(temporary, [part]))
+    return had, has
+
+
+def _counts(parts: Sequence[Part], beside: Path) -> dict[str, int]:
+    """How many rows a union has, by table."""
+    if len(parts) < 2:
+        counts = dict.fromkeys(TABLES, 0)
+        for part in parts:
+            counts |= part.counts
+            counts |= {name: len(rows) for name, rows in part.dimensions.items()}
+        return counts
+    with tempfile.TemporaryDirectory(dir=beside.parent, prefix=".union-") as folder:
+        return write_union(Path(folder) / "union.sqlite", parts)
 
 
 class _NothingNew(Exception):

@@ -28,6 +28,7 @@ from lokakern.registry.manifest import FIELDS, Manifest, manifest_beside, place_
 from lokakern.registry.reader import Rows, database_digest, read_rows
 from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.tables import COLUMNS, TABLES
+from lokakern.registry.trust import Tier, move, waiting_for
 from lokakern.registry.writer import write_file
 from tests.foreign_files import base_rows, write_base
 from tests.test_store import CHOICES, edited, rows_of
@@ -75,7 +76,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 def test_an_import_adds_what_is_new(file: Path, target: Path) -> None:
     before = read_rows(target)
-    report = import_file(file, target)
+    report = import_file(file, target, trusted=True)
     assert report.added == {**NOTHING, "run": 1, "timing": 8, "accuracy": 8, "test_result": 2}
     assert report.known["problem"] == 2 and report.left_out == NOTHING
     assert report.changed_kernels == ("cuda.gemm_row", "torch.bf16")
@@ -83,7 +84,7 @@ def test_an_import_adds_what_is_new(file: Path, target: Path) -> None:
     for name in TABLES:
         assert set(rows[name]) == set(before[name]) | set(brought[name])
     content = target.read_bytes()
-    again = import_file(file, target)
+    again = import_file(file, target, trusted=True)
     assert again.added == NOTHING and sum(again.known.values()) == sum(map(len, brought.values()))
     assert target.read_bytes() == content
     merge_files([target], target.with_name("fresh.sqlite"))
@@ -94,7 +95,7 @@ def test_what_nothing_refers_to_is_left_out(tmp_path: Path, target: Path) -> Non
     rows = base_rows()
     write_file(tmp_path / "few.sqlite", {**rows, "accuracy": [], "test_result": [],
                                          "timing": rows["timing"][:1]})  # fmt: skip
-    report = import_file(tmp_path / "few.sqlite", tmp_path / "new.sqlite")
+    report = import_file(tmp_path / "few.sqlite", tmp_path / "new.sqlite", trusted=True)
     assert report.left_out == {**NOTHING, "device": 1, "kernel": 1, "problem": 1}
     assert {name: len(found) for name, found in read_rows(tmp_path / "new.sqlite").items()} == {
         **dict.fromkeys(TABLES, 1), "accuracy": 0, "test_result": 0,
@@ -109,7 +110,7 @@ def test_a_failed_import_leaves_the_target(
     words = "No space left"
     if fails == "conflict":
         write_file(target.with_name("a.sqlite"), edited(base_rows(), "timing", kernel_err=0.125))
-        import_file(target.with_name("a.sqlite"), target)
+        import_file(target.with_name("a.sqlite"), target, trusted=True)
         before, words = target.read_bytes(), r"timing row .*kernel_err 0\.125 and"
         names = {path.name for path in target.parent.iterdir()}
     else:
@@ -120,7 +121,7 @@ def test_a_failed_import_leaves_the_target(
 
         monkeypatch.setattr(f"lokakern.registry.writer.{where}", full)
     with pytest.raises(DatabaseError, match=words):
-        import_file(file, target)
+        import_file(file, target, trusted=True)
     assert target.read_bytes() == before
     assert {path.name for path in target.parent.iterdir()} - {"mine.sqlite.lock"} == names - {
         "mine.sqlite.lock"
@@ -129,7 +130,7 @@ def test_a_failed_import_leaves_the_target(
 
 def test_a_checksum_has_to_be_that_of_the_file(file: Path, target: Path) -> None:
     with pytest.raises(DatabaseError, match=r"has SHA-256 [0-9a-f]{64}; expected 00"):
-        import_file(file, target, sha256="0" * 64)
+        import_file(file, target, sha256="0" * 64, trusted=True)
 
 
 # Manifests
@@ -152,7 +153,7 @@ def test_a_manifest_says_what_the_file_holds(exported: Path, tmp_path: Path) -> 
     assert found.device["product"] == "NVIDIA H200" and found.suites == ["lrm"]
     assert [kernel["name"] for kernel in found.kernels] == ["torch.bf16", "cuda.gemm_row"]
     assert found.environments[0]["torch"] == "2.9.0"
-    assert import_file(exported, tmp_path / "in.sqlite").added["timing"] == 4
+    assert import_file(exported, tmp_path / "in.sqlite", trusted=True).added["timing"] == 4
     assert [part.name for part in fields(Manifest)] == list(FIELDS)
 
 
@@ -176,7 +177,7 @@ def test_a_manifest_of_another_file_is_refused(
     found = json.loads(place_of(exported).read_bytes())
     place_of(exported).write_text(json.dumps(found | change))
     with pytest.raises(DatabaseError, match=words):
-        import_file(exported, tmp_path / "in.sqlite")
+        import_file(exported, tmp_path / "in.sqlite", trusted=True)
     assert not (tmp_path / "in.sqlite").exists()
 
 
@@ -184,7 +185,7 @@ def test_a_manifest_of_another_file_is_refused(
 def test_what_is_no_manifest_is_refused(exported: Path, content: bytes) -> None:
     place_of(exported).write_bytes(content)
     with pytest.raises(DatabaseError, match=r"manifest .*(JSON|object|larger)"):
-        import_file(exported, exported.with_name("in.sqlite"))
+        import_file(exported, exported.with_name("in.sqlite"), trusted=True)
 
 
 def test_a_manifest_goes_both_ways(exported: Path) -> None:
@@ -236,7 +237,13 @@ def test_a_url_is_downloaded_and_imported(
     )
     assert (code, out) == (0, "")
     assert "8 timing, 8 accuracy, 2 test_result; there already: nothing; left out" in err
-    assert read_rows(into) == read_rows(file)
+    assert "count with caution: `verify` measures some" in err and not into.exists()
+    (waiting,) = waiting_for(into)
+    assert waiting.tier is Tier.UNVERIFIED and read_rows(waiting.path) == read_rows(file)
+    code, _, err = command("import", file, "--into", into)
+    assert code == 0 and "added nothing; there already: 2 device" in err
+    code, _, err = command("import", file, "--into", into, "--trust")
+    assert code == 0 and "caution" not in err and read_rows(into) == read_rows(file)
     code, _, err = command("import", f"{served}/{file.name}", "--into", into)
     assert code == 1 and "the checksum is None; expected --sha256 with the 64 hex digits" in err
 
@@ -282,18 +289,36 @@ def test_a_download_without_pooch_says_what_to_install(
         download("http://127.0.0.1:9/x", "0" * 64, tmp_path, largest_bytes=1)
 
 
+def test_what_waits_is_there_once_and_contradicts_nothing(
+    file: Path, target: Path, tmp_path: Path
+) -> None:
+    before = target.read_bytes()
+    assert import_file(file, target).added["timing"] == 8
+    assert import_file(file, target).added == NOTHING
+    write_file(tmp_path / "lie.sqlite", edited(base_rows(), "timing", kernel_err=0.125))
+    with pytest.raises(DatabaseError, match=r"timing row .*kernel_err 0\.125 and"):
+        import_file(tmp_path / "lie.sqlite", target)
+    assert target.read_bytes() == before
+    (waiting,) = waiting_for(target)
+    assert [path.name for path in waiting.path.parent.iterdir()] == [waiting.path.name]
+    move(waiting, Tier.REJECTED)
+    assert waiting_for(target) == []
+    with pytest.raises(DatabaseError, match="rejected by `verify`"):
+        import_file(file, target)
+
+
 def test_a_database_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:
     real, link = tmp_path / "real" / "mine.sqlite", tmp_path / "link.sqlite"
     real.parent.mkdir()
     link.symlink_to(real)
-    import_file(file, link)
+    import_file(file, link, trusted=True)
     assert link.is_symlink() and read_rows(real) == read_rows(file)
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux")
 def test_where_no_lock_can_be_made_nobody_waits(file: Path) -> None:
     with pytest.raises(DatabaseError, match=r"lock '/proc/mine.sqlite.lock' cannot be made"):
-        import_file(file, Path("/proc/mine.sqlite"))
+        import_file(file, Path("/proc/mine.sqlite"), trusted=True)
 
 
 @pytest.mark.parametrize("name", ["a\0b.sqlite", "a" * 300 + ".sqlite"])

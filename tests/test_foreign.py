@@ -218,11 +218,11 @@ def test_every_released_version_is_imported(tmp_path: Path, version: int) -> Non
     path, target = tmp_path / "old.sqlite", tmp_path / "target.sqlite"
     path.write_bytes(FIXTURES[version].read_bytes())
     with pytest.raises(DatabaseError, match="measured_utc_ms is 1; expected"):
-        import_file(path, target)
+        import_file(path, target, trusted=True)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE timing SET measured_utc_ms = 1700000000000")
     before = path.read_bytes()
-    report = import_file(path, target)
+    report = import_file(path, target, trusted=True)
     assert report.added["timing"] == 8 and report.added["test_result"] == (2 if version > 1 else 0)
     assert path.read_bytes() == before, "never migrated in place"
     assert read_rows(target) == read_foreign(path)

@@ -41,7 +41,7 @@ def test_light_is_as_fast_as_data_sheets_say() -> None:
     unknown = Device("nvidia", "NVIDIA X", "sm_150", 132, 140)
     cpu = Device("cpu", "a CPU", "cpu", 2, 8)
     assert 0 < least_us(large, unknown, "eager") < least_us(large, H200, "eager")
-    assert 0 < least_us(large, cpu, "eager")
+    assert least_us(large, cpu, "eager") > 0
 
 
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2, Format.BFLOAT16])
