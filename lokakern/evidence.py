@@ -56,6 +56,7 @@ class Time:
     margin_us: float
     freshness: str
     run_count: int
+    is_verified: bool = True  # measured here, or by others and some of it again here
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Candidate:
     worst_distribution: str
     error_unknown: str  # why errors is empty
     unquantized: bool
+    errors_verified: bool = True
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """Time at m, and whether it is interpolated; None outside what was measured.
@@ -93,6 +95,7 @@ class Candidate:
                 low.margin_us + share * (high.margin_us - low.margin_us),
                 worse,
                 min(low.run_count, high.run_count),
+                low.is_verified and high.is_verified,
             ),
             True,
         )
@@ -140,9 +143,12 @@ def candidate_of(
     found = _errors_or_reason(row, problem, distributions, device, local, facts)
     if isinstance(found, Wrong):
         return found.reason
-    errors, worst = ({}, "") if isinstance(found, str) else found
     unknown = found if isinstance(found, str) else ""
-    return Candidate(name, kernel, granularity, times, failed, errors, worst, unknown, unquantized)
+    bounds = Bounds({}, "") if isinstance(found, str) else found
+    return Candidate(
+        name, kernel, granularity, times, failed, bounds.errors, bounds.worst_distribution, unknown,
+        unquantized, bounds.is_verified,
+    )  # fmt: skip
 
 
 Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
@@ -224,8 +230,8 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
         by_m.setdefault(cell.m, []).append((cell, fresh))
     times = {}
     for m, found in by_m.items():
-        best = min((_rank(cell.grade, fresh) for cell, fresh in found))
-        chosen = [item for item in found if _rank(item[0].grade, item[1]) == best]
+        best = min(_rank(cell, fresh, bool(cell.tier)) for cell, fresh in found)
+        chosen = [(c, fresh) for c, fresh in found if _rank(c, fresh, bool(c.tier)) == best]
         # One run may have timed a problem under several distributions; it counts once.
         by_run: dict[str, list[float]] = {}
         for c, _ in chosen:
@@ -233,12 +239,23 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
         p50 = statistics.median(map(statistics.median, by_run.values()))
         margin = max(margin_us(c.latency_us_p20, c.latency_us_p80, c.replay_count)
                      for c, _ in chosen)  # fmt: skip
-        times[m] = Time(p50, margin, chosen[0][1], len(by_run))
+        times[m] = Time(p50, margin, chosen[0][1], len(by_run), not chosen[0][0].tier)
     return times
 
 
-def _rank(grade: str, fresh: str) -> tuple[int, int]:
-    return ("fresh", "usable", "stale").index(fresh), 0 if grade == "full" else 1
+def _rank(cell: TimingCell | AccuracyCell, fresh: str, doubted: bool) -> tuple[bool | int, ...]:
+    """The least is the best: what nobody verified comes after what was measured here."""
+    age = ("fresh", "usable", "stale").index(fresh)
+    return fresh == "stale", doubted, age, cell.grade != "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Worst bounds by limit, and the distribution that is worst in row error."""
+
+    errors: dict[str, float]
+    worst_distribution: str
+    is_verified: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +272,12 @@ def _errors_or_reason(
     device: Device,
     local: bool,
     facts: Snapshot,
-) -> tuple[dict[str, float], str] | Wrong | str:
-    """Worst bounds and the distribution worst in row error; or why there are none.
+) -> Bounds | Wrong | str:
+    """Worst bounds over distributions; or why there are none.
 
     Kernels of one numerics class have one error, so that any of them may bring the rows; that each
-    is right was checked at every problem it was timed at.
+    is right was checked at every problem it was timed at. Rows of others that nobody verified count
+    as much as the worst that is known here of such arithmetic on the distribution, at least.
     """
     from lokakern.registry.identity import problem_key
 
@@ -276,7 +294,8 @@ def _errors_or_reason(
     usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
     bounds: dict[str, float] = {}
     worst_name, worst_value = "", -1.0
-    missing = []
+    missing, incomparable = [], []
+    is_verified = True
     for distribution in distributions:
         here = [
             (c, fresh)
@@ -285,15 +304,24 @@ def _errors_or_reason(
             and c.parameters == facts.parameters_of(device.architecture, distribution)
         ]
         chosen: list[AccuracyCell] = []
-        for rank in sorted({_rank(c.grade, fresh) for c, fresh in here}):
-            chosen += [c for c, fresh in here if _rank(c.grade, fresh) == rank]
+        ranked = [(_rank(c, fresh, _is_doubted(c)), c) for c, fresh in here]
+        for rank in sorted({rank for rank, _ in ranked}):
+            chosen += [c for its_rank, c in ranked if its_rank == rank]
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
                 break  # a younger rank with too few seeds is joined by the next, not hidden
         else:
             missing.append(distribution)
             continue
+        known: dict[str, float] = {}
+        if any(map(_is_doubted, chosen)):
+            is_verified = False
+            known = facts.worst_errors(problem, kernel, distribution)
+            if not known:
+                incomparable.append(distribution)
+                continue
+        chosen += [c for c, _ in here if _is_doubted(c)]
         for limit, column in LIMIT_COLUMNS.items():
-            value = max(getattr(c, column) for c in chosen)
+            value = max([getattr(c, column) for c in chosen] + [known.get(column, 0.0)])
             if limit == "sqnr_db":
                 value = -20 * math.log10(value) if value > 0 else math.inf
             bounds[limit] = _worse(limit, bounds.get(limit, value), value)
@@ -303,4 +331,13 @@ def _errors_or_reason(
         return "error is stale: the kernel changed since it was measured"
     if missing:
         return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
-    return bounds, worst_name
+    if incomparable:
+        return (
+            f"error on {', '.join(incomparable)} is only imported, and nothing is known here to "
+            "compare it with: `python -m lokakern.bench verify` measures some of it again"
+        )
+    return Bounds(bounds, worst_name, is_verified)
+
+
+def _is_doubted(cell: AccuracyCell) -> bool:
+    return cell.tier == "unverified"

@@ -109,6 +109,7 @@ class Choice:
             runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
             how += f" ({kind}, {runs}, {table.regime}"
             how += "" if pick.time.freshness == "fresh" else f", {pick.time.freshness}"
+            how += "" if pick.time.is_verified else ", imported and not verified"
             how += ")"
         lines = [f"{self.problem} on {table.device.product}{within}: {how}"]
         if pick.note:
@@ -119,6 +120,9 @@ class Choice:
             words = ", ".join(f"{k} {v:.4g}" for k, v in self.errors.items() if math.isfinite(v))
             worst = pick.candidate.worst_distribution if pick.candidate else ""
             lines.append(f"  error: {words} (row_err worst on {worst})")
+        if pick.candidate and not pick.candidate.errors_verified:
+            lines.append("  error: imported and not verified: the worse of it and of what is known "
+                         "here of such arithmetic")  # fmt: skip
         if len(table.distributions) < len(REALISTIC_DISTRIBUTIONS):
             lines.append(f"  judged on {', '.join(table.distributions)} only")
         width = max((len(name) for name, _ in pick.rejected), default=0)

@@ -13,7 +13,8 @@ from lokakern.types import Problem
 class TimingCell:
     """One timing. Metrics are NaN where the status is not "ok" and nothing was measured.
 
-    ``environment`` and ``run`` are keys, ``started_utc_ms`` is when the run began.
+    ``environment`` and ``run`` are keys, ``started_utc_ms`` is when the run began; ``tier`` says
+    how far what others measured is trusted (`registry.trust.Tier`), "" of what is.
     """
 
     kernel: KernelRow
@@ -31,6 +32,7 @@ class TimingCell:
     run: str
     started_utc_ms: int
     measured_utc_ms: int
+    tier: str = ""
 
     @property
     def m(self) -> int:
@@ -42,7 +44,8 @@ class TimingCell:
 class AccuracyCell:
     """One accuracy: the upper limits a budget is compared with, NaN where nothing was measured.
 
-    ``environment`` and ``run`` are keys; ``parameters`` are the distribution's, canonical JSON.
+    ``environment`` and ``run`` are keys; ``parameters`` are the distribution's, canonical JSON;
+    ``tier`` is as in `TimingCell`.
     """
 
     kernel: KernelRow
@@ -63,6 +66,7 @@ class AccuracyCell:
     run: str
     started_utc_ms: int
     measured_utc_ms: int
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
