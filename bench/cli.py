@@ -51,6 +51,7 @@ class Listing(StrEnum):
     SUITES = "suites"
     DISTRIBUTIONS = "distributions"
     DEVICE = "device"
+    COVERAGE = "coverage"
     LIBRARIES = "libraries"
 
 
@@ -156,11 +157,22 @@ def list_(
             "Triton ones take on AMD's GPUs, as recorded when they were compiled.",
         ),
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Of device and coverage: one that is in a database, such as "
+            '"NVIDIA H200". Default: here.'
+        ),
+    ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
     """List kernels with what is measured of them, libraries, suites, distributions, or the device.
+
+    Of a device, coverage is what the database holds: of each op's problems and of each suite's
+    those of which every kernel has a time, and rows that are fresh, usable (the toolchain differs)
+    or stale (the kernel changed).
 
     Libraries that are installed and do not work, or were never tried, are tried first.
     """
@@ -171,10 +183,17 @@ def list_(
     brief = how is OutputFormat.TABLE and not as_json
     if resources and what is not Listing.KERNELS:
         raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="--resources")
+    if device is not None and what not in (Listing.DEVICE, Listing.COVERAGE):
+        raise typer.BadParameter(f"goes with device and coverage, not {what.value}",
+                                 param_hint="--device")  # fmt: skip
     if what is Listing.LIBRARIES:
         trials.try_all(trials.doubtful(current_device()), say)
     with reading(db):
-        rows = resource_rows(brief=brief) if resources else listing.rows_of(what.value, brief=brief)
+        rows = (
+            resource_rows(brief=brief)
+            if resources
+            else listing.rows_of(what.value, brief=brief, device=device)
+        )
     report.print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "")
 
 
