@@ -2,8 +2,8 @@
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
-slower than allowed by ``--fail-under``; 5 a sweep is done, but rows of it are not ok; 6 a diff
-found something slower or wronger.
+slower than allowed by ``--fail-under``, or with ``--held-out`` beyond noise; 5 a sweep is done, but
+rows of it are not ok; 6 a diff found something slower or wronger.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ app = typer.Typer(
     name="lokakern.bench",
     help="Measure FP8 kernels, and ask which one dispatch would choose and why.\n\n"
     "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to go on), "
-    "4 slower than --fail-under, 5 swept, but rows are not ok, 6 slower or wronger (diff).",
+    "4 slower than --fail-under (or --held-out beyond noise), 5 swept, but rows are not ok, "
+    "6 slower or wronger (diff).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
