@@ -1,6 +1,7 @@
 """The fastest FP8 kernel whose error you can afford, chosen from measurements."""
 
 from lokakern.chains import dispatch_chain
+from lokakern.freezing import freeze
 from lokakern.functional import (
     dequantize,
     gemm,
@@ -24,6 +25,7 @@ __all__ = [
     "dequantize",
     "dispatch",
     "dispatch_chain",
+    "freeze",
     "gemm",
     "gemm_norm",
     "norm_quantize",
