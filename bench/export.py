@@ -7,10 +7,11 @@ from typing import Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
+from lokakern.registry.files import DIMENSIONS, FACTS
 from lokakern.registry.freshness import is_current
 from lokakern.registry.manifest import manifest_of, place_of, text_of
 from lokakern.registry.reader import Rows, rows_digest
-from lokakern.registry.tables import COLUMNS, DIMENSIONS, FACTS, REFERENCES
+from lokakern.registry.tables import COLUMNS, REFERENCES
 from lokakern.registry.writer import locked, publish, replace_file
 from lokakern.types import Device
 

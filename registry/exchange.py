@@ -11,12 +11,13 @@ from pathlib import Path
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
 from lokakern.registry.checking import Checked, check
+from lokakern.registry.files import FACTS, shown
 from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.freshness import is_current
 from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.merging import MergeReport, merge_rows, union
-from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve, shown
-from lokakern.registry.tables import COLUMNS, FACTS, TABLES
+from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve
+from lokakern.registry.tables import COLUMNS, TABLES
 from lokakern.registry.trust import place_for, waiting_for
 from lokakern.registry.union import Part, own_part, write_union
 from lokakern.registry.writer import locked, publish

@@ -26,15 +26,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import REMAKE, check_beside, check_header, shown
 from lokakern.registry.reader import (
-    REMAKE,
     Source,
-    check_beside,
-    check_header,
     read_rows,
     resolve,
     short,
-    shown,
     version_of,
 )
 from lokakern.registry.tables import TABLES, sqlite_statements

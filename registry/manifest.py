@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
+from lokakern.registry.files import SCHEMA_VERSION
 from lokakern.registry.records import now_utc_ms
-from lokakern.registry.tables import COLUMNS, SCHEMA_VERSION, TABLES
+from lokakern.registry.tables import COLUMNS, TABLES
 from lokakern.types import Device
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import Any
 from sqlalchemy import CheckConstraint, Double, Integer
 
 from lokakern.formats import Granularity
-from lokakern.registry.tables import GRADES, STATUSES, TABLES, TEST_STATUSES
+from lokakern.registry.files import STATUSES
+from lokakern.registry.tables import GRADES, TABLES, TEST_STATUSES
 from lokakern.types import REGIMES
 
 EARLIEST_UTC_MS = 1_577_836_800_000  # 2020-01-01: before there was FP8

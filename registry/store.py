@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
-from platformdirs import user_data_dir
 from sqlalchemy import insert
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
+from lokakern.registry.files import shown
 from lokakern.registry.merging import (
     MergeReport,
     ids_of,
@@ -32,6 +32,7 @@ from lokakern.registry.merging import (
     merge_rows,
     read_checked,
 )
+from lokakern.registry.places import shipped_databases, user_database, user_folder
 from lokakern.registry.reader import (
     Rows,
     Source,
@@ -39,7 +40,6 @@ from lokakern.registry.reader import (
     open_readonly,
     resolve,
     short,
-    shown,
 )
 from lokakern.registry.records import (
     AccuracyRecord,
@@ -74,37 +74,13 @@ __all__ = [
 ]
 
 
-def user_database() -> Path:
-    """Where measurements made here go: $LOKAKERN_DB, or a file in the user's data folder.
-
-    Raises:
-        DatabaseError: $LOKAKERN_DB is a URL: dispatch reads files only.
-    """
-    given = os.environ.get("LOKAKERN_DB")
-    if given and "://" in given:
-        raise DatabaseError(
-            "LOKAKERN_DB is a URL; expected a path: dispatch reads files, so merge the URL into "
-            "one with lokakern.registry.store.merge"
-        )
-    return Path(given).expanduser() if given else _user_folder() / "lokakern.sqlite"
-
-
-def shipped_databases() -> list[Path]:
-    """The database files that come with lokakern."""
-    return sorted((Path(__file__).resolve().parent / "databases").glob("*.sqlite"))
-
-
-def _user_folder() -> Path:
-    return Path(user_data_dir("lokakern", appauthor=False))
-
-
 def runs_folder(database: Source) -> Path:
     """Where the run files of a database wait to be merged."""
     target = resolve(database)
     if isinstance(target, Path):
         return target.with_name(target.name + ".runs")
     name = hashlib.sha256(target.render_as_string().encode()).hexdigest()[:16]
-    return _user_folder() / "runs" / name
+    return user_folder() / "runs" / name
 
 
 class RunFile:

@@ -21,17 +21,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import APPLICATION_ID, DIMENSIONS, SCHEMA_VERSION, translate
 from lokakern.registry.identity import Row
-from lokakern.registry.reader import Rows, by_key, resolve, short, translate
-from lokakern.registry.tables import (
-    APPLICATION_ID,
-    COLUMNS,
-    DIMENSIONS,
-    REFERENCES,
-    SCHEMA_VERSION,
-    TABLES,
-    sqlite_statements,
-)
+from lokakern.registry.reader import Rows, by_key, resolve, short
+from lokakern.registry.tables import COLUMNS, REFERENCES, TABLES, sqlite_statements
 from lokakern.registry.texts import insert_text
 
 LOCK_TIMEOUT_S = 600.0
@@ -132,7 +125,7 @@ def _with_ids(
         for place, row in enumerate(found, start=1):
             yield place, bytes.fromhex(row[0]), *row[1:]
     else:
-        for row in translate(name, found, ids):
+        for row in translate(name, found, REFERENCES[name], ids):
             yield bytes.fromhex(row[0]), *row[1:]
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from sqlalchemy import Double, Integer, Table
 
+from lokakern.registry.files import FACTS, SCHEMA_VERSION
 from lokakern.registry.identity import FACT_IDENTITY
 from lokakern.registry.manifest import ENDING, FIELDS
 from lokakern.registry.reader import READERS
 from lokakern.registry.rules import constraints_of, rules_of
-from lokakern.registry.tables import COLUMNS, FACTS, SCHEMA_VERSION, TABLES, Base, Key
+from lokakern.registry.tables import COLUMNS, TABLES, Base, Key
 
 PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
 UNITS = {

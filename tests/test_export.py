@@ -12,6 +12,7 @@ from lokakern.bench.export import current_rows, export
 from lokakern.bench.suites import SUITES
 from lokakern.errors import DatabaseError
 from lokakern.registry.exchange import union_of
+from lokakern.registry.files import FACTS
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import kernel_from_row
 from lokakern.registry.reader import Rows, read_rows
@@ -25,7 +26,7 @@ from lokakern.registry.store import (
     merge,
     shipped_databases,
 )
-from lokakern.registry.tables import COLUMNS, FACTS, REFERENCES
+from lokakern.registry.tables import COLUMNS, REFERENCES
 from lokakern.types import Device, Environment, ErrorBudget
 
 H200 = "NVIDIA H200"
