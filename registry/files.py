@@ -30,7 +30,7 @@ _MAGIC = b"SQLite format 3\0"
 Schema = dict[str, tuple[object, ...]]
 
 
-class SafeUrl(Protocol):
+class Url(Protocol):
     """SQLAlchemy's URL."""
 
     def render_as_string(self) -> str: ...
@@ -45,7 +45,7 @@ def connect_readonly(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def shown(source: Path | SafeUrl) -> str:
+def shown(source: Path | Url) -> str:
     """A path or URL for a message, without its password."""
     return repr(str(source) if isinstance(source, Path) else source.render_as_string())
 

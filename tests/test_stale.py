@@ -30,6 +30,7 @@ from lokakern.bench.suites import SUITES, Case
 from lokakern.device import current_device, current_environment
 from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.files import FACTS
 from lokakern.registry.identity import row_key
 from lokakern.registry.ops import OPS
 from lokakern.registry.reader import read_rows
@@ -42,7 +43,7 @@ from lokakern.registry.store import (
     RunFile,
     TimingRecord,
 )
-from lokakern.registry.tables import COLUMNS, FACTS, REFERENCES
+from lokakern.registry.tables import COLUMNS, REFERENCES
 from lokakern.registry.writer import write_file
 from lokakern.types import Device, Environment, Format
 from tests.inline_worker import run_tasks_here
