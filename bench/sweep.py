@@ -190,7 +190,8 @@ def sweep(
         return Known(database, device, environment, regime, grade, fresh, retry)
 
     def look() -> dict[str, Any]:
-        collect_runs(database)
+        for why in collect_runs(database).skipped.values():
+            progress.note(f"left for later, with what it holds: {why}")
         return asdict(plan.look(known(), {} if retry else known().given_up(strikes)))
 
     def look_at_times() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.locks import private_folder
 from lokakern.registry.reader import (
     REMAKE,
     Source,
@@ -133,8 +134,8 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
     """
     found = resolve(source)
     name = shown(found)
-    with tempfile.TemporaryDirectory(prefix="lokakern-") as folder:  # nobody else may enter
-        copy = Path(folder) / "copy.sqlite"
+    with private_folder() as folder:
+        copy = folder / "copy.sqlite"
         if isinstance(found, Path):
             digest = _copy(found, copy, name, guards)
         else:
