@@ -197,7 +197,8 @@ def sweep(
         return Known(database, device, environment, regime, grade, fresh, retry)
 
     def look() -> dict[str, Any]:
-        collect_runs(database)
+        for why in collect_runs(database).skipped.values():
+            progress.note(f"left for later, with what it holds: {why}")
         ages = Ages(read_by_dispatch(database), device, regime) if only_stale else None
         return asdict(plan.look(known(), {} if retry else known().given_up(strikes), ages))
 

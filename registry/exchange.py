@@ -109,7 +109,6 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     Returns:
         How many rows the file had, and has, by table.
     """
-    _make_folder(target)
     with locked(target) as target, ExitStack() as stack:
         known = [stack.enter_context(own_part(target))] if target.exists() else []
         had, has = _counts(known, target), dict.fromkeys(TABLES, 0)
@@ -159,16 +158,6 @@ class _NothingNew(Exception):
     """Ends a publication that would change nothing."""
 
 
-def _make_folder(target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DatabaseError(
-            f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
-            "another (--into, --out, LOKAKERN_DB)"
-        ) from None
-
-
 def _changed(part: Part) -> tuple[str, ...]:
     rows = [
         dict(zip(COLUMNS["kernel"], row, strict=True)) for row in part.dimensions["kernel"].values()
@@ -199,7 +188,6 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     if not isinstance(place, Path):
         return merge_rows([read_foreign(source, guards) for source in sources], place)
     _refuse_existing(place)
-    _make_folder(place)
     has: dict[str, int] = {}
     with locked(place) as place, ExitStack() as stack:
         _refuse_existing(place)

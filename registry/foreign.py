@@ -27,6 +27,7 @@ from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.files import REMAKE, check_beside, check_header, shown
+from lokakern.registry.locks import private_folder
 from lokakern.registry.reader import (
     Source,
     read_rows,
@@ -130,8 +131,8 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
     """
     found = resolve(source)
     name = shown(found)
-    with tempfile.TemporaryDirectory(prefix="lokakern-") as folder:  # nobody else may enter
-        copy = Path(folder) / "copy.sqlite"
+    with private_folder() as folder:
+        copy = folder / "copy.sqlite"
         if isinstance(found, Path):
             digest = _copy(found, copy, name, guards)
         else:

@@ -93,7 +93,6 @@ def merge_rows(sources: Sequence[Rows], target: Source) -> MergeReport:
             return insert_missing(engine, new)
         finally:
             engine.dispose()
-    place.parent.mkdir(parents=True, exist_ok=True)
     with locked(place) as place:
         old = read_rows(place) if place.exists() else {name: [] for name in TABLES}
         merged = union([old, new])

@@ -118,7 +118,7 @@ def _table(name: str, table: Table) -> str:
         rule = rules.get(column.name)
         words = "" if rule is None or foreign else str(rule)
         if column.name.endswith("_utc_ms"):
-            words = "from 2020 to a day from now"
+            words = "from 2020 to ten years from now"
         rows.append((f"`{column.name}`", kind + (", NULL" if column.nullable else ""), unit, says,
                      words))  # fmt: skip
     fields = FACT_IDENTITY.get(name, tuple(c for c in COLUMNS[name] if c != "key"))

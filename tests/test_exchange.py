@@ -114,7 +114,7 @@ def test_a_failed_import_leaves_the_target(
         before, words = target.read_bytes(), r"timing row .*kernel_err 0\.125 and"
         names = {path.name for path in target.parent.iterdir()}
     else:
-        where = {"rename": "os.replace", "sqlite": "_synchronize"}[fails]
+        where = {"rename": "os.replace", "sqlite": "synchronize"}[fails]
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
