@@ -315,7 +315,10 @@ def _errors_or_reason(
         known: dict[str, float] = {}
         if any(map(_is_doubted, chosen)):
             is_verified = False
-            known = facts.worst_errors(problem, kernel, distribution)
+            known = facts.worst_errors(
+                accuracy_problem(problem, fp8_format(device)),
+                kernel.granularity, kernel.b_granularity, distribution,
+            )  # fmt: skip
             if not known:
                 incomparable.append(distribution)
                 continue

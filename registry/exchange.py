@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from lokakern.registry.checking import Checked, check
 from lokakern.registry.files import FACTS, shown
 from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.freshness import is_current
+from lokakern.registry.locks import private_folder
 from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.merging import MergeReport, merge_rows, union
 from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve
@@ -111,7 +111,7 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     """
     with locked(target) as target, ExitStack() as stack:
         known = [stack.enter_context(own_part(target))] if target.exists() else []
-        had, has = _counts(known, target), dict.fromkeys(TABLES, 0)
+        had, has = _counts(known), dict.fromkeys(TABLES, 0)
 
         def write(temporary: Path) -> None:
             has.update(write_union(temporary, [*known, part]))
@@ -129,20 +129,29 @@ def _let_wait(part: Part, database: Path, sha256: str) -> tuple[dict[str, int], 
     Returns:
         How many rows there were, here and waiting, and are, by table.
     """
-    _make_folder(database)
     with locked(database) as place, ExitStack() as stack:
         target = place_for(place, sha256)
-        _make_folder(target)
         paths = [*([place] if place.exists() else []), *(w.path for w in waiting_for(place))]
         known = [stack.enter_context(own_part(path)) for path in paths]
         # Whatever contradicts the part is said now: reading them together would fail ever after.
-        had, has = _counts(known, target), _counts([*known, part], target)
+        had, has = _counts(known), _counts([*known, part])
         if has != had:
+            _make_folder(target.parent)
             publish(target, lambda temporary: write_union(temporary, [part]))
     return had, has
 
 
-def _counts(parts: Sequence[Part], beside: Path) -> dict[str, int]:
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(
+            f"folder {str(folder)!r} cannot be made: {error.strerror}; choose another database "
+            "(--into, LOKAKERN_DB)"
+        ) from None
+
+
+def _counts(parts: Sequence[Part]) -> dict[str, int]:
     """How many rows a union has, by table."""
     if len(parts) < 2:
         counts = dict.fromkeys(TABLES, 0)
@@ -150,8 +159,8 @@ def _counts(parts: Sequence[Part], beside: Path) -> dict[str, int]:
             counts |= part.counts
             counts |= {name: len(rows) for name, rows in part.dimensions.items()}
         return counts
-    with tempfile.TemporaryDirectory(dir=beside.parent, prefix=".union-") as folder:
-        return write_union(Path(folder) / "union.sqlite", parts)
+    with private_folder() as folder:
+        return write_union(folder / "union.sqlite", parts)
 
 
 class _NothingNew(Exception):

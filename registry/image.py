@@ -140,7 +140,8 @@ class StoredFacts:
             yield from self._as_rows(name, batch)
 
     def picked(self, name: str, columns: Sequence[str], **equal: Value) -> Iterator[Row]:
-        text, values = self._select(f"DISTINCT {', '.join(columns)}", name, equal)
+        selected = ("lower(hex(key))" if column == "key" else column for column in columns)
+        text, values = self._select(f"DISTINCT {', '.join(selected)}", name, equal)
         for batch in self._batches(text, values):
             yield from self._translated(name, columns, batch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import re
 from collections import Counter
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry import identity
@@ -26,7 +27,11 @@ from lokakern.registry.files import FACTS, STATUSES
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import family_key
 from lokakern.registry.records import DistributionRow, KernelRow
-from lokakern.types import Device, Environment
+from lokakern.registry.trust import Tier
+from lokakern.types import Device, Environment, Problem
+
+if TYPE_CHECKING:
+    from lokakern.registry.trust import Doubts
 
 __all__ = [
     "AccuracyCell",
@@ -60,6 +65,15 @@ Key = TypeVar("Key")
 Kept = TypeVar("Kept")
 
 
+class _Good(NamedTuple):
+    """Of an accuracy that is ok; distribution and kernel are keys."""
+
+    is_trusted: bool
+    started_utc_ms: int
+    distribution: str
+    kernel: str
+
+
 class Snapshot:
     """What dispatch reads. Immutable: later merges do not change it.
 
@@ -68,9 +82,13 @@ class Snapshot:
     """
 
     def __init__(
-        self, rows: Mapping[str, Sequence[Row]] | Facts, sources: Sequence[str] = ()
+        self,
+        rows: Mapping[str, Sequence[Row]] | Facts,
+        sources: Sequence[str] = (),
+        doubts: Doubts | None = None,
     ) -> None:
         self.sources = tuple(sources)
+        self._doubts = doubts or None
         self._facts = GivenFacts(rows) if isinstance(rows, Mapping) else rows
         self._columns = self._facts.columns
         self._by_key = self._facts.dimensions
@@ -83,7 +101,8 @@ class Snapshot:
         # Of a few problems: one question of dispatch asks after each kernel at the same.
         self._accuracies: dict[str, dict[Row, list[Row]]] = {}
         self._statuses: dict[tuple[str, str], dict[Row, set[str]]] = {}
-        self._good: dict[str, list[tuple[int, str, str]]] = {}
+        self._good: dict[str, list[_Good]] = {}
+        self._worst: dict[Row, dict[str, float]] = {}
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self._facts.count(name)} {name}" for name in ("timing", "accuracy"))
@@ -91,13 +110,19 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hex, of the sorted rows; equal to `database_digest` of the merged files."""
+        """SHA-256, in hex, of the sorted rows; equal to `database_digest` of the merged files.
+
+        Where something waits to be verified also of what, since dispatch makes a difference.
+        """
         from lokakern.registry.reader import by_key, sorted_digest
 
         dimensions = {name: by_key(rows.values()) for name, rows in self._by_key.items()}
         with _without_garbage_collection():
             facts = {name: self._facts.rows(name) for name in FACTS}
-            return sorted_digest({**dimensions, **facts})
+            rows = sorted_digest({**dimensions, **facts})
+        if self._doubts is None:
+            return rows
+        return hashlib.sha256(f"{rows} {self._doubts.digest}".encode()).hexdigest()
 
     @cached_property
     def devices(self) -> list[Device]:
@@ -124,7 +149,8 @@ class Snapshot:
         """Canonical JSON of a distribution's parameters, as its newest good row there has them.
 
         When a default changes, what was measured under the old one no longer counts. Rows of
-        kernels as they are now come before others: somebody else's version hides nothing.
+        kernels as they are now come before others, and trusted ones before these: what somebody
+        else has hides nothing.
         """
         place = (architecture, name)
         return _kept(self._parameters, place, lambda: self._find_parameters(*place))
@@ -137,26 +163,82 @@ class Snapshot:
         }
         if len({*variants.values()}) > 1:
             all_good = _kept(self._good, architecture, lambda: self._read_good_on(architecture))
-            good = [row for row in all_good if row[1] in variants]
-            newest = next((row for row in good if self._is_current(row[2])), None)
-            return variants[(newest or good[0])[1]] if good else ""
+            good = [row for row in all_good if row.distribution in variants]
+            newest = next((row for row in good if self._is_current(row.kernel)), None)
+            return variants[(newest or good[0]).distribution] if good else ""
         good_there = {"architecture": architecture, "status": "ok"}
         for key, parameters in variants.items():
             if self._facts.has("accuracy", distribution=key, **good_there):
                 return parameters
         return ""
 
-    def _read_good_on(self, architecture: str) -> list[tuple[int, str, str]]:
-        """When good accuracies were begun to be measured, their distributions and kernels."""
+    def _read_good_on(self, architecture: str) -> list[_Good]:
+        """Good accuracies but for their numbers, trusted ones first and then the newest."""
         started = self._column("run", "started_utc_ms")
-        columns = ("run", "distribution", "kernel")
+        columns = ("run", "distribution", "kernel", *(["key"] if self._doubts else []))
         good = self._facts.picked("accuracy", columns, architecture=architecture, status="ok")
-        found = {(started[run], distribution, kernel) for run, distribution, kernel in good}
+        found = {
+            _Good(
+                not any(self._tier("accuracy", k) for k in key), started[run], distribution, kernel
+            )
+            for run, distribution, kernel, *key in good
+        }
 
-        def newest(row: tuple[int, str, str]) -> tuple[int, str]:
-            return row[0], self._distribution(row[1]).parameters
+        def newest(row: _Good) -> tuple[bool, int, str]:
+            parameters = self._distribution(row.distribution).parameters
+            return row.is_trusted, row.started_utc_ms, parameters
 
         return sorted(found, key=newest, reverse=True)
+
+    def _tier(self, name: str, key: str) -> str:
+        return self._doubts.tier_of(name, key) if self._doubts else ""
+
+    def worst_errors(
+        self, problem: Problem, granularity: str, b_granularity: str, distribution: str
+    ) -> dict[str, float]:
+        """Worst trusted bounds of kernels that scale alike, at any shape of a problem's op.
+
+        On whatever architecture, with whatever accumulation; of kernels as they are now.
+
+        Args:
+            problem: Of the op, formats of its operands and of its output.
+            granularity: Of a's scales.
+            b_granularity: Of b's scales.
+            distribution: Name; whatever its parameters were.
+
+        Returns:
+            By column of `AccuracyCell`; empty where nothing was measured.
+        """
+        formats = (problem.op, problem.a.format, problem.out_format)
+        asked = (formats, (granularity, b_granularity), distribution)
+        return _kept(self._worst, asked, lambda: self._read_worst(*asked))
+
+    def _read_worst(
+        self, formats: tuple[str, ...], scales: tuple[str, str], name: str
+    ) -> dict[str, float]:
+        alike = self._picker("kernel", "granularity", "b_granularity")
+        kernels = {
+            key
+            for key, row in self._by_key["kernel"].items()
+            if alike(row) == scales and self._is_current(key)
+        }
+        problems = set()
+        for key in self._by_key["problem"]:
+            found: Problem = self._dimension("problem", key, identity.problem_from_row)
+            if (found.op, found.a.format, found.out_format) == formats:
+                problems.add(key)
+        worst: dict[str, float] = {}
+        columns = ("key", "kernel", "problem", *_UPPERS)
+        for distribution in self._by_key["distribution"]:
+            if self._distribution(distribution).name != name:
+                continue
+            good = {"distribution": distribution, "status": "ok"}
+            for key, kernel, problem, *bounds in self._facts.picked("accuracy", columns, **good):
+                known = kernel in kernels and problem in problems
+                if known and self._tier("accuracy", key) != Tier.UNVERIFIED:
+                    for column, bound in zip(_UPPERS, bounds, strict=True):
+                        worst[column] = max(worst.get(column, 0.0), bound)
+        return worst
 
     def _is_current(self, key: str) -> bool:
         return is_current(self._dimension("kernel", key, identity.kernel_from_row))
@@ -423,6 +505,7 @@ class Snapshot:
             run=row["run"],
             started_utc_ms=run["started_utc_ms"],
             measured_utc_ms=row["measured_utc_ms"],
+            tier=self._tier("timing", row["key"]),
         )
 
     def _accuracy_cell(self, values: tuple[Any, ...]) -> AccuracyCell:
@@ -443,6 +526,7 @@ class Snapshot:
             run=row["run"],
             started_utc_ms=run["started_utc_ms"],
             measured_utc_ms=row["measured_utc_ms"],
+            tier=self._tier("accuracy", row["key"]),
         )
 
     def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
@@ -482,19 +566,29 @@ def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
 
     Args:
         paths: Files, all of which must exist; by default the shipped files and, if there is one,
-            the user's.
+            the user's, with what waits beside it to be verified.
 
     Raises:
         DatabaseError: A file cannot be read, or files contradict each other.
     """
     from lokakern.registry.image import facts_of
     from lokakern.registry.places import shipped_databases, user_database
+    from lokakern.registry.trust import Doubts, waiting_for
 
+    waiting = []
     if paths is None:
         user = user_database()
         paths = [*shipped_databases(), *([user] if user.exists() else [])]
+        waiting = waiting_for(user)
     with _without_garbage_collection():
-        return Snapshot(united([facts_of(path) for path in paths]), [str(path) for path in paths])
+        trusted = [facts_of(path) for path in paths]
+        others = [(found.tier, facts_of(found.path)) for found in waiting]
+        doubts = Doubts(trusted, others) if others else None
+        return Snapshot(
+            united([*trusted, *(part for _, part in others)]),
+            [str(path) for path in (*paths, *(found.path for found in waiting))],
+            doubts,
+        )
 
 
 @contextmanager
