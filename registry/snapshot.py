@@ -12,23 +12,21 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from lokakern.errors import DatabaseError, DeviceError
+from lokakern.errors import DeviceError
 from lokakern.registry import identity
 from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
-from lokakern.registry.facts import Facts, GivenFacts, Row, united
+from lokakern.registry.facts import Facts, Row, united
 from lokakern.registry.files import FACTS, STATUSES
-from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import family_key
-from lokakern.registry.records import DistributionRow, KernelRow
+from lokakern.registry.lookup import UPPERS, Lookup
 from lokakern.registry.trust import Tier
-from lokakern.types import Device, Environment, Problem
+from lokakern.types import Device, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.trust import Doubts
@@ -42,14 +40,6 @@ __all__ = [
     "load_snapshot",
 ]
 
-_UPPERS = (
-    "row_err_upper",
-    "row_p99_upper",
-    "rel_err_upper",
-    "mean_rel_err_upper",
-    "mean_shift_upper",
-    "kernel_err",
-)
 _MAY_PASS = frozenset({"error", "out_of_memory"})  # worth another try
 _CASUALTIES = frozenset({"crashed", "timeout"})
 _FAILURES = frozenset(STATUSES) - {"ok"}
@@ -59,7 +49,6 @@ _WHERE = {  # what else tells measurements of a kernel at a problem apart
     "accuracy": ("architecture", "environment", "seed"),
 }
 _MOST_KEPT = 64
-_LATENCIES = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
 
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
@@ -74,12 +63,8 @@ class _Good(NamedTuple):
     kernel: str
 
 
-class Snapshot:
-    """What dispatch reads. Immutable: later merges do not change it.
-
-    Attributes:
-        sources: The files it was read from.
-    """
+class Snapshot(Lookup):
+    """What dispatch reads. Immutable: later merges do not change it."""
 
     def __init__(
         self,
@@ -87,17 +72,8 @@ class Snapshot:
         sources: Sequence[str] = (),
         doubts: Doubts | None = None,
     ) -> None:
-        self.sources = tuple(sources)
-        self._doubts = doubts or None
-        self._facts = GivenFacts(rows) if isinstance(rows, Mapping) else rows
-        self._columns = self._facts.columns
-        self._by_key = self._facts.dimensions
-        self._built: dict[str, dict[str, Any]] = {name: {} for name in self._by_key}
+        super().__init__(rows, sources, doubts)
         self._parameters: dict[tuple[str, str], str] = {}
-        self._place = {
-            name: {column: place for place, column in enumerate(columns)}
-            for name, columns in self._columns.items()
-        }
         # Of a few problems: one question of dispatch asks after each kernel at the same.
         self._accuracies: dict[str, dict[Row, list[Row]]] = {}
         self._statuses: dict[tuple[str, str], dict[Row, set[str]]] = {}
@@ -123,27 +99,6 @@ class Snapshot:
         if self._doubts is None:
             return rows
         return hashlib.sha256(f"{rows} {self._doubts.digest}".encode()).hexdigest()
-
-    @cached_property
-    def devices(self) -> list[Device]:
-        """Devices anything was timed on, by vendor, product and partition."""
-        found = (self._device(key) for key in self._by_key["device"])
-        return sorted(found, key=lambda d: (d.vendor, d.product, d.partition != "none", str(d)))
-
-    @cached_property
-    def kernels(self) -> list[KernelRow]:
-        """Kernels anything is known of, each state of their source, by name and digest."""
-        found = (
-            self._dimension("kernel", key, identity.kernel_from_row)
-            for key in self._by_key["kernel"]
-        )
-        return sorted(found, key=lambda row: (row.name, row.digest))
-
-    @cached_property
-    def distributions(self) -> list[DistributionRow]:
-        """Distributions anything was measured under, by name and parameters."""
-        found = (self._distribution(key) for key in self._by_key["distribution"])
-        return sorted(found, key=lambda d: (d.name, d.parameters, d.realistic))
 
     def parameters_of(self, architecture: str, name: str) -> str:
         """Canonical JSON of a distribution's parameters, as its newest good row there has them.
@@ -190,9 +145,6 @@ class Snapshot:
 
         return sorted(found, key=newest, reverse=True)
 
-    def _tier(self, name: str, key: str) -> str:
-        return self._doubts.tier_of(name, key) if self._doubts else ""
-
     def worst_errors(
         self, problem: Problem, granularity: str, b_granularity: str, distribution: str
     ) -> dict[str, float]:
@@ -228,7 +180,7 @@ class Snapshot:
             if (found.op, found.a.format, found.out_format) == formats:
                 problems.add(key)
         worst: dict[str, float] = {}
-        columns = ("key", "kernel", "problem", *_UPPERS)
+        columns = ("key", "kernel", "problem", *UPPERS)
         for distribution in self._by_key["distribution"]:
             if self._distribution(distribution).name != name:
                 continue
@@ -236,17 +188,9 @@ class Snapshot:
             for key, kernel, problem, *bounds in self._facts.picked("accuracy", columns, **good):
                 known = kernel in kernels and problem in problems
                 if known and self._tier("accuracy", key) != Tier.UNVERIFIED:
-                    for column, bound in zip(_UPPERS, bounds, strict=True):
+                    for column, bound in zip(UPPERS, bounds, strict=True):
                         worst[column] = max(worst.get(column, 0.0), bound)
         return worst
-
-    def _is_current(self, key: str) -> bool:
-        return is_current(self._dimension("kernel", key, identity.kernel_from_row))
-
-    @cached_property
-    def distribution_names(self) -> frozenset[str]:
-        """Names of `distributions`."""
-        return frozenset(found.name for found in self.distributions)
 
     def find_device(self, name: str) -> Device:
         """The device of a product name, exact ("NVIDIA H200") or normalized ("nvidia-h200").
@@ -351,15 +295,6 @@ class Snapshot:
             for kernel, device, status, reason in found
         }
 
-    def environment(self, key: str) -> Environment:
-        """The environment of a cell.
-
-        Raises:
-            DatabaseError: There is none of that key.
-        """
-        found: Environment = self._dimension("environment", key, identity.environment_from_row)
-        return found
-
     def has_timing(
         self,
         kernel_digest: str,
@@ -461,81 +396,6 @@ class Snapshot:
             index.setdefault((architecture, *pick(kernels[kernel])), []).append(row)
         return index
 
-    def _picker(self, name: str, *columns: str) -> Callable[[Row], Row]:
-        """What gives some columns of a row, at least two."""
-        return itemgetter(*(self._place[name][column] for column in columns))
-
-    def _column(self, name: str, column: str) -> dict[str, Any]:
-        place = self._place[name][column]
-        return {key: row[place] for key, row in self._by_key[name].items()}
-
-    def _dimension(
-        self, name: str, key: str, build: Callable[[Mapping[str, identity.Value]], Any]
-    ) -> Any:
-        built = self._built[name]
-        if key not in built:
-            row = self._by_key[name].get(key)
-            if row is None:
-                raise DatabaseError(f"{name} {key!r} is in no database read")
-            built[key] = build(dict(zip(self._columns[name], row, strict=True)))
-        return built[key]
-
-    def _device(self, key: str) -> Device:
-        found: Device = self._dimension("device", key, identity.device_from_row)
-        return found
-
-    def _distribution(self, key: str) -> DistributionRow:
-        build = identity.distribution_from_row
-        found: DistributionRow = self._dimension("distribution", key, build)
-        return found
-
-    def _timing_cell(self, values: tuple[Any, ...]) -> TimingCell:
-        row = dict(zip(self._columns["timing"], values, strict=True))
-        run = self._dimension("run", row["run"], dict)
-        return TimingCell(
-            kernel=self._dimension("kernel", row["kernel"], identity.kernel_from_row),
-            problem=self._dimension("problem", row["problem"], identity.problem_from_row),
-            distribution=self._distribution(row["distribution"]).name,
-            environment=row["environment"],
-            grade=run["grade"],
-            status=row["status"],
-            reason=row["reason"],
-            **_metrics("timing", row, (*_LATENCIES, "kernel_err")),
-            replay_count=row["replay_count"] or 0,
-            run=row["run"],
-            started_utc_ms=run["started_utc_ms"],
-            measured_utc_ms=row["measured_utc_ms"],
-            tier=self._tier("timing", row["key"]),
-        )
-
-    def _accuracy_cell(self, values: tuple[Any, ...]) -> AccuracyCell:
-        row = dict(zip(self._columns["accuracy"], values, strict=True))
-        run = self._dimension("run", row["run"], dict)
-        distribution = self._distribution(row["distribution"])
-        return AccuracyCell(
-            kernel=self._dimension("kernel", row["kernel"], identity.kernel_from_row),
-            distribution=distribution.name,
-            parameters=distribution.parameters,
-            realistic=distribution.realistic,
-            environment=row["environment"],
-            grade=run["grade"],
-            seed=row["seed"],
-            status=row["status"],
-            reason=row["reason"],
-            **_metrics("accuracy", row, _UPPERS),
-            run=row["run"],
-            started_utc_ms=run["started_utc_ms"],
-            measured_utc_ms=row["measured_utc_ms"],
-            tier=self._tier("accuracy", row["key"]),
-        )
-
-    def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
-        row = dict(zip(self._columns["test_result"], values, strict=True))
-        run = self._dimension("run", row["run"], dict)
-        kernel = self._dimension("kernel", row["kernel"], identity.kernel_from_row)
-        kept = {name: value for name, value in row.items() if name not in ("key", "kernel")}
-        return TestResultCell(kernel=kernel, started_utc_ms=run["started_utc_ms"], **kept)
-
 
 def _kept(cache: dict[Key, Kept], key: Key, read: Callable[[], Kept]) -> Kept:
     """What was read before; of few questions, so that a cache never grows to the whole file."""
@@ -545,16 +405,6 @@ def _kept(cache: dict[Key, Kept], key: Key, read: Callable[[], Kept]) -> Kept:
             cache.clear()
         found = cache[key] = read()
     return found
-
-
-def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:
-    missing = [metric for metric in metrics if row[metric] is None]
-    if missing and row["status"] == "ok":
-        raise DatabaseError(
-            f"{name} row {row['key']} is 'ok' without {', '.join(missing)}; its file was edited: "
-            "ask for it again"
-        )
-    return {metric: float("nan") if row[metric] is None else row[metric] for metric in metrics}
 
 
 def _normalized(name: str) -> str:
