@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,12 @@ CHOSEN = {
 }  # fmt: skip
 
 
-def dimensions(problems: int, run: str) -> dict[str, list[dict[str, Any]]]:
+def dimensions(
+    problems: int, run: str, kernels: Sequence[KernelRow] = ()
+) -> dict[str, list[dict[str, Any]]]:
     """Rows that facts refer to."""
     a, b = Operand(Format.BFLOAT16), Operand(Format.BFLOAT16, layout=Layout.COLUMN)
-    kernels = [
+    kernels = kernels or [
         KernelRow(f"cuda.gemm_{i}", "gemm", "cuda", ("cuda/gemm",), f"{i:064x}", "promoted",
                   "row", "row")
         for i in range(KERNELS)
@@ -75,11 +77,16 @@ def dimensions(problems: int, run: str) -> dict[str, list[dict[str, Any]]]:
     return {name: sorted(rows, key=lambda row: str(row["key"])) for name, rows in found.items()}
 
 
-def write_many(path: Path, count: int, run: str = "a" * 32) -> None:
-    """Write so many facts, two in five of them times and the others errors."""
+def write_many(
+    path: Path, count: int, run: str = "a" * 32, kernels: Sequence[KernelRow] = ()
+) -> None:
+    """Write so many facts, two in five of them times and the others errors.
+
+    They are of `KERNELS` kernels: of these, or of such as are nowhere.
+    """
     times = count * 2 // 5
     problems = count // (KERNELS * len(DISTRIBUTIONS)) + 1
-    known = dimensions(problems, run)
+    known = dimensions(problems, run, kernels)
 
     def tables() -> Iterator[tuple[str, Any]]:
         for name in TABLES:
