@@ -413,7 +413,7 @@ class Import(AllOrNothing):
         many_rows.write_many(source, self.rows, "a" * 32)
         many_rows.write_many(self.target, self.rows // 4, "b" * 32)
         self.before, self.sources = self.target.read_bytes(), (source,)
-        self.words = ("import", str(source), "--into", str(self.target))
+        self.words = ("import", str(source), "--into", str(self.target), "--trust")
 
 
 class Export(AllOrNothing):

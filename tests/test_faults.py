@@ -141,7 +141,7 @@ def test_temporary_files_of_another_database_stay(tmp_path: Path) -> None:
     for path in (mine, other):
         path.touch()
     write_base(tmp_path / "base.sqlite")
-    import_file(tmp_path / "base.sqlite", tmp_path / "a")
+    import_file(tmp_path / "base.sqlite", tmp_path / "a", trusted=True)
     assert not mine.exists() and other.exists()
 
 
@@ -278,7 +278,7 @@ def test_rows_of_the_future_are_rows(
     product = rows_as_dicts(database, "device")[0]["product"]
     for words in (
         ("sweep", *SHAPES, "--fresh", "--db", database),
-        ("import", database, "--into", other),
+        ("import", database, "--into", other, "--trust"),
         ("merge", database, other, "--out", tmp_path / "both.sqlite"),
         ("export", shipped, "--device", product, "--db", database),
         ("explain", "quantize", "--shape", "128,32", "--db", database),
@@ -358,7 +358,7 @@ def test_an_export_without_room_for_its_manifest_changes_nothing(
     assert code == 1 and err.count("\n") == 1 and "No space left on device; the old" in err
     assert [path.read_bytes() for path in (shipped, place_of(shipped))] == before
     assert command(*words)[0] == 0 and place_of(shipped).read_bytes() != before[1]
-    import_file(shipped, tmp_path / "d.sqlite")
+    import_file(shipped, tmp_path / "d.sqlite", trusted=True)
 
 
 def test_rows_before_the_disk_was_full_are_kept(
