@@ -20,6 +20,7 @@ from lokakern.bench.options import (
 from lokakern.errors import DatabaseError
 
 if TYPE_CHECKING:
+    from lokakern.bench.again import Row
     from lokakern.bench.verify import Verdict
 
 REJECTED_EXIT = 6
@@ -32,7 +33,11 @@ def verify(
         typer.Option("--db", help="Database that was imported into. Default: the user's."),
     ] = None,
     count: Annotated[
-        int, typer.Option(min=1, help="Problems whose times are measured again, and errors.")
+        int,
+        typer.Option(
+            min=1,
+            help="Problems whose times are measured again, and errors; 3 of each kind at least.",
+        ),
     ] = 24,
     seed: Annotated[
         int | None, typer.Option(help="Which ones. Default: nobody can foresee it.")
@@ -45,18 +50,18 @@ def verify(
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure some rows of imported files again: files that hold join the database.
+    """Measure some rows of imported files again: rows that hold join the database.
 
-    Others are rejected (exit code 6). Errors can be verified anywhere, by emulation; times on the
-    same GPU type only.
+    A file with rows that do not is rejected as a whole (exit code 6). Errors can be verified
+    anywhere, by emulation; times on the same GPU type only; what cannot be measured here waits on.
     """
     from lokakern import selection
     from lokakern.bench import report
     from lokakern.bench.plan import harness_digest
     from lokakern.bench.verify import verify as measure_again
-    from lokakern.registry.merging import merge_rows
+    from lokakern.registry.exchange import settle
     from lokakern.registry.store import RunFile, user_database
-    from lokakern.registry.trust import Tier, move, waiting_for
+    from lokakern.registry.trust import reject, waiting_for
 
     found = source_of(db) if db else user_database()
     if not isinstance(found, Path):
@@ -74,53 +79,61 @@ def verify(
             command=f"python -m lokakern.bench verify --count {count} --seed {seed}",
         )  # fmt: skip
         with run, report.TerminalProgress(quiet=quiet) as progress:
-            verdict, rows = measure_again(
-                run, waiting, count=count, seed=seed, time_limit_s=time_limit, progress=progress
-            )
-        if verdict.tier is None:
-            merge_rows([rows], found)
-            waiting.path.unlink()
-        elif verdict.tier is not waiting.tier:
-            move(waiting, verdict.tier)
-        rejected |= verdict.tier is Tier.REJECTED
+            verdict = measure_again(
+                run, waiting, _trusted(found), count=count, seed=seed, time_limit_s=time_limit,
+                progress=progress,
+            )  # fmt: skip
+        try:
+            if verdict.rejected:
+                reject(waiting)
+            else:
+                settle(waiting, found, verdict.accepted, verdict.left)
+        finally:
+            selection.use_snapshot(None)
+        rejected |= verdict.rejected
         printed += _rows_of(verdict)
         _tell(verdict)
-    selection.use_snapshot(None)
     report.print_rows(printed, "json" if as_json else how.value)
     say(f"drawn with --seed {seed}")
     if rejected:
         raise typer.Exit(REJECTED_EXIT)
 
 
-def _tell(verdict: Verdict) -> None:
-    from lokakern.registry.trust import Tier
+def _trusted(database: Path) -> dict[str, set[str]]:
+    """Keys of facts that need no verification, by table: of a database and the shipped files."""
+    from lokakern.registry import places
+    from lokakern.registry.files import FACTS
+    from lokakern.registry.reader import read_rows
 
-    numbers = f"{len(verdict.measured)} rows measured again"
-    words = {
-        None: "verified: it is in the database now",
-        Tier.ERRORS: "its errors hold, its times wait for the same GPU type",
-        Tier.UNVERIFIED: "still waits",
-        Tier.REJECTED: "rejected: dispatch does not read it",
-    }[verdict.tier]
-    say(f"{verdict.name}: {words} ({numbers})")
+    own = [database] if database.exists() else []
+    parts = [read_rows(path) for path in (*places.shipped_databases(), *own)]
+    return {name: {row[0] for part in parts for row in part[name]} for name in FACTS}
+
+
+def _tell(verdict: Verdict) -> None:
+    from lokakern.registry.files import FACTS
+
+    accepted, left = (
+        sum(len(rows[name]) for name in FACTS) for rows in (verdict.accepted, verdict.left)
+    )
+    if verdict.rejected:
+        words = "rejected: dispatch does not read it"
+    elif not left:
+        words = f"verified: {accepted} rows are in the database now"
+    elif accepted:
+        words = f"verified in part: {accepted} rows are in the database now, {left} wait"
+    else:
+        words = f"still waits: {left} rows"
+    say(f"{verdict.name}: {words} ({len(verdict.measured)} measured again)")
     for reason in verdict.reasons:
         say(f"  {reason}")
-
-
-def _ratio(here: float | str, there: float) -> float | None:
-    if isinstance(here, str) or not there > 0 or not math.isfinite(here / there):
-        return None
-    return here / there
 
 
 def _rows_of(verdict: Verdict) -> list[dict[str, Any]]:
     return [
         {
             "file": verdict.name,
-            "what": row.what,
-            "there": row.there,
-            "here": "infinite" if here == math.inf else here,
-            "here_over_there": _ratio(here, row.there),
+            **_worst(row, here),
             "kernel": row.kernel,
             "measured": row.here,
             "problem": str(row.problem),
@@ -128,3 +141,20 @@ def _rows_of(verdict: Verdict) -> list[dict[str, Any]]:
         }
         for row, here in verdict.measured
     ]
+
+
+def _worst(row: Row, here: dict[str, float] | str) -> dict[str, Any]:
+    """The column that differs most."""
+    column, there = row.there[0]
+    if isinstance(here, str):
+        return {"what": column, "there": there, "here": here, "here_over_there": None}
+    ratios = {name: here[name] / value for name, value in row.there if value > 0}
+    column = max(ratios, key=lambda name: ratios[name], default=column)
+    ratio = ratios.get(column)
+    value = here[column]
+    return {
+        "what": column,
+        "there": dict(row.there)[column],
+        "here": "infinite" if value == math.inf else value,
+        "here_over_there": None if ratio is None or not math.isfinite(ratio) else ratio,
+    }

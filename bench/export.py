@@ -7,11 +7,12 @@ from typing import Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
-from lokakern.registry.files import DIMENSIONS, FACTS
+from lokakern.registry.files import FACTS
 from lokakern.registry.freshness import is_current
 from lokakern.registry.manifest import manifest_of, place_of, text_of
+from lokakern.registry.merging import without_unused
 from lokakern.registry.reader import Rows, rows_digest
-from lokakern.registry.tables import COLUMNS, REFERENCES
+from lokakern.registry.tables import COLUMNS
 from lokakern.registry.writer import locked, publish, synchronize, write_file
 from lokakern.types import Device
 
@@ -71,16 +72,7 @@ def current_rows(rows: Rows, device: Device) -> Rows:
             if (fact := _named(name, row))["kernel"] in kernels
             and all(fact[column] == value for column, value in where.items() if column in fact)
         ]
-    for name in DIMENSIONS:
-        used = {
-            row[place]
-            for fact in FACTS
-            for place, table in REFERENCES[fact].items()
-            if table == name
-            for row in kept[fact]
-        }
-        kept[name] = [row for row in rows[name] if row[0] in used]
-    return kept
+    return without_unused(kept, rows)
 
 
 def _named(table: str, row: tuple[Any, ...]) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def distribution_row(name: str) -> DistributionRow:
 
 def read_by_dispatch(database: str | Path) -> Snapshot:
     """What dispatch reads where a database is the user's: the shipped files, too."""
+    from lokakern.registry.loading import load_snapshot
     from lokakern.registry.reader import is_there
-    from lokakern.registry.snapshot import load_snapshot
     from lokakern.registry.store import shipped_databases
 
     return load_snapshot([*shipped_databases(), *([database] if is_there(database) else [])])
@@ -106,8 +106,8 @@ class Known:
         fresh: bool,
         retry: bool,
     ) -> None:
+        from lokakern.registry.loading import load_snapshot
         from lokakern.registry.reader import is_there
-        from lokakern.registry.snapshot import load_snapshot
 
         self._snapshot = None
         if not fresh and is_there(database):

@@ -10,8 +10,8 @@ from lokakern.device import current_device
 from lokakern.problems import accuracy_problem
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import family_key, problem_key
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import fp8_format
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.selection import default_regime
 
 

@@ -2,7 +2,9 @@
 
 Errors are drawn from the same seeds, so that they come out alike wherever they are measured; where
 a kernel does not run, one that emulates its arithmetic takes its place. Times are measured on the
-same GPU type only: a whole problem at a time, every kernel of it that was timed there.
+same GPU type only: a whole problem at a time, every kernel of it that was timed there. Rows of one
+kind (times of a regime, errors of one arithmetic on one architecture) hold by what was drawn of
+them; one kind that fails rejects the file, because whoever makes one row up makes up others.
 """
 
 from __future__ import annotations
@@ -11,16 +13,12 @@ import math
 import random
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lokakern.bench import cost, timing
-from lokakern.bench.accuracy import Cell
-from lokakern.bench.distributions import DISTRIBUTIONS
+from lokakern.bench.again import ERROR_COLUMNS, TIMES, Foreign, Row
 from lokakern.bench.known import distribution_row
-from lokakern.bench.measure import torch_device
 from lokakern.bench.suites import Case
 from lokakern.bench.sweep import Progress
 from lokakern.bench.worker import (
@@ -34,51 +32,26 @@ from lokakern.bench.worker import (
     run_tasks,
 )
 from lokakern.device import current_device, current_environment
-from lokakern.errors import MeasurementError
-from lokakern.registry import identity
-from lokakern.registry.freshness import is_current
+from lokakern.registry.files import FACTS
 from lokakern.registry.reader import Rows, read_rows
-from lokakern.registry.records import TimingRecord
-from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
-from lokakern.registry.tables import COLUMNS
-from lokakern.registry.trust import Tier, Waiting
-from lokakern.types import REGIMES, Problem, Rejected
+from lokakern.registry.records import AccuracyRecord, TimingRecord
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.trust import Waiting
 
 if TYPE_CHECKING:
-    from lokakern.registry.records import KernelRow
     from lokakern.registry.store import RunFile
 
 # Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at the 90th percentile. A GPU
 # may be slower as a whole, which changes no choice; single times are asked to keep their place.
 WHOLE_FACTOR, PLACE, PLACED_SHARE = 1.25, 0.15, 0.9
+FARTHEST = 0.5  # out of place: one such time is no noise
 WRONGER = 1.05  # of one seed the error is the same but for the order of sums
+SHIFTED = 0.01  # of the row error: by so much may sums in another order shift the mean
 UNSTEADY = 1.25  # p80 over p20 of a time that says little
-LONGEST_S = 60.0  # to measure one row; longer ones are not drawn
+FEWEST = 3  # rows of a kind that say something of the others
+SHOWN = 3  # disagreements that are told
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row that could be measured again, or was.
-
-    Attributes:
-        what: "time_us" or "row_err".
-        kernel: That was measured there.
-        here: The kernel that is measured here: the same, or one of its arithmetic.
-        problem: Of both.
-        distribution: Of both.
-        regime: Of times; "" for errors.
-        seed: Of errors.
-        there: What the file says.
-    """
-
-    what: str
-    kernel: str
-    here: str
-    problem: Problem
-    distribution: str
-    regime: str
-    seed: int
-    there: float
+Value = dict[str, float] | str
 
 
 @dataclass(slots=True)
@@ -87,298 +60,268 @@ class Verdict:
 
     Attributes:
         name: The first digits of its checksum.
-        tier: Where it is now; None: in the database.
-        measured: Rows with what was found here: a number, or words where it failed.
-        reasons: Why, in words.
+        rejected: Whether what was measured disagrees.
+        measured: Rows with what was found here, by column; or words where that failed.
+        reasons: Why it is rejected, or what of it waits on.
+        accepted: Rows that belong in the database now.
+        left: Rows that wait on.
     """
 
     name: str
-    tier: Tier | None
-    measured: list[tuple[Row, float | str]] = field(default_factory=list)
+    rejected: bool = False
+    measured: list[tuple[Row, Value]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    accepted: Rows = field(default_factory=dict)
+    left: Rows = field(default_factory=dict)
 
 
 def verify(
     run: RunFile,
     waiting: Waiting,
+    trusted: Mapping[str, Set[str]],
     *,
     count: int,
     seed: int,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
-) -> tuple[Verdict, Rows]:
+) -> Verdict:
     """Measure some of a file's rows again and judge it by them; nothing is moved yet.
 
     Args:
         run: Gets what is measured: rows like any other.
         waiting: The file.
-        count: Problems whose times are measured, and errors.
+        trusted: Keys, by table, of facts that need no verification.
+        count: Problems whose times are measured, and errors; of each kind `FEWEST` at least.
         seed: Draws which. Whoever made the file must not know it.
         time_limit_s: After which nothing new is begun.
         progress: Where to tell.
-
-    Returns:
-        The verdict, and the rows of the file.
     """
     load_kernels()
-    rows = read_rows(waiting.path)
-    drawn = random.Random(seed)
-    table = _Table(rows)
-    times = table.times()
-    groups = sorted({(r.problem, r.distribution, r.regime) for r in times}, key=str)
-    chosen = set(drawn.sample(groups, min(count, len(groups))))
-    errors = sorted(table.errors(), key=str)
-    asked = [row for row in times if (row.problem, row.distribution, row.regime) in chosen]
-    asked += drawn.sample(errors, min(count, len(errors)))
-    found = _measure(run, asked, time_limit_s, progress or Progress())
-    measured = [(row, found[row]) for row in asked if row in found]
-    return _judge(waiting, table, measured), rows
-
-
-class _Table:
-    """Rows of a file, with what they refer to."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._device = current_device()
-        self._parts: dict[str, dict[str, Any]] = {
-            name: {row[0]: build(_named(name, row)) for row in rows[name]}
-            for name, build in _BUILD.items()
-        }
-        self.counts = Counter(
-            name
-            for name in ("timing", "accuracy")
-            for row in rows[name]
-            if _named(name, row)["status"] == "ok"
+    foreign = Foreign(read_rows(waiting.path), trusted)
+    rows = foreign.repeatable()
+    asked = _draw(rows, count, random.Random(seed))
+    found = _Again(run, progress or Progress(), time_limit_s).measure(asked)
+    verdict = Verdict(waiting.name, measured=[(row, found[row]) for row in asked if row in found])
+    held = _judge(verdict, rows)
+    keys = {row.key for row in rows if row.kind in held}
+    verdict.accepted, verdict.left = foreign.divided(keys)
+    left = {name: len(verdict.left[name]) for name in FACTS if verdict.left[name]}
+    if left and not verdict.rejected:
+        words = ", ".join(f"{count} {_WORDS[name]}" for name, count in left.items())
+        verdict.reasons.append(
+            f"{words} cannot be measured here or were not: failures, another GPU, other kernels or "
+            "distributions, or too long"
         )
-
-    def _ok(self, name: str) -> Iterator[tuple[dict[str, Any], KernelRow, Problem, str]]:
-        """Good rows of kernels as they are here, on distributions as they are here."""
-        for values in self._rows[name]:
-            row = _named(name, values)
-            kernel = self._parts["kernel"][row["kernel"]]
-            distribution = self._parts["distribution"][row["distribution"]]
-            known = DISTRIBUTIONS.get(distribution.name)
-            if (
-                row["status"] == "ok"
-                and known is not None
-                and distribution_row(known.name) == distribution
-                and is_current(kernel)
-                and kernel.name in KERNELS
-            ):
-                yield row, kernel, self._parts["problem"][row["problem"]], known.name
-
-    def times(self) -> list[Row]:
-        """Those that can be measured here."""
-        found = []
-        for row, kernel, problem, distribution in self._ok("timing"):
-            if (
-                self._parts["device"][row["device"]] == self._device
-                and _runs(KERNELS[kernel.name], problem)
-                and row["regime"] in _regimes_here()
-                and cost.timing_s(problem, 1, self._device) <= LONGEST_S
-            ):
-                found.append(Row("time_us", kernel.name, kernel.name, problem, distribution,
-                                 row["regime"], 0, row["latency_us_p50"]))  # fmt: skip
-        return found
-
-    def errors(self) -> list[Row]:
-        """Those that can be measured here, by the same kernel or by one of its arithmetic."""
-        found = []
-        for row, kernel, problem, distribution in self._ok("accuracy"):
-            here = self._of_its_arithmetic(kernel, problem, row["architecture"])
-            if here is None:
-                continue
-            cell = Cell(here, problem, distribution, row["seed"])
-            if cost.error_s(cell, self._device) <= LONGEST_S:
-                found.append(Row("row_err", kernel.name, here.name, problem, distribution, "",
-                                 row["seed"], row["row_err"]))  # fmt: skip
-        return found
-
-    def _of_its_arithmetic(
-        self, kernel: KernelRow, problem: Problem, architecture: str
-    ) -> Kernel | None:
-        if fp8_format(architecture) is not fp8_format(self._device):
-            return None  # a GEMM would be quantized to another format here
-        alike = [
-            other
-            for other in kernels_for(problem.op, self._device)
-            if (other.granularity, other.b_granularity)
-            == (kernel.granularity, kernel.b_granularity)
-            and _runs(other, problem)
-        ]
-        return min(alike, key=lambda other: (
-            other.name != kernel.name, other.accumulation != kernel.accumulation, other.name,
-        ), default=None)  # fmt: skip
-
-
-_BUILD = {
-    "kernel": identity.kernel_from_row,
-    "problem": identity.problem_from_row,
-    "distribution": identity.distribution_from_row,
-    "device": identity.device_from_row,
-}
-
-
-def _named(table: str, row: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(COLUMNS[table], row, strict=True))
-
-
-def _runs(kernel: Kernel, problem: Problem) -> bool:
-    device = current_device()
-    runs = "any" in kernel.architectures or device.architecture in kernel.architectures
-    return runs and not isinstance(kernel.supports(problem, device), Rejected)
-
-
-def _regimes_here() -> list[str]:
-    possible = []
-    for regime in REGIMES:
-        try:
-            timing.check_regime(regime, torch_device())
-        except MeasurementError:
-            continue
-        possible.append(regime)
-    return possible
-
-
-def _measure(
-    run: RunFile, asked: Sequence[Row], time_limit_s: float | None, progress: Progress
-) -> dict[Row, float | str]:
-    """What is found here; without what there was no time for."""
-    device, environment = current_device(), current_environment()
-    tasks: dict[int, Task] = {}
-    rows_of: dict[int, list[Row]] = {}
-    for group, members in _grouped(asked).items():
-        number = len(tasks)
-        first = members[0]
-        if first.what == "time_us":
-            problem, distribution, regime = group
-            names = tuple(row.here for row in members)
-            tasks[number] = TimingTask(Case(problem, distribution), names, regime)
-        else:
-            tasks[number] = AccuracyTask(first.here, first.problem, first.distribution, first.seed)
-        rows_of[number] = members
-    found: dict[Row, float | str] = {}
-    unsteady: list[Row] = []
-
-    def done(number: int, _task: Task, event: Done) -> None:
-        for row, record in zip(rows_of[number], event.records, strict=True):
-            value: float | None
-            if isinstance(record, TimingRecord):
-                value = record.latency_us_p50
-                if record.status == "ok" and not _is_steady(record):
-                    unsteady.append(row)
-                    value = None
-                run.add_timing(
-                    KERNELS[row.here], row.problem, distribution_row(row.distribution), device,
-                    environment, row.regime, record,
-                )  # fmt: skip
-            else:
-                value = None if record.errors is None else record.errors.row_err
-                run.add_accuracy(
-                    KERNELS[row.here], row.problem, distribution_row(row.distribution),
-                    device.architecture, environment, record,
-                )  # fmt: skip
-            if record.status != "ok":
-                found[row] = f"{record.status}: {record.reason}"
-            elif value is not None:
-                found[row] = value
-        progress.step(str(rows_of[number][0].problem))
-
-    def died(number: int, _task: Task, death: Death) -> None:
-        for row in rows_of[number]:
-            if death.kernel == row.here:
-                found[row] = f"{death.status}: {death.reason}"
-
-    progress.begin("verify", len(tasks))
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
-    for kind in (TimingTask, AccuracyTask):
-        some = {number: task for number, task in tasks.items() if isinstance(task, kind)}
-        run_tasks(some, done, died, watchdog_s=watchdog_s, deadline=deadline)
-    if unsteady:
-        progress.note(f"{len(unsteady)} times are no evidence: this machine is too busy")
-    return found
-
-
-def _is_steady(record: TimingRecord) -> bool:
-    """Whether a time can be compared with another machine's."""
-    p20, p80 = record.latency_us_p20, record.latency_us_p80
-    return p20 is not None and p80 is not None and p80 <= UNSTEADY * p20
-
-
-def _grouped(asked: Iterable[Row]) -> Mapping[tuple[Any, ...], list[Row]]:
-    """Times of a problem together; each kernel once."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in asked:
-        timed = (row.problem, row.distribution, row.regime)
-        error = (*timed, row.here, row.seed)
-        group = groups.setdefault(timed if row.what == "time_us" else error, [])
-        if all(row.here != other.here for other in group):
-            group.append(row)
-    return groups
-
-
-def _judge(waiting: Waiting, table: _Table, measured: list[tuple[Row, float | str]]) -> Verdict:
-    verdict = Verdict(waiting.name, waiting.tier, measured)
-    of_times = [(row, value) for row, value in measured if row.what == "time_us"]
-    of_errors = [(row, value) for row, value in measured if row.what == "row_err"]
-    errors = _errors_hold(of_errors, verdict.reasons)
-    times = _times_hold(of_times, verdict.reasons)
-    if errors is False or times is False:
-        verdict.tier = Tier.REJECTED
-        return verdict
-    for name, held in (("accuracy", errors), ("timing", times)):
-        if table.counts[name] and held is None:
-            verdict.reasons.append(
-                f"none of {table.counts[name]} {_WHAT[name]} can be measured here: another GPU, "
-                "other kernels or distributions, or too long"
-            )
-    errors_done = errors or not table.counts["accuracy"]
-    times_done = times or not table.counts["timing"]
-    if errors_done and times_done and measured:
-        verdict.tier = None
-    elif errors_done and measured:
-        verdict.tier = Tier.ERRORS
     return verdict
 
 
-_WHAT = {"accuracy": "errors", "timing": "times"}
+_WORDS = {"timing": "times", "accuracy": "errors", "test_result": "results of tests"}
 
 
-def _errors_hold(found: list[tuple[Row, float | str]], reasons: list[str]) -> bool | None:
-    """Whether no error is larger here; None where none was measured."""
+def _draw(rows: Sequence[Row], count: int, drawn: random.Random) -> list[Row]:
+    """Some of each kind: of times whole problems, since kernels are compared at one."""
+    asked: list[Row] = []
+    for table in sorted({row.table for row in rows}):
+        kinds: dict[str, dict[object, list[Row]]] = {}
+        for row in rows:
+            if row.table == table:
+                place = (row.problem, row.distribution) if table == TIMES else row.key
+                kinds.setdefault(row.kind, {}).setdefault(place, []).append(row)
+        each = max(FEWEST, math.ceil(count / len(kinds)))
+        for groups in kinds.values():
+            chosen = drawn.sample(sorted(groups, key=str), min(each, len(groups)))
+            asked += [row for place in chosen for row in groups[place]]
+    return asked
+
+
+class _Again:
+    """Measures rows.
+
+    Args:
+        run: Where to.
+        progress: Where to tell.
+        time_limit_s: After which nothing new is begun.
+    """
+
+    def __init__(self, run: RunFile, progress: Progress, time_limit_s: float | None) -> None:
+        self._run, self._progress = run, progress
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._device, self._environment = current_device(), current_environment()
+        self._found: dict[tuple[Task, str], Value] = {}
+        self._deaths: dict[tuple[Task, str], int] = {}
+        self._unsteady = 0
+
+    def measure(self, asked: Sequence[Row]) -> dict[Row, Value]:
+        """What is found here, without what gave no answer: nobody's fault, or no time was left."""
+        tasks = _tasks_of(asked)
+        self._progress.begin("verify", len(tasks))
+        watchdog_s = GPU_WATCHDOG_S if self._device.is_gpu else CPU_WATCHDOG_S
+        for kind in (TimingTask, AccuracyTask):
+            some = {number: task for number, task in enumerate(tasks) if isinstance(task, kind)}
+            run_tasks(some, self._done, self._died, watchdog_s=watchdog_s, deadline=self._deadline)
+        if self._unsteady:
+            self._progress.note(f"{self._unsteady} times are no evidence: this machine is too busy")
+        places = {row: (_whole(_task_of(row)), row.here) for row in asked}
+        return {row: self._found[place] for row, place in places.items() if place in self._found}
+
+    def _done(self, _number: int, task: Task, event: Done) -> None:
+        for name, record in zip(_kernels_of(task), event.records, strict=True):
+            value = self._value_of(record)
+            self._write(task, name, record)
+            if value is not None:
+                self._found[_whole(task), name] = value
+        self._progress.step(str(_problem_of(task)))
+
+    def _value_of(self, record: TimingRecord | AccuracyRecord) -> Value | None:
+        if record.status == "wrong":
+            return f"wrong: {record.reason}"
+        if record.status != "ok":
+            return None
+        if isinstance(record, AccuracyRecord):
+            assert record.errors is not None
+            return {column: float(getattr(record.errors, column)) for column in ERROR_COLUMNS}
+        p20, p50, p80 = record.latency_us_p20, record.latency_us_p50, record.latency_us_p80
+        assert p20 is not None and p50 is not None and p80 is not None
+        if p80 > UNSTEADY * p20:
+            self._unsteady += 1
+            return None
+        return {"latency_us_p50": p50}
+
+    def _died(self, _number: int, task: Task, death: Death) -> Task | None:
+        if death.kernel is None:
+            return None
+        place = (_whole(task), death.kernel)
+        self._deaths[place] = self._deaths.get(place, 0) + 1
+        if self._deaths[place] < 2:
+            return task  # once may be anybody's fault
+        if isinstance(task, TimingTask):
+            record: Any = TimingRecord(status=death.status, reason=death.reason)
+        else:
+            record = AccuracyRecord(
+                status=death.status, reason=death.reason, seed=task.seed, rows=0
+            )
+        self._write(task, death.kernel, record)
+        if death.status == "crashed":
+            self._found[place] = f"crashed: {death.reason}"
+        if isinstance(task, AccuracyTask):
+            return None
+        left = tuple(name for name in task.kernels if name != death.kernel)
+        return replace(task, kernels=left) if left else None
+
+    def _write(self, task: Task, name: str, record: TimingRecord | AccuracyRecord) -> None:
+        if isinstance(task, TimingTask):
+            assert isinstance(record, TimingRecord)
+            case = task.case
+            self._run.add_timing(
+                KERNELS[name], case.problem, distribution_row(case.distribution), self._device,
+                self._environment, task.regime, record,
+            )  # fmt: skip
+        else:
+            assert isinstance(record, AccuracyRecord)
+            self._run.add_accuracy(
+                KERNELS[name], task.problem, distribution_row(task.distribution),
+                self._device.architecture, self._environment, record,
+            )  # fmt: skip
+
+
+def _task_of(row: Row) -> Task:
+    if row.table == TIMES:
+        return TimingTask(Case(row.problem, row.distribution), (row.here,), row.regime)
+    return AccuracyTask(row.here, row.problem, row.distribution, row.seed)
+
+
+def _tasks_of(rows: Iterable[Row]) -> list[Task]:
+    """Each once; kernels at one problem are timed together."""
+    tasks: dict[Task, list[str]] = {}
+    for row in rows:
+        names = tasks.setdefault(_whole(_task_of(row)), [])
+        if row.here not in names:
+            names.append(row.here)
+    return [
+        replace(task, kernels=tuple(names)) if isinstance(task, TimingTask) else task
+        for task, names in tasks.items()
+    ]
+
+
+def _whole(task: Task) -> Task:
+    """A task, whichever of its kernels are asked for."""
+    return replace(task, kernels=()) if isinstance(task, TimingTask) else task
+
+
+def _kernels_of(task: Task) -> tuple[str, ...]:
+    return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
+
+
+def _problem_of(task: Task) -> object:
+    return task.case.problem if isinstance(task, TimingTask) else task.problem
+
+
+def _judge(verdict: Verdict, rows: Sequence[Row]) -> set[str]:
+    """Kinds that hold; says of the verdict whether one fails."""
+    held = set()
+    for kind in sorted({row.kind for row in rows}):
+        of_kind = [row for row in rows if row.kind == kind]
+        found = [(row, value) for row, value in verdict.measured if row.kind == kind]
+        failed = [f"{row.here} at {row.problem} on {row.distribution}: {value}"
+                  for row, value in found if isinstance(value, str)]  # fmt: skip
+        values = [(row, value) for row, value in found if not isinstance(value, str)]
+        check = _misplaced if of_kind[0].table == TIMES else _wronger
+        against = [*_told(failed, "kernels that fail"), *check(values)]
+        if against:
+            verdict.rejected = True
+            verdict.reasons += [f"{kind}: {words}" for words in against]
+        elif len(values) >= min(FEWEST, len(of_kind)):
+            held.add(kind)
+        else:
+            verdict.reasons.append(
+                f"{kind}: {len(values)} of {len(of_kind)} were measured; {FEWEST} would say more"
+            )
+    return held
+
+
+def _told(words: list[str], what: str) -> list[str]:
+    """The first of many, and how many more there are."""
+    more = [f"and {len(words) - SHOWN} more {what}"] if len(words) > SHOWN else []
+    return words[:SHOWN] + more
+
+
+def _wronger(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
+    """Errors that are larger here, any of those that a budget may limit."""
     wronger = []
-    for row, value in found:
-        if isinstance(value, str):
-            wronger.append(f"{row.here} at {row.problem} on {row.distribution}: {value}")
-        elif value > WRONGER * row.there:
-            wronger.append(f"{row.kernel} at {row.problem} on {row.distribution}, seed {row.seed}: "
-                           f"row_err is {value:.4g} here, {row.there:.4g} there")  # fmt: skip
-    reasons += wronger[:3]
-    if len(wronger) > 3:
-        reasons.append(f"and {len(wronger) - 3} more errors")
-    return None if not found else not wronger
+    for row, here in found:
+        there = dict(row.there)
+        slack = {"mean_shift_upper": SHIFTED * there["row_err"]}
+        larger = [
+            column
+            for column, value in here.items()
+            if value > WRONGER * there[column] + slack.get(column, 0.0)
+        ]
+        if larger:
+            column = max(larger, key=lambda name: here[name] / max(there[name], 1e-30))
+            wronger.append(
+                f"{row.kernel} at {row.problem} on {row.distribution}, seed {row.seed}: {column} "
+                f"is {here[column]:.4g} here, {there[column]:.4g} there"
+            )
+    return _told(wronger, "larger errors")
 
 
-def _times_hold(found: list[tuple[Row, float | str]], reasons: list[str]) -> bool | None:
-    """Whether times keep their place; None where none was measured."""
-    failed = [f"{row.here} at {row.problem}: {value}"
-              for row, value in found if isinstance(value, str)]  # fmt: skip
-    reasons += failed[:3]
-    logs = [(math.log(value / row.there), row) for row, value in found
-            if not isinstance(value, str)]  # fmt: skip
-    if not logs:
-        return False if failed else None
+def _misplaced(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
+    """Times that differ as a whole, or do not keep their place among the others."""
+    if not found:
+        return []
+    logs = [(math.log(here["latency_us_p50"] / row.there[0][1]), row) for row, here in found]
     middle = statistics.median(log for log, _ in logs)
-    apart = [(log - middle, row) for log, row in logs if abs(log - middle) > math.log1p(PLACE)]
+    against = []
     if abs(middle) > math.log(WHOLE_FACTOR):
-        reasons.append(f"times here are {math.exp(middle):.2f} of those there, in the median")
-    if len(apart) > (1 - PLACED_SHARE) * len(logs):
-        log, row = max(apart, key=lambda pair: abs(pair[0]))
-        reasons.append(
-            f"{len(apart)} of {len(logs)} times are more than {PLACE:.0%} out of place, "
-            f"{row.kernel} at {row.problem} by {math.expm1(log):+.0%}"
+        against.append(f"they are {math.exp(middle):.2f} of those there, in the median")
+    apart = [(log - middle, row) for log, row in logs if abs(log - middle) > math.log1p(PLACE)]
+    if not apart:
+        return against
+    farthest, row = max(apart, key=lambda pair: abs(pair[0]))
+    is_far = abs(farthest) > math.log1p(FARTHEST)
+    if is_far or len(apart) > (1 - PLACED_SHARE) * len(logs):
+        against.append(
+            f"{len(apart)} of {len(logs)} are more than {PLACE:.0%} out of place, {row.kernel} at "
+            f"{row.problem} by {math.expm1(farthest):+.0%}"
         )
-        return False
-    return not failed and abs(middle) <= math.log(WHOLE_FACTOR)
+    return against

@@ -74,20 +74,29 @@ class Candidate:
     error_unknown: str  # why errors is empty
     unquantized: bool
     errors_verified: bool = True
+    has_doubts: bool = False  # whether a time is not verified
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """Time at m, and whether it is interpolated; None outside what was measured.
 
         Nor is there one between measured m when it failed at one of them.
         """
-        found = self.times.get(m)
+        if self.has_doubts:  # between two of ours comes before what others say of that m
+            ours = {x: time for x, time in self.times.items() if time.is_verified}
+            found = self._among(ours, m)
+            if found is not None:
+                return found
+        return self._among(self.times, m)
+
+    def _among(self, times: dict[int, Time], m: int) -> tuple[Time, bool] | None:
+        found = times.get(m)
         if found is not None:
             return found, False
-        below = max((x for x in self.times if x < m), default=None)
-        above = min((x for x in self.times if x > m), default=None)
+        below = max((x for x in times if x < m), default=None)
+        above = min((x for x in times if x > m), default=None)
         if below is None or above is None or any(below < x < above for x in self.failed):
             return None
-        low, high = self.times[below], self.times[above]
+        low, high = times[below], times[above]
         share = (m - below) / (above - below)
         worse = max(low.freshness, high.freshness, key=FRESHNESS.index)
         return (
@@ -148,7 +157,7 @@ def candidate_of(
     bounds = Bounds({}, "") if isinstance(found, str) else found
     return Candidate(
         name, kernel, granularity, times, failed, bounds.errors, bounds.worst_distribution, unknown,
-        unquantized, bounds.is_verified,
+        unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()),
     )  # fmt: skip
 
 
@@ -158,18 +167,25 @@ Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
 def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
     """A wrong result or a crash: at one place, so not to be trusted at another.
 
-    A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven.
+    A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven. What
+    others say of a place, and nobody verified, changes nothing where we know better.
     """
     found = list(cells)
     for cell in found:
-        redeemed = any(
-            c.status == "ok"
+        if cell.status not in ("wrong", "crashed"):
+            continue
+        ended_well = [
+            c
+            for c in found
+            if c.status == "ok"
             and place(c) == place(cell)
             and c.kernel.digest == cell.kernel.digest
-            and c.measured_utc_ms > cell.measured_utc_ms
-            for c in found
-        )
-        if cell.status == "wrong" or (cell.status == "crashed" and not redeemed):
+            and (not c.tier or cell.tier)
+        ]
+        if cell.tier and any(not c.tier for c in ended_well):
+            continue
+        later = any(c.measured_utc_ms > cell.measured_utc_ms for c in ended_well)
+        if cell.status == "wrong" or not later:
             return cell
     return None
 
@@ -207,16 +223,22 @@ def _graded(
 def _outcomes(
     graded: list[tuple[TimingCell, str]],
 ) -> tuple[list[tuple[TimingCell, str]], dict[int, str]]:
-    """Cells with times, and the m where the freshest word is a failure, with its reason."""
-    age = FRESHNESS.index
+    """Cells with times, and the m where the best word is a failure, with its reason.
+
+    Ours is better than what nobody verified, then the freshest.
+    """
+
+    def rank(cell: TimingCell, fresh: str) -> tuple[bool, int]:
+        return bool(cell.tier), FRESHNESS.index(fresh)
+
     good: list[tuple[TimingCell, str]] = []
     failed: dict[int, str] = {}
     for m in {cell.m for cell, _ in graded}:
         here = [(cell, fresh) for cell, fresh in graded if cell.m == m]
         ok = [(cell, fresh) for cell, fresh in here if cell.status == "ok"]
         bad = [(cell, fresh) for cell, fresh in here if cell.status != "ok" and fresh != "stale"]
-        youngest = min((age(fresh) for _, fresh in ok), default=3)
-        worse = [cell for cell, fresh in bad if age(fresh) < youngest]
+        best = min((rank(*pair) for pair in ok), default=(True, len(FRESHNESS)))
+        worse = [cell for cell, fresh in bad if rank(cell, fresh) < best]
         if worse:
             failed[m] = f"{worse[0].status}: {worse[0].reason}"
         else:
@@ -231,8 +253,8 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
         by_m.setdefault(cell.m, []).append((cell, fresh))
     times = {}
     for m, found in by_m.items():
-        best = min(_rank(cell, fresh, bool(cell.tier)) for cell, fresh in found)
-        chosen = [(c, fresh) for c, fresh in found if _rank(c, fresh, bool(c.tier)) == best]
+        best = min(_rank(cell, fresh) for cell, fresh in found)
+        chosen = [(c, fresh) for c, fresh in found if _rank(c, fresh) == best]
         # One run may have timed a problem under several distributions; it counts once.
         by_run: dict[str, list[float]] = {}
         for c, _ in chosen:
@@ -244,9 +266,9 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
     return times
 
 
-def _rank(cell: TimingCell | AccuracyCell, fresh: str, doubted: bool) -> tuple[bool | int, ...]:
+def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]:
     """The least is the best: what nobody verified comes after what was measured here."""
-    return fresh == "stale", doubted, FRESHNESS.index(fresh), cell.grade != "full"
+    return fresh == "stale", bool(cell.tier), FRESHNESS.index(fresh), cell.grade != "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +326,7 @@ def _errors_or_reason(
             and c.parameters == facts.parameters_of(device.architecture, distribution)
         ]
         chosen: list[AccuracyCell] = []
-        ranked = [(_rank(c, fresh, _is_doubted(c)), c) for c, fresh in here]
+        ranked = [(_rank(c, fresh), c) for c, fresh in here]
         for rank in sorted({rank for rank, _ in ranked}):
             chosen += [c for its_rank, c in ranked if its_rank == rank]
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
@@ -313,7 +335,7 @@ def _errors_or_reason(
             missing.append(distribution)
             continue
         known: dict[str, float] = {}
-        if any(map(_is_doubted, chosen)):
+        if any(c.tier for c in chosen):
             is_verified = False
             known = facts.worst_errors(
                 accuracy_problem(problem, fp8_format(device)),
@@ -322,9 +344,12 @@ def _errors_or_reason(
             if not known:
                 incomparable.append(distribution)
                 continue
-        chosen += [c for c, _ in here if _is_doubted(c)]
+        doubted = [c for c, _ in here if c.tier]
         for limit, column in LIMIT_COLUMNS.items():
             value = max([getattr(c, column) for c in chosen] + [known.get(column, 0.0)])
+            others = max((getattr(c, column) for c in doubted), default=0.0)
+            if others > value:
+                value, is_verified = others, False
             if limit == "sqnr_db":
                 value = -20 * math.log10(value) if value > 0 else math.inf
             bounds[limit] = _worse(limit, bounds.get(limit, value), value)
@@ -340,7 +365,3 @@ def _errors_or_reason(
             "compare it with: `python -m lokakern.bench verify` measures some of it again"
         )
     return Bounds(bounds, worst_name, is_verified)
-
-
-def _is_doubted(cell: AccuracyCell) -> bool:
-    return cell.tier == "unverified"

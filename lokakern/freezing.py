@@ -54,9 +54,9 @@ def freeze(path: str | os.PathLike[str]) -> None:
             f"freeze {shown}: answers are those of {held.origin} already; copy that file, or unset "
             "LOKAKERN_CHOICES and run the model with the database"
         )
-    tables = {Key.of(table): table for table in selection.chosen() if table.callable_here}
-    device = _device({table.device for table in tables.values()}, shown)
-    tables = {key: table for key, table in tables.items() if table.device == device}
+    chosen = [table for table in selection.chosen() if table.callable_here]
+    device = _device({table.device for table in chosen}, shown)
+    tables = {Key.of(table): table for table in chosen if table.device == device}
     forms = {asked: form for (where, asked), form in preparation.FORMS.items() if where == device}
     names = sorted({name for table in tables.values() for name in table.winners if name})
     from lokakern import __version__  # which imports this module
@@ -68,6 +68,7 @@ def freeze(path: str | os.PathLike[str]) -> None:
         "frozen_utc_ms": now_utc_ms(),
         "device": asdict(device),
         "snapshot": selection.snapshot().digest,
+        "unverified": sum(table.rests_on_imports for table in tables.values()),
         "kernels": {name: _digest(name, shown) for name in names},
         "tables": sorted((rows_of(key, table) for key, table in tables.items()), key=json.dumps),
         "weights": sorted((weight_row(*pair) for pair in forms.items()), key=json.dumps),

@@ -44,10 +44,11 @@ LARGEST_FILE_BYTES = 16 * 2**20  # 20 000 tables; a model has some hundred
 MOST_BREAKPOINTS = 4096  # of a table; the shipped database makes 20 at most
 LONGEST_TEXT = 1000
 LARGEST_SIZE = 2**48  # of an axis
+LARGEST_M = 2**24  # 16 million rows: a batch of 4096 of 4096 each
 _HEX = re.compile(r"[0-9a-f]{64}")
 _FIELDS = (
-    "format", "version", "lokakern", "frozen_utc_ms", "device", "snapshot", "kernels", "tables",
-    "weights", "digest",
+    "format", "version", "lokakern", "frozen_utc_ms", "device", "snapshot", "unverified",
+    "kernels", "tables", "weights", "digest",
 )  # fmt: skip
 _TABLE_FIELDS = (
     "problem", "m_alignment", "budget", "distributions", "regime", "needs", "breakpoints",
@@ -209,7 +210,8 @@ def _choices(whole: dict[str, Any], path: str) -> Choices:
     digest = digest_of(whole)
     _expect(whole["digest"] == digest, "it was changed since it was written")
     written = _integer(whole["frozen_utc_ms"], "frozen_utc_ms", 0, 1 << 45)
-    origin = Origin(path, written, _digest(whole["snapshot"], "snapshot"))
+    unverified = _integer(whole["unverified"], "unverified", 0, 1 << 20)
+    origin = Origin(path, written, _digest(whole["snapshot"], "snapshot"), unverified)
     software = _text(whole["lokakern"], "lokakern")
     device = _device(whole["device"])
     if device not in devices_here():
@@ -353,8 +355,12 @@ def _table(value: Any, device: Device, kernels: dict[str, Kernel], origin: Origi
 
 
 def _check_kernels(table: FrozenTable) -> None:
-    """Launchers check nothing: each kernel must take its problem, from its first m to its last."""
-    ends = [*(start - 1 for start in table.breakpoints[1:]), table.breakpoints[-1]]
+    """Launchers check nothing: each kernel must take its problem, from its first m to its last.
+
+    Of what comes after all that was measured the last is `LARGEST_M`, or its first.
+    """
+    last = max(table.breakpoints[-1], LARGEST_M)
+    ends = [*(start - 1 for start in table.breakpoints[1:]), last]
     for kernel, *places in zip(table.kernels, table.breakpoints, ends, strict=True):
         if kernel is None:
             continue

@@ -51,7 +51,7 @@ def snapshot() -> Snapshot:
     global _SNAPSHOT
     with _LOCK:
         if _SNAPSHOT is None:
-            from lokakern.registry.snapshot import load_snapshot
+            from lokakern.registry.loading import load_snapshot
 
             _SNAPSHOT = load_snapshot()
         return _SNAPSHOT
@@ -302,7 +302,7 @@ def _build(
     if regime is None:
         regime = default_regime(target)
     if local:
-        agreement.check(target, lambda: str(held) if held else f"snapshot {snapshot().digest}")
+        agreement.check(target, lambda: str(held) if held else f"snapshot {snapshot().keys_digest}")
     if held is not None:
         judged = distributions or REALISTIC_DISTRIBUTIONS
         return held.table(problem, budget, judged, target, regime, needs)

@@ -37,15 +37,20 @@ class Origin:
         path: As it was named.
         frozen_utc_ms: When it was written.
         snapshot: Digest of the snapshot that was answered from then.
+        unverified_count: Tables that rested on imports that nobody had verified.
     """
 
     path: str
     frozen_utc_ms: int
     snapshot: str
+    unverified_count: int = 0
 
     def __str__(self) -> str:
         when = datetime.fromtimestamp(self.frozen_utc_ms / 1000, UTC)
-        return f"{self.path}, frozen {when:%Y-%m-%d %H:%M} UTC from snapshot {self.snapshot[:12]}"
+        words = f"{self.path}, frozen {when:%Y-%m-%d %H:%M} UTC from snapshot {self.snapshot[:12]}"
+        if self.unverified_count:
+            words += f", {self.unverified_count} of its choices by imports that were not verified"
+        return words
 
     @property
     def remedy(self) -> str:
@@ -85,6 +90,14 @@ class Table:
     def measured_m(self) -> list[int]:
         names = {m for c in self.candidates for m in c.times}
         return sorted(names)
+
+    @property
+    def rests_on_imports(self) -> bool:
+        """Whether an answer might be another but for what others say and nobody verified."""
+        return any(
+            c.has_doubts or (not c.errors_verified and c.name in self.winners)
+            for c in self.candidates
+        )
 
     def _freeze(self) -> None:
         """Find where the winner changes: at measured m, and where interpolated times cross."""
@@ -174,7 +187,7 @@ class Table:
             if candidate.name != winner.name:
                 tie = any(candidate.name == item[0].name for item in tied)
                 words = "tied, larger error or later name" if tie else "slower"
-                rejected.append((candidate.name, f"{words}: {other.latency_us:.2f} us"))
+                rejected.append((candidate.name, f"{words}: {_us_words(other)}"))
         names = tuple(sorted(item[0].name for item in tied if item[0].name != winner.name))
         return Pick(winner, time, interpolated, names, tuple(rejected))
 
@@ -200,7 +213,7 @@ class Table:
         if not error:
             slower = ""
             if time is not None and self._is_behind(time, problem.m):
-                slower = f"slower: {time.latency_us:.2f} us; "
+                slower = f"slower: {_us_words(time)}; "
             return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
             found = error[limit]
@@ -280,6 +293,11 @@ class FrozenTable(Table):
 
 def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
     return Candidate(name, kernel, Granularity.NONE, {}, {}, {}, "", "not measured here", True)
+
+
+def _us_words(time: Time) -> str:
+    """A time that was compared, and whether it is hearsay."""
+    return f"{time.latency_us:.2f} us" + ("" if time.is_verified else ", imported and not verified")
 
 
 def _range_words(measured: list[int]) -> str:

@@ -26,7 +26,7 @@ from lokakern.registry.tables import (
     tables_of,
 )
 from lokakern.registry.texts import breaches_text, rows_text
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
+from lokakern.types import Granularity, Problem
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
 BATCH_ROWS, FACT_BYTES = 20_000, 1 << 14  # facts have 300 bytes, at most 14 KiB
@@ -319,21 +319,32 @@ class _PossibleTimes(_Possible):
 
 
 class _PossibleErrors(_Possible):
-    """No error of values of every size is smaller than that of rounding the output."""
+    """No error of values of every size is smaller than rounding leaves, nor its upper limit."""
 
-    def _find_least(self, problem: int, distribution: int) -> float:
-        usual = self._row("distribution", distribution)["name"] in REALISTIC_DISTRIBUTIONS
-        return physics.least_error(self._problem(problem).out_format) if usual else 0.0
+    def _find_least(self, problem: int, distribution: int, kernel: int) -> float:
+        return physics.least_error(
+            self._problem(problem).out_format,
+            self._row("distribution", distribution)["name"],
+            self._row("kernel", kernel)["granularity"] != Granularity.NONE,
+        )
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        wanted = ("problem", "distribution", "row_err", "key")
-        for problem, distribution, error, key in zip(*map(columns.get, wanted), strict=True):
-            if error is not None and error < (least := self._least(problem, distribution)):
-                raise _wrong(self._opened, "accuracy", key, f"row_err is {error:g}",
-                             f"at least {least:.3g}, which rounding "
-                             f"{self._problem(problem).out_format} leaves")  # fmt: skip
+        places = zip(*map(columns.get, ("problem", "distribution", "kernel", "key")), strict=True)
+        measured = zip(*map(columns.get, _ERRORS), strict=True)
+        limits = zip(*(columns[f"{name}_upper"] for name in _ERRORS), strict=True)
+        for (*place, key), errors, uppers in zip(places, measured, limits, strict=True):
+            for name, error, upper in zip(_ERRORS, errors, uppers, strict=True):
+                if error is None or upper is None:
+                    continue
+                if upper < abs(error):
+                    raise _wrong(self._opened, "accuracy", key, f"{name}_upper is {upper:g}",
+                                 f"at least {name}, which is {error:g}")  # fmt: skip
+                if name != "mean_shift" and error < (least := self._least(*place)):
+                    raise _wrong(self._opened, "accuracy", key, f"{name} is {error:g}",
+                                 f"at least {least:.3g}, which rounding leaves")  # fmt: skip
 
 
+_ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
 _POSSIBLE: dict[str, type[_Possible]] = {"timing": _PossibleTimes, "accuracy": _PossibleErrors}
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lokakern.errors import DatabaseError
-from lokakern.registry import identity
+from lokakern.registry import identity, places
 from lokakern.registry.checking import Checked, check
 from lokakern.registry.files import FACTS, shown
 from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
@@ -18,9 +21,9 @@ from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.merging import MergeReport, merge_rows, union
 from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve
 from lokakern.registry.tables import COLUMNS, TABLES
-from lokakern.registry.trust import place_for, waiting_for
+from lokakern.registry.trust import Waiting, place_for, waiting_for
 from lokakern.registry.union import Part, own_part, write_union
-from lokakern.registry.writer import locked, publish
+from lokakern.registry.writer import locked, publish, replace_file, synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def import_file(
         if manifest is not None:
             manifest.check_counts(opened, checked.counts)
         part, left_out = _measured(opened, checked)
-        had, has = _add(part, target) if trusted else _let_wait(part, target, opened.sha256)
+        had, has = _add(part, target) if trusted else _let_wait(part, target)
     brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
     added = {name: has[name] - had[name] for name in TABLES}
     known = {name: brought[name] - added[name] for name in TABLES}
@@ -112,6 +115,9 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     with locked(target) as target, ExitStack() as stack:
         known = [stack.enter_context(own_part(target))] if target.exists() else []
         had, has = _counts(known), dict.fromkeys(TABLES, 0)
+        shipped = [stack.enter_context(own_part(path)) for path in _shipped_with(target)]
+        if shipped:
+            _counts([*shipped, part])  # reading contradictions together would fail ever after
 
         def write(temporary: Path) -> None:
             has.update(write_union(temporary, [*known, part]))
@@ -123,22 +129,66 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     return had, has
 
 
-def _let_wait(part: Part, database: Path, sha256: str) -> tuple[dict[str, int], dict[str, int]]:
+def _let_wait(part: Part, database: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Put a part beside a database, unless all of it is known.
 
     Returns:
         How many rows there were, here and waiting, and are, by table.
     """
     with locked(database) as place, ExitStack() as stack:
-        target = place_for(place, sha256)
-        paths = [*([place] if place.exists() else []), *(w.path for w in waiting_for(place))]
+        folder = stack.enter_context(private_folder())
+        alone = folder / "alone.sqlite"
+        write_union(alone, [part])
+        with alone.open("rb") as file:
+            target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
+        own = [place] if place.exists() else []
+        paths = [*own, *_shipped_with(place), *(waiting.path for waiting in waiting_for(place))]
         known = [stack.enter_context(own_part(path)) for path in paths]
-        # Whatever contradicts the part is said now: reading them together would fail ever after.
+        # Whatever contradicts the part is said now: reading them together would leave it out.
         had, has = _counts(known), _counts([*known, part])
         if has != had:
             _make_folder(target.parent)
-            publish(target, lambda temporary: write_union(temporary, [part]))
+            publish(target, lambda temporary: shutil.copyfile(alone, temporary))
     return had, has
+
+
+def _shipped_with(database: Path) -> list[Path]:
+    """Shipped files, where dispatch reads them with a database."""
+    try:
+        is_read = database == Path(os.path.realpath(places.user_database()))
+    except DatabaseError:  # LOKAKERN_DB is a server
+        return []
+    return places.shipped_databases() if is_read else []
+
+
+def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None:
+    """Move rows of an import into its database; what is left waits on.
+
+    Killed in between, the file waits as it was, and what the database has too is trusted.
+
+    Args:
+        waiting: The file that both are of.
+        database: That it was imported into.
+        accepted: Rows to move.
+        left: All others, without any of which the file is removed.
+
+    Raises:
+        DatabaseError: Somebody else settled it, or a row contradicts the database.
+    """
+    with locked(database) as place:
+        if not waiting.path.exists():
+            raise DatabaseError(
+                f"import {waiting.name} does not wait any more: another `verify` was faster; "
+                "nothing was changed"
+            )
+        if any(accepted[name] for name in FACTS):
+            old = [read_rows(place)] if place.exists() else []
+            replace_file(place, union([*old, accepted]))
+        if any(left[name] for name in FACTS):
+            replace_file(waiting.path, left)
+        else:
+            waiting.path.unlink()
+            synchronize(waiting.path.parent)
 
 
 def _make_folder(folder: Path) -> None:

@@ -49,13 +49,13 @@ class Facts(Protocol):
         """Facts about problems of these keys."""
         ...
 
-
-class Part(Facts, Protocol):
-    """Facts of one source, from which those can be taken out that another has too."""
-
     def keys(self, name: str) -> bytes:
         """Keys of facts, sorted, one after the other."""
         ...
+
+
+class Part(Facts, Protocol):
+    """Facts of one source, from which those can be taken out that another has too."""
 
     def of_keys(self, name: str, keys: Sequence[bytes]) -> list[Row]:
         """Facts of these keys, which are sorted, in their order; all are there."""
@@ -135,6 +135,8 @@ class UnitedFacts:
             name: _one_a_key(name, parts) for name in DIMENSIONS
         }
         self._parts = parts
+        for one, other in combinations(parts, 2):
+            check_agreement(one, other)
         for name in FACTS:
             for one, other in combinations(parts, 2):
                 _make_disjoint(name, one, other)
@@ -155,6 +157,10 @@ class UnitedFacts:
         wanted = list(problems)
         return [row for part in self._parts for row in part.at(name, wanted)]
 
+    def keys(self, name: str) -> bytes:
+        joined = b"".join(part.keys(name) for part in self._parts)
+        return np.sort(np.frombuffer(joined, dtype=f"S{KEY_BYTES}")).tobytes()
+
 
 def united(parts: Sequence[Part]) -> Facts:
     """Facts of several sources as one: a row that two have counts once.
@@ -174,17 +180,28 @@ def _one_a_key(name: str, parts: Sequence[Facts]) -> dict[str, Row]:
     return found
 
 
+def check_agreement(one: Part, other: Part) -> None:
+    """Nothing where two sources have the same content for each key that both have.
+
+    Raises:
+        DatabaseError: One key has two contents.
+    """
+    for name in DIMENSIONS:
+        _one_a_key(name, (one, other))
+    for name in FACTS:
+        both = _in_both(*sorted((one.keys(name), other.keys(name)), key=len))
+        for a, b in zip(one.of_keys(name, both), other.of_keys(name, both), strict=True):
+            if a != b:
+                raise _conflict(name, a, b)
+
+
 def _make_disjoint(name: str, one: Part, other: Part) -> None:
-    """Leave facts that two sources have in the larger one."""
+    """Leave facts that two sources have, in which they agree, in the larger one."""
     keys = {part: part.keys(name) for part in (one, other)}
     small, large = sorted(keys, key=lambda part: len(keys[part]))
     both = _in_both(keys[small], keys[large])
-    if not both:
-        return
-    for a, b in zip(one.of_keys(name, both), other.of_keys(name, both), strict=True):
-        if a != b:
-            raise _conflict(name, a, b)
-    small.drop(name, both)
+    if both:
+        small.drop(name, both)
 
 
 def _in_both(small: bytes, large: bytes) -> list[bytes]:

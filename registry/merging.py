@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
-from lokakern.registry.files import DIMENSIONS, SCHEMA_VERSION, shown, translate
+from lokakern.registry.files import DIMENSIONS, FACTS, SCHEMA_VERSION, shown, translate
 from lokakern.registry.identity import row_key
 from lokakern.registry.reader import (
     Rows,
@@ -119,16 +119,34 @@ def union(parts: Sequence[Rows]) -> Rows:
     return merged
 
 
-def conflict(name: str, one: tuple[Any, ...], other: tuple[Any, ...]) -> DatabaseError:
-    """The error of one key with two contents."""
+def without_unused(facts: Rows, dimensions: Rows) -> Rows:
+    """Facts with those rows that they refer to, and no others."""
+    kept: Rows = {name: facts[name] for name in FACTS}
+    for name in DIMENSIONS:
+        used = {
+            row[place]
+            for fact in FACTS
+            for place, table in REFERENCES[fact].items()
+            if table == name
+            for row in kept[fact]
+        }
+        kept[name] = [row for row in dimensions[name] if row[0] in used]
+    return kept
+
+
+def conflict(
+    name: str, one: tuple[Any, ...], other: tuple[Any, ...], source: str = ""
+) -> DatabaseError:
+    """The error of one key with two contents; `source` has the second."""
     differing = ", ".join(
         f"{column} {a!r} and {b!r}"
         for column, a, b in zip(COLUMNS[name], one, other, strict=True)
         if a != b
     )
+    second = f", the second in {source}" if source else ""
     return DatabaseError(
-        f"merge: {name} row {one[0]} has two contents ({differing}); rows are facts and never "
-        "change, so one of the files was edited: leave it out"
+        f"merge: {name} row {one[0]} has two contents ({differing}{second}); rows are facts and "
+        "never change, so one of the files was edited: leave it out"
     )
 
 

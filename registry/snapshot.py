@@ -15,17 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lokakern.errors import DeviceError
 from lokakern.registry import identity
 from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
-from lokakern.registry.facts import Facts, Row, united
+from lokakern.registry.facts import Facts, Row
 from lokakern.registry.files import FACTS, STATUSES
 from lokakern.registry.identity import family_key
 from lokakern.registry.lookup import UPPERS, Lookup
-from lokakern.registry.trust import Tier
 from lokakern.types import Device, Problem
 
 if TYPE_CHECKING:
@@ -37,7 +35,6 @@ __all__ = [
     "TestResultCell",
     "TimingCell",
     "family_key",
-    "load_snapshot",
 ]
 
 _MAY_PASS = frozenset({"error", "out_of_memory"})  # worth another try
@@ -93,12 +90,25 @@ class Snapshot(Lookup):
         from lokakern.registry.reader import by_key, sorted_digest
 
         dimensions = {name: by_key(rows.values()) for name, rows in self._by_key.items()}
-        with _without_garbage_collection():
+        with without_garbage_collection():
             facts = {name: self._facts.rows(name) for name in FACTS}
             rows = sorted_digest({**dimensions, **facts})
         if self._doubts is None:
             return rows
         return hashlib.sha256(f"{rows} {self._doubts.digest}".encode()).hexdigest()
+
+    @cached_property
+    def keys_digest(self) -> str:
+        """SHA-256, in hex, of what `digest` is of, but of keys only: of a million in 0.1 s.
+
+        What was measured has one key, whoever has it: a key is of a run, of which there is one.
+        """
+        digest = hashlib.sha256()
+        for name in FACTS:
+            digest.update(name.encode() + self._facts.keys(name))
+        if self._doubts is not None:
+            digest.update(self._doubts.digest.encode())
+        return digest.hexdigest()
 
     def parameters_of(self, architecture: str, name: str) -> str:
         """Canonical JSON of a distribution's parameters, as its newest good row there has them.
@@ -187,7 +197,7 @@ class Snapshot(Lookup):
             good = {"distribution": distribution, "status": "ok"}
             for key, kernel, problem, *bounds in self._facts.picked("accuracy", columns, **good):
                 known = kernel in kernels and problem in problems
-                if known and self._tier("accuracy", key) != Tier.UNVERIFIED:
+                if known and not self._tier("accuracy", key):
                     for column, bound in zip(UPPERS, bounds, strict=True):
                         worst[column] = max(worst.get(column, 0.0), bound)
         return worst
@@ -195,8 +205,8 @@ class Snapshot(Lookup):
     def find_device(self, name: str) -> Device:
         """The device of a product name, exact ("NVIDIA H200") or normalized ("nvidia-h200").
 
-        Of several with that name the whole device wins over a partition, then the one with most
-        timings.
+        Of several with that name one wins on which anything was timed by us or verified, then the
+        whole device over a partition, then the one with most of these timings.
 
         Raises:
             DeviceError: Nothing was measured on such a device.
@@ -212,14 +222,21 @@ class Snapshot(Lookup):
             )
         if len(matches) == 1:
             return matches[0]
+        trusted = {device: self._trusted_timings(device) for device in matches}
         return max(
             matches,
             key=lambda d: (
-                d.partition == "none",
-                self._facts.count("timing", device=identity.device_key(d)),
-                identity.device_key(d),
+                trusted[d] > 0, d.partition == "none", trusted[d], identity.device_key(d),
             ),
-        )
+        )  # fmt: skip
+
+    def _trusted_timings(self, device: Device) -> int:
+        on_it = {"device": identity.device_key(device)}
+        doubted = 0
+        if self._doubts:
+            keys = (key for (key,) in self._facts.picked("timing", ["key"], **on_it))
+            doubted = self._doubts.count("timing", keys)
+        return self._facts.count("timing", **on_it) - doubted
 
     def timing_cells(self, device: Device, family: str, regime: str) -> list[TimingCell]:
         """Timings of every kernel and m, by kernel, m and run.
@@ -411,38 +428,8 @@ def _normalized(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
-    """Read database files into memory, merged by key.
-
-    Args:
-        paths: Files, all of which must exist; by default the shipped files and, if there is one,
-            the user's, with what waits beside it to be verified.
-
-    Raises:
-        DatabaseError: A file cannot be read, or files contradict each other.
-    """
-    from lokakern.registry.image import facts_of
-    from lokakern.registry.places import shipped_databases, user_database
-    from lokakern.registry.trust import Doubts, waiting_for
-
-    waiting = []
-    if paths is None:
-        user = user_database()
-        paths = [*shipped_databases(), *([user] if user.exists() else [])]
-        waiting = waiting_for(user)
-    with _without_garbage_collection():
-        trusted = [facts_of(path) for path in paths]
-        others = [(found.tier, facts_of(found.path)) for found in waiting]
-        doubts = Doubts(trusted, others) if others else None
-        return Snapshot(
-            united([*trusted, *(part for _, part in others)]),
-            [str(path) for path in (*paths, *(found.path for found in waiting))],
-            doubts,
-        )
-
-
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Rows hold no cycles; walking them again and again would take a third of the time."""
     enabled = gc.isenabled()
     gc.disable()

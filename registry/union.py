@@ -187,7 +187,7 @@ def _dimensions(name: str, parts: Sequence[Part]) -> list[Row]:
     for part in parts:
         for row in part.dimensions[name].values():
             if merged.setdefault(row[0], row) != row:
-                raise conflict(name, merged[row[0]], row)
+                raise conflict(name, merged[row[0]], row, part.name)
     return sorted(merged.values(), key=lambda row: str(row[0]))
 
 
@@ -235,7 +235,8 @@ def _copy(connection: Connection, part: Part, name: str, *, first: bool) -> None
     found = connection.exec_driver_sql(texts.conflict).fetchone()
     if found is not None:
         width = len(COLUMNS[name])
-        raise conflict(name, *((row[0].hex(), *row[1:]) for row in (found[:width], found[width:])))
+        one, other = ((row[0].hex(), *row[1:]) for row in (found[:width], found[width:]))
+        raise conflict(name, one, other, part.name)
     connection.exec_driver_sql(texts.insert_missing)
 
 

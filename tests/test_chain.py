@@ -41,10 +41,10 @@ from lokakern.evidence import Time
 from lokakern.norm import norm_named, static_scale
 from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.ops import ACTIVATIONS
 from lokakern.registry.records import AccuracyRecord, KernelRow, TimingRecord
 from lokakern.registry.register import KERNELS, kernel_named, load_kernels
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import RunFile
 from lokakern.types import (
     ACCEPTED,

@@ -13,9 +13,9 @@ from lokakern.bench.accuracy import Cell
 from lokakern.bench.suites import SUITES
 from lokakern.bench.sweep import _duration
 from lokakern.registry.identity import problem_from_row
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.reader import read_rows
 from lokakern.registry.register import kernels_for
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import shipped_databases
 from lokakern.registry.tables import COLUMNS
 from lokakern.types import Device, Problem

@@ -10,8 +10,9 @@ import pytest
 
 from lokakern.registry import coverage
 from lokakern.registry.coverage import Coverage, Gap, coverage_of, missing_evidence
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
-from lokakern.registry.snapshot import Snapshot, load_snapshot
+from lokakern.registry.snapshot import Snapshot
 from lokakern.registry.store import (
     DistributionRow,
     KernelRow,

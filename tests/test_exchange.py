@@ -6,9 +6,12 @@ import functools
 import http.server
 import importlib.util
 import json
+import shutil
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,11 @@ from lokakern.registry.download import download
 from lokakern.registry.exchange import import_file, merge_files, read_foreign
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import FACT_IDENTITY, fact_keys, row_key
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.manifest import FIELDS, Manifest, manifest_beside, place_of, text_of
 from lokakern.registry.reader import Rows, database_digest, read_rows
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.tables import COLUMNS, TABLES
-from lokakern.registry.trust import Tier, move, waiting_for
+from lokakern.registry.trust import Tier, reject, waiting_for
 from lokakern.registry.writer import write_file
 from tests.foreign_files import base_rows, write_base
 from tests.test_store import CHOICES, edited, rows_of
@@ -301,10 +304,17 @@ def test_what_waits_is_there_once_and_contradicts_nothing(
     assert target.read_bytes() == before
     (waiting,) = waiting_for(target)
     assert [path.name for path in waiting.path.parent.iterdir()] == [waiting.path.name]
-    move(waiting, Tier.REJECTED)
+    reject(waiting)
     assert waiting_for(target) == []
-    with pytest.raises(DatabaseError, match="rejected by `verify`"):
-        import_file(file, target)
+    copy = tmp_path / "copy.sqlite"
+    shutil.copyfile(file, copy)
+    with closing(sqlite3.connect(copy)) as connection:
+        connection.execute("PRAGMA page_size = 16384")
+        connection.execute("VACUUM")
+    assert copy.read_bytes() != file.read_bytes()
+    for same in (file, copy):
+        with pytest.raises(DatabaseError, match="rejected by `verify`"):
+            import_file(same, target)
 
 
 def test_a_database_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from lokakern.registry.exchange import union_of
 from lokakern.registry.files import FACTS
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import kernel_from_row
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.reader import Rows, read_rows
 from lokakern.registry.register import kernels_for
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import (
     KernelRow,
     RunFile,

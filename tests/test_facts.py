@@ -26,10 +26,11 @@ from lokakern.errors import DatabaseError
 from lokakern.registry import facts, files, identity, tables
 from lokakern.registry.facts import GivenFacts, UnitedFacts
 from lokakern.registry.image import StoredFacts, facts_of
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.merging import merge, union
 from lokakern.registry.places import shipped_databases
 from lokakern.registry.reader import Rows, database_digest, read_rows
-from lokakern.registry.snapshot import Snapshot, load_snapshot
+from lokakern.registry.snapshot import Snapshot
 from lokakern.registry.writer import write_file
 from lokakern.types import REGIMES
 from tests.benchmarks.many_rows import write_many

@@ -28,13 +28,15 @@ from lokakern.bench import operands, sweep
 from lokakern.bench.cli import app
 from lokakern.errors import DatabaseError
 from lokakern.registry import locks, records, writer
-from lokakern.registry.exchange import import_file
+from lokakern.registry.exchange import import_file, settle
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.locks import Lock, private_folder
 from lokakern.registry.manifest import place_of
-from lokakern.registry.reader import read_rows
+from lokakern.registry.merging import without_unused
+from lokakern.registry.reader import Rows, database_digest, read_rows
 from lokakern.registry.register import load_kernels
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import TimingRecord, collect_runs, runs_folder
+from lokakern.registry.trust import waiting_for
 from tests.foreign_files import write_base
 from tests.inline_worker import run_tasks_here
 from tests.test_store import DEVICE, OK, add, begin, rows_as_dicts
@@ -103,6 +105,26 @@ def test_a_run_that_was_merged_and_not_deleted_is_merged_once(tmp_path: Path) ->
     assert (report.added["timing"], report.known["timing"]) == (0, 1)
     assert len(rows_as_dicts(database, "timing")) == 1
     assert not list(runs_folder(database).iterdir())
+
+
+def test_what_was_verified_is_in_the_database_before_it_waits_no_more(tmp_path: Path) -> None:
+    theirs, mine = tmp_path / "theirs.sqlite", tmp_path / "mine.sqlite"
+    write_base(theirs)
+    import_file(theirs, mine)
+    (waiting,) = waiting_for(mine)
+    rows = read_rows(waiting.path)
+    left = without_unused({**rows, "timing": []}, rows)
+    held = without_unused({**{name: [] for name in rows}, "timing": rows["timing"]}, rows)
+    nothing: Rows = {name: [] for name in rows}
+    killed_before("os.rename", ".tmp", lambda: settle(waiting, mine, held, left))
+    assert not mine.exists() and read_rows(waiting.path) == rows
+    settle(waiting, mine, held, left)
+    assert read_rows(mine) == held and read_rows(waiting.path) == left
+    killed_before("os.remove", waiting.path.name, lambda: settle(waiting, mine, left, nothing))
+    assert database_digest(mine) == database_digest(theirs) and read_rows(waiting.path) == left
+    settle(waiting, mine, left, nothing)
+    assert database_digest(mine) == database_digest(theirs) and not waiting_for(mine)
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_run_is_deleted_after_it_was_merged(tmp_path: Path) -> None:

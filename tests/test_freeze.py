@@ -36,9 +36,10 @@ from lokakern.errors import (
 )
 from lokakern.numerics import measure_errors
 from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.records import AccuracyRecord, TimingRecord
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.snapshot import Snapshot, load_snapshot
+from lokakern.registry.snapshot import Snapshot
 from lokakern.registry.store import RunFile
 from lokakern.types import (
     ACCEPTED,
@@ -238,6 +239,18 @@ def test_explain_says_where_the_answer_is_from(file: Path) -> None:
     assert "frozen" in repr(choice)
     assert (choice.kernel, choice.latency_us, choice.is_miss) == (FP8, None, False)
     assert choice(torch.randn(512, K).bfloat16(), torch.randn(K, N).bfloat16()).shape == (512, N)
+
+
+def test_a_file_says_how_many_of_its_choices_rest_on_imports(
+    facts: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What made a difference where the choice was made is not lost where it is used."""
+    monkeypatch.setattr("lokakern.table.Table.rests_on_imports", True)
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+    lokakern.freeze(tmp_path / "choices.json")
+    selection.use_choices(tmp_path / "choices.json")
+    text = lokakern.dispatch("gemm", (512, N, K), 0.06).explain()
+    assert ", 1 of its choices by imports that were not verified" in text
 
 
 def test_the_order_of_questions_is_not_in_the_file(facts: Snapshot, tmp_path: Path) -> None:
@@ -586,6 +599,7 @@ def in_gemm(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (set_in("tables", to={}), "tables is"),
         (set_in("extra", to=1), "fields of the file"),
         (set_in("snapshot", to="0"), "snapshot is"),
+        (set_in("unverified", to=-1), "unverified is"),
         (set_in("frozen_utc_ms", to=-1), "frozen_utc_ms is"),
         (set_in("lokakern", to="\x1b[2J"), "lokakern is"),
         (set_in("device", "memory_gib", to="1"), "memory_gib is"),
@@ -770,7 +784,7 @@ import torch.distributed as distributed
 import lokakern
 from lokakern import agreement, selection
 from lokakern.errors import DisagreementError
-from lokakern.registry.snapshot import load_snapshot
+from lokakern.registry.loading import load_snapshot
 
 rank, folder, same, other, choices = int(sys.argv[1]), *sys.argv[2:]
 

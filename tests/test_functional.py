@@ -29,7 +29,7 @@ from lokakern.errors import (
     UnsupportedError,
 )
 from lokakern.problems import make_problem
-from lokakern.registry.snapshot import load_snapshot
+from lokakern.registry.loading import load_snapshot
 from lokakern.types import Format, Granularity, QuantizedTensor
 
 WHERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]

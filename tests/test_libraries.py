@@ -392,7 +392,7 @@ def test_what_nobody_measured_is_never_a_librarys(
 ) -> None:
     """On a miss the first kernel that accepts is taken: by name it would be this one."""
     from lokakern import selection
-    from lokakern.registry.snapshot import load_snapshot
+    from lokakern.registry.loading import load_snapshot
 
     kernel = replace(kernel_of(library), name="a.kernel", op="scaled_gemm")
     monkeypatch.setitem(KERNELS, kernel.name, kernel)

@@ -25,8 +25,8 @@ from lokakern.errors import (
     UnsupportedError,
 )
 from lokakern.registry import ops
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import KERNELS, PROMOTED_KERNEL_ERR_BOUND, fp8_format
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.types import (
     PLAIN,
     Device,

@@ -28,8 +28,8 @@ from lokakern.errors import (
 )
 from lokakern.norm import Norm, norm_named
 from lokakern.norm_checks import in_place, settled
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import KERNELS
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.types import ErrorBudget, Granularity, NormEpilogue, QuantizedTensor
 
 M, N, K = 40, 128, 96

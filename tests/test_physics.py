@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from lokakern.problems import make_problem
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.physics import least_error, least_us
-from lokakern.registry.snapshot import Snapshot, load_snapshot
+from lokakern.registry.snapshot import Snapshot
 from lokakern.registry.store import shipped_databases
-from lokakern.types import REGIMES, Device, Format
+from lokakern.types import REGIMES, Device, Format, Granularity
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err")
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
 
 
@@ -44,11 +48,35 @@ def test_light_is_as_fast_as_data_sheets_say() -> None:
     assert least_us(large, cpu, "eager") > 0
 
 
+def test_every_shipped_error_is_possible(shipped: Snapshot) -> None:
+    """Of each kind of arithmetic on each distribution."""
+    columns = ("problem", "distribution", "kernel", *ERRORS, *(f"{name}_upper" for name in ERRORS))
+    nearest = math.inf
+    for problem, distribution, kernel, *found in shipped._facts.picked(
+        "accuracy", columns, status="ok"
+    ):
+        errors, uppers = found[: len(ERRORS)], found[len(ERRORS) :]
+        assert all(upper >= error for error, upper in zip(errors, uppers, strict=True))
+        scaled = shipped._column("kernel", "granularity")[kernel] != Granularity.NONE
+        out_format = shipped._column("problem", "out_format")[problem]
+        least = least_error(Format(out_format), shipped._distribution(distribution).name, scaled)
+        nearest = min(nearest, min(errors) / least if least else math.inf)
+    assert 1.2 < nearest < 2
+
+
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2, Format.BFLOAT16])
 @pytest.mark.parametrize("low", [1.0, 1.5, 1.75])
 def test_rounding_leaves_an_error(form: Format, low: float) -> None:
     """Twice the bound at the end of a binade, up to four times over all of it."""
     x = torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)) * (2 - low) + low
     error = float((x.to(form.dtype).float() - x).norm() / x.norm())
-    assert 2 < error / least_error(form) < 4
-    assert least_error(Format.FLOAT32) == 0.0
+    assert 2 < error / least_error(form, "X1", is_quantized=False) < 4
+    assert least_error(Format.FLOAT32, "X1", is_quantized=False) == 0.0
+
+
+def test_quantized_operands_leave_an_error_but_where_sums_cancel_it() -> None:
+    least = least_error(Format.E4M3FN, "X1", is_quantized=False)
+    assert least_error(Format.FLOAT32, "X1", is_quantized=True) == least
+    for name in ("X10", "X13"):
+        assert least_error(Format.FLOAT32, name, is_quantized=True) == 0.0
+    assert least_error(Format.E4M3FN, "powers of two", is_quantized=True) == 0.0

@@ -20,9 +20,9 @@ from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameErr
 from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, alignment_of, make_problem
 from lokakern.registry.freshness import is_current
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.records import AccuracyRecord, KernelRow, TimingRecord
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import RunFile, merge
 from lokakern.selection import Choice, dispatch
 from lokakern.types import (
@@ -86,6 +86,7 @@ def kernel_row(name: str, digest: str | None = None) -> KernelRow:
 def time(
     name: str, problem: Problem, us: float, *, spread: float = 0.001, status: str = "ok",
     digest: str | None = None, count: int = 50, environment: Environment = ENVIRONMENT,
+    device: Device = H200,
 ) -> Any:  # fmt: skip
     def write(run: RunFile) -> None:
         metrics: dict[str, Any] = {
@@ -95,7 +96,7 @@ def time(
             "kernel_err_row_p99": 0.4, "timer": "test",
         }  # fmt: skip
         record = TimingRecord(status=status, reason="" if status == "ok" else "made up", **metrics)
-        run.add_timing(kernel_row(name, digest), problem, distribution_row("X1"), H200,
+        run.add_timing(kernel_row(name, digest), problem, distribution_row("X1"), device,
                        environment, "graph-cold", record)  # fmt: skip
 
     return write

@@ -19,9 +19,10 @@ from lokakern.registry import digests, libraries
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
 from lokakern.registry.foreign import open_guarded
 from lokakern.registry.freshness import is_current
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.snapshot import Snapshot, load_snapshot
+from lokakern.registry.snapshot import Snapshot
 from lokakern.registry.store import (
     RunFile,
     TestResultRecord,

@@ -14,7 +14,8 @@ import pytest
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.numerics import Errors
 from lokakern.registry import identity
-from lokakern.registry.snapshot import Snapshot, family_key, load_snapshot
+from lokakern.registry.loading import load_snapshot
+from lokakern.registry.snapshot import Snapshot, family_key
 from lokakern.registry.store import (
     AccuracyRecord,
     DistributionRow,

@@ -32,10 +32,10 @@ from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.files import FACTS
 from lokakern.registry.identity import row_key
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.ops import OPS
 from lokakern.registry.reader import read_rows
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import (
     AccuracyRecord,
     DistributionRow,

@@ -24,10 +24,10 @@ from lokakern import selection
 from lokakern.errors import DatabaseError
 from lokakern.numerics import Errors
 from lokakern.registry import identity, tables
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.merging import insert_missing
 from lokakern.registry.reader import READERS, Rows, check_server, read_rows
 from lokakern.registry.records import canonical_seeds
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import (
     AccuracyRecord,
     DistributionRow,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lokakern import selection
-from lokakern.registry.exchange import import_file
+from lokakern.errors import DatabaseError
+from lokakern.registry.exchange import import_file, merge_files, settle
 from lokakern.registry.identity import row_key
-from lokakern.registry.reader import database_digest, read_rows
+from lokakern.registry.loading import load_snapshot
+from lokakern.registry.merging import without_unused
+from lokakern.registry.reader import Rows, database_digest, read_rows
 from lokakern.registry.register import KERNELS
-from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.tables import COLUMNS
-from lokakern.registry.trust import Tier, move, waiting_for
+from lokakern.registry.trust import Tier, reject, waiting_for
 from lokakern.registry.writer import write_file
 from lokakern.selection import Choice, dispatch
 from tests.test_selection import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
@@ -63,6 +66,7 @@ def test_an_imported_error_counts_as_what_is_known_of_its_arithmetic(mine: Path)
     assert choice.errors["row_err"] == 0.041, "the worse of 0.02 and 0.041"
     assert choice.errors["row_p99"] == pytest.approx(0.041 * 1.2)
     assert "5.00 us (measured, 1 run, graph-cold, imported and not verified)" in choice.explain()
+    assert choice.table.rests_on_imports
     assert "error: imported and not verified: the worse of it" in choice.explain()
     assert chosen(0.03).kernel == BF16
 
@@ -109,18 +113,123 @@ def test_a_wrong_result_of_others_is_believed(mine: Path) -> None:
     assert chosen().kernel == BF16
 
 
-def test_where_a_file_lies_says_how_far_it_is_trusted(mine: Path) -> None:
+def test_what_nobody_verified_does_not_outvote_what_we_know(mine: Path) -> None:
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
+    others(mine, time(ROW, HERE, 5.0, status="wrong"))
+    others(mine, time(ROW, HERE, 5.0, status="error"))
+    assert chosen().kernel == ROW, "it was right here, at the same problem"
+
+
+def test_what_nobody_verified_redeems_no_crash_of_ours(mine: Path) -> None:
+    own(mine, time(ROW, HERE, 5.0, status="crashed"), accuracy(ROW, HERE, 0.04))
+    others(mine, time(ROW, HERE, 5.0))
+    assert chosen().kernel == BF16 and "crashed" in chosen().rejected[ROW]
+    own(mine, time(ROW, HERE, 5.0))
+    assert chosen().kernel == ROW
+
+
+def test_between_times_of_ours_nobody_else_is_asked(mine: Path) -> None:
+    for m, us in ((M // 2, 15.0), (2 * M, 45.0)):
+        own(mine, time(BF16, gemm(m), us), time(ROW, gemm(m), 2 * us), accuracy(ROW, gemm(m), 0.04))
+    others(mine, time(ROW, HERE, 5.0))
+    choice = chosen()
+    assert choice.kernel == BF16 and choice.rejected[ROW] == "slower: 50.00 us"
+
+
+def test_every_time_that_was_compared_says_where_it_is_from(mine: Path) -> None:
+    """A slow time made up for the unquantized kernel would make any other win."""
+    own(mine, time(ROW, ELSEWHERE, 50.0), time(ROW, gemm(2 * M), 70.0), accuracy(ROW, HERE, 0.04))
+    others(mine, time(BF16, gemm(2 * M), 90.0))
+    choice = chosen(m=2 * M)
+    assert choice.kernel == ROW
+    assert choice.rejected[BF16] == "slower: 90.00 us, imported and not verified"
+    assert choice.table.rests_on_imports, "what wins is ours, and by what"
+
+
+def test_a_larger_error_of_others_is_marked(mine: Path) -> None:
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
+    others(mine, accuracy(ROW, HERE, 0.055))
+    choice = chosen()
+    assert choice.errors["row_err"] == 0.055
+    assert "error: imported and not verified" in choice.explain()
+
+
+def test_a_device_that_somebody_made_up_is_not_ours(mine: Path) -> None:
+    """Its name is that of ours, and it has more timings."""
+    more = replace(H200, memory_gib=999)
+    rows = [time(BF16, gemm(m), 9.0, device=more) for m in (1024, 2048, M, 2 * M)]
+    others(mine, *rows)
+    selection.use_snapshot(load_snapshot())
+    assert dispatch("gemm", (M, 512, 512), 0.06, device="NVIDIA H200").table.device == H200
+
+
+def test_a_rejected_file_is_not_read(mine: Path) -> None:
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
-    assert chosen().kernel == BF16, "there is nothing to compare its errors with"
+    assert "only imported" in chosen().rejected[ROW]
+    reject(waiting_for(mine)[0])
+    assert "not measured here" in chosen().rejected.get(ROW, "not measured here")
+
+
+def test_what_was_settled_is_trusted_and_the_rest_waits(mine: Path) -> None:
+    others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     (waiting,) = waiting_for(mine)
-    move(waiting, Tier.ERRORS)
+    rows = read_rows(waiting.path)
+    settle(waiting, mine, without_unused({**rows, "timing": []}, rows),
+           without_unused({**rows, "accuracy": []}, rows))  # fmt: skip
     choice = chosen()
     assert (choice.kernel, choice.errors["row_err"]) == (ROW, 0.04)
     assert "graph-cold, imported and not verified)" in choice.explain()
     assert "error: imported" not in choice.explain()
-    (waiting,) = waiting_for(mine)
-    move(waiting, Tier.REJECTED)
-    assert ROW not in chosen().explain() or "not measured here" in chosen().rejected[ROW]
+    nothing: Rows = {name: [] for name in rows}
+    settle(waiting, mine, read_rows(waiting.path), nothing)
+    assert waiting_for(mine) == [] and "not verified" not in chosen().explain()
+    with pytest.raises(DatabaseError, match="does not wait any more"):
+        settle(waiting, mine, nothing, nothing)
+
+
+def test_a_contradiction_with_a_shipped_file_is_refused(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = mine.with_name("shipped.sqlite")
+    Book(shipped).write(time(BF16, HERE, 20.0))
+    edited = edit(shipped, latency_us_p50=5.0, latency_us_p20=5.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("lokakern.registry.places.shipped_databases", lambda: [shipped])
+        for trusted in (False, True):
+            with pytest.raises(DatabaseError, match=r"two contents.*latency_us_p50"):
+                import_file(edited, mine, trusted=trusted)
+        assert waiting_for(mine) == []
+
+
+def test_what_comes_to_contradict_is_left_out(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later version ships a file with which something that waits does not go together."""
+    shipped = mine.with_name("shipped.sqlite")
+    Book(shipped).write(time(BF16, HERE, 20.0))
+    import_file(edit(shipped, latency_us_p50=5.0, latency_us_p20=5.0), mine)
+    others(mine, time(ROW, HERE, 7.0))
+    first = waiting_for(mine)
+    monkeypatch.setattr("lokakern.registry.places.shipped_databases", lambda: [shipped])
+    facts = load_snapshot()
+    assert len(first) == 2 and len(facts.sources) == 3
+    assert "is left out: merge: timing row" in caplog.text
+    assert sorted(c.latency_us_p50 for c in facts.timings_on(H200, "graph-cold")) == [
+        7.0, 20.0, 20.0, 40.0,
+    ]  # fmt: skip
+    waiting_for(mine)[0].path.write_bytes(b"no database")
+    assert load_snapshot().sources and "no database" not in str(load_snapshot())
+
+
+def edit(path: Path, **changes: float) -> Path:
+    """A copy with other values in its only timing, under the same key."""
+    rows = read_rows(path)
+    (values,) = rows["timing"]
+    row = dict(zip(COLUMNS["timing"], values, strict=True)) | changes
+    edited = path.with_name("edited.sqlite")
+    edited.unlink(missing_ok=True)
+    write_file(edited, {**rows, "timing": [tuple(row.values())]})
+    return edited
 
 
 def test_what_is_trusted_too_is_trusted(mine: Path) -> None:
@@ -168,6 +277,10 @@ def test_the_digest_says_what_is_trusted(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0))
     before = load_snapshot().digest
     others(mine, accuracy(ROW, HERE, 0.04))
-    waits = load_snapshot().digest
-    move(waiting_for(mine)[0], Tier.ERRORS)
-    assert len({before, waits, load_snapshot().digest}) == 3
+    waits = load_snapshot()
+    ours = mine.with_name("ours.sqlite")
+    merge_files([mine, waiting_for(mine)[0].path], ours)
+    merged = load_snapshot([ours])
+    assert len({before, waits.digest, merged.digest}) == 3
+    assert waits.keys_digest != merged.keys_digest
+    assert merged.keys_digest == load_snapshot([ours, mine]).keys_digest

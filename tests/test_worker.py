@@ -27,8 +27,9 @@ from lokakern.device import current_device
 from lokakern.errors import MeasurementError
 from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.identity import family_key, problem_key
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.snapshot import Snapshot, TimingCell, load_snapshot
+from lokakern.registry.snapshot import Snapshot, TimingCell
 from lokakern.registry.store import open_readonly
 from lokakern.selection import default_regime
 from lokakern.types import Format, Problem

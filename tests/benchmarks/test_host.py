@@ -11,7 +11,7 @@ import torch
 
 import lokakern
 from lokakern import selection
-from lokakern.registry.snapshot import load_snapshot
+from lokakern.registry.loading import load_snapshot
 from lokakern.types import Granularity
 
 H200 = "NVIDIA H200"

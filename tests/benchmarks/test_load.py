@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lokakern.registry import identity
+from lokakern.registry.loading import load_snapshot
 from lokakern.registry.merging import merge
 from lokakern.registry.reader import Rows
 from lokakern.registry.records import DistributionRow, KernelRow
-from lokakern.registry.snapshot import family_key, load_snapshot
+from lokakern.registry.snapshot import family_key
 from lokakern.registry.tables import COLUMNS
 from lokakern.registry.writer import write_file
 from lokakern.types import Environment, Format, Layout, Operand, Problem
