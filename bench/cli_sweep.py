@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lokakern.types import Device
 
 TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
+MOST_SHOWN = 200  # problems; 10970 times at 2065 take 20 s to print
 DEFAULT_SUITE = "smoke"
 
 
@@ -209,9 +210,13 @@ def sweep(
     _tell(done, target, only_stale)
     if is_there(target):
         shown_cases = [cases[place] for place in done.stale] if only_stale else cases
-        rows = summary_rows(target, shown_cases, regime.value if regime else None)
-        report.print_rows(rows, "json" if as_json else how.value,
-                          title=f"{name} on {device.product}")  # fmt: skip
+        how = OutputFormat.JSON if as_json else how
+        if how is OutputFormat.TABLE and len(shown_cases) > MOST_SHOWN:
+            say(f"{len(shown_cases)} problems are too many for a table: --format csv or json "
+                "prints them, `compare` says what dispatch gains, `explain` why")  # fmt: skip
+        else:
+            rows = summary_rows(target, shown_cases, regime.value if regime else None)
+            report.print_rows(rows, how.value, title=f"{name} on {device.product}")
     if done.out_of_time:
         say(f"the time limit of {time_limit:g} s ended the sweep; run it again")
         raise typer.Exit(TIME_LIMIT_EXIT)

@@ -12,7 +12,9 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import family_key, problem_key
 from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import fp8_format
+from lokakern.registry.snapshot import TimingCell
 from lokakern.selection import default_regime
+from lokakern.types import Problem
 
 
 def summary_rows(
@@ -26,13 +28,16 @@ def summary_rows(
     facts = load_snapshot([database])
     device = current_device()
     regime = regime or default_regime(device)
+    cells: dict[Problem, list[TimingCell]] = {}
+    asked_for = dict.fromkeys(case.problem for case in cases)
+    for family in dict.fromkeys(map(family_key, asked_for)):
+        for cell in facts.timing_cells(device, family, regime):
+            cells.setdefault(cell.problem, []).append(cell)
     rows = []
-    for problem in dict.fromkeys(case.problem for case in cases):
+    for problem in asked_for:
         found = []
         asked = problem_key(accuracy_problem(problem, fp8_format(device)))
-        for cell in facts.timing_cells(device, family_key(problem), regime):
-            if cell.m != problem.m:
-                continue
+        for cell in cells.get(problem, ()):
             kernel = cell.kernel
             errors = [
                 (c.row_err_upper, c.distribution)

@@ -271,7 +271,7 @@ def sweep(
 def _prebuild(
     problems: Sequence[Problem], device: Device, only: Sequence[str], progress: Progress
 ) -> None:
-    prebuild(problems, device, only, progress=progress)
+    prebuild(problems, device, only, progress=progress, again=False)
 
 
 def _duration(seconds: float) -> str:

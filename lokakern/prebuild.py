@@ -6,10 +6,14 @@ would be compiled; `build` compiles it into the caches that later launches read.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import os
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lokakern import selection
-from lokakern.device import current_device
+from lokakern.device import current_device, current_environment
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.gradients import empty_gradients
 from lokakern.jit import Job, record
+from lokakern.nvrtc import cache_folder
 from lokakern.problems import (
     NORM_VECTORS,
     bias_format,
@@ -111,8 +116,12 @@ def prebuild(
     only: Sequence[str] = (),
     workers: int | None = None,
     progress: Progress | None = None,
+    *,
+    again: bool = True,
 ) -> BuildReport:
     """Compile every kernel that a sweep of these problems launches on a device.
+
+    Finding out what that is takes 15 s for the 2065 problems of suite lrm.
 
     Args:
         problems: What will be measured.
@@ -120,11 +129,46 @@ def prebuild(
         only: Words of kernel names; empty for all kernels.
         workers: Processes; None means one for each CPU core this process may use.
         progress: Where to tell.
+        again: Find it out even if the same was built before, and the caches are where they were.
     """
     load_kernels()
     named = [k for _, k in sorted(KERNELS.items())
              if not only or any(word in k.name for word in only)]  # fmt: skip
-    return build(jobs_for(problems, device, named), device, workers, progress)
+    asked = list(dict.fromkeys(problems))
+    mark = _mark_of(asked, device, named)
+    before = None if again else _read_mark(mark)
+    if before is not None:
+        return BuildReport(already_there=before)
+    report = build(jobs_for(asked, device, named), device, workers, progress)
+    if not report.failures:
+        _write_mark(mark, report.compiled + report.already_there)
+    return report
+
+
+def _mark_of(problems: Iterable[Problem], device: Device, kernels: Iterable[Kernel]) -> Path:
+    """The file that says that everything these launch was compiled; named by all it depends on."""
+    here = current_environment()
+    words = [repr(device), here.torch, here.triton, here.toolkit, here.libraries]
+    words += [str(cache_folder()), os.environ.get("TRITON_CACHE_DIR", "")]
+    words += [f"{kernel.name} {kernel.digest}" for kernel in kernels]
+    words += map(repr, problems)
+    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()
+    return cache_folder().parent / "prebuilt" / digest
+
+
+def _read_mark(mark: Path) -> int | None:
+    """How many kernels were compiled; None if they were not, or not all, or are gone."""
+    try:
+        count = int(mark.read_text("ascii"))
+        return count if cache_folder().is_dir() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _write_mark(mark: Path, count: int) -> None:
+    with contextlib.suppress(OSError):  # then it is found out again
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(str(count), "ascii")
 
 
 def jobs_for(

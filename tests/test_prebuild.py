@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -265,6 +266,38 @@ def test_cuda_programs_are_compiled_with_the_others(
     assert len(jobs) == 1
     assert (build(jobs, H200, 1).compiled, build(jobs, H200, 1).already_there) == (1, 1)
     assert list(tmp_path.rglob("*")), "the cache is elsewhere"
+
+
+def test_what_was_prebuilt_is_remembered_as_long_as_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that goes on need not find out again what it would compile."""
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path))
+    recorded: list[int] = []
+    real = prebuild.jobs_for
+
+    def counted(problems: Any, *more: Any) -> Any:
+        recorded.append(len(list(problems)))
+        return real(problems, *more)
+
+    monkeypatch.setattr(prebuild, "jobs_for", counted)
+    only = ("cuda.quantize_row",)
+
+    def built(*shapes: tuple[int, int], again: bool = False) -> tuple[int, int, int]:
+        problems = [make_problem("quantize", shape) for shape in shapes]
+        report = prebuild.prebuild(problems, H200, only, 1, again=again)
+        return report.compiled, report.already_there, len(recorded)
+
+    first = built((512, 256))
+    assert first[0] >= 1 and first[1:] == (0, 1)
+    assert built((512, 256)) == (0, first[0], 1)
+    assert built((512, 256), again=True) == (0, first[0], 2)
+    assert built((512, 256), (512, 512))[2] == 3, "other problems"
+    with monkeypatch.context() as patch:
+        patch.setitem(KERNELS["cuda.quantize_row"].__dict__, "digest", "f" * 64)
+        assert built((512, 256))[2] == 4, "another kernel"
+    shutil.rmtree(tmp_path / "cubin")
+    assert built((512, 256)) == (first[0], 0, 5), "what was compiled is gone"
 
 
 def test_integers_that_triton_does_not_tell_apart_are_one_job(
