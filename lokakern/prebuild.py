@@ -135,40 +135,44 @@ def prebuild(
     named = [k for _, k in sorted(KERNELS.items())
              if not only or any(word in k.name for word in only)]  # fmt: skip
     asked = list(dict.fromkeys(problems))
-    mark = _mark_of(asked, device, named)
-    before = None if again else _read_mark(mark)
-    if before is not None:
-        return BuildReport(already_there=before)
+    mark = _mark_of(device, named)
+    names = {hashlib.sha256(repr(problem).encode()).hexdigest()[:16] for problem in asked}
+    before = _read_mark(mark)
+    if not again and names <= before:
+        return BuildReport()
     report = build(jobs_for(asked, device, named), device, workers, progress)
     if not report.failures:
-        _write_mark(mark, report.compiled + report.already_there)
+        _write_mark(mark, before | names)
     return report
 
 
-def _mark_of(problems: Iterable[Problem], device: Device, kernels: Iterable[Kernel]) -> Path:
-    """The file that says that everything these launch was compiled; named by all it depends on."""
+def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
+    """The file that names the problems for which everything was compiled.
+
+    Its own name is of all that this depends on, but the problems.
+    """
     here = current_environment()
     words = [repr(device), here.torch, here.triton, here.toolkit, here.libraries]
     words += [str(cache_folder()), os.environ.get("TRITON_CACHE_DIR", "")]
     words += [f"{kernel.name} {kernel.digest}" for kernel in kernels]
-    words += map(repr, problems)
     digest = hashlib.sha256("\n".join(words).encode()).hexdigest()
     return cache_folder().parent / "prebuilt" / digest
 
 
-def _read_mark(mark: Path) -> int | None:
-    """How many kernels were compiled; None if they were not, or not all, or are gone."""
+def _read_mark(mark: Path) -> set[str]:
+    """Problems for which everything was compiled; none where the compiled programs are gone."""
     try:
-        count = int(mark.read_text("ascii"))
-        return count if cache_folder().is_dir() else None
+        return set(mark.read_text("ascii").split()) if cache_folder().is_dir() else set()
     except (OSError, ValueError):
-        return None
+        return set()
 
 
-def _write_mark(mark: Path, count: int) -> None:
+def _write_mark(mark: Path, problems: set[str]) -> None:
     with contextlib.suppress(OSError):  # then it is found out again
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(str(count), "ascii")
+        beside = mark.with_name(f".{mark.name}.{os.getpid()}")
+        beside.write_text("\n".join(sorted(problems)), "ascii")
+        beside.replace(mark)
 
 
 def jobs_for(
