@@ -201,10 +201,9 @@ class Table:
     def _reason_against(
         self, candidate: Candidate, problem: Problem, time: Time | None
     ) -> str | None:
-        if candidate.kernel is not None:
-            answer = candidate.kernel.supports(problem, self.device)
-            if isinstance(answer, Rejected):
-                return answer.reason
+        refusal = self._refusal(candidate, problem)
+        if refusal is not None:
+            return refusal
         if candidate.name == self.baseline or (candidate.unquantized and problem.op == "gemm_norm"):
             return None  # there are many unquantized kernels with a norm, each as legal as any
         if self.budget is None:
@@ -226,6 +225,13 @@ class Table:
                 )
         return None
 
+    def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
+        """Why a kernel does not take a problem, whatever was measured of it."""
+        if candidate.kernel is None:
+            return None
+        answer = candidate.kernel.supports(problem, self.device)
+        return answer.reason if isinstance(answer, Rejected) else None
+
     def _is_behind(self, time: Time, m: int) -> bool:
         """Whether the unquantized kernel is faster: then a larger error is no answer anyway."""
         base = next((c for c in self.candidates if c.name == self.baseline), None)
@@ -238,7 +244,11 @@ class Table:
         None of a library's: nothing is known of what it does at this problem.
         """
         note = self._miss_words(m)
-        usable = [c for c in self.candidates if c.time_at(m) and c.errors]
+        usable = [
+            c
+            for c in self.candidates
+            if c.errors and c.time_at(m) and self._refusal(c, problem) is None
+        ]
         if self.budget is not None and usable:
             limit = next(iter(self.budget.limits))
             sign = -1 if limit == "sqnr_db" else 1

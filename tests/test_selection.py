@@ -22,11 +22,12 @@ from lokakern.problems import accuracy_problem, alignment_of, make_problem
 from lokakern.registry.freshness import is_current
 from lokakern.registry.loading import load_snapshot
 from lokakern.registry.records import AccuracyRecord, KernelRow, TimingRecord
-from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.store import RunFile, merge
 from lokakern.selection import Choice, dispatch
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
+    Accepted,
     Device,
     Environment,
     ErrorBudget,
@@ -35,6 +36,7 @@ from lokakern.types import (
     Layout,
     Operand,
     Problem,
+    Rejected,
 )
 
 load_kernels()
@@ -647,6 +649,27 @@ def test_the_fastest_unquantized_kernel_with_a_norm_is_legal_whatever_the_budget
         assert (choice.kernel, choice.is_miss) == (ROUNDED, False)
         assert choice.rejected[FUSED_FP8].startswith(("no budget", "row_err 0.0500 >"))
         assert choice.rejected[UNFUSED] == "slower: 20.00 us"
+
+
+def test_the_most_accurate_kernel_is_one_that_takes_the_problem(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured there once may be refused since."""
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    problem = make_problem("gemm_norm", (4096, 512, 512), a=a, **NORM)
+    better, worse = "torch.norm_emulated_row", "cuda.gemm_norm_row"
+    book.write(time(better, problem, 10.0), accuracy(better, problem, 0.05),
+               time(worse, problem, 9.0), accuracy(worse, problem, 0.055))  # fmt: skip
+    assert ask_normed(0.03, a=a).kernel == better
+    supports = Kernel.supports
+
+    def refuses(kernel: Kernel, asked: Problem, device: Device) -> Accepted | Rejected:
+        return Rejected("no more") if kernel.name == better else supports(kernel, asked, device)
+
+    monkeypatch.setattr(Kernel, "supports", refuses)
+    book.use()
+    choice = ask_normed(0.03, a=a)
+    assert choice.kernel == worse and choice.rejected[better] == "no more"
 
 
 def test_quantized_operands_with_a_norm_take_the_fastest_there_is(book: Book) -> None:
