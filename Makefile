@@ -1,5 +1,6 @@
 # Everything on a fresh clone, with only make and Python 3.11 or later:
 #     make demo     a first sweep on the machine at hand, and dispatch's answer
+#     make install  the virtual environment that all below need
 #     make test     all tests; those that need a GPU run where there is one
 #     make lint types bench wheel clean
 # Overrides:
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 FOR_DEMO := $(VENV)/.installed-demo-$(TORCH)
 FOR_DEV := $(VENV)/.installed-dev-$(TORCH)
 
-.PHONY: demo test lint types bench wheel clean help
+.PHONY: demo install test lint types bench wheel clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +34,8 @@ demo: $(FOR_DEMO)
 	@mkdir -p build && rm -rf $(DEMO_DB) $(DEMO_DB).runs
 	$(BIN)/python -m lokakern.bench sweep --suite smoke --grade quick --db $(DEMO_DB)
 	$(BIN)/python -m lokakern.bench explain gemm --shape 2048,256,256 --budget 0.06 --db $(DEMO_DB)
+
+install: $(FOR_DEV)
 
 test: $(FOR_DEV)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
