@@ -75,10 +75,21 @@ def as_they_are_now(rows: Rows) -> dict[str, int]:
     return {name: sum(row[place[name]] in fresh for row in rows[name]) for name in FACTS}
 
 
-def test_what_is_current_stays_as_it_was(shipped: Path, device: Device, tmp_path: Path) -> None:
-    more = with_more(tmp_path / "more.sqlite", device)
-    target = tmp_path / "out" / "h200.sqlite"
-    left_out = export(union_of([shipped], [more]), target, device)
+@pytest.fixture(scope="module")
+def exported(
+    shipped: Path, device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, int]]:
+    """What is exported of the shipped file and of one with more, and what was left out."""
+    folder = tmp_path_factory.mktemp("exported")
+    more = with_more(folder / "more.sqlite", device)
+    target = folder / "out" / "h200.sqlite"
+    return target, export(union_of([shipped], [more]), target, device)
+
+
+def test_what_is_current_stays_as_it_was(
+    shipped: Path, device: Device, exported: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    target, left_out = exported
     before, after = read_rows(shipped), read_rows(target)
     assert {name: len(after[name]) for name in FACTS} == as_they_are_now(before)
     for name in after:
@@ -94,9 +105,10 @@ def test_what_is_current_stays_as_it_was(shipped: Path, device: Device, tmp_path
     assert again.read_bytes() == target.read_bytes()
 
 
-def test_dispatch_answers_the_same(shipped: Path, device: Device, tmp_path: Path) -> None:
-    target = tmp_path / "h200.sqlite"
-    export(union_of([shipped], []), target, device)
+def test_dispatch_answers_the_same(
+    shipped: Path, device: Device, exported: tuple[Path, dict[str, int]]
+) -> None:
+    target, _ = exported
     problems = [c.problem for c in SUITES["anchors"].cases(device) if c.problem.op == "gemm"]
 
     def answers(path: Path) -> list[tuple[str, dict[str, float]]]:

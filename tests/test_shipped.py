@@ -96,16 +96,22 @@ def test_every_kernel_passed_its_tests_as_it_is_now_where_it_claims_to_run(
     assert not found, "\n".join(["run `pytest -m gpu --evidence FILE` there:", *found])
 
 
-def with_test_results(path: Path, folder: Path) -> Snapshot:
+@pytest.fixture(scope="module")
+def complete(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped rows, and an invented passing test of every kernel that claims its GPU."""
-    copy = folder / "with_test_results.sqlite"
+    copy = tmp_path_factory.mktemp("complete") / "with_test_results.sqlite"
     shutil.copy(path, copy)
     copy.chmod(0o644)
     record = TestResultRecord(seeds="0", passed_count=1, failed_count=0, skipped_count=0)
     with RunFile.create(copy, suite="tests", command="pytest", harness_digest="h") as run:
         for kernel in KERNELS.values():
             run.add_test_result(kernel, "sm_90", "tests/test_a.py", Environment(), record)
-    return load_snapshot([copy])
+    return copy
+
+
+@pytest.fixture(scope="module")
+def complete_facts(complete: Path) -> Snapshot:
+    return load_snapshot([complete])
 
 
 def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
@@ -125,15 +131,15 @@ def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
     assert not lacking & UNMEASURED.keys()
 
 
-def test_with_every_row_there_nothing_is_missing(path: Path, tmp_path: Path) -> None:
-    assert missing_evidence(with_test_results(path, tmp_path), KERNELS.values()) == []
+def test_with_every_row_there_nothing_is_missing(complete_facts: Snapshot) -> None:
+    assert missing_evidence(complete_facts, KERNELS.values()) == []
 
 
 @pytest.mark.parametrize("table", ["timing", "test_result"])
-def test_removing_the_rows_of_a_kernel_is_seen(path: Path, tmp_path: Path, table: str) -> None:
+def test_removing_the_rows_of_a_kernel_is_seen(complete: Path, tmp_path: Path, table: str) -> None:
     name = "cuda.quantize_row+cuda.scaled_gemm_row"
-    with_test_results(path, tmp_path)
-    copy = tmp_path / "with_test_results.sqlite"
+    copy = tmp_path / "copy.sqlite"
+    shutil.copy(complete, copy)
     with closing(sqlite3.connect(copy)) as connection, connection:
         deleted = connection.execute(
             f"DELETE FROM {table} WHERE kernel IN (SELECT id FROM kernel WHERE name = ?)", (name,)
@@ -148,10 +154,9 @@ def test_removing_the_rows_of_a_kernel_is_seen(path: Path, tmp_path: Path, table
     "module", ["triton/scaled_gemm.py", "torch/scaled_mm.py", "cuda/quantize.cu"]
 )
 def test_changing_a_line_of_a_kernel_is_seen(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+    complete_facts: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     """In a copy of the sources: every kernel made of that file lacks both kinds of rows."""
-    facts = with_test_results(path, tmp_path)
     sources = tmp_path / "kernels"
     shutil.copytree(digests.KERNELS_ROOT, sources)
     monkeypatch.setattr(digests, "KERNELS_ROOT", sources)
@@ -159,7 +164,7 @@ def test_changing_a_line_of_a_kernel_is_seen(
     def gaps() -> list[Gap]:
         # Copies, because a kernel keeps the digest that it was asked for once, as rows do.
         is_current.cache_clear()
-        return missing_evidence(facts, [replace(kernel) for kernel in KERNELS.values()])
+        return missing_evidence(complete_facts, [replace(kernel) for kernel in KERNELS.values()])
 
     changed = sources / module
     comment, line = ("//", "constexpr int ADDED = 1;") if "cuda" in module else ("#", "_ADDED = 1")
