@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from lokakern.types import REGIMES, Problem, Rejected
 
 if TYPE_CHECKING:
     from lokakern.registry.records import KernelRow
+    from lokakern.registry.snapshot import Snapshot
 
 LONGEST_S = 60.0  # to measure one row; longer ones are not drawn
 TIMES, ERRORS = "timing", "accuracy"
@@ -60,20 +61,27 @@ class Row:
     seed: int
     there: tuple[tuple[str, float], ...]
 
+    @property
+    def cell(self) -> tuple[object, ...]:
+        """What is measured once, however many rows say something of it."""
+        return self.table, self.here, self.problem, self.distribution, self.regime, self.seed
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What is drawn: a cell; of times a problem, at which kernels are compared."""
+        return (self.problem, self.distribution, self.regime) if self.table == TIMES else self.cell
+
 
 class Foreign:
     """Rows of a file, with what they refer to.
 
     Args:
         rows: Of the file.
-        trusted: Keys of facts that somebody trusted has, by table: nothing is to be found out of
-            them.
+        trusted: What needs no verification: nothing is to be found out of that.
     """
 
-    def __init__(self, rows: Rows, trusted: Mapping[str, Set[str]]) -> None:
-        self._rows: Rows = dict(rows) | {
-            name: [row for row in rows[name] if row[0] not in trusted[name]] for name in FACTS
-        }
+    def __init__(self, rows: Rows, trusted: Snapshot) -> None:
+        self._rows: Rows = dict(rows) | {name: trusted.unknown(name, rows[name]) for name in FACTS}
         self._device = current_device()
         self._parts: dict[str, dict[str, Any]] = {
             name: {row[0]: build(_named(name, row)) for row in rows[name]}
@@ -174,8 +182,7 @@ def _named(table: str, row: Sequence[Any]) -> dict[str, Any]:
 
 def _runs(kernel: Kernel, problem: Problem) -> bool:
     device = current_device()
-    runs = "any" in kernel.architectures or device.architecture in kernel.architectures
-    return runs and not isinstance(kernel.supports(problem, device), Rejected)
+    return kernel.runs_on(device) and not isinstance(kernel.supports(problem, device), Rejected)
 
 
 def _regimes_here() -> list[str]:

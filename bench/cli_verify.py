@@ -59,9 +59,11 @@ def verify(
     from lokakern.bench import report
     from lokakern.bench.plan import harness_digest
     from lokakern.bench.verify import verify as measure_again
-    from lokakern.registry.exchange import settle
+    from lokakern.registry.exchange import reject, settle
+    from lokakern.registry.loading import load_snapshot
+    from lokakern.registry.places import shipped_databases
     from lokakern.registry.store import RunFile, user_database
-    from lokakern.registry.trust import reject, waiting_for
+    from lokakern.registry.trust import waiting_for
 
     found = source_of(db) if db else user_database()
     if not isinstance(found, Path):
@@ -73,21 +75,27 @@ def verify(
     if seed is None:
         seed = secrets.randbits(32)
     rejected, printed = False, []
+    failed = False
     for waiting in files:
-        run = RunFile.create(
-            found, suite="verify", harness_digest=harness_digest(),
-            command=f"python -m lokakern.bench verify --count {count} --seed {seed}",
-        )  # fmt: skip
-        with run, report.TerminalProgress(quiet=quiet) as progress:
-            verdict = measure_again(
-                run, waiting, _trusted(found), count=count, seed=seed, time_limit_s=time_limit,
-                progress=progress,
-            )  # fmt: skip
+        command = f"python -m lokakern.bench verify --count {count} --seed {seed}"
+        trusted = load_snapshot([*shipped_databases(), *([found] if found.exists() else [])])
         try:
+            run = RunFile.create(
+                found, suite="verify", harness_digest=harness_digest(), command=command
+            )
+            with run, report.TerminalProgress(quiet=quiet) as progress:
+                verdict = measure_again(
+                    run, waiting, trusted, count=count, seed=seed, time_limit_s=time_limit,
+                    progress=progress,
+                )  # fmt: skip
             if verdict.rejected:
-                reject(waiting)
+                reject(waiting, found)
             else:
                 settle(waiting, found, verdict.accepted, verdict.left)
+        except DatabaseError as error:  # another file may be a good one
+            say(f"{waiting.path} cannot be verified: {error}; remove it, and import it again")
+            failed = True
+            continue
         finally:
             selection.use_snapshot(None)
         rejected |= verdict.rejected
@@ -97,17 +105,8 @@ def verify(
     say(f"drawn with --seed {seed}")
     if rejected:
         raise typer.Exit(REJECTED_EXIT)
-
-
-def _trusted(database: Path) -> dict[str, set[str]]:
-    """Keys of facts that need no verification, by table: of a database and the shipped files."""
-    from lokakern.registry import places
-    from lokakern.registry.files import FACTS
-    from lokakern.registry.reader import read_rows
-
-    own = [database] if database.exists() else []
-    parts = [read_rows(path) for path in (*places.shipped_databases(), *own)]
-    return {name: {row[0] for part in parts for row in part[name]} for name in FACTS}
+    if failed:
+        raise typer.Exit(1)
 
 
 def _tell(verdict: Verdict) -> None:
@@ -124,7 +123,9 @@ def _tell(verdict: Verdict) -> None:
         words = f"verified in part: {accepted} rows are in the database now, {left} wait"
     else:
         words = f"still waits: {left} rows"
-    say(f"{verdict.name}: {words} ({len(verdict.measured)} measured again)")
+    say(
+        f"{verdict.name}: {words} ({len({row.cell for row, _ in verdict.measured})} measured again)"
+    )
     for reason in verdict.reasons:
         say(f"  {reason}")
 
@@ -139,7 +140,7 @@ def _rows_of(verdict: Verdict) -> list[dict[str, Any]]:
             "problem": str(row.problem),
             "distribution": row.distribution,
         }
-        for row, here in verdict.measured
+        for row, here in {row.cell: (row, here) for row, here in verdict.measured}.values()
     ]
 
 

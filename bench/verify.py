@@ -9,15 +9,16 @@ them; one kind that fails rejects the file, because whoever makes one row up mak
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from lokakern.bench.again import ERROR_COLUMNS, TIMES, Foreign, Row
+from lokakern.bench.again import ERROR_COLUMNS, ERRORS, TIMES, Foreign, Row
 from lokakern.bench.known import distribution_row
 from lokakern.bench.suites import Case
 from lokakern.bench.sweep import Progress
@@ -32,13 +33,15 @@ from lokakern.bench.worker import (
     run_tasks,
 )
 from lokakern.device import current_device, current_environment
+from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.registry.files import FACTS
 from lokakern.registry.reader import Rows, read_rows
 from lokakern.registry.records import AccuracyRecord, TimingRecord
-from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.register import KERNELS, fp8_format, load_kernels
 from lokakern.registry.trust import Waiting
 
 if TYPE_CHECKING:
+    from lokakern.registry.snapshot import Snapshot
     from lokakern.registry.store import RunFile
 
 # Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at the 90th percentile. A GPU
@@ -49,9 +52,11 @@ WRONGER = 1.05  # of one seed the error is the same but for the order of sums
 SHIFTED = 0.01  # of the row error: by so much may sums in another order shift the mean
 UNSTEADY = 1.25  # p80 over p20 of a time that says little
 FEWEST = 3  # rows of a kind that say something of the others
+STEADY = ("row_err_upper", "row_p99_upper", "rel_err_upper")
 SHOWN = 3  # disagreements that are told
 
 Value = dict[str, float] | str
+Known = Callable[[Row], Mapping[str, float]]
 
 
 @dataclass(slots=True)
@@ -78,7 +83,7 @@ class Verdict:
 def verify(
     run: RunFile,
     waiting: Waiting,
-    trusted: Mapping[str, Set[str]],
+    trusted: Snapshot,
     *,
     count: int,
     seed: int,
@@ -90,7 +95,7 @@ def verify(
     Args:
         run: Gets what is measured: rows like any other.
         waiting: The file.
-        trusted: Keys, by table, of facts that need no verification.
+        trusted: What needs no verification.
         count: Problems whose times are measured, and errors; of each kind `FEWEST` at least.
         seed: Draws which. Whoever made the file must not know it.
         time_limit_s: After which nothing new is begun.
@@ -99,10 +104,10 @@ def verify(
     load_kernels()
     foreign = Foreign(read_rows(waiting.path), trusted)
     rows = foreign.repeatable()
-    asked = _draw(rows, count, random.Random(seed))
+    asked = _draw(rows, count, random.Random(seed), _known_errors(trusted, rows))
     found = _Again(run, progress or Progress(), time_limit_s).measure(asked)
     verdict = Verdict(waiting.name, measured=[(row, found[row]) for row in asked if row in found])
-    held = _judge(verdict, rows)
+    held = _judge(verdict, rows, asked)
     keys = {row.key for row in rows if row.kind in held}
     verdict.accepted, verdict.left = foreign.divided(keys)
     left = {name: len(verdict.left[name]) for name in FACTS if verdict.left[name]}
@@ -118,20 +123,68 @@ def verify(
 _WORDS = {"timing": "times", "accuracy": "errors", "test_result": "results of tests"}
 
 
-def _draw(rows: Sequence[Row], count: int, drawn: random.Random) -> list[Row]:
-    """Some of each kind: of times whole problems, since kernels are compared at one."""
+def _draw(rows: Sequence[Row], count: int, drawn: random.Random, known: Known) -> list[Row]:
+    """Rows at some places of each kind: half of them the least credible, the others at random.
+
+    A few lies among many truths are drawn too seldom; but those that change a choice claim what
+    nothing that is known resembles.
+    """
     asked: list[Row] = []
     for table in sorted({row.table for row in rows}):
         kinds: dict[str, dict[object, list[Row]]] = {}
         for row in rows:
             if row.table == table:
-                place = (row.problem, row.distribution) if table == TIMES else row.key
-                kinds.setdefault(row.kind, {}).setdefault(place, []).append(row)
-        each = max(FEWEST, math.ceil(count / len(kinds)))
+                kinds.setdefault(row.kind, {}).setdefault(row.place, []).append(row)
+        each = max(FEWEST, math.ceil(count / max(len(kinds), 1)))
+        doubt = _gain if table == TIMES else functools.partial(_smallness, known)
         for groups in kinds.values():
-            chosen = drawn.sample(sorted(groups, key=str), min(each, len(groups)))
+            places = sorted(groups, key=lambda place: (-doubt(groups[place]), str(place)))
+            first = places[: math.ceil(each / 2)]
+            others = places[len(first) :]
+            chosen = [*first, *drawn.sample(others, min(each - len(first), len(others)))]
             asked += [row for place in chosen for row in groups[place]]
     return asked
+
+
+def _gain(rows: Sequence[Row]) -> float:
+    """How much faster than the unquantized kernel the fastest other is said to be."""
+    base = baseline_name(rows[0].problem)
+    times = [(row.here == base, row.there[0][1]) for row in rows]
+    plain = max((us for is_plain, us in times if is_plain), default=0.0)
+    return plain / min(us for _, us in times)
+
+
+def _smallness(known: Known, rows: Sequence[Row]) -> float:
+    """How much smaller than what is known of such arithmetic there.
+
+    Of limits that vary little from one problem to another: a mean is near zero by chance.
+    """
+    worst = known(rows[0])
+    return max(
+        worst[column] / max(dict(row.there)[column], 1e-30) for row in rows for column in STEADY
+    )
+
+
+def _known_errors(facts: Snapshot, rows: Sequence[Row]) -> Known:
+    """Worst trusted errors of a row's arithmetic on its distribution; else the file's medians."""
+    alike: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in rows:
+        if row.table == ERRORS:
+            alike.setdefault((row.kind, row.distribution), []).append(dict(row.there))
+
+    @functools.cache
+    def medians(kind: str, distribution: str) -> dict[str, float]:
+        found = alike[kind, distribution]
+        return {column: statistics.median(one[column] for one in found) for column in found[0]}
+
+    def known(row: Row) -> Mapping[str, float]:
+        kernel = KERNELS[row.kernel]
+        problem = accuracy_problem(row.problem, fp8_format(current_device()))
+        scales = str(kernel.granularity), str(kernel.b_granularity)
+        worst = facts.worst_errors(problem, *scales, row.distribution)
+        return worst or medians(row.kind, row.distribution)
+
+    return known
 
 
 class _Again:
@@ -256,7 +309,7 @@ def _problem_of(task: Task) -> object:
     return task.case.problem if isinstance(task, TimingTask) else task.problem
 
 
-def _judge(verdict: Verdict, rows: Sequence[Row]) -> set[str]:
+def _judge(verdict: Verdict, rows: Sequence[Row], asked: Sequence[Row]) -> set[str]:
     """Kinds that hold; says of the verdict whether one fails."""
     held = set()
     for kind in sorted({row.kind for row in rows}):
@@ -270,11 +323,16 @@ def _judge(verdict: Verdict, rows: Sequence[Row]) -> set[str]:
         if against:
             verdict.rejected = True
             verdict.reasons += [f"{kind}: {words}" for words in against]
-        elif len(values) >= min(FEWEST, len(of_kind)):
+        answered = {row.place for row, _ in values}
+        drawn = {row.place for row in asked if row.kind == kind}
+        if against:
+            continue
+        if len(answered) >= max(min(FEWEST, len({row.place for row in of_kind})), len(drawn) / 2):
             held.add(kind)
         else:
             verdict.reasons.append(
-                f"{kind}: {len(values)} of {len(of_kind)} were measured; {FEWEST} would say more"
+                f"{kind}: {len(answered)} of {len(drawn)} gave an answer; half of them, and at "
+                f"least {FEWEST}, would say more"
             )
     return held
 

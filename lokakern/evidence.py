@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
@@ -75,26 +75,31 @@ class Candidate:
     unquantized: bool
     errors_verified: bool = True
     has_doubts: bool = False  # whether a time is not verified
+    failed_here: frozenset[int] = frozenset()  # of failed: not by hearsay
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """Time at m, and whether it is interpolated; None outside what was measured.
 
         Nor is there one between measured m when it failed at one of them.
         """
-        if self.has_doubts:  # between two of ours comes before what others say of that m
+        if self.has_doubts or len(self.failed) > len(
+            self.failed_here
+        ):  # between two of ours comes before what others say of that m
             ours = {x: time for x, time in self.times.items() if time.is_verified}
-            found = self._among(ours, m)
+            found = self._among(ours, m, self.failed_here)
             if found is not None:
                 return found
-        return self._among(self.times, m)
+        return self._among(self.times, m, self.failed)
 
-    def _among(self, times: dict[int, Time], m: int) -> tuple[Time, bool] | None:
+    def _among(
+        self, times: dict[int, Time], m: int, failed: Iterable[int]
+    ) -> tuple[Time, bool] | None:
         found = times.get(m)
         if found is not None:
             return found, False
         below = max((x for x in times if x < m), default=None)
         above = min((x for x in times if x > m), default=None)
-        if below is None or above is None or any(below < x < above for x in self.failed):
+        if below is None or above is None or any(below < x < above for x in failed):
             return None
         low, high = times[below], times[above]
         share = (m - below) / (above - below)
@@ -139,17 +144,25 @@ def candidate_of(
     if not cells:
         return "not measured here"
     graded = _graded(cells, local, facts)
-    bad = _unsafe((c for c, fresh in graded if fresh != "stale"), lambda c: c.problem)
+    is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
+    bad = _unsafe(
+        (c for c, fresh in graded if fresh != "stale" and not (is_baseline and c.tier)),
+        lambda c: c.problem,
+    )
     if bad is not None:
-        return f"{bad.status} at m={bad.m}: {bad.reason}"
-    good, failed = _outcomes(graded)
+        return f"{bad.status} at m={bad.m}: {bad.reason}{_hearsay(bad)}"
+    good, failed, ours = _outcomes(graded)
     times = _times(good)
     if not times:
         never = "not measured since the kernel changed"
         return failed[max(failed)] if failed else never
-    row = cells[0].kernel
+    row = _class_of(kernel, cells)
     granularity = Granularity(row.granularity)
-    unquantized = granularity is Granularity.NONE and baseline_name(problem) is not None
+    unquantized = (
+        granularity is Granularity.NONE
+        and kernel is not None
+        and baseline_name(problem) is not None
+    )
     found = _errors_or_reason(row, problem, distributions, device, local, facts)
     if isinstance(found, Wrong):
         return found.reason
@@ -157,8 +170,21 @@ def candidate_of(
     bounds = Bounds({}, "") if isinstance(found, str) else found
     return Candidate(
         name, kernel, granularity, times, failed, bounds.errors, bounds.worst_distribution, unknown,
-        unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()),
+        unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()), ours,
     )  # fmt: skip
+
+
+def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:
+    """A row with the numerics class of a kernel: its own, whatever a database says."""
+    row = min(cells, key=lambda cell: bool(cell.tier)).kernel
+    if kernel is None:
+        return row
+    return replace(
+        row,
+        granularity=str(kernel.granularity),
+        b_granularity=str(kernel.b_granularity),
+        accumulation=kernel.accumulation,
+    )
 
 
 Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
@@ -188,6 +214,10 @@ def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
         if cell.status == "wrong" or not later:
             return cell
     return None
+
+
+def _hearsay(cell: TimingCell | AccuracyCell) -> str:
+    return " (imported and not verified)" if cell.tier else ""
 
 
 def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
@@ -222,10 +252,10 @@ def _graded(
 
 def _outcomes(
     graded: list[tuple[TimingCell, str]],
-) -> tuple[list[tuple[TimingCell, str]], dict[int, str]]:
-    """Cells with times, and the m where the best word is a failure, with its reason.
+) -> tuple[list[tuple[TimingCell, str]], dict[int, str], frozenset[int]]:
+    """Cells with times; the m where the best word is a failure, with its reason; those of ours.
 
-    Ours is better than what nobody verified, then the freshest.
+    Our word is better than what nobody verified, then the freshest.
     """
 
     def rank(cell: TimingCell, fresh: str) -> tuple[bool, int]:
@@ -233,6 +263,7 @@ def _outcomes(
 
     good: list[tuple[TimingCell, str]] = []
     failed: dict[int, str] = {}
+    ours: set[int] = set()
     for m in {cell.m for cell, _ in graded}:
         here = [(cell, fresh) for cell, fresh in graded if cell.m == m]
         ok = [(cell, fresh) for cell, fresh in here if cell.status == "ok"]
@@ -240,10 +271,11 @@ def _outcomes(
         best = min((rank(*pair) for pair in ok), default=(True, len(FRESHNESS)))
         worse = [cell for cell, fresh in bad if rank(cell, fresh) < best]
         if worse:
-            failed[m] = f"{worse[0].status}: {worse[0].reason}"
+            failed[m] = f"{worse[0].status}: {worse[0].reason}{_hearsay(worse[0])}"
+            ours |= {m} if not worse[0].tier else set()
         else:
             good += ok
-    return good, failed
+    return good, failed, frozenset(ours)
 
 
 def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
@@ -308,7 +340,7 @@ def _errors_or_reason(
     fresh_enough = (c for c in own if freshness_of(c, local, facts) != "stale")
     bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
     if bad is not None:
-        return Wrong(f"{bad.status} on {bad.distribution}: {bad.reason}")
+        return Wrong(f"{bad.status} on {bad.distribution}: {bad.reason}{_hearsay(bad)}")
     cells = facts.accuracy_cells_of_class(
         device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
     )

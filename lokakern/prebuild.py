@@ -160,18 +160,26 @@ def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
 
 
 def _read_mark(mark: Path) -> set[str]:
-    """Problems for which everything was compiled; none where the compiled programs are gone."""
+    """Problems for which everything was compiled; none where compiled programs are gone."""
     try:
-        return set(mark.read_text("ascii").split()) if cache_folder().is_dir() else set()
+        count, *problems = mark.read_text("ascii").split()
+        return set(problems) if int(count) <= _compiled_count() else set()
     except (OSError, ValueError):
         return set()
+
+
+def _compiled_count() -> int:
+    """How much lies in the caches: one that was emptied has less."""
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    folders = (cache_folder(), triton)
+    return sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())
 
 
 def _write_mark(mark: Path, problems: set[str]) -> None:
     with contextlib.suppress(OSError):  # then it is found out again
         mark.parent.mkdir(parents=True, exist_ok=True)
         beside = mark.with_name(f".{mark.name}.{os.getpid()}")
-        beside.write_text("\n".join(sorted(problems)), "ascii")
+        beside.write_text("\n".join([str(_compiled_count()), *sorted(problems)]), "ascii")
         beside.replace(mark)
 
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lokakern.errors import DatabaseError
+from lokakern.errors import DatabaseError, LokakernError
 from lokakern.registry import identity, physics
 from lokakern.registry.files import DIMENSIONS, FACTS
 from lokakern.registry.foreign import Foreign
+from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.records import canonical_json, now_utc_ms
 from lokakern.registry.rules import Rule, constraints_of, rules_of
 from lokakern.registry.tables import (
@@ -26,7 +27,7 @@ from lokakern.registry.tables import (
     tables_of,
 )
 from lokakern.registry.texts import breaches_text, rows_text
-from lokakern.types import Granularity, Problem
+from lokakern.types import Granularity, Problem, norm_form
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
 BATCH_ROWS, FACT_BYTES = 20_000, 1 << 14  # facts have 300 bytes, at most 14 KiB
@@ -212,6 +213,10 @@ def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) ->
         raise _wrong(
             opened, name, key, str(error).split("; ")[0], "what this lokakern reads"
         ) from None
+    if name == "problem":
+        reason = _why_no_problem(identity.problem_from_row(row))
+        if reason is not None:
+            raise _wrong(opened, name, key, reason, "a problem of an op of this lokakern")
     if name == "distribution" and not _is_canonical(row["parameters"]):
         found = f"parameters is {_brief(row['parameters'])}"
         raise _wrong(opened, name, key, found, "a JSON object, canonical")
@@ -221,6 +226,24 @@ def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) ->
         if strange:
             raise _wrong(opened, name, key, f"modules has {_brief(strange[0])}",
                          "names of files in kernels/, python:... or package:...")  # fmt: skip
+
+
+def _why_no_problem(problem: Problem) -> str | None:
+    """Why nobody can pose it, so that whoever looked at it would stumble."""
+    if problem.op not in OPS:
+        return f"op is {problem.op!r}"
+    multiplies = len(OPS[problem.op].axes) == 3
+    if (problem.b is not None) is not multiplies:
+        return f"b of {problem.op} is {problem.b}"
+    if problem.m < 0 or min(problem.n, problem.k, problem.batch) < 1:
+        return f"sizes are m={problem.m} n={problem.n} k={problem.k} batch={problem.batch}"
+    if problem.op in EPILOGUE_OPS:
+        try:
+            length = problem.n if multiplies else problem.k
+            norm_form(problem.epilogue).norm.span(length)
+        except LokakernError as error:
+            return f"epilogue is {problem.epilogue!r} ({error})"
+    return None
 
 
 def _is_canonical(parameters: str) -> bool:

@@ -13,15 +13,17 @@ from pathlib import Path
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity, places
 from lokakern.registry.checking import Checked, check
+from lokakern.registry.facts import common_keys
 from lokakern.registry.files import FACTS, shown
 from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.freshness import is_current
+from lokakern.registry.image import facts_of
 from lokakern.registry.locks import private_folder
 from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.merging import MergeReport, merge_rows, union
 from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve
 from lokakern.registry.tables import COLUMNS, TABLES
-from lokakern.registry.trust import Waiting, place_for, waiting_for
+from lokakern.registry.trust import Tier, Waiting, place_for, waiting_for
 from lokakern.registry.union import Part, own_part, write_union
 from lokakern.registry.writer import locked, publish, replace_file, synchronize
 
@@ -139,17 +141,37 @@ def _let_wait(part: Part, database: Path) -> tuple[dict[str, int], dict[str, int
         folder = stack.enter_context(private_folder())
         alone = folder / "alone.sqlite"
         write_union(alone, [part])
+        _check_rejected(alone, place)
         with alone.open("rb") as file:
             target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
         own = [place] if place.exists() else []
-        paths = [*own, *_shipped_with(place), *(waiting.path for waiting in waiting_for(place))]
-        known = [stack.enter_context(own_part(path)) for path in paths]
+        known = [stack.enter_context(own_part(path)) for path in (*own, *_shipped_with(place))]
+        for waiting in waiting_for(place):
+            with suppress(DatabaseError):  # what cannot be read is left out by dispatch, too
+                known.append(stack.enter_context(own_part(waiting.path)))
         # Whatever contradicts the part is said now: reading them together would leave it out.
         had, has = _counts(known), _counts([*known, part])
         if has != had:
             _make_folder(target.parent)
             publish(target, lambda temporary: shutil.copyfile(alone, temporary))
     return had, has
+
+
+def _check_rejected(alone: Path, database: Path) -> None:
+    """Rows that were rejected do not come back, in a file that has more neither.
+
+    Raises:
+        DatabaseError: There are some.
+    """
+    for rejected in waiting_for(database, Tier.REJECTED):
+        for name in FACTS:
+            both = common_keys(facts_of(alone).keys(name), facts_of(rejected.path).keys(name))
+            if both:
+                raise DatabaseError(
+                    f"import: {len(both)} {name} rows were rejected by `verify`, because they "
+                    "disagree with what was measured here; leave them out, or, to try them again, "
+                    f"remove {str(rejected.path)!r}"
+                )
 
 
 def _shipped_with(database: Path) -> list[Path]:
@@ -176,11 +198,7 @@ def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None
         DatabaseError: Somebody else settled it, or a row contradicts the database.
     """
     with locked(database) as place:
-        if not waiting.path.exists():
-            raise DatabaseError(
-                f"import {waiting.name} does not wait any more: another `verify` was faster; "
-                "nothing was changed"
-            )
+        _check_waits(waiting)
         if any(accepted[name] for name in FACTS):
             old = [read_rows(place)] if place.exists() else []
             replace_file(place, union([*old, accepted]))
@@ -189,6 +207,28 @@ def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None
         else:
             waiting.path.unlink()
             synchronize(waiting.path.parent)
+
+
+def reject(waiting: Waiting, database: Path) -> Path:
+    """Put a file that waits where dispatch does not read it.
+
+    Raises:
+        DatabaseError: Somebody else settled it, or it cannot be moved.
+    """
+    with locked(database):
+        _check_waits(waiting)
+        target = waiting.path.parent.parent / Tier.REJECTED / waiting.path.name
+        _make_folder(target.parent)
+        os.replace(waiting.path, target)
+        return target
+
+
+def _check_waits(waiting: Waiting) -> None:
+    if not waiting.path.exists():
+        raise DatabaseError(
+            f"import {waiting.name} does not wait any more: another `verify` was faster; nothing "
+            "was changed"
+        )
 
 
 def _make_folder(folder: Path) -> None:

@@ -189,7 +189,7 @@ def check_agreement(one: Part, other: Part) -> None:
     for name in DIMENSIONS:
         _one_a_key(name, (one, other))
     for name in FACTS:
-        both = _in_both(*sorted((one.keys(name), other.keys(name)), key=len))
+        both = common_keys(one.keys(name), other.keys(name))
         for a, b in zip(one.of_keys(name, both), other.of_keys(name, both), strict=True):
             if a != b:
                 raise _conflict(name, a, b)
@@ -199,13 +199,14 @@ def _make_disjoint(name: str, one: Part, other: Part) -> None:
     """Leave facts that two sources have, in which they agree, in the larger one."""
     keys = {part: part.keys(name) for part in (one, other)}
     small, large = sorted(keys, key=lambda part: len(keys[part]))
-    both = _in_both(keys[small], keys[large])
+    both = common_keys(keys[small], keys[large])
     if both:
         small.drop(name, both)
 
 
-def _in_both(small: bytes, large: bytes) -> list[bytes]:
-    """Keys that are among both: 44k among a million in 15 ms."""
+def common_keys(one: bytes, other: bytes) -> list[bytes]:
+    """Keys, which lie sorted, that are among both: 44k among a million in 15 ms."""
+    small, large = sorted((one, other), key=len)
     few, many = (np.frombuffer(keys, dtype=f"S{KEY_BYTES}") for keys in (small, large))
     if not len(few):
         return []

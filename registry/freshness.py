@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lokakern.registry import libraries
@@ -12,12 +13,36 @@ if TYPE_CHECKING:
     from lokakern.registry.records import KernelRow
 
 
-@functools.lru_cache(maxsize=4096)
 def is_current(kernel: KernelRow) -> bool:
-    """Whether a stored digest is that of the kernel's files as they are now.
+    """Whether a row is of a kernel as it is now: its digest, and all that is said of it.
 
     A row of another version of a library than the one that is installed is none.
     """
+    return _belongs(kernel) and _has_its_digest(kernel)
+
+
+def _belongs(kernel: KernelRow) -> bool:
+    """Whether a row says of a registered kernel what it is; its digest is of its files alone.
+
+    Which scales and sums it has decides whose errors are its own.
+    """
+    from lokakern.registry.register import KERNELS
+
+    known = KERNELS.get(kernel.name)
+    if known is None:
+        return bool(kernel.modules)  # a digest of nothing would never change
+    said = (kernel.op, kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    true = (known.op, str(known.granularity), str(known.b_granularity), known.accumulation)
+    return said == true and _sources(kernel.modules) == _sources(known.modules)
+
+
+def _sources(modules: Iterable[str]) -> list[str]:
+    """Without libraries, whose versions may be others here."""
+    return [module for module in modules if not module.startswith("package:")]
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_its_digest(kernel: KernelRow) -> bool:
     packages = [module for module in kernel.modules if module.startswith("package:")]
     if any(map(libraries.is_of_another, packages)):
         return False

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
+
 from lokakern.errors import DeviceError
 from lokakern.registry import identity
 from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.facts import Facts, Row
-from lokakern.registry.files import FACTS, STATUSES
+from lokakern.registry.files import FACTS, KEY_BYTES, STATUSES
 from lokakern.registry.identity import family_key
 from lokakern.registry.lookup import UPPERS, Lookup
 from lokakern.types import Device, Problem
@@ -109,6 +111,14 @@ class Snapshot(Lookup):
         if self._doubts is not None:
             digest.update(self._doubts.digest.encode())
         return digest.hexdigest()
+
+    def unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
+        """Those of a table of facts that are not here, whose first value is their key."""
+        if not rows:
+            return []
+        asked = np.array([bytes.fromhex(row[0]) for row in rows], dtype=f"S{KEY_BYTES}")
+        known = np.isin(asked, np.frombuffer(self._facts.keys(name), dtype=f"S{KEY_BYTES}"))
+        return [row for row, is_known in zip(rows, known, strict=True) if not is_known]
 
     def parameters_of(self, architecture: str, name: str) -> str:
         """Canonical JSON of a distribution's parameters, as its newest good row there has them.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lokakern.errors import DatabaseError
 from lokakern.registry.files import FACTS, KEY_BYTES
 
 if TYPE_CHECKING:
@@ -57,32 +56,8 @@ def waiting_for(database: Path, tier: Tier = Tier.UNVERIFIED) -> list[Waiting]:
 
 
 def place_for(database: Path, sha256: str) -> Path:
-    """Where an import waits.
-
-    Args:
-        database: That it is for.
-        sha256: Of its rows, as `write_union` writes them alone.
-
-    Raises:
-        DatabaseError: It was imported before, and rejected.
-    """
-    folder = imports_folder(database)
-    name = f"{sha256[:16]}.sqlite"
-    rejected = folder / Tier.REJECTED / name
-    if rejected.exists():
-        raise DatabaseError(
-            f"import: these rows were rejected by `verify`, because they disagree with what was "
-            f"measured here; to try again remove {str(rejected)!r}"
-        )
-    return folder / Tier.UNVERIFIED / name
-
-
-def reject(waiting: Waiting) -> Path:
-    """Put a file that waits where dispatch does not read it."""
-    target = waiting.path.parent.parent / Tier.REJECTED / waiting.path.name
-    target.parent.mkdir(exist_ok=True)
-    os.replace(waiting.path, target)
-    return target
+    """Where an import into a database waits, by the SHA-256 of its rows as they lie alone."""
+    return imports_folder(database) / Tier.UNVERIFIED / f"{sha256[:16]}.sqlite"
 
 
 class Doubts:

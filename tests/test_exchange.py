@@ -22,16 +22,15 @@ from hypothesis import HealthCheck, given, settings
 from lokakern.bench.cli import app
 from lokakern.bench.export import export
 from lokakern.errors import DatabaseError
-from lokakern.registry import manifest
+from lokakern.registry import freshness, manifest
 from lokakern.registry.download import download
-from lokakern.registry.exchange import import_file, merge_files, read_foreign
-from lokakern.registry.freshness import is_current
+from lokakern.registry.exchange import import_file, merge_files, read_foreign, reject
 from lokakern.registry.identity import FACT_IDENTITY, fact_keys, row_key
 from lokakern.registry.loading import load_snapshot
 from lokakern.registry.manifest import FIELDS, Manifest, manifest_beside, place_of, text_of
 from lokakern.registry.reader import Rows, database_digest, read_rows
 from lokakern.registry.tables import COLUMNS, TABLES
-from lokakern.registry.trust import Tier, reject, waiting_for
+from lokakern.registry.trust import Tier, waiting_for
 from lokakern.registry.writer import write_file
 from tests.foreign_files import base_rows, write_base
 from tests.test_store import CHOICES, edited, rows_of
@@ -304,7 +303,7 @@ def test_what_waits_is_there_once_and_contradicts_nothing(
     assert target.read_bytes() == before
     (waiting,) = waiting_for(target)
     assert [path.name for path in waiting.path.parent.iterdir()] == [waiting.path.name]
-    reject(waiting)
+    reject(waiting, target)
     assert waiting_for(target) == []
     copy = tmp_path / "copy.sqlite"
     shutil.copyfile(file, copy)
@@ -312,9 +311,12 @@ def test_what_waits_is_there_once_and_contradicts_nothing(
         connection.execute("PRAGMA page_size = 16384")
         connection.execute("VACUUM")
     assert copy.read_bytes() != file.read_bytes()
-    for same in (file, copy):
+    write_file(tmp_path / "more.sqlite", base_rows())
+    for same in (file, copy, tmp_path / "more.sqlite"):
         with pytest.raises(DatabaseError, match="rejected by `verify`"):
             import_file(same, target)
+    with pytest.raises(DatabaseError, match="another `verify` was faster"):
+        reject(waiting, target)
 
 
 def test_a_database_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:
@@ -421,4 +423,4 @@ def test_freshness_is_asked_of_files_in_the_folder_of_kernels_only() -> None:
         assert MODULE.fullmatch(module)
     for module in ("../a", "/etc/passwd", "a/../b", "cuda//a", "python:", "a b", "cuda/a\n"):
         assert not MODULE.fullmatch(module)
-    assert is_current.cache_info().maxsize
+    assert freshness._has_its_digest.cache_info().maxsize

@@ -88,7 +88,7 @@ def kernel_row(name: str, digest: str | None = None) -> KernelRow:
 def time(
     name: str, problem: Problem, us: float, *, spread: float = 0.001, status: str = "ok",
     digest: str | None = None, count: int = 50, environment: Environment = ENVIRONMENT,
-    device: Device = H200,
+    device: Device = H200, **of_kernel: str,
 ) -> Any:  # fmt: skip
     def write(run: RunFile) -> None:
         metrics: dict[str, Any] = {
@@ -98,7 +98,8 @@ def time(
             "kernel_err_row_p99": 0.4, "timer": "test",
         }  # fmt: skip
         record = TimingRecord(status=status, reason="" if status == "ok" else "made up", **metrics)
-        run.add_timing(kernel_row(name, digest), problem, distribution_row("X1"), device,
+        kernel = replace(kernel_row(name, digest), **of_kernel)
+        run.add_timing(kernel, problem, distribution_row("X1"), device,
                        environment, "graph-cold", record)  # fmt: skip
 
     return write

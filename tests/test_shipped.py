@@ -15,7 +15,7 @@ import pytest
 import lokakern
 from lokakern import selection
 from lokakern.bench.suites import SUITES, Case
-from lokakern.registry import digests, libraries
+from lokakern.registry import digests, freshness, libraries
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
 from lokakern.registry.foreign import open_guarded
 from lokakern.registry.freshness import is_current
@@ -163,7 +163,7 @@ def test_changing_a_line_of_a_kernel_is_seen(
 
     def gaps() -> list[Gap]:
         # Copies, because a kernel keeps the digest that it was asked for once, as rows do.
-        is_current.cache_clear()
+        freshness._has_its_digest.cache_clear()
         return missing_evidence(complete_facts, [replace(kernel) for kernel in KERNELS.values()])
 
     changed = sources / module
@@ -180,7 +180,7 @@ def test_changing_a_line_of_a_kernel_is_seen(
     assert {gap.kernel for gap in gaps()} == made_of_it
     assert {gap.table for gap in gaps()} == {"timing", "test_result"}
     assert all(gap.why.startswith("changed since") for gap in gaps())
-    is_current.cache_clear()
+    freshness._has_its_digest.cache_clear()
 
 
 def test_every_anchor_is_answered_and_never_slower_than_bf16(facts: Snapshot) -> None:

@@ -12,14 +12,17 @@ import pytest
 
 from lokakern import selection
 from lokakern.errors import DatabaseError
-from lokakern.registry.exchange import import_file, merge_files, settle
+from lokakern.registry.digests import kernel_digest
+from lokakern.registry.exchange import import_file, merge_files, reject, settle
+from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import row_key
 from lokakern.registry.loading import load_snapshot
 from lokakern.registry.merging import without_unused
 from lokakern.registry.reader import Rows, database_digest, read_rows
+from lokakern.registry.records import KernelRow
 from lokakern.registry.register import KERNELS
 from lokakern.registry.tables import COLUMNS
-from lokakern.registry.trust import Tier, reject, waiting_for
+from lokakern.registry.trust import Tier, waiting_for
 from lokakern.registry.writer import write_file
 from lokakern.selection import Choice, dispatch
 from tests.test_selection import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
@@ -166,7 +169,7 @@ def test_a_device_that_somebody_made_up_is_not_ours(mine: Path) -> None:
 def test_a_rejected_file_is_not_read(mine: Path) -> None:
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     assert "only imported" in chosen().rejected[ROW]
-    reject(waiting_for(mine)[0])
+    reject(waiting_for(mine)[0], mine)
     assert "not measured here" in chosen().rejected.get(ROW, "not measured here")
 
 
@@ -284,3 +287,35 @@ def test_the_digest_says_what_is_trusted(mine: Path) -> None:
     assert len({before, waits.digest, merged.digest}) == 3
     assert waits.keys_digest != merged.keys_digest
     assert merged.keys_digest == load_snapshot([ours, mine]).keys_digest
+
+
+def test_a_kernel_is_what_it_is_here_whatever_a_file_says(mine: Path) -> None:
+    """A quantized kernel that claims bf16's class would have bf16's errors."""
+    own(mine, accuracy(BF16, ELSEWHERE, 0.0016), time(BF16, gemm(1), 9.0))
+    forged = {"granularity": "none", "b_granularity": "none", "accumulation": "float32"}
+    others(mine, time(ROW, gemm(1), 5.0, **forged), time(ROW, HERE, 5.0, **forged))
+    for budget in (0.002, 0.06):
+        assert chosen(budget).kernel == BF16
+    own(mine, time(ROW, HERE, 5.0, **forged), time(ROW, gemm(1), 5.0, **forged))
+    choice = chosen(0.06)
+    assert choice.kernel == BF16, "not even ours: its digest is not of its class"
+    assert all(c.name != ROW or not c.unquantized for c in choice.table.candidates)
+
+
+def test_a_digest_of_nothing_is_never_current(mine: Path) -> None:
+    row = KernelRow.of(KERNELS[BF16])
+    assert is_current(row)
+    assert not is_current(replace(row, modules=(), digest=kernel_digest(row.name, ())))
+    assert not is_current(replace(row, name="x.y", modules=(), digest=kernel_digest("x.y", ())))
+
+
+@pytest.mark.parametrize("status", ["crashed", "timeout", "wrong", "error"])
+def test_what_others_say_of_the_unquantized_kernel_stops_nobody(mine: Path, status: str) -> None:
+    own(mine, *(time(BF16, gemm(m), 20.0) for m in (M // 2, 2 * M)))
+    own(mine, *(time(ROW, gemm(m), 5.0) for m in (M // 2, 2 * M)), accuracy(ROW, HERE, 0.04))
+    before = [chosen(m=m).kernel for m in (M, M + 16, 2 * M)]
+    assert before == [ROW] * 3
+    others(mine, time(BF16, gemm(M + 32), 20.0, status=status))
+    others(mine, time(BF16, gemm(3), 20.0, status=status))
+    others(mine, time(ROW, gemm(M + 32), 20.0, status="timeout"))
+    assert [chosen(m=m).kernel for m in (M, M + 16, 2 * M)] == before

@@ -21,7 +21,7 @@ from lokakern.registry.identity import distribution_key, problem_key
 from lokakern.registry.reader import Rows, read_rows
 from lokakern.registry.records import TimingRecord
 from lokakern.registry.tables import COLUMNS
-from lokakern.registry.trust import Tier, waiting_for
+from lokakern.registry.trust import Tier, imports_folder, waiting_for
 from lokakern.registry.writer import write_file
 from lokakern.types import Device
 from tests.inline_worker import run_tasks_here
@@ -234,6 +234,60 @@ def test_every_row_of_a_place_is_judged(
     assert code == 6 and "out of place" in err and is_rejected(mine)
 
 
+def test_many_copies_of_a_truth_hide_no_lie(
+    measured: Rows, mine: Path, command: Callable[..., Ran]
+) -> None:
+    """Thousands of runs, or of seeds, of one honest cell, and few of a cell that is made up."""
+    quantized = [row for row in measured["accuracy"]
+                 if names_of(measured)[row[COLUMNS["accuracy"].index("kernel")]]
+                 == "torch.emulated_row"]  # fmt: skip
+    place = COLUMNS["accuracy"].index
+    honest, lie = quantized[0], quantized[-1]
+    runs = [(f"{number:032x}", *measured["run"][0][1:]) for number in range(1, 400)]
+    copies = []
+    for key, *_ in runs:
+        one = {**measured, "accuracy": [honest]}
+        copies += changed(one, "accuracy", lambda _, key=key: {"run": key})
+    lies = changed({**measured, "accuracy": [lie]}, "accuracy", lambda row: {
+        name: row[name] * 0.7 for name in row
+        if name.startswith(("row_err", "row_p99", "rel_err", "mean_rel_err"))
+        and row[name] is not None and "share" not in name})  # fmt: skip
+    rest = [row for row in quantized if row[place("key")] != lie[place("key")]]
+    rows = {**measured, "timing": [], "accuracy": sorted([*rest, *copies, *lies]),
+            "run": sorted([*measured["run"], *runs])}  # fmt: skip
+    code, out, err = command(rows, "--count", 6)
+    assert code == 6 and "measured again" in err and is_rejected(mine)
+    assert len(json.loads(out)) <= 12, "a cell is measured, and told, once"
+
+
+def test_few_answers_accept_nothing(
+    measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of one problem are one place: three times are not three problems."""
+    here = as_measured_here(measured, lambda _: 1.0)
+
+    def one_only(tasks: dict[int, Task], done: Any, died: Any, **more: Any) -> bool:
+        first = dict([*tasks.items()][:1])
+        here(first, done, died, **more)
+        return False
+
+    monkeypatch.setattr(verify, "run_tasks", one_only)
+    code, _, err = command({**measured, "accuracy": []})
+    assert code == 0 and "would say more" in err
+    assert waits(mine) == {"timing": len(measured["timing"])}
+
+
+def test_a_file_that_cannot_be_read_stops_no_other(
+    measured: Rows, mine: Path, command: Callable[..., Ran]
+) -> None:
+    broken = imports_folder(mine) / Tier.UNVERIFIED / "0000000000000000.sqlite"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"x" * 5000)
+    code, _, err = command({**measured, "timing": []}, "--count", 2)
+    assert code == 1 and "cannot be verified" in err and "remove it" in err
+    assert set(measured["accuracy"]) <= set(read_rows(mine)["accuracy"])
+
+
 def test_a_busy_machine_judges_nothing(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,8 +311,10 @@ def test_what_cannot_be_measured_here_waits(
                  == "torch.emulated_row"]  # fmt: skip
     other = changed({**measured, "accuracy": quantized}, "accuracy",
                     lambda _: {"architecture": "gfx942"})  # fmt: skip
-    failed = changed({**measured, "accuracy": quantized[:2]}, "accuracy",
-                     lambda row: {"seed": 77, "status": "wrong", "reason": "made up"})  # fmt: skip
+    failed = changed(
+        {**measured, "accuracy": quantized[:2]}, "accuracy",
+        lambda row: {"seed": 70 + row["seed"], "status": "wrong", "reason": "made up"},
+    )  # fmt: skip
     rows = {**measured, "timing": timing,
             "accuracy": sorted([*measured["accuracy"], *other, *failed]),
             "device": [tuple(h200[column] for column in COLUMNS["device"])]}  # fmt: skip
