@@ -1,0 +1,169 @@
+"""Replay: errors of every candidate on what a site was seen to hold, as a sweep measures them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lokakern.bench.accuracy import SEEDS, Cell, cells_for, measure_cells
+from lokakern.bench.distributions import learned
+from lokakern.bench.forms import grad_input_cases, grad_weight_case
+from lokakern.bench.measure import torch_device
+from lokakern.bench.plan import harness_digest
+from lokakern.device import current_device, current_environment
+from lokakern.norm import norm_named
+from lokakern.probe.learned import LearnedSite
+from lokakern.probe.site import SiteStatistics
+from lokakern.problems import make_problem
+from lokakern.registry.records import AccuracyRecord, DistributionRow
+from lokakern.registry.register import fp8_format, kernels_for, load_kernels
+from lokakern.types import Device, Granularity, Problem
+
+BLOCK = 256  # columns of BlockNorm, where they divide a row
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Errors of one numerics class at one GEMM of a site: the worst of all seeds.
+
+    Attributes:
+        gemm: "output", "grad_input" or "grad_weight".
+        norm: The normalization after which the error was taken; "" before any.
+        kernel: Who was measured.
+        granularity: Of the scales of its left operand; NONE if it does not quantize.
+        b_granularity: Of those of its right one.
+        row_err: As measured.
+        row_err_upper: The 95 % upper limit: what is held against a budget.
+        row_p99: Of rows.
+        rows: Of each draw.
+        reason: Why there is no error; "" where there is.
+    """
+
+    gemm: str
+    norm: str
+    kernel: str
+    granularity: Granularity
+    b_granularity: Granularity
+    row_err: float
+    row_err_upper: float
+    row_p99: float
+    rows: int
+    reason: str = ""
+
+
+def problem_of(site: SiteStatistics, gemm: str, m: int, norm: str = "") -> Problem:
+    """One GEMM of a site at m rows, and the normalization after it, if it is asked for."""
+    if norm:
+        return make_problem("gemm_norm", (m, site.n, site.k), epilogue=norm)
+    if gemm == "output":
+        return make_problem("gemm", (m, site.n, site.k))
+    if gemm == "grad_input":
+        fp8 = fp8_format(current_device())
+        return next(iter(grad_input_cases(m, site.n, site.k, fp8))).problem
+    return grad_weight_case(m, site.n, site.k).problem
+
+
+def block_norm(columns: int) -> str:
+    """BlockNorm of the most columns, at most 256, that divide a row."""
+    block = max(size for size in range(1, min(BLOCK, columns) + 1) if columns % size == 0)
+    return str(norm_named(f"block_rms({block})"))
+
+
+def replay(
+    name: str,
+    statistics: SiteStatistics,
+    *,
+    seeds: Sequence[int] = SEEDS,
+    database: str | Path | None = None,
+) -> tuple[Replayed, ...]:
+    """Measure every candidate here on draws from what was learned of a site.
+
+    Candidates are the kernels registered for the device here; with no GPU they emulate. The output
+    is measured before and after the site's norm, and after a BlockNorm in its place.
+
+    Args:
+        name: Of the site.
+        statistics: What was seen of it.
+        seeds: Of the draws.
+        database: Where the rows go, under distributions ``site:<name>/<gemm>`` whose parameters
+            are the digest of the statistics; None: nowhere.
+    """
+    load_kernels()
+    site, device = LearnedSite(name, statistics), current_device()
+    m = max(statistics.m_quantile(0.5), 1)
+    cells: list[Cell] = []
+    norms: list[str] = []
+    for gemm in site.gemms():
+        after = ["", statistics.norm] if gemm == "output" and statistics.norm else [""]
+        if statistics.norm == "layer" and len(after) > 1:
+            after.append(block_norm(statistics.n))
+        for norm in after:
+            problem = problem_of(statistics, gemm, m, norm)
+            found = _cells(problem, device, site.distribution(gemm).name, seeds)
+            cells += found
+            norms += [norm] * len(found)
+    records: dict[int, AccuracyRecord] = {}
+    with learned(*map(site.distribution, site.gemms())):
+        measure_cells(cells, torch_device(), device, lambda *_: True, records.__setitem__)
+    if database is not None:
+        _write(database, site.digest, cells, records, device)
+    return tuple(_summarized(cells, norms, records))
+
+
+def _cells(problem: Problem, device: Device, distribution: str, seeds: Sequence[int]) -> list[Cell]:
+    # One kernel at a time: none stands in for another that may be wrong here.
+    return [
+        cell
+        for kernel in kernels_for(problem.op, device)
+        for cell in cells_for([(kernel, problem)], device, [distribution], seeds)
+    ]
+
+
+def _write(
+    database: str | Path,
+    digest: str,
+    cells: Sequence[Cell],
+    records: dict[int, AccuracyRecord],
+    device: Device,
+) -> None:
+    from lokakern.registry.store import RunFile
+
+    with RunFile.create(
+        database, suite="probe", command="probe", harness_digest=harness_digest()
+    ) as run:
+        for place, record in records.items():
+            cell = cells[place]
+            row = DistributionRow.of(cell.distribution, {"statistics": digest}, realistic=False)
+            run.add_accuracy(
+                cell.kernel, cell.problem, row, device.architecture, current_environment(), record
+            )
+
+
+def _summarized(
+    cells: Sequence[Cell], norms: Sequence[str], records: dict[int, AccuracyRecord]
+) -> Iterable[Replayed]:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for place in records:
+        gemm = cells[place].distribution.rpartition("/")[2]
+        groups.setdefault((gemm, norms[place], cells[place].kernel.name), []).append(place)
+    for (gemm, norm, name), places in groups.items():
+        found = [records[place] for place in places]
+        kernel = cells[places[0]].kernel
+        make = functools.partial(
+            Replayed, gemm, norm, name, kernel.granularity, kernel.b_granularity
+        )
+        bad = next((r for r in found if r.status != "ok" or r.errors is None), None)
+        rows = min(record.rows for record in found)
+        if bad is not None:
+            infinite = float("inf")
+            yield make(infinite, infinite, infinite, rows, f"{bad.status}: {bad.reason}")
+            continue
+        errors = [record.errors for record in found if record.errors is not None]
+        yield make(
+            max(e.row_err for e in errors),
+            max(e.row_err_upper for e in errors),
+            max(e.row_p99 for e in errors),
+            rows,
+        )
