@@ -32,6 +32,10 @@ from lokakern.types import (
 if TYPE_CHECKING:
     from lokakern.registry.snapshot import Snapshot, TimingCell
 
+# A distribution like none that is measured: no error is ever known under it, so that kernels which
+# quantize are rejected by the same rule as any without a cell, and the unquantized one is taken.
+OUTSIDE = "outside"
+
 
 class Choice:
     """Dispatch's answer at one m; everything but the kernel's name is worked out when asked."""
@@ -347,7 +351,7 @@ def _build(
     if distributions is None:
         distributions = REALISTIC_DISTRIBUTIONS
     else:
-        known = {*REALISTIC_DISTRIBUTIONS, *facts.distribution_names}
+        known = {*REALISTIC_DISTRIBUTIONS, *facts.distribution_names, OUTSIDE}
         for name in distributions:
             if name not in known:
                 raise UnknownNameError(
