@@ -13,8 +13,9 @@ from torch import Tensor
 from lokakern import numerics, selection
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight, learned
 from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.probe.gemms import Replayed, block_norm, problem_of
 from lokakern.probe.learned import LearnedSite
-from lokakern.probe.replay import Replayed, block_norm, problem_of, replay
+from lokakern.probe.replay import replay
 from lokakern.probe.site import GEMMS, SiteStatistics
 from lokakern.problems import sums_over_samples
 from lokakern.registry.register import KERNELS, load_kernels, register

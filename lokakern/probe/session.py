@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.probe import files, ranks
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.taps import Recorder, Switch, hook_of
+
+if TYPE_CHECKING:
+    from lokakern.probe.report import ProbeReport
 
 SiteFilter = Callable[[nn.Module, str], bool]
 # What wrappers put in front of a name: DDP, torch.compile, FSDP1, checkpoints.
@@ -166,6 +169,12 @@ class Probe:
         """
         shapes = {name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items()}
         return ranks.merged(self.sites(), shapes, group)
+
+    def report(self, **options: Any) -> ProbeReport:
+        """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call."""
+        from lokakern.probe.report import ProbeReport
+
+        return ProbeReport.of(self.merged_sites(), **options)
 
     def save(self, path: str | Path) -> None:
         """Write what this rank learned into a file, see `lokakern.probe.files`."""
