@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.probe import files, ranks
 from lokakern.probe.site import SiteStatistics
-from lokakern.probe.taps import Recorder, Switch, hook_of
+from lokakern.probe.taps import SIDE, Recorder, Switch, hook_of
+from lokakern.types import Granularity
 
 if TYPE_CHECKING:
+    from lokakern.probe.loss import LossChange
     from lokakern.probe.report import ProbeReport
 
 SiteFilter = Callable[[nn.Module, str], bool]
@@ -156,6 +158,9 @@ class Probe:
 
     def sites(self) -> dict[str, SiteStatistics]:
         """What was learned of each site that was called, by name; not copied."""
+        for recorder in self._recorders.values():
+            recorder.look_at_weight()
+        SIDE.join()
         return {
             name: recorder.statistics
             for name, recorder in self._recorders.items()
@@ -175,6 +180,25 @@ class Probe:
         from lokakern.probe.report import ProbeReport
 
         return ProbeReport.of(self.merged_sites(), **options)
+
+    def loss_changes(
+        self,
+        loss: Callable[[Any], Tensor],
+        batches: Iterable[Any],
+        granularity: Granularity = Granularity.ROW,
+    ) -> dict[str, LossChange]:
+        """True change of a loss with one site at a time in FP8; see `lokakern.probe.loss`.
+
+        The model must not be compiled. Nothing is looked at meanwhile.
+        """
+        from lokakern.probe.loss import loss_changes
+
+        on, self._switch.on = self._switch.on, False
+        begun, source, self._source = self._begun, self._source, len(_SOURCES)  # calls, no steps
+        try:
+            return loss_changes(self._modules, loss, batches, granularity)
+        finally:
+            self._switch.on, self._begun, self._source = on, begun, source
 
     def save(self, path: str | Path) -> None:
         """Write what this rank learned into a file, see `lokakern.probe.files`."""
@@ -199,6 +223,9 @@ class Probe:
             recorder.statistics.merge(statistics)
 
     def _turn(self) -> None:
+        for recorder in self._recorders.values():  # one a step, lest one step pay for all
+            if recorder.look_at_weight():
+                break
         on = self._steps % self.every == 0
         weights = on and self._samples % max(1, self.weights_every // self.every) == 0
         self._samples += on

@@ -8,10 +8,11 @@ no compiler drops it, and its backward copies the gradient. Both look at operand
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +62,36 @@ class Switch:
         return x[int(self.share * stride) :: stride][:SAMPLED_ROWS].double()
 
 
+class SideStreams:
+    """A stream beside the current one for each GPU."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def beside(self, x: Tensor) -> Iterator[None]:
+        """What is launched meanwhile runs beside the current stream; on a CPU, at once."""
+        if not x.is_cuda:
+            yield
+            return
+        stream = self._streams.get(x.device)
+        if stream is None:
+            stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+            self._streams[x.device] = stream
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream):
+            yield
+        x.record_stream(stream)
+
+    def join(self) -> None:
+        """Let current streams wait for all that was launched beside them; the host does not."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+
+SIDE = SideStreams()
+
+
 class Recorder:
     """Takes what hooks see of one site.
 
@@ -76,6 +107,7 @@ class Recorder:
         self.statistics: SiteStatistics | None = None
         self.number = next(self._numbers)
         self._step, self._calls = -1, 0
+        self._weight: Tensor | None = None  # a snapshot that is still to be looked at
         self._keys: list[Tensor] = []  # of calls whose gradient is still to come, last first
         _RECORDERS[self.number] = self
 
@@ -101,9 +133,22 @@ class Recorder:
             self.statistics.add_input(flat, rows, keys)
             self.statistics.add_output(self.switch.rows_of(y.detach().reshape(-1, self.n)))
             if weight is not None and self.switch.weights and self._calls == 1:
-                self.statistics.add_weight(weight.detach())
+                self._weight = weight.detach().clone()
         if has_gradient:
             self._keys.append(keys)
+        return True
+
+    def look_at_weight(self) -> bool:
+        """Take in a snapshot of the weight, if one waits; whether one did.
+
+        Not while the layer runs, and on a GPU on a stream of its own, for which `SideStreams.join`
+        waits: a flip-flop over 1024 x 1024 is some GFLOP of float64.
+        """
+        weight, self._weight = self._weight, None
+        if weight is None or self.statistics is None:
+            return False
+        with torch.inference_mode(False), torch.no_grad(), SIDE.beside(weight):
+            self.statistics.add_weight(weight)
         return True
 
     def backward(self, gradient: Tensor) -> None:
