@@ -160,6 +160,77 @@ def test_a_checkpoint_counts_once() -> None:
     check(probe.sites(), [0, 2])
 
 
+def test_calls_without_rows_and_in_other_precisions_do_no_harm() -> None:
+    model = model_of()
+    with Probe(model, every=1) as probe:
+        model(torch.zeros(0, K)).sum().backward()
+        assert probe.sites() == {}
+        with torch.autocast("cpu", torch.bfloat16):
+            model(inputs(0)).float().square().mean().backward()
+        with torch.inference_mode():
+            model(inputs(1))
+        model(inputs(2)[0])  # a vector
+    site = probe.sites()["0"]
+    assert site.sizes == {M: 2, 1: 1}
+    assert site.grad_output.rows_seen == M
+    exact = torch.cat((inputs(0), inputs(1), inputs(2)[:1])).mean(dim=0)
+    assert torch.allclose(site.input.moments.mean.float(), exact, rtol=1e-5)
+
+
+def test_a_call_without_a_backward_pass_takes_no_gradient_of_another() -> None:
+    model = model_of()
+    with Probe(model) as probe:
+        first = model(inputs(0))
+        model(inputs(1))
+        first.square().mean().backward()
+    site = probe.sites()["0"]
+    rows, keys = site.input.sample.kept()
+    known = dict(zip(keys.tolist(), rows, strict=True))
+    mine = torch.stack([known[key] for key in site.grad_output.sample.kept()[1].tolist()])
+    assert len(mine) == M
+    assert {tuple(row) for row in mine.tolist()} == {tuple(row) for row in inputs(0).tolist()}
+
+
+class Shared(nn.Module):
+    """One layer, called often in one graph."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.calls = nn.Linear(K, K), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place in range(self.calls):
+            x = self.layer(x) * (place + 1)
+        return x
+
+
+@pytest.mark.parametrize("calls", [3, MOST_CALLS + 4])
+def test_gradients_of_a_shared_layer_meet_their_own_rows(calls: int) -> None:
+    """The same in a graph as run eagerly, also of a layer called more often than is looked at."""
+    torch.compiler.reset()
+    found = []
+    for compiles in (False, True):
+        model = Shared(calls)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        with Probe(model) as probe:
+            call(inputs(0)).sum().backward()
+        site = probe.sites()["layer"]
+        assert site.sizes == {M: min(calls, MOST_CALLS)}
+        assert torch.equal(site.input.sample.keys, site.grad_output.sample.keys)
+        found.append(site.grad_output.sample.kept()[0])
+    assert torch.allclose(*found, rtol=1e-4)
+
+
+def test_a_model_compiled_in_place_is_sampled() -> None:
+    torch.compiler.reset()
+    model = model_of()
+    model.compile(backend="eager", fullgraph=True)
+    with Probe(model, every=3) as probe:
+        train(model, model, 7)
+    check(probe.sites(), [0, 3, 6])
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("first", ["probe", "compile"])
 def test_a_compiled_model_stays_in_one_graph(backend: str, first: str) -> None:

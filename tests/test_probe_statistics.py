@@ -213,7 +213,7 @@ def test_reservoirs_of_shards_merge_into_that_of_the_whole() -> None:
     left.merge(right)
     assert torch.equal(left.rows, whole.rows) and torch.equal(left.keys, whole.keys)
     assert len(Reservoir(4, CPU).kept()[0]) == 0
-    assert [capacity_of(k) for k in (1, 1024, 4096, 123200)] == [512, 512, 128, 16]
+    assert [capacity_of(k) for k in (1, 1024, 4096, 123200)] == [512, 512, 128, 64]
 
 
 def test_operands_of_shards_merge_into_that_of_the_whole() -> None:

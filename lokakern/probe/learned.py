@@ -47,7 +47,8 @@ class LearnedOperand:
         self._covariance = statistics.moments.covariance()
         self.columns = statistics.columns
         self.sample, self.keys = statistics.sample.kept()
-        self.fit = fit_of(self.sample, self.gaussian(CHECKED_ROWS, generator_of("fit")))
+        drawn = self.gaussian(min(len(self.sample), CHECKED_ROWS), generator_of("fit"))
+        self.fit = fit_of(self.sample, drawn)
 
     def gaussian(self, rows: int, generator: torch.Generator) -> Tensor:
         """``1 mean^T + Z L^T``, ``[rows, columns]`` float64."""

@@ -9,6 +9,7 @@ no compiler drops it, and its backward copies the gradient. Both look at operand
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import weakref
@@ -108,20 +109,43 @@ class Recorder:
         self.number = next(self._numbers)
         self._step, self._calls = -1, 0
         self._weight: Tensor | None = None  # a snapshot that is still to be looked at
-        self._keys: list[Tensor] = []  # of calls whose gradient is still to come, last first
+        # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
+        self._keys: list[Tensor | None] = []
         _RECORDERS[self.number] = self
 
-    def forward(self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool) -> bool:
-        """Look at a call; whether it was looked at."""
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        y: Tensor,
+        has_gradient: bool,
+        *,
+        is_in_graph: bool = False,
+    ) -> Tensor | None:
+        """Look at a call.
+
+        Args:
+            x: Input, ``[..., k]``.
+            weight: ``[n, k]``, where it is at hand.
+            y: Output, ``[..., n]``.
+            has_gradient: Whether a gradient of y is to come.
+            is_in_graph: Whether that comes to `backward_in_graph`, which is not told of what call.
+
+        Returns:
+            Random keys of the rows that were sampled, for `backward`; None where none were.
+        """
+        # Inside a backward pass: a checkpoint runs the forward pass again, and it counted already.
+        if torch._C._current_graph_task_id() != -1:
+            return None
         if self._step != self.switch.step:
             self._step, self._calls = self.switch.step, 0
             self._keys.clear()
         self._calls += 1
-        if self._calls > MOST_CALLS or _is_captured(x) or x.shape[-1] != self.k:
-            return False
-        # Inside a backward pass: a checkpoint runs the forward pass again, and it counted already.
-        if torch._C._current_graph_task_id() != -1:
-            return False
+        fits = x.shape[-1] == self.k and y.shape[-1] == self.n and x.numel() > 0
+        if self._calls > MOST_CALLS or not fits or _is_captured(x):
+            if is_in_graph and has_gradient:
+                self._keys.append(None)
+            return None
         with torch.inference_mode(False), torch.no_grad():
             if self.statistics is None:
                 self.statistics = SiteStatistics(
@@ -134,9 +158,9 @@ class Recorder:
             self.statistics.add_output(self.switch.rows_of(y.detach().reshape(-1, self.n)))
             if weight is not None and self.switch.weights and self._calls == 1:
                 self._weight = weight.detach().clone()
-        if has_gradient:
+        if is_in_graph and has_gradient:
             self._keys.append(keys)
-        return True
+        return keys
 
     def look_at_weight(self) -> bool:
         """Take in a snapshot of the weight, if one waits; whether one did.
@@ -151,11 +175,16 @@ class Recorder:
             self.statistics.add_weight(weight)
         return True
 
-    def backward(self, gradient: Tensor) -> None:
-        """Look at the gradient of the output of the last call that has not got its own."""
-        if not self._keys or self.statistics is None or _is_captured(gradient):
+    def backward_in_graph(self, gradient: Tensor) -> None:
+        """Look at the gradient of the last call that has not got its own."""
+        keys = self._keys.pop() if self._keys else None
+        if keys is not None:
+            self.backward(keys, gradient)
+
+    def backward(self, keys: Tensor, gradient: Tensor) -> None:
+        """Look at the gradient of the output of a call, whose rows got these keys."""
+        if self.statistics is None or _is_captured(gradient):
             return
-        keys = self._keys.pop()
         with torch.inference_mode(False), torch.no_grad():
             flat = gradient.detach().reshape(-1, self.n)
             rows = self.switch.rows_of(flat)
@@ -179,7 +208,7 @@ def tap(y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bo
     """A copy of y, the output of a site, which is looked at."""
     recorder = _RECORDERS.get(site)
     if recorder is not None and recorder.switch.on:
-        recorder.forward(x, weight, y, has_gradient)
+        recorder.forward(x, weight, y, has_gradient, is_in_graph=True)
     return y.clone()
 
 
@@ -188,7 +217,7 @@ def tap_gradient(gradient: Tensor, site: int) -> Tensor:
     """A copy of the gradient of a site's output, which is looked at."""
     recorder = _RECORDERS.get(site)
     if recorder is not None:
-        recorder.backward(gradient)
+        recorder.backward_in_graph(gradient)
     return gradient.clone()
 
 
@@ -237,10 +266,11 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if torch.compiler.is_compiling():
             return tap(y, x, weight, number, has_gradient)
-        if recorder.forward(x, weight, y, has_gradient):
+        keys = recorder.forward(x, weight, y, has_gradient)
+        if keys is not None:
             seen(recorder, y)
             if has_gradient:
-                y.register_hook(recorder.backward)
+                y.register_hook(functools.partial(recorder.backward, keys))
         return None
 
     return hook
