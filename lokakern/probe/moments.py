@@ -109,13 +109,13 @@ class Moments:
         """Take rows in.
 
         Args:
-            rows: ``[rows, columns]`` float64.
+            rows: ``[rows, columns]`` float64, finite.
             keep: ``[rows]``, whether a row counts.
         """
         kept = keep.to(torch.float64)
         count = kept.sum()
-        mean = torch.where(keep[:, None], rows, 0.0).sum(dim=0) / count.clamp_min(1.0)
-        centered = torch.where(keep[:, None], rows - mean, 0.0)
+        mean = (kept @ rows) / count.clamp_min(1.0)
+        centered = (rows - mean) * kept[:, None]
         products = centered.t() @ self._times_probes(centered)
         self._merge(count, mean, centered.square().sum(dim=0), products)
 

@@ -31,8 +31,6 @@ class OperandStatistics:
         row_sizes: Largest magnitude of each row.
         values: Magnitudes of elements of sampled rows.
         column_sizes: ``[columns]`` float32, the largest magnitude of each.
-        counts: Rows, rows of zeros, rows with what is not finite, elements sampled, and of these
-            the not finite ones; float64.
         trace: ``[TRACE]`` float32, the largest magnitude of steps, ``stride`` of them in one.
         sample: Some of the rows.
     """
@@ -43,7 +41,6 @@ class OperandStatistics:
         self.row_sizes = Magnitudes(device)
         self.values = Magnitudes(device)
         self.column_sizes = torch.zeros(columns, device=device)
-        self.counts = torch.zeros(5, dtype=torch.float64, device=device)
         self.trace = torch.zeros(TRACE, device=device)
         self.steps, self.stride = 0, 1  # known to the host, which counts calls
         self.sample = Reservoir(columns, device)
@@ -57,31 +54,16 @@ class OperandStatistics:
             keys: ``[sampled]`` float64, uniform over 0..1: which of them to keep.
         """
         sizes = torch.linalg.vector_norm(x, math.inf, dim=1).float()
-        finite_rows = torch.isfinite(sizes)
-        known = torch.where(finite_rows, sizes, 0.0)
-        self.row_sizes.add(known, finite_rows)
+        self.row_sizes.add(sizes)
         columns = torch.linalg.vector_norm(x, math.inf, dim=0).float()
-        torch.maximum(
-            self.column_sizes, torch.where(torch.isfinite(columns), columns, 0.0),
-            out=self.column_sizes,
-        )  # fmt: skip
-        finite = torch.isfinite(rows)
-        keep = finite.all(dim=1)
-        clean = torch.where(finite, rows, 0.0)
-        self.counts += torch.stack(
-            (
-                torch.full_like(self.counts[0], float(len(x))),
-                (sizes == 0).sum().double(),
-                (~finite_rows).sum().double(),
-                torch.full_like(self.counts[0], float(rows.numel())),
-                (~finite).sum().double(),
-            )
-        )
-        self.values.add(clean, finite)
+        columns = columns.nan_to_num(nan=0.0, posinf=0.0)
+        torch.maximum(self.column_sizes, columns, out=self.column_sizes)
+        self.values.add(rows)
+        keep = torch.isfinite(rows).all(dim=1)
+        clean = rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self.moments.add(clean, keep)
-        self.sample.add(clean, torch.where(keep, keys, math.inf))
-        largest = known.max() if len(x) else self.trace.new_zeros(())
-        self._trace(largest)
+        self.sample.add(clean, keys.masked_fill(~keep, math.inf))
+        self._trace(sizes.nan_to_num(nan=0.0, posinf=0.0).max())
 
     def _trace(self, largest: Tensor) -> None:
         place = self.steps // self.stride
@@ -109,10 +91,9 @@ class OperandStatistics:
             ShapeError: It saw other columns.
         """
         self.moments.merge(other.moments)
-        device = self.counts.device
+        device = self.trace.device
         for name in ("row_sizes", "values"):
             getattr(self, name).counts.add_(getattr(other, name).counts.to(device))
-        self.counts += other.counts.to(device)
         torch.maximum(self.column_sizes, other.column_sizes.to(device), out=self.column_sizes)
         self.align(other.stride)
         trace = other.trace.to(device)
@@ -132,7 +113,6 @@ class OperandStatistics:
             "row_sizes": self.row_sizes.counts,
             "values": self.values.counts,
             "column_sizes": self.column_sizes,
-            "counts": self.counts,
             "trace": self.trace,
             "sample.rows": self.sample.rows,
             "sample.keys": self.sample.keys,
@@ -140,24 +120,26 @@ class OperandStatistics:
 
     @property
     def rows_seen(self) -> int:
-        return int(self.counts[0])
+        return self.row_sizes.count + self.row_sizes.nonfinite_count
 
     @property
     def zero_row_share(self) -> float:
-        return float(self.counts[1]) / max(self.rows_seen, 1)
+        """Of rows that are finite."""
+        return self.row_sizes.zero_share
 
     @property
     def nonfinite_rows(self) -> int:
-        return int(self.counts[2])
+        return self.row_sizes.nonfinite_count
 
     @property
     def nonfinite_share(self) -> float:
         """Of sampled elements."""
-        return float(self.counts[4]) / max(float(self.counts[3]), 1.0)
+        bad = self.values.nonfinite_count
+        return bad / max(bad + self.values.count, 1)
 
     @property
     def amax(self) -> float:
-        """The largest finite magnitude of a row without anything else."""
+        """The largest magnitude of rows that are finite."""
         return float(self.trace.max())
 
     @property

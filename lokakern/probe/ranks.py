@@ -111,7 +111,7 @@ def _share_places(sample: Reservoir, place: int, world: int) -> None:
 
 def _operand_sums(operand: OperandStatistics) -> Iterator[Tensor]:
     yield from operand.moments.tensors().values()
-    yield from (operand.row_sizes.counts, operand.values.counts, operand.counts)
+    yield from (operand.row_sizes.counts, operand.values.counts)
     yield from (operand.sample.rows, operand.sample.keys)
 
 

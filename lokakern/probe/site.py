@@ -62,9 +62,8 @@ class SiteStatistics:
     def add_output(self, rows: Tensor) -> None:
         """Take in some rows of Y, ``[sampled, n]``."""
         wide = rows.double()
-        deviation = wide.std(dim=1, correction=0)
-        ratio = wide.mean(dim=1).abs() / deviation.clamp_min(1e-300)
-        self.mean_ratios.add(ratio, torch.isfinite(ratio) & (deviation > 0))
+        deviation, mean = torch.std_mean(wide, dim=1, correction=0)
+        self.mean_ratios.add(mean / deviation)  # infinite where all are equal: no quantile has it
 
     def add_weight(self, weight: Tensor) -> None:
         """Take in a snapshot of W, ``[n, k]``."""
