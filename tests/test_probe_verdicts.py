@@ -6,13 +6,14 @@ import functools
 import json
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lokakern
-from lokakern import numerics
+from lokakern import numerics, selection
 from lokakern.bench.distributions import distribution_named, draw_rows
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe import fingerprint
@@ -21,9 +22,12 @@ from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import Probe
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.verdicts import Verdict, verdicts_of
+from lokakern.problems import make_problem
 from lokakern.selection import OUTSIDE
 from lokakern.types import ErrorBudget, Format, Granularity
 from tests.probe_sites import CPU, drawn, site_of
+from tests.test_selection import BF16, Book, time
+from tests.test_selection import ROW as ROW_KERNEL
 
 H200 = "NVIDIA H200"
 D, ROWS = 128, 512
@@ -312,3 +316,28 @@ def test_outside_the_hull_dispatch_takes_bf16_and_says_so(report: ProbeReport) -
     assert f"error not measured on {OUTSIDE}" in choice.explain()
     with pytest.warns(UserWarning, match="m is like no"):
         assert list(report["m"]) == [OUTSIDE]  # every site of it
+
+
+def test_padding_k_is_named_where_it_makes_a_gemm_fast() -> None:
+    errors = [replayed()]
+    padded = only(verdicts_of("a", shaped(2048, 10232, 20480), errors, device=H200))
+    assert (padded.safety, padded.speed) == ("safe", "")  # nobody timed k = 10232
+    assert padded.change == "pad K 10232 to 10240"
+    assert only(verdicts_of("a", shaped(2048, 10240, 20480), errors, device=H200)).change == ""
+    assert only(verdicts_of("a", shaped(512, 500, 2048), errors, device=H200)).change == ""
+
+
+def test_dropping_the_bias_is_named_where_it_is_what_makes_a_gemm_slow(tmp_path: Path) -> None:
+    plain = make_problem("gemm", (4096, 512, 512))
+    with_bias = make_problem("gemm", (4096, 512, 512), epilogue="bias")
+    Book(tmp_path / "rows.sqlite").write(
+        time(BF16, plain, 20.0), time(ROW_KERNEL, plain, 10.0),
+        time(BF16, with_bias, 20.0), time(ROW_KERNEL, with_bias, 30.0),
+    )  # fmt: skip
+    try:
+        for has_bias, wanted in ((True, "drop the bias"), (False, "")):
+            site = shaped(512, 512, 4096, has_bias=has_bias)
+            found = only(verdicts_of("a", site, [replayed()], device=H200))
+            assert (found.speed, found.change) == ("fast", wanted)
+    finally:
+        selection.use_snapshot(None)
