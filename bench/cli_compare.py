@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lokakern.bench import cli_held_out
 from lokakern.bench.options import (
     BudgetOption,
     DatabaseOption,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lokakern.bench.forms import Case
 
 SLOWER_EXIT = 4
+DEFAULT_SUITE = "smoke"
 OURS = ("cuda.*",)
 NAN = float("nan")
 
@@ -45,7 +47,13 @@ def compare(
     op: Annotated[
         str, typer.Option(help="gemm (whole, against baselines), or a part such as scaled_gemm.")
     ] = "gemm",
-    suite: Annotated[str, typer.Option(help="Suite whose problems are compared.")] = "smoke",
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Suite whose problems are compared. Default: smoke; with --held-out whatever was "
+            "timed on this device."
+        ),
+    ] = None,
     shape: ShapeOption = None,
     epilogue: EpilogueOption = None,
     ours: Annotated[
@@ -88,6 +96,15 @@ def compare(
             "budget, or the unquantized one.",
         ),
     ] = False,
+    held_out: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Draw so many problems for which the database chooses a quantized kernel, and "
+            "time these choices against the unquantized kernel alone. Exit with 4 if one is "
+            "slower beyond noise.",
+        ),
+    ] = None,
     budget: BudgetOption = 0.06,
     baseline: Annotated[
         list[str] | None,
@@ -96,9 +113,13 @@ def compare(
     distribution: DistributionOption = None,
     regime: RegimeOption = None,
     seed: Annotated[
-        int,
-        typer.Option(min=0, help="Of operands and order. What a database holds was drawn with 0."),
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of operands and order, and of what is held out. What a database holds was drawn "
+            "with 0. Default: 0, or 1 with --held-out.",
+        ),
+    ] = None,
     db: DatabaseOption = None,
     fail_under: Annotated[
         float | None,
@@ -123,9 +144,17 @@ def compare(
         except ImportError as error:
             raise UnknownNameError(f"--load: {module!r} cannot be imported: {error}") from None
     device = current_device()
-    cases = suite_named(suite).cases(device)
+    if held_out is not None:
+        others = any((ours, rivals, baseline, group, by_library, fail_under is not None))
+        cli_held_out.check(seed, is_plain=op == "gemm" and not others)
+    how_timed = regime.value if regime else None
     if shape:
-        cases = cases_of(shape, epilogue, fp8_format(device))
+        cases, source = cases_of(shape, epilogue, fp8_format(device)), "the shapes"
+    elif held_out is not None and suite is None:
+        cases, source = cli_held_out.cases_timed_here(db, how_timed), "what was timed here"
+    else:
+        found = suite_named(suite or DEFAULT_SUITE)
+        cases, source = found.cases(device), found.name
     condition = parse_condition(where) if where else None
     cases = [
         case for case in cases
@@ -133,8 +162,8 @@ def compare(
     ]  # fmt: skip
     if not cases:
         words = f" for which {where!r} holds" if where else ""
-        raise UnknownNameError(f"no problem of {op} is in {suite if not shape else 'the shapes'}"
-                               f"{words}; see `list suites`, or give --shape")  # fmt: skip
+        raise UnknownNameError(f"no problem of {op} is in {source}{words}; see `list suites`, or "
+                               "give --shape")  # fmt: skip
     groups = [parse_condition(text) for text in group or ()]
     chosen = OutputFormat.JSON if as_json else how
     if by_library and (op != "gemm" or ours or rivals or baseline):
@@ -147,17 +176,23 @@ def compare(
         _compare_kernels(
             cases, op, tuple(ours or OURS), tuple(rivals or ("*",)), groups,
             compiled=compiled or are_asked_for([*(ours or ()), *(rivals or ())]),
-            regime=regime.value if regime else None, seed=seed, fail_under=fail_under, how=chosen,
-            quiet=quiet,
+            regime=how_timed, seed=seed or 0, fail_under=fail_under, how=chosen, quiet=quiet,
         )  # fmt: skip
         return
     names = tuple(baseline or ("bf16",))
     against = _compare_libraries if by_library else functools.partial(_compare_dispatch, names)
     with reading(db):
+        if held_out is not None:
+            slower = cli_held_out.compare_held_out(
+                cases, held_out, budget=budget, distribution=distribution, regime=how_timed,
+                seed=seed, how=chosen, quiet=quiet,
+            )  # fmt: skip
+            if slower:
+                raise typer.Exit(SLOWER_EXIT)
+            return
         against(
-            cases, groups, budget=budget, distribution=distribution,
-            regime=regime.value if regime else None, seed=seed, fail_under=fail_under, how=chosen,
-            quiet=quiet,
+            cases, groups, budget=budget, distribution=distribution, regime=how_timed,
+            seed=seed or 0, fail_under=fail_under, how=chosen, quiet=quiet,
         )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -97,13 +96,14 @@ def import_(
     from lokakern.registry.download import download, is_url
     from lokakern.registry.exchange import import_file
     from lokakern.registry.foreign import GUARDS
+    from lokakern.registry.locks import private_folder
     from lokakern.registry.store import user_database
     from lokakern.registry.trust import imports_folder
 
     target = _file(into, "--into") if into is not None else user_database()
-    with tempfile.TemporaryDirectory(prefix="lokakern-") as folder:
+    with private_folder() as folder:
         if is_url(source):
-            path = download(source, sha256, Path(folder), largest_bytes=GUARDS.largest_bytes)
+            path = download(source, sha256, folder, largest_bytes=GUARDS.largest_bytes)
         else:
             path = _file(source, "import")
         report = import_file(path, target, trusted=trust, sha256=sha256)

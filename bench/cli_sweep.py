@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from lokakern.bench.options import (
     FormatOption,
     JsonOption,
     OutputFormat,
+    Regime,
     RegimeOption,
     ShapeOption,
     WhereOption,
@@ -28,11 +29,13 @@ from lokakern.bench.options import (
 from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
 
 if TYPE_CHECKING:
+    from lokakern.bench.crew import Alone
     from lokakern.bench.suites import Case
     from lokakern.bench.sweep import SweepReport
     from lokakern.types import Device
 
 TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
+DEFAULT_SUITE = "smoke"
 
 
 class Grade(StrEnum):
@@ -64,8 +67,12 @@ def _command_again(arguments: list[str]) -> str:
 @says_errors
 def sweep(
     suite: Annotated[
-        str, typer.Option(help="Suite to measure: a name of `list suites`, or a .toml file.")
-    ] = "smoke",
+        str | None,
+        typer.Option(
+            help="Suite to measure: a name of `list suites`, or a .toml file. Default: smoke; with "
+            "--only-stale whatever was timed on this device."
+        ),
+    ] = None,
     shape: ShapeOption = None,
     epilogue: EpilogueOption = None,
     problem: Annotated[
@@ -89,6 +96,14 @@ def sweep(
     ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure also what the database holds already.")
+    ] = False,
+    only_stale: Annotated[
+        bool,
+        typer.Option(
+            "--only-stale",
+            help="Only what was measured before a kernel or the toolchain changed, and not since; "
+            "what was never measured is left out. A problem with one stale kernel is timed whole.",
+        ),
     ] = False,
     retry: Annotated[
         bool, typer.Option("--retry", help="Measure also what crashed or hung before.")
@@ -138,6 +153,9 @@ def sweep(
         raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
     if watchdog is not None and not watchdog > 0:
         raise typer.BadParameter(f"{watchdog} is no number of seconds", param_hint="--watchdog")
+    if only_stale and (fresh or prebuild):
+        raise typer.BadParameter(f"goes without {'--fresh' if fresh else '--prebuild'}",
+                                 param_hint="--only-stale")  # fmt: skip
     take_gpu()
     device = gpu_named(device_name) if prebuild else current_device()
     with crew_of_torchrun() as crew:
@@ -150,9 +168,12 @@ def sweep(
         if shape or problem or from_misses:
             cases = _asked_for(shape or [], epilogue, problem or [], from_misses, device)
             name = "misses" if from_misses else "shapes"
+        elif only_stale and suite is None:
+            cases, name = _cases_timed(_target(db), regime, device, crew), "stale"
         else:
-            cases, name = _cases_of_suite(suite, device)
-        cases = _checked(cases, name, where, kernel or (), device)
+            cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
+        if cases or not only_stale:  # a database that holds nothing is no wrong usage
+            cases = _checked(cases, name, where, kernel or (), device)
         if prebuild:
             _prebuild(cases, device, kernel or (), quiet)
             return
@@ -170,6 +191,7 @@ def sweep(
                 only=tuple(kernel or ()),
                 fresh=fresh,
                 retry=retry,
+                only_stale=only_stale,
                 errors=errors.value,
                 watchdog_s=watchdog,
                 progress=progress,
@@ -184,9 +206,10 @@ def sweep(
             "is in the database, what they had not was measured by the others")  # fmt: skip
     selection.use_snapshot(None)
     done = sweeping.SweepReport.of_all(every)
-    _tell(done, target)
+    _tell(done, target, only_stale)
     if is_there(target):
-        rows = summary_rows(target, cases, regime.value if regime else None)
+        shown_cases = [cases[place] for place in done.stale] if only_stale else cases
+        rows = summary_rows(target, shown_cases, regime.value if regime else None)
         report.print_rows(rows, "json" if as_json else how.value,
                           title=f"{name} on {device.product}")  # fmt: skip
     if done.out_of_time:
@@ -217,6 +240,30 @@ def _asked_for(
             raise MeasurementError(f"{found} cannot be measured: {reason}")
         cases.append(Case(found, "X1"))
     return list(dict.fromkeys(cases))
+
+
+def _cases_timed(
+    target: Path | str, regime: Regime | None, device: Device, crew: Alone
+) -> list[Case]:
+    """Every problem that a database, or a shipped one, has times of on the device.
+
+    One rank reads it and tells the others: they may have another copy, or read it later.
+    """
+    from lokakern.bench.ages import cases_timed
+    from lokakern.bench.known import read_by_dispatch
+    from lokakern.bench.suites import Case
+    from lokakern.registry.identity import problem_from_row, problem_row
+    from lokakern.registry.store import collect_runs
+    from lokakern.selection import default_regime
+
+    def look() -> list[Any]:
+        collect_runs(target)
+        how = regime.value if regime else default_regime(device)
+        found = cases_timed(read_by_dispatch(target), device, how)
+        return [(problem_row(case.problem), case.distribution) for case in found]
+
+    plain = crew.plan("cases", look)
+    return [Case(problem_from_row(row), distribution) for row, distribution in plain]
 
 
 def _cases_of_suite(suite: str, device: Device) -> tuple[list[Case], str]:
@@ -287,9 +334,12 @@ def _target(db: str | None) -> Path | str:
     return target
 
 
-def _tell(done: SweepReport, target: Path | str) -> None:
+def _tell(done: SweepReport, target: Path | str, only_stale: bool) -> None:
+    if only_stale and not (done.timed or done.measured or done.out_of_time):
+        say("nothing is stale")
+    others = "fresh or never measured" if only_stale else "there already"
     say(f"{done.timed} times of {done.problems} problems and {done.measured} errors in "
-        f"{done.seconds:.0f} s, {done.skipped} were there already; database {target}")  # fmt: skip
+        f"{done.seconds:.0f} s, {done.skipped} were {others}; database {target}")  # fmt: skip
     for words in done.given_up:
         say(f"given up: {words}; --retry launches it again")
     for failure in done.failures[:20]:

@@ -80,6 +80,7 @@ def compare(
     distribution: str | None = None,
     groups: Sequence[Condition] = (),
     seed: int = 0,
+    alone: bool = False,
     step: Callable[[str], None] = lambda _text: None,
 ) -> Comparison:
     """Time dispatch's choice for every gemm of the cases against baselines.
@@ -96,6 +97,7 @@ def compare(
         distribution: Judge errors on one distribution instead of all realistic ones.
         groups: Conditions under which means are taken, too.
         seed: Of operands and order; rows of a database have 0.
+        alone: Time nobody but dispatch's choice and the baselines.
         step: Called with each problem.
 
     Raises:
@@ -114,7 +116,9 @@ def compare(
     rows = []
     for (case,) in in_turn([[case] for case in compared], seed=seed):
         step(str(case.problem))
-        rows.append(_compare_one(case, budget, baselines, regime, distribution, groups, seed))
+        rows.append(
+            _compare_one(case, budget, baselines, regime, distribution, groups, seed, alone)
+        )
     every = _group(rows, baselines)
     share = sum(row.is_fp8 for row in rows) / len(rows) if rows else 0.0
     missed = tuple(row.problem for row in rows if row.should_be_fp8 and not row.is_fp8)
@@ -171,6 +175,7 @@ def _compare_one(
     distribution: str | None,
     groups: Sequence[Condition],
     seed: int,
+    alone: bool,
 ) -> Row:
     device, where, problem = current_device(), torch_device(), case.problem
     choice = choice_of(case, budget, regime, distribution)
@@ -190,7 +195,7 @@ def _compare_one(
         if kernel in runnable
     ]
     others = [k for k in admissible if k.name not in {choice.kernel, *wanted.values()}]
-    contenders += [contender_of(operands, kernel) for kernel in others]
+    contenders += [contender_of(operands, kernel) for kernel in others if not alone]
     timing.time_contenders(
         contenders, regime=regime, device=where, floor_us=floor_us(problem), seed=seed
     )

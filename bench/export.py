@@ -7,11 +7,12 @@ from typing import Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
+from lokakern.registry.files import DIMENSIONS, FACTS
 from lokakern.registry.freshness import is_current
 from lokakern.registry.manifest import manifest_of, place_of, text_of
 from lokakern.registry.reader import Rows, rows_digest
-from lokakern.registry.tables import COLUMNS, DIMENSIONS, FACTS, REFERENCES
-from lokakern.registry.writer import locked, publish, replace_file
+from lokakern.registry.tables import COLUMNS, REFERENCES
+from lokakern.registry.writer import locked, publish, synchronize, write_file
 from lokakern.types import Device
 
 
@@ -37,12 +38,20 @@ def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
         raise DatabaseError(
             f"export: nothing was measured on {device} of kernels as they are now; sweep first"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
     with locked(target) as target:
-        # The file first: with the manifest of another an import refuses it.
-        replace_file(target, kept)
-        manifest = text_of(manifest_of(target, kept, rows_digest(kept), device))
-        publish(place_of(target), lambda temporary: temporary.write_text(manifest, "utf-8"))
+
+        def write_manifest(beside: Path) -> None:
+            def write(temporary: Path) -> None:
+                write_file(temporary, kept)
+                manifest = manifest_of(temporary, target.name, kept, rows_digest(kept), device)
+                beside.write_text(text_of(manifest), "utf-8")
+                synchronize(beside)
+
+            publish(target, write)
+
+        # Both are written before either is renamed. The file first: with the manifest of another
+        # an import refuses it.
+        publish(place_of(target), write_manifest)
     return {name: len(merged[name]) - len(kept[name]) for name in FACTS}
 
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lokakern.bench.accuracy import Cell
 from lokakern.bench.distributions import distribution_named
@@ -24,6 +25,9 @@ from lokakern.registry.records import DistributionRow
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.types import Device, Environment, Granularity, Problem
 
+if TYPE_CHECKING:
+    from lokakern.registry.snapshot import Snapshot
+
 NumericsKey = tuple[Problem, Granularity, Granularity, str]
 
 
@@ -40,6 +44,15 @@ def distribution_row(name: str) -> DistributionRow:
     """The database's row of a distribution."""
     recipe = distribution_named(name)
     return DistributionRow.of(recipe.name, dict(recipe.parameters), realistic=recipe.realistic)
+
+
+def read_by_dispatch(database: str | Path) -> Snapshot:
+    """What dispatch reads where a database is the user's: the shipped files, too."""
+    from lokakern.registry.reader import is_there
+    from lokakern.registry.snapshot import load_snapshot
+    from lokakern.registry.store import shipped_databases
+
+    return load_snapshot([*shipped_databases(), *([database] if is_there(database) else [])])
 
 
 class Races:

@@ -1,12 +1,15 @@
-"""What ``list`` shows: kernels with their evidence, suites, distributions, the device here."""
+"""What ``list`` shows: kernels with their evidence, suites, distributions, devices."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from lokakern import selection
 from lokakern.bench import trials
 from lokakern.bench.distributions import DISTRIBUTIONS
+from lokakern.bench.holdings import Holdings, totals
 from lokakern.bench.suites import SUITES
 from lokakern.bench.wins import wins_of
 from lokakern.device import current_device, current_environment
@@ -21,23 +24,32 @@ Row = dict[str, Any]
 BRIEF = {
     "kernels": ("kernel", "state", "architectures", "why"),
     "libraries": ("library", "version", "state", "won", "why"),
-}
+    "coverage": (
+        "part", "of", "problems", "covered", "untimed", "fresh", "usable", "stale", "missing"
+    ),
+}  # fmt: skip
 
 
-def rows_of(what: str, *, brief: bool = False) -> list[Row]:
+def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> list[Row]:
     """Rows of a listing.
 
     Args:
-        what: "kernels", "libraries", "suites", "distributions" or "device".
+        what: "kernels", "libraries", "suites", "distributions", "device" or "coverage".
         brief: Only the columns that a person needs in a table.
+        device: Of which device or coverage, such as "NVIDIA H200"; None is the one here.
+
+    Raises:
+        DeviceError: The database does not know the device.
     """
-    rows = {
+    listings: dict[str, Callable[[], list[Row]]] = {
         "kernels": _kernels,
         "libraries": _libraries,
         "suites": _suites,
         "distributions": _distributions,
-        "device": _device,
-    }[what]()
+        "device": functools.partial(_device, device),
+        "coverage": functools.partial(_coverage, device),
+    }
+    rows = listings[what]()
     if brief and what in BRIEF:
         return [{column: row[column] for column in BRIEF[what]} for row in rows]
     return rows
@@ -123,24 +135,41 @@ def _distributions() -> list[Row]:
     ]
 
 
-def _device() -> list[Row]:
-    device, environment = current_device(), current_environment()
+def _device(name: str | None) -> list[Row]:
     facts = selection.snapshot()
-    pairs = {
+    device = current_device() if name is None else facts.find_device(name)
+    pairs: dict[str, Any] = {
         "product": device.product,
         "vendor": device.vendor,
         "architecture": device.architecture,
         "compute units": device.compute_units,
         "memory GiB": device.memory_gib,
         "partition": device.partition,
-        "driver": environment.driver,
-        "toolkit": environment.toolkit,
-        "torch": environment.torch,
-        "triton": environment.triton,
-        "power cap W": environment.power_cap_w,
+    }
+    if device == current_device():  # what software another one has is not known
+        environment = current_environment()
+        pairs |= {
+            "driver": environment.driver,
+            "toolkit": environment.toolkit,
+            "torch": environment.torch,
+            "triton": environment.triton,
+            "power cap W": environment.power_cap_w,
+        }
+    pairs |= {
         "user database": str(user_database()),
         "shipped databases": ", ".join(path.name for path in shipped_databases()) or "none",
         "devices in them": ", ".join(sorted(d.product for d in facts.devices)) or "none",
         "snapshot digest": facts.digest,
     }
-    return [{"what": name, "value": value} for name, value in pairs.items()]
+    pairs["regime"] = selection.default_regime(device)
+    held = Holdings(facts, device)
+    pairs |= totals([*held.of_ops(), *held.of_suites()])
+    return [{"what": what, "value": value} for what, value in pairs.items()]
+
+
+def _coverage(name: str | None) -> list[Row]:
+    """A row for the times and one for the errors of each op that was timed; one for each suite."""
+    facts = selection.snapshot()
+    device = current_device() if name is None else facts.find_device(name)
+    held = Holdings(facts, device)
+    return [holding.as_row() for holding in (*held.of_ops(), *held.of_suites())]

@@ -10,6 +10,7 @@ from typing import Any
 
 from lokakern.bench import cost
 from lokakern.bench.accuracy import Cell, cells_for
+from lokakern.bench.ages import Ages
 from lokakern.bench.known import Job, Known
 from lokakern.bench.suites import Case
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
@@ -83,12 +84,15 @@ class Plan:
         self.jobs: list[Job] = []
         self.cells: list[Cell] = []
 
-    def look(self, known: Known, given_up: Mapping[str, int]) -> Found:
+    def look(self, known: Known, given_up: Mapping[str, int], ages: Ages | None = None) -> Found:
         """What a database leaves to do.
 
         Args:
             known: The database.
             given_up: Digests of kernels that crashed or hung, with how often.
+            ages: Of evidence; then only what has some, and none that is fresh, is left to do. A
+                problem with one such kernel is left whole: its kernels race, or say nothing of who
+                is faster.
         """
         why = []
         for kernel in {kernel: None for _, kernels in self._every for kernel in kernels}:
@@ -99,9 +103,13 @@ class Plan:
                 times = given_up[kernel.digest]
                 why.append(f"{kernel.name}: crashed or hung {times} times before")
         self.use(given_up)
+        todo = [n for n, job in enumerate(self.jobs) if not known.has_timings(job)]
         remaining = [known.remaining(cell) for cell in self.cells]
+        if ages is not None:
+            todo = [n for n in todo if ages.is_stale(self.jobs[n])]
+            remaining = [None if left is None else ages.stale_part(left) for left in remaining]
         return Found(
-            todo=[n for n, job in enumerate(self.jobs) if not known.has_timings(job)],
+            todo=todo,
             cells=[
                 (n, left.kernel.name, [kernel.name for kernel in left.stand_ins])
                 for n, left in enumerate(remaining)

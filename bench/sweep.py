@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from lokakern.bench import cost, timing
 from lokakern.bench.accuracy import Cell
+from lokakern.bench.ages import Ages
 from lokakern.bench.crew import Alone, Share
-from lokakern.bench.known import Job, Known, Races, distribution_row
+from lokakern.bench.known import Job, Known, Races, distribution_row, read_by_dispatch
 from lokakern.bench.measure import torch_device
 from lokakern.bench.plan import (
     Found,
@@ -83,7 +84,8 @@ class Progress:
 class SweepReport:
     """What a sweep did.
 
-    ``job_s`` holds what each problem took, in seconds, with its number of candidates.
+    ``job_s`` holds what each problem took, in seconds, with its number of candidates; ``stale``,
+    where only what is stale was asked for, the places of cases whose times were.
     """
 
     timed: int = 0
@@ -96,6 +98,7 @@ class SweepReport:
     out_of_time: bool = False
     estimated_s: float = 0.0
     seconds: float = 0.0
+    stale: list[int] = field(default_factory=list)
     job_s: list[tuple[Problem, int, float]] = field(default_factory=list)
 
     def counts(self) -> dict[str, Any]:
@@ -127,6 +130,7 @@ def sweep(
     only: Sequence[str] = (),
     fresh: bool = False,
     retry: bool = False,
+    only_stale: bool = False,
     distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
     errors: str = "all",
     watchdog_s: float | None = None,
@@ -147,6 +151,8 @@ def sweep(
         only: Words of kernel names; empty for all kernels.
         fresh: Measure also what the database holds already.
         retry: Measure also what crashed or hung before.
+        only_stale: Measure only what was measured before a kernel or the toolchain changed, and
+            not since, by this database and the shipped ones, which dispatch reads, too.
         distributions: Whose errors are measured.
         errors: "all", "none", or "needed": only of numerics classes that have a kernel which is, at
             some problem, no slower than the unquantized one (of ops that have none: at most 1.5x
@@ -181,7 +187,8 @@ def sweep(
     crew.agree({
         "device": repr(device), "environment": repr(environment), "kernels": kernels_digest(),
         "cases": digest_of(map(str, cases)), "regime": regime,
-        "arguments": str((tuple(only), errors, grade, fresh, retry, strikes, tuple(distributions))),
+        "arguments": str((tuple(only), errors, grade, fresh, retry, only_stale, strikes,
+                          tuple(distributions))),
     })  # fmt: skip
     plan = Plan(cases, only, device, distributions if errors != "none" else ())
 
@@ -190,8 +197,10 @@ def sweep(
         return Known(database, device, environment, regime, grade, fresh, retry)
 
     def look() -> dict[str, Any]:
-        collect_runs(database)
-        return asdict(plan.look(known(), {} if retry else known().given_up(strikes)))
+        for why in collect_runs(database).skipped.values():
+            progress.note(f"left for later, with what it holds: {why}")
+        ages = Ages(read_by_dispatch(database), device, regime) if only_stale else None
+        return asdict(plan.look(known(), {} if retry else known().given_up(strikes), ages))
 
     def look_at_times() -> dict[str, Any]:
         """Whose errors are needed, now that every time is there."""
@@ -214,6 +223,9 @@ def sweep(
     todo, left = [plan.jobs[place] for place in found.todo], found.cells
     report.skipped = sum(len(job.kernels) for job in plan.jobs)
     report.skipped -= sum(len(job.kernels) for job in todo)
+    if only_stale:
+        places = {case: place for place, case in enumerate(cases)}
+        report.stale = [places[job.case] for job in todo]
 
     def choose_errors() -> list[Any]:
         cells, count = left, len(plan.cells)
@@ -227,6 +239,9 @@ def sweep(
         left = choose_errors()
         if not left:
             return report
+    if only_stale:
+        progress.note(f"stale: {len(todo)} of {len(plan.jobs)} problems, and {len(left)} of "
+                      f"{len(plan.cells)} errors")  # fmt: skip
     report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / crew.world
     count = sum(len(job.kernels) for job in todo)
     progress.note(

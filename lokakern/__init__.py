@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from lokakern.chains import dispatch_chain
+from lokakern.freezing import freeze
 from lokakern.functional import (
     dequantize,
     gemm,
@@ -32,6 +33,7 @@ __all__ = [
     "dequantize",
     "dispatch",
     "dispatch_chain",
+    "freeze",
     "gemm",
     "gemm_norm",
     "norm_quantize",

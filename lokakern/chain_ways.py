@@ -290,7 +290,9 @@ def _measured(
         problem: In which form.
         unquantized: Only kernels that quantize nothing they read.
     """
-    table = selection.table_for(problem, None, chain.distributions, chain.device, chain.regime)
+    table = selection.table_for(
+        problem, None, chain.distributions, chain.device, chain.regime, is_choice=False
+    )
     for candidate in table.candidates:
         found = candidate.time_at(problem.m)
         if found is None or (unquantized and not candidate.unquantized):

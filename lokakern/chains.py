@@ -58,7 +58,8 @@ def dispatch_chain(
     and the layer before writes bfloat16, a quantizer stands between them, and its time counts.
     Times add up, and so do squares of errors; all combinations are weighed.
     The unquantized chain is always legal: it is the answer where nothing else is within the budget,
-    nothing is faster beyond noise, or it was not measured itself.
+    nothing is faster beyond noise, or it was not measured itself; and of frozen choices, because
+    `lokakern.freeze` keeps no chains.
 
     Args:
         layers: ``(n, k, epilogue)`` each: columns of the output and of the input, which is the
@@ -101,6 +102,11 @@ def dispatch_chain(
             "dispatch_chain: out_granularity is 'tensor', and nothing bounds the last layer's "
             f"output ({chain.layers[-1].epilogue}); expected row or 1x128"
         )
+    held = selection.choices()
+    if held is not None:
+        plain = unquantized_steps(chain)
+        note = f"chains are not in {held.origin}; the unquantized chain is taken"
+        return ChainChoice(chain, limit, plain, plain, note=note)
     ways = [ways_of(chain, place) for place in range(len(chain.layers))]
     ends = (Form(scales, scales) for scales in (chain.reads, chain.writes))
     paths = tuple(best_paths(ways, *ends))
@@ -137,7 +143,7 @@ def _device_named(device: Device | str | None) -> Device:
             f"dispatch_chain: device is {device!r}; expected a product such as 'NVIDIA H200', or a "
             "Device"
         )
-    return selection.snapshot().find_device(device)
+    return selection.device_named(device)
 
 
 def _checked(layers: Sequence[tuple[int, int, str]]) -> tuple[Layer, ...]:

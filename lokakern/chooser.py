@@ -10,10 +10,10 @@ from typing import Protocol
 from torch import Tensor
 
 from lokakern import misses, selection
-from lokakern.errors import MissError, UnknownNameError, UnsupportedError
+from lokakern.errors import MeasurementError, MissError, UnknownNameError, UnsupportedError
 from lokakern.operands import device_of
 from lokakern.registry.register import FP8_GPUS, Kernel, kernels_for
-from lokakern.table import Table
+from lokakern.table import FrozenTable, Table
 from lokakern.types import ErrorBudget, Problem, Rejected
 
 logger = logging.getLogger("lokakern")
@@ -47,10 +47,11 @@ def kernel_of(table: Table, m: int, needs: frozenset[str] = frozenset()) -> Kern
     problem = table.problem
     kernel = table.kernels[bisect_right(table.breakpoints, m) - 1]
     if kernel is None:
-        reasons = (f"{name}: {why}" for name, why in table.pick(m).rejected)
+        pick = table.pick(m)
+        reasons = [f"{name}: {why}" for name, why in pick.rejected]
         raise UnsupportedError(
             f"{problem.op}: no kernel runs {replace(problem, m=m)} on {table.device.product}: "
-            + "; ".join(reasons)
+            + ("; ".join(reasons) or pick.note)
         )
     multiplies_fp8 = problem.b is not None and problem.a.format.is_fp8
     if multiplies_fp8 and "any" in kernel.architectures:
@@ -94,6 +95,8 @@ LOGGED: set[str] = set()  # families of problems whose miss was told
 def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
     """What a miss asks for: the unquantized kernel, logged once and kept in the ledger.
 
+    One of frozen choices is not kept: nobody asked a database.
+
     Returns:
         None where the problem was measured now: look again.
 
@@ -104,24 +107,41 @@ def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
     """
     problem = replace(table.problem, m=m)
     pick = table.pick(m)
-    reason = misses.why_not_measurable(problem)
-    command = misses.sweep_command(problem) if reason is None else f"nothing yet: {reason}"
+    remedy = _remedy(table, problem)
     if on_miss == "raise":
-        raise MissError(f"{problem.op}: {problem}: {pick.note}; measure it with: {command}")
+        raise MissError(f"{problem.op}: {problem}: {pick.note}; {remedy}")
     if on_miss == "measure":
+        if table.origin is not None:
+            raise MeasurementError(
+                f'{problem.op}: on_miss="measure" is refused while answers are frozen, because '
+                f"what is measured would not be read: {problem}: {pick.note}; {remedy}"
+            )
         misses.measure(problem)
         selection.use_snapshot(None)
         return None
-    misses.record(problem, table.device)
+    if table.origin is None:
+        misses.record(problem, table.device)
     family = str(replace(problem, m=0))
     if family not in LOGGED:
         LOGGED.add(family)
-        words = "%s: %s: %s; using %s. Measure it with: %s"
-        logger.warning(words, problem.op, problem, pick.note, pick.name, command)
+        words = "%s: %s: %s; using %s. %s"
+        remedy = remedy[0].upper() + remedy[1:]
+        logger.warning(words, problem.op, problem, pick.note, pick.name, remedy)
     kernel = pick.candidate.kernel if pick.candidate else None
     if kernel is None:
         raise UnsupportedError(f"{problem.op}: {problem}: no kernel runs on {table.device.product}")
     return kernel
+
+
+def _remedy(table: Table, problem: Problem) -> str:
+    """What to do about a miss."""
+    if table.origin is not None and not isinstance(table, FrozenTable):
+        return table.origin.remedy
+    reason = misses.why_not_measurable(problem)
+    command = misses.sweep_command(problem) if reason is None else f"nothing yet: {reason}"
+    if table.origin is None:
+        return f"measure it with: {command}"
+    return f"{table.origin.remedy}, once it is measured with: {command}"
 
 
 def only(kernel: Kernel) -> Chooser:

@@ -40,6 +40,14 @@ class DatabaseError(LokakernError):
     """A database that cannot be read, is newer than this code, or holds impossible rows."""
 
 
+class ChoicesError(LokakernError):
+    """A file of frozen choices that cannot be used here, or nothing to freeze."""
+
+
+class DisagreementError(LokakernError):
+    """Ranks of one job that would choose different kernels."""
+
+
 class MeasurementError(LokakernError):
     """A measurement could not be made as the contracts ask."""
 

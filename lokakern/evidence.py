@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # with 3 %.
 TIE_FLOOR = 0.03
 TIE_CEILING = 0.05  # and beyond 5 % they differ, however few the replays
+FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
 FEWEST_SEEDS = 3  # of which a bound is the worst; fewer are no evidence
 LIMIT_COLUMNS = {
     "row_err": "row_err_upper",
@@ -88,7 +89,7 @@ class Candidate:
             return None
         low, high = self.times[below], self.times[above]
         share = (m - below) / (above - below)
-        worse = max(low.freshness, high.freshness, key=("fresh", "usable", "stale").index)
+        worse = max(low.freshness, high.freshness, key=FRESHNESS.index)
         return (
             Time(
                 low.latency_us + share * (high.latency_us - low.latency_us),
@@ -186,7 +187,7 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
     return tools
 
 
-def _grade(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
+def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
     """fresh: digest and toolchain equal; usable: toolchain differs; stale: digest differs."""
     if not is_current(cell.kernel):
         return "stale"
@@ -200,14 +201,14 @@ def _grade(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str
 def _graded(
     cells: Iterable[TimingCell], local: bool, facts: Snapshot
 ) -> list[tuple[TimingCell, str]]:
-    return [(cell, _grade(cell, local, facts)) for cell in cells]
+    return [(cell, freshness_of(cell, local, facts)) for cell in cells]
 
 
 def _outcomes(
     graded: list[tuple[TimingCell, str]],
 ) -> tuple[list[tuple[TimingCell, str]], dict[int, str]]:
     """Cells with times, and the m where the freshest word is a failure, with its reason."""
-    age = ("fresh", "usable", "stale").index
+    age = FRESHNESS.index
     good: list[tuple[TimingCell, str]] = []
     failed: dict[int, str] = {}
     for m in {cell.m for cell, _ in graded}:
@@ -245,8 +246,7 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
 
 def _rank(cell: TimingCell | AccuracyCell, fresh: str, doubted: bool) -> tuple[bool | int, ...]:
     """The least is the best: what nobody verified comes after what was measured here."""
-    age = ("fresh", "usable", "stale").index(fresh)
-    return fresh == "stale", doubted, age, cell.grade != "full"
+    return fresh == "stale", doubted, FRESHNESS.index(fresh), cell.grade != "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,14 +283,14 @@ def _errors_or_reason(
 
     asked = problem_key(accuracy_problem(problem, fp8_format(device)))
     own = facts.accuracy_cells(device.architecture, kernel.name, asked)
-    fresh_enough = (c for c in own if _grade(c, local, facts) != "stale")
+    fresh_enough = (c for c in own if freshness_of(c, local, facts) != "stale")
     bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
     if bad is not None:
         return Wrong(f"{bad.status} on {bad.distribution}: {bad.reason}")
     cells = facts.accuracy_cells_of_class(
         device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
     )
-    usable = [(c, _grade(c, local, facts)) for c in cells if c.status == "ok"]
+    usable = [(c, freshness_of(c, local, facts)) for c in cells if c.status == "ok"]
     usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
     bounds: dict[str, float] = {}
     worst_name, worst_value = "", -1.0
@@ -315,7 +315,10 @@ def _errors_or_reason(
         known: dict[str, float] = {}
         if any(map(_is_doubted, chosen)):
             is_verified = False
-            known = facts.worst_errors(problem, kernel, distribution)
+            known = facts.worst_errors(
+                accuracy_problem(problem, fp8_format(device)),
+                kernel.granularity, kernel.b_granularity, distribution,
+            )  # fmt: skip
             if not known:
                 incomparable.append(distribution)
                 continue

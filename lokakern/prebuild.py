@@ -160,7 +160,7 @@ def gpu_named(device: Device | str | None) -> Device:
                 "device='NVIDIA H200'"
             )
         return found
-    found = device if isinstance(device, Device) else selection.snapshot().find_device(device)
+    found = selection.device_named(device)
     if not found.is_gpu:
         raise DeviceError(f"warmup: {found} is no GPU; nothing is compiled for it")
     return found

@@ -10,10 +10,13 @@ from torch import Tensor
 
 from lokakern import selection
 from lokakern.errors import FormatError, ShapeError
+from lokakern.frozen import Weight
 from lokakern.functional import quantize
 from lokakern.operands import check_matrix, device_of, operand_of
 from lokakern.registry.register import fp8_format
+from lokakern.table import Table
 from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
     Device,
     ErrorBudget,
     Granularity,
@@ -23,6 +26,9 @@ from lokakern.types import (
     QuantizedTensor,
     alignment_of,
 )
+
+FORMS: dict[tuple[Device, Weight], Granularity] = {}  # what was chosen; NONE leaves a weight
+selection.on_new_snapshot(FORMS.clear)
 
 
 def prepare_weight(
@@ -71,41 +77,52 @@ def prepare_weight(
         )
     device = device_of(w)
     names = selection.distribution_names(distribution)
-    fp8 = fp8_format(device)
     n, k = w.shape
-    best: tuple[float, str, Granularity] | None = None
+    judged = names or REALISTIC_DISTRIBUTIONS
+    asked = Weight(n, k, weight.format, limits, judged, int(m_range[0]), int(m_range[1]))
+    held = selection.choices()
+    form = _fastest_form(asked, device, names) if held is None else held.form(asked, device)
+    FORMS[device, asked] = form
+    if form is Granularity.NONE:
+        return QuantizedTensor(w, None, form, True, None, limits)
+    quantized = quantize(w.detach(), form, out_format=fp8_format(device))
+    return QuantizedTensor(quantized.data, quantized.scale, form, True, w, limits)
+
+
+def _fastest_form(
+    asked: Weight, device: Device, distributions: tuple[str, ...] | None
+) -> Granularity:
+    """Scales with which FP8 pays most; NONE where it never does."""
+    best = (0.0, "", Granularity.NONE)
     for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK):
         problem = Problem(
-            op="gemm", m=m_range[0], n=n, k=k,
-            a=Operand(weight.format, Granularity.NONE, Layout.ROW,
-                      alignment_of(k * w.element_size())),
-            b=Operand(fp8, granularity, Layout.COLUMN),
-            prepared=True, out_format=weight.format,
+            op="gemm", m=asked.least_m, n=asked.n, k=asked.k,
+            a=Operand(asked.format, Granularity.NONE, Layout.ROW,
+                      alignment_of(asked.k * asked.format.dtype.itemsize)),
+            b=Operand(fp8_format(device), granularity, Layout.COLUMN),
+            prepared=True, out_format=asked.format,
         )  # fmt: skip
-        gain = _mean_log_gain(problem, limits, names, device, m_range)
-        if gain < 0 and (best is None or (gain, granularity.value) < best[:2]):
-            best = (gain, granularity.value, granularity)
-    if best is None:
-        return QuantizedTensor(w, None, Granularity.NONE, True, None, limits)
-    quantized = quantize(w.detach(), best[2], out_format=fp8)
-    return QuantizedTensor(quantized.data, quantized.scale, best[2], True, w, limits)
+        gain = _mean_log_gain(problem, asked, device, distributions)
+        best = min(best, (gain, granularity.value, granularity), key=lambda way: way[:2])
+    return best[2]
 
 
 def _mean_log_gain(
-    problem: Problem,
-    budget: ErrorBudget,
-    distributions: Sequence[str] | None,
-    device: Device,
-    m_range: tuple[int, int],
+    problem: Problem, asked: Weight, device: Device, distributions: tuple[str, ...] | None
 ) -> float:
     """Mean of log(time chosen / time unquantized) over the range's ends and measured m."""
-    names = None if distributions is None else tuple(distributions)
-    low, high = m_range
-    table = selection.table_for(problem, budget, names, device)
+
+    def table_at(m: int) -> Table:
+        return selection.table_for(
+            replace(problem, m=m), asked.budget, distributions, device, is_choice=False
+        )
+
+    low, high = asked.least_m, asked.largest_m
+    table = table_at(low)
     sizes = {low, high, *(m for m in table.measured_m if low <= m <= high)}
     total = 0.0
     for m in sizes:
-        pick = selection.table_for(replace(problem, m=m), budget, names, device).pick(m)
+        pick = table_at(m).pick(m)
         base = next((c for c in table.candidates if c.name == table.baseline), None)
         base_time = base.time_at(m) if base else None
         if pick.time is not None and base_time is not None:

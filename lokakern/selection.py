@@ -7,19 +7,22 @@ between them, so that a warm answer is one dict look-up and one bisection.
 
 from __future__ import annotations
 
-import math
+import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lokakern import agreement, frozen_file
+from lokakern.choice import Choice as Choice
 from lokakern.device import current_device, devices_here
-from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.errors import ChoicesError, UnknownNameError
 from lokakern.evidence import Candidate, candidate_of
+from lokakern.frozen import Choices
 from lokakern.problems import baseline_name, make_problem
-from lokakern.registry.register import KERNELS, Kernel, kernels_for, load_kernels
-from lokakern.table import Pick, Table
+from lokakern.registry.register import KERNELS, kernels_for, load_kernels
+from lokakern.table import Table
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
     REGIMES,
@@ -37,129 +40,14 @@ if TYPE_CHECKING:
 OUTSIDE = "outside"
 
 
-class Choice:
-    """Dispatch's answer at one m; everything but the kernel's name is worked out when asked."""
-
-    __slots__ = ("_pick", "m", "table")
-
-    def __init__(self, table: Table, m: int) -> None:
-        self.table = table
-        self.m = m
-        self._pick: Pick | None = None
-
-    @property
-    def pick(self) -> Pick:
-        if self._pick is None:
-            self._pick = self.table.pick(self.m)
-        return self._pick
-
-    @property
-    def kernel(self) -> str:
-        """Name of the chosen kernel."""
-        table = self.table
-        return table.winners[bisect_right(table.breakpoints, self.m) - 1]
-
-    @property
-    def problem(self) -> Problem:
-        return replace(self.table.problem, m=self.m)
-
-    @property
-    def latency_us(self) -> float | None:
-        """Median time in microseconds, measured or interpolated; None if not measured."""
-        return self.pick.time.latency_us if self.pick.time else None
-
-    @property
-    def interpolated(self) -> bool:
-        return self.pick.interpolated
-
-    @property
-    def is_miss(self) -> bool:
-        """Whether the database could not answer and the unquantized kernel was taken."""
-        return bool(self.pick.note)
-
-    @property
-    def tied(self) -> tuple[str, ...]:
-        """Kernels whose time cannot be told from the winner's."""
-        return self.pick.tied
-
-    @property
-    def rejected(self) -> dict[str, str]:
-        """Every other kernel, with its reason."""
-        return dict(self.pick.rejected)
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Worst stored bounds of the winner over the distributions asked for."""
-        return dict(self.pick.candidate.errors) if self.pick.candidate else {}
-
-    @property
-    def callable(self) -> bool:
-        """Whether the kernel can run here."""
-        return self.table.callable_here and self._kernel() is not None
-
-    def _kernel(self) -> Kernel | None:
-        table = self.table
-        return table.kernels[bisect_right(table.breakpoints, self.m) - 1]
-
-    def explain(self) -> str:
-        """The winner with its rows, and every rejected kernel with its reason."""
-        pick, table = self.pick, self.table
-        within = f" within {table.budget}" if table.budget else ""
-        if pick.time is None:
-            how = f"{pick.name or 'no kernel'}, not measured"
-        else:
-            how = f"{pick.name}, {pick.time.latency_us:.2f} us"
-            kind = "interpolated" if pick.interpolated else "measured"
-            runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
-            how += f" ({kind}, {runs}, {table.regime}"
-            how += "" if pick.time.freshness == "fresh" else f", {pick.time.freshness}"
-            how += "" if pick.time.is_verified else ", imported and not verified"
-            how += ")"
-        lines = [f"{self.problem} on {table.device.product}{within}: {how}"]
-        if pick.note:
-            lines.append(f"  miss: {pick.note}")
-        if pick.tied:
-            lines.append(f"  tied with {', '.join(pick.tied)}: larger errors lose a tie")
-        if self.errors:
-            words = ", ".join(f"{k} {v:.4g}" for k, v in self.errors.items() if math.isfinite(v))
-            worst = pick.candidate.worst_distribution if pick.candidate else ""
-            lines.append(f"  error: {words} (row_err worst on {worst})")
-        if pick.candidate and not pick.candidate.errors_verified:
-            lines.append("  error: imported and not verified: the worse of it and of what is known "
-                         "here of such arithmetic")  # fmt: skip
-        if len(table.distributions) < len(REALISTIC_DISTRIBUTIONS):
-            lines.append(f"  judged on {', '.join(table.distributions)} only")
-        width = max((len(name) for name, _ in pick.rejected), default=0)
-        lines += [f"  {name:<{width}}  rejected: {why}" for name, why in sorted(pick.rejected)]
-        return "\n".join(lines)
-
-    def __call__(self, *operands: Any, **options: Any) -> Any:
-        """Run the chosen kernel on operands, as the public function of the op would.
-
-        Raises:
-            UnsupportedError: The choice is for another device.
-        """
-        kernel = self._kernel()
-        if kernel is None and self.pick.note and self.table.callable_here:
-            raise UnsupportedError(f"{self.problem}: {self.pick.note}")
-        if not self.table.callable_here or kernel is None:
-            raise UnsupportedError(
-                f"{self.kernel or 'this choice'} is for {self.table.device.product}; "
-                f"here is {current_device().product}; dispatch without device= to run it"
-            )
-        from lokakern import functional
-
-        return functional.run(kernel, *operands, **options)
-
-    def __repr__(self) -> str:
-        time = "not measured" if self.latency_us is None else f"{self.latency_us:.2f} us"
-        return f"Choice({self.kernel!r}, {self.problem}, {time})"
-
-
 _TABLES: dict[Any, Table] = {}
 _LOCK = threading.RLock()
 _SNAPSHOT: Snapshot | None = None
+_CHOICES: Choices | None = None
+_IS_ENVIRONMENT_READ = False
 _GENERATION = 0
+_MOST_TABLES = 4096  # callers that invent budgets must not fill the memory
+_FORGOTTEN = False  # whether tables were dropped because there were more
 
 
 def snapshot() -> Snapshot:
@@ -174,11 +62,48 @@ def snapshot() -> Snapshot:
 
 
 def use_snapshot(new: Snapshot | None) -> None:
-    """Answer from another snapshot from now on; None reads the files again at the next use."""
-    global _SNAPSHOT, _GENERATION
+    """Answer from another snapshot from now on; None reads the files again at the next use.
+
+    Frozen choices are left; with None those of the environment count again.
+    """
+    _answer_from(new, None, new is not None)
+
+
+def choices() -> Choices | None:
+    """The frozen choices that dispatch answers from; None where it reads databases.
+
+    Those that LOKAKERN_CHOICES named at first use, or `use_choices` since.
+
+    Raises:
+        ChoicesError: The file that LOKAKERN_CHOICES names cannot be used here.
+    """
+    global _CHOICES, _IS_ENVIRONMENT_READ
     with _LOCK:
-        _SNAPSHOT = new
+        if not _IS_ENVIRONMENT_READ:
+            named = os.environ.get("LOKAKERN_CHOICES")
+            _CHOICES = frozen_file.load(named) if named else None
+            _IS_ENVIRONMENT_READ = True
+        return _CHOICES
+
+
+def use_choices(path: str | Path | None) -> None:
+    """Answer from a file of `lokakern.freeze` and no database from now on.
+
+    Args:
+        path: The file; None reads databases again, whatever LOKAKERN_CHOICES says.
+
+    Raises:
+        ChoicesError: The file cannot be used here; what was answered from before stays.
+    """
+    _answer_from(_SNAPSHOT, None if path is None else frozen_file.load(path), True)
+
+
+def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_read: bool) -> None:
+    global _SNAPSHOT, _CHOICES, _IS_ENVIRONMENT_READ, _GENERATION, _FORGOTTEN
+    with _LOCK:
+        _SNAPSHOT, _CHOICES, _IS_ENVIRONMENT_READ = facts, held, is_environment_read
         _GENERATION += 1
+        _FORGOTTEN = False
         _TABLES.clear()
         for listener in _LISTENERS:
             listener()
@@ -187,6 +112,33 @@ def use_snapshot(new: Snapshot | None) -> None:
 def on_new_snapshot(clear: Callable[[], None]) -> None:
     """Call ``clear`` whenever the snapshot changes: for caches that are built on tables."""
     _LISTENERS.append(clear)
+
+
+def chosen() -> list[Table]:
+    """The tables that were asked for a kernel since the snapshot was loaded.
+
+    Raises:
+        ChoicesError: There were more than are kept.
+    """
+    with _LOCK:
+        if _FORGOTTEN:
+            raise ChoicesError(
+                f"more than {_MOST_TABLES} choices were made here, and not all are kept; freeze in "
+                "a process that does nothing but run the model"
+            )
+        return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
+
+
+def device_named(device: Device | str | None) -> Device:
+    """The device of a product's name; None for the one here.
+
+    Raises:
+        DeviceError: Neither the database nor the frozen choices know the device.
+    """
+    if device is None or isinstance(device, Device):
+        return device or current_device()
+    held = choices()
+    return snapshot().find_device(device) if held is None else held.find_device(device)
 
 
 _LISTENERS: list[Callable[[], None]] = []
@@ -282,15 +234,20 @@ def table_for(
     device: Device | str | None = None,
     regime: str | None = None,
     needs: frozenset[str] = frozenset(),
+    *,
+    is_choice: bool = True,
 ) -> Table:
     """The frozen answers for a problem at every m with the same power-of-two divisors.
 
-    Only kernels that do what ``needs`` says (`registry.register.NEEDS`) are considered.
+    Only kernels that do what ``needs`` says (`registry.register.NEEDS`) are considered. With
+    ``is_choice`` the answer is what is run, and `lokakern.freeze` keeps it.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
         DeviceError: The database does not know the device.
+        DisagreementError: Another rank of this job would choose from something else.
     """
+    global _FORGOTTEN
     m_alignment = alignment_of(problem.m)
     if regime is not None and regime not in REGIMES:
         raise UnknownNameError(
@@ -300,9 +257,14 @@ def table_for(
     with _LOCK:
         table = _TABLES.get(key)
         if table is None:
-            if len(_TABLES) > 4096:  # callers that invent budgets must not fill the memory
+            if len(_TABLES) > _MOST_TABLES:
                 _TABLES.clear()
+                _FORGOTTEN = True
             table = _TABLES[key] = _build(problem, budget, distributions, device, regime, needs)
+        if is_choice and not table.is_choice:
+            table.is_choice = True
+            if _CHOICES is not None:
+                _CHOICES.tell(table)
         return table
 
 
@@ -338,16 +300,19 @@ def _build(
     regime: str | None,
     needs: frozenset[str],
 ) -> Table:
-    from lokakern.registry.snapshot import family_key
-
-    facts = snapshot()
-    if device is None:
-        target = current_device()
-    else:
-        target = device if isinstance(device, Device) else facts.find_device(device)
+    held = choices()
+    target = device_named(device)
     local = target in devices_here()
     if regime is None:
         regime = default_regime(target)
+    if local:
+        agreement.check(target, lambda: str(held) if held else f"snapshot {snapshot().digest}")
+    if held is not None:
+        judged = distributions or REALISTIC_DISTRIBUTIONS
+        return held.table(problem, budget, judged, target, regime, needs)
+    from lokakern.registry.snapshot import family_key
+
+    facts = snapshot()
     if distributions is None:
         distributions = REALISTIC_DISTRIBUTIONS
     else:

@@ -1,10 +1,12 @@
-"""Tables: the frozen answers for one problem without its m."""
+"""Tables: the frozen answers for one problem without its m, measured or read from a file."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 from lokakern.evidence import Candidate, Time, within_noise
 from lokakern.registry.register import Kernel, kernels_for
@@ -27,6 +29,32 @@ class Pick:
         return self.candidate.name if self.candidate else ""
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The file of frozen choices that a table answers from.
+
+    Attributes:
+        path: As it was named.
+        frozen_utc_ms: When it was written.
+        snapshot: Digest of the snapshot that was answered from then.
+    """
+
+    path: str
+    frozen_utc_ms: int
+    snapshot: str
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.frozen_utc_ms / 1000, UTC)
+        return f"{self.path}, frozen {when:%Y-%m-%d %H:%M} UTC from snapshot {self.snapshot[:12]}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do where it has no answer."""
+        return (
+            f"run it where the database is and write the file again: lokakern.freeze({self.path!r})"
+        )
+
+
 @dataclass(eq=False)
 class Table:
     """Everything needed to answer for one problem without m; built once, then only read."""
@@ -47,6 +75,8 @@ class Table:
     winners: list[str] = field(default_factory=list)
     kernels: list[Kernel | None] = field(default_factory=list)
     misses: list[bool] = field(default_factory=list)
+    origin: Origin | None = None  # None where a database was read
+    is_choice: bool = False  # whether it was asked for a kernel, and not only for what is known
 
     def __post_init__(self) -> None:
         self._freeze()
@@ -95,7 +125,7 @@ class Table:
         """The decision at m, with reasons; see `dispatch` for the rules."""
         rejected = list(self.rejected)
         timed: list[tuple[Candidate, Time, bool]] = []
-        problem = replace(self.problem, m=self._like(m))
+        problem = replace(self.problem, m=self.like(m))
         for candidate in self.candidates:
             found = candidate.time_at(m)
             reason = self._reason_against(candidate, problem, found[0] if found else None)
@@ -111,7 +141,7 @@ class Table:
                 timed.append((candidate, *found))
         base = next((c for c in self.candidates if c.name == self.baseline), None)
         if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
-            note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
+            note = self._miss_words(m)
             if self.baseline_kernel is not None:
                 answer = self.baseline_kernel.supports(problem, self.device)
                 if isinstance(answer, Rejected):
@@ -148,7 +178,7 @@ class Table:
         names = tuple(sorted(item[0].name for item in tied if item[0].name != winner.name))
         return Pick(winner, time, interpolated, names, tuple(rejected))
 
-    def _like(self, m: int) -> int:
+    def like(self, m: int) -> int:
         """An m near m with the divisors this table is for; kernels are asked about that."""
         unit = self.m_alignment
         if unit == 16:
@@ -194,7 +224,7 @@ class Table:
 
         None of a library's: nothing is known of what it does at this problem.
         """
-        note = _miss_words(self.problem, m, self.measured_m, self.regime, self.device)
+        note = self._miss_words(m)
         usable = [c for c in self.candidates if c.time_at(m) and c.errors]
         if self.budget is not None and usable:
             limit = next(iter(self.budget.limits))
@@ -220,6 +250,33 @@ class Table:
                                 rejected=tuple(rejected))  # fmt: skip
         return Pick(None, note=note, rejected=tuple(rejected))
 
+    def _miss_words(self, m: int) -> str:
+        if self.origin is not None:
+            return f"not among the choices of {self.origin}"
+        measured, problem = self.measured_m, self.problem
+        if measured:
+            return f"m={m} is outside what was measured ({_range_words(measured)})"
+        sizes = f"n={problem.n} k={problem.k}" if problem.b is not None else f"k={problem.k}"
+        return f"nothing was measured at {sizes}, {self.regime}, on {self.device.product}"
+
+
+class FrozenTable(Table):
+    """A table read from a file: who wins where, and nothing of why."""
+
+    def _freeze(self) -> None:
+        """Breakpoints and winners were given."""
+
+    @property
+    def measured_m(self) -> list[int]:
+        """Where the answer changes: all that is known of what was measured."""
+        return self.breakpoints[1:]
+
+    def pick(self, m: int) -> Pick:
+        place = bisect_right(self.breakpoints, m) - 1
+        name = self.winners[place]
+        note = f"dispatch had no answer for it in {self.origin}" if self.misses[place] else ""
+        return Pick(_unmeasured(name, self.kernels[place]) if name else None, note=note)
+
 
 def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
     return Candidate(name, kernel, Granularity.NONE, {}, {}, {}, "", "not measured here", True)
@@ -233,10 +290,3 @@ def _floor_words(limit: str, allowed: float) -> str:
     if limit == "row_err" and allowed < 0.035:
         return "; the floor of E4M3 x E4M3 is about 0.035"
     return ""
-
-
-def _miss_words(problem: Problem, m: int, measured: list[int], regime: str, device: Device) -> str:
-    if measured:
-        return f"m={m} is outside what was measured ({_range_words(measured)})"
-    sizes = f"n={problem.n} k={problem.k}" if problem.b is not None else f"k={problem.k}"
-    return f"nothing was measured at {sizes}, {regime}, on {device.product}"

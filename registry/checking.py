@@ -14,13 +14,12 @@ from typing import Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity, physics
+from lokakern.registry.files import DIMENSIONS, FACTS
 from lokakern.registry.foreign import Foreign
 from lokakern.registry.records import canonical_json, now_utc_ms
 from lokakern.registry.rules import Rule, constraints_of, rules_of
 from lokakern.registry.tables import (
     COLUMNS,
-    DIMENSIONS,
-    FACTS,
     KEYS_IN_BYTES_SINCE,
     REFERENCES,
     TABLES,

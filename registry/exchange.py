@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -11,12 +10,14 @@ from pathlib import Path
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
 from lokakern.registry.checking import Checked, check
+from lokakern.registry.files import FACTS, shown
 from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.freshness import is_current
+from lokakern.registry.locks import private_folder
 from lokakern.registry.manifest import manifest_beside
 from lokakern.registry.merging import MergeReport, merge_rows, union
-from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve, shown
-from lokakern.registry.tables import COLUMNS, FACTS, TABLES
+from lokakern.registry.reader import READERS, Rows, Source, read_rows, resolve
+from lokakern.registry.tables import COLUMNS, TABLES
 from lokakern.registry.trust import place_for, waiting_for
 from lokakern.registry.union import Part, own_part, write_union
 from lokakern.registry.writer import locked, publish
@@ -108,10 +109,9 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
     Returns:
         How many rows the file had, and has, by table.
     """
-    _make_folder(target)
     with locked(target) as target, ExitStack() as stack:
         known = [stack.enter_context(own_part(target))] if target.exists() else []
-        had, has = _counts(known, target), dict.fromkeys(TABLES, 0)
+        had, has = _counts(known), dict.fromkeys(TABLES, 0)
 
         def write(temporary: Path) -> None:
             has.update(write_union(temporary, [*known, part]))
@@ -129,20 +129,29 @@ def _let_wait(part: Part, database: Path, sha256: str) -> tuple[dict[str, int], 
     Returns:
         How many rows there were, here and waiting, and are, by table.
     """
-    _make_folder(database)
     with locked(database) as place, ExitStack() as stack:
         target = place_for(place, sha256)
-        _make_folder(target)
         paths = [*([place] if place.exists() else []), *(w.path for w in waiting_for(place))]
         known = [stack.enter_context(own_part(path)) for path in paths]
         # Whatever contradicts the part is said now: reading them together would fail ever after.
-        had, has = _counts(known, target), _counts([*known, part], target)
+        had, has = _counts(known), _counts([*known, part])
         if has != had:
+            _make_folder(target.parent)
             publish(target, lambda temporary: write_union(temporary, [part]))
     return had, has
 
 
-def _counts(parts: Sequence[Part], beside: Path) -> dict[str, int]:
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(
+            f"folder {str(folder)!r} cannot be made: {error.strerror}; choose another database "
+            "(--into, LOKAKERN_DB)"
+        ) from None
+
+
+def _counts(parts: Sequence[Part]) -> dict[str, int]:
     """How many rows a union has, by table."""
     if len(parts) < 2:
         counts = dict.fromkeys(TABLES, 0)
@@ -150,22 +159,12 @@ def _counts(parts: Sequence[Part], beside: Path) -> dict[str, int]:
             counts |= part.counts
             counts |= {name: len(rows) for name, rows in part.dimensions.items()}
         return counts
-    with tempfile.TemporaryDirectory(dir=beside.parent, prefix=".union-") as folder:
-        return write_union(Path(folder) / "union.sqlite", parts)
+    with private_folder() as folder:
+        return write_union(folder / "union.sqlite", parts)
 
 
 class _NothingNew(Exception):
     """Ends a publication that would change nothing."""
-
-
-def _make_folder(target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DatabaseError(
-            f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
-            "another (--into, --out, LOKAKERN_DB)"
-        ) from None
 
 
 def _changed(part: Part) -> tuple[str, ...]:
@@ -198,7 +197,6 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     if not isinstance(place, Path):
         return merge_rows([read_foreign(source, guards) for source in sources], place)
     _refuse_existing(place)
-    _make_folder(place)
     has: dict[str, int] = {}
     with locked(place) as place, ExitStack() as stack:
         _refuse_existing(place)

@@ -26,15 +26,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import REMAKE, check_beside, check_header, shown
+from lokakern.registry.locks import private_folder
 from lokakern.registry.reader import (
-    REMAKE,
     Source,
-    check_beside,
-    check_header,
     read_rows,
     resolve,
     short,
-    shown,
     version_of,
 )
 from lokakern.registry.tables import TABLES, sqlite_statements
@@ -133,8 +131,8 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
     """
     found = resolve(source)
     name = shown(found)
-    with tempfile.TemporaryDirectory(prefix="lokakern-") as folder:  # nobody else may enter
-        copy = Path(folder) / "copy.sqlite"
+    with private_folder() as folder:
+        copy = folder / "copy.sqlite"
         if isinstance(found, Path):
             digest = _copy(found, copy, name, guards)
         else:

@@ -23,19 +23,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 from packaging.specifiers import SpecifierSet
 
 from lokakern.device import current_device
 from lokakern.nvrtc import cache_folder
 from lokakern.registry import digests
+from lokakern.registry.locks import Lock
 from lokakern.types import Device
 
 _log = logging.getLogger(__name__)
 PLUGINS = "lokakern.kernels"  # the group of entry points
 FOLDER = "0+"  # begins the version of a folder that nobody installed, as PEP 440 has it
 SOURCES = {".py", ".cu", ".cuh", ".h", ".hpp", ".so"}
+LOCK_TIMEOUT_S = 60.0
 LARGEST_FILE_BYTES = 1 << 20
 LONGEST_WHY = 500
 OURS = frozenset({"torch", "triton", "cuda", "hip"})  # folders of kernels, no names of plugins
@@ -314,19 +315,23 @@ def trial_of(library: Library, device: Device) -> Trial | None:
 def keep_trial(library: Library, device: Device, trial: Trial) -> None:
     """Write down how a trial ended, in the place of the one before."""
     path, key = trials_file(), _key(library, device)
+    lock = Lock(path.with_name(f"{path.name}.lock"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock"):
-            entries = _read(path)
-            entries[key] = {
-                "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right
-            }  # fmt: skip
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
-            unfinished.replace(path)
+        if not lock.acquire(LOCK_TIMEOUT_S):
+            raise TimeoutError(f"its lock was held for {LOCK_TIMEOUT_S:.0f} s")
+        entries = _read(path)
+        entries[key] = {
+            "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right
+        }  # fmt: skip
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
+        unfinished.replace(path)
     except OSError as error:
         _log.warning("%s cannot be written (%s): libraries are tried again next time", path, error)
         _unkept[key] = trial
+    finally:
+        lock.release()
     _trials.cache_clear()
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
+from lokakern.registry.files import SCHEMA_VERSION
 from lokakern.registry.records import now_utc_ms
-from lokakern.registry.tables import COLUMNS, SCHEMA_VERSION, TABLES
+from lokakern.registry.tables import COLUMNS, TABLES
 from lokakern.types import Device
 
 if TYPE_CHECKING:
@@ -80,11 +81,12 @@ def _compare(name: str, pairs: Mapping[str, tuple[object, object]]) -> None:
             )
 
 
-def manifest_of(path: Path, rows: Rows, digest: str, device: Device) -> Manifest:
+def manifest_of(path: Path, name: str, rows: Rows, digest: str, device: Device) -> Manifest:
     """The manifest of a file that was just written.
 
     Args:
         path: The file.
+        name: What it will be called.
         rows: What it holds.
         digest: `reader.rows_digest` of that.
         device: The GPU type.
@@ -93,12 +95,12 @@ def manifest_of(path: Path, rows: Rows, digest: str, device: Device) -> Manifest
 
     content = path.read_bytes()
     named = {
-        name: [dict(zip(COLUMNS[name], row, strict=True)) for row in rows[name]]
-        for name in ("environment", "kernel", "run")
+        table: [dict(zip(COLUMNS[table], row, strict=True)) for row in rows[table]]
+        for table in ("environment", "kernel", "run")
     }
     return Manifest(
         format=FORMAT,
-        file=path.name,
+        file=name,
         sha256=hashlib.sha256(content).hexdigest(),
         bytes=len(content),
         rows_digest=digest,

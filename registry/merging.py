@@ -17,6 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import DIMENSIONS, SCHEMA_VERSION, shown, translate
 from lokakern.registry.identity import row_key
 from lokakern.registry.reader import (
     Rows,
@@ -27,10 +28,8 @@ from lokakern.registry.reader import (
     read_rows,
     resolve,
     short,
-    shown,
-    translate,
 )
-from lokakern.registry.tables import COLUMNS, DIMENSIONS, SCHEMA_VERSION, TABLES, Base
+from lokakern.registry.tables import COLUMNS, REFERENCES, TABLES, Base
 from lokakern.registry.writer import locked, replace_file
 
 
@@ -94,7 +93,6 @@ def merge_rows(sources: Sequence[Rows], target: Source) -> MergeReport:
             return insert_missing(engine, new)
         finally:
             engine.dispose()
-    place.parent.mkdir(parents=True, exist_ok=True)
     with locked(place) as place:
         old = read_rows(place) if place.exists() else {name: [] for name in TABLES}
         merged = union([old, new])
@@ -155,7 +153,11 @@ def insert_missing(engine: Engine, rows: Rows) -> MergeReport:
             ids: dict[str, dict[str, int]] = {}
             added = {}
             for name in TABLES:
-                found = rows[name] if name in DIMENSIONS else translate(name, rows[name], ids)
+                found = (
+                    rows[name]
+                    if name in DIMENSIONS
+                    else translate(name, rows[name], REFERENCES[name], ids)
+                )
                 added[name] = _insert_missing(connection, name, found)
                 if name in DIMENSIONS:
                     ids[name] = ids_of(connection, name, [row[0] for row in found])

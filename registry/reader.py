@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import sqlite3
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import URL, ColumnElement, Connection, Engine, func, select
@@ -20,14 +17,24 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
-from lokakern.registry.tables import (
-    APPLICATION_ID,
-    COLUMNS,
+from lokakern.registry.files import (
     DIMENSIONS,
     FACTS,
+    REMAKE,
+    SCHEMA_VERSION,
+    VERSIONS,
+    Schema,
+    check_header,
+    connect_readonly,
+    schema_of,
+    shown,
+    translate,
+    unreadable,
+)
+from lokakern.registry.tables import (
+    COLUMNS,
     KEYS_IN_BYTES_SINCE,
     REFERENCES,
-    SCHEMA_VERSION,
     TABLES,
     schema_comment,
     sqlite_statements,
@@ -37,9 +44,6 @@ from lokakern.registry.tables import (
 # Every row of a database: by table, tuples in the order of `tables.COLUMNS`, references as keys.
 Rows = dict[str, list[tuple[Any, ...]]]
 Source = str | Path | URL
-
-_MAGIC = b"SQLite format 3\0"
-REMAKE = "ask for the file again, or make one with `python -m lokakern.bench sweep`"
 
 
 def resolve(source: Source) -> Path | URL:
@@ -85,33 +89,16 @@ def open_readonly(path: str | Path) -> Iterator[Connection]:
     path = Path(path)
     check_header(path, shown(path))
     engine = sqlalchemy.create_engine(
-        "sqlite://", creator=functools.partial(_connect_readonly, path), poolclass=NullPool
+        "sqlite://", creator=functools.partial(connect_readonly, path), poolclass=NullPool
     )
     try:
         with engine.connect() as connection:
             _check_schema(path, connection)
             yield connection
     except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError) as error:
-        raise DatabaseError(
-            f"database {shown(path)} cannot be read: {short(error)}; expected a whole SQLite file "
-            f"(SQLite here is {sqlite3.sqlite_version}, 3.37 or later is needed); {REMAKE}"
-        ) from error
+        raise unreadable(shown(path), short(error)) from error
     finally:
         engine.dispose()
-
-
-def _connect_readonly(path: Path) -> sqlite3.Connection:
-    # Unquoted, a "?" in the name would end it and turn read-only into writable.
-    uri = f"file:{quote(os.path.abspath(path))}?mode=ro&immutable=1"
-    connection = sqlite3.connect(uri, uri=True)
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
-        connection.execute(f"PRAGMA {pragma}")
-    return connection
-
-
-def shown(source: Path | URL) -> str:
-    """A path or URL for a message, without its password."""
-    return repr(source.render_as_string() if isinstance(source, URL) else str(source))
 
 
 def short(error: Exception) -> str:
@@ -119,84 +106,11 @@ def short(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
-def check_header(path: Path, name: str) -> None:
-    """See that a file is a finished database of ours, in a schema version that is read here.
-
-    Args:
-        path: The file.
-        name: What errors call it.
-
-    Raises:
-        DatabaseError: It is not.
-    """
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DatabaseError(f"database {name} is not a file; expected a SQLite file")
-        with path.open("rb") as file:
-            header = file.read(100)
-    except OSError as error:
-        raise DatabaseError(
-            f"database {name} cannot be read: {error.strerror}; check the path (LOKAKERN_DB, "
-            "--db), or make one with `python -m lokakern.bench sweep`"
-        ) from error
-    if len(header) < 100 or not header.startswith(_MAGIC):
-        raise DatabaseError(
-            f"database {name} starts with {header[:16]!r}; expected a SQLite file; {REMAKE}"
-        )
-    application = int.from_bytes(header[68:72], "big")
-    if application != APPLICATION_ID:
-        raise DatabaseError(
-            f"database {name} has application id {application:#x}; expected {APPLICATION_ID:#x}, "
-            f"which lokakern writes; {REMAKE}"
-        )
-    version = int.from_bytes(header[60:64], "big")
-    if version not in READERS:
-        known = ", ".join(map(str, READERS))
-        raise DatabaseError(
-            f"database {name} has schema version {version}; this lokakern reads {known}; "
-            + ("install a newer lokakern" if version > SCHEMA_VERSION else REMAKE)
-        )
-    page_bytes = int.from_bytes(header[16:18], "big")
-    expected_bytes = (65536 if page_bytes == 1 else page_bytes) * int.from_bytes(
-        header[28:32], "big"
-    )
-    if status.st_size != expected_bytes:
-        raise DatabaseError(
-            f"database {name} is {status.st_size} bytes; its header says {expected_bytes}; it was "
-            f"cut off or is still being written; {REMAKE}"
-        )
-    if header[18:20] != b"\1\1":
-        raise _unfinished(name, "a write-ahead log")
-    check_beside(path, name)
-
-
-def check_beside(path: Path, name: str) -> None:
-    """See that nobody left a transaction beside a file, which is not in it yet.
-
-    Raises:
-        DatabaseError: Somebody did.
-    """
-    for beside in (path.with_name(path.name + ending) for ending in ("-journal", "-wal")):
-        if beside.exists() and beside.stat().st_size:
-            raise _unfinished(name, beside.name)
-
-
-def _unfinished(name: str, what: str) -> DatabaseError:
-    return DatabaseError(
-        f"database {name} has {what}, which a reader of an immutable file does not see; expected a "
-        "finished file: close its writer first"
-    )
-
-
-Schema = dict[str, tuple[object, ...]]
-
-
 def _check_schema(path: Path, connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     version = version_of(connection)
-    found, expected = _schema(driver), _expected_schema(version)
+    found, expected = schema_of(driver), _expected_schema(version)
     if found == expected:
         return
     for name in sorted(found.keys() | expected.keys()):
@@ -213,29 +127,12 @@ def version_of(connection: Connection) -> int:
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
 
-def _schema(connection: sqlite3.Connection) -> Schema:
-    """Everything in a file: its tables with columns and options; anything else with its type."""
-    schema: Schema = {}
-    entries = connection.execute("SELECT type, name FROM sqlite_schema").fetchall()
-    for kind, name in entries:
-        if kind == "index" and name.startswith("sqlite_autoindex_"):
-            continue
-        schema[name] = (kind,)
-    for name in [name for name, (kind, *_) in schema.items() if kind == "table" and name in TABLES]:
-        columns = connection.execute("SELECT * FROM pragma_table_xinfo(?)", (name,)).fetchall()
-        options = connection.execute(
-            "SELECT type, wr, strict FROM pragma_table_list WHERE name = ?", (name,)
-        ).fetchall()
-        schema[name] = (*options, *columns)
-    return schema
-
-
 @functools.cache
 def _expected_schema(version: int) -> Schema:
     with closing(sqlite3.connect(":memory:")) as connection:
         for statement in sqlite_statements(version):
             connection.execute(statement)
-        return _schema(connection)
+        return schema_of(connection)
 
 
 def _read_tables(connection: Connection, version: int) -> Rows:
@@ -249,7 +146,9 @@ def _read_tables(connection: Connection, version: int) -> Rows:
         rows[name] = [row[1:] for row in found]
     for name in FACTS:
         if name in names:
-            rows[name] = translate(name, _all_rows(connection, name, in_bytes), keys)
+            rows[name] = translate(
+                name, _all_rows(connection, name, in_bytes), REFERENCES[name], keys
+            )
     return rows
 
 
@@ -266,31 +165,9 @@ def _all_rows(
     return list(result.cursor.fetchall())  # the driver's tuples: no other column needs conversion
 
 
-def translate(
-    name: str, rows: list[tuple[Any, ...]], names: Mapping[str, Mapping[Any, Any]]
-) -> list[tuple[Any, ...]]:
-    """Facts with other names for what they refer to: keys for ids, or ids for keys.
-
-    Raises:
-        DatabaseError: A fact refers to a row that is not there.
-    """
-    if not rows:
-        return []
-    columns: list[Iterable[Any]] = list(zip(*rows, strict=True))  # by column: 100k rows in 0.1 s
-    try:
-        for place, table in REFERENCES[name].items():
-            columns[place] = list(map(names[table].__getitem__, columns[place]))
-    except KeyError as error:
-        raise DatabaseError(
-            f"a {name} row refers to {table} {error}, which is not there; the file was edited: "
-            "leave it out, or ask for it again"
-        ) from None
-    return list(zip(*columns, strict=True))
-
-
 # One reader for each released schema version; all return rows of the present one.
 READERS: dict[int, Callable[[Connection], Rows]] = {
-    version: functools.partial(_read_tables, version=version) for version in (1, 2, 3)
+    version: functools.partial(_read_tables, version=version) for version in VERSIONS
 }
 
 
@@ -398,10 +275,15 @@ def rows_digest(rows: Rows) -> str:
 
     The rows are those of the present schema version, whichever version the file has.
     """
+    return sorted_digest({name: by_key(found) for name, found in rows.items()})
+
+
+def sorted_digest(rows: Mapping[str, Iterable[tuple[Any, ...]]]) -> str:
+    """`rows_digest` of rows that come sorted by key."""
     digest = hashlib.sha256(f"lokakern {SCHEMA_VERSION}\n".encode())
     for name in sorted(rows):
         digest.update(f"{name}\n".encode())
-        for row in by_key(rows[name]):
+        for row in rows[name]:
             digest.update(repr(row).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 

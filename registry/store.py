@@ -6,24 +6,25 @@ finished, or by `collect_runs` when their process died: one GPU, eight, and `kil
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from filelock import FileLock, Timeout
-from platformdirs import user_data_dir
 from sqlalchemy import insert
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity
+from lokakern.registry.files import shown
+from lokakern.registry.locks import Lock
 from lokakern.registry.merging import (
     MergeReport,
     ids_of,
@@ -32,6 +33,7 @@ from lokakern.registry.merging import (
     merge_rows,
     read_checked,
 )
+from lokakern.registry.places import shipped_databases, user_database, user_folder
 from lokakern.registry.reader import (
     Rows,
     Source,
@@ -39,7 +41,6 @@ from lokakern.registry.reader import (
     open_readonly,
     resolve,
     short,
-    shown,
 )
 from lokakern.registry.records import (
     AccuracyRecord,
@@ -49,8 +50,17 @@ from lokakern.registry.records import (
     TimingRecord,
     now_utc_ms,
 )
+from lokakern.registry.rules import EARLIEST_UTC_MS
 from lokakern.registry.tables import ERROR_METRICS, TABLES
-from lokakern.registry.writer import open_writer, plain_row, replace_file
+from lokakern.registry.writer import (
+    MAKE_ROOM,
+    is_of_the_disk,
+    no_lock,
+    open_writer,
+    plain_row,
+    remove_temporaries,
+    replace_file,
+)
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
@@ -74,37 +84,13 @@ __all__ = [
 ]
 
 
-def user_database() -> Path:
-    """Where measurements made here go: $LOKAKERN_DB, or a file in the user's data folder.
-
-    Raises:
-        DatabaseError: $LOKAKERN_DB is a URL: dispatch reads files only.
-    """
-    given = os.environ.get("LOKAKERN_DB")
-    if given and "://" in given:
-        raise DatabaseError(
-            "LOKAKERN_DB is a URL; expected a path: dispatch reads files, so merge the URL into "
-            "one with lokakern.registry.store.merge"
-        )
-    return Path(given).expanduser() if given else _user_folder() / "lokakern.sqlite"
-
-
-def shipped_databases() -> list[Path]:
-    """The database files that come with lokakern."""
-    return sorted((Path(__file__).resolve().parent / "databases").glob("*.sqlite"))
-
-
-def _user_folder() -> Path:
-    return Path(user_data_dir("lokakern", appauthor=False))
-
-
 def runs_folder(database: Source) -> Path:
     """Where the run files of a database wait to be merged."""
     target = resolve(database)
     if isinstance(target, Path):
         return target.with_name(target.name + ".runs")
     name = hashlib.sha256(target.render_as_string().encode()).hexdigest()[:16]
-    return _user_folder() / "runs" / name
+    return user_folder() / "runs" / name
 
 
 class RunFile:
@@ -118,7 +104,7 @@ class RunFile:
         path: The run file.
     """
 
-    def __init__(self, run: str, path: Path, target: Source, lock: FileLock) -> None:
+    def __init__(self, run: str, path: Path, target: Source, lock: Lock) -> None:
         self.run = run
         self.path = path
         self._target = target
@@ -147,31 +133,43 @@ class RunFile:
             grade: "full", or "quick" for rows that count only where there is no full row.
 
         Raises:
-            DatabaseError: The folder cannot be written, or an argument is not what it must be.
+            DatabaseError: The folder cannot be written, an argument is not what it must be, or the
+                clock was never set.
         """
-        run = uuid4().hex
-        folder = runs_folder(database)
+        run, started = uuid4().hex, now_utc_ms()
+        if started < EARLIEST_UTC_MS:
+            raise DatabaseError(
+                f"the clock says {started} ms after 1970; expected 2020 or later: set it, for rows "
+                "keep when they were measured"
+            )
+        path = runs_folder(database) / f"{run}.sqlite"
         row = plain_row(
             "run",
             {
                 "key": run,
-                "started_utc_ms": now_utc_ms(),
+                "started_utc_ms": started,
                 "harness_digest": harness_digest,
                 "suite": suite,
                 "command": command,
                 "grade": grade,
             },
         )
+        lock = Lock(path.with_suffix(".lock"))
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / f"{run}.lock")
-            lock.acquire(timeout=10)  # a collector may look at it for a moment
-            path = folder / f"{run}.sqlite"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not lock.acquire(10):  # a collector may look at it for a moment
+                raise TimeoutError(errno.ETIMEDOUT, "its lock is held")
             replace_file(path, {"run": [tuple(row.values())]})
-        except OSError as error:
+        except (OSError, DatabaseError) as error:
+            with suppress(OSError):
+                _delete_run(path)  # nobody else knows of it
+            lock.release()
+            if isinstance(error, DatabaseError):
+                raise
             raise DatabaseError(
-                f"run folder {str(folder)!r} cannot be written: {error.strerror}; choose another "
-                "database (LOKAKERN_DB)"
+                f"run folder {str(path.parent)!r} cannot be written: {error.strerror}; choose "
+                "another database (LOKAKERN_DB), in a folder that can be written, of a file system "
+                "that has locks"
             ) from error
         return cls(run, path, database, lock)
 
@@ -273,8 +271,14 @@ class RunFile:
                 fact |= {table: ids[str(part["key"])] for table, part in parts.items()}
                 connection.execute(insert(TABLES[name]), {**fact, "run": 1})
         except SQLAlchemyError as error:
+            words = f"was refused: {short(error)}"
+            if is_of_the_disk(error):
+                words = (
+                    f"cannot be written: {short(error)}; {MAKE_ROOM}: what was measured before is "
+                    f"in {shown(self.path)}, which the next sweep collects"
+                )
             raise DatabaseError(
-                f"run {self.run}: {name} row {key} ({row['status']}) was refused: {short(error)}"
+                f"run {self.run}: {name} row {key} ({row['status']}) {words}"
             ) from error
         self._ids = ids
         return key
@@ -294,6 +298,11 @@ class RunFile:
         try:
             report = merge([self.path], self._target)
             _delete_run(self.path)
+        except DatabaseError as error:
+            raise DatabaseError(
+                f"{error}; what was measured is in {shown(self.path)}, which the next sweep "
+                "collects"
+            ) from error
         finally:
             self._lock.release()
         return report
@@ -334,8 +343,8 @@ def _kernel_part(kernel: Kernel | KernelRow) -> identity.Row:
 
 def _delete_run(path: Path) -> None:
     """Delete a run file, then its lock; the caller holds the lock."""
-    for file in [path, *path.parent.glob(f"{path.name}.*.tmp*")]:
-        file.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    remove_temporaries(path)
     path.with_suffix(".lock").unlink(missing_ok=True)
 
 
@@ -343,20 +352,21 @@ def collect_runs(database: Source) -> MergeReport:
     """Merge the run files that dead processes left; those of living ones are let alone.
 
     Raises:
-        DatabaseError: The database cannot be read, or a run contradicts it.
+        DatabaseError: The database cannot be read or written, or a run contradicts it.
     """
-    locks: list[FileLock] = []
+    locks: list[Lock] = []
     runs: dict[Path, Rows] = {}
     skipped: dict[str, str] = {}
     try:
         folder = runs_folder(database)
         for name in sorted({p.stem for e in ("sqlite", "lock") for p in folder.glob(f"*.{e}")}):
             path = folder / f"{name}.sqlite"
-            lock = FileLock(path.with_suffix(".lock"))
+            lock = Lock(path.with_suffix(".lock"))
             try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                continue  # its process lives
+                if not lock.acquire():
+                    continue  # its process lives
+            except OSError as error:
+                raise no_lock(path.with_suffix(".lock"), error) from None
             locks.append(lock)
             try:
                 if path.exists():

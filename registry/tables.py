@@ -34,10 +34,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.types import TypeEngine
 
-APPLICATION_ID = 0x4C4F4B41  # "LOKA" in the header of every file
-SCHEMA_VERSION = 3
+from lokakern.registry.files import DIMENSIONS, FACTS, SCHEMA_VERSION, STATUSES
 
-STATUSES = ("ok", "wrong", "error", "out_of_memory", "timeout", "crashed", "unsupported")
 GRADES = ("full", "quick")
 TEST_STATUSES = ("ok", "failed", "nothing")  # "nothing": every test was skipped
 
@@ -398,10 +396,8 @@ TABLES: dict[str, Table] = {
         TestResult,
     )
 }
-FACTS = ("timing", "accuracy", "test_result")
 KEYS_IN_BYTES_SINCE = 3  # in files; text before
 ADDED_IN = {"test_result": 2}  # the schema version of tables that version 1 did not have
-DIMENSIONS = tuple(name for name in TABLES if name not in FACTS)  # what facts refer to
 COLUMNS: dict[str, tuple[str, ...]] = {  # ids are left out
     name: tuple(column.name for column in table.columns if column.name != "id")
     for name, table in TABLES.items()

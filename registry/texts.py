@@ -8,7 +8,8 @@ from typing import Any
 from sqlalchemy import insert, select, text
 from sqlalchemy.dialects import sqlite
 
-from lokakern.registry.tables import COLUMNS, FACTS, TABLES
+from lokakern.registry.files import FACTS
+from lokakern.registry.tables import COLUMNS, TABLES
 
 
 def compiled(statement: Any) -> str:

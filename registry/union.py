@@ -37,12 +37,11 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import DIMENSIONS, FACTS, shown
 from lokakern.registry.merging import conflict
-from lokakern.registry.reader import open_readonly, short, shown, version_of
+from lokakern.registry.reader import open_readonly, short, version_of
 from lokakern.registry.tables import (
     COLUMNS,
-    DIMENSIONS,
-    FACTS,
     KEYS_IN_BYTES_SINCE,
     REFERENCES,
     TABLES,

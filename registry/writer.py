@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import operator
@@ -15,26 +16,20 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import sqlalchemy
-from filelock import FileLock, Timeout
 from sqlalchemy import Connection, Double, Engine, Integer, event
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import APPLICATION_ID, DIMENSIONS, SCHEMA_VERSION, translate
 from lokakern.registry.identity import Row
-from lokakern.registry.reader import Rows, by_key, resolve, short, translate
-from lokakern.registry.tables import (
-    APPLICATION_ID,
-    COLUMNS,
-    DIMENSIONS,
-    REFERENCES,
-    SCHEMA_VERSION,
-    TABLES,
-    sqlite_statements,
-)
+from lokakern.registry.locks import Lock
+from lokakern.registry.reader import Rows, by_key, resolve, short
+from lokakern.registry.tables import COLUMNS, REFERENCES, TABLES, sqlite_statements
 from lokakern.registry.texts import insert_text
 
 LOCK_TIMEOUT_S = 600.0
+MAKE_ROOM = "make room or choose another path (LOKAKERN_DB)"
 PAGE_BYTES = 8192  # 4096 makes a shipped file 1.5 % larger, 16384 0.5 %
 _BATCH_ROWS = 20_000
 _REASON_CHARACTERS = 500  # a reason may quote a compiler's whole output
@@ -45,30 +40,35 @@ _SAID_BY_OTHERS = ("reason", "command")  # what is not printable becomes a space
 def locked(database: Path) -> Iterator[Path]:
     """Hold the lock of a database's file; yields where the file really lies, links followed.
 
+    The folder is made if it is missing.
+
     Raises:
         DatabaseError: Another process held it for too long, or it cannot be made.
     """
     place = Path(os.path.realpath(str(resolve(database))))
     path = place.with_name(place.name + ".lock")
-    lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
+    lock = Lock(path)
     try:
-        # filelock takes some folders that take no file (/proc) for a lock that is held.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        lock.acquire()
-    except Timeout:
-        raise DatabaseError(
-            f"lock {str(path)!r} was held for {LOCK_TIMEOUT_S:.0f} s; expected a merge to take "
-            "seconds; end the process that holds it"
-        ) from None
-    except (OSError, NotImplementedError) as error:  # the latter where nothing can be locked
-        raise DatabaseError(
-            f"lock {str(path)!r} cannot be made: {getattr(error, 'strerror', None) or error}; "
-            "choose another path"
-        ) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not lock.acquire(LOCK_TIMEOUT_S):
+            raise DatabaseError(
+                f"lock {str(path)!r} was held for {LOCK_TIMEOUT_S:.0f} s; expected a merge to take "
+                "seconds; end the process that holds it"
+            )
+    except OSError as error:
+        raise no_lock(path, error) from None
     try:
         yield place
     finally:
         lock.release()
+
+
+def no_lock(path: Path, error: OSError) -> DatabaseError:
+    """The error of a lock that cannot be made."""
+    return DatabaseError(
+        f"lock {str(path)!r} cannot be made: {error.strerror}; choose another path (LOKAKERN_DB), "
+        "in a folder that can be written, of a file system that has locks"
+    )
 
 
 def replace_file(place: Path, rows: Rows) -> None:
@@ -84,28 +84,38 @@ def publish(place: Path, write: Callable[[Path], object]) -> None:
     Raises:
         DatabaseError: There is no room, or no permission.
     """
-    for left_over in place.parent.glob(f"{_glob_escape(place.name)}.*.tmp*"):
-        left_over.unlink(missing_ok=True)
     temporary = place.with_name(f"{place.name}.{uuid4().hex}.tmp")
     try:
+        remove_temporaries(place)
+        temporary.touch(exist_ok=False)  # SQLite would not say why it cannot
+        temporary.unlink()
         write(temporary)
-        _synchronize(temporary)
+        synchronize(temporary)
         os.replace(temporary, place)
-        _synchronize(place.parent)
+        synchronize(place.parent)
     except OSError as error:
         raise DatabaseError(
             f"database {str(place)!r} cannot be written: {error.strerror}; the old file is as it "
-            "was; make room or choose another path (LOKAKERN_DB)"
+            f"was; {MAKE_ROOM}"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(place.parent, temporary.name)  # SQLite may leave a journal, which takes room
 
 
-def _glob_escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+def remove_temporaries(place: Path) -> None:
+    """Remove what killed processes were writing beside a place. The caller holds its lock."""
+    # Digits of a UUID: "a.*.tmp" would be temporary files of a.sqlite, too.
+    _remove(place.parent, place.name, f".{'[0-9a-f]' * 32}.tmp")
 
 
-def _synchronize(path: Path) -> None:
+def _remove(folder: Path, name: str, more: str = "") -> None:
+    """Remove files whose names begin so; `more` is a pattern."""
+    for path in folder.glob(f"{glob.escape(name)}{more}*"):
+        path.unlink(missing_ok=True)
+
+
+def synchronize(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,7 +142,7 @@ def _with_ids(
         for place, row in enumerate(found, start=1):
             yield place, bytes.fromhex(row[0]), *row[1:]
     else:
-        for row in translate(name, found, ids):
+        for row in translate(name, found, REFERENCES[name], ids):
             yield bytes.fromhex(row[0]), *row[1:]
 
 
@@ -145,7 +155,7 @@ def write_tables(path: Path, tables: Iterable[tuple[str, Iterable[tuple[Any, ...
             with their ids in front, facts with ids for what they refer to. Keys are bytes.
 
     Raises:
-        DatabaseError: A row breaks a constraint.
+        DatabaseError: A row breaks a constraint, or there is no room.
     """
     with scratch_for(path) as scratch:
         engine = open_writer(scratch, synchronous="OFF")  # synchronized before it is renamed
@@ -159,10 +169,17 @@ def write_tables(path: Path, tables: Iterable[tuple[str, Iterable[tuple[Any, ...
                         connection.exec_driver_sql(insert_text(name), batch)
         except SQLAlchemyError as error:
             raise DatabaseError(
-                f"database {str(path)!r}: {name} rows cannot be written: {short(error)}"
+                f"database {str(path)!r}: {f'{name} rows' if name else 'tables'} cannot be "
+                f"written: {short(error)}"
+                f"{'; ' + MAKE_ROOM if is_of_the_disk(error) else ''}"
             ) from error
         finally:
             engine.dispose()
+
+
+def is_of_the_disk(error: SQLAlchemyError) -> bool:
+    """Whether a file could not be written, rather than a row was refused."""
+    return isinstance(error, OperationalError)
 
 
 def create_tables(connection: Connection) -> None:
@@ -190,7 +207,9 @@ def scratch_for(path: Path) -> Iterator[Path]:
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("VACUUM INTO ?", (_uri(path),))
     except sqlite3.Error as error:
-        raise DatabaseError(f"database {str(path)!r} cannot be packed: {error}") from error
+        raise DatabaseError(
+            f"database {str(path)!r} cannot be packed: {error}; {MAKE_ROOM}"
+        ) from error
     finally:
         scratch.unlink(missing_ok=True)
         scratch.with_name(scratch.name + "-journal").unlink(missing_ok=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from sqlalchemy import Double, Integer, Table
 
+from lokakern.registry.files import FACTS, SCHEMA_VERSION
 from lokakern.registry.identity import FACT_IDENTITY
 from lokakern.registry.manifest import ENDING, FIELDS
 from lokakern.registry.reader import READERS
 from lokakern.registry.rules import constraints_of, rules_of
-from lokakern.registry.tables import COLUMNS, FACTS, SCHEMA_VERSION, TABLES, Base, Key
+from lokakern.registry.tables import COLUMNS, TABLES, Base, Key
 
 PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
 UNITS = {
@@ -117,7 +118,7 @@ def _table(name: str, table: Table) -> str:
         rule = rules.get(column.name)
         words = "" if rule is None or foreign else str(rule)
         if column.name.endswith("_utc_ms"):
-            words = "from 2020 to a day from now"
+            words = "from 2020 to ten years from now"
         rows.append((f"`{column.name}`", kind + (", NULL" if column.nullable else ""), unit, says,
                      words))  # fmt: skip
     fields = FACT_IDENTITY.get(name, tuple(c for c in COLUMNS[name] if c != "key"))

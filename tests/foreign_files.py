@@ -13,10 +13,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from lokakern.registry.files import FACTS
 from lokakern.registry.identity import row_key
 from lokakern.registry.reader import Rows
 from lokakern.registry.tables import COLUMNS as COLUMNS_OF
-from lokakern.registry.tables import FACTS
 from lokakern.registry.writer import write_file
 from tests.test_store import small_rows
 

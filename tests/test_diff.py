@@ -16,8 +16,9 @@ from lokakern.bench.cli import app
 from lokakern.bench.differences import VERDICTS, Side, counts_of, differences
 from lokakern.evidence import within_noise
 from lokakern.registry import identity
+from lokakern.registry.files import DIMENSIONS, FACTS
 from lokakern.registry.reader import Rows
-from lokakern.registry.tables import COLUMNS, DIMENSIONS, FACTS, TABLES
+from lokakern.registry.tables import COLUMNS, TABLES
 from lokakern.registry.writer import write_file
 from lokakern.types import Device
 from tests.test_store import ACCURATE, DEVICE, ENVIRONMENT, ERRORS, KERNEL, OK, PROBLEM, X1

@@ -12,6 +12,7 @@ from lokakern.bench.export import current_rows, export
 from lokakern.bench.suites import SUITES
 from lokakern.errors import DatabaseError
 from lokakern.registry.exchange import union_of
+from lokakern.registry.files import FACTS
 from lokakern.registry.freshness import is_current
 from lokakern.registry.identity import kernel_from_row
 from lokakern.registry.reader import Rows, read_rows
@@ -25,12 +26,12 @@ from lokakern.registry.store import (
     merge,
     shipped_databases,
 )
-from lokakern.registry.tables import COLUMNS, FACTS, REFERENCES
+from lokakern.registry.tables import COLUMNS, REFERENCES
 from lokakern.types import Device, Environment, ErrorBudget
 
 H200 = "NVIDIA H200"
 OK = TimingRecord(
-    status="ok", latency_us_p20=1.0, latency_us_p50=2.0, latency_us_p80=3.0, replay_count=5,
+    status="ok", latency_us_p20=10.0, latency_us_p50=20.0, latency_us_p80=30.0, replay_count=5,
     void_count=0, calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.4, timer="t",
     operand_digest="0" * 16,
 )  # fmt: skip

@@ -21,10 +21,11 @@ from lokakern.errors import DatabaseError
 from lokakern.registry import identity
 from lokakern.registry.checking import check
 from lokakern.registry.exchange import import_file, read_foreign
+from lokakern.registry.files import FACTS
 from lokakern.registry.foreign import GUARDS, open_guarded
 from lokakern.registry.reader import read_rows
 from lokakern.registry.rules import constraints_of
-from lokakern.registry.tables import COLUMNS, FACTS, TABLES
+from lokakern.registry.tables import COLUMNS, TABLES
 from tests.foreign_files import (
     BYTES,
     SCHEMA,

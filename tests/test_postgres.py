@@ -15,11 +15,12 @@ import pytest
 import sqlalchemy
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.files import FACTS
 from lokakern.registry.merging import merge, read_checked
 from lokakern.registry.reader import Rows, database_digest, read_rows
 from lokakern.registry.snapshot import load_snapshot
 from lokakern.registry.store import RunFile, collect_runs
-from lokakern.registry.tables import FACTS, TABLES
+from lokakern.registry.tables import TABLES
 from lokakern.registry.writer import write_file
 from tests.test_store import KERNEL, OK, add, begin, small_rows
 

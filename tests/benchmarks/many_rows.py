@@ -1,51 +1,66 @@
-"""Databases of any size, and what importing one costs.
+"""Databases of any size, and what importing one costs, or the first dispatch with one.
 
 python -m tests.benchmarks.many_rows write FILE 1000000
+python -m tests.benchmarks.many_rows dispatch FILE
 python -m tests.benchmarks.many_rows import FILE TARGET
 """
 
 from __future__ import annotations
 
+import json
+import os
 import resource
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lokakern.bench.known import distribution_row
 from lokakern.registry import identity
-from lokakern.registry.records import DistributionRow, KernelRow
+from lokakern.registry.files import DIMENSIONS, FACTS
+from lokakern.registry.records import KernelRow
 from lokakern.registry.tables import (
     ACCURACY_METRICS,
     COLUMNS,
-    DIMENSIONS,
-    FACTS,
     REFERENCES,
     TABLES,
     TIMING_METRICS,
 )
 from lokakern.registry.writer import write_tables
-from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    Environment,
+    Format,
+    Layout,
+    Operand,
+    Problem,
+)
 
 NOW = 1_700_000_000_000
-KERNELS, DISTRIBUTIONS = 40, 10
+KERNELS, DISTRIBUTIONS = 40, REALISTIC_DISTRIBUTIONS[:10]
+DEVICE = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)  # as the shipped file has it
 CHOSEN = {
     "regime": "graph-cold", "architecture": "sm_90", "status": "ok", "reason": "",
     "timer": "device events around a graph", "clock_mhz": 1980.0, "rows": 2048,
 }  # fmt: skip
 
 
-def dimensions(problems: int, run: str) -> dict[str, list[dict[str, Any]]]:
+def dimensions(
+    problems: int, run: str, kernels: Sequence[KernelRow] = ()
+) -> dict[str, list[dict[str, Any]]]:
     """Rows that facts refer to."""
     a, b = Operand(Format.BFLOAT16), Operand(Format.BFLOAT16, layout=Layout.COLUMN)
-    kernels = [
+    kernels = kernels or [
         KernelRow(f"cuda.gemm_{i}", "gemm", "cuda", ("cuda/gemm",), f"{i:064x}", "promoted",
                   "row", "row")
         for i in range(KERNELS)
     ]  # fmt: skip
     started: dict[str, Any] = {"key": run, "started_utc_ms": NOW, "harness_digest": "unknown"}
     found: dict[str, list[dict[str, Any]]] = {
-        "device": [identity.device_row(Device("nvidia", "NVIDIA H200", "sm_90", 132, 141))],
+        "device": [identity.device_row(DEVICE)],
         "environment": [identity.environment_row(Environment())],
         "kernel": [identity.kernel_row(kernel) for kernel in kernels],
         "problem": [
@@ -55,18 +70,23 @@ def dimensions(problems: int, run: str) -> dict[str, list[dict[str, Any]]]:
             for i in range(problems)
         ],
         "distribution": [
-            identity.distribution_row(DistributionRow(f"X{i}")) for i in range(DISTRIBUTIONS)
+            identity.distribution_row(distribution_row(name)) for name in DISTRIBUTIONS
         ],
         "run": [{**started, "suite": "synthetic", "command": "none", "grade": "full"}],
     }
     return {name: sorted(rows, key=lambda row: str(row["key"])) for name, rows in found.items()}
 
 
-def write_many(path: Path, count: int, run: str = "a" * 32) -> None:
-    """Write so many facts, two in five of them times and the others errors."""
+def write_many(
+    path: Path, count: int, run: str = "a" * 32, kernels: Sequence[KernelRow] = ()
+) -> None:
+    """Write so many facts, two in five of them times and the others errors.
+
+    They are of `KERNELS` kernels: of these, or of such as are nowhere.
+    """
     times = count * 2 // 5
-    problems = count // (KERNELS * DISTRIBUTIONS) + 1
-    known = dimensions(problems, run)
+    problems = count // (KERNELS * len(DISTRIBUTIONS)) + 1
+    known = dimensions(problems, run, kernels)
 
     def tables() -> Iterator[tuple[str, Any]]:
         for name in TABLES:
@@ -113,7 +133,7 @@ def facts(
 def place_of(i: int) -> dict[str, int]:
     """Which of everything the fact of a number is about: no two are about the same."""
     i, kernel = divmod(i, KERNELS)
-    i, distribution = divmod(i, DISTRIBUTIONS)
+    i, distribution = divmod(i, len(DISTRIBUTIONS))
     return {"kernel": kernel, "distribution": distribution, "problem": i, "seed": 0}
 
 
@@ -133,10 +153,41 @@ def import_many(path: Path, target: Path) -> dict[str, float]:
     return {"rows": added, "seconds": seconds, "peak_mib": peak}
 
 
+_FIRST_DISPATCH = """
+import json, resource, time
+import lokakern
+start, cpu = time.perf_counter(), time.process_time()
+choice = lokakern.dispatch("gemm", (32768, 2048, 2048), 0.06, device="NVIDIA H200")
+assert not choice.is_miss
+print(json.dumps({
+    "seconds": time.perf_counter() - start,
+    "cpu_seconds": time.process_time() - cpu,
+    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+}))
+"""
+
+
+def first_dispatch(path: Path) -> dict[str, float]:
+    """What the first dispatch of a new process costs, with the shipped files and a user's.
+
+    Returns:
+        Seconds and CPU seconds after `import lokakern`, and the peak of its memory, MiB, of which
+        importing torch takes 300.
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", _FIRST_DISPATCH],
+        env={**os.environ, "LOKAKERN_DB": str(path)}, stdout=subprocess.PIPE, check=True,
+    )  # fmt: skip
+    found: dict[str, float] = json.loads(process.stdout)
+    return found
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["write", path, count]:
             write_many(Path(path), int(count))
+        case ["dispatch", path]:
+            print(first_dispatch(Path(path)))
         case ["import", path, target]:
             print(import_many(Path(path), Path(target)))
         case _:

@@ -52,6 +52,27 @@ def test_cold_dispatch(benchmark: Any, shipped: None) -> None:
     assert benchmark(cold)
 
 
+@pytest.fixture
+def choices(shipped: None, tmp_path: Path) -> Path:
+    """A file of 100 choices for the device here."""
+    for columns in range(64, 6464, 64):
+        lokakern.dispatch("quantize", (4096, columns))
+    lokakern.freeze(tmp_path / "choices.json")
+    return tmp_path / "choices.json"
+
+
+def test_warm_dispatch_of_frozen_choices(benchmark: Any, choices: Path) -> None:
+    selection.use_choices(choices)
+    choice = benchmark(lokakern.dispatch, "quantize", (4096, 64))
+    assert choice.kernel and choice.table.origin is not None
+
+
+def test_loading_frozen_choices(benchmark: Any, choices: Path) -> None:
+    benchmark(selection.use_choices, choices)
+    held = selection.choices()
+    assert held is not None and len(held.tables) == 100
+
+
 @pytest.mark.parametrize("m", [64, 2048])
 def test_eager_gemm_unquantized(benchmark: Any, m: int) -> None:
     where = "cuda" if torch.cuda.is_available() else "cpu"
