@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # A distribution like none that is measured: no error is ever known under it, so that kernels which
 # quantize are rejected by the same rule as any without a cell, and the unquantized one is taken.
+# What follows after a colon says why.
 OUTSIDE = "outside"
 
 
@@ -318,7 +319,7 @@ def _build(
     else:
         known = {*REALISTIC_DISTRIBUTIONS, *facts.distribution_names, OUTSIDE}
         for name in distributions:
-            if name not in known:
+            if name.partition(":")[0] != OUTSIDE and name not in known:
                 raise UnknownNameError(
                     f"distribution {name!r} was never measured; "
                     f"expected one of {', '.join(sorted(known))}"

@@ -310,12 +310,30 @@ def test_a_report_feeds_dispatch(report: ProbeReport) -> None:
 def test_outside_the_hull_dispatch_takes_bf16_and_says_so(report: ProbeReport) -> None:
     with pytest.warns(UserWarning, match=r"like no benchmarked distribution.*weight_columns"):
         rescaled = report[RESCALED]
-    assert list(rescaled) == [OUTSIDE]
+    (name,) = rescaled
+    assert name.startswith(f"{OUTSIDE}: {RESCALED}/output: ")
     choice = lokakern.dispatch("gemm", (8192, 4096, 4096), 0.06, distribution=rescaled, device=H200)
     assert choice.kernel == "torch.bf16"
-    assert f"error not measured on {OUTSIDE}" in choice.explain()
+    assert f"error not measured on {name}" in choice.explain()
+    assert "weight_columns" in choice.explain()
     with pytest.warns(UserWarning, match="m is like no"):
-        assert list(report["m"]) == [OUTSIDE]  # every site of it
+        (name,) = report["m"]  # every site of it
+    assert name.startswith(OUTSIDE)
+
+
+@pytest.mark.usefixtures("stored")
+def test_one_gemm_of_a_site_may_be_asked_for_alone(report: ProbeReport) -> None:
+    with pytest.warns(UserWarning, match="like no benchmarked"):
+        site = report[RESCALED]
+    with pytest.warns(UserWarning, match=r"m\.2/grad_weight: column_spread"):
+        gradient = site.gemm("grad_weight")
+    assert [v.gemm for v in gradient.verdicts] == ["grad_weight"]
+    assert "weight_columns" not in gradient[0]  # the weight is no operand of its gradient
+    fine = report["m.4"].gemm("output")
+    assert set(fine) <= set(lokakern.types.REALISTIC_DISTRIBUTIONS)
+    assert len(fine) == len(fine.verdicts) == 1
+    with pytest.raises(UnknownNameError, match="no GEMM 'wgrad'"):
+        site.gemm("wgrad")
 
 
 def test_padding_k_is_named_where_it_makes_a_gemm_fast() -> None:
@@ -335,9 +353,9 @@ def test_dropping_the_bias_is_named_where_it_is_what_makes_a_gemm_slow(tmp_path:
         time(BF16, with_bias, 20.0), time(ROW_KERNEL, with_bias, 30.0),
     )  # fmt: skip
     try:
-        for has_bias, wanted in ((True, "drop the bias"), (False, "")):
+        for has_bias, wanted in ((True, ("slow", "drop the bias")), (False, ("fast", ""))):
             site = shaped(512, 512, 4096, has_bias=has_bias)
             found = only(verdicts_of("a", site, [replayed()], device=H200))
-            assert (found.speed, found.change) == ("fast", wanted)
+            assert (found.speed, found.change) == wanted
     finally:
         selection.use_snapshot(None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from lokakern.bench.forms import grad_input_cases, grad_weight_case
 from lokakern.device import current_device
@@ -13,6 +14,7 @@ from lokakern.registry.register import fp8_format
 from lokakern.types import Granularity, Problem
 
 BLOCK = 256  # columns of BlockNorm, where they divide a row
+ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to take them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,39 @@ def problem_of(site: SiteStatistics, gemm: str, m: int, norm: str = "") -> Probl
         fp8 = fp8_format(current_device())
         return next(iter(grad_input_cases(m, site.n, site.k, fp8))).problem
     return grad_weight_case(m, site.n, site.k).problem
+
+
+def norms_after(site: SiteStatistics, gemm: str) -> list[str]:
+    """After which normalizations a GEMM is judged: none, the site's, and a BlockNorm in its place.
+
+    "" is none.
+    """
+    if gemm != "output" or not site.norm:
+        return [""]
+    return ["", site.norm, *([block_norm(site.n)] if site.norm == "layer" else [])]
+
+
+def with_bias(problem: Problem) -> Problem:
+    """The same with a bias added."""
+    return replace(problem, epilogue="bias")
+
+
+def padded(site: SiteStatistics, m: int) -> Problem | None:
+    """The output's GEMM with K padded to what libraries take; None where it is."""
+    k = -(-site.k // ALIGNED) * ALIGNED
+    return make_problem("gemm", (m, site.n, k)) if k != site.k else None
+
+
+def problems_to_time(site: SiteStatistics, gemm: str) -> Iterator[Problem]:
+    """A GEMM of a site at the m in the middle, and what might be done instead of it."""
+    m = max(site.m_quantile(0.5), 1)
+    yield from (problem_of(site, gemm, m, norm) for norm in norms_after(site, gemm))
+    if gemm == "output":
+        if site.has_bias:
+            yield with_bias(problem_of(site, gemm, m))
+        wider = padded(site, m)
+        if wider is not None:
+            yield wider
 
 
 def block_norm(columns: int) -> str:

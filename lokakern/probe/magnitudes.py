@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +28,10 @@ class Magnitudes:
 
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
-        self._one = torch.ones(1, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor) -> None:
         """Take numbers in, any shape, sign and float dtype; on their device, unread by the host."""
-        bits = x.detach().float().abs().view(torch.int32)
-        places = (bits >> SHIFT).flatten().long()
-        self.counts.scatter_add_(0, places, self._one.expand(places.shape))
+        add_magnitudes([self], x[None])
 
     @property
     def count(self) -> int:
@@ -63,6 +61,17 @@ class Magnitudes:
         """Octaves between two quantiles; 0 of nothing."""
         first, last = self.log2_quantiles(low, high)
         return 0.0 if math.isnan(first) else last - first
+
+
+def add_magnitudes(many: Sequence[Magnitudes], x: Tensor) -> None:
+    """Take in ``x[i]`` as the i-th, all in a few launches; ``[count, ...]``, any float dtype."""
+    bits = x.detach().float().abs().view(torch.int32).flatten(1)
+    places = (bits >> SHIFT).long()
+    places += BINS * torch.arange(len(many), device=x.device)[:, None]
+    one = torch.ones((), dtype=torch.float64, device=x.device)
+    counts = torch.zeros(len(many) * BINS, dtype=torch.float64, device=x.device)
+    counts.scatter_add_(0, places.flatten(), one.expand(places.numel()))
+    torch._foreach_add_([m.counts for m in many], list(counts.view(-1, BINS)))
 
 
 def _edge(place: int) -> float:

@@ -60,10 +60,10 @@ class MatrixNormal:
         self.mean.lerp_(mean, 1.0 - keep)
         centered = wide - self.mean
         for _ in range(FIRST_PASSES if self.count == 0 else 1):
-            u = _product(centered, self._shrunk(self.v, self.n)) / self.k
-            v = _product(centered.t(), self._shrunk(self.u, self.k)) / self.n
-            for mine, new in ((self.u, u), (self.v, v)):
-                mine.lerp_(new if mine.dim() == 2 else new.diagonal(), 1.0 - keep)
+            u = _product(centered, self._shrunk(self.v, self.n), self.u.dim() == 2) / self.k
+            v = _product(centered.t(), self._shrunk(self.u, self.k), self.v.dim() == 2) / self.n
+            self.u.lerp_(u, 1.0 - keep)
+            self.v.lerp_(v, 1.0 - keep)
             scale = _diagonal(self.u).mean().clamp_min(TINY)
             self.u /= scale
             self.v *= scale
@@ -126,16 +126,17 @@ def _diagonal(matrix: Tensor) -> Tensor:
     return matrix.diagonal() if matrix.dim() == 2 else matrix
 
 
-def _product(x: Tensor, covariance: Tensor) -> Tensor:
-    """``x C^-1 x^T``, on the scale of C's correlation; a column without variance counts nothing."""
+def _product(x: Tensor, covariance: Tensor, whole: bool) -> Tensor:
+    """``x C^-1 x^T`` or its diagonal, on the scale of C's correlation.
+
+    A column without variance counts nothing.
+    """
     deviation = _diagonal(covariance).clamp_min(0.0).sqrt()
-    scaled = torch.where(deviation > 0, x / deviation.clamp_min(1e-150), 0.0)
-    if covariance.dim() == 1:
-        return scaled @ scaled.t()
-    safe = deviation.clamp_min(1e-150)
-    correlation = covariance / safe / safe[:, None]
-    correlation.diagonal().fill_(1.0 + 1e-6)
-    lower, _ = torch.linalg.cholesky_ex(correlation)  # `cholesky` would ask the device if it failed
-    half = torch.linalg.solve_triangular(lower, scaled.t(), upper=False)
-    found: Tensor = half.t() @ half
-    return found
+    half = torch.where(deviation > 0, x / deviation.clamp_min(1e-150), 0.0)
+    if covariance.dim() == 2:
+        safe = deviation.clamp_min(1e-150)
+        correlation = covariance / safe / safe[:, None]
+        correlation.diagonal().fill_(1.0 + 1e-6)
+        lower, _ = torch.linalg.cholesky_ex(correlation)  # `cholesky` would wait for the device
+        half = torch.linalg.solve_triangular(lower, half.t(), upper=False).t()
+    return half @ half.t() if whole else half.square().sum(dim=1)

@@ -11,6 +11,7 @@ shards merge as exactly as S does, and Nystrom's formula makes a low rank plus a
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,12 +113,7 @@ class Moments:
             rows: ``[rows, columns]`` float64, finite.
             keep: ``[rows]``, whether a row counts.
         """
-        kept = keep.to(torch.float64)
-        count = kept.sum()
-        mean = (kept @ rows) / count.clamp_min(1.0)
-        centered = (rows - mean) * kept[:, None]
-        products = centered.t() @ self._times_probes(centered)
-        self._merge(count, mean, centered.square().sum(dim=0), products)
+        add_moments([self], rows[None], keep[None])
 
     def merge(self, other: Moments) -> None:
         """Take in what another saw.
@@ -129,17 +125,7 @@ class Moments:
             raise ShapeError(
                 f"moments of {self.columns} columns cannot take in those of {other.columns}"
             )
-        self._merge(*(x.to(self.mean.device) for x in other.tensors().values()))
-
-    def _merge(self, count: Tensor, mean: Tensor, squares: Tensor, products: Tensor) -> None:
-        total = self.count + count
-        share = count / total.clamp_min(1.0)
-        weight = self.count * share
-        apart = mean - self.mean
-        self.mean += share * apart
-        self.squares += squares + weight * apart.square()
-        self.products += products + weight * torch.outer(apart, self._times_probes(apart))
-        self.count.copy_(total)
+        _merge([self], *(x.to(self.mean.device)[None] for x in other.tensors().values()))
 
     def sums(self) -> dict[str, Tensor]:
         """Plain sums over the rows, which add up over ranks; see `use_sums`."""
@@ -183,3 +169,39 @@ class Moments:
         excess = (factor / scale).square().sum(dim=1, keepdim=True).sqrt().clamp_min(1.0)
         factor = factor / excess  # rounding must not give a column more than its variance
         return Covariance(factor, (variance - factor.square().sum(dim=1)).clamp_min(0.0))
+
+
+def add_moments(many: Sequence[Moments], rows: Tensor, keep: Tensor) -> None:
+    """Take rows in as those of several streams of as many columns, in a few launches.
+
+    Args:
+        many: The streams, each once.
+        rows: ``[streams, rows, columns]`` float64, finite.
+        keep: ``[streams, rows]``, whether a row counts.
+    """
+    kept = keep.to(torch.float64)
+    count = kept.sum(dim=1)
+    mean = (kept[:, None] @ rows).squeeze(1) / count.clamp_min(1.0)[:, None]
+    centered = (rows - mean[:, None]) * kept[:, :, None]
+    products = centered.mT @ many[0]._times_probes(centered)
+    _merge(many, count, mean, centered.square().sum(dim=1), products)
+
+
+def _merge(
+    many: Sequence[Moments], count: Tensor, mean: Tensor, squares: Tensor, products: Tensor
+) -> None:
+    """Chan's update of each stream by one of these."""
+    counts = [one.count for one in many]
+    before = torch.stack(counts)
+    share = (count / (before + count).clamp_min(1.0))[:, None]
+    weight = before[:, None] * share
+    apart = mean - torch.stack([one.mean for one in many])
+    spread = many[0]._times_probes(apart)
+    products = torch.baddbmm(products, (weight * apart)[:, :, None], spread[:, None])
+    for sums, new in (
+        (counts, count),
+        ([one.mean for one in many], share * apart),
+        ([one.squares for one in many], squares + weight * apart.square()),
+        ([one.products for one in many], products),
+    ):
+        torch._foreach_add_(sums, list(new))

@@ -1,19 +1,22 @@
-"""What one operand of a site looked like: input, gradient of the output, or weight.
+"""What one operand of a site looked like: its input, or the gradient of its output.
 
-Sizes of rows and columns come from whole tensors, in two passes that keep nothing; the rest from
-a sample of rows. Nothing here is read by the host until a report is made.
+Sizes of rows and columns come from whole tensors, in two passes; the rest from a sample of rows.
+Operands of one shape are taken in together, because a layer at a time would cost a GPU hundreds of
+launches of next to nothing. Nothing here is read by the host until a report is made.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lokakern.probe.magnitudes import Magnitudes
-from lokakern.probe.moments import DENSE, Moments
-from lokakern.probe.reservoir import Reservoir
+from lokakern.probe.magnitudes import Magnitudes, add_magnitudes
+from lokakern.probe.moments import DENSE, Moments, add_moments
+from lokakern.probe.reservoir import Reservoir, sample_rows
 
 TRACE = 64  # largest magnitudes of steps that are kept; when full, pairs become one
 
@@ -53,25 +56,15 @@ class OperandStatistics:
             rows: Some of its rows, ``[sampled, columns]`` float64.
             keys: ``[sampled]`` float64, uniform over 0..1: which of them to keep.
         """
-        sizes = torch.linalg.vector_norm(x, math.inf, dim=1).float()
-        self.row_sizes.add(sizes)
-        columns = torch.linalg.vector_norm(x, math.inf, dim=0).float()
-        columns = columns.nan_to_num(nan=0.0, posinf=0.0)
-        torch.maximum(self.column_sizes, columns, out=self.column_sizes)
-        self.values.add(rows)
-        keep = torch.isfinite(rows).all(dim=1)
-        clean = rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self.moments.add(clean, keep)
-        self.sample.add(clean, keys.masked_fill(~keep, math.inf))
-        self._trace(sizes.nan_to_num(nan=0.0, posinf=0.0).max())
+        add_looks([Look.at(self, x, rows, keys)])
 
-    def _trace(self, largest: Tensor) -> None:
-        place = self.steps // self.stride
-        if place == TRACE:
+    def _place(self) -> Tensor:
+        """Where the trace keeps this step, ``[1]``; the next is another."""
+        if self.steps // self.stride == TRACE:
             self._coarsen()
-            place = self.steps // self.stride
-        self.trace[place] = torch.maximum(self.trace[place], largest)
+        place = self.steps // self.stride
         self.steps += 1
+        return self.trace[place : place + 1]
 
     def _coarsen(self) -> None:
         pairs = self.trace.view(-1, 2).amax(dim=1)
@@ -155,3 +148,66 @@ class OperandStatistics:
         trace = self.trace[:used].double().cpu()
         first, last = float(trace[:quarter].median()), float(trace[-quarter:].median())
         return math.log2(last / first) if first > 0 and last > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """What is kept of a matrix until it is taken in.
+
+    Attributes:
+        operand: Whose matrix it was.
+        row_sizes: ``[rows]``, the largest magnitude of each, in the matrix's dtype.
+        column_sizes: ``[columns]``, alike.
+        rows: ``[sampled, columns]``, some of its rows.
+        keys: ``[sampled]`` float64, uniform over 0..1.
+    """
+
+    operand: OperandStatistics
+    row_sizes: Tensor
+    column_sizes: Tensor
+    rows: Tensor
+    keys: Tensor
+
+    @classmethod
+    def at(cls, operand: OperandStatistics, x: Tensor, rows: Tensor, keys: Tensor) -> Look:
+        """Look at ``[..., columns]``, however it lies; `rows` are of its own memory."""
+        row_sizes = torch.linalg.vector_norm(x, math.inf, dim=-1).flatten()
+        column_sizes = torch.linalg.vector_norm(x, math.inf, dim=tuple(range(x.dim() - 1)))
+        return cls(operand, row_sizes, column_sizes, rows, keys)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.row_sizes, self.column_sizes, self.rows, self.keys
+
+    @property
+    def elements(self) -> int:
+        """Of the largest tensor that taking it in makes."""
+        rows = len(self.rows) + len(self.operand.sample.keys)
+        moments = self.operand.moments.products.numel()
+        return max(rows * self.operand.columns, moments, len(self.row_sizes), 1)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Looks of the same form are taken in together."""
+        return (self.rows.device, self.rows.dtype, self.row_sizes.dtype, self.row_sizes.shape,
+                self.rows.shape, self.operand.moments.is_dense)  # fmt: skip
+
+
+def add_looks(looks: Sequence[Look]) -> None:
+    """Take in looks of one form, each at another operand."""
+    operands = [look.operand for look in looks]
+    sizes = torch.stack([look.row_sizes for look in looks]).float()
+    add_magnitudes([one.row_sizes for one in operands], sizes)
+    columns = torch.stack([look.column_sizes for look in looks]).float()
+    columns = columns.nan_to_num(nan=0.0, posinf=0.0)
+    torch._foreach_maximum_([one.column_sizes for one in operands], list(columns))
+    rows = torch.stack([look.rows for look in looks])
+    add_magnitudes([one.values for one in operands], rows)
+    wide = rows.double()
+    keep = torch.isfinite(wide).all(dim=2)
+    clean = wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    add_moments([one.moments for one in operands], clean, keep)
+    keys = torch.stack([look.keys for look in looks]).masked_fill(~keep, math.inf)
+    sample_rows([one.sample for one in operands], clean, keys)
+    largest = sizes.nan_to_num(nan=0.0, posinf=0.0).amax(dim=1, keepdim=True)
+    torch._foreach_maximum_([one._place() for one in operands], list(largest))

@@ -26,6 +26,15 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
+def total(count: int) -> int:
+    """Sum over all ranks, each of which must call."""
+    if not _is_distributed():
+        return count
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, count)
+    return sum(counts)
+
+
 def merged(
     sites: Mapping[str, SiteStatistics], shapes: Shapes, group: Any = None
 ) -> dict[str, SiteStatistics]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lokakern.bench.accuracy import SEEDS, Cell, cells_for, measure_cells
 from lokakern.bench.distributions import learned
+from lokakern.bench.forms import Case
 from lokakern.bench.measure import torch_device
 from lokakern.bench.plan import harness_digest
+from lokakern.bench.sweep import sweep
 from lokakern.device import current_device, current_environment
-from lokakern.probe.gemms import Replayed, block_norm, problem_of
+from lokakern.probe.fingerprint import fingerprint_of, nearest
+from lokakern.probe.gemms import Replayed, norms_after, problem_of, problems_to_time
 from lokakern.probe.learned import LearnedSite
 from lokakern.probe.site import SiteStatistics
 from lokakern.registry.records import AccuracyRecord, DistributionRow
@@ -38,16 +41,20 @@ def replay(
         database: Where the rows go, under distributions ``site:<name>/<gemm>`` whose parameters
             are the digest of the statistics; None: nowhere.
     """
+    return replay_site(LearnedSite(name, statistics), seeds=seeds, database=database)
+
+
+def replay_site(
+    site: LearnedSite, *, seeds: Sequence[int] = SEEDS, database: str | Path | None = None
+) -> tuple[Replayed, ...]:
+    """`replay` of a site that can be drawn."""
     load_kernels()
-    site, device = LearnedSite(name, statistics), current_device()
+    statistics, device = site.statistics, current_device()
     m = max(statistics.m_quantile(0.5), 1)
     cells: list[Cell] = []
     norms: list[str] = []
     for gemm in site.gemms():
-        after = ["", statistics.norm] if gemm == "output" and statistics.norm else [""]
-        if statistics.norm == "layer" and len(after) > 1:
-            after.append(block_norm(statistics.n))
-        for norm in after:
+        for norm in norms_after(statistics, gemm):
             problem = problem_of(statistics, gemm, m, norm)
             found = _cells(problem, device, site.distribution(gemm).name, seeds)
             cells += found
@@ -58,6 +65,22 @@ def replay(
     if database is not None:
         _write(database, site.digest, cells, records, device)
     return tuple(_summarized(cells, norms, records))
+
+
+def time_sites(sites: Mapping[str, SiteStatistics], database: str | Path) -> None:
+    """Time every candidate of every GEMM of some sites here, into a database, as a sweep does.
+
+    Each under the benchmarked distribution that it is most like: a time hardly depends on which.
+    What the database holds already is not timed again.
+    """
+    load_kernels()
+    cases: dict[Problem, Case] = {}
+    for name, statistics in sites.items():
+        for gemm in LearnedSite(name, statistics).gemms():
+            like = nearest(fingerprint_of(statistics, gemm))
+            for problem in problems_to_time(statistics, gemm):
+                cases.setdefault(problem, Case(problem, like))
+    sweep(list(cases.values()), database=database, suite="probe", command="probe", errors="none")
 
 
 def _cells(problem: Problem, device: Device, distribution: str, seeds: Sequence[int]) -> list[Cell]:

@@ -5,80 +5,38 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lokakern.device import current_device
-from lokakern.errors import UnknownNameError
-from lokakern.probe.fingerprint import fingerprint_of, moved, nearest, outside
+from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.probe.fingerprint import fingerprint_of, moved, outside
 from lokakern.probe.site import SiteStatistics
+from lokakern.probe.site_report import Judged, SiteReport
 from lokakern.probe.verdicts import BUDGET, Verdict, verdicts_of
-from lokakern.selection import OUTSIDE
 from lokakern.types import Device, ErrorBudget
 
 VERSION = 1
-
-
-class SiteReport(Sequence[str]):
-    """What was found of one site, or of all under a name: names of distributions to dispatch by.
-
-    A sequence of names, as `dispatch` takes it: the benchmarked distributions that the GEMMs are
-    nearest to, or `OUTSIDE` where one is like none of them.
-
-    Attributes:
-        name: Of the site, or what the names of several begin with.
-        verdicts: On each GEMM.
-        outside: By GEMM, what of it is like no benchmarked distribution; empty where all are.
-    """
-
-    def __init__(
-        self, name: str, verdicts: Sequence[Verdict], names: Sequence[str],
-        outside: Mapping[str, str],
-    ) -> None:  # fmt: skip
-        self.name, self.verdicts, self.outside = name, tuple(verdicts), dict(outside)
-        self._names = (OUTSIDE,) if self.outside else tuple(dict.fromkeys(names))
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._names[place]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __hash__(self) -> int:
-        return hash(self._names)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SiteReport) and self._names == other._names
-
-    def __repr__(self) -> str:
-        return f"SiteReport({self.name!r}, {', '.join(self._names)})"
-
-
-@dataclass(frozen=True, slots=True)
-class _Judged:
-    """One GEMM: its verdict, and what its operands look like."""
-
-    verdict: Verdict
-    fingerprint: dict[str, float]
 
 
 class ProbeReport:
     """Verdicts on the sites of a model.
 
     ``report["layers.3.mlp"]`` is what was found of a site, or of all sites under a name, and may be
-    the ``distribution`` of `dispatch` and `gemm`.
+    the ``distribution`` of `dispatch` and `gemm`; so may ``report["layers.3.mlp"].gemm("output")``.
 
     Attributes:
         budget: The largest error that is safe.
         device: Whose times were compared; None: nobody's.
+        steps: That were sampled, of all ranks together; 0 where that is not known.
     """
 
     def __init__(
-        self, judged: Mapping[str, Sequence[_Judged]], budget: ErrorBudget, device: str | None
+        self, judged: Sequence[Judged], budget: ErrorBudget, device: str | None, steps: int = 0
     ) -> None:
-        self._judged = {name: tuple(found) for name, found in judged.items()}
-        self.budget, self.device = budget, device
+        self._judged = tuple(judged)
+        self.budget, self.device, self.steps = budget, device, steps
 
     @classmethod
     def of(
@@ -89,6 +47,8 @@ class ProbeReport:
         device: Device | str | None = None,
         seeds: Sequence[int] = (0, 1, 2),
         database: str | Path | None = None,
+        times: bool = False,
+        steps: int = 0,
     ) -> ProbeReport:
         """Replay every site and judge it.
 
@@ -99,32 +59,57 @@ class ProbeReport:
                 here, of nobody where there is none.
             seeds: Of the draws.
             database: Where the errors go as rows; None: nowhere.
+            times: Also time here, into the database, what was not timed before.
+            steps: In which all this was seen, of all ranks together.
 
         Raises:
-            UnsupportedError: The budget limits what Probe does not measure.
+            UnsupportedError: The budget limits what Probe does not measure, or there is no database
+                for times, or another device's are asked for.
             DeviceError: The database does not know the device.
         """
-        from lokakern.probe.replay import replay  # brings the bench with it
+        from lokakern.bench.options import reading
+        from lokakern.probe.evidence import evidence_of  # they bring the bench with them
+        from lokakern.probe.learned import LearnedSite
+        from lokakern.probe.replay import replay_site, time_sites
 
-        if device is None and current_device().is_gpu:
-            device = current_device()
-        judged: dict[str, list[_Judged]] = {}
-        for name, site in sites.items():
-            replayed = replay(name, site, seeds=seeds, database=database)
-            verdicts = verdicts_of(name, site, replayed, budget=budget, device=device)
-            judged[name] = [_Judged(v, fingerprint_of(site, v.gemm)) for v in verdicts]
+        here = current_device()
+        if times and (database is None or device not in (None, here, here.product)):
+            raise UnsupportedError(
+                f"ProbeReport: times are measured on {here.product}, into database=; device is "
+                f"{device!r} and database {database!r}"
+            )
+        if device is None and (times or here.is_gpu):
+            device = here
+        if times and database is not None:
+            time_sites(sites, database)
+        judged = []
+        with reading(str(database)) if times else nullcontext():
+            for name, statistics in sites.items():
+                site = LearnedSite(name, statistics)
+                replayed = replay_site(site, seeds=seeds, database=database)
+                for verdict in verdicts_of(
+                    name, statistics, replayed, budget=budget, device=device
+                ):
+                    judged.append(
+                        Judged(
+                            verdict,
+                            fingerprint_of(statistics, verdict.gemm),
+                            evidence_of(site, verdict.gemm),
+                            sum(statistics.sizes.values()),
+                        )
+                    )
         where = device.product if isinstance(device, Device) else device
-        return cls(judged, ErrorBudget.of(budget), where)
+        return cls(judged, ErrorBudget.of(budget), where, steps)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """On every GEMM, by site."""
-        return tuple(j.verdict for found in self._judged.values() for j in found)
+        return tuple(j.verdict for j in self._judged)
 
     @property
     def sites(self) -> tuple[str, ...]:
         """Names of the sites."""
-        return tuple(self._judged)
+        return tuple(dict.fromkeys(v.site for v in self.verdicts))
 
     def __iter__(self) -> Iterator[Verdict]:
         return iter(self.verdicts)
@@ -137,35 +122,31 @@ class ProbeReport:
         Raises:
             UnknownNameError: There is none.
         """
-        found = [j for site, judged in self._judged.items() for j in judged
-                 if site == name or site.startswith(f"{name}.")]  # fmt: skip
+        found = [j for j in self._judged
+                 if j.verdict.site == name or j.verdict.site.startswith(f"{name}.")]  # fmt: skip
         if not found:
             raise UnknownNameError(
-                f"no site {name!r} was seen; expected one of {', '.join(self._judged)}, or what "
+                f"no site {name!r} was seen; expected one of {', '.join(self.sites)}, or what "
                 "their names begin with"
             )
-        outlying = {
-            f"{j.verdict.site}/{j.verdict.gemm}": words
-            for j in found
-            if (words := outside(j.fingerprint))
-        }
-        if outlying:
-            why = "; ".join(f"{place}: {words}" for place, words in outlying.items())
-            warnings.warn(
-                f"{name} is like no benchmarked distribution, so its kernels are bfloat16's: {why}",
-                stacklevel=2,
-            )
-        names = [] if outlying else [nearest(j.fingerprint) for j in found]
-        return SiteReport(name, [j.verdict for j in found], names, outlying)
+        return SiteReport(name, found).warned()
 
     @property
     def saved_share(self) -> float | None:
         """Share of the time of all GEMMs in bfloat16 that the safe and fast ones save.
 
-        None where nothing was timed.
+        As often as each was called. None where nothing was timed.
         """
-        plain = [v.bf16_us for v in self.verdicts if v.bf16_us is not None]
-        return sum(v.saved_us for v in self.verdicts) / sum(plain) if plain else None
+        plain = [j.calls * j.verdict.bf16_us for j in self._judged if j.verdict.bf16_us is not None]
+        saved = sum(j.calls * j.verdict.saved_us for j in self._judged)
+        return saved / sum(plain) if sum(plain) else None
+
+    @property
+    def saved_us_per_step(self) -> float | None:
+        """Time of a step of a rank that they save, in microseconds; None where it is not known."""
+        if self.saved_share is None or not self.steps:
+            return None
+        return sum(j.calls * j.verdict.saved_us for j in self._judged) / self.steps
 
     def drift(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
         """What of today's operands is not where the verdicts were made; warns of it.
@@ -179,11 +160,12 @@ class ProbeReport:
             By ``site/gemm``, what moved; empty where nothing did.
         """
         found = {}
-        for name, judged in self._judged.items():
-            for j in judged if name in sites else ():
-                words = moved(j.fingerprint, fingerprint_of(sites[name], j.verdict.gemm))
+        for j in self._judged:
+            if j.verdict.site in sites:
+                now = fingerprint_of(sites[j.verdict.site], j.verdict.gemm)
+                words = moved(j.fingerprint, now)
                 if words:
-                    found[f"{name}/{j.verdict.gemm}"] = words
+                    found[j.place] = words
         if found:
             why = "; ".join(f"{place}: {words}" for place, words in found.items())
             warnings.warn(f"operands moved since they were judged: {why}", stacklevel=2)
@@ -194,6 +176,7 @@ class ProbeReport:
         found = []
         for v in self.verdicts:
             best = v.of(v.best)
+            lowest = min((c.row_err for c in v.classes), default=None)
             found.append(
                 {
                     "site": v.site,
@@ -201,9 +184,7 @@ class ProbeReport:
                     "m,n,k": ",".join(map(str, v.shape)),
                     "verdict": f"{v.safety}, {v.speed or 'not timed'}",
                     "scales": v.best or "-",
-                    "row_err": best.row_err
-                    if best
-                    else min((c.row_err for c in v.classes), default=None),
+                    "row_err": best.row_err if best else lowest,
                     "bf16_err": v.bf16_err,
                     "us": best.latency_us if best else None,
                     "bf16_us": v.bf16_us,
@@ -214,37 +195,67 @@ class ProbeReport:
             )
         return found
 
+    @property
+    def summary(self) -> str:
+        """What would be saved; "" where nothing was timed."""
+        if self.saved_share is None:
+            return ""
+        words = f"{self.saved_share:.1%} of the time of these GEMMs in bfloat16 would be saved"
+        us = self.saved_us_per_step
+        return words if us is None else f"{words}, {us / 1e3:.2f} ms of a step"
+
     def table(self) -> None:
         """Print a table."""
         from lokakern.bench.report import print_rows
 
         where = f", times of {self.device}" if self.device else ""
-        note = (
-            ""
-            if self.saved_share is None
-            else (f"{self.saved_share:.1%} of the time of these GEMMs in bfloat16 would be saved")
-        )
-        print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=note)
+        print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=self.summary)
 
     def to_json(self) -> str:
-        """Everything as JSON; what is infinite as null."""
-        content = {
-            "format": "lokakern.probe.report",
-            "version": VERSION,
-            "budget": self.budget.limits,
-            "device": self.device,
-            "saved_share": self.saved_share,
-            "verdicts": [
-                {**j.verdict.as_row(), "pareto": j.verdict.pareto(), "fingerprint": j.fingerprint}
-                for found in self._judged.values()
-                for j in found
-            ],
-        }
-        return json.dumps(_finite(content), indent=2, allow_nan=False)
+        """Everything as JSON; what is infinite or no number as null."""
+        return json.dumps(self.content(), indent=2, allow_nan=False)
+
+    def content(self) -> dict[str, Any]:
+        """Everything, as JSON holds it."""
+        found: dict[str, Any] = _finite(
+            {
+                "format": "lokakern.probe.report",
+                "version": VERSION,
+                "budget": self.budget.limits,
+                "device": self.device,
+                "sampled_steps": self.steps,
+                "saved_share": self.saved_share,
+                "saved_us_per_step": self.saved_us_per_step,
+                "summary": self.summary,
+                "verdicts": [
+                    {
+                        **j.verdict.as_row(),
+                        "calls": j.calls,
+                        "saved_us": j.verdict.saved_us,
+                        "pareto": j.verdict.pareto(),
+                        "evidence": j.evidence,
+                        "fingerprint": j.fingerprint,
+                        "outside": outside(j.fingerprint),
+                    }
+                    for j in self._judged
+                ],
+            }
+        )
+        return found
+
+    def save_page(self, path: str | Path) -> None:
+        """Write everything as one HTML file, which needs nothing else.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        from lokakern.bench.probe_page import page_of
+
+        Path(path).write_text(page_of(self.content()), encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _finite(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(x) for x in value]

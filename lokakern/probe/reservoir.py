@@ -7,6 +7,7 @@ two streams that are given the same keys (inputs, and gradients of the same rows
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,11 +42,7 @@ class Reservoir:
             rows: ``[rows, columns]``.
             keys: ``[rows]`` float64, uniform over 0..1; infinite for a row not to be kept.
         """
-        all_keys = torch.cat((self.keys, keys))
-        found, places = torch.topk(all_keys, len(self.keys), largest=False, sorted=True)
-        stacked = torch.cat((self.rows, rows.to(self.rows.dtype)))
-        self.rows.copy_(stacked[places])
-        self.keys.copy_(found)
+        sample_rows([self], rows[None], keys[None])
 
     def merge(self, other: Reservoir) -> None:
         """Take in another's rows."""
@@ -57,3 +54,20 @@ class Reservoir:
         keys = self.keys.cpu()
         count = int(torch.isfinite(keys).sum())
         return self.rows[:count].cpu(), keys[:count]
+
+
+def sample_rows(many: Sequence[Reservoir], rows: Tensor, keys: Tensor) -> None:
+    """Take rows into samples of as many rows and columns, in a few launches.
+
+    Args:
+        many: The samples, each once.
+        rows: ``[samples, rows, columns]``.
+        keys: ``[samples, rows]``.
+    """
+    own_keys, own_rows = [one.keys for one in many], [one.rows for one in many]
+    all_keys = torch.cat((torch.stack(own_keys), keys), dim=1)
+    found, places = torch.topk(all_keys, len(own_keys[0]), largest=False, sorted=True)
+    stacked = torch.cat((torch.stack(own_rows), rows.to(torch.float32)), dim=1)
+    kept = stacked.gather(1, places[:, :, None].expand(-1, -1, stacked.shape[2]))
+    torch._foreach_copy_(own_keys, list(found))
+    torch._foreach_copy_(own_rows, list(kept))

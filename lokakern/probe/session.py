@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.probe import files, ranks
 from lokakern.probe.site import SiteStatistics
-from lokakern.probe.taps import SIDE, Recorder, Switch, hook_of
+from lokakern.probe.taps import Recorder, Switch, hook_of
 from lokakern.types import Granularity
 
 if TYPE_CHECKING:
@@ -117,7 +118,10 @@ class Probe:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.stop()
+        if error is None:
+            self.stop()
+        else:  # what failed may be the device: nothing more is asked of it
+            self._let_go()
 
     def start(self) -> None:
         """Begin to watch; without effect while it does."""
@@ -141,6 +145,10 @@ class Probe:
 
     def stop(self) -> None:
         """Watch no more; what was learned stays."""
+        self._let_go()
+        self._switch.stash.settle()
+
+    def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -158,9 +166,7 @@ class Probe:
 
     def sites(self) -> dict[str, SiteStatistics]:
         """What was learned of each site that was called, by name; not copied."""
-        for recorder in self._recorders.values():
-            recorder.look_at_weight()
-        SIDE.join()
+        self._switch.stash.settle()
         return {
             name: recorder.statistics
             for name, recorder in self._recorders.items()
@@ -175,11 +181,28 @@ class Probe:
         shapes = {name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items()}
         return ranks.merged(self.sites(), shapes, group)
 
+    def unseen(self) -> dict[str, str]:
+        """Sites of which nothing was learned, by name, and why."""
+        return {
+            name: recorder.unseen or "it was not called in a sampled step"
+            for name, recorder in self._recorders.items()
+            if recorder.statistics is None
+        }
+
     def report(self, **options: Any) -> ProbeReport:
-        """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call."""
+        """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call.
+
+        Warns of sites of which nothing was learned.
+        """
         from lokakern.probe.report import ProbeReport
 
-        return ProbeReport.of(self.merged_sites(), **options)
+        sites = self.merged_sites()
+        unseen = {name: why for name, why in self.unseen().items() if name not in sites}
+        if unseen:
+            words = "; ".join(f"{name}: {why}" for name, why in unseen.items())
+            warnings.warn(f"no verdict on what was not seen: {words}", stacklevel=2)
+        steps = max(recorder.steps for recorder in self._recorders.values())
+        return ProbeReport.of(sites, steps=ranks.total(steps), **options)
 
     def loss_changes(
         self,
@@ -213,19 +236,12 @@ class Probe:
         """
         for name, statistics in files.load(path).items():
             recorder = self._recorders.get(name)
-            if recorder is None:
-                continue
-            if recorder.statistics is None:
+            if recorder is not None:
                 device = next(iter(self._modules[name].parameters())).device
-                recorder.statistics = SiteStatistics(
-                    recorder.n, recorder.k, device, has_bias=recorder.has_bias, norm=recorder.norm
-                )
-            recorder.statistics.merge(statistics)
+                recorder.statistics_on(device).merge(statistics)
 
     def _turn(self) -> None:
-        for recorder in self._recorders.values():  # one a step, lest one step pay for all
-            if recorder.look_at_weight():
-                break
+        self._switch.stash.take_in()
         on = self._steps % self.every == 0
         weights = on and self._samples % max(1, self.weights_every // self.every) == 0
         self._samples += on

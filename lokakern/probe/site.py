@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lokakern.errors import ShapeError
-from lokakern.probe.magnitudes import Magnitudes
+from lokakern.probe.magnitudes import Magnitudes, add_magnitudes
 from lokakern.probe.matrix_normal import MatrixNormal
 from lokakern.probe.operand import OperandStatistics
 from lokakern.probe.reservoir import FEWEST_ROWS
@@ -54,16 +54,18 @@ class SiteStatistics:
         self.sizes: Counter[int] = Counter()
 
     def add_input(self, x: Tensor, rows: Tensor, keys: Tensor) -> None:
-        """Take in X ``[m, k]`` with some of its rows, float64, and their keys."""
-        self.sizes[len(x)] += 1
-        self._bound_sizes()
+        """Take in X ``[m, k]`` with some of its rows and their keys."""
+        self.count(len(x))
         self.input.add(x, rows, keys)
+
+    def count(self, m: int) -> None:
+        """Count a call with m rows."""
+        self.sizes[m] += 1
+        self._bound_sizes()
 
     def add_output(self, rows: Tensor) -> None:
         """Take in some rows of Y, ``[sampled, n]``."""
-        wide = rows.double()
-        deviation, mean = torch.std_mean(wide, dim=1, correction=0)
-        self.mean_ratios.add(mean / deviation)  # infinite where all are equal: no quantile has it
+        add_outputs([self], rows[None])
 
     def add_weight(self, weight: Tensor) -> None:
         """Take in a snapshot of W, ``[n, k]``."""
@@ -123,3 +125,10 @@ class SiteStatistics:
         """The 99th percentile of `mean_ratios`; 0 of none."""
         found = self.mean_ratios.log2_quantiles(0.99)[0]
         return 0.0 if math.isnan(found) else 2.0**found
+
+
+def add_outputs(sites: Sequence[SiteStatistics], rows: Tensor) -> None:
+    """Take in some rows of the output of each site, ``[sites, sampled, n]``, in a few launches."""
+    deviation, mean = torch.std_mean(rows.double(), dim=2, correction=0)
+    # Infinite where all are equal: no quantile has it.
+    add_magnitudes([site.mean_ratios for site in sites], mean / deviation)

@@ -8,18 +8,21 @@ no compiler drops it, and its backward copies the gradient. Both look at operand
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
+import math
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from lokakern.probe.operand import Look, OperandStatistics
 from lokakern.probe.site import SiteStatistics
+from lokakern.probe.stash import Stash
 
 SAMPLED_ROWS = 256  # of a matrix, for all that costs more than two passes
 MOST_CALLS = 16  # of one site that are looked at in a step: of many micro-batches, the first
@@ -31,66 +34,85 @@ class Switch:
     Attributes:
         on: Whether operands are looked at.
         weights: Whether weights are, too.
-        share: Where in a matrix the sampled rows begin, 0..1.
         step: Counts steps.
+        stash: What was seen and is still to be taken in.
     """
 
     def __init__(self, seed: int) -> None:
         self.on = self.weights = False
-        self.share, self.step = 0.0, 0
+        self.step = 0
+        self.stash = Stash()
+        self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._samples: dict[tuple[torch.device, int], Sample] = {}
         self._seed = seed
 
     def turn(self, on: bool, weights: bool) -> None:
         """Decide about the next step."""
         self.on, self.weights = on, weights
-        self.share = self._random.random()
+        self._share = self._random.random()
+        self._samples.clear()
         self.step += 1
 
-    def keys(self, count: int, device: torch.device) -> Tensor:
-        """Random numbers of 0..1 for a sample, ``[count]`` float64, drawn on the device."""
-        if device not in self._generators:
-            generator = torch.Generator(device)
-            generator.manual_seed(self._seed)
-            self._generators[device] = generator
-        generator = self._generators[device]
-        return torch.rand(count, generator=generator, dtype=torch.float64, device=device)
+    def sample(self, call: int, device: torch.device) -> Sample:
+        """Which rows of a matrix to take, and random keys for them, made on the device.
+
+        The same for all sites in a step: only of one site must they differ, by the call.
+        """
+        found = self._samples.get((device, call))
+        if found is None:
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            keys = torch.rand(
+                SAMPLED_ROWS, generator=self._generators[device], dtype=torch.float64, device=device
+            )
+            found = self._samples[device, call] = Sample(self._share, keys)
+        return found
+
+
+GOLDEN = (math.sqrt(5) - 1) / 2  # of which multiples, less their integers, are spread most evenly
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Rows that are taken of a matrix, and of the gradient of what became of it.
+
+    Attributes:
+        share: Where in the matrix they begin, 0..1.
+        keys: ``[SAMPLED_ROWS]`` float64, uniform over 0..1.
+    """
+
+    share: float
+    keys: Tensor
+    _places: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """Some rows of ``[rows, columns]``, evenly spaced, float64."""
-        stride = max(1, len(x) // SAMPLED_ROWS)
-        return x[int(self.share * stride) :: stride][:SAMPLED_ROWS].double()
+        """Some rows of ``[..., columns]``, evenly spread, in memory of their own."""
+        if x.is_contiguous():
+            x = x.view(-1, x.shape[-1])
+        return x[self._index(x.shape[:-1])]
 
+    def _index(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Of the rows; made once for all matrices of a shape.
 
-class SideStreams:
-    """A stream beside the current one for each GPU."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @contextlib.contextmanager
-    def beside(self, x: Tensor) -> Iterator[None]:
-        """What is launched meanwhile runs beside the current stream; on a CPU, at once."""
-        if not x.is_cuda:
-            yield
-            return
-        stream = self._streams.get(x.device)
-        if stream is None:
-            stream = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-            self._streams[x.device] = stream
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream):
-            yield
-        x.record_stream(stream)
-
-    def join(self) -> None:
-        """Let current streams wait for all that was launched beside them; the host does not."""
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-
-
-SIDE = SideStreams()
+        The stride has no factor in common with the number of rows: where rows are of samples by
+        features, a stride that the features divide would meet one of them alone.
+        """
+        if shape not in self._places:
+            count = math.prod(shape)
+            kept, stride, first = min(SAMPLED_ROWS, count), 1, 0
+            if kept < count:
+                stride, first = int(GOLDEN * count), int(self.share * count)
+            while math.gcd(stride, count) > 1:
+                stride += 1
+            places = (first + stride * torch.arange(kept, device=self.keys.device)) % count
+            index = []
+            for extent in reversed(shape):
+                index.append(places % extent)
+                places = places // extent
+            self._places[shape] = tuple(reversed(index))
+        return self._places[shape]
 
 
 class Recorder:
@@ -99,6 +121,8 @@ class Recorder:
     Attributes:
         statistics: None before it was called.
         number: By which an op in a graph finds it.
+        steps: In which it was called.
+        unseen: Why a call of it was not looked at; "" if none was.
     """
 
     _numbers = itertools.count()
@@ -107,10 +131,10 @@ class Recorder:
         self.switch, self.n, self.k, self.has_bias, self.norm = switch, n, k, has_bias, norm
         self.statistics: SiteStatistics | None = None
         self.number = next(self._numbers)
-        self._step, self._calls = -1, 0
-        self._weight: Tensor | None = None  # a snapshot that is still to be looked at
+        self.unseen, self.steps = "", 0
+        self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
-        self._keys: list[Tensor | None] = []
+        self._samples: list[Sample | None] = []
         _RECORDERS[self.number] = self
 
     def forward(
@@ -121,7 +145,7 @@ class Recorder:
         has_gradient: bool,
         *,
         is_in_graph: bool = False,
-    ) -> Tensor | None:
+    ) -> Sample | None:
         """Look at a call.
 
         Args:
@@ -132,64 +156,96 @@ class Recorder:
             is_in_graph: Whether that comes to `backward_in_graph`, which is not told of what call.
 
         Returns:
-            Random keys of the rows that were sampled, for `backward`; None where none were.
+            What was taken of it, for `backward`; None where nothing was.
         """
-        # Inside a backward pass: a checkpoint runs the forward pass again, and it counted already.
-        if torch._C._current_graph_task_id() != -1:
+        if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
             return None
-        if self._step != self.switch.step:
-            self._step, self._calls = self.switch.step, 0
-            self._keys.clear()
+        self._begin_step()
         self._calls += 1
-        fits = x.shape[-1] == self.k and y.shape[-1] == self.n and x.numel() > 0
-        if self._calls > MOST_CALLS or not fits or _is_captured(x):
+        if self._calls > MOST_CALLS or not self._fits(x, y) or _is_captured(x):
             if is_in_graph and has_gradient:
-                self._keys.append(None)
+                self._samples.append(None)
             return None
+        stash = self.switch.stash
         with torch.inference_mode(False), torch.no_grad():
-            if self.statistics is None:
-                self.statistics = SiteStatistics(
-                    self.n, self.k, x.device, has_bias=self.has_bias, norm=self.norm
-                )
-            flat = x.detach().reshape(-1, self.k)
-            rows = self.switch.rows_of(flat)
-            keys = self.switch.keys(len(rows), x.device)
-            self.statistics.add_input(flat, rows, keys)
-            self.statistics.add_output(self.switch.rows_of(y.detach().reshape(-1, self.n)))
+            sample = self.switch.sample(self._calls, x.device)
+            statistics = self.statistics_on(x.device)
+            x, y = (_matrices(operand) for operand in (x, y))
+            statistics.count(x.numel() // self.k)
+            self._look(statistics.input, x, sample)
+            stash.outputs.append((statistics, sample.rows_of(y)))
             if weight is not None and self.switch.weights and self._calls == 1:
-                self._weight = weight.detach().clone()
+                stash.add_weight(statistics, weight)
         if is_in_graph and has_gradient:
-            self._keys.append(keys)
-        return keys
+            self._samples.append(sample)
+        return sample
 
-    def look_at_weight(self) -> bool:
-        """Take in a snapshot of the weight, if one waits; whether one did.
+    def sample_of_rerun(self, y: Tensor) -> Sample | None:
+        """What to take of the gradient of a call that a checkpoint makes again.
 
-        Not while the layer runs, and on a GPU on a stream of its own, for which `SideStreams.join`
-        waits: a flip-flop over 1024 x 1024 is some GFLOP of float64.
+        Where the first pass had no gradient, the second has. It is what was taken of the first
+        pass if that was one call, and something else if it is not known which call it was.
         """
-        weight, self._weight = self._weight, None
-        if weight is None or self.statistics is None:
-            return False
-        with torch.inference_mode(False), torch.no_grad(), SIDE.beside(weight):
-            self.statistics.add_weight(weight)
-        return True
+        if self.statistics is None or self._step != self.switch.step:
+            return None
+        if self._calls == 1:
+            return self.switch.sample(1, y.device)
+        self._reruns += 1
+        return self.switch.sample(-self._reruns, y.device) if self._reruns <= MOST_CALLS else None
 
     def backward_in_graph(self, gradient: Tensor) -> None:
         """Look at the gradient of the last call that has not got its own."""
-        keys = self._keys.pop() if self._keys else None
-        if keys is not None:
-            self.backward(keys, gradient)
+        sample = self._samples.pop() if self._samples else None
+        if sample is not None:
+            self.backward(sample, gradient)
 
-    def backward(self, keys: Tensor, gradient: Tensor) -> None:
-        """Look at the gradient of the output of a call, whose rows got these keys."""
-        if self.statistics is None or _is_captured(gradient):
+    def backward(self, sample: Sample, gradient: Tensor) -> None:
+        """Look at the gradient of the output of a call of which this was taken."""
+        if self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
         with torch.inference_mode(False), torch.no_grad():
-            flat = gradient.detach().reshape(-1, self.n)
-            rows = self.switch.rows_of(flat)
-            if len(rows) == len(keys):
-                self.statistics.grad_output.add(flat, rows, keys)
+            self._look(self.statistics.grad_output, _matrices(gradient), sample)
+
+    def statistics_on(self, device: torch.device) -> SiteStatistics:
+        """Statistics on a device, to which what was learned follows the model."""
+        known = self.statistics
+        if known is None or known.device != device:
+            self.statistics = SiteStatistics(
+                self.n, self.k, device, has_bias=self.has_bias, norm=self.norm
+            )
+            if known is not None:
+                self.switch.stash.settle()
+                self.statistics.merge(known)
+        assert self.statistics is not None
+        return self.statistics
+
+    def _begin_step(self) -> None:
+        if self._step != self.switch.step:
+            self._step, self._calls, self._reruns = self.switch.step, 0, 0
+            self._samples.clear()
+            self.steps += 1
+
+    def _fits(self, x: Tensor, y: Tensor) -> bool:
+        fits = x.shape[-1:] == (self.k,) and y.shape == (*x.shape[:-1], self.n)
+        if not fits:
+            self.unseen = (
+                f"it maps {list(x.shape)} to {list(y.shape)}; expected [..., {self.k}] to "
+                f"[..., {self.n}]"
+            )
+        return fits and x.numel() > 0 and y.numel() > 0
+
+    def _look(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> None:
+        rows = sample.rows_of(x)
+        self.switch.stash.looks.append(Look.at(operand, x, rows, sample.keys[: len(rows)]))
+
+
+def _matrices(x: Tensor) -> Tensor:
+    return x.detach() if x.dim() > 1 else x.detach()[None]
+
+
+def is_backward_under_way() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 _RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
@@ -242,7 +298,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 tap.register_autograd(_differentiate, setup_context=_remember)
 
 
-def is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> TypeGuard[Tensor]:
     """Whether it is a tensor that any op takes, not one that is spread over devices."""
     return isinstance(x, Tensor) and not hasattr(x, "to_local")
 
@@ -260,17 +316,27 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
         if not switch.on:
             return None
         x = args[0] if args else kwargs.get("input")
-        if x is None or not (is_plain(x) and is_plain(y)):
+        is_compiling = torch.compiler.is_compiling()
+        if not (is_plain(x) and is_plain(y) and x.is_floating_point()):
+            if not is_compiling:
+                recorder.unseen = "its input or its output is no tensor of floats on one device"
+            return None
+        if getattr(module, "_is_replica", False):
+            recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
         weight = module.weight if is_plain(module.weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
-        if torch.compiler.is_compiling():
+        if is_compiling:
             return tap(y, x, weight, number, has_gradient)
-        keys = recorder.forward(x, weight, y, has_gradient)
-        if keys is not None:
-            seen(recorder, y)
-            if has_gradient:
-                y.register_hook(functools.partial(recorder.backward, keys))
+        if is_backward_under_way():
+            sample = recorder.sample_of_rerun(y) if has_gradient else None
+        else:
+            sample = recorder.forward(x, weight, y, has_gradient)
+            if sample is not None:
+                seen(recorder, y)
+        if sample is not None and has_gradient:
+            look = functools.partial(recorder.backward, sample)
+            y.register_hook(look)  # type: ignore[no-untyped-call]
         return None
 
     return hook

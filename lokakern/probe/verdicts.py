@@ -15,14 +15,13 @@ from typing import Any
 
 from lokakern.errors import UnsupportedError
 from lokakern.evidence import Candidate, Time, within_noise
-from lokakern.probe.gemms import Replayed, problem_of
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.gemms import Replayed, padded, problem_of, with_bias
+from lokakern.probe.site import GEMMS, SiteStatistics
 from lokakern.probe.tails import FEWEST_ROWS
 from lokakern.selection import table_for
 from lokakern.types import Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
-ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to take them
 LIMITS = {"row_err": ("row_err", "row_err_upper"), "row_p99": ("row_p99", "row_p99")}
 SPEEDS = ("fast", "tie", "slow")
 
@@ -151,15 +150,14 @@ def verdicts_of(
         )
     m = max(statistics.m_quantile(0.5), 1)
     found = []
-    for gemm in dict.fromkeys(r.gemm for r in replayed):
+    for gemm in GEMMS:
         mine = [r for r in replayed if r.gemm == gemm]
+        if not mine:
+            continue
         norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
         seen = statistics.input if gemm == "output" else statistics.grad_output
         problem = problem_of(statistics, gemm, m)
-        times = _Times(problem, device)
-        if norm and device is not None:
-            with_norm = _Times(problem_of(statistics, gemm, m, norm), device)
-            times = with_norm if with_norm.bf16 is not None else times
+        times = _times_of(statistics, gemm, m, norm, device)
         classes = _classes((r for r in mine if r.norm == norm), limits, seen.rows_seen, times)
         plain = [r for r in mine if r.norm == norm and r.granularity is Granularity.NONE]
         safe = [c for c in classes if c.safety == "safe"]
@@ -241,6 +239,23 @@ class _Times:
         return min(filter(None, found), key=SPEEDS.index, default="")
 
 
+def _times_of(
+    statistics: SiteStatistics, gemm: str, m: int, norm: str, device: Device | str | None
+) -> _Times:
+    """Of the GEMM as the model has it, with its norm or its bias, if that was timed."""
+    plain = problem_of(statistics, gemm, m)
+    whole = []
+    if norm:
+        whole.append(problem_of(statistics, gemm, m, norm))
+    if statistics.has_bias and gemm == "output":
+        whole.append(with_bias(plain))
+    for problem in whole:
+        times = _Times(problem, device)
+        if times.bf16 is not None and times.fastest:
+            return times
+    return _Times(plain, device)
+
+
 def _classes(
     replayed: Iterable[Replayed], limits: dict[str, float], rows_seen: int, times: _Times
 ) -> list[ClassVerdict]:
@@ -314,15 +329,11 @@ def _change(
         if verdict.gemm == "grad_weight":
             return "weight gradient in bf16"
         return ""
-    if verdict.speed in ("slow", "tie", "") and device is not None and verdict.gemm == "output":
-        k = problem.k
-        padded = -(-k // ALIGNED) * ALIGNED
-        if padded != k:
-            wider = SiteStatistics(statistics.n, padded, statistics.device)
-            if _Times(problem_of(wider, "output", problem.m), device).best_speed == "fast":
-                return f"pad K {k} to {padded}"
-    if statistics.has_bias and device is not None and verdict.gemm == "output":
-        with_bias = _Times(replace(problem, epilogue="bias"), device).best_speed
-        if with_bias in ("slow", "tie") and verdict.speed == "fast":
-            return "drop the bias"
+    if verdict.speed == "fast" or device is None or verdict.gemm != "output":
+        return ""
+    if statistics.has_bias and _Times(problem, device).best_speed == "fast":
+        return "drop the bias"
+    wider = padded(statistics, problem.m)
+    if wider is not None and _Times(wider, device).best_speed == "fast":
+        return f"pad K {problem.k} to {wider.k}"
     return ""
