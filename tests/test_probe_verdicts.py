@@ -171,6 +171,38 @@ def test_verdicts_are_what_held_out_rows_say(model: Model, report: ProbeReport) 
     assert compared == 20
 
 
+def test_errors_of_gradients_are_what_held_out_rows_say(model: Model, report: ProbeReport) -> None:
+    """Against float64 products: within 10 %, of a weight's gradient 30 %, and the same verdict.
+
+    Not of the last layer, whose gradient through a norm under a sum of squares is rounding alone.
+    """
+    linears = {f"m.{i}": m for i, m in enumerate(model.m) if isinstance(m, nn.Linear)}
+    seen: list[tuple[Tensor, Tensor]] = []
+    handles = [m.register_forward_hook(lambda _m, args, y: seen.append((args[0].detach(), y)))
+               for m in linears.values()]  # fmt: skip
+    loss = model(inputs(3)).square().mean()
+    for handle in handles:
+        handle.remove()
+    gradients = torch.autograd.grad(loss, [y for _, y in seen])
+    compared = 0
+    for name, gradient, (x, _) in list(zip(linears, gradients, seen, strict=True))[:-1]:
+        g, w, x = (o.detach().bfloat16() for o in (gradient, linears[name].weight, x))
+        for gemm, a, b, allowed in (("grad_input", g, w, 0.1), ("grad_weight", g.t(), x, 0.3)):
+            exact = a.double() @ b.double()
+            for scales in (Granularity.TENSOR, Granularity.ROW):
+                left, right = (
+                    numerics.dequantize(numerics.quantize(o.contiguous(), Format.E4M3FN, scales))
+                    for o in (a, b.t())
+                )
+                error = numerics.measure_errors(left.double() @ right.t().double(), exact).row_err
+                found = verdict(report, name, gemm).of(scales.value)
+                assert found is not None
+                assert found.row_err == pytest.approx(error, rel=allowed), (name, gemm, scales)
+                assert found.safety == ("safe" if error <= 0.06 else "unsafe")
+                compared += 1
+    assert compared == 36
+
+
 def test_a_report_is_a_table_and_json(
     report: ProbeReport, capsys: pytest.CaptureFixture[str]
 ) -> None:

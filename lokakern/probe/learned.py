@@ -4,9 +4,9 @@
     W' = M + L_U Z L_V^T          weights
 
 Where a sample says that the Gaussian misses its tails (`lokakern.probe.tails`), the sample itself
-is drawn from, in random order. Of a weight's gradient both operands come from the same rows then;
-Gaussian ones are independent, which errs to the safe side: what inputs and gradients have in common
-adds to the sums, not to their rounding.
+is drawn from, in random order. Of a weight's gradient both operands are always rows of the samples
+that came together: what inputs and gradients have in common adds to the sums and not to their
+rounding, so that independent draws would err by twice as much.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lokakern.bench.distributions import LearnedDistribution
 from lokakern.errors import MeasurementError, ShapeError
 from lokakern.probe.operand import OperandStatistics
 from lokakern.probe.site import GEMMS, SiteStatistics
-from lokakern.probe.tails import Fit, fit_of
+from lokakern.probe.tails import FEWEST_ROWS, Fit, fit_of
 
 CHECKED_ROWS = 512  # drawn to be compared with a sample
 
@@ -150,13 +150,14 @@ class LearnedSite:
 
     @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor] | None:
-        """Places in both samples of rows that came together; None where Gaussians do."""
+        """Places in both samples of rows that came together; None where there are few."""
         left, right = self.grad_output, self.input
-        if left.fit.is_gaussian and right.fit.is_gaussian:
-            return None
         places = {key: place for place, key in enumerate(right.keys.tolist())}
         both = [(i, places[key]) for i, key in enumerate(left.keys.tolist()) if key in places]
-        return (torch.tensor(both).t()[0], torch.tensor(both).t()[1]) if both else None
+        if len(both) < FEWEST_ROWS:
+            return None
+        gradients, inputs = torch.tensor(both).t()
+        return gradients, inputs
 
     def _paired(self, which: int, rows: int, columns: int, seed: int) -> Tensor:
         """Rows of an operand; its columns repeated, or the first of them.
