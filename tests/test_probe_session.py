@@ -12,11 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -25,33 +22,7 @@ from lokakern.probe import files
 from lokakern.probe.session import Probe
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.taps import MOST_CALLS
-
-M, K, HIDDEN, N = 64, 12, 20, 8
-
-
-def model_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(K, HIDDEN), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, N, bias=False)
-    )
-
-
-def inputs(step: int) -> Tensor:
-    return torch.randn(M, K, generator=torch.Generator().manual_seed(step)) + 1.0
-
-
-def train(
-    model: nn.Module, call: Callable[[Tensor], Tensor], steps: int, rate: float = 0.0
-) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    losses = []
-    for step in range(steps):
-        loss = call(inputs(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+from tests.probe_ranks import HIDDEN, KINDS, K, M, N, inputs, model_of, train
 
 
 def expected(steps: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -428,45 +399,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         files.save(tmp_path / "no" / "folder", {})
 
 
-def one_of_two_ranks(rank: int, folder: str) -> None:
-    """Body of a process, which imports for longer than it runs: all kinds in one."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    half = slice(rank * M // 2, (rank + 1) * M // 2)
-    for kind in KINDS:
-        model = model_of()
-        called: nn.Module = model
-        if kind == "ddp":
-            called = nn.parallel.DistributedDataParallel(model)
-        else:
-            mesh = init_device_mesh("cpu", (2,))
-            for layer in model:
-                if isinstance(layer, nn.Linear):
-                    fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        with Probe(called, every=2) as probe:
-            train(called, lambda x, called=called: called(x[half]), 5)
-        sites = probe.merged_sites()
-        if rank == 0:
-            files.save(f"{folder}/{kind}", sites)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-KINDS = ("ddp", "fsdp2")
-
-
 def test_two_ranks_see_what_one_would(tmp_path: Path) -> None:
-    program = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('ranks', {__file__!r})\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(module)\n"
-        "module.one_of_two_ranks(int(sys.argv[1]), sys.argv[2])\n"
-    )
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(tmp_path)],
+            [sys.executable, "-m", "tests.probe_ranks", str(rank), str(tmp_path)],
             stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent,
         )
         for rank in range(2)
