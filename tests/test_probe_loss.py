@@ -77,3 +77,22 @@ def test_what_has_no_interval_is_refused_and_what_is_lost_is_infinite() -> None:
     with pytest.raises(MeasurementError, match="at least 2 batches; there were 1"):
         interval_of([0.1])
     assert interval_of([0.1, math.nan]).high == math.inf
+
+
+def test_each_run_finds_running_means_as_they_were() -> None:
+    """Or the loss after would be that of another model, and training would go on with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, momentum=0.5), nn.Linear(D, 1))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    Probe(model).loss_changes(lambda x: model(x).square().mean(), [batch(0), batch(1)])
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_loss_of_nothing_that_changes_is_infinite() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    x = torch.tensor([[1.0, -0.7]])
+    with torch.no_grad():
+        target = model(x)
+    found = Probe(model).loss_changes(lambda _: (model(x) - target).abs().sum(), [0, 1])[""]
+    assert found.mean == math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sqlite3
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lokakern.bench import sweep
 from lokakern.bench.cli import app
 from lokakern.bench.probe_page import page_of
+from lokakern.errors import UnsupportedError
 from lokakern.probe import files
 from lokakern.probe.report import ProbeReport
+from tests.inline_worker import run_tasks_here
 from tests.probe_sites import drawn, site_of
 
 HOSTILE = """<script>alert("x")</script>' onload='y' {{ 7 * 7 }}"""
@@ -129,6 +133,28 @@ def test_a_saved_probe_is_reported_from_the_command_line(tmp_path: Path) -> None
     ):
         failed = run(app, ["report", *arguments])
         assert failed.exit_code == 1 and len(failed.stderr.strip().splitlines()) == 1
+
+
+def test_times_are_measured_here_into_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "run_tasks", run_tasks_here)
+    x, _, w = drawn("X2", 32, 40)
+    sites = {"a": site_of(x, w)}
+    path = tmp_path / "rows.sqlite"
+    with pytest.raises(UnsupportedError, match="into database="):
+        ProbeReport.of(sites, times=True)
+    with pytest.raises(UnsupportedError, match="device is 'NVIDIA H200'"):
+        ProbeReport.of(sites, times=True, database=path, device=H200)
+    (found,) = ProbeReport.of(sites, seeds=(0,), times=True, database=path, steps=4)
+    assert found.bf16_us is not None and found.speed in ("fast", "tie", "slow")
+    assert all(c.latency_us for c in found.classes if c.scales in ("row", "tensor"))
+    with sqlite3.connect(path) as connection:
+        ask = "SELECT count(*), count(DISTINCT problem) FROM timing"
+        before = connection.execute(ask).fetchone()
+        assert before[1] == 2  # as it is, and with K padded to 48
+        ProbeReport.of(sites, seeds=(0,), times=True, database=path)
+        assert connection.execute(ask).fetchone() == before
 
 
 def test_evidence_is_of_what_was_seen(content: dict[str, Any]) -> None:

@@ -360,6 +360,8 @@ def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         lambda h: h["sites"]["0"].update(n=21),
         lambda h: h["sites"]["0"].update(k=2**30),
         lambda h: h["sites"]["0"].update(n=True),
+        lambda h: h["sites"]["0"].update(n=2**20),
+        lambda h: h["sites"].update({"\x1b[2J": h["sites"].pop("0")}),
         lambda h: h["sites"]["0"].update(norm="layer; drop"),
         lambda h: h["sites"]["0"].update(sizes=[[64, -1]]),
         lambda h: h["sites"]["0"].update(strides=[3, 1]),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
+from lokakern.errors import ShapeError
 from lokakern.probe.operand import Look, OperandStatistics, add_looks
 from lokakern.probe.session import Probe
 from lokakern.probe.site import SiteStatistics
@@ -161,7 +164,7 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        (lambda y: (y, y), "no tensor of floats"),
+        (lambda y: (y, y), "no plain tensor of float16"),
         (lambda y: y.sum(dim=0), r"maps \[5, 4\] to \[3\]; expected \[..., 4\] to \[..., 3\]"),
         (lambda y: y.t(), r"maps \[5, 4\] to \[3, 5\]"),
     ],
@@ -177,6 +180,55 @@ def test_what_cannot_be_looked_at_is_named_with_the_reason(what: Any, why: str) 
     with pytest.warns(UserWarning, match=f"no verdict on what was not seen: odd: .*{why}"):
         report = probe.report(seeds=(0,))
     assert report.sites == ("plain",)
+
+
+def test_other_tensors_and_copies_are_left_alone_with_the_reason() -> None:
+    model = nn.Linear(4, 4)
+    with Probe(model, every=1) as probe:
+        torch.vmap(model)(torch.randn(5, 4))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model(mode.from_tensor(torch.randn(5, 4)))
+    assert probe.sites() == {}
+    assert "no plain tensor of float16" in probe.unseen()[""]
+    model._is_replica = True
+    with Probe(model) as probe:
+        model(torch.randn(5, 4))
+    assert "use DistributedDataParallel" in probe.unseen()[""]
+
+
+def test_weights_that_cannot_be_read_are_refused_and_others_only_read_when_due() -> None:
+    with pytest.raises(ShapeError, match="no weight yet"):
+        Probe(nn.LazyLinear(4))
+    with pytest.raises(ShapeError, match="parametrization, which has buffers"):
+        Probe(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with Probe(model, every=1, weights_every=2) as probe:
+        for _ in range(4):
+            model(torch.randn(5, 4)).sum().backward()
+    assert probe.sites()[""].weight.count == 2
+
+
+def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:
+    first, model = tmp_path / "first", nn.Linear(4, 4)
+    probe = Probe(model, every=1)
+    for _ in range(2):
+        with probe:
+            model(torch.randn(100, 4)).sum().backward()
+        probe.save(first)
+        probe = Probe(model, every=1)
+        probe.load(first)
+    keys = probe.sites()[""].input.sample.kept()[1]
+    assert len(keys) == len(keys.unique()) == 200
+
+
+def test_what_was_learned_may_be_forgotten() -> None:
+    model = nn.Linear(4, 4)
+    with Probe(model, every=1) as probe:
+        model(torch.randn(10, 4))
+        probe.forget()
+        assert probe.sites() == {}
+        model(torch.randn(7, 4))
+    assert probe.sites()[""].sizes == {7: 1}
 
 
 def test_an_error_in_the_block_leaves_no_hook() -> None:

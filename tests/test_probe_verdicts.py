@@ -265,6 +265,12 @@ def test_what_is_within_the_interval_is_undecided(
     assert bool(found.classes[0].reason) == (wanted != "safe")
 
 
+def test_it_is_said_where_bfloat16_itself_errs_more() -> None:
+    errors = [replayed(row_err=0.2), replayed(scales=Granularity.NONE, row_err=0.07)]
+    found = only(verdicts_of("a", shaped(64, 64, 9), errors))
+    assert found.notes == ("bfloat16 itself has a row_err of 0.07 > 0.06",)
+
+
 def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() -> None:
     few = SiteStatistics(64, 64, CPU)
     assert only(verdicts_of("a", few, [replayed()])).safety == "undecided"

@@ -31,6 +31,7 @@ FORMAT, VERSION = "lokakern.probe", 1
 LARGEST_FILE = 16 * 2**30
 LARGEST_HEADER = 16 * 2**20
 LARGEST_AXIS = 2**24
+LONGEST_NAME = 1000
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -56,20 +57,22 @@ def save(path: str | Path, sites: Mapping[str, SiteStatistics]) -> None:
     content = {"format": FORMAT, "version": VERSION, "sites": described, "tensors": entries}
     header = json.dumps(content, allow_nan=False).encode()
     target = Path(path)
-    temporary = None
+    temporary: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            temporary = file.name
+            temporary = Path(file.name)
             file.write(len(header).to_bytes(8, "little") + header)
             for blob in blobs:
                 file.write(blob)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
+        temporary = None
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise DatabaseError(f"{str(target)!r} cannot be written: {error.strerror}") from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _described(site: SiteStatistics) -> dict[str, Any]:
@@ -103,7 +106,8 @@ def load(path: str | Path) -> dict[str, SiteStatistics]:
         TypeError,
         KeyError,
         AttributeError,
-        RecursionError,
+        RuntimeError,  # also of a file that was cut meanwhile, and of headers nested too deep
+        OverflowError,
     ) as error:
         raise DatabaseError(
             f"{str(path)!r} is not a file of statistics that is in order: {str(error)[:200]}"
@@ -155,11 +159,13 @@ def _whole(value: Any, low: int, high: int) -> int:
 def _site(
     path: Path, name: str, described: dict[str, Any], held: dict[str, Tensor]
 ) -> SiteStatistics:
+    _ask(len(name) <= LONGEST_NAME and name.isprintable(), path, "a name cannot be printed")
     n, k = (_whole(described[axis], 1, LARGEST_AXIS) for axis in ("n", "k"))
-    # Before anything is allocated for it: the smallest that a site of this size can have.
-    _ask("input.moments.mean" in held and len(held["input.moments.mean"]) == k, path,
-         f"{name} has k={k} and no mean of it")  # fmt: skip
-    _ask("weight.u" in held and len(held["weight.u"]) == n, path, f"{name} has n={n} and no U")
+    # Before anything is allocated for it: what a site of this size has.
+    for tensor, wanted in SiteStatistics(n, k, torch.device("meta")).tensors():
+        x = held.get(tensor)
+        same = x is not None and x.shape == wanted.shape and x.dtype == wanted.dtype
+        _ask(same, path, f"{name}.{tensor} is not what n={n} and k={k} ask for")
     norm = str(described["norm"])
     site = SiteStatistics(
         n, k, torch.device("cpu"), has_bias=described["bias"] is True,
@@ -187,11 +193,11 @@ def _site(
     _ask(own.keys() == held.keys(), path, f"{name} lacks or has more than its tensors")
     for tensor, mine in own.items():
         x = held[tensor]
-        same = x.shape == mine.shape and x.dtype == mine.dtype
-        _ask(same, path, f"{name}.{tensor} is {x.dtype} {list(x.shape)}")
         legal = ~torch.isnan(x) if tensor.endswith("keys") else torch.isfinite(x)
         if not tensor.endswith(("mean", "products", "rows", "u", "v")):
             legal &= x >= 0
+        if tensor in ("weight.u", "weight.v"):
+            legal &= (x.diagonal() if x.dim() == 2 else x).min() >= 0
         _ask(bool(legal.all()), path, f"{name}.{tensor} holds what is not a statistic")
         mine.copy_(x)
     return site

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,7 @@ def loss_changes(
     loss: Callable[[Any], Tensor],
     batches: Iterable[Any],
     granularity: Granularity = Granularity.ROW,
+    buffers: Sequence[Tensor] = (),
 ) -> dict[str, LossChange]:
     """Change of a loss when the output of one site is multiplied in FP8, emulated.
 
@@ -82,30 +83,42 @@ def loss_changes(
         loss: From a batch to a loss of one element.
         batches: Two at least.
         granularity: Of the scales of both operands.
+        buffers: Of the model, such as running means: each run finds them as they were.
 
     Raises:
         MeasurementError: There are fewer than two batches.
     """
     changes: dict[str, list[float]] = {name: [] for name in sites}
     for batch in batches:
-        before = _run(loss, batch)
+        before = _run(loss, batch, buffers)
         for name, module in sites.items():
             hook = functools.partial(_in_fp8, granularity)
             handle = module.register_forward_hook(hook, with_kwargs=True)
             try:
-                after = _run(loss, batch)
+                after = _run(loss, batch, buffers)
             finally:
                 handle.remove()
-            change = after - before
-            changes[name].append(change / abs(before) if change else 0.0)
+            changes[name].append(_relative(after - before, abs(before)))
     return {name: interval_of(found) for name, found in changes.items()}
 
 
-def _run(loss: Callable[[Any], Tensor], batch: Any) -> float:
+def _relative(change: float, size: float) -> float:
+    if change == 0:
+        return 0.0
+    return change / size if size else math.inf
+
+
+def _run(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -> float:
     is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if is_up else ()
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        return float(loss(batch))
+    held = [x.clone() for x in buffers]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            return float(loss(batch))
+    finally:
+        with torch.no_grad():
+            for x, was in zip(buffers, held, strict=True):
+                x.copy_(was)
 
 
 def _in_fp8(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from lokakern import selection
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe.fingerprint import fingerprint_of, moved, outside
@@ -67,7 +68,6 @@ class ProbeReport:
                 for times, or another device's are asked for.
             DeviceError: The database does not know the device.
         """
-        from lokakern.bench.options import reading
         from lokakern.probe.evidence import evidence_of  # they bring the bench with them
         from lokakern.probe.learned import LearnedSite
         from lokakern.probe.replay import replay_site, time_sites
@@ -83,7 +83,7 @@ class ProbeReport:
         if times and database is not None:
             time_sites(sites, database)
         judged = []
-        with reading(str(database)) if times else nullcontext():
+        with nullcontext() if database is None or not times else _answering_from(database):
             for name, statistics in sites.items():
                 site = LearnedSite(name, statistics)
                 replayed = replay_site(site, seeds=seeds, database=database)
@@ -252,6 +252,19 @@ class ProbeReport:
         from lokakern.bench.probe_page import page_of
 
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
+
+
+@contextmanager
+def _answering_from(database: str | Path) -> Iterator[None]:
+    """Times are those of the shipped files and of this one meanwhile."""
+    from lokakern.registry.places import shipped_databases
+    from lokakern.registry.snapshot import load_snapshot
+
+    selection.use_snapshot(load_snapshot([*shipped_databases(), database]))
+    try:
+        yield
+    finally:
+        selection.use_snapshot(None)
 
 
 def _finite(value: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
@@ -105,7 +106,7 @@ class Probe:
         self._steps = self._samples = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
-        self._parameters = {id(p) for p in model.parameters()}
+        self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
 
     def __enter__(self) -> Probe:
@@ -127,6 +128,8 @@ class Probe:
         """Begin to watch; without effect while it does."""
         if self._handles:
             return
+        self._parameters = {id(p) for p in self.model.parameters()}
+        self._begun = False
         # Compiled code does not look whether a module got hooks. What is traced anew sees them.
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
@@ -219,7 +222,8 @@ class Probe:
         on, self._switch.on = self._switch.on, False
         begun, source, self._source = self._begun, self._source, len(_SOURCES)  # calls, no steps
         try:
-            return loss_changes(self._modules, loss, batches, granularity)
+            buffers = list(self.model.buffers())
+            return loss_changes(self._modules, loss, batches, granularity, buffers)
         finally:
             self._switch.on, self._begun, self._source = on, begun, source
 
@@ -234,11 +238,21 @@ class Probe:
             DatabaseError: The file is not one, or not in order.
             ShapeError: A site is of another shape here.
         """
-        for name, statistics in files.load(path).items():
+        found = files.load(path)
+        self._switch.stash.settle()
+        # Other keys than those that the earlier session gave to its rows.
+        self._switch.reseed(sum(site.input.steps for site in found.values()))
+        for name, statistics in found.items():
             recorder = self._recorders.get(name)
             if recorder is not None:
                 device = next(iter(self._modules[name].parameters())).device
                 recorder.statistics_on(device).merge(statistics)
+
+    def forget(self) -> None:
+        """Learn anew, as for `ProbeReport.drift`, which asks about what was seen lately."""
+        self._switch.stash.settle()
+        for recorder in self._recorders.values():
+            recorder.statistics, recorder.steps = None, 0
 
     def _turn(self) -> None:
         self._switch.stash.take_in()
@@ -326,6 +340,17 @@ def _sites_of(model: nn.Module, accepts: SiteFilter) -> Iterator[tuple[str, nn.M
 
 
 def _weight_shape(name: str, module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ShapeError(
+            f"Probe: site {name!r} has no weight yet; call the model once before (or leave it out "
+            "by filter=)"
+        )
+    parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
+    if parametrized is not None and any(True for _ in parametrized.buffers()):
+        raise ShapeError(
+            f"Probe: reading the weight of site {name!r} would change its parametrization, which "
+            "has buffers; leave it out by filter="
+        )
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         found = "none" if weight is None else str(list(getattr(weight, "shape", ())))

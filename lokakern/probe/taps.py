@@ -55,6 +55,12 @@ class Switch:
         self._samples.clear()
         self.step += 1
 
+    def reseed(self, seen: int) -> None:
+        """Draw other random numbers, after so many steps of an earlier session."""
+        self._seed += 7919 * (seen + 1)
+        self._random = random.Random(self._seed)
+        self._generators.clear()
+
     def sample(self, call: int, device: torch.device) -> Sample:
         """Which rows of a matrix to take, and random keys for them, made on the device.
 
@@ -71,6 +77,8 @@ class Switch:
         return found
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPE_WORDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 GOLDEN = (math.sqrt(5) - 1) / 2  # of which multiples, less their integers, are spread most evenly
 
 
@@ -303,6 +311,12 @@ def is_plain(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and not hasattr(x, "to_local")
 
 
+def _is_at_hand(x: Tensor) -> bool:
+    """Whether it holds numbers: not within torch.func, and not faked."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped
+
+
 def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Callable[..., Any]:
     """A forward hook that shows a module's call to a recorder.
 
@@ -317,14 +331,22 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
             return None
         x = args[0] if args else kwargs.get("input")
         is_compiling = torch.compiler.is_compiling()
-        if not (is_plain(x) and is_plain(y) and x.is_floating_point()):
+        if (
+            not is_plain(x)
+            or not is_plain(y)
+            or x.dtype not in DTYPES
+            or y.dtype not in DTYPES
+            or not (is_compiling or _is_at_hand(x))
+        ):
             if not is_compiling:
-                recorder.unseen = "its input or its output is no tensor of floats on one device"
+                recorder.unseen = f"its input or its output is no plain tensor of {_DTYPE_WORDS}"
             return None
         if getattr(module, "_is_replica", False):
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
-        weight = module.weight if is_plain(module.weight) else None
+        weight = None
+        if is_compiling or switch.weights:  # a parametrized one is made when it is asked for
+            weight = module.weight if is_plain(module.weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
             return tap(y, x, weight, number, has_gradient)

@@ -179,7 +179,7 @@ def verdicts_of(
             bf16_err=min((r.row_err for r in plain), default=float("inf")),
             bf16_us=times.bf16.latency_us if times.bf16 else None,
             change="",
-            notes=tuple(_notes(statistics, gemm, norm)),
+            notes=tuple(_notes(statistics, gemm, norm, plain, limits)),
             classes=tuple(classes),
         )
         change = _change(verdict, statistics, mine, limits, device, problem)
@@ -210,7 +210,7 @@ class _Times:
         self.fastest: dict[str, tuple[str, Time]] = {}
         if device is None:
             return
-        for candidate in table_for(problem, None, None, device).candidates:
+        for candidate in table_for(problem, None, None, device, is_choice=False).candidates:
             timed = candidate.time_at(problem.m)
             kernel = candidate.kernel
             if timed is None or kernel is None:
@@ -297,7 +297,17 @@ def _safety(r: Replayed, limits: dict[str, float], rows_seen: int) -> tuple[str,
     return safety, reason
 
 
-def _notes(statistics: SiteStatistics, gemm: str, norm: str) -> Iterable[str]:
+def _notes(
+    statistics: SiteStatistics,
+    gemm: str,
+    norm: str,
+    plain: Sequence[Replayed],
+    limits: dict[str, float],
+) -> Iterable[str]:
+    for limit, allowed in limits.items():
+        least = min((float(getattr(r, limit)) for r in plain if not r.reason), default=0.0)
+        if least > allowed:
+            yield f"bfloat16 itself has a {limit} of {least:.4g} > {allowed:g}"
     operand = statistics.input if gemm == "output" else statistics.grad_output
     if operand.nonfinite_rows:
         yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
