@@ -1,17 +1,22 @@
-"""A small model that is trained, and a process that trains a shard of it as one of two ranks.
+"""A small model that is trained, and processes that train it as two ranks.
 
-    python -m tests.probe_ranks RANK FOLDER
+    python -m tests.probe_ranks FOLDER
 
-Processes import for longer than they run: little is imported, and all kinds of ranks are one run.
+Processes import for longer than they run, so that one imports and forks into two, before anything
+has threads; and all kinds of ranks are one run.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lokakern.probe import files
 from lokakern.probe.session import Probe
@@ -47,11 +52,7 @@ def train(
 KINDS = ("ddp", "fsdp2")
 
 
-def main(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+def run_rank(rank: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     half = slice(rank * M // 2, (rank + 1) * M // 2)
@@ -75,5 +76,15 @@ def main(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def main(folder: str) -> int:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, folder)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    sys.exit(main(sys.argv[1]))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lokakern.bench import sweep
+from lokakern.bench import operands, sweep
 from lokakern.bench.cli import app
 from lokakern.bench.probe_page import page_of
 from lokakern.errors import UnsupportedError
@@ -139,6 +139,7 @@ def test_times_are_measured_here_into_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "run_tasks", run_tasks_here)
+    monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
     x, _, w = drawn("X2", 32, 40)
     sites = {"a": site_of(x, w)}
     path = tmp_path / "rows.sqlite"
