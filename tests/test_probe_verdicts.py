@@ -225,6 +225,11 @@ def test_sites_that_drift_are_named(probe: Probe, report: ProbeReport, model: Mo
     with pytest.warns(UserWarning, match="moved"):
         found = report.drift(later.sites())
     assert "column_spread" in found["m.0/output"]
+    renewed = report.renewed({**probe.sites(), "m.0": later.sites()["m.0"]}, seeds=(0,))
+    assert sorted(renewed.sites) == sorted(report.sites)
+    for v in report:
+        assert (verdict(renewed, v.site, v.gemm) is v) == (v.site != "m.0")
+    assert report.renewed(probe.sites(), seeds=(0,)).verdicts == report.verdicts
 
 
 # ---- by hand ----

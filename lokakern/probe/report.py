@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,15 @@ class ProbeReport:
     """
 
     def __init__(
-        self, judged: Sequence[Judged], budget: ErrorBudget, device: str | None, steps: int = 0
+        self,
+        judged: Sequence[Judged],
+        budget: ErrorBudget,
+        device: Device | str | None,
+        steps: int = 0,
     ) -> None:
-        self._judged = tuple(judged)
-        self.budget, self.device, self.steps = budget, device, steps
+        self._judged, self._device = tuple(judged), device
+        self.budget, self.steps = budget, steps
+        self.device = device.product if isinstance(device, Device) else device
 
     @classmethod
     def of(
@@ -98,8 +104,7 @@ class ProbeReport:
                             sum(statistics.sizes.values()),
                         )
                     )
-        where = device.product if isinstance(device, Device) else device
-        return cls(judged, ErrorBudget.of(budget), where, steps)
+        return cls(judged, ErrorBudget.of(budget), device, steps)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -151,14 +156,32 @@ class ProbeReport:
     def drift(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
         """What of today's operands is not where the verdicts were made; warns of it.
 
-        Sites that are named want another `ProbeReport.of` with them.
+        Nothing is replayed: `renewed` does that.
 
         Args:
-            sites: What was learned lately, by name.
+            sites: What was learned lately, by name, as after `Probe.forget`.
 
         Returns:
             By ``site/gemm``, what moved; empty where nothing did.
         """
+        found = self._moved(sites)
+        if found:
+            why = "; ".join(f"{place}: {words}" for place, words in found.items())
+            warnings.warn(f"operands moved since they were judged: {why}", stacklevel=2)
+        return found
+
+    def renewed(self, sites: Mapping[str, SiteStatistics], **options: Any) -> ProbeReport:
+        """A report with sites that moved, or are new, replayed and judged again; see `of`."""
+        calls = {j.verdict.site: j.calls for j in self._judged}
+        stale = {place.rpartition("/")[0] for place in self._moved(sites)}
+        asked = {name: x for name, x in sites.items() if name in stale or name not in calls}
+        fresh = ProbeReport.of(asked, budget=self.budget, device=self._device, **options)
+        # As often as they were called in the steps of this report.
+        anew = [replace(j, calls=calls.get(j.verdict.site, j.calls)) for j in fresh._judged]
+        kept = [j for j in self._judged if j.verdict.site not in asked]
+        return ProbeReport([*kept, *anew], self.budget, self._device, self.steps)
+
+    def _moved(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
         found = {}
         for j in self._judged:
             if j.verdict.site in sites:
@@ -166,9 +189,6 @@ class ProbeReport:
                 words = moved(j.fingerprint, now)
                 if words:
                     found[j.place] = words
-        if found:
-            why = "; ".join(f"{place}: {words}" for place, words in found.items())
-            warnings.warn(f"operands moved since they were judged: {why}", stacklevel=2)
         return found
 
     def rows(self) -> list[dict[str, Any]]:
