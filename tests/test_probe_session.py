@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop as nop
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -195,6 +198,52 @@ def test_gradients_of_a_shared_layer_meet_their_own_rows(
         assert torch.equal(site.input.sample.keys, site.grad_output.sample.keys)
         found.append(site.grad_output.sample.kept()[0])
     assert torch.allclose(*found, rtol=1e-4)
+
+
+class Aside(nn.Module):
+    """One layer, called twice on what does not depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(K, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * 1.0).sum() + (self.layer(x + 9.0) * 100.0).sum()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_gradients_meet_their_rows_in_whatever_order_a_graph_makes_them(is_reversed: bool) -> None:
+    torch.compiler.reset()
+    model, orders = Aside(), []
+
+    def compile_backward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = list(graph.graph.nodes)
+        first, second = (n for n in nodes if "probe_tap_gradient" in str(n.target))
+        if is_reversed:  # all that the second needs goes before the first
+            needed = {second}
+            for node in reversed(nodes[: nodes.index(second)]):
+                if any(node in user.all_input_nodes for user in needed):
+                    needed.add(node)
+            assert first not in needed
+            for node in nodes[nodes.index(first) : nodes.index(second) + 1]:
+                if node in needed:
+                    first.prepend(node)
+            graph.recompile()
+        found = list(graph.graph.nodes)
+        orders.append(found.index(first) < found.index(second))
+        return make_boxed_func(graph.forward)
+
+    with Probe(model) as probe:
+        backend = aot_autograd(fw_compiler=nop, bw_compiler=compile_backward)
+        torch.compile(model, backend=backend, fullgraph=True)(inputs(0)).backward()
+    assert orders == [not is_reversed]
+    site = probe.sites()["layer"]
+    rows = dict(zip(site.input.sample.keys.tolist(), site.input.sample.rows, strict=True))
+    keys, gradients = (x.tolist() for x in site.grad_output.sample.kept()[::-1])
+    assert len(keys) == 2 * M
+    for key, gradient in zip(keys, gradients, strict=True):
+        assert gradient[0] == (100.0 if rows[key].mean() > 5 else 1.0)
 
 
 def test_a_model_compiled_in_place_is_sampled() -> None:

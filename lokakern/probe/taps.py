@@ -25,6 +25,7 @@ from lokakern.probe.site import SiteStatistics
 from lokakern.probe.stash import Stash
 
 SAMPLED_ROWS = 256  # of a matrix, for all that costs more than two passes
+NO_CALL = -1
 MOST_CALLS = 16  # of one site that are looked at in a step: of many micro-batches, the first
 
 
@@ -142,7 +143,8 @@ class Recorder:
         self.unseen, self.steps = "", 0
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
-        self._samples: list[Sample | None] = []
+        self._samples: dict[int, Sample | None] = {}
+        self._calls_in_graph = 0
         _RECORDERS[self.number] = self
 
     def forward(
@@ -150,9 +152,6 @@ class Recorder:
         x: Tensor,
         weight: Tensor | None,
         y: Tensor,
-        has_gradient: bool,
-        *,
-        is_in_graph: bool = False,
     ) -> Sample | None:
         """Look at a call.
 
@@ -160,8 +159,6 @@ class Recorder:
             x: Input, ``[..., k]``.
             weight: ``[n, k]``, where it is at hand.
             y: Output, ``[..., n]``.
-            has_gradient: Whether a gradient of y is to come.
-            is_in_graph: Whether that comes to `backward_in_graph`, which is not told of what call.
 
         Returns:
             What was taken of it, for `backward`; None where nothing was.
@@ -171,8 +168,6 @@ class Recorder:
         self._begin_step()
         self._calls += 1
         if self._calls > MOST_CALLS or not self._fits(x, y) or _is_captured(x):
-            if is_in_graph and has_gradient:
-                self._samples.append(None)
             return None
         stash = self.switch.stash
         with torch.inference_mode(False), torch.no_grad():
@@ -184,9 +179,18 @@ class Recorder:
             stash.outputs.append((statistics, sample.rows_of(y)))
             if weight is not None and self.switch.weights and self._calls == 1:
                 stash.add_weight(statistics, weight)
-        if is_in_graph and has_gradient:
-            self._samples.append(sample)
         return sample
+
+    def forward_in_graph(
+        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
+    ) -> int:
+        """The same of a call whose gradient comes to `backward_in_graph` with the number given."""
+        sample = self.forward(x, weight, y)
+        if not has_gradient or is_backward_under_way():
+            return NO_CALL
+        self._calls_in_graph += 1
+        self._samples[self._calls_in_graph] = sample
+        return self._calls_in_graph
 
     def sample_of_rerun(self, y: Tensor) -> Sample | None:
         """What to take of the gradient of a call that a checkpoint makes again.
@@ -201,9 +205,15 @@ class Recorder:
         self._reruns += 1
         return self.switch.sample(-self._reruns, y.device) if self._reruns <= MOST_CALLS else None
 
-    def backward_in_graph(self, gradient: Tensor) -> None:
-        """Look at the gradient of the last call that has not got its own."""
-        sample = self._samples.pop() if self._samples else None
+    def backward_in_graph(self, gradient: Tensor, call: int) -> None:
+        """Look at the gradient of a call.
+
+        Of one that a checkpoint made again in the graph, which has no number: of the last call that
+        still waits for its own.
+        """
+        if call == NO_CALL and self._samples:
+            call = next(reversed(self._samples))
+        sample = self._samples.pop(call, None)
         if sample is not None:
             self.backward(sample, gradient)
 
@@ -268,39 +278,49 @@ _tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 
 @torch.library.custom_op("lokakern::probe_tap", mutates_args=(), tags=_tags)
-def tap(y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool) -> Tensor:
-    """A copy of y, the output of a site, which is looked at."""
-    recorder = _RECORDERS.get(site)
+def tap(
+    y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """A copy of y, the output of a site, which is looked at; and the number of the call.
+
+    A compiler may order the gradients of calls as it likes: the number tells them apart. It is on
+    the CPU, where nobody waits for it.
+    """
+    recorder, call = _RECORDERS.get(site), NO_CALL
     if recorder is not None and recorder.switch.on:
-        recorder.forward(x, weight, y, has_gradient, is_in_graph=True)
-    return y.clone()
+        call = recorder.forward_in_graph(x, weight, y, has_gradient)
+    return y.clone(), torch.tensor(call)
 
 
 @torch.library.custom_op("lokakern::probe_tap_gradient", mutates_args=(), tags=_tags)
-def tap_gradient(gradient: Tensor, site: int) -> Tensor:
+def tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
     """A copy of the gradient of a site's output, which is looked at."""
     recorder = _RECORDERS.get(site)
     if recorder is not None:
-        recorder.backward_in_graph(gradient)
+        recorder.backward_in_graph(gradient, int(call))
     return gradient.clone()
 
 
 @tap.register_fake
-def _(y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool) -> Tensor:
-    return torch.empty_like(y)
+def _(
+    y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty((), dtype=torch.int64)
 
 
 @tap_gradient.register_fake
-def _(gradient: Tensor, site: int) -> Tensor:
+def _(gradient: Tensor, call: Tensor, site: int) -> Tensor:
     return torch.empty_like(gradient)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
     ctx.site = inputs[3]
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return tap_gradient(gradient, ctx.site), None, None, None, None
+def _differentiate(ctx: Any, gradient: Tensor, _call: Any) -> tuple[Any, ...]:
+    (call,) = ctx.saved_tensors
+    return tap_gradient(gradient, call, ctx.site), None, None, None, None
 
 
 tap.register_autograd(_differentiate, setup_context=_remember)
@@ -349,11 +369,11 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
             weight = module.weight if is_plain(module.weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
-            return tap(y, x, weight, number, has_gradient)
+            return tap(y, x, weight, number, has_gradient)[0]
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
         else:
-            sample = recorder.forward(x, weight, y, has_gradient)
+            sample = recorder.forward(x, weight, y)
             if sample is not None:
                 seen(recorder, y)
         if sample is not None and has_gradient:
