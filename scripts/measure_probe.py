@@ -25,7 +25,8 @@ from lokakern.types import Granularity
 
 FEATURES, WIDTH = 720, 160  # embeddings of a sample
 LAYERS, KEPT, RANK, HIDDEN = 8, 32, 24, 2048
-BATCH, EVERY, ROUNDS = 2048, 100, 5
+BATCH, EVERY, ROUNDS = 2048, 100, 15
+EARLY = 40  # steps of a block in which what was sampled is taken in
 
 
 class Interaction(nn.Module):
@@ -143,11 +144,15 @@ def overhead() -> dict[str, Any]:
         usual = statistics.median(plain)
         ratios.append(sum(mine) / sum(plain))
         between.append(statistics.median(mine) / usual)
-        # The first step of a block is sampled; what it leaves is taken in beside the second.
-        sampled.append((mine[0] + mine[1] - 2 * statistics.median(mine)) / usual)
+        # The first step of a block is sampled; what it leaves is taken in beside the next ones.
+        early = mine[:EARLY]
+        sampled.append((sum(early) - EARLY * statistics.median(mine)) / usual)
         plain_ms.append(usual)
     torch._dynamo.config.error_on_recompile = False
     probe.stop()
+    calls = {sum(site.sizes.values()) for site in probe.sites().values()}
+    if len(calls) != 1 or launches <= alone_launches:
+        raise SystemExit(f"steps were not sampled: {calls} calls, {launches} launches")
     return {
         "overhead": statistics.median(ratios) - 1.0,
         "overheads": [ratio - 1.0 for ratio in ratios],
@@ -156,6 +161,7 @@ def overhead() -> dict[str, Any]:
         "sampled_step_costs_steps": statistics.median(sampled),
         "by_that": statistics.median(sampled) / EVERY + statistics.median(between) - 1.0,
         "sites": len(probe.sites()),
+        "sampled_steps": max(calls),
         "launches": {"sampled": launches, "alone": alone_launches},
         "kernels_ms": {"sampled": kernels_ms, "alone": alone_ms},
         "host_ms": {"sampled": host_ms, "alone": alone_host_ms},

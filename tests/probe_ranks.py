@@ -36,11 +36,15 @@ def inputs(step: int) -> Tensor:
 
 
 def train(
-    model: nn.Module, call: Callable[[Tensor], Tensor], steps: int, rate: float = 0.0
+    model: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    steps: int,
+    rate: float = 0.0,
+    first: int = 0,
 ) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     losses = []
-    for step in range(steps):
+    for step in range(first, first + steps):
         loss = call(inputs(step)).square().mean()
         loss.backward()
         optimizer.step()

@@ -275,6 +275,22 @@ def test_a_compiled_model_stays_in_one_graph(first: str) -> None:
     check(probe.sites(), [0, 3, 6])
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_another_model_of_the_same_class_lends_no_code_without_hooks(is_first: bool) -> None:
+    torch.compiler.reset()
+    guarded = torch._dynamo.config.skip_nnmodule_hook_guards
+    watched, other = model_of(), model_of(1)
+    calls = [torch.compile(m, backend="aot_eager", fullgraph=True) for m in (watched, other)]
+    with Probe(watched, every=3) as probe:
+        if is_first:
+            train(other, calls[1], 2)
+        train(watched, calls[0], 4)
+        train(other, calls[1], 2)
+        train(watched, calls[0], 3, first=4)
+    check(probe.sites(), [0, 3, 6])
+    assert torch._dynamo.config.skip_nnmodule_hook_guards == guarded
+
+
 def taps_in(graph: torch.fx.GraphModule) -> int:
     return sum("probe_tap" in str(node.target) for node in graph.graph.nodes)
 

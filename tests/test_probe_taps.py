@@ -97,6 +97,8 @@ def test_what_waits_is_taken_in_whatever_its_form_and_however_often() -> None:
             stash.looks.append(Look.at(site.input, x, kept, taken.keys[: len(kept)]))
             stash.outputs.append((site, torch.randn(len(kept), 3)))
     stash.take_in()
+    assert 0 < narrow.input.rows_seen + wide.input.rows_seen < 1210  # one form of six
+    stash.settle()
     for site in (narrow, wide):
         assert site.input.rows_seen == 605 and site.input.steps == 3
         assert site.input.moments.count == 2 * SAMPLED_ROWS + 5

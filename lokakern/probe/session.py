@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +34,30 @@ _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
 
 def _is_linear(module: nn.Module, _name: str) -> bool:
     return isinstance(module, nn.Linear)
+
+
+class _HooksGuarded:
+    """While some probe watches, compiled code looks whether modules have hooks."""
+
+    def __init__(self) -> None:
+        self._watching: set[Any] = set()
+        self._before = True
+
+    def add(self, probe: Any) -> None:
+        config = torch._dynamo.config
+        if not self._watching:
+            self._before = config.skip_nnmodule_hook_guards
+            config.skip_nnmodule_hook_guards = False
+        self._watching.add(probe)
+
+    def discard(self, probe: Any) -> None:
+        if probe in self._watching:
+            self._watching.discard(probe)
+            if not self._watching:
+                torch._dynamo.config.skip_nnmodule_hook_guards = self._before
+
+
+_HOOKS_GUARDED = _HooksGuarded()
 
 
 class Probe:
@@ -130,9 +153,10 @@ class Probe:
             return
         self._parameters = {id(p) for p in self.model.parameters()}
         self._begun = False
-        # Compiled code does not look whether a module got hooks. What is traced anew sees them.
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()
+        # Compiled code does not look whether a module got hooks. What is traced anew sees them, and
+        # looks, or another model of the same class would lend its code without them.
+        torch.compiler.reset()
+        _HOOKS_GUARDED.add(self)
         for name, module in self._modules.items():
             hook = hook_of(self._recorders[name], self._remember_output)
             # Before other hooks: FSDP's puts the weight away.
@@ -157,6 +181,7 @@ class Probe:
         self._handles.clear()
         self._outputs.clear()
         self._switch.turn(False, False)
+        _HOOKS_GUARDED.discard(self)
 
     def step(self) -> None:
         """Say that a step ended, where no optimizer of the model's parameters does."""

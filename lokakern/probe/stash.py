@@ -1,14 +1,15 @@
 """What was seen in a step, until it is taken into the statistics of its sites.
 
 Layers only leave a few rows and sizes here. When the step is over they are taken in, all of one
-form together, on a GPU on a stream of its own beside the next step.
+form together, on a GPU on a stream of its own beside the next steps, one form in each.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class Stash:
     def __init__(self) -> None:
         self.looks: list[Look] = []
         self.outputs: list[tuple[SiteStatistics, Tensor]] = []
+        self._tasks: deque[Callable[[], None]] = deque()
         self._weights: dict[int, tuple[SiteStatistics, Tensor]] = {}
         self._side = SideStreams()
 
@@ -72,42 +74,56 @@ class Stash:
             self._take_in_weight(*self._weights.pop(id(site)))
         self._weights[id(site)] = site, weight.detach().clone()
 
-    def take_in(self, *, all_weights: bool = False) -> None:
-        """Take in what is there; of weights one, lest one step pay for all.
+    def take_in(self, *, everything: bool = False) -> None:
+        """Take in operands of one form, or one weight, lest one step pay for all.
 
-        A flip-flop over 1024 x 1024 is some GFLOP of float64. While a CUDA graph is captured
+        A step that was sampled while others wait is worked off first. A form is some 100 launches,
+        and a flip-flop over 1024 x 1024 some GFLOP of float64. While a CUDA graph is captured
         everything waits: it would be captured, too.
         """
         is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if is_up and torch.cuda.is_current_stream_capturing():
             return
-        looks, self.looks = self.looks, []
-        outputs, self.outputs = self.outputs, []
-        with torch.inference_mode(False), torch.no_grad():
-            for found in _together(looks):
-                tensors = [x for look in found for x in look.tensors]
-                with self._side.beside(tensors, tensors[0].device):
-                    add_looks(found)
-            for pairs in _outputs_together(outputs):
-                rows = [x for _, x in pairs]
-                with self._side.beside(rows, rows[0].device):
-                    add_outputs([site for site, _ in pairs], torch.stack(rows))
-        while self._weights:
+        if self.looks:
+            self._work(len(self._tasks))
+            looks, self.looks = self.looks, []
+            outputs, self.outputs = self.outputs, []
+            self._tasks += [partial(self._add_looks, found) for found in _together(looks)]
+            self._tasks += [partial(self._add_outputs, x) for x in _outputs_together(outputs)]
+        if self._tasks:
+            self._work(len(self._tasks) if everything else 1)
+        elif self._weights and not everything:
             self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
-            if not all_weights:
-                break
+        while everything and self._weights:
+            self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
+
+    def _work(self, count: int) -> None:
+        for _ in range(count):
+            self._tasks.popleft()()
+
+    def _add_looks(self, looks: list[Look]) -> None:
+        tensors = [x for look in looks for x in look.tensors]
+        with self._aside(tensors):
+            add_looks(looks)
+
+    def _add_outputs(self, pairs: list[tuple[SiteStatistics, Tensor]]) -> None:
+        rows = [x for _, x in pairs]
+        with self._aside(rows):
+            add_outputs([site for site, _ in pairs], torch.stack(rows))
+
+    @contextlib.contextmanager
+    def _aside(self, tensors: list[Tensor]) -> Iterator[None]:
+        device = tensors[0].device
+        with torch.inference_mode(False), torch.no_grad(), self._side.beside(tensors, device):
+            yield
 
     def settle(self) -> None:
         """Take in everything; current streams wait for it."""
-        self.take_in(all_weights=True)
+        self.take_in(everything=True)
         self._side.join()
 
     def _take_in_weight(self, site: SiteStatistics, weight: Tensor) -> None:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            self._side.beside([weight], weight.device),
-        ):
+        with self._aside([weight]):
             site.add_weight(weight)
 
 
