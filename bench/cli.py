@@ -1,4 +1,4 @@
-"""The command line: sweep, explain, chain, compare, export, import, verify, merge, diff, list.
+"""The command line: sweep, explain, chain, compare, report, export, import, verify, and others.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
@@ -16,6 +16,7 @@ import typer
 from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
 from lokakern.bench.cli_exchange import diff, export, import_, merge
+from lokakern.bench.cli_report import report
 from lokakern.bench.cli_sweep import sweep
 from lokakern.bench.cli_verify import verify
 from lokakern.bench.options import (
@@ -141,6 +142,7 @@ def explain(
 
 app.command()(chain)
 app.command()(compare)
+app.command()(report)
 app.command()(export)
 app.command("import")(import_)
 app.command()(verify)
@@ -179,7 +181,8 @@ def list_(
 
     Libraries that are installed and do not work, or were never tried, are tried first.
     """
-    from lokakern.bench import listing, report, trials
+    from lokakern.bench import listing, trials
+    from lokakern.bench.report import print_rows
     from lokakern.bench.resources import NOTE, resource_rows
     from lokakern.device import current_device
 
@@ -197,7 +200,7 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
-    report.print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "")
+    print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "")
 
 
 def main() -> None:

@@ -1,5 +1,7 @@
 """The fastest FP8 kernel whose error you can afford, chosen from measurements."""
 
+from typing import TYPE_CHECKING, Any
+
 from lokakern.chains import dispatch_chain
 from lokakern.freezing import freeze
 from lokakern.functional import (
@@ -17,10 +19,16 @@ from lokakern.registry.register import register
 from lokakern.selection import Choice, dispatch
 from lokakern.types import ErrorBudget, QuantizedTensor
 
+if TYPE_CHECKING:
+    from lokakern.probe.report import ProbeReport
+    from lokakern.probe.session import Probe
+
 __version__ = "0.1.0"
 __all__ = [
     "Choice",
     "ErrorBudget",
+    "Probe",
+    "ProbeReport",
     "QuantizedTensor",
     "dequantize",
     "dispatch",
@@ -36,3 +44,15 @@ __all__ = [
     "scaled_gemm",
     "warmup",
 ]
+
+_LATE = {"Probe": "lokakern.probe.session", "ProbeReport": "lokakern.probe.report"}
+
+
+def __getattr__(name: str) -> Any:
+    """What is imported when it is first asked for: it brings the bench with it."""
+    if name not in _LATE:
+        raise AttributeError(f"module 'lokakern' has no attribute {name!r}")
+    import importlib
+
+    found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    return found

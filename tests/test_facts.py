@@ -233,8 +233,8 @@ def test_keys_are_found_among_many() -> None:
     few = sorted({*draw.sample(many, 50), b"\xff" * 32, draw.randbytes(31) + b"\0",
                   b"a" * 31 + b"\0", b"a" * 31 + b"\1"})  # fmt: skip
     expected = [key for key in few if key in set(many)]
-    assert facts._in_both(b"".join(few), b"".join(many)) == expected
-    assert facts._in_both(b"", b"".join(many)) == []
+    assert facts.common_keys(b"".join(few), b"".join(many)) == expected
+    assert facts.common_keys(b"", b"".join(many)) == []
 
 
 def test_keys_are_read_whichever_way_text_with_zero_bytes_goes(

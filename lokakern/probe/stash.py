@@ -1,0 +1,153 @@
+"""What was seen in a step, until it is taken into the statistics of its sites.
+
+Layers only leave a few rows and sizes here. When the step is over they are taken in, all of one
+form together, on a GPU on a stream of its own beside the next steps, one form in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lokakern.probe.operand import Look, add_looks
+from lokakern.probe.site import SiteStatistics, add_outputs
+
+MOST_ELEMENTS = 2**24  # of float64 that are worked on together: 128 MiB
+
+
+class SideStreams:
+    """A stream beside the current one for each GPU."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def beside(self, tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+        """What is launched meanwhile runs beside the current stream; on a CPU, at once.
+
+        Args:
+            tensors: Made on the current stream, and read meanwhile for the last time.
+            device: Of all of them.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = stream
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        for x in tensors:
+            x.record_stream(stream)
+
+    def join(self) -> None:
+        """Let current streams wait for all that was launched beside them; the host does not."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+
+class Stash:
+    """What is still to be taken in.
+
+    Attributes:
+        looks: At operands.
+        outputs: Some rows of outputs, ``[sampled, n]``, with their sites.
+    """
+
+    def __init__(self) -> None:
+        self.looks: list[Look] = []
+        self.outputs: list[tuple[SiteStatistics, Tensor]] = []
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._weights: dict[int, tuple[SiteStatistics, Tensor]] = {}
+        self._side = SideStreams()
+
+    def add_weight(self, site: SiteStatistics, weight: Tensor) -> None:
+        """Keep a copy of a weight; one at a time of a site."""
+        if id(site) in self._weights:
+            self._take_in_weight(*self._weights.pop(id(site)))
+        self._weights[id(site)] = site, weight.detach().clone()
+
+    def take_in(self, *, everything: bool = False) -> None:
+        """Take in operands of one form, or one weight, lest one step pay for all.
+
+        A step that was sampled while others wait is worked off first. A form is some 100 launches,
+        and a flip-flop over 1024 x 1024 some GFLOP of float64. While a CUDA graph is captured
+        everything waits: it would be captured, too.
+        """
+        is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if is_up and torch.cuda.is_current_stream_capturing():
+            return
+        if self.looks:
+            self._work(len(self._tasks))
+            looks, self.looks = self.looks, []
+            outputs, self.outputs = self.outputs, []
+            self._tasks += [partial(self._add_looks, found) for found in _together(looks)]
+            self._tasks += [partial(self._add_outputs, x) for x in _outputs_together(outputs)]
+        if self._tasks:
+            self._work(len(self._tasks) if everything else 1)
+        elif self._weights and not everything:
+            self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
+        while everything and self._weights:
+            self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
+
+    def _work(self, count: int) -> None:
+        for _ in range(count):
+            self._tasks.popleft()()
+
+    def _add_looks(self, looks: list[Look]) -> None:
+        tensors = [x for look in looks for x in look.tensors]
+        with self._aside(tensors):
+            add_looks(looks)
+
+    def _add_outputs(self, pairs: list[tuple[SiteStatistics, Tensor]]) -> None:
+        rows = [x for _, x in pairs]
+        with self._aside(rows):
+            add_outputs([site for site, _ in pairs], torch.stack(rows))
+
+    @contextlib.contextmanager
+    def _aside(self, tensors: list[Tensor]) -> Iterator[None]:
+        device = tensors[0].device
+        with torch.inference_mode(False), torch.no_grad(), self._side.beside(tensors, device):
+            yield
+
+    def settle(self) -> None:
+        """Take in everything; current streams wait for it."""
+        self.take_in(everything=True)
+        self._side.join()
+
+    def _take_in_weight(self, site: SiteStatistics, weight: Tensor) -> None:
+        with self._aside([weight]):
+            site.add_weight(weight)
+
+
+def _together(looks: Sequence[Look]) -> Iterator[list[Look]]:
+    """Looks of one form, each at another operand, as many as may be worked on together."""
+    groups: dict[Hashable, list[Look]] = {}
+    seen: Counter[int] = Counter()
+    for look in looks:
+        seen[id(look.operand)] += 1
+        groups.setdefault((seen[id(look.operand)], look.form), []).append(look)
+    for group in groups.values():
+        size = max(1, MOST_ELEMENTS // group[0].elements)
+        yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
+def _outputs_together(
+    outputs: Sequence[tuple[SiteStatistics, Tensor]],
+) -> Iterator[list[tuple[SiteStatistics, Tensor]]]:
+    groups: dict[Hashable, list[tuple[SiteStatistics, Tensor]]] = {}
+    seen: Counter[int] = Counter()
+    for site, rows in outputs:
+        seen[id(site)] += 1
+        form = (seen[id(site)], rows.device, rows.dtype, rows.shape)
+        groups.setdefault(form, []).append((site, rows))
+    for group in groups.values():
+        size = max(1, MOST_ELEMENTS // group[0][1].numel())
+        yield from (group[start : start + size] for start in range(0, len(group), size))

@@ -1,0 +1,272 @@
+"""What hooks take of calls: which rows, however they lie, and nothing left behind."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lokakern.errors import ShapeError
+from lokakern.probe.operand import Look, OperandStatistics, add_looks
+from lokakern.probe.session import Probe
+from lokakern.probe.site import SiteStatistics
+from lokakern.probe.stash import Stash
+from lokakern.probe.taps import SAMPLED_ROWS, Sample
+
+CPU = torch.device("cpu")
+
+
+def sample(share: float = 0.0) -> Sample:
+    return Sample(share, torch.rand(SAMPLED_ROWS, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("features", [7, 64, 160, 720])
+@pytest.mark.parametrize("samples", [9, 100, 2048])
+def test_a_sample_meets_every_feature_alike(samples: int, features: int) -> None:
+    """Rows of samples by features: none has more than one row more than another."""
+    x = torch.arange(samples * features, dtype=torch.float32).view(samples, features, 1)
+    for share in (0.0, 0.5, 0.999):
+        rows = sample(share).rows_of(x).flatten().long()
+        assert len(rows) == min(SAMPLED_ROWS, samples * features) == len(rows.unique())
+        if samples * features > SAMPLED_ROWS:
+            counts = torch.bincount(rows % features, minlength=features)
+            assert counts.max() - counts.min() <= 1, counts
+            gaps = rows.sort().values.diff(prepend=torch.tensor([0]))
+            assert gaps.max() < 4 * samples * features / SAMPLED_ROWS + 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 300, 511, 512, 1000, 65536])
+def test_a_sample_stays_within_the_rows(count: int) -> None:
+    x = torch.arange(count, dtype=torch.float32)[:, None]
+    for share in (0.0, 0.37, 0.9999999):
+        rows = sample(share).rows_of(x).flatten()
+        assert len(rows) == len(rows.unique()) == min(SAMPLED_ROWS, count)
+
+
+def test_it_does_not_matter_how_an_operand_lies() -> None:
+    lying = torch.randn(6, 9, 100).transpose(1, 2)
+    plain = lying.contiguous()
+    taken = sample(0.3)
+    assert torch.equal(taken.rows_of(lying), taken.rows_of(plain))
+    looks = [Look.at(OperandStatistics(9, CPU), x, taken.rows_of(x), taken.keys[:256])
+             for x in (lying, plain)]  # fmt: skip
+    for one, other in zip(looks[0].tensors, looks[1].tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_that_are_taken_are_copies() -> None:
+    x = torch.randn(10, 4)
+    rows = sample().rows_of(x)
+    before = rows.clone()
+    x.zero_()
+    assert torch.equal(rows, before)
+
+
+def test_taking_in_together_is_taking_in_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    together, alone = ([OperandStatistics(5, CPU) for _ in range(3)] for _ in range(2))
+    for step in range(3):
+        looks = []
+        for place in range(3):
+            x = torch.randn(40, 5, generator=generator) * 10.0**place + step
+            x[place] = torch.nan if step == 1 else 0.0
+            keys = torch.rand(40, generator=generator, dtype=torch.float64)
+            looks.append(Look.at(together[place], x, x.clone(), keys))
+            alone[place].add(x, x.clone(), keys)
+        add_looks(looks)
+    for one, other in zip(together, alone, strict=True):
+        assert one.steps == other.steps == 3
+        for name, x in one.tensors().items():
+            assert torch.allclose(x, other.tensors()[name], rtol=1e-12), name
+        assert one.nonfinite_rows == 1
+
+
+def test_what_waits_is_taken_in_whatever_its_form_and_however_often() -> None:
+    stash, narrow, wide = Stash(), SiteStatistics(3, 4, CPU), SiteStatistics(3, 1000, CPU)
+    for rows in (300, 300, 5):
+        for site in (narrow, wide):
+            x, taken = torch.randn(rows, site.k), sample()
+            kept = taken.rows_of(x)
+            stash.looks.append(Look.at(site.input, x, kept, taken.keys[: len(kept)]))
+            stash.outputs.append((site, torch.randn(len(kept), 3)))
+    stash.take_in()
+    assert 0 < narrow.input.rows_seen + wide.input.rows_seen < 1210  # one form of six
+    stash.settle()
+    for site in (narrow, wide):
+        assert site.input.rows_seen == 605 and site.input.steps == 3
+        assert site.input.moments.count == 2 * SAMPLED_ROWS + 5
+        assert site.mean_ratios.count == 2 * SAMPLED_ROWS + 5
+    assert not stash.looks and not stash.outputs
+
+
+def test_weights_are_taken_in_one_a_step_and_none_is_lost() -> None:
+    stash, sites = Stash(), [SiteStatistics(3, 4, CPU) for _ in range(3)]
+    for _ in range(2):  # the second before the first was taken in
+        for site in sites:
+            stash.add_weight(site, torch.randn(3, 4))
+    assert [site.weight.count for site in sites] == [1, 1, 1]
+    stash.take_in()
+    assert [site.weight.count for site in sites] == [2, 1, 1]
+    stash.settle()
+    assert [site.weight.count for site in sites] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_gradients_within_checkpoints_are_seen_once(use_reentrant: bool, calls: int) -> None:
+    layer = nn.Linear(6, 6)
+    x = torch.randn(40, 6, requires_grad=True)
+    with Probe(layer) as probe:
+        probe._switch.turn(True, True)  # all calls are of one step
+        probe._source = 2
+        hidden = x
+        for _ in range(calls):
+            hidden = checkpoint(layer, hidden, use_reentrant=use_reentrant)
+        hidden.square().sum().backward()
+    (site,) = probe.sites().values()
+    assert site.sizes == {40: calls}
+    assert site.grad_output.rows_seen == site.input.rows_seen == 40 * calls
+    if calls == 1:
+        assert torch.equal(site.input.sample.keys, site.grad_output.sample.keys)
+
+
+def test_a_gradient_that_comes_after_its_step_meets_its_own_rows() -> None:
+    """Of more rows than are taken, those of the input are taken of the gradient, too."""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(layer.weight)
+    x = torch.randn(3000, 4, requires_grad=True)
+    with Probe(layer) as probe:
+        y = layer(x)
+        layer(x)  # another step
+        y.square().sum().backward()
+    (site,) = probe.sites().values()
+    keys, order = site.grad_output.sample.keys, site.input.sample.keys
+    assert torch.equal(keys, order)
+    assert torch.allclose(site.grad_output.sample.rows, 2 * site.input.sample.rows)
+
+
+class Pair(nn.Module):
+    """A module of a user's whose output is no matrix."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.weight, self.what = nn.Parameter(torch.randn(3, 4)), what
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(x @ self.weight.t())
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (lambda y: (y, y), "no plain tensor of float16"),
+        (lambda y: y.sum(dim=0), r"maps \[5, 4\] to \[3\]; expected \[..., 4\] to \[..., 3\]"),
+        (lambda y: y.t(), r"maps \[5, 4\] to \[3, 5\]"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_named_with_the_reason(what: Any, why: str) -> None:
+    model = nn.ModuleDict({"odd": Pair(what), "idle": nn.Linear(4, 3), "plain": nn.Linear(4, 3)})
+    with Probe(model, filter=lambda m, _: hasattr(m, "weight")) as probe:
+        for name in ("odd", "plain"):
+            model[name](torch.randn(5, 4))
+    unseen = probe.unseen()
+    assert list(unseen) == ["odd", "idle"]
+    assert unseen["idle"] == "it was not called in a sampled step"
+    with pytest.warns(UserWarning, match=f"no verdict on what was not seen: odd: .*{why}"):
+        report = probe.report(seeds=(0,))
+    assert report.sites == ("plain",)
+
+
+def test_other_tensors_and_copies_are_left_alone_with_the_reason() -> None:
+    model = nn.Linear(4, 4)
+    with Probe(model, every=1) as probe:
+        torch.vmap(model)(torch.randn(5, 4))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model(mode.from_tensor(torch.randn(5, 4)))
+    assert probe.sites() == {}
+    assert "no plain tensor of float16" in probe.unseen()[""]
+    model._is_replica = True
+    with Probe(model) as probe:
+        model(torch.randn(5, 4))
+    assert "use DistributedDataParallel" in probe.unseen()[""]
+
+
+def test_weights_that_cannot_be_read_are_refused_and_others_only_read_when_due() -> None:
+    with pytest.raises(ShapeError, match="no weight yet"):
+        Probe(nn.LazyLinear(4))
+    with pytest.raises(ShapeError, match="parametrization, which has buffers"):
+        Probe(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with Probe(model, every=1, weights_every=2) as probe:
+        for _ in range(4):
+            model(torch.randn(5, 4)).sum().backward()
+    assert probe.sites()[""].weight.count == 2
+
+
+def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:
+    first, model = tmp_path / "first", nn.Linear(4, 4)
+    probe = Probe(model, every=1)
+    for _ in range(2):
+        with probe:
+            model(torch.randn(100, 4)).sum().backward()
+        probe.save(first)
+        probe = Probe(model, every=1)
+        probe.load(first)
+    keys = probe.sites()[""].input.sample.kept()[1]
+    assert len(keys) == len(keys.unique()) == 200
+
+
+def test_what_was_learned_may_be_forgotten() -> None:
+    model = nn.Linear(4, 4)
+    with Probe(model, every=1) as probe:
+        model(torch.randn(10, 4))
+        probe.forget()
+        assert probe.sites() == {}
+        model(torch.randn(7, 4))
+    assert probe.sites()[""].sizes == {7: 1}
+
+
+def test_an_error_in_the_block_leaves_no_hook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    before = len(_global_optimizer_post_hooks)
+    with pytest.raises(ZeroDivisionError), Probe(model):
+        model(torch.randn(3, 4))
+        raise ZeroDivisionError
+    assert len(_global_optimizer_post_hooks) == before
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+
+
+def test_a_probe_may_start_again_and_go_on() -> None:
+    model = nn.Linear(4, 4)
+    probe = Probe(model, every=2)
+    for _ in range(2):
+        with probe:
+            probe.start()  # without effect
+            for _ in range(4):
+                model(torch.randn(8, 4)).sum().backward()
+    assert probe.sites()[""].sizes == {8: 4}
+    assert not model._forward_hooks
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert probe.unseen() == {}
+
+
+def test_zeros_and_what_is_not_finite_break_nothing() -> None:
+    model = nn.Linear(4, 4)
+    with Probe(model, every=1) as probe:
+        for x in (torch.zeros(9, 4), torch.full((9, 4), torch.nan), torch.randn(9, 4) * 1e30):
+            model(x).square().sum().backward()
+    (site,) = probe.sites().values()
+    assert site.input.rows_seen == 27 and site.input.nonfinite_rows == 9
+    assert site.grad_output.nonfinite_rows >= 9
+    assert all(torch.isfinite(x).all() for name, x in site.tensors() if not name.endswith("keys"))
+    (verdict,) = (v for v in probe.report(seeds=(0,)) if v.gemm == "output")
+    assert "9 of 27 rows were not finite" in verdict.notes
