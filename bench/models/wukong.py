@@ -70,6 +70,7 @@ SIZES = {
     ),
     "S": _internal(layers=8, count=32, rank=24, width=2048),
     "M": _internal(layers=8, count=48, rank=48, width=4096),
+    "L": _internal(layers=8, count=96, rank=96, width=8192),
 }  # fmt: skip
 
 
