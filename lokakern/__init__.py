@@ -20,6 +20,8 @@ from lokakern.selection import Choice, dispatch
 from lokakern.types import ErrorBudget, QuantizedTensor
 
 if TYPE_CHECKING:
+    from lokakern.converting import convert
+    from lokakern.linear import Linear
     from lokakern.probe.report import ProbeReport
     from lokakern.probe.session import Probe
 
@@ -27,9 +29,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Choice",
     "ErrorBudget",
+    "Linear",
     "Probe",
     "ProbeReport",
     "QuantizedTensor",
+    "convert",
     "dequantize",
     "dispatch",
     "dispatch_chain",
@@ -45,14 +49,23 @@ __all__ = [
     "warmup",
 ]
 
-_LATE = {"Probe": "lokakern.probe.session", "ProbeReport": "lokakern.probe.report"}
+_LATE = {
+    "Linear": "lokakern.linear",
+    "Probe": "lokakern.probe.session",
+    "ProbeReport": "lokakern.probe.report",
+    "convert": "lokakern.converting",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for: it brings the bench with it."""
+    """What is imported when it is first asked for: it brings the bench, or more of torch, with it.
+
+    A module is itself.
+    """
     if name not in _LATE:
         raise AttributeError(f"module 'lokakern' has no attribute {name!r}")
     import importlib
 
-    found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    module = importlib.import_module(_LATE[name])
+    found = globals()[name] = module if name == "mods" else getattr(module, name)
     return found
