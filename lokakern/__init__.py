@@ -20,8 +20,10 @@ from lokakern.selection import Choice, dispatch
 from lokakern.types import ErrorBudget, QuantizedTensor
 
 if TYPE_CHECKING:
+    from lokakern import mods
     from lokakern.converting import convert
     from lokakern.linear import Linear
+    from lokakern.linear_norm_act import LinearNormAct
     from lokakern.probe.report import ProbeReport
     from lokakern.probe.session import Probe
 
@@ -30,6 +32,7 @@ __all__ = [
     "Choice",
     "ErrorBudget",
     "Linear",
+    "LinearNormAct",
     "Probe",
     "ProbeReport",
     "QuantizedTensor",
@@ -40,6 +43,7 @@ __all__ = [
     "freeze",
     "gemm",
     "gemm_norm",
+    "mods",
     "norm_quantize",
     "prepare_weight",
     "quantize",
@@ -51,9 +55,11 @@ __all__ = [
 
 _LATE = {
     "Linear": "lokakern.linear",
+    "LinearNormAct": "lokakern.linear_norm_act",
     "Probe": "lokakern.probe.session",
     "ProbeReport": "lokakern.probe.report",
     "convert": "lokakern.converting",
+    "mods": "lokakern.mods",
 }
 
 
