@@ -12,9 +12,11 @@ NumPy or processor may differ in the last bit of exp or an FFT, which bfloat16 n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -115,6 +117,51 @@ def _number_text(value: float) -> str:
     return min(plain, f"{mantissa}e{int(exponent)}", key=len)
 
 
+@dataclass(frozen=True)
+class LearnedDistribution(Distribution):
+    """What somebody learned of operands: drawn by functions, known by a digest.
+
+    Attributes:
+        digest: Of what was learned; in place of parameters.
+        rows: From rows, k and a seed to x ``[rows, k]`` float64 on the CPU.
+        weight: From n, k and a seed to a weight ``[n, k]``.
+    """
+
+    digest: str
+    rows: Callable[[int, int, int], Tensor]
+    weight: Callable[[int, int, int], Tensor]
+
+    def with_parameters(self, **overrides: float) -> Distribution:
+        """What was learned has none.
+
+        Raises:
+            UnknownNameError: Always.
+        """
+        raise UnknownNameError(f"distribution {self.name} was learned; it has no parameters")
+
+
+_LEARNED: dict[str, LearnedDistribution] = {}
+
+
+@contextlib.contextmanager
+def learned(*distributions: LearnedDistribution) -> Iterator[None]:
+    """Know these by their names meanwhile.
+
+    Raises:
+        UnknownNameError: A name is taken.
+    """
+    names = [distribution.name for distribution in distributions]
+    taken = {*DISTRIBUTIONS, *_LEARNED} & {*names}
+    if taken or len({*names}) < len(names):
+        raise UnknownNameError(f"distributions {', '.join(names)}: a name is there already")
+    _LEARNED.update(zip(names, distributions, strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            del _LEARNED[name]
+
+
 @dataclass(frozen=True, eq=False)
 class Draw:
     """Operands of one problem.
@@ -138,11 +185,13 @@ class Draw:
 
 
 def distribution_named(text: str) -> Distribution:
-    """Read a name as written by `Distribution.with_parameters`.
+    """Read a name as written by `Distribution.with_parameters`, or that of a `learned` one.
 
     Raises:
         UnknownNameError: No such distribution or parameter, or the text is malformed.
     """
+    if text in _LEARNED:
+        return _LEARNED[text]
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
     if match is None or match[1] not in DISTRIBUTIONS:
         raise UnknownNameError(
@@ -177,6 +226,8 @@ def draw_rows(distribution: Distribution, rows: int, k: int, seed: int) -> Tenso
         ShapeError: A size is below 1.
     """
     _check_sizes(rows=rows, k=k)
+    if isinstance(distribution, LearnedDistribution):
+        return distribution.rows(rows, k, seed)
     rng = _stream(distribution, seed, operand=0)
     recipe = _ROWS[distribution.base]
     return torch.from_numpy(recipe(rng, rows, k, dict(distribution.parameters)))
@@ -189,6 +240,8 @@ def draw_weight(distribution: Distribution, n: int, k: int, seed: int) -> Tensor
         ShapeError: A size is below 1.
     """
     _check_sizes(n=n, k=k)
+    if isinstance(distribution, LearnedDistribution):
+        return distribution.weight(n, k, seed)
     rng = _stream(distribution, seed, operand=1)
     parameters = dict(distribution.parameters)
     if distribution.base == "X2":

@@ -35,6 +35,10 @@ from lokakern.types import (
 if TYPE_CHECKING:
     from lokakern.registry.snapshot import Snapshot, TimingCell
 
+# A distribution like none that is measured: no error is ever known under it, so that kernels which
+# quantize are rejected by the same rule as any without a cell, and the unquantized one is taken.
+OUTSIDE = "outside"
+
 
 _TABLES: dict[Any, Table] = {}
 _LOCK = threading.RLock()
@@ -312,7 +316,7 @@ def _build(
     if distributions is None:
         distributions = REALISTIC_DISTRIBUTIONS
     else:
-        known = {*REALISTIC_DISTRIBUTIONS, *facts.distribution_names}
+        known = {*REALISTIC_DISTRIBUTIONS, *facts.distribution_names, OUTSIDE}
         for name in distributions:
             if name not in known:
                 raise UnknownNameError(

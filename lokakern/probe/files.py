@@ -1,0 +1,197 @@
+"""Statistics in a file, without pickle: a header in JSON, then the bytes of tensors.
+
+    8 bytes   length of the header, little-endian
+    header    {"format": "lokakern.probe", "version": 1, "sites": {name: {n, k, bias, norm, ...}},
+               "tensors": [[site, tensor, dtype, shape], ...]}
+    tensors   in this order, without gaps, little-endian
+
+A file may come from anybody: it is bounded, its tensors must be exactly those that its sites ask
+for, and what they hold must be what statistics can hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.errors import DatabaseError, LokakernError
+from lokakern.norm import norm_named
+from lokakern.probe.operand import TRACE
+from lokakern.probe.site import DISTINCT_SIZES, SiteStatistics
+
+FORMAT, VERSION = "lokakern.probe", 1
+LARGEST_FILE = 16 * 2**30
+LARGEST_HEADER = 16 * 2**20
+LARGEST_AXIS = 2**24
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def save(path: str | Path, sites: Mapping[str, SiteStatistics]) -> None:
+    """Write statistics of sites; the file is there as a whole or not at all.
+
+    Raises:
+        DatabaseError: It cannot be written.
+    """
+    entries: list[list[Any]] = []
+    blobs: list[bytes] = []
+    for name, site in sites.items():
+        for tensor, x in site.tensors():
+            dtype = str(x.dtype).removeprefix("torch.")
+            entries.append([name, tensor, dtype, list(x.shape)])
+            blobs.append(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    described = {name: _described(site) for name, site in sites.items()}
+    content = {"format": FORMAT, "version": VERSION, "sites": described, "tensors": entries}
+    header = json.dumps(content, allow_nan=False).encode()
+    target = Path(path)
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+            temporary = file.name
+            file.write(len(header).to_bytes(8, "little") + header)
+            for blob in blobs:
+                file.write(blob)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise DatabaseError(f"{str(target)!r} cannot be written: {error.strerror}") from error
+
+
+def _described(site: SiteStatistics) -> dict[str, Any]:
+    return {
+        "n": site.n,
+        "k": site.k,
+        "bias": site.has_bias,
+        "norm": site.norm,
+        "snapshots": site.weight.count,
+        "steps": [site.input.steps, site.grad_output.steps],
+        "strides": [site.input.stride, site.grad_output.stride],
+        "sizes": sorted(site.sizes.items()),
+    }
+
+
+def load(path: str | Path) -> dict[str, SiteStatistics]:
+    """Read what `save` wrote, on the CPU.
+
+    Raises:
+        DatabaseError: It is no such file, of a later version, or not in order.
+    """
+    try:
+        return _load(Path(path))
+    except OSError as error:
+        raise DatabaseError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except DatabaseError:
+        raise
+    except (
+        LokakernError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise DatabaseError(
+            f"{str(path)!r} is not a file of statistics that is in order: {str(error)[:200]}"
+        ) from None
+
+
+def _load(path: Path) -> dict[str, SiteStatistics]:
+    size = path.stat().st_size
+    _ask(8 < size <= LARGEST_FILE, path, f"it has {size} bytes")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        _ask(length <= min(size - 8, LARGEST_HEADER), path, f"its header has {length} bytes")
+        header = json.loads(file.read(length))
+        _ask(isinstance(header, dict) and header.get("format") == FORMAT, path, "it is another's")
+        version = header.get("version")
+        _ask(
+            version == VERSION, path,
+            f"its version is {version!r}; this code reads {VERSION}: update lokakern",
+        )  # fmt: skip
+        sites = header["sites"]
+        byte_count = sum(_byte_count(*entry) for entry in header["tensors"])
+        _ask(byte_count == size - 8 - length, path, f"its tensors have {byte_count} bytes")
+        held: dict[str, dict[str, Tensor]] = {name: {} for name in sites}
+        for name, tensor, dtype, shape in header["tensors"]:
+            _ask(tensor not in held[name], path, f"{name} has {tensor} twice")
+            blob = bytearray(file.read(_byte_count(name, tensor, dtype, shape)))
+            flat = torch.frombuffer(blob, dtype=DTYPES[dtype]) if blob else torch.empty(0)
+            held[name][tensor] = flat.view(shape)
+    return {name: _site(path, name, sites[name], held[name]) for name in sites}
+
+
+def _ask(holds: bool, path: Path, found: str) -> None:
+    if not holds:
+        raise DatabaseError(f"{str(path)!r} is not a file of statistics that is in order: {found}")
+
+
+def _byte_count(_name: str, _tensor: str, dtype: str, shape: list[int]) -> int:
+    for extent in shape:
+        _whole(extent, 0, LARGEST_AXIS)
+    return DTYPES[dtype].itemsize * math.prod(shape)
+
+
+def _whole(value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"found {str(value)[:40]!r}; expected an integer of {low} to {high}")
+    return value
+
+
+def _site(
+    path: Path, name: str, described: dict[str, Any], held: dict[str, Tensor]
+) -> SiteStatistics:
+    n, k = (_whole(described[axis], 1, LARGEST_AXIS) for axis in ("n", "k"))
+    # Before anything is allocated for it: the smallest that a site of this size can have.
+    _ask("input.moments.mean" in held and len(held["input.moments.mean"]) == k, path,
+         f"{name} has k={k} and no mean of it")  # fmt: skip
+    _ask("weight.u" in held and len(held["weight.u"]) == n, path, f"{name} has n={n} and no U")
+    norm = str(described["norm"])
+    site = SiteStatistics(
+        n, k, torch.device("cpu"), has_bias=described["bias"] is True,
+        norm=str(norm_named(norm)) if norm else "",
+    )  # fmt: skip
+    site.weight.count = _whole(described["snapshots"], 0, 2**53)
+    for part, steps, stride in zip(
+        (site.input, site.grad_output), described["steps"], described["strides"], strict=True
+    ):
+        part.stride = _whole(stride, 1, 2**53)
+        part.steps = _whole(steps, 0, TRACE * part.stride)
+        _ask(part.stride.bit_count() == 1, path, f"{name} has a stride of {part.stride}")
+    sizes = described["sizes"]
+    _ask(len(sizes) <= DISTINCT_SIZES, path, f"{name} has {len(sizes)} sizes")
+    for m, count in sizes:
+        site.sizes[_whole(m, 0, 2**53)] = _whole(count, 1, 2**53)
+    snapshot = held.pop("snapshot", None)
+    if snapshot is not None:
+        rows = len(snapshot)
+        _ask(snapshot.dim() == 2 and rows <= n and snapshot.shape[1] == k, path,
+             f"{name} has a weight of {list(snapshot.shape)}")  # fmt: skip
+        site.snapshot = snapshot
+    own = dict(site.tensors())
+    own.pop("snapshot", None)
+    _ask(own.keys() == held.keys(), path, f"{name} lacks or has more than its tensors")
+    for tensor, mine in own.items():
+        x = held[tensor]
+        same = x.shape == mine.shape and x.dtype == mine.dtype
+        _ask(same, path, f"{name}.{tensor} is {x.dtype} {list(x.shape)}")
+        legal = ~torch.isnan(x) if tensor.endswith("keys") else torch.isfinite(x)
+        if not tensor.endswith(("mean", "products", "rows", "u", "v")):
+            legal &= x >= 0
+        _ask(bool(legal.all()), path, f"{name}.{tensor} holds what is not a statistic")
+        mine.copy_(x)
+    return site

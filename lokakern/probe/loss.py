@@ -1,0 +1,125 @@
+"""The true change of a loss with one site at a time in FP8, against the same step without it.
+
+What an error in one layer does to what comes after it, no error of a layer says. Differences are
+paired: both runs see the same batch and the same random numbers, so that dropout and the spread
+between batches cancel.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lokakern import numerics
+from lokakern.device import current_device
+from lokakern.errors import MeasurementError
+from lokakern.registry.register import fp8_format
+from lokakern.types import Granularity
+
+# 97.5 % quantiles of Student's t, for 1, 2, ... degrees of freedom; beyond, 1.96 + 2.4 / degrees.
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass(frozen=True, slots=True)
+class LossChange:
+    """Mean relative change of the loss over batches, and its 95 % interval.
+
+    Attributes:
+        mean: Of ``(loss in FP8 - loss) / |loss|``.
+        low: Lower end.
+        high: Upper end.
+        batches: How many.
+    """
+
+    mean: float
+    low: float
+    high: float
+    batches: int
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+
+def interval_of(changes: list[float]) -> LossChange:
+    """Mean and interval by Student's t.
+
+    Raises:
+        MeasurementError: There are fewer than two, of which no interval can be made.
+    """
+    count = len(changes)
+    if count < 2:
+        raise MeasurementError(f"an interval needs at least 2 batches; there were {count}")
+    mean = statistics.fmean(changes)
+    if not all(map(math.isfinite, changes)):
+        return LossChange(math.inf, math.inf, math.inf, count)
+    quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96 + 2.4 / (count - 1)
+    half = quantile * statistics.stdev(changes) / math.sqrt(count)
+    return LossChange(mean, mean - half, mean + half, count)
+
+
+def loss_changes(
+    sites: Mapping[str, nn.Module],
+    loss: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    granularity: Granularity = Granularity.ROW,
+) -> dict[str, LossChange]:
+    """Change of a loss when the output of one site is multiplied in FP8, emulated.
+
+    Nothing is differentiated and nothing updated. A model costs one run a batch and one more for
+    each site.
+
+    Args:
+        sites: Linear layers by name.
+        loss: From a batch to a loss of one element.
+        batches: Two at least.
+        granularity: Of the scales of both operands.
+
+    Raises:
+        MeasurementError: There are fewer than two batches.
+    """
+    changes: dict[str, list[float]] = {name: [] for name in sites}
+    for batch in batches:
+        before = _run(loss, batch)
+        for name, module in sites.items():
+            hook = functools.partial(_in_fp8, granularity)
+            handle = module.register_forward_hook(hook, with_kwargs=True)
+            try:
+                after = _run(loss, batch)
+            finally:
+                handle.remove()
+            change = after - before
+            changes[name].append(change / abs(before) if change else 0.0)
+    return {name: interval_of(found) for name, found in changes.items()}
+
+
+def _run(loss: Callable[[Any], Tensor], batch: Any) -> float:
+    is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if is_up else ()
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        return float(loss(batch))
+
+
+def _in_fp8(
+    granularity: Granularity, module: nn.Module, args: Any, kwargs: Any, y: Tensor
+) -> Tensor:
+    """Output of a linear layer whose operands were rounded to bfloat16 and quantized."""
+    x = args[0] if args else kwargs["input"]
+    form = fp8_format(current_device())
+    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
+    left, right = (
+        numerics.dequantize(numerics.quantize(operand.bfloat16(), form, granularity))
+        for operand in (x.reshape(-1, x.shape[-1]), weight)
+    )
+    found = left @ right.t()
+    if bias is not None:
+        found = found + bias
+    return found.to(y.dtype).view_as(y)

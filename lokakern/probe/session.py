@@ -1,0 +1,320 @@
+"""`Probe`: watches the linear layers of a model while it runs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.probe import files, ranks
+from lokakern.probe.site import SiteStatistics
+from lokakern.probe.taps import SIDE, Recorder, Switch, hook_of
+from lokakern.types import Granularity
+
+if TYPE_CHECKING:
+    from lokakern.probe.loss import LossChange
+    from lokakern.probe.report import ProbeReport
+
+SiteFilter = Callable[[nn.Module, str], bool]
+# What wrappers put in front of a name: DDP, torch.compile, FSDP1, checkpoints.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
+
+
+def _is_linear(module: nn.Module, _name: str) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+class Probe:
+    """Learns what a model's linear layers see, while the model runs as it is.
+
+    Used as a context manager, or by `start` and `stop`. A step is a call of an optimizer that owns
+    a parameter of the model; until there was one, an uncompiled call of the model; and after the
+    first `step`, a call of that. The first step is sampled, and then every ``every``-th.
+
+    A model that is compiled stays so: a sampled step runs a second graph, compiled once, and after
+    the end a third without hooks. Begin before the model is compiled, or what was compiled in this
+    process is compiled again. Inside
+    torch.compile only optimizers and `step` tell steps apart, unless the compiled model itself is
+    what is probed.
+
+    Args:
+        model: Any module; nothing of it is changed but for hooks.
+        every: Steps from one that is sampled to the next.
+        filter: ``(module, name) -> bool``, which modules are sites; None: every `nn.Linear`. A
+            module with a two-dimensional ``weight`` ``[n, k]`` that maps ``[..., k]`` to
+            ``[..., n]`` may be one.
+        weights_every: Steps from one snapshot of the weights to the next, each at a sampled step.
+        norms: By name of a site, the normalization of its output (`lokakern.norm.norm_named`). Of
+            others it is found where a norm's module is given what the site's module returned, or
+            comes next in an `nn.Sequential`.
+        seed: Of the choice of rows.
+
+    Raises:
+        ShapeError: A number of steps is below 1, or a site has no two-dimensional weight.
+        UnknownNameError: No site is left, or ``norms`` names none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 100,
+        *,
+        filter: SiteFilter | None = None,
+        weights_every: int = 10_000,
+        norms: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        if every < 1 or weights_every < 1:
+            raise ShapeError(
+                f"Probe: every is {every!r} and weights_every {weights_every!r}; expected at least "
+                "1 step"
+            )
+        self.model, self.every, self.weights_every = model, every, weights_every
+        self._switch = Switch(seed + 1_000_003 * ranks.rank())
+        self._modules = dict(_sites_of(model, filter or _is_linear))
+        if not self._modules:
+            raise UnknownNameError(
+                f"Probe: no module of {type(model).__name__} is a site; expected an nn.Linear, or "
+                "what filter= accepts"
+            )
+        given = dict(norms or {})
+        unknown = sorted(given.keys() - self._modules.keys())
+        if unknown:
+            raise UnknownNameError(
+                f"Probe: norms= names {', '.join(unknown)}; sites are {', '.join(self._modules)}"
+            )
+        found = _norms_in_sequence(model) | {self._modules[name]: x for name, x in given.items()}
+        self._recorders: dict[str, Recorder] = {}
+        for name, module in self._modules.items():
+            n, k = _weight_shape(name, module)
+            bias = getattr(module, "bias", None) is not None
+            self._recorders[name] = Recorder(self._switch, n, k, bias, found.get(module, ""))
+        self._handles: list[Any] = []
+        self._steps = self._samples = 0
+        self._source, self._begun = 0, False
+        self._optimizer: weakref.ref[Any] | None = None
+        self._parameters = {id(p) for p in model.parameters()}
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
+
+    def __enter__(self) -> Probe:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to watch; without effect while it does."""
+        if self._handles:
+            return
+        # Compiled code does not look whether a module got hooks. What is traced anew sees them.
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        for name, module in self._modules.items():
+            hook = hook_of(self._recorders[name], self._remember_output)
+            # Before other hooks: FSDP's puts the weight away.
+            handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+            self._handles.append(handle)
+        for module in self.model.modules():
+            if _norm_of(module):
+                hook = functools.partial(_look_back, self._switch, self._outputs)
+                self._handles.append(module.register_forward_pre_hook(hook))
+        self._handles.append(self.model.register_forward_pre_hook(self._forward_begins))
+        self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
+        self._turn()
+
+    def stop(self) -> None:
+        """Watch no more; what was learned stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs.clear()
+        self._switch.turn(False, False)
+
+    def step(self) -> None:
+        """Say that a step ended, where no optimizer of the model's parameters does."""
+        self._ended("step")
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the present step is sampled."""
+        return self._switch.on
+
+    def sites(self) -> dict[str, SiteStatistics]:
+        """What was learned of each site that was called, by name; not copied."""
+        for recorder in self._recorders.values():
+            recorder.look_at_weight()
+        SIDE.join()
+        return {
+            name: recorder.statistics
+            for name, recorder in self._recorders.items()
+            if recorder.statistics is not None
+        }
+
+    def merged_sites(self, group: Any = None) -> dict[str, SiteStatistics]:
+        """The same over all ranks of a process group; every rank of it must call.
+
+        By one gather of a few numbers and two reductions. Without torch.distributed, `sites`.
+        """
+        shapes = {name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items()}
+        return ranks.merged(self.sites(), shapes, group)
+
+    def report(self, **options: Any) -> ProbeReport:
+        """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call."""
+        from lokakern.probe.report import ProbeReport
+
+        return ProbeReport.of(self.merged_sites(), **options)
+
+    def loss_changes(
+        self,
+        loss: Callable[[Any], Tensor],
+        batches: Iterable[Any],
+        granularity: Granularity = Granularity.ROW,
+    ) -> dict[str, LossChange]:
+        """True change of a loss with one site at a time in FP8; see `lokakern.probe.loss`.
+
+        The model must not be compiled. Nothing is looked at meanwhile.
+        """
+        from lokakern.probe.loss import loss_changes
+
+        on, self._switch.on = self._switch.on, False
+        begun, source, self._source = self._begun, self._source, len(_SOURCES)  # calls, no steps
+        try:
+            return loss_changes(self._modules, loss, batches, granularity)
+        finally:
+            self._switch.on, self._begun, self._source = on, begun, source
+
+    def save(self, path: str | Path) -> None:
+        """Write what this rank learned into a file, see `lokakern.probe.files`."""
+        files.save(path, self.sites())
+
+    def load(self, path: str | Path) -> None:
+        """Take in what an earlier session saved, as of other rows of the same steps.
+
+        Raises:
+            DatabaseError: The file is not one, or not in order.
+            ShapeError: A site is of another shape here.
+        """
+        for name, statistics in files.load(path).items():
+            recorder = self._recorders.get(name)
+            if recorder is None:
+                continue
+            if recorder.statistics is None:
+                device = next(iter(self._modules[name].parameters())).device
+                recorder.statistics = SiteStatistics(
+                    recorder.n, recorder.k, device, has_bias=recorder.has_bias, norm=recorder.norm
+                )
+            recorder.statistics.merge(statistics)
+
+    def _turn(self) -> None:
+        for recorder in self._recorders.values():  # one a step, lest one step pay for all
+            if recorder.look_at_weight():
+                break
+        on = self._steps % self.every == 0
+        weights = on and self._samples % max(1, self.weights_every // self.every) == 0
+        self._samples += on
+        self._switch.turn(on, weights)
+        self._outputs.clear()
+
+    def _ended(self, source: str) -> None:
+        rank = _SOURCES.index(source)
+        if rank < self._source or not self._handles:
+            return
+        self._source = rank
+        self._steps += 1
+        self._turn()
+
+    def _forward_begins(self, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._begun:
+            self._ended("forward")
+        self._begun = True
+
+    def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        known = self._optimizer() if self._optimizer is not None else None
+        if known is None:
+            groups = (group["params"] for group in optimizer.param_groups)
+            if not any(id(p) in self._parameters for params in groups for p in params):
+                return
+            self._optimizer = weakref.ref(optimizer)  # the first counts where there are several
+        elif known is not optimizer:
+            return
+        self._ended("optimizer")
+
+    def _remember_output(self, recorder: Recorder, y: Tensor) -> None:
+        if not recorder.norm:
+            self._outputs[id(y)] = (weakref.ref(y), recorder)
+
+
+def _look_back(
+    switch: Switch, outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]], module: nn.Module,
+    args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """A norm is given something: the output of a site?"""
+    if torch.compiler.is_compiling() or not switch.on or not args:
+        return
+    reference, recorder = outputs.get(id(args[0]), (None, None))
+    if reference is not None and recorder is not None and reference() is args[0]:
+        recorder.norm = _norm_of(module)
+        if recorder.statistics is not None:
+            recorder.statistics.norm = recorder.norm
+
+
+def _norm_of(module: nn.Module) -> str:
+    """Name of a normalization of whole rows; "" of any other module."""
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1:
+        return "layer"
+    if isinstance(module, nn.RMSNorm) and len(module.normalized_shape) == 1:
+        return "rms"
+    return ""
+
+
+def _norms_in_sequence(model: nn.Module) -> dict[nn.Module, str]:
+    found = {}
+    for parent in model.modules():
+        if isinstance(parent, nn.Sequential):
+            children = list(parent)
+            for child, following in itertools.pairwise(children):
+                norm = _norm_of(following)
+                if norm:
+                    found[child] = norm
+    return found
+
+
+def _sites_of(model: nn.Module, accepts: SiteFilter) -> Iterator[tuple[str, nn.Module]]:
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    for full, module in model.named_modules():
+        words = [word for word in full.split(".") if word not in _WRAPPERS]
+        if is_ddp and words[:1] == ["module"]:
+            words = words[1:]
+        name = ".".join(words)
+        if accepts(module, name):
+            yield name, module
+
+
+def _weight_shape(name: str, module: nn.Module) -> tuple[int, int]:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        found = "none" if weight is None else str(list(getattr(weight, "shape", ())))
+        raise ShapeError(
+            f"Probe: site {name!r} has a weight of shape {found}; expected [n, k] (leave it out "
+            "by filter=)"
+        )
+    return weight.shape[0], weight.shape[1]

@@ -1,0 +1,328 @@
+"""Verdicts: {safe, unsafe, undecided} x {fast, slow, tie} for each GEMM of a site, with evidence.
+
+Errors are those that were replayed, of numerics classes; times are those of a database, of kernels.
+They meet where scales are the same, so that an error emulated here judges a kernel of a GPU that is
+not here; sums that are never promoted, and libraries that quantize in their own way, have errors of
+their own and are left out then. For a GEMM whose output is normalized the error is the one after
+the norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lokakern.errors import UnsupportedError
+from lokakern.evidence import Candidate, Time, within_noise
+from lokakern.probe.gemms import Replayed, problem_of
+from lokakern.probe.site import SiteStatistics
+from lokakern.probe.tails import FEWEST_ROWS
+from lokakern.selection import table_for
+from lokakern.types import Device, ErrorBudget, Granularity, Problem
+
+BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
+ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to take them
+LIMITS = {"row_err": ("row_err", "row_err_upper"), "row_p99": ("row_p99", "row_p99")}
+SPEEDS = ("fast", "tie", "slow")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassVerdict:
+    """One way to scale the operands of a GEMM.
+
+    Attributes:
+        scales: "tensor", "row", ... of both operands, or "1x128 x 128x128".
+        safety: "safe", "unsafe" or "undecided".
+        row_err: Its error, in the worst draw.
+        row_err_upper: The 95 % upper limit.
+        row_p99: Error of the 99th percentile of rows.
+        kernel: The fastest kernel that scales so; "" where none was timed.
+        latency_us: Its time; None where there is none.
+        speed: "fast", "slow" or "tie" against bfloat16; "" where that is not known.
+        reason: Why it is not safe; "" where it is.
+    """
+
+    scales: str
+    safety: str
+    row_err: float
+    row_err_upper: float
+    row_p99: float
+    kernel: str = ""
+    latency_us: float | None = None
+    speed: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One GEMM of a site.
+
+    Attributes:
+        site: Name of the site.
+        gemm: "output", "grad_input" or "grad_weight".
+        shape: m (the median), n and k of the GEMM.
+        norm: After which errors were taken; "" for none.
+        safety: Safe if some class is, unsafe if every one is unsafe.
+        speed: Of `best`; "" where nothing was timed.
+        best: The scales to take: of safe classes the fastest; "" where none is safe.
+        bf16_err: Row error of bfloat16 itself.
+        bf16_us: Its time; None where there is none.
+        change: The cheapest change that flips what is unsafe or slow; "" where there is nothing to
+            flip, or nothing that is known to.
+        notes: What else speaks for caution.
+        classes: Every way to scale.
+    """
+
+    site: str
+    gemm: str
+    shape: tuple[int, ...]
+    norm: str
+    safety: str
+    speed: str
+    best: str
+    bf16_err: float
+    bf16_us: float | None
+    change: str
+    notes: tuple[str, ...]
+    classes: tuple[ClassVerdict, ...] = field(repr=False)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it is safe and fast."""
+        return (self.safety, self.speed) == ("safe", "fast")
+
+    @property
+    def saved_us(self) -> float:
+        """Time that `best` saves, where it is worth it; 0 elsewhere."""
+        chosen = self.of(self.best)
+        if not self.is_worth_it or chosen is None or None in (chosen.latency_us, self.bf16_us):
+            return 0.0
+        return float(self.bf16_us or 0.0) - float(chosen.latency_us or 0.0)
+
+    def of(self, scales: str) -> ClassVerdict | None:
+        """The class of some scales."""
+        return next((c for c in self.classes if c.scales == scales), None)
+
+    def pareto(self) -> tuple[tuple[str, float, float], ...]:
+        """Kernels that no other beats in time and row error: name, microseconds, error."""
+        points = [(c.kernel, c.latency_us, c.row_err) for c in self.classes
+                  if c.latency_us is not None]  # fmt: skip
+        if self.bf16_us is not None:
+            points.append(("bf16", self.bf16_us, self.bf16_err))
+        front: list[tuple[str, float, float]] = []
+        for name, us, error in sorted(points, key=lambda p: (p[1], p[2])):
+            if not front or error < front[-1][2]:
+                front.append((name, us, error))
+        return tuple(front)
+
+    def as_row(self) -> dict[str, Any]:
+        """Plain JSON."""
+        row = asdict(self)
+        row["shape"], row["notes"] = list(self.shape), list(self.notes)
+        return row
+
+
+def verdicts_of(
+    name: str,
+    statistics: SiteStatistics,
+    replayed: Sequence[Replayed],
+    *,
+    budget: ErrorBudget | float = BUDGET,
+    device: Device | str | None = None,
+) -> tuple[Verdict, ...]:
+    """Verdicts on the GEMMs of a site.
+
+    Args:
+        name: Of the site.
+        statistics: What was seen of it.
+        replayed: Errors, see `lokakern.probe.replay.replay`.
+        budget: The largest error, as ``row_err``, ``row_p99`` or both.
+        device: Whose times count; None: nobody's.
+
+    Raises:
+        UnsupportedError: The budget limits something else.
+        DeviceError: The database does not know the device.
+    """
+    limits = ErrorBudget.of(budget).limits
+    if not limits.keys() <= LIMITS.keys():
+        raise UnsupportedError(
+            f"Probe judges by {' and '.join(LIMITS)}; the budget is {ErrorBudget.of(budget)}"
+        )
+    m = max(statistics.m_quantile(0.5), 1)
+    found = []
+    for gemm in dict.fromkeys(r.gemm for r in replayed):
+        mine = [r for r in replayed if r.gemm == gemm]
+        norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
+        seen = statistics.input if gemm == "output" else statistics.grad_output
+        problem = problem_of(statistics, gemm, m)
+        times = _Times(problem, device)
+        if norm and device is not None:
+            with_norm = _Times(problem_of(statistics, gemm, m, norm), device)
+            times = with_norm if with_norm.bf16 is not None else times
+        classes = _classes((r for r in mine if r.norm == norm), limits, seen.rows_seen, times)
+        plain = [r for r in mine if r.norm == norm and r.granularity is Granularity.NONE]
+        safe = [c for c in classes if c.safety == "safe"]
+        best = min(safe, key=_rank, default=None)
+        fastest = best or min(classes, key=_rank, default=None)
+        safety = "undecided"
+        if best is not None:
+            safety = "safe"
+        elif classes and all(c.safety == "unsafe" for c in classes):
+            safety = "unsafe"
+        verdict = Verdict(
+            site=name,
+            gemm=gemm,
+            shape=problem.shape,
+            norm=norm,
+            safety=safety,
+            speed=fastest.speed if fastest else "",
+            best=best.scales if best else "",
+            bf16_err=min((r.row_err for r in plain), default=float("inf")),
+            bf16_us=times.bf16.latency_us if times.bf16 else None,
+            change="",
+            notes=tuple(_notes(statistics, gemm, norm)),
+            classes=tuple(classes),
+        )
+        change = _change(verdict, statistics, mine, limits, device, problem)
+        found.append(replace(verdict, change=change))
+    return tuple(found)
+
+
+def _rank(verdict: ClassVerdict) -> tuple[float, float, str]:
+    us = verdict.latency_us
+    return (float("inf") if us is None else us, verdict.row_err, verdict.scales)
+
+
+def _words(replayed: Replayed | Candidate) -> str:
+    a = replayed.granularity
+    b = a
+    if isinstance(replayed, Replayed):
+        b = replayed.b_granularity
+    elif replayed.kernel is not None:
+        b = replayed.kernel.b_granularity
+    return a.value if a is b else f"{a.value} x {b.value}"
+
+
+class _Times:
+    """Who was timed at a problem: the fastest of each kind of scales, and bfloat16."""
+
+    def __init__(self, problem: Problem, device: Device | str | None) -> None:
+        self.bf16: Time | None = None
+        self.fastest: dict[str, tuple[str, Time]] = {}
+        if device is None:
+            return
+        for candidate in table_for(problem, None, None, device).candidates:
+            timed = candidate.time_at(problem.m)
+            kernel = candidate.kernel
+            if timed is None or kernel is None:
+                continue
+            time = timed[0]
+            if candidate.unquantized:
+                if self.bf16 is None or time.latency_us < self.bf16.latency_us:
+                    self.bf16 = time
+            elif not kernel.accumulation.startswith("fast") and kernel.quantized_as is None:
+                words = _words(candidate)
+                known = self.fastest.get(words)
+                if known is None or time.latency_us < known[1].latency_us:
+                    self.fastest[words] = (candidate.name, time)
+
+    def speed(self, time: Time) -> str:
+        if self.bf16 is None:
+            return ""
+        ours, plain = time, self.bf16
+        if within_noise(ours.latency_us, ours.margin_us, plain.latency_us, plain.margin_us):
+            return "tie"
+        return "fast" if ours.latency_us < plain.latency_us else "slow"
+
+    @property
+    def best_speed(self) -> str:
+        found = [self.speed(time) for _, time in self.fastest.values()]
+        return min(filter(None, found), key=SPEEDS.index, default="")
+
+
+def _classes(
+    replayed: Iterable[Replayed], limits: dict[str, float], rows_seen: int, times: _Times
+) -> list[ClassVerdict]:
+    """Of each kind of scales the worst that was replayed; a wrong kernel is its own fault."""
+    worst: dict[str, Replayed] = {}
+    for r in replayed:
+        if r.granularity is Granularity.NONE:
+            continue
+        words = _words(r)
+        known = worst.get(words)
+        if (
+            known is None
+            or (known.reason and not r.reason)
+            or (not r.reason and r.row_err_upper > known.row_err_upper)
+        ):
+            worst[words] = r
+    found = []
+    for words, r in worst.items():
+        safety, reason = _safety(r, limits, rows_seen)
+        kernel, time = times.fastest.get(words, ("", None))
+        us, speed = (time.latency_us, times.speed(time)) if time else (None, "")
+        errors = (r.row_err, r.row_err_upper, r.row_p99)
+        found.append(ClassVerdict(words, safety, *errors, kernel, us, speed, reason))
+    return found
+
+
+def _safety(r: Replayed, limits: dict[str, float], rows_seen: int) -> tuple[str, str]:
+    if r.reason:
+        return "unsafe", r.reason
+    if rows_seen < FEWEST_ROWS:
+        return "undecided", f"{rows_seen} rows were seen; expected at least {FEWEST_ROWS}"
+    safety, reason = "safe", ""
+    for limit, allowed in limits.items():
+        value, upper = (float(getattr(r, name)) for name in LIMITS[limit])
+        if value > allowed:
+            return "unsafe", f"{limit} {value:.4g} > {allowed:g}"
+        if upper > allowed:
+            safety, reason = "undecided", f"{limit} {value:.4g}, at most {upper:.4g} > {allowed:g}"
+    return safety, reason
+
+
+def _notes(statistics: SiteStatistics, gemm: str, norm: str) -> Iterable[str]:
+    operand = statistics.input if gemm == "output" else statistics.grad_output
+    if operand.nonfinite_rows:
+        yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
+    if abs(operand.amax_drift_log2) > 1:
+        yield f"the largest magnitude moved by {operand.amax_drift_log2:+.1f} octaves"
+    if norm == "layer" and statistics.mean_ratio > 8:
+        yield f"LayerNorm subtracts means of {statistics.mean_ratio:.0f} deviations"
+
+
+def _change(
+    verdict: Verdict,
+    statistics: SiteStatistics,
+    mine: Sequence[Replayed],
+    limits: dict[str, float],
+    device: Device | str | None,
+    problem: Problem,
+) -> str:
+    """The cheapest first."""
+    safe = {c.scales for c in verdict.classes if c.safety == "safe"}
+    tensor = verdict.of("tensor")
+    if tensor is not None and tensor.safety == "unsafe" and "row" in safe:
+        return "row instead of tensor scales"
+    if verdict.safety == "unsafe":
+        blocks = [r for r in mine if r.norm.startswith("block") and r.norm != verdict.norm
+                  and r.granularity is not Granularity.NONE]  # fmt: skip
+        seen = statistics.input.rows_seen
+        if verdict.norm == "layer" and any(_safety(r, limits, seen)[0] == "safe" for r in blocks):
+            return "BlockNorm instead of LayerNorm"
+        if verdict.gemm == "grad_weight":
+            return "weight gradient in bf16"
+        return ""
+    if verdict.speed in ("slow", "tie", "") and device is not None and verdict.gemm == "output":
+        k = problem.k
+        padded = -(-k // ALIGNED) * ALIGNED
+        if padded != k:
+            wider = SiteStatistics(statistics.n, padded, statistics.device)
+            if _Times(problem_of(wider, "output", problem.m), device).best_speed == "fast":
+                return f"pad K {k} to {padded}"
+    if statistics.has_bias and device is not None and verdict.gemm == "output":
+        with_bias = _Times(replace(problem, epilogue="bias"), device).best_speed
+        if with_bias in ("slow", "tie") and verdict.speed == "fast":
+            return "drop the bias"
+    return ""

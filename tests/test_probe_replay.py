@@ -1,0 +1,210 @@
+"""Replay: what was learned is drawn again, and errs as the real operands do."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lokakern import numerics, selection
+from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight, learned
+from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.probe.gemms import Replayed, block_norm, problem_of
+from lokakern.probe.learned import LearnedSite
+from lokakern.probe.replay import replay
+from lokakern.probe.site import GEMMS, SiteStatistics
+from lokakern.problems import sums_over_samples
+from lokakern.registry.register import KERNELS, load_kernels, register
+from lokakern.registry.snapshot import load_snapshot
+from lokakern.types import Format, Granularity
+from tests.probe_sites import drawn, site_of
+
+load_kernels()
+N, K = 96, 128
+ROW = "torch.quantize_row+torch.emulated_row"
+TENSOR = "torch.quantize_tensor+torch.emulated_tensor"
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 384)
+
+
+def seen(
+    name: str, n: int = N, k: int = K, norm: str = ""
+) -> tuple[SiteStatistics, Tensor, Tensor]:
+    x, held_out, w = drawn(name, n, k)
+    gradient = draw_rows(distribution_named("X12"), 1024, n, 5).float()
+    return site_of(x, w, gradient, norm=norm), held_out, w
+
+
+def of(found: tuple[Replayed, ...], gemm: str, kernel: str, norm: str = "") -> Replayed:
+    (one,) = (r for r in found if (r.gemm, r.kernel, r.norm) == (gemm, kernel, norm))
+    return one
+
+
+def true_error(x: Tensor, w: Tensor, granularity: Granularity) -> float:
+    """Row error of real rows."""
+    a, b = x.bfloat16(), w.bfloat16()
+    left, right = (numerics.quantize(operand, Format.E4M3FN, granularity) for operand in (a, b))
+    out = (numerics.dequantize(left) @ numerics.dequantize(right).t()).bfloat16()
+    return numerics.measure_errors(out, a.double() @ b.double().t()).row_err
+
+
+@pytest.mark.parametrize("name", ["X2", "X3", "X4"])
+def test_replay_predicts_the_error_of_rows_that_were_held_out(name: str) -> None:
+    """Within 10 %, from Gaussians."""
+    site, held_out, w = seen(name)
+    assert LearnedSite(name, site).input.fit.is_gaussian
+    found = replay(name, site, seeds=(0,))
+    for kernel, granularity in ((ROW, Granularity.ROW), (TENSOR, Granularity.TENSOR)):
+        real = true_error(held_out, w, granularity)
+        assert of(found, "output", kernel).row_err == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("k", [128, 512])
+@pytest.mark.parametrize(
+    ("name", "is_gaussian"),
+    [(f"X{i}", True) for i in (1, 2, 3, 4)] + [(f"X{i}", False) for i in (5, 6, 9, 12, 14)],
+)
+def test_gaussians_are_told_from_other_tails(name: str, is_gaussian: bool, k: int) -> None:
+    x = draw_rows(distribution_named(name), 1024, k, 11).float()
+    fit = LearnedSite("a", site_of(x, torch.zeros(4, k))).input.fit
+    assert fit.is_gaussian == is_gaussian, fit
+    assert bool(fit.reason) != is_gaussian
+
+
+def test_few_rows_say_nothing_of_tails() -> None:
+    x = draw_rows(distribution_named("X12"), 63, K, 11).float()
+    fit = LearnedSite("a", site_of(x, torch.zeros(4, K))).input.fit
+    assert fit.is_gaussian and fit.rows == 63
+
+
+def test_samples_are_replayed_where_a_gaussian_misses_tails() -> None:
+    """Rows of X14 are spread over 1e5: a Gaussian would find tensor scales as good as rows'."""
+    site, held_out, w = seen("X14")
+    found = replay("a", site, seeds=(0,))
+    real = true_error(held_out, w, Granularity.TENSOR)
+    assert real > 0.08
+    assert of(found, "output", TENSOR).row_err == pytest.approx(real, rel=0.2)
+    assert of(found, "output", ROW).row_err < 0.045
+    rows = LearnedSite("a", site).distribution("output").rows(700, K, 0)
+    known = {tuple(row) for row in site.input.sample.kept()[0].double().tolist()}
+    assert {tuple(row) for row in rows.tolist()} <= known
+
+
+def test_draws_are_seeded_and_of_the_shape_that_is_asked_for() -> None:
+    site = LearnedSite("a", seen("X2")[0])
+    for gemm, k in zip(GEMMS, (K, N, N), strict=True):
+        distribution = site.distribution(gemm)
+        with learned(distribution):
+            assert distribution_named(distribution.name) is distribution
+            one, again, other = (draw_rows(distribution, 50, k, seed) for seed in (0, 0, 1))
+            columns = K if gemm == "grad_weight" else k
+            w = draw_weight(distribution, 50, columns, 0)
+        assert one.shape == (50, k) and w.shape == (50, columns)
+        assert one.dtype == w.dtype == torch.float64
+        assert torch.equal(one, again) and not torch.equal(one, other)
+        if gemm != "grad_weight":
+            with pytest.raises(ShapeError, match="columns"):
+                distribution.rows(5, 7, 0)
+    with pytest.raises(UnknownNameError, match="unknown distribution"):
+        distribution_named(distribution.name)
+    with (
+        pytest.raises(UnknownNameError, match="a name is there already"),
+        learned(distribution, distribution),
+    ):
+        pass
+    with pytest.raises(UnknownNameError, match="was learned"):
+        distribution.with_parameters(a=1.0)
+
+
+def test_rows_of_a_weights_gradient_come_in_pairs() -> None:
+    """Each row of the sample of gradients with the input of the same row."""
+    x = draw_rows(distribution_named("X5"), 1024, K, 3).float()
+    gradient = (x[:, :N] * 3).contiguous()
+    site = LearnedSite("a", site_of(x, torch.randn(N, K), gradient)).distribution("grad_weight")
+    rows, inputs = site.rows(300, 2 * N, 4), site.weight(300, K, 4)
+    assert torch.allclose(rows[:, :N], inputs[:, :N] * 3)
+    assert torch.equal(rows[:, N:], rows[:, :N])
+
+
+def test_every_gemm_and_the_norm_after_it_are_replayed() -> None:
+    site, _, _ = seen("X13", norm="layer")
+    found = replay("a", site, seeds=(0,))
+    assert {r.gemm for r in found} == set(GEMMS)
+    assert {r.norm for r in found} == {"", "layer", "block_rms(96)"}
+    assert [r for r in found if r.reason] == []
+    before, after, block = (
+        of(found, "output", "torch.quantize_row+torch." + kernel, norm).row_err
+        for kernel, norm in (
+            ("emulated_row", ""), ("norm_emulated_row", "layer"),
+            ("norm_emulated_row", "block_rms(96)"),
+        )
+    )  # fmt: skip
+    assert before < 0.01 and block < 0.01 and after > 5 * before
+    assert sums_over_samples(problem_of(site, "grad_weight", 100))
+    assert problem_of(site, "grad_input", 100).shape == (100, K, N)
+    assert block_norm(1024) == "block_rms(256)" and block_norm(720) == "block_rms(240)"
+
+
+def test_without_gradients_only_the_output_is_replayed() -> None:
+    x, _, w = drawn("X1", N, K)
+    assert {r.gemm for r in replay("a", site_of(x, w), seeds=(0,))} == {"output"}
+    bare = SiteStatistics(N, K, torch.device("cpu"))
+    assert replay("a", bare) == ()
+
+
+def test_rows_go_into_the_database_under_the_name_of_the_site(tmp_path: Path) -> None:
+    site, _, _ = seen("X2")
+    path = tmp_path / "rows.sqlite"
+    found = replay("layers.3.mlp", site, seeds=(0, 1), database=path)
+    digest = LearnedSite("layers.3.mlp", site).digest
+    facts = load_snapshot([path])
+    rows = {d.name: (d.parameters, d.realistic) for d in facts.distributions}
+    wanted = f'{{"statistics":"{digest}"}}'
+    assert rows == {f"site:layers.3.mlp/{gemm}": (wanted, False) for gemm in GEMMS}
+    with sqlite3.connect(path) as connection:
+        (count,) = connection.execute("SELECT count(*) FROM accuracy").fetchone()
+    assert count == 2 * len(found)
+    selection.use_snapshot(facts)
+    try:
+        choice = selection.dispatch(
+            "gemm", (2048, N, K), 0.06, distribution="site:layers.3.mlp/output"
+        )
+        assert "judged on site:layers.3.mlp/output only" in choice.explain()
+    finally:
+        selection.use_snapshot(None)
+
+
+@pytest.fixture
+def broken() -> Iterator[str]:
+    """A row-scaled kernel that loses rows whose largest magnitude is under 1/10."""
+    right = KERNELS[ROW]
+
+    def launch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, workspace: object) -> None:
+        right.launch(a, b, out, bias, right.workspace(a, b))
+        out[a.abs().amax(dim=1) < 0.1] = 0.0
+
+    register(
+        "gemm", name="broken", granularity=Granularity.ROW, b_granularity=Granularity.ROW,
+        accumulation="float32",
+    )(launch)  # fmt: skip
+    name = next(name for name in KERNELS if name.endswith(".broken"))
+    yield name
+    del KERNELS[name]
+
+
+def test_a_broken_kernel_that_normal_operands_hide_is_exposed(broken: str) -> None:
+    hidden = replay("a", seen("X1")[0], seeds=(0,))
+    assert of(hidden, "output", broken).reason == ""
+    assert of(hidden, "output", broken).row_err < 0.04
+    found = replay("a", seen("X14")[0], seeds=(0,))
+    exposed = of(found, "output", broken)
+    assert exposed.reason.startswith("wrong: kernel_err")
+    assert exposed.row_err_upper == float("inf")
+    assert of(found, "output", ROW).reason == ""

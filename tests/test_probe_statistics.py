@@ -1,0 +1,328 @@
+"""Statistics of streams: known parameters come back, and shards merge into the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lokakern.errors import ShapeError
+from lokakern.probe.magnitudes import Magnitudes, spread_of
+from lokakern.probe.matrix_normal import MatrixNormal
+from lokakern.probe.moments import Moments, root_of
+from lokakern.probe.operand import TRACE, OperandStatistics
+from lokakern.probe.reservoir import Reservoir, capacity_of
+from lokakern.probe.site import DISTINCT_SIZES, SiteStatistics
+
+CPU = torch.device("cpu")
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=generator(seed), dtype=torch.float64)
+
+
+def all_rows(x: Tensor) -> Tensor:
+    return torch.ones(len(x), dtype=torch.bool)
+
+
+def moments_of(*parts: Tensor, dense: int = 512) -> Moments:
+    found = Moments(parts[0].shape[1], CPU, dense=dense)
+    for part in parts:
+        found.add(part, all_rows(part))
+    return found
+
+
+def statistics_of(*parts: Tensor, seed: int = 0) -> OperandStatistics:
+    found = OperandStatistics(parts[0].shape[1], CPU)
+    for part in parts:
+        keys = torch.rand(len(part), generator=generator(seed), dtype=torch.float64)
+        found.add(part, part.double(), keys)
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    columns=st.integers(1, 12),
+    mean=st.floats(-1e3, 1e3),
+    log_scale=st.floats(-18, 6),
+    dense=st.booleans(),
+)
+def test_batches_give_the_moments_of_the_whole(
+    sizes: list[int], columns: int, mean: float, log_scale: float, dense: bool
+) -> None:
+    x = (normal(sum(sizes), columns) + mean) * 10.0**log_scale
+    found = moments_of(*x.split(sizes), dense=512 if dense else 0)
+    assert torch.allclose(found.mean, x.mean(dim=0), rtol=1e-12, atol=0)
+    exact = (x - x.mean(dim=0)).t() @ (x - x.mean(dim=0))
+    assert torch.allclose(found.squares, exact.diagonal(), rtol=1e-8, atol=0)
+    if dense:
+        assert (found.products - exact).abs().max() <= 1e-8 * exact.diagonal().max()
+
+
+@settings(max_examples=15, deadline=None)
+@given(cuts=st.lists(st.integers(1, 299), min_size=1, max_size=5, unique=True))
+@pytest.mark.parametrize("dense", [512, 0])
+def test_shards_merge_into_one_pass(cuts: list[int], dense: int) -> None:
+    """By Chan's update, and by sums that ranks add up."""
+    x = normal(300, 7) * torch.logspace(-4, 4, 7, dtype=torch.float64) + 5.0
+    whole = moments_of(x, dense=dense)
+    shards = [moments_of(part, dense=dense) for part in x.tensor_split(sorted(cuts))]
+    merged = Moments(7, CPU, dense=dense)
+    for shard in shards:
+        merged.merge(shard)
+    added = Moments(7, CPU, dense=dense)
+    added.use_sums({name: sum(s.sums()[name] for s in shards) for name in shards[0].sums()})
+    for found in (merged, added):
+        for name, exact in whole.tensors().items():
+            error = (found.tensors()[name] - exact).norm() / exact.norm()
+            assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+def test_known_mean_and_covariance_come_back() -> None:
+    """Within sampling error: an element of a covariance errs by sqrt(2 / rows) at most."""
+    rows, columns = 20000, 24
+    root = normal(columns, columns, seed=1) / 5
+    covariance = root @ root.t()
+    x = normal(rows, columns) @ root.t() + torch.arange(columns)
+    found = moments_of(*x.split(1000))
+    sizes = covariance.diagonal().sqrt()
+    assert ((found.mean - torch.arange(columns)) / sizes).abs().max() < 4.5 / math.sqrt(rows)
+    error = (found.covariance().matrix() - covariance) / sizes / sizes[:, None]
+    assert error.abs().max() < 4.5 * math.sqrt(2 / rows)
+
+
+def test_a_low_rank_with_a_diagonal_comes_back_from_a_sketch() -> None:
+    """Of more columns than are kept whole; the diagonal is exact whatever the rank."""
+    columns, rank = 640, 8
+    strong = normal(columns, rank, seed=3)
+    scales = torch.logspace(-5, 2, columns, dtype=torch.float64)
+    x = (normal(4000, rank) @ strong.t() + 0.1 * normal(4000, columns, seed=5)) * scales
+    found = moments_of(*x.split(500))
+    assert not found.is_dense and found.products.shape == (columns, 64)
+    covariance = found.covariance()
+    assert torch.allclose(covariance.variance, x.var(dim=0), rtol=1e-9)
+    large = slice(-200, None)  # what of the total the low rank can have
+    exact = torch.cov(x.t())[large, large]
+    assert (covariance.matrix()[large, large] - exact).norm() < 0.1 * exact.norm()
+    drawn = covariance.draw(4000, generator(9))
+    assert torch.allclose(drawn.std(dim=0), x.std(dim=0), rtol=0.15)
+
+
+def test_the_root_of_a_covariance_keeps_tiny_columns() -> None:
+    sizes = torch.tensor([1.0, 1e-9, 1e6, 0.0], dtype=torch.float64)
+    correlation = torch.full((4, 4), 0.5, dtype=torch.float64).fill_diagonal_(1.0)
+    covariance = correlation * sizes * sizes[:, None]
+    root = root_of(covariance)
+    assert torch.allclose(root @ root.t(), covariance, rtol=1e-12, atol=0)
+
+
+def test_rows_that_are_not_finite_count_and_change_nothing_else() -> None:
+    x = normal(50, 6)
+    spoiled = torch.cat((x, x[:3]))
+    spoiled[50, 1], spoiled[51, 2], spoiled[52] = math.nan, math.inf, math.nan
+    clean, found = statistics_of(x), statistics_of(spoiled)
+    assert found.nonfinite_rows == 3
+    assert found.nonfinite_share == pytest.approx(8 / (53 * 6))
+    assert found.amax == clean.amax
+    for name, exact in clean.moments.tensors().items():
+        # Sums over 53 rows, three of them zeros, may be added up in another order.
+        assert torch.allclose(found.moments.tensors()[name], exact, rtol=1e-12), name
+    assert torch.isfinite(found.sample.kept()[0]).all()
+    assert len(found.sample.kept()[0]) == 50
+
+
+@settings(max_examples=50, deadline=None)
+@given(log_sigma=st.floats(0, 12), shift=st.floats(-60, 60), share=st.floats(0.02, 0.98))
+def test_quantiles_of_magnitudes_are_right_to_a_sixteenth_of_an_octave(
+    log_sigma: float, shift: float, share: float
+) -> None:
+    logs = normal(1000) * log_sigma + shift
+    found = Magnitudes(CPU)
+    found.add(torch.exp2(logs))
+    exact = float(logs.sort().values[math.ceil(share * 1000) - 1])
+    assert abs(found.log2_quantiles(share)[0] - exact) <= 1 / 16 + 1e-9
+
+
+def test_magnitudes_know_zeros_and_extremes() -> None:
+    found = Magnitudes(CPU)
+    found.add(torch.tensor([0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]))
+    assert (found.count, found.nonfinite_count, found.zero_share) == (4, 2, 0.5)
+    low, high = found.log2_quantiles(0.0, 1.0)
+    assert low == pytest.approx(-129, abs=0.6) and high == pytest.approx(128, abs=0.1)
+    assert math.isnan(Magnitudes(CPU).log2_quantiles(0.5)[0])
+
+
+def test_spreads_of_rows_and_columns_are_found() -> None:
+    rows = torch.exp2(torch.linspace(0, 20, 401, dtype=torch.float64))[:, None]
+    found = statistics_of(rows * torch.ones(401, 30))
+    assert found.row_sizes.spread_log2() == pytest.approx(20 * 0.98, abs=0.3)
+    assert spread_of(found.column_sizes) == 0.0
+    found = statistics_of((rows * torch.ones(401, 30)).t())
+    assert spread_of(found.column_sizes) == pytest.approx(20 * 0.98, abs=0.01)
+    assert found.row_sizes.spread_log2() < 0.2
+
+
+def test_zero_rows_are_counted() -> None:
+    x = normal(40, 5)
+    x[::4] = 0.0
+    assert statistics_of(x).zero_row_share == 0.25
+    assert statistics_of(x).row_sizes.zero_share == 0.25
+
+
+def test_drift_of_the_largest_magnitude_survives_a_trace_that_is_full() -> None:
+    steps = [normal(8, 3) * 2.0 ** (i / 32) for i in range(4 * TRACE)]
+    found = statistics_of(*steps)
+    assert found.stride == 4 and found.steps == 4 * TRACE
+    assert found.amax == pytest.approx(max(float(x.abs().max()) for x in steps))
+    assert found.amax_drift_log2 == pytest.approx(4 * TRACE / 32 * 0.75, abs=0.6)
+    assert abs(statistics_of(*(normal(8, 3, seed=i) for i in range(99))).amax_drift_log2) < 0.5
+
+
+def test_a_reservoir_is_a_uniform_sample() -> None:
+    counts = torch.zeros(200)
+    for seed in range(300):
+        found = Reservoir(1, CPU, capacity=20)
+        keys = torch.rand(200, generator=generator(seed), dtype=torch.float64)
+        for rows, part in zip(
+            torch.arange(200.0).view(-1, 1).split(37), keys.split(37), strict=True
+        ):
+            found.add(rows, part)
+        counts[found.kept()[0].long().flatten()] += 1
+    # Binomial of 300 tries at 1/10: deviation 5.2; five of them over 200 rows is 1 in 10^4.
+    assert counts.sum() == 300 * 20
+    assert (counts - 30).abs().max() < 5 * 5.2
+
+
+def test_reservoirs_of_shards_merge_into_that_of_the_whole() -> None:
+    rows = normal(500, 4)
+    keys = torch.rand(500, generator=generator(2), dtype=torch.float64)
+    whole, left, right = (Reservoir(4, CPU, capacity=50) for _ in range(3))
+    whole.add(rows, keys)
+    left.add(rows[:123], keys[:123])
+    right.add(rows[123:], keys[123:])
+    left.merge(right)
+    assert torch.equal(left.rows, whole.rows) and torch.equal(left.keys, whole.keys)
+    assert len(Reservoir(4, CPU).kept()[0]) == 0
+    assert [capacity_of(k) for k in (1, 1024, 4096, 123200)] == [512, 512, 128, 64]
+
+
+def test_operands_of_shards_merge_into_that_of_the_whole() -> None:
+    """Ranks see other rows of the same steps."""
+    x = normal(3 * TRACE, 40, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
+    keys = torch.rand((3 * TRACE, 40), generator=generator(4), dtype=torch.float64)
+    whole, left, right = (OperandStatistics(6, CPU) for _ in range(3))
+    for batch, key in zip(x, keys, strict=True):
+        whole.add(batch, batch, key)
+        left.add(batch[:11], batch[:11], key[:11])
+        right.add(batch[11:], batch[11:], key[11:])
+    left.merge(right)
+    for name, exact in whole.tensors().items():
+        assert torch.allclose(left.tensors()[name].double(), exact.double(), rtol=1e-5), name
+    assert (left.steps, left.stride) == (whole.steps, whole.stride)
+    with pytest.raises(ShapeError, match="6 columns cannot take in those of 5"):
+        left.merge(OperandStatistics(5, CPU))
+
+
+def matrix_normal_stream(n: int, k: int, count: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    left, right = normal(n, n, seed=1), normal(k, k, seed=2) * torch.logspace(-2, 2, k)[:, None]
+    u, v = left @ left.t() + torch.eye(n), right @ right.t()
+    v = v + v.diagonal().diag()
+    scale = u.trace() / n
+    u, v = u / scale, v * scale
+    mean = 3 * normal(k, seed=4)
+    root_u, root_v = root_of(u), root_of(v)
+    draws = [mean + root_u @ normal(n, k, seed=10 + i) @ root_v.t() for i in range(count)]
+    return draws, mean, u, v
+
+
+def test_matrix_normal_parameters_come_back() -> None:
+    """From a moving average over the last ten draws or so: V is made of 10 n rows, U of 10 k."""
+    n, k = 60, 40
+    draws, _, u, v = matrix_normal_stream(n, k, 40)
+    found = MatrixNormal(n, k, CPU)
+    for draw in draws:
+        found.add(draw)
+    for mine, exact, others in ((found.u, u, k), (found.v, v, n)):
+        size = exact.diagonal().sqrt()
+        error = (mine - exact) / size / size[:, None]
+        samples = others * (1.9 / 0.1)  # of an average with momentum 0.9
+        # An element's deviation is sqrt((1 + correlation^2) / samples).
+        assert error.square().mean().sqrt() < 1.3 / math.sqrt(samples)
+        assert error.abs().max() < 6 * math.sqrt(2 / samples)
+    assert float(found.u.trace()) == pytest.approx(n)
+
+
+def test_the_mean_of_a_weight_comes_back() -> None:
+    draws, mean, u, v = matrix_normal_stream(60, 40, 60)
+    found = MatrixNormal(60, 40, CPU)
+    for draw in draws:
+        found.add(draw)
+    # A draw's mean over rows with covariance U has the variance of 1^T U 1 / n^2; 19 draws count.
+    weights = 1 / u.diagonal()
+    weights /= weights.sum()
+    deviation = ((weights @ u @ weights) * v.diagonal() / 19).sqrt()
+    assert ((found.mean - mean) / deviation).abs().max() < 4.5
+
+
+def test_draws_have_the_scales_of_one_weight() -> None:
+    """From one snapshot, as at the first step of a training run; a column is 3e6 times as large."""
+    weight = normal(96, 128) / math.sqrt(128)
+    weight[:, 7] *= 3e6
+    weight[5] *= 100.0
+    found = MatrixNormal(96, 128, CPU)
+    found.add(weight)
+    drawn = torch.stack([found.draw(generator(i)) for i in range(20)])
+    others = [i for i in range(96) if i != 5]  # one row says little of each column
+    columns = drawn[:, others].square().mean(dim=(0, 1)) / weight[others].square().mean(dim=0)
+    assert (columns.log2().abs() < 1).all()
+    rows = drawn[:, :, :7].square().mean(dim=(0, 2)).sqrt()
+    assert 30 < rows[5] / rows[:5].mean() < 300
+
+
+def test_a_diagonal_does_for_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lokakern.probe.matrix_normal.DENSE", 16)
+    weight = normal(24, 40) * torch.logspace(-2, 2, 40)
+    found = MatrixNormal(24, 40, CPU)
+    for _ in range(3):
+        found.add(weight)
+    assert (found.u.dim(), found.v.dim()) == (1, 1)
+    drawn = torch.stack([found.draw(generator(i)) for i in range(20)])
+    ratio = drawn.square().mean(dim=(0, 1)) / weight.square().mean(dim=0)
+    assert (ratio.log2().abs() < 1).all()
+    with pytest.raises(ShapeError, match=r"\[24, 40\] was given \[40, 24\]"):
+        found.add(weight.t())
+
+
+def test_a_weight_without_variance_does_no_harm() -> None:
+    found = MatrixNormal(8, 8, CPU)
+    for weight in (torch.zeros(8, 8), torch.ones(8, 8), torch.full((8, 8), math.nan)):
+        found.add(weight)
+    assert all(torch.isfinite(x).all() for x in found.tensors().values())
+    assert torch.isfinite(found.draw(generator())).all()
+
+
+def test_a_site_knows_its_sizes_and_the_mean_of_its_output() -> None:
+    site = SiteStatistics(3, 2, CPU)
+    for m in (*([100] * 98), 7, 5000):
+        x = torch.zeros(m, 2)
+        site.add_input(x, x[:1].double(), torch.zeros(1, dtype=torch.float64))
+    assert [site.m_quantile(q) for q in (0.001, 0.5, 0.99, 0.999)] == [7, 100, 100, 5000]
+    assert SiteStatistics(3, 2, CPU).m_quantile(0.5) == 0
+    site.add_output(torch.tensor([[49.0, 50.0, 51.0], [-1.0, 0.0, 1.0]]).repeat(100, 1))
+    assert site.mean_ratio == pytest.approx(50 / math.sqrt(2 / 3), rel=0.05)
+    other = SiteStatistics(3, 2, CPU)
+    other.sizes.update(range(1000, 1000 + 2 * DISTINCT_SIZES))
+    site.merge(other)
+    assert len(site.sizes) <= DISTINCT_SIZES
+    assert site.m_quantile(0.9) == pytest.approx(1000 + 1.8 * DISTINCT_SIZES, rel=0.02)
+    with pytest.raises(ShapeError, match="n=3 k=2 cannot take in one of n=2 k=3"):
+        site.merge(SiteStatistics(2, 3, CPU))

@@ -1,0 +1,343 @@
+"""Verdicts: planted hazards are named, each for the right kernels, and times come from a file."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lokakern
+from lokakern import numerics, selection
+from lokakern.bench.distributions import distribution_named, draw_rows
+from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.probe import fingerprint
+from lokakern.probe.gemms import Replayed
+from lokakern.probe.report import ProbeReport
+from lokakern.probe.session import Probe
+from lokakern.probe.site import SiteStatistics
+from lokakern.probe.verdicts import Verdict, verdicts_of
+from lokakern.problems import make_problem
+from lokakern.selection import OUTSIDE
+from lokakern.types import ErrorBudget, Format, Granularity
+from tests.probe_sites import CPU, drawn, site_of
+from tests.test_selection import BF16, Book, time
+from tests.test_selection import ROW as ROW_KERNEL
+
+H200 = "NVIDIA H200"
+D, ROWS = 128, 512
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rows() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr("lokakern.problems.ACCURACY_ROWS", 384)
+    yield
+    patch.undo()
+
+
+class Spread(nn.Module):
+    """Scales rows over 1e7."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(len(x))
+        factor = 10 ** (7 * torch.rand((len(x), 1), generator=generator) - 3.5)
+        return x * factor
+
+
+class Model(nn.Module):
+    """Ten layers, of which three are hazards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for place in range(10):
+            if place == 5:
+                layers.append(Spread())
+            if place == 8:
+                layers.append(nn.Sigmoid())
+            norm = nn.LayerNorm(D) if place in (3, 8) else nn.RMSNorm(D)
+            layers += [nn.Linear(D, D, bias=place % 2 == 0), norm]
+        self.m = nn.Sequential(*layers)
+        with torch.no_grad():
+            # The function stays as it was: what the norm makes small the next weight makes large.
+            self.m[1].weight[7] /= 3e6
+            self.m[2].weight[:, 7] *= 3e6
+            self.m[18].weight += 4 / D**0.5  # all outputs share a mean, which LayerNorm subtracts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(x)
+
+
+RESCALED, SPREAD, SHARED = "m.2", "m.11", "m.18"
+
+
+def inputs(seed: int) -> Tensor:
+    return draw_rows(distribution_named("X2"), 4 * ROWS, D, 0).float()[seed * ROWS :][:ROWS]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def probe(model: Model) -> Probe:
+    with Probe(model, every=1) as probe:
+        for step in range(3):
+            model(inputs(step)).square().mean().backward()
+    return probe
+
+
+@pytest.fixture(scope="module")
+def report(probe: Probe) -> ProbeReport:
+    return probe.report(seeds=(0,))
+
+
+def verdict(report: ProbeReport, site: str, gemm: str = "output") -> Verdict:
+    (found,) = (v for v in report if (v.site, v.gemm) == (site, gemm))
+    return found
+
+
+def safety(report: ProbeReport, site: str, scales: str) -> str:
+    found = verdict(report, site).of(scales)
+    assert found is not None
+    return found.safety
+
+
+def test_the_model_is_what_it_is_meant_to_be(report: ProbeReport) -> None:
+    assert len(report.sites) == 10 and {RESCALED, SPREAD, SHARED} < set(report.sites)
+    assert len(report.verdicts) == 30
+
+
+def test_a_rescaled_column_is_unsafe_for_row_and_tensor_scales(report: ProbeReport) -> None:
+    assert safety(report, RESCALED, "tensor") == safety(report, RESCALED, "row") == "unsafe"
+    found = verdict(report, RESCALED)
+    assert found.safety == "unsafe" and found.best == ""
+    assert found.bf16_err < 0.01
+    row = found.of("row")
+    assert row is not None and row.row_err > 0.5
+
+
+def test_rows_spread_widely_are_unsafe_for_tensor_scales_alone(report: ProbeReport) -> None:
+    assert safety(report, SPREAD, "tensor") == "unsafe"
+    assert safety(report, SPREAD, "row") == "safe"
+    assert verdict(report, SPREAD).safety == "safe"
+    assert verdict(report, SPREAD).change == "row instead of tensor scales"
+
+
+def test_a_common_mean_is_unsafe_after_layernorm_alone(report: ProbeReport) -> None:
+    found = verdict(report, SHARED)
+    assert (found.norm, found.safety) == ("layer", "unsafe")
+    assert found.change == "BlockNorm instead of LayerNorm"
+    assert any("LayerNorm subtracts means of" in note for note in found.notes)
+
+
+def test_no_safe_layer_is_called_unsafe(report: ProbeReport) -> None:
+    for v in report:
+        if v.site not in (RESCALED, SPREAD, SHARED):
+            assert v.safety == "safe", v
+            assert all(c.safety == "safe" for c in v.classes if c.scales in ("row", "1x128")), v
+
+
+def test_verdicts_are_what_held_out_rows_say(model: Model, report: ProbeReport) -> None:
+    """The true error of every layer, after its norm, on rows that no probe saw."""
+    x = inputs(3)
+    compared = 0
+    for place, module in enumerate(model.m):
+        y = module(x)
+        if isinstance(module, nn.Linear):
+            norm = (
+                torch.nn.functional.layer_norm
+                if isinstance(model.m[place + 1], nn.LayerNorm)
+                else torch.nn.functional.rms_norm
+            )
+            a, b = x.detach().bfloat16(), module.weight.detach().bfloat16()
+            exact = norm(a.double() @ b.double().t(), (D,))
+            for scales in (Granularity.TENSOR, Granularity.ROW):
+                left, right = (numerics.quantize(o, Format.E4M3FN, scales) for o in (a, b))
+                sums = numerics.dequantize(left).double() @ numerics.dequantize(right).double().t()
+                error = numerics.measure_errors(norm(sums, (D,)), exact).row_err
+                wanted = "safe" if error <= 0.06 else "unsafe"
+                assert safety(report, f"m.{place}", scales.value) == wanted, (place, scales, error)
+                compared += 1
+        x = y
+    assert compared == 20
+
+
+def test_a_report_is_a_table_and_json(
+    report: ProbeReport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.table()
+    out = capsys.readouterr().out
+    assert RESCALED in out and "BlockNorm instead of LayerNorm" in out
+    content = json.loads(report.to_json())
+    assert (content["version"], content["budget"]) == (1, {"row_err": 0.06})
+    assert len(content["verdicts"]) == 30
+    assert content["verdicts"][0]["classes"][0]["safety"] in ("safe", "unsafe", "undecided")
+    assert report.saved_share is None and content["saved_share"] is None
+
+
+def test_sites_that_drift_are_named(probe: Probe, report: ProbeReport, model: Model) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert report.drift(probe.sites()) == {}
+    with Probe(model) as later:
+        model(inputs(1) * torch.logspace(0, 4, D)).sum().backward()
+    with pytest.warns(UserWarning, match="moved"):
+        found = report.drift(later.sites())
+    assert "column_spread" in found["m.0/output"]
+
+
+# ---- by hand ----
+
+
+def replayed(
+    gemm: str = "output", *, row_err: float = 0.04, upper: float | None = None, norm: str = "",
+    scales: Granularity = Granularity.ROW, reason: str = "",
+) -> Replayed:  # fmt: skip
+    top = row_err if upper is None else upper
+    return Replayed(gemm, norm, "kernel", scales, scales, row_err, top, top, 2048, reason)
+
+
+def shaped(n: int, k: int, m: int, **options: object) -> SiteStatistics:
+    site = SiteStatistics(n, k, CPU, **options)  # type: ignore[arg-type]
+    x = torch.ones(100, k)
+    for operand, columns in ((site.input, k), (site.grad_output, n)):
+        x = torch.ones(100, columns)
+        operand.add(x, x.double(), torch.rand(100, dtype=torch.float64))
+    site.sizes[m] = 1
+    return site
+
+
+def only(found: tuple[Verdict, ...]) -> Verdict:
+    (one,) = found
+    return one
+
+
+@pytest.mark.parametrize(
+    ("row_err", "upper", "wanted"),
+    [(0.04, 0.05, "safe"), (0.059, 0.061, "undecided"), (0.07, 0.08, "unsafe")],
+)
+def test_what_is_within_the_interval_is_undecided(
+    row_err: float, upper: float, wanted: str
+) -> None:
+    found = only(verdicts_of("a", shaped(64, 64, 9), [replayed(row_err=row_err, upper=upper)]))
+    assert (found.safety, found.speed) == (wanted, "")
+    assert bool(found.classes[0].reason) == (wanted != "safe")
+
+
+def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() -> None:
+    few = SiteStatistics(64, 64, CPU)
+    assert only(verdicts_of("a", few, [replayed()])).safety == "undecided"
+    wrong = replayed(row_err=float("inf"), reason="wrong: kernel_err 90 > 1")
+    for order in ([wrong, replayed()], [replayed(), wrong]):
+        assert only(verdicts_of("a", shaped(64, 64, 9), order)).safety == "safe"
+    found = only(verdicts_of("a", shaped(64, 64, 9), [wrong]))
+    assert (found.safety, found.classes[0].reason) == ("unsafe", "wrong: kernel_err 90 > 1")
+
+
+def test_budgets_may_limit_the_99th_percentile_and_nothing_foreign() -> None:
+    site, found = shaped(64, 64, 9), [replayed(row_err=0.04, upper=0.05)]
+    assert only(verdicts_of("a", site, found, budget=ErrorBudget(row_p99=0.045))).safety == "unsafe"
+    with pytest.raises(UnsupportedError, match="judges by row_err and row_p99"):
+        verdicts_of("a", site, found, budget=ErrorBudget(sqnr_db=20.0))
+
+
+def test_times_come_from_a_shipped_file() -> None:
+    """The H200's: FP8 is faster at 8192 x 4096 x 4096, and slower at 2048 x 512 x 512."""
+    errors = [replayed(scales=s) for s in (Granularity.ROW, Granularity.TENSOR)]
+    errors.append(replayed(scales=Granularity.NONE, row_err=0.002))
+    large = only(verdicts_of("a", shaped(4096, 4096, 8192), errors, device=H200))
+    assert (large.safety, large.speed) == ("safe", "fast") and large.is_worth_it
+    best = large.of(large.best)
+    assert best is not None and best.latency_us is not None and large.bf16_us is not None
+    assert large.saved_us == large.bf16_us - best.latency_us > 0
+    assert large.bf16_err == 0.002
+    choice = lokakern.dispatch("gemm", (8192, 4096, 4096), None, device=H200)
+    assert large.bf16_us == choice.latency_us
+    small = only(verdicts_of("a", shaped(512, 512, 2048), errors, device=H200))
+    assert (small.safety, small.speed, small.saved_us) == ("safe", "slow", 0.0)
+    names = [name for name, _, _ in large.pareto()]
+    assert "bf16" in names and best.kernel in names
+    unknown = only(verdicts_of("a", shaped(500, 516, 2048), errors, device=H200))
+    assert (unknown.speed, unknown.bf16_us) == ("", None)
+
+
+def test_a_weight_gradient_that_is_unsafe_stays_in_bf16() -> None:
+    errors = [replayed("grad_weight", row_err=0.2)]
+    found = only(verdicts_of("a", shaped(64, 64, 256), errors))
+    assert (found.safety, found.change) == ("unsafe", "weight gradient in bf16")
+
+
+# ---- fingerprints ----
+
+
+@pytest.mark.parametrize("name", ["X1", "X5", "X6", "X7", "X9", "X12", "X13", "X14"])
+def test_a_site_maps_to_the_distribution_it_was_drawn_from(name: str) -> None:
+    x, _, w = drawn(name, 256, 256, seed=17)
+    found = fingerprint.fingerprint_of(site_of(x, w), "output")
+    assert fingerprint.outside(found) == ""
+    assert fingerprint.nearest(found) == name
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors are looked up where a file has them."""
+    monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 2048)
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_report_feeds_dispatch(report: ProbeReport) -> None:
+    harmless = report["m.4"]
+    assert set(harmless) <= set(lokakern.types.REALISTIC_DISTRIBUTIONS)
+    ask = functools.partial(lokakern.dispatch, "gemm", (8192, 4096, 4096), 0.06, device=H200)
+    choice = ask(distribution=harmless)
+    assert choice.kernel == ask(distribution=tuple(harmless)).kernel
+    assert choice.kernel != "torch.bf16"
+    assert f"judged on {', '.join(harmless)} only" in choice.explain()
+    with pytest.raises(UnknownNameError, match="no site 'nobody'"):
+        report["nobody"]
+
+
+@pytest.mark.usefixtures("stored")
+def test_outside_the_hull_dispatch_takes_bf16_and_says_so(report: ProbeReport) -> None:
+    with pytest.warns(UserWarning, match=r"like no benchmarked distribution.*weight_columns"):
+        rescaled = report[RESCALED]
+    assert list(rescaled) == [OUTSIDE]
+    choice = lokakern.dispatch("gemm", (8192, 4096, 4096), 0.06, distribution=rescaled, device=H200)
+    assert choice.kernel == "torch.bf16"
+    assert f"error not measured on {OUTSIDE}" in choice.explain()
+    with pytest.warns(UserWarning, match="m is like no"):
+        assert list(report["m"]) == [OUTSIDE]  # every site of it
+
+
+def test_padding_k_is_named_where_it_makes_a_gemm_fast() -> None:
+    errors = [replayed()]
+    padded = only(verdicts_of("a", shaped(2048, 10232, 20480), errors, device=H200))
+    assert (padded.safety, padded.speed) == ("safe", "")  # nobody timed k = 10232
+    assert padded.change == "pad K 10232 to 10240"
+    assert only(verdicts_of("a", shaped(2048, 10240, 20480), errors, device=H200)).change == ""
+    assert only(verdicts_of("a", shaped(512, 500, 2048), errors, device=H200)).change == ""
+
+
+def test_dropping_the_bias_is_named_where_it_is_what_makes_a_gemm_slow(tmp_path: Path) -> None:
+    plain = make_problem("gemm", (4096, 512, 512))
+    with_bias = make_problem("gemm", (4096, 512, 512), epilogue="bias")
+    Book(tmp_path / "rows.sqlite").write(
+        time(BF16, plain, 20.0), time(ROW_KERNEL, plain, 10.0),
+        time(BF16, with_bias, 20.0), time(ROW_KERNEL, with_bias, 30.0),
+    )  # fmt: skip
+    try:
+        for has_bias, wanted in ((True, "drop the bias"), (False, "")):
+            site = shaped(512, 512, 4096, has_bias=has_bias)
+            found = only(verdicts_of("a", site, [replayed()], device=H200))
+            assert (found.speed, found.change) == ("fast", wanted)
+    finally:
+        selection.use_snapshot(None)
