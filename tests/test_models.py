@@ -63,8 +63,11 @@ def test_tables_can_be_capped() -> None:
 
 
 def test_models_and_sizes_are_named() -> None:
-    assert config_named("wukong", "tiny") is wukong.SIZES["tiny"]
+    assert config_named("wukong", "tiny") == wukong.SIZES["tiny"]
     assert config_named("dlrm", most_rows=100).inputs == CRITEO.capped(100)
+    assert config_named("wukong", "S").inputs == wukong.SIZES["S"].inputs.capped(1000)
+    assert sum(config_named("wukong", "S").inputs.rows) < 2**20
+    assert sum(wukong.SIZES["S"].inputs.capped(10_000).rows) > 2**20
     with pytest.raises(UnknownNameError, match="expected one of wukong"):
         config_named("nobody")
     with pytest.raises(UnknownNameError, match="wukong has no size 'XXL'; expected one of tiny"):

@@ -12,12 +12,9 @@ from lokakern.bench.models import dhen, dlrm, interformer, wukong
 from lokakern.bench.models.batch import Batch, Inputs
 from lokakern.errors import UnknownNameError
 
-
-class Config(Protocol):
-    """What the sizes of every model have."""
-
-    @property
-    def inputs(self) -> Inputs: ...
+# Of all tables: as published most fit on no GPU, and what an optimizer does to each row at each
+# step would hide all else. Production's optimizers look at the rows of a batch only.
+FITTING_ROWS = 2**20
 
 
 class Model(Protocol):
@@ -52,7 +49,7 @@ def config_named(name: str, size: str | None = None, most_rows: int | None = Non
     Args:
         name: Of the model.
         size: Of its sizes; None: the default one.
-        most_rows: No table has more; None: as published.
+        most_rows: No table has more; None: the power of ten with which all have `FITTING_ROWS`.
 
     Raises:
         UnknownNameError: There is no such model or size.
@@ -66,4 +63,10 @@ def config_named(name: str, size: str | None = None, most_rows: int | None = Non
             f"{name} has no size {size!r}; expected one of {', '.join(entry.sizes)}"
         )
     config = entry.sizes[size]
-    return config if most_rows is None else replace(config, inputs=config.inputs.capped(most_rows))
+    return replace(config, inputs=config.inputs.capped(most_rows or fitting_rows(config.inputs)))
+
+
+def fitting_rows(inputs: Inputs) -> int:
+    """The largest power of ten that, as the cap of each table, leaves `FITTING_ROWS` or fewer."""
+    caps = (10**power for power in range(9, 0, -1))
+    return next((c for c in caps if sum(inputs.capped(c).rows) <= FITTING_ROWS), 1)
