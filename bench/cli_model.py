@@ -48,8 +48,8 @@ def model(
         list[str] | None,
         typer.Option(
             help="bf16 (Mods, compiled: the baseline, always there), as-written, "
-            "torchao-tensorwise, torchao-rowwise, only-LIBRARY, lokakern; repeatable. "
-            "Default: all."
+            "torchao-tensorwise, torchao-rowwise, fp8-tensorwise, fp8-rowwise, only-LIBRARY, "
+            "lokakern; repeatable. Default: all."
         ),
     ] = None,
     most_rows: Annotated[

@@ -19,6 +19,7 @@ from lokakern.bench.cli import app
 from lokakern.bench.models import arms, curves, throughput
 from lokakern.bench.models.catalog import config_named
 from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices
+from lokakern.bench.models.click_log import ClickLog
 from lokakern.bench.models.learning import Run, learn
 from lokakern.bench.models.metrics import Quality
 from lokakern.bench.models.setting import Setting, to_bfloat16
@@ -100,6 +101,27 @@ def test_a_run_is_its_seed() -> None:
     first, other, again = (learn(built, SETTING, seed, 3) for seed in (0, 1, 0))
     assert first == again
     assert first.losses != other.losses
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_fp8_everywhere_is_seen_in_the_loss(training: bool) -> None:
+    """Every layer of multiples of 16 rounds its operands; the others, and the tables, do not."""
+    setting = replace(SETTING, training=training, config=config_named("wukong", "tiny"),
+                      name="wukong")  # fmt: skip
+    plain = arms.build(arms.arms_named()[0], setting, 0).uncompiled
+    naive = arms.build(arms.arms_named(("fp8-tensorwise",))[1], setting, 0).uncompiled
+    assert naive.notes[-2] == "torch.quantize_tensor+torch.emulated_tensor"
+    assert "bottom.0 (32x5)" in naive.notes[-1] and "head.0 (" not in naive.notes[-1]
+    batch = ClickLog(setting.inputs, 0).batch(0, 32)
+    if training:
+        mine, theirs = naive.trainer(), plain.trainer()
+        losses = [[x.step(batch, batch.labels).item() for _ in range(3)] for x in (mine, theirs)]
+        found, expected = torch.tensor(losses)
+    else:
+        a, b = naive.predictor(), plain.predictor()
+        found, expected = a.logits(a.embed(batch)), b.logits(b.embed(batch))
+    error = (found - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.3, "E4M3 rounds by 4 %, bfloat16 by 0.3 %"
 
 
 def test_training_lowers_the_loss_towards_the_teachers() -> None:

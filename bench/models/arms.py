@@ -15,24 +15,20 @@ from torch import Tensor, nn
 from lokakern import selection
 from lokakern.bench.by_library import owner_of
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.setting import (
-    Interact,
-    Predictor,
-    Setting,
-    Trainer,
-    to_bfloat16,
-)
+from lokakern.bench.models.everywhere import FP8_MULTIPLE, fits, quantize_everywhere
+from lokakern.bench.models.setting import Interact, Predictor, Setting, Trainer, to_bfloat16
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import Granularity
 
 AS_WRITTEN, BASELINE, PROBED = "as-written", "bf16", "lokakern"
 TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
+EVERYWHERE = {"fp8-tensorwise": Granularity.TENSOR, "fp8-rowwise": Granularity.ROW}
 ONLY = "only-"  # and the name of a library
 PROBED_STEPS, PROBE_FROM = 4, 2**39
 REPLAYED_SEEDS = (0, 1, 2)
-FP8_MULTIPLE = 16  # of the sizes that torch's FP8 product takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +110,7 @@ def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
         Arm(AS_WRITTEN, "bf16 as written", has_mods=False, compiled=False),
         Arm(TORCHAO[0], "torchao, tensorwise, all layers"),
         Arm(TORCHAO[1], "torchao, rowwise, all layers"),
+        *(Arm(name, f"torch's FP8, {name[4:]}, all layers") for name in EVERYWHERE),
         *alone,
         Arm(PROBED, "lokakern with Probe"),
     ]
@@ -162,6 +159,8 @@ def build(arm: Arm, setting: Setting, seed: int, state: dict[str, Tensor] | None
         to_bfloat16(model)
     if arm.name in TORCHAO:
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
+    elif arm.name in EVERYWHERE:
+        notes += quantize_everywhere(model, EVERYWHERE[arm.name], inference=not setting.training)
     elif arm.library or report is not None:
         with only(arm.library):
             conversion = public("convert")(
@@ -252,13 +251,9 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
     left: list[str] = []
 
     def accepts(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return False
-        sizes = (module.in_features, module.out_features)
-        fits = all(size % FP8_MULTIPLE == 0 for size in sizes)
-        if not fits:
-            left.append(f"{name} ({sizes[1]}x{sizes[0]})")
-        return fits
+        if isinstance(module, nn.Linear) and not fits(module):
+            left.append(f"{name} ({module.out_features}x{module.in_features})")
+        return isinstance(module, nn.Linear) and fits(module)
 
     if training:
         float8 = importlib.import_module("torchao.float8")
