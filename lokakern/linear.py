@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.routed import PLAIN, RoutedLinear, output, quantize_weight, read_route, scales_of
 
-PlainRoutes = (PLAIN, PLAIN, PLAIN)
+PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
 _NOTHING = (None, None, None, None)
 
@@ -51,7 +51,7 @@ class Routed(nn.Module):
     Routes are texts (`lokakern.routed`), set by `lokakern.convert` and changed by nothing else.
     """
 
-    _routes: tuple[str, str, str] = PlainRoutes
+    _routes: tuple[str, str, str] = PLAIN_ROUTES
     _owned: weakref.ref[Tensor] | None = None
     _held: _Held | None = None
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
@@ -61,7 +61,7 @@ class Routed(nn.Module):
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.t() + bias``: exactly `nn.Linear`'s where nothing is quantized."""
-        if self._routes == PlainRoutes:
+        if self._routes == PLAIN_ROUTES:
             return functional.linear(x, weight, bias)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -85,16 +85,18 @@ class Routed(nn.Module):
     def _parts(self, weight: Tensor) -> tuple[Tensor | None, ...]:
         """The weight in FP8 where somebody holds it: for the output, and for the input's gradient.
 
-        Compiled, it is quantized in the graph instead, at each call, because a graph that is
-        replayed asks nobody; so it is while a CUDA graph is captured.
+        Compiled, kernels quantize it instead, at each call, because a graph that is replayed asks
+        nobody; so it is while a CUDA graph is captured.
         """
         if self.is_frozen:
             return (*self._frozen(), None, None)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _NOTHING
         owned = None if self._owned is None else self._owned()
-        # FSDP2 gathers a weight into the same memory and leaves the version as it was.
-        if owned is not weight or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if owned is not weight:  # FSDP2 gathers into the same memory and leaves the version
+            return _NOTHING
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._owned = self._held = None  # replays may change the weight, and nobody is told
             return _NOTHING
         held = self._held
         if (
@@ -217,6 +219,12 @@ class Linear(nn.Linear, Routed):
     """
 
     padding: tuple[int, int] = (0, 0)
+    is_special = False  # whether it does anything that nn.Linear does not
+
+    def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
+        """See `Routed`."""
+        super().take_routes(texts, weight)
+        self.is_special = any(texts) or self.padding != (0, 0)
 
     def __init__(
         self,
@@ -237,6 +245,8 @@ class Linear(nn.Linear, Routed):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.t() + bias``, ``[..., n]``."""
+        if not self.is_special:  # most layers: as little as can be
+            return functional.linear(input, self.weight, self.bias)
         if self.padding == (0, 0):
             return self.product(input, self.weight, self.bias)
         k, n = self.padding

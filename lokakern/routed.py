@@ -117,7 +117,7 @@ def multiply(
             where the kernel is to quantize b.
         scale: Its scales.
         bias: ``[n]``, or None.
-        route: See this module; without ``data`` it is one by k, not by m.
+        route: See this module; one without scales is by k, not by m.
     """
     out: Tensor = torch.ops.lokakern.routed_gemm(a, b, data, scale, bias, route)
     return out
@@ -138,18 +138,21 @@ def _multiply(
     route: str,
 ) -> Tensor:
     ways = _WAYS.get((route, a.device)) or _ways(route, a.device)
-    m = a.shape[0] if data is not None else a.shape[1]  # samples, which a weight's gradient sums
+    # Of a weight's gradient samples are what is summed.
+    m = a.shape[1] if ways.form is Granularity.NONE else a.shape[0]
     other = bool(m & 15)
     kernel = ways.kernels[other][bisect_right(ways.starts[other], m) - 1]
     if kernel is None or not m:
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     out = a.new_empty((a.shape[0], b.shape[1]))
     right: Tensor | QuantizedTensor
-    if data is None:  # of a weight's gradient: a lies as its transpose, and so does b
-        a, right = _laid_out(a.t()).t(), _laid_out(b)
-    else:
-        a = _laid_out(a)
+    if data is not None:
         right = QuantizedTensor(data, scale, ways.form, True)
+    elif b.stride(0) == 1:  # a weight's transpose
+        right = _laid_out(b.t()).t()
+    else:
+        right = _laid_out(b)
+    a = _laid_out(a.t()).t() if ways.form is Granularity.NONE else _laid_out(a)
     if torch.is_autocast_enabled(a.device.type):  # an emulation multiplies float32
         with torch.autocast(a.device.type, enabled=False):
             kernel.launch(a, right, out, bias, kernel.workspace(a, right))
@@ -209,7 +212,7 @@ class RoutedLinear(torch.autograd.Function):
     """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
 
     Arguments are flat, because torch.compile wants them so: the weight quantized ahead for the
-    output and for the gradient of the input (None: it is done here), then three routes.
+    output and for the gradient of the input (None: kernels do it), then three routes.
     """
 
     @staticmethod
@@ -240,8 +243,6 @@ class RoutedLinear(torch.autograd.Function):
             if ctx.to_input == PLAIN:
                 grad_x = grad @ weight
             else:
-                if turned is None:
-                    turned, turned_scale = quantize_weight(weight.t(), scales_of(ctx.to_input))
                 grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input)
         if needs[1]:
             if ctx.to_weight == PLAIN:
@@ -264,8 +265,6 @@ def output(
     """``x @ weight.t() + bias`` by a route; the weight is quantized unless it was."""
     if route == PLAIN:
         return torch.nn.functional.linear(x, weight, bias)
-    if data is None:
-        data, scale = quantize_weight(weight, scales_of(route))
     return multiply(x, weight.t(), data, scale, bias, route)
 
 

@@ -50,4 +50,5 @@ class Pad(Mod):
             else:
                 editor.set(layer, "__class__", Linear)
                 editor.set(layer, "padding", more)
+                editor.set(layer, "is_special", True)
                 editor.done(self, name, shape, wide, "zeros are added to sums")
