@@ -7,16 +7,19 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
+from torch.profiler import profile
 from typer.testing import CliRunner
 
 import lokakern
 from lokakern.bench.cli import app
-from lokakern.bench.models import arms, curves, throughput
+from lokakern.bench.models import arms, curves, shares, throughput
 from lokakern.bench.models.catalog import config_named
 from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices
 from lokakern.bench.models.click_log import ClickLog
@@ -200,9 +203,8 @@ def test_kernels_are_sorted_by_their_names(kernel: str, kind: str) -> None:
 
 def test_amdahl_bounds_what_gemms_and_norms_may_gain() -> None:
     us = {"GEMM": 50.0, "norm": 10.0, "quantizing": 0.0, "other": 40.0}
-    shares = Shares(us, "")
-    assert shares.bound == pytest.approx(1 / (0.25 + 0.4))
-    assert shares.limit == pytest.approx(1 / 0.4)
+    assert Shares(us, "").bound == pytest.approx(1 / (0.25 + 0.4))
+    assert Shares(us, "").limit == pytest.approx(1 / 0.4)
 
 
 def test_products_are_most_of_a_step_of_products() -> None:
@@ -210,6 +212,23 @@ def test_products_are_most_of_a_step_of_products() -> None:
     found = shares_of(lambda: [a @ a for _ in range(5)] and None, 5, CPU)
     assert found.share("GEMM") > 0.5
     assert found.total_us > 0
+
+
+def test_of_a_gpu_kernels_count_and_ranges_that_hold_them_do_not() -> None:
+    def event(device: DeviceType, is_user_annotation: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            device_type=device, is_user_annotation=is_user_annotation, self_device_time_total=7.0,
+            self_cpu_time_total=3.0,
+        )  # fmt: skip
+
+    kernel, held = event(DeviceType.CUDA, False), event(DeviceType.CUDA, True)
+    launch = event(DeviceType.CPU, False)
+    assert [shares._spent_us(x, True) for x in (kernel, held, launch)] == [7.0, 0.0, 0.0]
+    assert shares._spent_us(launch, False) == 3.0
+    a = torch.randn(8, 8)
+    with profile() as found:
+        a @ a
+    assert not found.key_averages()[0].is_user_annotation
 
 
 def test_gains_of_layers_are_those_of_the_database() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lokakern.bench.models.arms import Built, apply_mods
+from lokakern.bench.models.batch import Batch
 from lokakern.bench.models.click_log import HELD_OUT, ClickLog
 from lokakern.bench.models.metrics import Quality, quality_of
 from lokakern.bench.models.setting import Predictor, Setting, Trainer
 
-HELD_OUT_BATCHES = 16
+HELD_OUT_BATCHES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +54,26 @@ def learn(built: Built, setting: Setting, seed: int, steps: int) -> Run:
     return Run(built.arm.name, seed, tuple(losses.tolist()), quality)
 
 
-@torch.no_grad()
 def judged(model: Trainer | Predictor, log: ClickLog, samples: int) -> Quality:
     """Quality on the held-out samples of a log."""
     was_training = model.model.training
     model.model.eval()
-    batches = [log.batch(HELD_OUT + step, samples) for step in range(HELD_OUT_BATCHES)]
-    logits = torch.cat([model.logits(model.embed(batch)) for batch in batches])
+    found = _quality(log, samples, lambda batch: model.logits(model.embed(batch)))
     model.model.train(was_training)
-    return quality_of(logits, torch.cat([batch.labels for batch in batches]))
+    return found
 
 
-@torch.no_grad()
 def best_quality(setting: Setting, seed: int) -> Quality:
     """What the teacher itself reaches on the same held-out samples: nobody can do better."""
     log = ClickLog(setting.inputs, seed, setting.device)
-    batches = [log.batch(HELD_OUT + step, setting.samples) for step in range(HELD_OUT_BATCHES)]
-    logits = torch.cat([log.teacher_logits(batch) for batch in batches])
-    return quality_of(logits, torch.cat([batch.labels for batch in batches]))
+    return _quality(log, setting.samples, log.teacher_logits)
+
+
+@torch.no_grad()
+def _quality(log: ClickLog, samples: int, logits_of: Callable[[Batch], Tensor]) -> Quality:
+    logits, labels = [], []
+    for step in range(HELD_OUT_BATCHES):
+        batch = log.batch(HELD_OUT + step, samples)
+        logits.append(logits_of(batch))
+        labels.append(batch.labels)
+    return quality_of(torch.cat(logits), torch.cat(labels))

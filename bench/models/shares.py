@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
@@ -76,10 +77,13 @@ def shares_of(run: Callable[[], None], steps: int, device: torch.device) -> Shar
             torch.cuda.synchronize()
     us = dict.fromkeys((*KINDS, OTHER), 0.0)
     for event in found.key_averages():
-        if on_gpu:
-            is_kernel = event.device_type == DeviceType.CUDA
-            spent = event.self_device_time_total if is_kernel else 0.0
-        else:
-            spent = event.self_cpu_time_total
-        us[kind_of(event.key)] += spent / steps
+        us[kind_of(event.key)] += _spent_us(event, on_gpu) / steps
     return Shares(us, "kernels of the GPU" if on_gpu else "operators of the CPU")
+
+
+def _spent_us(event: Any, on_gpu: bool) -> float:
+    if not on_gpu:
+        return float(event.self_cpu_time_total)
+    # Ranges that torch marks, such as an optimizer's step, hold kernels that count by themselves.
+    is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    return float(event.self_device_time_total) if is_kernel else 0.0
