@@ -71,6 +71,13 @@ def model(
         Path | None,
         typer.Option(help="Folder for loss curves (runs.jsonl, and loss.png with matplotlib)."),
     ] = None,
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            help="Only write the model's layers at this batch into a TOML file, for sweep --suite: "
+            "what was not measured runs in bf16."
+        ),
+    ] = None,
     budget: BudgetOption = 0.06,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
@@ -89,6 +96,7 @@ def model(
     from lokakern.bench.models.catalog import CATALOG, config_named
     from lokakern.bench.models.comparison import compare, rows_of
     from lokakern.bench.models.curves import save_curves
+    from lokakern.bench.models.layers import write_suite
     from lokakern.bench.models.setting import Setting
     from lokakern.device import current_device
 
@@ -98,6 +106,9 @@ def model(
         name, size or entry.default_size, config, batch or entry.samples, training,
         torch.device(torch_device()), budget,
     )  # fmt: skip
+    if suite is not None:
+        print(f"{suite}: {write_suite(setting, suite)} different layers")
+        return
     with reading(db):
         found = compare(
             setting, arms_named(tuple(arm or ())), steps=steps, seeds=seeds, whole=whole,

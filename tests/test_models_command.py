@@ -27,9 +27,12 @@ from lokakern.bench.models.learning import Run, learn
 from lokakern.bench.models.metrics import Quality
 from lokakern.bench.models.setting import Setting, to_bfloat16
 from lokakern.bench.models.shares import Shares, kind_of, shares_of
+from lokakern.bench.suite_files import suite_from_file
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import Device
 
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 CPU = torch.device("cpu")
 SETTING = Setting("dlrm", "tiny", config_named("dlrm", "tiny"), 32, True, CPU, 0.06)
 
@@ -300,6 +303,23 @@ def test_training_is_compared_from_the_command_line(tmp_path: Path) -> None:
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()
     assert len(lines) == 3 * 2
     assert all(len(json.loads(line)["losses"]) == 6 for line in lines)
+
+
+def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
+    """Wukong S at 2048 samples poses rows B3 to B12 of the table of workloads, with gradients."""
+    path = tmp_path / "new" / "wukong.toml"
+    words = ["model", "wukong", "--size", "S", "--batch", "2048", "--suite", str(path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip().endswith("14 different layers")
+    suite = suite_from_file(path)
+    posed = {(c.problem.m, c.problem.n, c.problem.k) for c in suite.cases(H200)}
+    for m, n, k in ((2048, 2048, 17280), (2048, 5120, 2048), (2048, 2048, 10240),
+                    (160 * 2048, 24, 64)):  # fmt: skip
+        assert {(m, n, k), (m, k, n), (n, k, m)} <= posed
+    assert "# 16 times" in path.read_text()  # 8 perceptrons have two layers of 2048 by 2048
+    run("--infer", "--suite", str(path))
+    assert path.read_text().startswith('name = "dlrm-tiny-32"') and "grad" not in path.read_text()
 
 
 def test_predictions_are_compared_from_the_command_line() -> None:
