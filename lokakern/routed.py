@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
@@ -234,6 +235,7 @@ class RoutedLinear(torch.autograd.Function):
         return output(x, weight, bias, data, scale, to_output)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         grad = gradients[0]
         x, weight, turned, turned_scale = ctx.saved_tensors

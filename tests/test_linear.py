@@ -152,6 +152,13 @@ def rows_without(x: Tensor, *places: int) -> Tensor:
     return x
 
 
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    layer, x = layer_of(), rows().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.float().sum().backward()
+
+
 def test_any_axes_and_strides() -> None:
     layer = layer_of()
     x = rows(96)

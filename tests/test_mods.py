@@ -356,6 +356,37 @@ def test_padding_that_costs_more_than_it_gains_is_left() -> None:
         mods.apply(model, [mods.Pad(0)])
 
 
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower, self.blocks = Tower(), nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24))
+        self.last = nn.Linear(24, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tower(x) + self.last(x + self.blocks[0](x))  # type: ignore[no-any-return]
+
+
+def test_all_mods_together_compile_whole_and_train() -> None:
+    torch._dynamo.reset()
+    model = Whole()
+    every = [
+        mods.NoBias(), mods.NormOrder("post"), mods.BlockNorm(8), mods.HardSwish(),
+        mods.KeepIntermediates(), mods.HighResidual(("blocks.0",)), mods.FuseShared(),
+        mods.BatchEqual(), mods.Pad(16, most_growth=9.0),
+    ]  # fmt: skip
+    report = mods.apply(model, every)
+    assert {c.mod for c in report.changed} == {type(mod).__name__ for mod in every}
+    lokakern.convert(model, 0.06)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = passed(compiled, x), passed(model, x)
+    assert all(torch.allclose(a, b, atol=0.05) for a, b in zip(found, expected, strict=True))
+    report.undo()
+    assert torch.equal(model(x), Whole()(x))
+
+
 # ---- apply ----
 
 

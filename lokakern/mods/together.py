@@ -7,17 +7,20 @@ trains, is left alone.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
+from lokakern.errors import UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.mods.editor import Editor, Mod
 
@@ -125,6 +128,8 @@ class BatchEqual(Mod):
         _rewrite(self, editor, _equal, BatchedLinear, "one batched product for all of the shape")
 
 
+# Of forwards that were written here: what they are traced to.
+_GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()
 Grouping = Callable[[list[fx.Node], dict[fx.Node, nn.Linear]], list[list[fx.Node]]]
 
 
@@ -138,7 +143,7 @@ def _rewrite(
     effect: str,
 ) -> None:  # fmt: skip
     for name, parent in editor.modules():
-        if type(parent).__module__.startswith("torch.") or "forward" in vars(parent):
+        if type(parent).__module__.startswith("torch."):
             continue
         inside = [m for m in parent.modules() if type(m) in _PLAIN]
         if len(inside) < 2:
@@ -172,11 +177,23 @@ def _rewrite(
             editor.done(mod, site, names, f"{type(fused).__name__} of {len(nodes)}", effect)
         rewritten = legalize_graph(fx.GraphModule(parent, graph))
         rewritten.recompile()
-        editor.set(parent, "forward", MethodType(type(rewritten).forward, parent))
+        forward = type(rewritten).forward
+        _GRAPHS[forward] = rewritten.graph
+        editor.set(parent, "forward", MethodType(forward, parent))
 
 
 def _traced(parent: nn.Module) -> fx.Graph | None:
-    """The graph of a forward; None where it is another in training than in evaluation."""
+    """The graph of a forward; None where it is another in training than in evaluation.
+
+    Raises:
+        UnsupportedError: The object has a forward of its own that is not of here.
+    """
+    own = vars(parent).get("forward")
+    if own is not None:
+        known = _GRAPHS.get(getattr(own, "__func__", None))
+        if known is None:
+            raise UnsupportedError("it has a forward of its own, beside that of its class")
+        return copy.deepcopy(known)
     was_training = parent.training
     graphs = []
     try:
