@@ -305,6 +305,19 @@ def test_training_is_compared_from_the_command_line(tmp_path: Path) -> None:
     assert all(len(json.loads(line)["losses"]) == 6 for line in lines)
 
 
+def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **_options: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(arms, "probed", fail)
+    monkeypatch.setattr(arms, "quantize_everywhere", fail)
+    words = ("--steps", "2", "--seeds", "1", "--arm", "lokakern", "--arm", "fp8-rowwise", "--json")
+    rows = {row["arm"]: row for row in json.loads(run(*words).stdout)["rows"]}
+    assert "out of luck" in rows["lokakern"]["note"] and rows["lokakern"]["step us"] is None
+    assert "out of luck" in rows["fp8-rowwise"]["note"]
+    assert rows["bf16"]["step us"] > 0 and rows["bf16"]["log loss %"] is None
+
+
 def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
     """Wukong S at 2048 samples poses rows B3 to B12 of the table of workloads, with gradients."""
     path = tmp_path / "new" / "wukong.toml"

@@ -30,6 +30,8 @@ ONLY = "only-"  # and the name of a library
 PROBED_STEPS, PROBE_FROM = 4, 2**39
 REPLAYED_SEEDS = (0, 1, 2)
 
+State = dict[str, Tensor]  # parameters by name
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -132,7 +134,13 @@ def why_not(arm: Arm, device: torch.device) -> str:
     return (library.why_not_here() or "") if library else ""
 
 
-def build(arm: Arm, setting: Setting, seed: int, state: dict[str, Tensor] | None = None) -> Built:
+def build(
+    arm: Arm,
+    setting: Setting,
+    seed: int,
+    state: State | None = None,
+    report: Any = None,
+) -> Built:
     """A model as an arm runs it.
 
     Args:
@@ -140,6 +148,7 @@ def build(arm: Arm, setting: Setting, seed: int, state: dict[str, Tensor] | None
         setting: The model and where it runs.
         seed: Of the parameters, and of the samples that Probe sees.
         state: Parameters instead of those of the seed, after Mods.
+        report: Of Probe, see `probed`; None: it is made where the arm needs one.
 
     Raises:
         UnsupportedError: The arm needs what is not here.
@@ -147,16 +156,12 @@ def build(arm: Arm, setting: Setting, seed: int, state: dict[str, Tensor] | None
     reason = why_not(arm, setting.device)
     if reason:
         raise UnsupportedError(f"{arm.name}: {reason}")
-    model = setting.build(seed)
-    notes: list[str] = []
-    if arm.has_mods:
-        notes += apply_mods(model)
-    if state is not None:
-        model.load_state_dict(state)
-    conversion = None
-    report = _probed(model, setting, seed) if arm.name == PROBED else None
+    if arm.name == PROBED and report is None:
+        report = probed(arm, setting, seed, state)
+    model, notes = _changed(arm, setting, seed, state)
     if not setting.training:
         to_bfloat16(model)
+    conversion = None
     if arm.name in TORCHAO:
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
     elif arm.name in EVERYWHERE:
@@ -172,6 +177,17 @@ def build(arm: Arm, setting: Setting, seed: int, state: dict[str, Tensor] | None
         backend = "inductor" if setting.device.type == "cuda" else "eager"
         interact = torch.compile(interact, dynamic=False, backend=backend)
     return Built(arm, model, interact, conversion, tuple(notes))
+
+
+def _changed(
+    arm: Arm, setting: Setting, seed: int, state: State | None
+) -> tuple[nn.Module, list[str]]:
+    """A model with the arm's Mods, and what is to be said of them."""
+    model = setting.build(seed)
+    notes = apply_mods(model) if arm.has_mods else []
+    if state is not None:
+        model.load_state_dict(state)
+    return model, notes
 
 
 def public(name: str) -> Any:
@@ -230,8 +246,12 @@ def only(library: str) -> Iterator[None]:
         selection.use_snapshot(facts)
 
 
-def _probed(model: nn.Module, setting: Setting, seed: int) -> Any:
-    """What Probe says of a model on samples that neither training nor evaluation sees."""
+def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) -> Any:
+    """What Probe says of an arm's model on samples that neither training nor evaluation sees.
+
+    Probe makes torch forget what it compiled: what is to be replayed is captured afterwards.
+    """
+    model, _ = _changed(arm, setting, seed, state)
     log = ClickLog(setting.inputs, seed, setting.device)
     trainer = Trainer(model, model.interact)  # type: ignore[arg-type]
     with public("Probe")(model, every=1) as probe:
@@ -242,7 +262,6 @@ def _probed(model: nn.Module, setting: Setting, seed: int) -> Any:
             if setting.training:
                 loss.backward()  # type: ignore[no-untyped-call]
             probe.step()
-    model.zero_grad(set_to_none=True)
     return probe.report(budget=setting.budget, seeds=REPLAYED_SEEDS)
 
 

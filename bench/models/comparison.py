@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lokakern.bench import timing
 from lokakern.bench.models import arms as ways
@@ -24,7 +23,7 @@ from lokakern.bench.models.throughput import BATCHES, GRAPH, Pace, Stepper, memo
 from lokakern.errors import UnsupportedError
 from lokakern.probe.loss import LossChange, interval_of
 
-States = dict[tuple[bool, int], dict[str, Tensor]]  # by whether Mods were applied, and seed
+States = dict[tuple[bool, int], ways.State]  # by whether Mods were applied, and seed
 
 
 @dataclass
@@ -102,6 +101,14 @@ def _measured(
     states: States = {}
     if not setting.training:
         states = _trained(setting, arms, steps, seeds, say)
+    reports: dict[str, Any] = {}
+    for arm in arms:
+        if arm.name == ways.PROBED:
+            say(f"{arm.name}: probing")
+            try:
+                reports[arm.name] = ways.probed(arm, setting, 0, states.get((arm.has_mods, 0)))
+            except Exception as error:  # is said of the arm when its turn comes
+                reports[arm.name] = error
     say(f"{arms[0].name}: building")
     before = memory(setting.device)
     base = ways.build(arms[0], setting, 0, states.get((arms[0].has_mods, 0)))
@@ -115,7 +122,10 @@ def _measured(
         result = Result(arm)
         results.append(result)
         try:
-            _measure(result, setting, first, clock, states, steps, seeds, whole, say)
+            report = reports.get(arm.name)
+            if isinstance(report, Exception):
+                raise report
+            _measure(result, setting, first, clock, states, report, steps, seeds, whole, say)
         except UnsupportedError as error:
             result.failed = f"left out: {error}"
         except Exception as error:  # any library may raise anything; the others go on
@@ -130,6 +140,7 @@ def _measure(
     first: Result,
     clock: Stepper,
     states: States,
+    report: Any,
     steps: int,
     seeds: int,
     whole: bool,
@@ -138,7 +149,7 @@ def _measure(
     arm = result.arm
     say(f"{arm.name}: building")
     before = memory(setting.device)
-    built = ways.build(arm, setting, 0, states.get((arm.has_mods, 0)))
+    built = ways.build(arm, setting, 0, states.get((arm.has_mods, 0)), report)
     result.notes = built.notes
     if built.conversion is not None:
         result.choices = _choices(built, setting)
