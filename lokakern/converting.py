@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,6 +208,33 @@ class Conversion:
         sites = self.sites.values() if name is None else [self.sites[name]]
         return "\n".join(f"{s.name}: {r.explain()}" for s in sites for r in s.routes)
 
+    def suite(self, m: Sequence[int], name: str = "model") -> str:
+        """What was not measured of this model, as a suite: TOML for ``sweep --suite FILE``.
+
+        Args:
+            m: Numbers of rows to measure at.
+            name: Of the suite.
+
+        Returns:
+            "" where everything was measured.
+        """
+        missing: dict[tuple[int, int], list[str]] = {}
+        for site in self.sites.values():
+            n, k, _, _ = shape_of(site.module)
+            forms = missing.setdefault((n, k), [])
+            forms += [
+                form
+                for route in site.routes[: 1 if self._inference else None]
+                for form in _FORMS[route.gemm]
+                if not route.choices and form not in forms
+            ]
+        layers = [
+            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
+            for (n, k), forms in missing.items()
+            if forms
+        ]
+        return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
+
     def undo(self) -> None:
         """Make every layer what it was, with the parameters it has now."""
         for site in self.sites.values():
@@ -227,6 +255,10 @@ class Conversion:
         return f"Conversion({len(self.sites)} sites, {count} of {len(routes)} products quantized)"
 
 
+# Of a product, what a suite of a user's own calls it.
+_FORMS = {
+    "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
+}  # fmt: skip
 _OURS = {name for name in vars(Routed) if not name.startswith("__")}
 
 

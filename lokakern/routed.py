@@ -235,7 +235,7 @@ class RoutedLinear(torch.autograd.Function):
         return output(x, weight, bias, data, scale, to_output)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         grad = gradients[0]
         x, weight, turned, turned_scale = ctx.saved_tensors

@@ -292,7 +292,11 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
 
 
 def _reasons(pick: Pick) -> str:
-    reasons = [f"{name}: {why}" for name, why in pick.rejected if "another gains more" not in why]
+    reasons = [
+        f"{name}: {why}"
+        for name, why in sorted(pick.rejected, key=lambda x: "not installed" in x[1])
+        if "another gains more" not in why
+    ]
     return "; ".join(["no kernel that quantizes is better", *reasons[:2]])
 
 

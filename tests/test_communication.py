@@ -12,11 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lokakern.communication import COLUMNS, Compression, compress
 from lokakern.errors import UnknownNameError
+from lokakern.linear import Linear
 
 SEEDS = (0,)
+ROUTE = "row;16:0=cuda.quantize_row+cuda.scaled_gemm_row;1:0="
 COUNT = 3 * COLUMNS + 17
 
 
@@ -74,6 +78,35 @@ def losses(rank: int, state: Compression | None) -> list[float]:
     return found
 
 
+def routed_losses(rank: int, kind: str) -> list[float]:
+    """Of a model whose products are quantized, with its weights whole or in parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(64, 32), nn.ReLU(), Linear(32, 40))
+    for layer in model:
+        if isinstance(layer, Linear):
+            layer.take_routes((ROUTE, ROUTE, ""), layer.weight)
+    called: nn.Module = model
+    if kind == "ddp":
+        called = nn.parallel.DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(6):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = called(torch.randn(96, 64, generator=torch.Generator().manual_seed(step))[rank::2])
+        loss = (y.float() - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def one_of_two_ranks(rank: int, folder: str) -> None:
     """Body of a process."""
     store = f"file://{folder}/store"
@@ -82,6 +115,8 @@ def one_of_two_ranks(rank: int, folder: str) -> None:
     found["plain"] = losses(rank, None)
     for wire in ("fp8", "bfloat16"):
         found[wire] = losses(rank, Compression(wire))
+    for kind in ("ddp", "fsdp2"):
+        found[f"routed {kind}"] = routed_losses(rank, kind)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -132,6 +167,12 @@ def test_models_train_as_without(found: list[dict[str, Any]]) -> None:
         assert found[0][wire][-1] == pytest.approx(found[0]["plain"][-1], rel=0.05)
         assert found[0][wire] != found[0]["plain"]
     assert found[0]["plain"][-1] < 0.8 * found[0]["plain"][0]
+
+
+def test_quantized_models_train_alike_whole_and_in_parts(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["routed fsdp2"] == pytest.approx(one["routed ddp"], rel=1e-3)
+        assert one["routed ddp"][-1] < one["routed ddp"][0]
 
 
 def test_an_unknown_wire_is_refused() -> None:

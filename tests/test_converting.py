@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import lokakern
 from lokakern import selection
 from lokakern.bench.forms import grad_weight_case, prepared_weight
+from lokakern.bench.suite_files import suite_from_file
 from lokakern.converting import Conversion
 from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
 from lokakern.linear import Linear
@@ -322,6 +323,19 @@ def test_rows_are_plain_data(known: Book) -> None:
         "m": [16, 256, 1024], "us": [2.0, 3.0, 8.0],
         "why": "1.39x as fast in geometric mean over m=16..1024",
     }  # fmt: skip
+
+
+def test_what_was_not_measured_is_a_suite_to_sweep(known: Book, tmp_path: Path) -> None:
+    found = convert(model_of(), 0.06, device=H200)
+    file = tmp_path / "model.toml"
+    file.write_text(found.suite([256, 2048], "mine"))
+    problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
+    for m in (256, 2048):
+        assert gemm(m, 1, N) in problems and gemm(m, N, K) not in problems
+        assert grad_weight_case(m, 1, N).problem in problems
+        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)}
+    model = nn.Sequential(nn.Linear(K, N))
+    assert convert(model, 0.06, device=H200).suite([256]) == ""
 
 
 def test_a_layer_may_choose_for_itself() -> None:

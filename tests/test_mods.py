@@ -225,6 +225,16 @@ def test_block_norm_is_what_gemm_norm_calls_so(columns: int, block: int) -> None
             assert torch.autograd.gradcheck(norm, row)
 
 
+def test_probe_judges_after_block_norm() -> None:
+    model = nn.Sequential(nn.Linear(24, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+    mods.apply(model, [mods.BlockNorm(8)])
+    with lokakern.Probe(model) as probe:
+        model(torch.randn(32, 24)).sum().backward()
+    assert {name: site.norm for name, site in probe.sites().items()} == {
+        "0": "block_rms(8)", "2": "",
+    }  # fmt: skip
+
+
 def test_block_norm_leaves_what_it_cannot_divide() -> None:
     model = nn.Sequential(nn.LayerNorm(24), nn.LayerNorm((4, 6)), nn.RMSNorm(16))
     report = mods.apply(model, [mods.BlockNorm(16)])

@@ -30,6 +30,7 @@ class BlockRMSNorm(nn.Module):
                 f"BlockRMSNorm: block is {block}; expected a divisor of the {columns} columns"
             )
         self.columns, self.block, self.eps = columns, block, eps
+        self.norm_name = f"block_rms({block})"  # by which Probe judges what comes after it
 
     def forward(self, input: Tensor) -> Tensor:
         """The same shape and dtype."""
