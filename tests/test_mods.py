@@ -138,6 +138,38 @@ def test_layers_that_read_one_tensor_become_one_site() -> None:
     assert "2 layers, k=24, n=24, output=bf16" in repr(model)
 
 
+ROUTE = "row;16:0=cuda.quantize_row+cuda.scaled_gemm_row;1:0=cuda.quantize_row+cuda.scaled_gemm_row"
+
+
+@pytest.mark.parametrize("mod", [mods.FuseShared(), mods.Pad(16, most_growth=9.0)], ids=str)
+def test_what_exact_mods_make_is_quantized_as_the_layers_would_be(mod: mods.Mod) -> None:
+    """To the bit: a row of a weight has its own scale, and zeros change none."""
+    model = Tower(activation=functional.relu).bfloat16()
+    x = torch.randn(6, 24).bfloat16()
+    expected = []
+    for layer in (model.query, model.key):
+        routed = Linear(24, layer.out_features, dtype=torch.bfloat16)
+        routed.load_state_dict(layer.state_dict())
+        routed.take_routes((ROUTE, ROUTE, ""), routed.weight)
+        expected.append(passed(routed, x))
+    mods.apply(model, [mod])
+    fused = getattr(model, "fusedlinear_0", None)
+    sites = [model.query, model.key] if fused is None else [fused]
+    for site in sites:
+        site.take_routes((ROUTE, ROUTE, ""), None)
+    outputs = sites[0](x) if len(sites) == 1 else [site(x) for site in sites]
+    assert same(list(outputs), [case[0] for case in expected])
+    sum(y.sum() for y in outputs).backward()
+    assert torch.equal(model.query.weight.grad, expected[0][2])
+    assert torch.equal(model.key.bias.grad, expected[1][3])
+    with torch.no_grad():
+        for site in sites:
+            site.freeze()
+        model.query.weight.zero_()
+        frozen = sites[0](x) if len(sites) == 1 else [site(x) for site in sites]
+    assert same(list(frozen), [case[0] for case in expected])
+
+
 def test_equal_layers_are_batched_only_where_none_waits_for_another() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
