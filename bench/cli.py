@@ -1,4 +1,4 @@
-"""The command line: sweep, explain, chain, compare, report, export, import, verify, and others.
+"""The command line: sweep, explain, model, compare, report, export, verify and others.
 
 Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
 line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
@@ -16,6 +16,7 @@ import typer
 from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
 from lokakern.bench.cli_exchange import diff, export, import_, merge
+from lokakern.bench.cli_model import model
 from lokakern.bench.cli_report import report
 from lokakern.bench.cli_sweep import sweep
 from lokakern.bench.cli_verify import verify
@@ -141,6 +142,7 @@ def explain(
 
 
 app.command()(chain)
+app.command()(model)
 app.command()(compare)
 app.command()(report)
 app.command()(export)

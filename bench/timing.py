@@ -202,7 +202,7 @@ def _race(
     keep_all: bool = False,
 ) -> None:
     """Rounds over prepared contenders, until each has been replayed enough or is dropped."""
-    read_clock = _clock_reader(device)
+    read_clock = clock_reader(device)
     for contender in running:  # a first replay uploads the graph; its time does not count
         announce(contender)
         with faults_of(contender, device):
@@ -401,7 +401,7 @@ def warm(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _clock_reader(device: torch.device) -> Callable[[], float | None]:
+def clock_reader(device: torch.device) -> Callable[[], float | None]:
     """Reads the SM clock in MHz; None where there is none to read."""
     if device.type != "cuda" or torch.version.hip is not None:
         return lambda: None

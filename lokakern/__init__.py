@@ -20,6 +20,10 @@ from lokakern.selection import Choice, dispatch
 from lokakern.types import ErrorBudget, QuantizedTensor
 
 if TYPE_CHECKING:
+    from lokakern import mods
+    from lokakern.converting import convert
+    from lokakern.linear import Linear
+    from lokakern.linear_norm_act import LinearNormAct
     from lokakern.probe.report import ProbeReport
     from lokakern.probe.session import Probe
 
@@ -27,15 +31,19 @@ __version__ = "0.1.0"
 __all__ = [
     "Choice",
     "ErrorBudget",
+    "Linear",
+    "LinearNormAct",
     "Probe",
     "ProbeReport",
     "QuantizedTensor",
+    "convert",
     "dequantize",
     "dispatch",
     "dispatch_chain",
     "freeze",
     "gemm",
     "gemm_norm",
+    "mods",
     "norm_quantize",
     "prepare_weight",
     "quantize",
@@ -45,14 +53,25 @@ __all__ = [
     "warmup",
 ]
 
-_LATE = {"Probe": "lokakern.probe.session", "ProbeReport": "lokakern.probe.report"}
+_LATE = {
+    "Linear": "lokakern.linear",
+    "LinearNormAct": "lokakern.linear_norm_act",
+    "Probe": "lokakern.probe.session",
+    "ProbeReport": "lokakern.probe.report",
+    "convert": "lokakern.converting",
+    "mods": "lokakern.mods",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for: it brings the bench with it."""
+    """What is imported when it is first asked for: it brings the bench, or more of torch, with it.
+
+    A module is itself.
+    """
     if name not in _LATE:
         raise AttributeError(f"module 'lokakern' has no attribute {name!r}")
     import importlib
 
-    found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    module = importlib.import_module(_LATE[name])
+    found = globals()[name] = module if name == "mods" else getattr(module, name)
     return found

@@ -259,7 +259,7 @@ def test_every_round_has_an_order_of_its_own(clock: Clock) -> None:
 
 def test_clocks_are_read_after_every_replay(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = itertools.count(1000.0)
-    monkeypatch.setattr(timing, "_clock_reader", lambda _device: lambda: next(steps))
+    monkeypatch.setattr(timing, "clock_reader", lambda _device: lambda: next(steps))
     contender = Contender("a", [clock.call("a", 10_000.0)])
     run(contender)
     assert contender.clocks_mhz == [1000.0, 1001.0, 1002.0, 1003.0, 1004.0]
@@ -267,7 +267,7 @@ def test_clocks_are_read_after_every_replay(clock: Clock, monkeypatch: pytest.Mo
 
 
 def test_a_cpu_has_no_clock_to_read_and_no_graphs(clock: Clock) -> None:
-    assert timing._clock_reader(CPU)() is None
+    assert timing.clock_reader(CPU)() is None
     timing.warm(CPU)
     contender = Contender("a", [clock.call("a", 1.0)])
     for regime in ("graph-cold", "graph-hot"):

@@ -333,12 +333,13 @@ def _look_back(
 
 
 def _norm_of(module: nn.Module) -> str:
-    """Name of a normalization of whole rows; "" of any other module."""
+    """Name of a normalization of whole rows, or of blocks of them; "" of any other module."""
     if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1:
         return "layer"
     if isinstance(module, nn.RMSNorm) and len(module.normalized_shape) == 1:
         return "rms"
-    return ""
+    name = getattr(module, "norm_name", "")  # of one that says so itself
+    return name if isinstance(name, str) else ""
 
 
 def _norms_in_sequence(model: nn.Module) -> dict[nn.Module, str]:

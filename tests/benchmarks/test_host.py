@@ -101,3 +101,15 @@ def test_twenty_eager_gemms_on_a_prepared_weight(
                 lokakern.gemm(x, prepared)
 
         benchmark.pedantic(calls, setup=torch.cuda.synchronize, rounds=100, warmup_rounds=5)
+
+
+@pytest.mark.parametrize("kind", ["torch", "plain", "routed"])
+def test_linear(benchmark: Any, kind: str) -> None:
+    """What a layer costs the host: plain as much as torch's, on routes an autograd step more."""
+    layer: torch.nn.Linear = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
+    if kind != "torch":
+        layer = lokakern.Linear(16, 16, dtype=torch.bfloat16)
+    if kind == "routed":
+        layer.take_routes(("row;16:0=;1:0=",) * 3, layer.weight)  # type: ignore[operator]
+    x = torch.randn(2, 16).bfloat16()
+    assert benchmark(layer, x).shape == (2, 16)

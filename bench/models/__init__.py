@@ -1,0 +1,1 @@
+"""Recommendation models as published, in plain PyTorch, and a click log to train them on."""

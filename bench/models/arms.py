@@ -1,0 +1,292 @@
+"""Arms of a comparison: ways to make a model as written faster, each told apart from the others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lokakern import selection
+from lokakern.bench.by_library import owner_of
+from lokakern.bench.models.click_log import ClickLog
+from lokakern.bench.models.everywhere import FP8_MULTIPLE, fits, quantize_everywhere
+from lokakern.bench.models.setting import Interact, Predictor, Setting, Trainer, to_bfloat16
+from lokakern.device import current_device
+from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.registry.libraries import LIBRARIES
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import Granularity
+
+AS_WRITTEN, BASELINE, PROBED = "as-written", "bf16", "lokakern"
+TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
+EVERYWHERE = {"fp8-tensorwise": Granularity.TENSOR, "fp8-rowwise": Granularity.ROW}
+ONLY = "only-"  # and the name of a library
+PROBED_STEPS, PROBE_FROM = 4, 2**39
+REPLAYED_SEEDS = (0, 1, 2)
+
+State = dict[str, Tensor]  # parameters by name
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to run a model.
+
+    Attributes:
+        name: As on the command line.
+        title: What it is.
+        has_mods: Whether the model is changed by Mods first.
+        compiled: Whether it runs compiled, and in a CUDA graph where it can.
+    """
+
+    name: str
+    title: str
+    has_mods: bool = True
+    compiled: bool = True
+
+    @property
+    def library(self) -> str:
+        """The only library that it may take kernels of; "" where it is no such arm."""
+        return self.name.removeprefix(ONLY) if self.name.startswith(ONLY) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An arm that is ready.
+
+    Attributes:
+        arm: Which.
+        model: Changed, and where it is to run.
+        interact: Its `interact`, compiled if the arm is.
+        conversion: What `lokakern.convert` gave; None in arms without it.
+        notes: What a reader should know of it.
+    """
+
+    arm: Arm
+    model: nn.Module
+    interact: Interact
+    conversion: Any = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def uncompiled(self) -> Built:
+        """The same model, called as it is: a graph for every use of it would take minutes."""
+        return replace(self, interact=self.model.interact)  # type: ignore[arg-type]
+
+    def trainer(self) -> Trainer:
+        """Takes steps with it."""
+        return Trainer(self.model, self.interact)
+
+    def predictor(self) -> Predictor:
+        """Predicts with it."""
+        return Predictor(self.model, self.interact)
+
+
+def libraries_here() -> list[str]:
+    """Owners of kernels of op gemm that quantize and run on this device."""
+    load_kernels()
+    device = current_device()
+    return sorted(
+        {
+            owner_of(kernel)
+            for kernel in KERNELS.values()
+            if kernel.op == "gemm" and kernel.quantizes and kernel.runs_on(device)
+        }
+    )
+
+
+def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
+    """Arms by name; all of them where none is named. The baseline is always the first.
+
+    Raises:
+        UnknownNameError: There is no such arm.
+    """
+    alone = [Arm(f"{ONLY}{name}", f"kernels of {name} alone") for name in libraries_here()]
+    arms = [
+        Arm(BASELINE, "bf16 with Mods, compiled: the baseline"),
+        Arm(AS_WRITTEN, "bf16 as written", has_mods=False, compiled=False),
+        Arm(TORCHAO[0], "torchao, tensorwise, all layers"),
+        Arm(TORCHAO[1], "torchao, rowwise, all layers"),
+        *(Arm(name, f"torch's FP8, {name[4:]}, all layers") for name in EVERYWHERE),
+        *alone,
+        Arm(PROBED, "lokakern with Probe"),
+    ]
+    known = {arm.name: arm for arm in arms}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UnknownNameError(f"no arm {', '.join(unknown)}; expected one of {', '.join(known)}")
+    return [arm for arm in arms if not names or arm.name in names or arm.name == BASELINE]
+
+
+def why_not(arm: Arm, device: torch.device) -> str:
+    """Why an arm cannot run here; "" where it can."""
+    if arm.name in TORCHAO:
+        if importlib.util.find_spec("torchao") is None:
+            return "torchao is not installed (pip install torchao)"
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            return "torch multiplies FP8 matrices on GPUs of compute capability 8.9 and later"
+    library = LIBRARIES.get(arm.library)
+    return (library.why_not_here() or "") if library else ""
+
+
+def build(
+    arm: Arm,
+    setting: Setting,
+    seed: int,
+    state: State | None = None,
+    report: Any = None,
+) -> Built:
+    """A model as an arm runs it.
+
+    Args:
+        arm: Which.
+        setting: The model and where it runs.
+        seed: Of the parameters, and of the samples that Probe sees.
+        state: Parameters instead of those of the seed, after Mods.
+        report: Of Probe, see `probed`; None: it is made where the arm needs one.
+
+    Raises:
+        UnsupportedError: The arm needs what is not here.
+    """
+    reason = why_not(arm, setting.device)
+    if reason:
+        raise UnsupportedError(f"{arm.name}: {reason}")
+    if arm.name == PROBED and report is None:
+        report = probed(arm, setting, seed, state)
+    model, notes = _changed(arm, setting, seed, state)
+    if not setting.training:
+        to_bfloat16(model)
+    conversion = None
+    if arm.name in TORCHAO:
+        notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
+    elif arm.name in EVERYWHERE:
+        notes += quantize_everywhere(model, EVERYWHERE[arm.name], inference=not setting.training)
+    elif arm.library or report is not None:
+        with only(arm.library):
+            conversion = public("convert")(
+                model, setting.budget if report is None else report, inference=not setting.training
+            )
+    interact: Interact = model.interact  # type: ignore[assignment]
+    if arm.compiled:
+        # On a CPU it is traced and nothing more: what Inductor makes of it there is no evidence.
+        backend = "inductor" if setting.device.type == "cuda" else "eager"
+        interact = torch.compile(interact, dynamic=False, backend=backend)
+    return Built(arm, model, interact, conversion, tuple(notes))
+
+
+def _changed(
+    arm: Arm, setting: Setting, seed: int, state: State | None
+) -> tuple[nn.Module, list[str]]:
+    """A model with the arm's Mods, and what is to be said of them."""
+    model = setting.build(seed)
+    notes = apply_mods(model) if arm.has_mods else []
+    if state is not None:
+        model.load_state_dict(state)
+    return model, notes
+
+
+def public(name: str) -> Any:
+    """A public name of lokakern that arms need.
+
+    Raises:
+        UnsupportedError: This version has none.
+    """
+    import lokakern
+
+    try:
+        return getattr(lokakern, name)
+    except AttributeError:
+        raise UnsupportedError(
+            f"this version of lokakern has no {name!r}, which the arm needs"
+        ) from None
+
+
+def apply_mods(model: nn.Module) -> list[str]:
+    """The Mods of the paper, in place; returns what is to be said of them."""
+    mods = public("mods")
+    report = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
+    left = [f"{c.mod} left {c.site} alone: {c.effect}" for c in report if not c.is_done]
+    return [repr(report), *left]
+
+
+@contextmanager
+def only(library: str) -> Iterator[None]:
+    """Dispatch knows no quantizing kernel of op gemm but those of one library while inside.
+
+    Emulations, which run anywhere and win nowhere, stay: a device that is not here needs them.
+
+    Args:
+        library: Its name; "" for all of them.
+    """
+    if not library:
+        yield
+        return
+    load_kernels()
+    facts = selection.snapshot()
+    hidden = {
+        kernel.name: kernel
+        for kernel in KERNELS.values()
+        if kernel.op == "gemm"
+        and kernel.quantizes
+        and "any" not in kernel.architectures
+        and owner_of(kernel) != library
+    }
+    for name in hidden:
+        del KERNELS[name]
+    selection.use_snapshot(facts)  # which forgets what was chosen among all
+    try:
+        yield
+    finally:
+        KERNELS.update(hidden)
+        selection.use_snapshot(facts)
+
+
+def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) -> Any:
+    """What Probe says of an arm's model on samples that neither training nor evaluation sees.
+
+    Probe makes torch forget what it compiled: what is to be replayed is captured afterwards.
+    """
+    model, _ = _changed(arm, setting, seed, state)
+    log = ClickLog(setting.inputs, seed, setting.device)
+    trainer = Trainer(model, model.interact)  # type: ignore[arg-type]
+    with public("Probe")(model, every=1) as probe:
+        for step in range(PROBED_STEPS):
+            batch = log.batch(PROBE_FROM + step, setting.samples)
+            with torch.set_grad_enabled(setting.training):
+                loss = trainer.loss(trainer.embed(batch), batch.labels)
+            if setting.training:
+                loss.backward()  # type: ignore[no-untyped-call]
+            probe.step()
+    return probe.report(budget=setting.budget, seeds=REPLAYED_SEEDS)
+
+
+def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
+    """All layers that torchao takes in FP8; names those that it does not."""
+    left: list[str] = []
+
+    def accepts(module: nn.Module, name: str) -> bool:
+        if isinstance(module, nn.Linear) and not fits(module):
+            left.append(f"{name} ({module.out_features}x{module.in_features})")
+        return isinstance(module, nn.Linear) and fits(module)
+
+    if training:
+        float8 = importlib.import_module("torchao.float8")
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        float8.convert_to_float8_training(model, config=config, module_filter_fn=accepts)
+    else:
+        quantization = importlib.import_module("torchao.quantization")
+        per = {"tensorwise": "PerTensor", "rowwise": "PerRow"}[recipe]
+        config = quantization.Float8DynamicActivationFloat8WeightConfig(
+            granularity=getattr(quantization, per)()
+        )
+        quantization.quantize_(model, config, filter_fn=accepts)
+    version = importlib.metadata.version("torchao")
+    found = [f"torchao {version}"]
+    if left:
+        found.append(f"{len(left)} layers are not multiples of {FP8_MULTIPLE}: {', '.join(left)}")
+    return found

@@ -1,0 +1,163 @@
+"""DHEN over DCNv2: ensembles of interactions, stacked; a stand-in for External Large FM.
+
+A layer sums what different interactions make of n embeddings (Zhang et al., arXiv 2203.11014):
+
+    X' = LN(sum_i interaction_i(X) + shortcut(X))
+
+Here these are DCNv2's cross, dot products of compressed embeddings, and a perceptron over all of
+them. Each hidden layer is a product, a LayerNorm and SiLU. Neither DHEN's sizes in production nor
+those of External Large FM are published: those below are ours, of the kind of Wukong's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lokakern.bench.models.batch import Batch, Inputs, spread_rows
+from lokakern.bench.models.cross import CrossLayer
+from lokakern.bench.models.perceptron import perceptron
+from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.wukong import Compression
+
+
+@dataclass(frozen=True, slots=True)
+class DHENConfig:
+    """Sizes of the composite.
+
+    Attributes:
+        inputs: What it is fed; all dense features become one embedding.
+        dim: Columns of an embedding, d.
+        layers: How many.
+        count: Embeddings that a layer makes.
+        rank: Of the cross.
+        compressed: Embeddings whose dot products are taken.
+        hidden: Hidden layers of each interaction's perceptron.
+        final: Hidden layers before the logit.
+        bottom: Hidden layers of the perceptron of the dense features.
+    """
+
+    inputs: Inputs
+    dim: int
+    layers: int
+    count: int
+    rank: int
+    compressed: int
+    hidden: tuple[int, ...]
+    final: tuple[int, ...]
+    bottom: tuple[int, ...] = (512, 256)
+
+
+SIZES = {
+    "tiny": DHENConfig(
+        Inputs(dense=5, rows=(50, 3, 400, 20, 1000, 7, 60), slots=(1, 1, 3, 2, 1, 1, 4)),
+        dim=16, layers=2, count=4, rank=8, compressed=4, hidden=(64,), final=(64,), bottom=(32,),
+    ),
+    "medium": DHENConfig(
+        Inputs(dense=13, rows=spread_rows(255), slots=(4, 1, 1, 1, 1) * 51),
+        dim=128, layers=4, count=64, rank=512, compressed=32, hidden=(1024, 1024),
+        final=(1024, 512, 256),
+    ),
+    # 770 embeddings of 160 side by side are the longest k that is known of LoKA's models, 123200.
+    "large": DHENConfig(
+        Inputs(dense=13, rows=spread_rows(769), slots=(*(4, 1, 1, 1, 1, 1, 1, 1) * 96, 1)),
+        dim=160, layers=4, count=96, rank=512, compressed=64, hidden=(1024, 1024),
+        final=(2048, 1024, 512),
+    ),
+}  # fmt: skip
+
+
+class Cross(nn.Module):
+    """DCNv2's cross of all embeddings side by side, recombined."""
+
+    def __init__(self, n: int, config: DHENConfig) -> None:
+        super().__init__()
+        self.cross = CrossLayer(n * config.dim, config.rank)
+        self.compression = Compression(n, config.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        return self.compression(self.cross(flat, flat).view_as(x))  # type: ignore[no-any-return]
+
+
+class Dots(nn.Module):
+    """Dot products of every two of few recombined embeddings, through a perceptron."""
+
+    def __init__(self, n: int, config: DHENConfig) -> None:
+        super().__init__()
+        self.shape = (config.count, config.dim)
+        self.compression = Compression(n, config.compressed)
+        self.perceptron = perceptron(
+            (config.compressed**2, *config.hidden), last=config.count * config.dim, norm=True,
+            activation=nn.SiLU,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        few = self.compression(x)
+        return self.perceptron((few @ few.mT).flatten(1)).unflatten(1, self.shape)  # type: ignore[no-any-return]
+
+
+class Deep(nn.Module):
+    """A perceptron over all embeddings side by side."""
+
+    def __init__(self, n: int, config: DHENConfig) -> None:
+        super().__init__()
+        self.shape = (config.count, config.dim)
+        self.perceptron = perceptron(
+            (n * config.dim, *config.hidden), last=config.count * config.dim, norm=True,
+            activation=nn.SiLU,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.perceptron(x.flatten(1)).unflatten(1, self.shape)  # type: ignore[no-any-return]
+
+
+class DHENLayer(nn.Module):
+    """``[batch, n, d]`` to ``[batch, count, d]``."""
+
+    def __init__(self, n: int, config: DHENConfig) -> None:
+        super().__init__()
+        self.interactions = nn.ModuleList(kind(n, config) for kind in (Cross, Dots, Deep))
+        same = n == config.count
+        self.shortcut = nn.Identity() if same else Compression(n, config.count)
+        self.norm = nn.LayerNorm(config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = sum((interaction(x) for interaction in self.interactions), self.shortcut(x))
+        return self.norm(made)  # type: ignore[no-any-return]
+
+
+class DHEN(nn.Module):
+    """A logit for each sample."""
+
+    def __init__(self, config: DHENConfig) -> None:
+        super().__init__()
+        self.config = config
+        n = 1 + len(config.inputs.rows)
+        self.tables = Tables(config.inputs, config.dim)
+        self.bottom = perceptron(
+            (config.inputs.dense, *config.bottom, config.dim), norm=True, activation=nn.SiLU
+        )
+        self.layers = nn.Sequential(
+            *(DHENLayer(n if layer == 0 else config.count, config)
+              for layer in range(config.layers))
+        )  # fmt: skip
+        self.head = perceptron(
+            (config.count * config.dim, *config.final), last=1, norm=True, activation=nn.SiLU
+        )
+
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What comes out of the tables: ``[batch, tables, dim]``."""
+        return (self.tables(batch),)
+
+    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        """Logits ``[batch]`` of dense features and what came out of the tables."""
+        bottom = self.bottom(dense)
+        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
+        return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits ``[batch]``."""
+        return self.interact(batch.dense, *self.embed(batch))

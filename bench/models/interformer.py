@@ -1,0 +1,221 @@
+"""InterFormer: features and a sequence learn from summaries of each other (arXiv 2411.09852).
+
+In a layer, X ``[n, d]`` are a sample's features, S ``[t, d]`` its history:
+
+    summary of X = gate(W X)                              gate(Y) = sigmoid(Y * MLP(Y))
+    summary of S = gate(concat(class tokens, tokens pooled by attention, the latest tokens))
+    X' = LN(interaction(concat(X, summary of S)) + X)     dot products and DCNv2's cross, summed
+    S' = LN(attention(S f(summary of X)) + S)             f makes a d x d matrix for each sample
+
+The sequence begins as ``W1 (S * MLP(S))`` behind the first summary of X as class tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lokakern.bench.models.batch import PADDING, Batch, Inputs, spread_rows
+from lokakern.bench.models.cross import CrossLayer
+from lokakern.bench.models.perceptron import perceptron
+from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.wukong import Compression
+
+
+@dataclass(frozen=True, slots=True)
+class InterFormerConfig:
+    """Sizes of an InterFormer.
+
+    Attributes:
+        inputs: What it is fed; all dense features become one embedding.
+        dim: Columns of an embedding, d.
+        layers: How many.
+        classes: Class tokens, and embeddings in the summary of X.
+        pooled: Tokens pooled by attention.
+        latest: Of the latest tokens those that are in the summary of S.
+        heads: Of attention.
+        rank: Of the cross.
+        final: Hidden layers before the logit.
+    """
+
+    inputs: Inputs
+    dim: int
+    layers: int
+    classes: int
+    pooled: int
+    latest: int
+    heads: int
+    rank: int
+    final: tuple[int, ...] = (1024, 512, 256, 128)
+
+    @property
+    def summaries(self) -> int:
+        """Tokens in the summary of S."""
+        return self.classes + self.pooled + self.latest
+
+
+def _public(tables: int, most_rows: int, history: int) -> InterFormerConfig:
+    """A model of a public data set: features, lengths and head as in the paper, the rest ours."""
+    rows = spread_rows(tables, most=most_rows)[::-1]  # items, of which histories are, come first
+    inputs = Inputs(dense=1, rows=rows, slots=(1,) * tables, history=history)
+    return InterFormerConfig(
+        inputs, dim=64, layers=3, classes=4, pooled=2, latest=2, heads=4, rank=64
+    )
+
+
+SIZES = {
+    "tiny": InterFormerConfig(
+        Inputs(dense=3, rows=(50, 3, 20), slots=(1, 1, 2), history=6), dim=16, layers=2, classes=2,
+        pooled=1, latest=1, heads=2, rank=8, final=(64,),
+    ),
+    "amazon": _public(tables=5, most_rows=63_001, history=100),
+    "taobao": _public(tables=21, most_rows=846_811, history=50),
+    "kuaivideo": _public(tables=8, most_rows=3_240_282, history=100),
+}  # fmt: skip
+
+
+class Gate(nn.Module):
+    """``sigmoid(Y * MLP(Y))``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.perceptron = perceptron((dim, dim), last=dim, activation=nn.SiLU)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return torch.sigmoid(y * self.perceptron(y))
+
+
+class Interaction(nn.Module):
+    """Dot products and a cross of embeddings, each brought to ``[batch, count, d]``, summed."""
+
+    def __init__(self, n: int, count: int, config: InterFormerConfig) -> None:
+        super().__init__()
+        self.shape = (count, config.dim)
+        self.dots = nn.Linear(n * n, count * config.dim)
+        self.cross = CrossLayer(n * config.dim, config.rank)
+        self.compression = Compression(n, count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        dots = self.dots((x @ x.mT).flatten(1)).unflatten(1, self.shape)
+        return dots + self.compression(self.cross(flat, flat).view_as(x))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Attention with several heads; queries are tokens, or learned."""
+
+    def __init__(self, dim: int, heads: int, queries: int = 0) -> None:
+        super().__init__()
+        self.heads = heads
+        self.learned = nn.Parameter(torch.randn(queries, dim) * dim**-0.5) if queries else None
+        self.inputs = nn.Linear(dim, (2 if queries else 3) * dim)
+        self.output = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, present: Tensor) -> Tensor:
+        """Tokens ``[batch, t, d]``, of which those count that are present ``[batch, t]``."""
+        parts = self.inputs(x).unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
+        if self.learned is None:
+            query, key, value = parts.permute(2, 0, 3, 1, 4)
+            query, key = _turned(query), _turned(key)
+        else:
+            key, value = parts.permute(2, 0, 3, 1, 4)
+            learned = self.learned.to(key.dtype).view(-1, self.heads, key.shape[-1]).transpose(0, 1)
+            query = learned.expand(len(x), -1, -1, -1)
+        mask = present[:, None, None, :]
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.output(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Rotary positions: halves of each head turned by angles that grow with the position."""
+    half = x.shape[-1] // 2
+    speed = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * speed
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class InterFormerLayer(nn.Module):
+    """Features ``[batch, n, d]`` and tokens ``[batch, t, d]`` to others of the same shapes."""
+
+    def __init__(self, n: int, config: InterFormerConfig) -> None:
+        super().__init__()
+        self.config, dim = config, config.dim
+        self.pool = Attention(dim, config.heads, config.pooled)
+        self.sequence_gate = Gate(dim)
+        self.interaction = Interaction(n + config.summaries, n, config)
+        self.feature_norm = nn.LayerNorm(dim)
+        self.generator = nn.Linear(config.classes * dim, dim * dim)
+        self.attention = Attention(dim, config.heads)
+        self.sequence_norm = nn.LayerNorm(dim)
+
+    def summarize(self, s: Tensor, present: Tensor) -> Tensor:
+        """``[batch, summaries, d]`` of the sequence."""
+        tokens = [
+            s[:, : self.config.classes],
+            self.pool(s, present).to(s.dtype),
+            s[:, -self.config.latest :],
+        ]
+        return self.sequence_gate(torch.cat(tokens, dim=1))  # type: ignore[no-any-return]
+
+    def forward(
+        self, x: Tensor, s: Tensor, present: Tensor, summary: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        found = torch.cat([x, self.summarize(s, present).to(x.dtype)], dim=1)
+        weight = self.generator(summary.flatten(1)).unflatten(1, (s.shape[-1], -1))
+        personal = s.to(weight.dtype) @ weight
+        return (
+            self.feature_norm(self.interaction(found) + x),
+            self.sequence_norm(self.attention(personal, present) + s),
+        )
+
+
+class InterFormer(nn.Module):
+    """A logit for each sample."""
+
+    def __init__(self, config: InterFormerConfig) -> None:
+        super().__init__()
+        self.config = config
+        n, dim = 1 + len(config.inputs.rows), config.dim
+        self.tables = Tables(config.inputs, dim)
+        self.bottom = nn.Linear(config.inputs.dense, dim)
+        self.mask = perceptron((dim, dim), last=dim, activation=nn.SiLU)
+        self.unify = nn.Linear(dim, dim)
+        self.layers = nn.ModuleList(InterFormerLayer(n, config) for _ in range(config.layers))
+        # One summary of X before each layer, and one after all.
+        self.compressions = nn.ModuleList(
+            nn.Sequential(Compression(n, config.classes), Gate(dim))
+            for _ in range(config.layers + 1)
+        )
+        self.head = perceptron(
+            ((config.classes + config.summaries) * dim, *config.final), last=1, activation=nn.SiLU
+        )
+
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Bags ``[batch, tables, dim]``, the history ``[batch, t, dim]``, where it is present."""
+        return self.tables(batch), self.tables.sequence(batch), batch.history != PADDING
+
+    def interact(self, dense: Tensor, embedded: Tensor, history: Tensor, present: Tensor) -> Tensor:
+        """Logits ``[batch]`` of dense features and what came out of the tables."""
+        bottom = self.bottom(dense)
+        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
+        s = self.unify(history * self.mask(history))
+        summary = self.compressions[0](x)
+        s = torch.cat([summary.to(s.dtype), s], dim=1)
+        present = torch.cat([present.new_ones(summary.shape[:2]), present], dim=1)
+        last = None
+        for layer, compression in zip(self.layers, self.compressions[1:], strict=True):
+            last = layer
+            x, s = layer(x, s, present, summary)
+            summary = compression(x)
+        assert isinstance(last, InterFormerLayer)  # there is at least one layer
+        found = torch.cat([summary, last.summarize(s, present).to(summary.dtype)], dim=1)
+        return self.head(found.flatten(1)).squeeze(1)  # type: ignore[no-any-return]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits ``[batch]``."""
+        return self.interact(batch.dense, *self.embed(batch))

@@ -1,0 +1,146 @@
+"""Wukong: layers of factorization machines over embeddings (Zhang et al., arXiv 2403.02545).
+
+A layer maps n embeddings X ``[n, d]`` of a sample to others:
+
+    FMB(X) = reshape(MLP(LN(flatten(X (X^T Y)))))     pairwise products, of rank k
+    LCB(X) = W X                                      embeddings recombined
+    X'     = LN(concat(FMB(X), LCB(X)) + residual X)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lokakern.bench.models.batch import CRITEO, Batch, Inputs, spread_rows
+from lokakern.bench.models.perceptron import perceptron
+from lokakern.bench.models.tables import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class WukongConfig:
+    """Sizes of a Wukong.
+
+    Attributes:
+        inputs: What it is fed; all dense features become one embedding.
+        dim: Columns of an embedding, d.
+        layers: How many.
+        machines: Embeddings that a layer's factorization machine makes, n_F.
+        linear: Embeddings that its linear compression makes, n_L.
+        rank: Of the products, k.
+        hidden: Hidden layers of a factorization machine's perceptron.
+        final: Hidden layers of the last perceptron, before the logit.
+        bottom: Hidden layers of the perceptron of the dense features.
+    """
+
+    inputs: Inputs
+    dim: int
+    layers: int
+    machines: int
+    linear: int
+    rank: int
+    hidden: tuple[int, ...]
+    final: tuple[int, ...]
+    bottom: tuple[int, ...] = (512, 256)
+
+
+def _internal(layers: int, count: int, rank: int, width: int) -> WukongConfig:
+    """A size of the paper's Table 5: 720 embeddings of 160, three hidden layers.
+
+    The tables' sizes, bags and the last perceptron are not published: one table is a bag of 4.
+    """
+    rows = spread_rows(719)
+    slots = tuple(4 if table % 8 == 0 else 1 for table in range(719))
+    return WukongConfig(
+        Inputs(dense=13, rows=rows, slots=slots), dim=160, layers=layers, machines=count,
+        linear=count, rank=rank, hidden=(width,) * 3, final=(width,),
+    )  # fmt: skip
+
+
+SIZES = {
+    "tiny": WukongConfig(
+        Inputs(dense=5, rows=(50, 3, 400, 20, 1000, 7, 60), slots=(1, 1, 3, 2, 1, 1, 4)),
+        dim=16, layers=2, machines=4, linear=4, rank=8, hidden=(64,), final=(64,), bottom=(32,),
+    ),
+    # On Criteo, as TorchEasyRec's example is configured.
+    "small": WukongConfig(
+        CRITEO, dim=128, layers=2, machines=16, linear=16, rank=24, hidden=(512,), final=(512, 64),
+    ),
+    "S": _internal(layers=8, count=32, rank=24, width=2048),
+    "M": _internal(layers=8, count=48, rank=48, width=4096),
+    "L": _internal(layers=8, count=96, rank=96, width=8192),
+}  # fmt: skip
+
+
+class FactorizationMachine(nn.Module):
+    """``reshape(MLP(LN(flatten(X (X^T Y)))))``, ``[batch, n, d]`` to ``[batch, count, d]``."""
+
+    def __init__(self, n: int, count: int, config: WukongConfig) -> None:
+        super().__init__()
+        self.shape = (count, config.dim)
+        self.project = nn.Linear(n, config.rank, bias=False)
+        self.norm = nn.LayerNorm(n * config.rank)
+        self.perceptron = perceptron((n * config.rank, *config.hidden), last=count * config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.project(x.transpose(1, 2))  # [batch, d, k]
+        products = (x.to(projected.dtype) @ projected).flatten(1)
+        return self.perceptron(self.norm(products)).unflatten(1, self.shape)  # type: ignore[no-any-return]
+
+
+class Compression(nn.Module):
+    """``W X``: the n embeddings of a sample become ``count``."""
+
+    def __init__(self, n: int, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(n, count, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class WukongLayer(nn.Module):
+    """``[batch, n, d]`` to ``[batch, machines + linear, d]``."""
+
+    def __init__(self, n: int, config: WukongConfig) -> None:
+        super().__init__()
+        out = config.machines + config.linear
+        self.machine = FactorizationMachine(n, config.machines, config)
+        self.compression = Compression(n, config.linear)
+        self.residual = Compression(n, out) if n != out else nn.Identity()
+        self.norm = nn.LayerNorm(config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.cat([self.machine(x), self.compression(x)], dim=1)
+        return self.norm(made + self.residual(x))  # type: ignore[no-any-return]
+
+
+class Wukong(nn.Module):
+    """A logit for each sample."""
+
+    def __init__(self, config: WukongConfig) -> None:
+        super().__init__()
+        self.config = config
+        n, out = 1 + len(config.inputs.rows), config.machines + config.linear
+        self.tables = Tables(config.inputs, config.dim)
+        self.bottom = perceptron((config.inputs.dense, *config.bottom, config.dim))
+        self.layers = nn.Sequential(
+            *(WukongLayer(n if layer == 0 else out, config) for layer in range(config.layers))
+        )
+        self.head = perceptron((out * config.dim, *config.final), last=1)
+
+    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What comes out of the tables: ``[batch, tables, dim]``."""
+        return (self.tables(batch),)
+
+    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
+        """Logits ``[batch]`` of dense features and what came out of the tables."""
+        bottom = self.bottom(dense)
+        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
+        return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits ``[batch]``."""
+        return self.interact(batch.dense, *self.embed(batch))

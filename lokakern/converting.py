@@ -1,0 +1,357 @@
+"""`convert`: gives the linear layers of a model kernels of their own, chosen once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lokakern import selection
+from lokakern.device import current_device
+from lokakern.errors import FormatError, ShapeError, UnknownNameError
+from lokakern.linear import Linear, Routed
+from lokakern.probe.report import ProbeReport
+from lokakern.probe.session import _sites_of as named_modules
+from lokakern.routed import kernel_at
+from lokakern.routes import Judge, MRange, Route, routes_of
+from lokakern.types import Device, ErrorBudget
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+Wanted = ProbeReport | ErrorBudget | float | None
+
+
+def convert(
+    model: nn.Module,
+    report_or_budget: Wanted,
+    *,
+    filter: ModuleFilter | None = None,
+    inference: bool = False,
+    device: Device | str | None = None,
+    distribution: str | Sequence[str] | None = None,
+    m_range: MRange | None = None,
+) -> Conversion:
+    """Give each linear layer of a model the fastest kernels whose error is affordable, in place.
+
+    Every `nn.Linear` becomes a `lokakern.Linear`: the same object, with the same parameters, hooks
+    and names. Its output, and the gradients of its input and weight, are chosen apart, by range of
+    m, from what was measured on the device; choices change only by `Conversion.refresh`. A product
+    for which nothing that quantizes is faster stays `nn.Linear`'s own, to the bit. Quantized are
+    bfloat16 products: of bfloat16 parameters, or under autocast.
+
+    Convert before DDP, `fully_shard` and torch.compile.
+
+    Args:
+        model: Any module, or a linear layer itself.
+        report_or_budget: A `ProbeReport`: kernels that are safe at each site are taken where they
+            are fast. Or the largest accepted row error of each product, a number or an
+            `ErrorBudget`, by the errors in the database. None quantizes nothing.
+        filter: ``(module, name) -> bool``, which layers are converted; None: all.
+        inference: Whether weights are quantized now, once and for all, and nothing is trained:
+            later changes of a weight are not seen, but for `load_state_dict`.
+        device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
+            such a device is not, its choices run in emulation: slowly, and rounded alike.
+        distribution: With a budget, the input distributions to judge errors on.
+        m_range: Smallest and largest number of rows to choose for; None: all that were measured.
+
+    Returns:
+        What was chosen and why, and what undoes it.
+
+    Raises:
+        UnknownNameError: No layer is left to convert, or no such distribution.
+        ShapeError: ``m_range`` is not two integers in order.
+        FormatError: ``report_or_budget`` is none of these.
+        BudgetError: The budget is not a finite, non-negative number.
+        DeviceError: The database does not know the device.
+    """
+    if m_range is not None:
+        _check_range(m_range)
+    names = selection.distribution_names(distribution)
+    found, skipped = _sites_of(model, filter)
+    if not found:
+        reasons = "".join(f"; {name}: {why}" for name, why in skipped.items())
+        raise UnknownNameError(
+            f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
+            f"filter= accepts{reasons}"
+        )
+    conversion = Conversion(found, skipped, inference, device, names, m_range)
+    conversion.refresh(report_or_budget)
+    return conversion
+
+
+@dataclass
+class Site:
+    """A layer that was converted.
+
+    Attributes:
+        name: In the model.
+        module: Itself.
+        before: Its class before.
+        routes: Of its products, in order: output, grad_input, grad_weight.
+    """
+
+    name: str
+    module: Routed
+    before: type[nn.Module]
+    routes: tuple[Route, ...] = field(default=(), repr=False)
+
+
+class Conversion:
+    """What `lokakern.convert` did to a model.
+
+    Attributes:
+        sites: By name.
+        skipped: Linear layers that were left alone, by name, with the reason.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        skipped: dict[str, str],
+        inference: bool,
+        device: Device | str | None,
+        distributions: tuple[str, ...] | None,
+        m_range: MRange | None,
+    ) -> None:
+        self._modules, self.skipped, self._inference = modules, skipped, inference
+        self._device, self._distributions, self._m_range = device, distributions, m_range
+        self.sites: dict[str, Site] = {}
+
+    def refresh(self, report_or_budget: Wanted) -> list[str]:
+        """Choose anew, by another report or budget, or after a sweep.
+
+        Compiled graphs of what changed are compiled again. In inference weights are quantized anew.
+
+        Returns:
+            The products whose choice changed, as ``site/gemm``.
+
+        Raises:
+            FormatError: It is neither a report nor a budget.
+            UnknownNameError: The conversion was undone.
+        """
+        if not self._modules:
+            raise UnknownNameError("refresh: the conversion was undone; convert the model again")
+        chosen = self._chosen(report_or_budget)  # all or none: nothing was changed so far
+        changed = []
+        for name, module in self._modules.items():
+            before = type(module)
+            if before is nn.Linear:
+                module.__class__ = Linear
+            assert isinstance(module, Routed)  # of which sites are
+            site = self.sites.setdefault(name, Site(name, module, before))
+            old = dict.fromkeys((r.gemm for r in chosen[name]), "")
+            old |= {r.gemm: r.text for r in site.routes}
+            changed += [f"{name}/{r.gemm}" for r in chosen[name] if r.text != old[r.gemm]]
+            site.routes = chosen[name]
+            module.take_routes([r.text for r in chosen[name]], _parameter(module))
+            if self._inference:
+                module.freeze()
+        return changed
+
+    def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
+        found: dict[str, tuple[Route, ...]] = {}
+        known: dict[Any, tuple[Route, ...]] = {}  # layers are often alike
+        for name, module in self._modules.items():
+            assert isinstance(module, nn.Linear | Routed)  # of which sites are
+            n, k, has_bias, weight = shape_of(module)
+            device = selection.device_named(self._device or _device_of(weight))
+            judge = _judge_of(wanted, name, self._distributions)
+            key = (n, k, has_bias, device, judge)
+            if key not in known:
+                known[key] = routes_of(
+                    n, k, judge, device, has_bias=has_bias, inference=self._inference,
+                    m_range=self._m_range,
+                )  # fmt: skip
+            found[name] = known[key]
+        return found
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """Plain data: one row for each product of each site."""
+        rows = []
+        for site in self.sites.values():
+            n, k, _, _ = shape_of(site.module)
+            for route in site.routes:
+                timed = [c for c in route.choices if c.latency_us is not None]
+                rows.append(
+                    {
+                        "site": site.name, "gemm": route.gemm, "n": n, "k": k,
+                        "choice": _summary(route),
+                        "m": [_rows_of(route, c) for c in timed],
+                        "us": [c.latency_us for c in timed],
+                        "why": route.why,
+                    }
+                )  # fmt: skip
+        return rows
+
+    def table(self) -> None:
+        """Print a table of the choices."""
+        from lokakern.bench.report import print_rows
+
+        rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
+        note = "; ".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
+        print_rows(rows, "table", title=repr(self), note=note)
+
+    def explain(self, name: str | None = None) -> str:
+        """Why each product of a site, or of all, got what it got, kernel by kernel.
+
+        Raises:
+            UnknownNameError: There is no such site.
+        """
+        if name is not None and name not in self.sites:
+            raise UnknownNameError(
+                f"explain: no site {name!r}; expected one of {', '.join(self.sites)}"
+            )
+        sites = self.sites.values() if name is None else [self.sites[name]]
+        return "\n".join(f"{s.name}: {r.explain()}" for s in sites for r in s.routes)
+
+    def suite(self, m: Sequence[int], name: str = "model") -> str:
+        """What was not measured of this model, as a suite: TOML for ``sweep --suite FILE``.
+
+        Args:
+            m: Numbers of rows to measure at.
+            name: Of the suite.
+
+        Returns:
+            "" where everything was measured.
+        """
+        missing: dict[tuple[int, int], list[str]] = {}
+        for site in self.sites.values():
+            n, k, _, _ = shape_of(site.module)
+            forms = missing.setdefault((n, k), [])
+            forms += [
+                form
+                for route in site.routes[: 1 if self._inference else None]
+                for form in _FORMS[route.gemm]
+                if not route.choices and form not in forms
+            ]
+        layers = [
+            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
+            for (n, k), forms in missing.items()
+            if forms
+        ]
+        return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
+
+    def undo(self) -> None:
+        """Make every layer what it was, with the parameters it has now."""
+        for site in self.sites.values():
+            site.module.take_routes(("", "", ""), None)
+            # A class that fully_shard made stays: without routes it is nn.Linear's all the same.
+            if type(site.module) is Linear and site.before is nn.Linear:
+                for name in list(vars(site.module).keys() & _OURS):
+                    delattr(site.module, name)
+                site.module.__class__ = nn.Linear  # type: ignore[assignment]
+        self.sites, self._modules = {}, {}
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        routes = [route for site in self.sites.values() for route in site.routes]
+        count = sum(bool(route.text) for route in routes)
+        return f"Conversion({len(self.sites)} sites, {count} of {len(routes)} products quantized)"
+
+
+# Of a product, what a suite of a user's own calls it.
+_FORMS = {
+    "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
+}  # fmt: skip
+_OURS = {name for name in vars(Routed) if not name.startswith("__")}
+
+
+def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:
+    """Of a site n and k as they are multiplied, whether there is a bias, and a parameter."""
+    if isinstance(module, nn.Linear):
+        k, n = getattr(module, "padding", (0, 0))
+        return (
+            module.out_features + n, module.in_features + k, module.bias is not None, module.weight
+        )  # fmt: skip
+    shape: tuple[int, int, bool, Tensor] = module.product_shape()  # type: ignore[operator]
+    return shape
+
+
+def _parameter(module: Routed) -> Tensor | None:
+    """The parameter that is multiplied as it is."""
+    is_plain = isinstance(module, Linear) and module.padding == (0, 0)
+    weight = module.weight if is_plain else None
+    return weight if isinstance(weight, Tensor) and not hasattr(weight, "to_local") else None
+
+
+def _sites_of(
+    model: nn.Module, accepts: ModuleFilter | None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    found: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
+    inner = {id(part) for m in model.modules() for part in getattr(m, "parts", ())}
+
+    def is_wanted(module: nn.Module, name: str) -> bool:
+        is_linear = isinstance(module, nn.Linear | Routed)
+        return is_linear and (accepts is None or accepts(module, name))
+
+    for name, module in named_modules(model, is_wanted):
+        reason = _why_not(module, id(module) in inner)
+        if reason:
+            skipped[name] = reason
+        else:
+            found[name] = module
+    return found, skipped
+
+
+def _why_not(module: nn.Module, is_inner: bool) -> str:
+    if is_inner:
+        return "it is multiplied as a part of another layer"
+    if not isinstance(module, Routed) and type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}, which may do more than nn.Linear"
+    weight = shape_of(module)[3]
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"its weight is {weight.dtype}; expected torch.float32 or torch.bfloat16"
+    if isinstance(weight, nn.UninitializedParameter):
+        return "its weight is not initialized; run the model once"
+    return ""
+
+
+def _device_of(weight: Tensor) -> Device:
+    if weight.device.type == "meta":
+        return current_device()
+    return current_device(weight.device.type, weight.device.index or 0)
+
+
+def _judge_of(wanted: Wanted, name: str, distributions: tuple[str, ...] | None) -> Judge:
+    if isinstance(wanted, ProbeReport):
+        verdicts = tuple(v for v in wanted.verdicts if v.site == name)
+        return Judge(wanted.budget, None, verdicts)
+    if wanted is None:
+        return Judge(None)
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float | ErrorBudget):
+        raise FormatError(
+            f"convert: report_or_budget is {type(wanted).__name__}; expected a ProbeReport, a "
+            "number (the largest row error, 0.06 admits E4M3), an ErrorBudget or None"
+        )
+    return Judge(ErrorBudget.of(wanted), distributions)
+
+
+def _check_range(m_range: object) -> None:
+    usable = isinstance(m_range, Sequence) and len(m_range) == 2
+    if not usable or not all(isinstance(m, int) for m in m_range):  # type: ignore[attr-defined]
+        usable = False
+    if not usable or not 1 <= m_range[0] <= m_range[1]:  # type: ignore[index]
+        raise ShapeError(
+            f"convert: m_range is {m_range!r}; expected (smallest, largest), both at least 1"
+        )
+
+
+def _rows_of(route: Route, choice: Any) -> int:
+    """Samples of a choice: of a weight's gradient they are what is summed over."""
+    problem = choice.problem
+    return int(problem.k if route.gemm == "grad_weight" else problem.m)
+
+
+def _summary(route: Route) -> str:
+    """Kernels over the measured m, each once."""
+    names = dict.fromkeys(
+        kernel_at(route.text, _rows_of(route, c)) or "bf16" for c in route.choices
+    )
+    return ", ".join(names) or "bf16"

@@ -1,0 +1,271 @@
+"""`Linear`: `nn.Linear` whose three products run by routes, each on a kernel of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lokakern.routed import PLAIN, RoutedLinear, output, quantize_weight, read_route, scales_of
+
+PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
+_CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
+_NOTHING = (None, None, None, None)
+
+
+class _Held(NamedTuple):
+    """A weight in FP8, and what it was made of."""
+
+    weight: Tensor
+    version: int
+    address: int  # one more thing that may change, never one by which anything is found
+    step: int
+    parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Steps:
+    """Counts steps of optimizers: after one no weight is what it was.
+
+    The version counter of a parameter says so, too, but not of what is written to its ``data``.
+    """
+
+    count = 0
+
+    @classmethod
+    def ended(cls, *_: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled optimizer moves the version counter
+            cls.count += 1
+
+
+register_optimizer_step_post_hook(Steps.ended)
+
+
+class Routed(nn.Module):
+    """What modules with a product ``x @ weight.t() + bias`` share: its routes, and FP8 weights.
+
+    Routes are texts (`lokakern.routed`), set by `lokakern.convert` and changed by nothing else.
+    """
+
+    _routes: tuple[str, str, str] = PLAIN_ROUTES
+    _owned: weakref.ref[Tensor] | None = None
+    _held: _Held | None = None
+    is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
+    _fp8_dtype = torch.float8_e4m3fn
+    _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
+    _fp8_views: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.t() + bias``: exactly `nn.Linear`'s where nothing is quantized."""
+        if self._routes == PLAIN_ROUTES:
+            return functional.linear(x, weight, bias)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            fits = dtype is torch.bfloat16 and x.dtype in _CAST and weight.dtype in _CAST
+        else:
+            dtype = x.dtype
+            fits = dtype is torch.bfloat16 and weight.dtype is dtype
+        if not fits:  # kernels were measured on bfloat16 only
+            return functional.linear(x, weight, bias)
+        parts = self._parts(weight)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes)  # type: ignore[no-untyped-call]
+        else:
+            y = output(rows, weight, bias, parts[0], parts[1], self._routes[0])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+
+    def _parts(self, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """The weight in FP8 where somebody holds it: for the output, and for the input's gradient.
+
+        Compiled, kernels quantize it instead, at each call, because a graph that is replayed asks
+        nobody; so it is while a CUDA graph is captured.
+        """
+        if self.is_frozen:
+            return (*self._frozen(), None, None)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _NOTHING
+        owned = None if self._owned is None else self._owned()
+        if owned is not weight:  # FSDP2 gathers into the same memory and leaves the version
+            return _NOTHING
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._owned = self._held = None  # replays may change the weight, and nobody is told
+            return _NOTHING
+        held = self._held
+        if (
+            held is None
+            or held.weight is not weight
+            or held.version != weight._version
+            or held.address != weight.data_ptr()
+            or held.step != Steps.count
+        ):
+            with torch.no_grad():
+                held = self._held = _Held(
+                    weight, weight._version, weight.data_ptr(), Steps.count, self._quantized(weight)
+                )
+        return held.parts
+
+    def _quantized(
+        self, weight: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        weight = weight.detach().to(torch.bfloat16)
+        forward = backward = (None, None)
+        to_output, to_input, _ = self._routes
+        if to_output != PLAIN:
+            forward = quantize_weight(weight, scales_of(to_output))  # type: ignore[assignment]
+        if to_input != PLAIN:
+            backward = quantize_weight(weight.t(), scales_of(to_input))  # type: ignore[assignment]
+        return (*forward, *backward)
+
+    def _frozen(self) -> tuple[Tensor, Tensor]:
+        stored: Tensor = self.fp8_data  # type: ignore[assignment]
+        views = self._fp8_views
+        is_compiling = torch.compiler.is_compiling()
+        if views is not None and views[0] is stored and not is_compiling:
+            return views[1], views[2]
+        scales: Tensor = self.fp8_scale  # type: ignore[assignment]
+        columns, width = self._fp8_widths
+        data = stored.view(self._fp8_dtype)[:, :columns]
+        scale = scales.view(torch.float32)[:, :width]
+        if not is_compiling:
+            self._fp8_views = (stored, data, scale)
+        return data, scale
+
+    def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
+        """Run by these from now on; ``weight`` is the parameter whose FP8 form may be kept."""
+        self.thaw()
+        self._routes = (texts[0], texts[1], texts[2])
+        self._owned = None if weight is None else weakref.ref(weight)
+        self._held = None
+
+    def freeze(self) -> None:
+        """Quantize the weight as it is multiplied, see `freeze_weight`."""
+        raise NotImplementedError
+
+    def freeze_weight(self, weight: Tensor) -> None:
+        """Quantize the weight of the output once and for all; later changes of it are not seen."""
+        self.thaw()
+        if self._routes[0] == PLAIN:
+            return
+        with torch.no_grad():
+            weight = weight.detach().to(torch.bfloat16)
+            data, scale = quantize_weight(weight, scales_of(self._routes[0]))
+        whole = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
+        scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
+        self._fp8_dtype, self._fp8_widths = data.dtype, (data.shape[1], scale.shape[1])
+        self.register_buffer("fp8_data", whole.view(torch.uint8), persistent=False)
+        self.register_buffer("fp8_scale", scales.view(torch.uint8), persistent=False)
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """Undo `freeze_weight`."""
+        if self.is_frozen:
+            del self.fp8_data, self.fp8_scale
+        self.is_frozen, self._fp8_views = False, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made again."""
+        state = dict(self.__dict__)
+        for name in ("_owned", "_held", "_fp8_views"):
+            state.pop(name, None)
+        return state
+
+    def route_words(self) -> str:
+        """The choice of each product in a few words, for `extra_repr`."""
+        names = ("output", "grad_input", "grad_weight")
+        return ", ".join(f"{n}={_words(r)}" for n, r in zip(names, self._routes, strict=True))
+
+
+def _words(route: str) -> str:
+    """Which scales from which m on, where 16 divides m."""
+    if route == PLAIN:
+        return "bf16"
+    _, segments, _ = read_route(route)
+    found = []
+    for place, (start, name) in enumerate(segments):
+        if name:
+            end = f"..{segments[place + 1][0] - 1}" if place + 1 < len(segments) else ".."
+            found.append(f"{name} at m={start}{end}")
+    return "; ".join(found)
+
+
+class Linear(nn.Linear, Routed):
+    """`nn.Linear` whose ``output``, ``grad_input`` and ``grad_weight`` run on kernels of their own.
+
+    Which kernels, by range of m, is chosen once: here, or by `lokakern.convert`. Where nothing is
+    quantized it is `nn.Linear` to the bit. Operands are quantized where they are bfloat16, by
+    autocast or by themselves; others are multiplied as they are. Keys of a state_dict are those of
+    `nn.Linear`.
+
+    Args:
+        in_features: k.
+        out_features: n.
+        bias: Whether there is one.
+        device: As of `nn.Linear`.
+        dtype: As of `nn.Linear`.
+        budget: Largest accepted row error of each product, or an `ErrorBudget`; None quantizes
+            nothing.
+        distribution: As of `lokakern.gemm`.
+
+    Attributes:
+        padding: Zeros that are added to k and n at each call, see `lokakern.mods.Pad`.
+    """
+
+    padding: tuple[int, int] = (0, 0)
+    is_special = False  # whether it does anything that nn.Linear does not
+
+    def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
+        """See `Routed`."""
+        super().take_routes(texts, weight)
+        self.is_special = any(texts) or self.padding != (0, 0)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        budget: Any = None,
+        distribution: str | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if budget is not None:
+            from lokakern.converting import convert  # which imports this module
+
+            convert(self, budget, distribution=distribution)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.t() + bias``, ``[..., n]``."""
+        if not self.is_special:  # most layers: as little as can be
+            return functional.linear(input, self.weight, self.bias)
+        if self.padding == (0, 0):
+            return self.product(input, self.weight, self.bias)
+        k, n = self.padding
+        weight = functional.pad(self.weight, (0, k, 0, n))
+        bias = None if self.bias is None else functional.pad(self.bias, (0, n))
+        y = self.product(functional.pad(input, (0, k)), weight, bias)
+        return y[..., : self.out_features] if n else y
+
+    def extra_repr(self) -> str:
+        """Shapes, and the choice of each product."""
+        padded = "" if self.padding == (0, 0) else f", padding={self.padding}"
+        return f"{super().extra_repr()}{padded}, {self.route_words()}"
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.is_frozen:
+            self.freeze()
+
+    def freeze(self) -> None:
+        """Quantize the weight as it is multiplied once and for all."""
+        k, n = self.padding
+        self.freeze_weight(functional.pad(self.weight.detach(), (0, k, 0, n)))

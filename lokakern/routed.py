@@ -1,0 +1,275 @@
+"""Products by route: what runs where a module chose its kernels beforehand, by range of m.
+
+A route is text, so that a compiled graph holds all of it and none of this process: the scales of
+the right operand, then for m that 16 divides and for any other, from which m on which kernel runs::
+
+    row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
+
+No kernel is the unquantized product, by torch. Where a kernel's GPU is not, its emulation runs.
+The ops look a kernel up when they run, not when they are traced: m may be dynamic.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lokakern.device import current_device
+from lokakern.errors import UnsupportedError
+from lokakern.quantizing import quantize
+from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
+from lokakern.types import Granularity, QuantizedTensor
+
+Segments = list[tuple[int, str]]  # from which m on which kernel, "" for the unquantized product
+PLAIN = ""  # the route that quantizes nothing
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+_WAYS: dict[tuple[str, torch.device], _Ways] = {}
+
+
+class _Ways(NamedTuple):
+    """A route on a device: for m that 16 divides, and for any other."""
+
+    form: Granularity
+    starts: tuple[list[int], list[int]]
+    kernels: tuple[list[Kernel | None], list[Kernel | None]]
+
+
+def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
+    """A route as text; `PLAIN` if it has no kernel."""
+    if not any(name for _, name in (*aligned, *other)):
+        return PLAIN
+    parts = (",".join(f"{start}={name}" for start, name in x) for x in (aligned, other))
+    return f"{form};16:{next(parts)};1:{next(parts)}"
+
+
+def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
+    """What `route_text` wrote."""
+    form, *parts = text.split(";")
+    found: list[Segments] = []
+    for part in parts:
+        pairs = (pair.split("=") for pair in part.partition(":")[2].split(","))
+        found.append([(int(start), name) for start, name in pairs])
+    return Granularity(form), found[0], found[1]
+
+
+def kernel_at(text: str, m: int) -> str:
+    """Name of the kernel of a route at m; "" for the unquantized product."""
+    if text == PLAIN:
+        return ""
+    _, *both = read_route(text)
+    segments = both[0] if m % 16 == 0 else both[1]
+    return segments[bisect_right([start for start, _ in segments], m) - 1][1]
+
+
+def emulation_of(kernel: Kernel) -> Kernel:
+    """The kernel that rounds alike on any device, in stock PyTorch.
+
+    Raises:
+        UnsupportedError: None does.
+    """
+    for other in KERNELS.values():
+        scales = (other.granularity, other.b_granularity)
+        if (
+            other.op == "gemm"
+            and other.quantizes
+            and all(part.startswith("torch.") for part in other.parts)
+            and "any" in other.architectures
+            and scales == (kernel.granularity, kernel.b_granularity)
+        ):
+            return other
+    raise UnsupportedError(f"{kernel.name} runs on {', '.join(sorted(kernel.architectures))} only, "
+                           "and nothing emulates its scales")  # fmt: skip
+
+
+def _ways(text: str, device: torch.device) -> _Ways:
+    load_kernels()
+    form, *both = read_route(text)
+    here = current_device(device.type, device.index or 0)
+    kernels: list[list[Kernel | None]] = []
+    for segments in both:
+        found = [kernel_named(name) if name else None for _, name in segments]
+        kernels.append([k if k is None or k.runs_on(here) else emulation_of(k) for k in found])
+    starts = [[start for start, _ in segments] for segments in both]
+    if len(_WAYS) > 4096:
+        _WAYS.clear()
+    ways = _Ways(form, (starts[0], starts[1]), (kernels[0], kernels[1]))
+    _WAYS[text, device] = ways
+    return ways
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    data: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    route: str,
+) -> Tensor:
+    """``a @ b + bias`` by the kernel of a route at this m.
+
+    Args:
+        a: ``[m, k]``, bfloat16.
+        b: ``[k, n]``, bfloat16.
+        data: FP8 elements of ``b.t()`` by `quantize_weight`, which is not quantized again; None
+            where the kernel is to quantize b.
+        scale: Its scales.
+        bias: ``[n]``, or None.
+        route: See this module; one without scales is by k, not by m.
+    """
+    out: Tensor = torch.ops.lokakern.routed_gemm(a, b, data, scale, bias, route)
+    return out
+
+
+def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+    """A weight ``[n, k]`` in FP8, elements and scales, as `multiply` takes ``weight.t()``."""
+    data, scale = torch.ops.lokakern.quantize_weight(weight, scales)
+    return data, scale
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    data: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    route: str,
+) -> Tensor:
+    ways = _WAYS.get((route, a.device)) or _ways(route, a.device)
+    # Of a weight's gradient samples are what is summed.
+    m = a.shape[1] if ways.form is Granularity.NONE else a.shape[0]
+    other = bool(m & 15)
+    kernel = ways.kernels[other][bisect_right(ways.starts[other], m) - 1]
+    if kernel is None or not m:
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    out = a.new_empty((a.shape[0], b.shape[1]))
+    right: Tensor | QuantizedTensor
+    if data is not None:
+        right = QuantizedTensor(data, scale, ways.form, True)
+    elif b.stride(0) == 1:  # a weight's transpose
+        right = _laid_out(b.t()).t()
+    else:
+        right = _laid_out(b)
+    a = _laid_out(a.t()).t() if ways.form is Granularity.NONE else _laid_out(a)
+    if torch.is_autocast_enabled(a.device.type):  # an emulation multiplies float32
+        with torch.autocast(a.device.type, enabled=False):
+            kernel.launch(a, right, out, bias, kernel.workspace(a, right))
+    else:
+        kernel.launch(a, right, out, bias, kernel.workspace(a, right))
+    return out
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Row-major, and aligned as well as the number of its columns lets rows be."""
+    columns = x.shape[1]
+    if x.stride(1) != 1 or x.stride(0) != columns:
+        x = x.contiguous()  # an expanded gradient, a slice
+    step = x.element_size() * columns
+    return x.clone() if x.data_ptr() & (min(step & -step, 16) - 1) else x
+
+
+def _multiply_fake(
+    a: Tensor,
+    b: Tensor,
+    data: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    route: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+    quantized = quantize(weight.detach(), Granularity(scales))
+    assert quantized.scale is not None  # what quantize makes has scales
+    return quantized.data, quantized.scale
+
+
+def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    fp8 = torch.float8_e4m3fn
+    if weight.device.type == "cuda":
+        fp8 = fp8_format(current_device("cuda", weight.device.index or 0)).dtype
+    pitch = -(-columns // 16) * 16
+    data = torch.empty((rows, pitch), dtype=fp8, device=weight.device)[:, :columns]
+    return data, Granularity(scales).empty_scale(rows, columns, weight.device)
+
+
+_LIBRARY.define(
+    "routed_gemm(Tensor a, Tensor b, Tensor? data, Tensor? scale, Tensor? bias, str route)"
+    " -> Tensor"
+)
+_LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)")
+_LIBRARY.impl("routed_gemm", _multiply, "CompositeExplicitAutograd")
+_LIBRARY.impl("quantize_weight", _quantize_weight, "CompositeExplicitAutograd")
+torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, lib=_LIBRARY)
+
+
+class RoutedLinear(torch.autograd.Function):
+    """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
+
+    Arguments are flat, because torch.compile wants them so: the weight quantized ahead for the
+    output and for the gradient of the input (None: kernels do it), then three routes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        data: Tensor | None,
+        scale: Tensor | None,
+        turned: Tensor | None,
+        turned_scale: Tensor | None,
+        to_output: str,
+        to_input: str,
+        to_weight: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, turned, turned_scale)
+        ctx.to_input, ctx.to_weight = to_input, to_weight
+        return output(x, weight, bias, data, scale, to_output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        grad = gradients[0]
+        x, weight, turned, turned_scale = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs[0]:
+            if ctx.to_input == PLAIN:
+                grad_x = grad @ weight
+            else:
+                grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input)
+        if needs[1]:
+            if ctx.to_weight == PLAIN:
+                grad_weight = grad.t() @ x
+            else:
+                grad_weight = multiply(grad.t(), x, None, None, None, ctx.to_weight)
+        if needs[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+
+
+def output(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    data: Tensor | None,
+    scale: Tensor | None,
+    route: str,
+) -> Tensor:
+    """``x @ weight.t() + bias`` by a route; the weight is quantized unless it was."""
+    if route == PLAIN:
+        return torch.nn.functional.linear(x, weight, bias)
+    return multiply(x, weight.t(), data, scale, bias, route)
+
+
+def scales_of(route: str) -> str:
+    """Scales of the right operand."""
+    return route.partition(";")[0]

@@ -1,0 +1,373 @@
+"""`convert`: what is chosen from rows made by hand, and what becomes of a model."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lokakern
+from lokakern import selection
+from lokakern.bench.forms import grad_weight_case, prepared_weight
+from lokakern.bench.suite_files import suite_from_file
+from lokakern.converting import Conversion
+from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
+from lokakern.linear import Linear
+from lokakern.probe.report import ProbeReport, _Judged
+from lokakern.probe.verdicts import ClassVerdict, Verdict
+from lokakern.registry.loading import load_snapshot
+from lokakern.routed import kernel_at
+from lokakern.routes import _grad_input_problem
+from lokakern.types import ErrorBudget, Format, Granularity, Problem
+from tests.test_selection import BF16, TENSOR, Book, accuracy, gemm, time
+from tests.test_selection import ROW as ROW_KERNEL
+
+SEEDS = (0,)
+H200 = "NVIDIA H200"
+N, K = 64, 48
+BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
+
+
+def rows_of(problem: Problem, *, bf16: float, errors: bool = True, **kernels: float) -> list[Any]:
+    """Times of bf16 and of others, and an error of 0.04, which is of every m."""
+    names = {"row": ROW_KERNEL, "tensor": TENSOR, "block": BLOCK_KERNEL}
+    rows = [time(BF16, problem, bf16)]
+    for name, us in kernels.items():
+        rows.append(time(names[name], problem, us))
+        if errors:
+            rows.append(accuracy(names[name], problem, 0.04, only=("X1",)))
+    return rows
+
+
+def measured() -> list[Any]:
+    """The output is worth it from m = 256 on, the input's gradient everywhere, its weight's at 256.
+
+    Without a bias, and of weights that are not prepared.
+    """
+    rows = []
+    for m, bf16, row in ((16, 2.0, 4.0), (256, 4.0, 3.0), (1024, 16.0, 8.0)):
+        rows += rows_of(gemm(m, N, K), bf16=bf16, row=row, errors=m == 16)
+        problem = _grad_input_problem(N, K)(m)
+        rows += rows_of(problem, bf16=bf16, row=bf16 / 2, errors=m == 16)
+    for m, row in ((16, 9.0), (256, 5.0), (1024, 9.0)):
+        rows += rows_of(grad_weight_case(m, N, K).problem, bf16=8.0, row=row)
+    return rows
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    selection.use_snapshot(None)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Book:
+    return Book(tmp_path_factory.mktemp("book") / "rows.sqlite").write(*measured())
+
+
+@pytest.fixture
+def known(written: Book) -> Iterator[Book]:
+    written.use()
+    yield written
+    selection.use_snapshot(None)
+
+
+convert = functools.partial(lokakern.convert, distribution="X1")
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 1)).to(dtype)
+
+
+def kernels(conversion: Conversion, site: str, gemm: str, sizes: tuple[int, ...]) -> list[str]:
+    route = next(r for r in conversion.sites[site].routes if r.gemm == gemm)
+    return [kernel_at(route.text, m) for m in sizes]
+
+
+# ---- what is chosen ----
+
+
+def test_each_product_gets_what_was_measured_of_it(known: Book) -> None:
+    found = convert(model_of(), 0.06, device=H200)
+    names = kernels(found, "0", "output", (8, 16, 17, 256, 300, 1024, 1040))
+    assert names == ["", "", "", *[ROW_KERNEL] * 3, ""]
+    assert kernels(found, "0", "grad_input", (8, 16, 1024)) == ["", ROW_KERNEL, ROW_KERNEL]
+    sizes = (16, 240, 256, 272, 1024)  # samples, which are summed: only where they were measured
+    assert kernels(found, "0", "grad_weight", sizes) == ["", "", ROW_KERNEL, "", ""]
+    assert not any(r.text for r in found.sites["2"].routes)
+    assert "nothing was measured" in found.sites["2"].routes[0].why
+
+
+def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
+    """Of kernels with others none is taken, however fast at one m: a weight is quantized once."""
+    fast = {16: 3.0, 256: 3.0, 1024: 3.0}
+    rows = []
+    for m in fast:
+        block = 2.0 if m == 16 else 5.0
+        rows += rows_of(gemm(m, N, K), bf16=6.0, errors=m == 16, row=fast[m], block=block)
+    book.write(*rows)
+    found = convert(model_of(), 0.06, device=H200)
+    assert kernels(found, "0", "output", (16, 256, 1024)) == [ROW_KERNEL] * 3
+    assert "reads a weight with 128x128 scales, and another gains more" in found.explain("0")
+    found = convert(model_of(), 0.06, device=H200, m_range=(1, 20))
+    assert kernels(found, "0", "output", (16, 256)) == [BLOCK_KERNEL, ""]
+
+
+def test_a_bias_is_asked_for_and_does_without(book: Book) -> None:
+    with_bias = gemm(256, N, K, epilogue="bias")
+    rows = rows_of(gemm(256, N, K), bf16=4.0, row=2.0)
+    book.write(*rows, *rows_of(with_bias, bf16=2.0, errors=False, row=4.0))
+    assert kernels(convert(model_of(), 0.06, device=H200), "0", "output", (256,)) == [""]
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    assert kernels(convert(model, 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
+
+
+def test_inference_asks_for_prepared_weights_and_freezes_them(book: Book) -> None:
+    weight = prepared_weight(Format.E4M3FN, Granularity.ROW)
+    prepared = gemm(256, N, K, b=weight, prepared=True)
+    book.write(
+        *rows_of(gemm(256, N, K), bf16=4.0, row=9.0),
+        *rows_of(prepared, bf16=4.0, row=2.0, errors=False),
+    )
+    assert not any(r.text for r in convert(model_of(), 0.06, device=H200).sites["0"].routes)
+    model = model_of()
+    found = convert(model, 0.06, device=H200, inference=True)
+    assert kernels(found, "0", "output", (256,)) == [ROW_KERNEL]
+    assert [r.text for r in found.sites["0"].routes[1:]] == ["", ""]
+    x = torch.randn(256, K).bfloat16()
+    with torch.no_grad():
+        y = model(x)
+        model[0].weight.mul_(2.0)
+        assert torch.equal(model(x), y)
+        found.refresh(0.06)
+        assert not torch.equal(model(x), y)
+        found.undo()
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize("budget", [None, 0.03])
+def test_without_a_budget_or_under_the_floor_nothing_is_quantized(
+    known: Book, budget: float | None
+) -> None:
+    found = convert(model_of(), budget, device=H200)
+    assert not any(row["choice"] != "bf16" for row in found.choices)
+    reason = "no budget" if budget is None else "row_err 0.0400 > 0.03"
+    assert reason in found.choices[0]["why"]
+
+
+def test_frozen_answers_quantize_nothing(known: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "choices", lambda: object())
+    found = convert(model_of(), 0.06, device=None)
+    assert "answers are frozen" in found.choices[0]["why"]
+
+
+# ---- reports of Probe ----
+
+
+def verdict(gemm: str, scales: str, safety: str, row_err: float, site: str = "0") -> Verdict:
+    found = ClassVerdict(scales, safety, row_err, row_err, row_err, reason="few rows")
+    return Verdict(site, gemm, (256, N, K), "", safety, "", "", 0.002, None, "", (), (found,))
+
+
+def report_of(*verdicts: Verdict) -> ProbeReport:
+    judged: dict[str, list[_Judged]] = {}
+    for v in verdicts:
+        judged.setdefault(v.site, []).append(_Judged(v, {}))
+    return ProbeReport(judged, ErrorBudget(row_err=0.06), None)
+
+
+def test_a_report_judges_each_product_by_what_it_replayed(book: Book) -> None:
+    """Errors of gradients need not be in the database."""
+    rows = []
+    for problem in (gemm(256, N, K), _grad_input_problem(N, K)(256)):
+        rows += [time(BF16, problem, 4.0), time(ROW_KERNEL, problem, 2.0)]
+    book.write(*rows)
+    assert not any(r.text for r in convert(model_of(), 0.06, device=H200).sites["0"].routes)
+    report = report_of(
+        verdict("output", "row", "safe", 0.04), verdict("grad_input", "row", "unsafe", 0.2)
+    )
+    found = convert(model_of(), report, device=H200)
+    assert kernels(found, "0", "output", (256,)) == [ROW_KERNEL]
+    assert kernels(found, "0", "grad_input", (256,)) == [""]
+    assert "row_err 0.2000 > 0.06 (worst on the site" in found.explain("0")
+    undecided = report_of(verdict("output", "row", "undecided", 0.04))
+    assert found.refresh(undecided) == ["0/output"]
+    assert "undecided: few rows" in found.explain("0")
+    assert found.refresh(report_of(verdict("output", "tensor", "safe", 0.04))) == []
+    assert "Probe did not replay it" in found.explain("0")
+
+
+def test_a_probe_of_a_model_converts_it(known: Book) -> None:
+    """As a user does: on a machine with no GPU, for one."""
+    model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))
+    patch = pytest.MonkeyPatch()
+    patch.setattr("lokakern.problems.ACCURACY_ROWS", 128)
+    with lokakern.Probe(model) as probe:
+        model(torch.randn(256, K)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = probe.report(budget=0.06, seeds=(0, 1, 2))
+    patch.undo()
+    found = convert(model, report, device=H200)
+    row = next(v for v in report if v.site == "0" and v.gemm == "output").of("row")
+    assert row is not None
+    is_safe = row.safety == "safe"
+    assert kernels(found, "0", "output", (256,)) == [ROW_KERNEL if is_safe else ""]
+    assert is_safe
+
+
+# ---- what is done to a model ----
+
+
+def test_a_model_is_converted_in_place_and_back(known: Book) -> None:
+    model = model_of()
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    parts = list(model.modules()), list(model.parameters()), list(model.state_dict())
+    x = torch.randn(256, K).bfloat16()
+    before = model(x)
+    found = convert(model, 0.06, device=H200)
+    assert type(model[0]) is Linear and isinstance(model[0], nn.Linear)
+    assert (list(model.modules()), list(model.parameters()), list(model.state_dict())) == parts
+    after = model(x)
+    assert not torch.equal(after, before)  # quantized: emulated, as no H200 is here
+    assert torch.allclose(after.float(), before.float(), atol=0.1)
+    assert torch.equal(model(x[:7]), nn.Sequential(*model)(x[:7]))
+    found.undo()
+    assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert torch.equal(model(x), before)
+    assert not [name for name in vars(model[0]) if name.startswith("_routes")]
+    assert len(seen) == 5 and len(found) == 0
+    with pytest.raises(UnknownNameError, match="was undone"):
+        found.refresh(0.06)
+
+
+def test_on_a_machine_that_was_not_measured_it_is_torchs_model_to_the_bit(known: Book) -> None:
+    model, plain = model_of(), model_of()
+    found = convert(model, 0.06)
+    assert "nothing was measured" in found.choices[0]["why"]
+    x = torch.randn(1024, K).bfloat16()
+    for m in (model, plain):
+        m(x).sum().backward()
+    assert torch.equal(model(x), plain(x))
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_choices_change_only_by_refresh(known: Book) -> None:
+    model = model_of()
+    found = convert(model, 0.06, device=H200)
+    before = model[0]._routes
+    selection.use_snapshot(load_snapshot([]))  # a sweep, or another database
+    with pytest.raises(DeviceError):
+        found.refresh(0.06)
+    assert model[0]._routes == before  # all or nothing
+    known.use()
+    assert found.refresh(0.06) == []
+    assert found.refresh(0.03) == ["0/output", "0/grad_input", "0/grad_weight"]
+    assert model[0]._routes == ("", "", "")
+    assert found.refresh(0.06) == ["0/output", "0/grad_input", "0/grad_weight"]
+    assert model[0]._routes == before
+
+
+def test_a_compiled_model_follows_a_refresh_without_a_break(known: Book) -> None:
+    torch._dynamo.reset()
+    model = model_of()
+    found = convert(model, 0.06, device=H200)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(256, K).bfloat16()
+    assert torch.equal(compiled(x), model(x))
+    found.refresh(None)
+    assert torch.equal(compiled(x), model_of()(x))
+    found.undo()
+    assert torch.equal(compiled(x), model_of()(x))
+
+
+def test_shared_layers_are_one_site(known: Book) -> None:
+    shared = nn.Linear(K, N)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    assert list(convert(model, 0.06, device=H200).sites) == ["a"]
+    assert type(model["b"]) is Linear
+
+
+class Odd(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2.0
+
+
+def test_what_is_left_alone_says_why(known: Book, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(K, N), Odd(N, N), nn.Linear(N, N).half(), nn.Linear(N, 1))
+    found = convert(model, 0.06, device=H200, filter=lambda module, name: name != "3")
+    assert list(found.sites) == ["0"] and set(found.skipped) == {"1", "2"}
+    assert [type(m) for m in model] == [Linear, Odd, nn.Linear, nn.Linear]
+    found.table()
+    out = capsys.readouterr().out
+    assert "it is a Odd, which may do more" in out and "its weight is torch.float16" in out
+    assert ROW_KERNEL in out and "grad_weight" in out
+    attention = nn.MultiheadAttention(16, 2)
+    with pytest.raises(UnknownNameError, match="out_proj: it is a NonDynamicallyQuantizable"):
+        convert(attention, 0.06, device=H200)
+
+
+def test_rows_are_plain_data(known: Book) -> None:
+    first, *_ = convert(model_of(), 0.06, device=H200).choices
+    assert first == {
+        "site": "0", "gemm": "output", "n": N, "k": K, "choice": f"bf16, {ROW_KERNEL}",
+        "m": [16, 256, 1024], "us": [2.0, 3.0, 8.0],
+        "why": "1.39x as fast in geometric mean over m=16..1024",
+    }  # fmt: skip
+
+
+def test_what_was_not_measured_is_a_suite_to_sweep(known: Book, tmp_path: Path) -> None:
+    found = convert(model_of(), 0.06, device=H200)
+    file = tmp_path / "model.toml"
+    file.write_text(found.suite([256, 2048], "mine"))
+    problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
+    for m in (256, 2048):
+        assert gemm(m, 1, N) in problems and gemm(m, N, K) not in problems
+        assert grad_weight_case(m, 1, N).problem in problems
+        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)}
+    model = nn.Sequential(nn.Linear(K, N))
+    assert convert(model, 0.06, device=H200).suite([256]) == ""
+
+
+def test_a_layer_may_choose_for_itself() -> None:
+    layer = Linear(K, N, budget=0.06, dtype=torch.bfloat16)  # this CPU was never measured
+    assert layer._routes == ("", "", "")
+    with pytest.raises(BudgetError):
+        Linear(K, N, budget=-1.0)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"report_or_budget": "0.06"}, FormatError, "is str; expected a ProbeReport, a number"),
+    ({"report_or_budget": True}, FormatError, "is bool"),
+    ({"report_or_budget": float("nan")}, BudgetError, "nan"),
+    ({"device": "NVIDIA H9000"}, DeviceError, "H9000"),
+    ({"m_range": (4, 2)}, ShapeError, r"m_range is \(4, 2\); expected"),
+    ({"m_range": 4}, ShapeError, "m_range is 4"),
+    ({"distribution": 3}, UnknownNameError, "distribution is 3"),
+    ({"filter": lambda module, name: False}, UnknownNameError, "has no layer to convert"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), BAD)
+def test_what_cannot_be_says_so_and_leaves_the_model(
+    known: Book, wrong: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    model = model_of()
+    arguments: dict[str, Any] = {"report_or_budget": 0.06, "device": H200, **wrong}
+    with pytest.raises(error, match=words):
+        convert(model, arguments.pop("report_or_budget"), **arguments)
+    assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
+
+
+def test_explain_of_an_unknown_site(known: Book) -> None:
+    with pytest.raises(UnknownNameError, match="no site '7'; expected one of 0, 2"):
+        convert(model_of(), 0.06, device=H200).explain("7")

@@ -1,0 +1,413 @@
+"""`Linear` on its routes: what it computes, when weights are quantized, and who may wrap it.
+
+Kernels of an H200 are emulated here; m from 16 on is quantized, less is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from lokakern import linear, numerics, routed
+from lokakern.errors import UnknownNameError
+from lokakern.linear import Linear
+from lokakern.registry.register import kernel_named
+from lokakern.routed import PLAIN, emulation_of, kernel_at, read_route, route_text
+from lokakern.types import Format, Granularity
+
+SEEDS = (0,)
+ROW_KERNEL = "cuda.quantize_row+cuda.scaled_gemm_row"
+GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"
+BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
+ROW, GROUP, BLOCK = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
+BY_ROW = route_text(ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
+BY_BLOCK = route_text(BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
+BY_GROUP = route_text(Granularity.NONE, [(0, ""), (16, GROUP_KERNEL)], [(0, "")])
+ROUTES = (BY_ROW, BY_ROW, BY_GROUP)
+M, N, K = 48, 40, 64
+
+
+def layer_of(routes: tuple[str, str, str] = ROUTES, n: int = N, k: int = K, bias: bool = True,
+             dtype: torch.dtype = torch.bfloat16) -> Linear:  # fmt: skip
+    torch.manual_seed(0)
+    layer = Linear(k, n, bias, dtype=dtype)
+    layer.take_routes(routes, layer.weight)
+    return layer
+
+
+def plain_of(layer: nn.Linear) -> nn.Linear:
+    plain = nn.Linear(
+        layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype
+    )
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "norm" not in k})
+    return plain
+
+
+def rows(m: int = M, k: int = K, seed: int = 1) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def passed(call: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """The output and all gradients of a call."""
+    x = x.clone().requires_grad_()
+    y = call(x)
+    y.backward(gradient)
+    found = [y.detach(), x.grad, *(p.grad for p in call.parameters())]
+    call.zero_grad()
+    return [f for f in found if f is not None]
+
+
+def rounded(x: Tensor, scales: Granularity) -> Tensor:
+    """What is left of a matrix that is quantized along its rows, float64."""
+    return numerics.dequantize(numerics.quantize(x, Format.E4M3FN, scales)).double()
+
+
+def assert_close(found: Tensor, exact: Tensor) -> None:
+    """Within the rounding of the output to bfloat16, and float32 sums."""
+    assert found.shape == exact.shape
+    scale = exact.abs().max().clamp(min=1e-30)
+    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * scale).all()
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize(("n", "k"), [(N, K), (37, 51), (1, 3), (130, 257)])
+def test_each_product_is_that_of_its_quantized_operands(n: int, k: int) -> None:
+    layer = layer_of(n=n, k=k)
+    x, gradient = rows(k=k), rows(k=n, seed=2)
+    y, grad_x, grad_weight, grad_bias = passed(layer, x, gradient)
+    w = layer.weight.detach()
+    assert_close(y, rounded(x, ROW) @ rounded(w, ROW).t() + layer.bias.detach().double())
+    assert_close(grad_x, rounded(gradient, ROW) @ rounded(w.t(), ROW).t())
+    assert_close(grad_weight, rounded(gradient.t(), GROUP) @ rounded(x.t(), GROUP).t())
+    assert_close(grad_bias, gradient.double().sum(0))
+
+
+def test_scales_of_blocks_and_no_bias() -> None:
+    layer = layer_of((BY_BLOCK, BY_BLOCK, PLAIN), 130, 257, bias=False)
+    x, gradient = rows(7, 257), rows(7, 130, seed=2)
+    y, grad_x, grad_weight = passed(layer, x, gradient)
+    w = layer.weight.detach()
+    assert_close(y, rounded(x, GROUP) @ rounded(w, BLOCK).t())
+    assert_close(grad_x, rounded(gradient, GROUP) @ rounded(w.t(), BLOCK).t())
+    assert_close(grad_weight, gradient.double().t() @ x.double())
+
+
+@pytest.mark.parametrize("routes", [(PLAIN, PLAIN, PLAIN), ROUTES])
+@pytest.mark.parametrize("m", [0, 1, 8])
+def test_where_nothing_is_quantized_it_is_torchs_layer_to_the_bit(
+    m: int, routes: tuple[str, str, str]
+) -> None:
+    layer = layer_of(routes)
+    x, gradient = rows(m), rows(m, N, seed=2)
+    assert same(passed(layer, x, gradient), passed(plain_of(layer), x, gradient))
+
+
+def test_products_are_chosen_apart() -> None:
+    for place in range(3):
+        routes = [PLAIN] * 3
+        routes[place] = ROUTES[place]
+        layer = layer_of((routes[0], routes[1], routes[2]))
+        found = passed(layer, rows(), rows(k=N, seed=2))
+        plain = passed(plain_of(layer), rows(), rows(k=N, seed=2))
+        whole = passed(layer_of(), rows(), rows(k=N, seed=2))
+        for number in range(3):
+            expected = whole if number == place else plain
+            assert torch.equal(found[number], expected[number]), (place, number)
+
+
+def test_a_row_that_is_not_finite_stays_alone_and_rows_of_zeros_stay_zero() -> None:
+    layer = layer_of(bias=False)
+    x = rows()
+    x[3] = 0.0
+    x[5, 7], x[6, 0] = float("nan"), float("inf")
+    with torch.no_grad():
+        y = layer(x)
+    assert (y[3] == 0).all()
+    assert y[5:7].isnan().all()
+    others = [i for i in range(M) if i not in (5, 6)]
+    assert torch.equal(y[others], layer(rows_without(x, 5, 6)).detach()[others])
+
+
+def rows_without(x: Tensor, *places: int) -> Tensor:
+    x = x.clone()
+    x[list(places)] = 0.0
+    return x
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    layer, x = layer_of(), rows().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.float().sum().backward()
+
+
+def test_any_axes_and_strides() -> None:
+    layer = layer_of()
+    x = rows(96)
+    expected = layer(x)
+    assert torch.equal(layer(x.view(2, 3, 16, K)), expected.view(2, 3, 16, N))
+    assert torch.equal(layer(x.t().contiguous().t()), expected)
+    wide = torch.cat([rows(96, 1), x], 1)[:, 1:]  # every row askew
+    assert torch.equal(layer(wide), expected)
+    y = layer(x.clone().requires_grad_())
+    y.sum().backward()  # the gradient is one element, expanded
+    assert_close(layer.bias.grad, torch.full((N,), 96.0).double())
+
+
+def test_autocast_quantizes_bfloat16_and_nothing_else() -> None:
+    layer = layer_of(dtype=torch.float32)
+    plain = plain_of(layer)
+    x = rows().float()
+    assert torch.equal(layer(x), plain(x))  # float32 products were never measured
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(layer(x), plain(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.float().square().sum().backward()
+    w = layer.weight.detach().bfloat16()
+    bias = layer.bias.detach().bfloat16().double()
+    assert y.dtype == torch.bfloat16
+    assert_close(y.detach(), rounded(x.bfloat16(), ROW) @ rounded(w, ROW).t() + bias)
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(rows())  # as nn.Linear: nobody casts
+
+
+def test_routes_are_text_that_is_read_again() -> None:
+    assert read_route(BY_ROW) == (ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
+    assert [kernel_at(BY_ROW, m) for m in (0, 15, 16, 17, 4096)] == ["", "", *[ROW_KERNEL] * 3]
+    assert kernel_at(PLAIN, 5) == "" and route_text(ROW, [(0, "")], [(0, "")]) == PLAIN
+    assert emulation_of(kernel_named(BLOCK_KERNEL)).b_granularity is BLOCK
+    layer = layer_of((BY_ROW.replace("scaled_gemm_row", "nobody"), PLAIN, PLAIN))
+    with pytest.raises(UnknownNameError, match=r"nobody.* is not registered"):
+        layer(rows())
+
+
+# ---- compiled ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    layer = layer_of(dtype=dtype)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, gradient = rows().to(dtype), rows(k=N, seed=2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+        expected, found = (passed(call, x, gradient) for call in (layer, compiled))
+        with torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+    assert same(found, expected)
+
+
+def test_one_graph_serves_all_m_and_each_takes_its_kernel() -> None:
+    torch._dynamo.reset()
+    layer = layer_of()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for m in (96, 8, 33, 16, 15, 4096):  # not k first: sizes that are equal share a symbol
+        assert torch.equal(compiled(rows(m)), layer(rows(m))), m
+    assert counter.frame_count == 1
+
+
+def test_ops_are_what_their_fakes_say() -> None:
+    x, w = rows(), rows(N, seed=3)
+    data, scale = routed.quantize_weight(w, "row")
+    # Not "test_schema", which subtracts outputs, and FP8 has no difference.
+    check = functools.partial(
+        torch.library.opcheck, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
+    )
+    for weight in (w, w.t(), w[:, :51].contiguous()):
+        check(torch.ops.lokakern.quantize_weight, (weight, "row"))
+    for a in (x, x.t().contiguous().t()):
+        check(torch.ops.lokakern.routed_gemm, (a, w.t(), data, scale, None, BY_ROW))
+
+
+# ---- weights in FP8 ----
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts how often a weight is quantized."""
+    counts = [0]
+    original = routed.quantize_weight
+
+    def count(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+        counts[0] += 1
+        return original(weight, scales)
+
+    monkeypatch.setattr(routed, "quantize_weight", count)
+    monkeypatch.setattr(linear, "quantize_weight", count)
+    yield counts
+
+
+def test_a_weight_is_quantized_once_a_step(quantized: list[int]) -> None:
+    layer = layer_of()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for step in range(3):
+        for micro in range(4):
+            layer(rows(seed=micro)).sum().backward()
+        assert quantized[0] == 2 * (step + 1)  # as it lies, and transposed
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_no_change_of_a_weight_goes_unseen() -> None:
+    layer = layer_of()
+    x = rows()
+
+    def check() -> None:
+        fresh = layer_of()
+        fresh.load_state_dict(layer.state_dict())
+        assert torch.equal(layer(x), fresh(x))
+
+    layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+    check()
+    layer.weight.data = torch.randn(N, K).bfloat16()
+    check()
+    layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()})
+    check()
+
+    class Old(torch.optim.Optimizer):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.mul_(0.5)  # which no version counter sees
+
+    Old(layer.parameters(), {}).step()
+    check()
+    layer.weight.data.mul_(2.0)  # an average of weights that is swapped in to evaluate
+    with torch.no_grad():
+        check()
+
+
+def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
+    layer = layer_of(k=51)
+    x = rows(k=51)
+    with torch.no_grad():
+        expected = layer(x)
+        layer.freeze()
+        assert torch.equal(layer(x), expected)
+        layer.weight.zero_()
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer.float().bfloat16()(x), expected)
+        assert torch.equal(copy.deepcopy(layer)(x), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        assert list(layer.state_dict()) == ["weight", "bias"]
+        other = layer_of(k=51)
+        other.weight.mul_(2.0)
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(x), other(x))
+        layer.thaw()
+        assert torch.equal(layer(x), other(x)) and not list(layer.buffers())
+
+
+def test_checkpoints_go_both_ways() -> None:
+    layer = layer_of()
+    plain = nn.Linear(K, N, dtype=torch.bfloat16)
+    plain.load_state_dict(layer.state_dict())
+    file = io.BytesIO()
+    torch.save(plain.state_dict(), file)
+    file.seek(0)
+    other = Linear(K, N, dtype=torch.bfloat16)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(rows()), plain(rows()))
+
+
+def test_copies_keep_their_routes() -> None:
+    layer = layer_of()
+    y = layer(rows())
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(rows()), y)
+
+
+def test_it_says_which_kernel_runs_where() -> None:
+    text = repr(layer_of((BY_ROW, PLAIN, PLAIN)))
+    assert f"output={ROW_KERNEL} at m=16.., grad_input=bf16, grad_weight=bf16" in text
+
+
+# ---- wrapped ----
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(K, 32), nn.ReLU(), Linear(32, N))
+    for layer in model:
+        if isinstance(layer, Linear):
+            layer.take_routes(ROUTES, layer.weight)
+    return model
+
+
+def losses(model: nn.Module, call: nn.Module | None = None, steps: int = 4) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (model if call is None else call)(rows(seed=step).float())
+            loss = (y.float() - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_fsdp2_and_checkpoints_train_alike() -> None:
+    """To the bit; FSDP2 gathers weights into the same memory, where nothing may be kept."""
+    expected = losses(model_of())
+    assert expected[-1] < expected[0]
+    model = model_of()
+    assert losses(model, nn.parallel.DistributedDataParallel(model)) == expected
+    for reshard in (True, False):
+        model = model_of()
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model:
+            if isinstance(layer, Linear):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        assert losses(model) == expected
+
+    class Saved(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    saved = Saved(model_of())
+    assert losses(saved) == expected
+    torch._dynamo.reset()
+    saved = Saved(model_of())
+    compiled = torch.compile(saved, backend="aot_eager", fullgraph=True)
+    assert losses(saved, compiled) == expected
