@@ -153,6 +153,8 @@ def _multiply(
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     out = a.new_empty((a.shape[0], b.shape[1]))
     right: Tensor | QuantizedTensor
+    if not kernel.parts:  # it quantizes by itself, in its library's way
+        left = None
     if data is None and left is not None:
         data, scale = _quantize_weight(b.t(), ways.form.value)
     if data is not None:
