@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern import mods, numerics, selection
+from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.between import BoundedSequential, is_affordable, scales_between
 from lokakern.device import current_device
 from lokakern.linear import Linear
@@ -65,6 +66,19 @@ def test_the_product_is_that_of_what_was_handed_over(route: str) -> None:
     assert ((y - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * exact.abs().max()).all()
     plain = h.double() @ layer.weight.detach().double().t() + layer.bias.detach().double()
     assert numerics.measure_errors(y, plain).row_err < 0.05
+
+
+@pytest.mark.parametrize("name", ["X2", "X5", "X6", "X10", "X13", "X14"])
+def test_a_scale_that_is_known_errs_as_those_of_rows_do(name: str) -> None:
+    y = draw_rows(distribution_named(name), 256, 512, 0).bfloat16()
+    x = nn.functional.hardswish(mods.BlockRMSNorm(512, 256)(y))
+    w = draw_weight(distribution_named("X2"), 64, 512, 0).bfloat16()
+    exact, right = x.double() @ w.double().t(), rounded(w, Granularity.ROW).t()
+    scale = torch.tensor([[16.0 / 448.0]])
+    static, _ = numerics.quantize_static(x, Format.E4M3FN, Granularity.TENSOR, scale)
+    known = numerics.measure_errors(numerics.dequantize(static).double() @ right, exact).row_err
+    by_row = numerics.measure_errors(rounded(x, Granularity.ROW) @ right, exact).row_err
+    assert known < 0.05 and known < 1.2 * by_row
 
 
 def test_gradients_are_those_of_an_input_that_was_not_rounded() -> None:
