@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lokakern import selection
+from lokakern.between import BoundedSequential, is_affordable, scales_between
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.linear import Linear, Routed
@@ -33,6 +34,7 @@ def convert(
     device: Device | str | None = None,
     distribution: str | Sequence[str] | None = None,
     m_range: MRange | None = None,
+    between: bool = True,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels whose error is affordable, in place.
 
@@ -56,6 +58,9 @@ def convert(
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.
         m_range: Smallest and largest number of rows to choose for; None: all that were measured.
+        between: Whether a layer that follows BlockNorm and an activation in an `nn.Sequential` gets
+            its input in FP8, under the scale that the norm bounds it by, where the budget is a
+            row error of 0.05 or more; see `lokakern.between`.
 
     Returns:
         What was chosen and why, and what undoes it.
@@ -78,6 +83,8 @@ def convert(
             f"filter= accepts{reasons}"
         )
     conversion = Conversion(found, skipped, inference, device, names, m_range)
+    if between:
+        conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
     conversion.refresh(report_or_budget)
     return conversion
 
@@ -119,6 +126,7 @@ class Conversion:
         self._modules, self.skipped, self._inference = modules, skipped, inference
         self._device, self._distributions, self._m_range = device, distributions, m_range
         self.sites: dict[str, Site] = {}
+        self.sequences: list[nn.Module] = []
 
     def refresh(self, report_or_budget: Wanted) -> list[str]:
         """Choose anew, by another report or budget, or after a sweep.
@@ -149,7 +157,36 @@ class Conversion:
             module.take_routes([r.text for r in chosen[name]], _parameter(module))
             if self._inference:
                 module.freeze()
+        self._hand_over(report_or_budget)
         return changed
+
+    def _hand_over(self, wanted: Wanted) -> None:
+        """Tell sequences which inputs have a scale that is known."""
+        budget = _judge_of(wanted, "", None).budget
+        for sequence in self.sequences:
+            assert isinstance(sequence, nn.Sequential)  # the class may be ours by now
+            weight = next(sequence.parameters(), None)
+            scales: tuple[str, ...] = ()
+            if weight is not None and is_affordable(budget):
+                device = selection.device_named(self._device or _device_of(weight))
+                scales = scales_between(sequence, device)
+            if any(scales):
+                sequence.__class__ = BoundedSequential
+                sequence.scales = scales  # type: ignore[assignment]
+            elif type(sequence) is BoundedSequential:
+                _let_go(sequence)
+
+    @property
+    def handed_over(self) -> list[str]:
+        """Names of sites that get their input in FP8."""
+        names = {id(site.module): site.name for site in self.sites.values()}
+        return [
+            names[id(module)]
+            for sequence in self.sequences
+            if isinstance(sequence, BoundedSequential)
+            for module, scale in zip(sequence, sequence.scales, strict=True)
+            if scale
+        ]
 
     def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
         found: dict[str, tuple[Route, ...]] = {}
@@ -244,7 +281,10 @@ class Conversion:
                 for name in list(vars(site.module).keys() & _OURS):
                     delattr(site.module, name)
                 site.module.__class__ = nn.Linear  # type: ignore[assignment]
-        self.sites, self._modules = {}, {}
+        for sequence in self.sequences:
+            if type(sequence) is BoundedSequential:
+                _let_go(sequence)
+        self.sites, self._modules, self.sequences = {}, {}, []
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -252,7 +292,15 @@ class Conversion:
     def __repr__(self) -> str:
         routes = [route for site in self.sites.values() for route in site.routes]
         count = sum(bool(route.text) for route in routes)
-        return f"Conversion({len(self.sites)} sites, {count} of {len(routes)} products quantized)"
+        handed = len(self.handed_over)
+        words = f", {handed} inputs handed over in FP8" if handed else ""
+        products = f"{count} of {len(routes)} products quantized"
+        return f"Conversion({len(self.sites)} sites, {products}{words})"
+
+
+def _let_go(sequence: nn.Module) -> None:
+    del sequence.scales
+    sequence.__class__ = nn.Sequential
 
 
 # Of a product, what a suite of a user's own calls it.

@@ -59,8 +59,13 @@ class Routed(nn.Module):
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
     _fp8_views: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ weight.t() + bias``: exactly `nn.Linear`'s where nothing is quantized."""
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str = ""
+    ) -> Tensor:
+        """``x @ weight.t() + bias``: exactly `nn.Linear`'s where nothing is quantized.
+
+        With a scale, nothing of x passes it times the largest number of FP8.
+        """
         if self._routes == PLAIN_ROUTES:
             return functional.linear(x, weight, bias)
         kind = x.device.type
@@ -77,9 +82,9 @@ class Routed(nn.Module):
         bias = None if bias is None else bias.to(dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
-            y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes)  # type: ignore[no-untyped-call]
+            y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes, input_scale)  # type: ignore[no-untyped-call]
         else:
-            y = output(rows, weight, bias, parts[0], parts[1], self._routes[0])
+            y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
 
     def _parts(self, weight: Tensor) -> tuple[Tensor | None, ...]:
@@ -243,12 +248,12 @@ class Linear(nn.Linear, Routed):
 
             convert(self, budget, distribution=distribution)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input @ weight.t() + bias``, ``[..., n]``."""
+    def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
+        """``input @ weight.t() + bias``, ``[..., n]``; of ``input_scale`` see `Routed.product`."""
         if not self.is_special:  # most layers: as little as can be
             return functional.linear(input, self.weight, self.bias)
         if self.padding == (0, 0):
-            return self.product(input, self.weight, self.bias)
+            return self.product(input, self.weight, self.bias, input_scale)
         k, n = self.padding
         weight = functional.pad(self.weight, (0, k, 0, n))
         bias = None if self.bias is None else functional.pad(self.bias, (0, n))

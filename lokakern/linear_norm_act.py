@@ -71,9 +71,11 @@ class LinearNormAct(Linear):
         self.norm = _module_of(norm_named(norm, eps), out_features, device, dtype)
         self.activation = name
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, input_scale: str = "", residual: Tensor | None = None
+    ) -> Tensor:
         """``[..., n]``; a residual is added to what is normalized."""
-        y = super().forward(input)
+        y = super().forward(input, input_scale)
         z = self.norm(y if residual is None else y + residual)
         return z if self.activation == "none" else _FUNCTIONS[self.activation](z)
 

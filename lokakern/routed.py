@@ -108,6 +108,8 @@ def multiply(
     scale: Tensor | None,
     bias: Tensor | None,
     route: str,
+    left: Tensor | None = None,
+    left_scale: str = "",
 ) -> Tensor:
     """``a @ b + bias`` by the kernel of a route at this m.
 
@@ -119,8 +121,10 @@ def multiply(
         scale: Its scales.
         bias: ``[n]``, or None.
         route: See this module; one without scales is by k, not by m.
+        left: a in FP8, where its scale was known: a itself is read by the unquantized product only.
+        left_scale: That scale, of the whole, as text: of a number torch.compile makes a symbol.
     """
-    out: Tensor = torch.ops.lokakern.routed_gemm(a, b, data, scale, bias, route)
+    out: Tensor = torch.ops.lokakern.routed_gemm(a, b, data, scale, bias, route, left, left_scale)
     return out
 
 
@@ -137,6 +141,8 @@ def _multiply(
     scale: Tensor | None,
     bias: Tensor | None,
     route: str,
+    left: Tensor | None = None,
+    left_scale: str = "",
 ) -> Tensor:
     ways = _WAYS.get((route, a.device)) or _ways(route, a.device)
     # Of a weight's gradient samples are what is summed.
@@ -147,8 +153,15 @@ def _multiply(
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     out = a.new_empty((a.shape[0], b.shape[1]))
     right: Tensor | QuantizedTensor
+    if not kernel.parts:  # it quantizes by itself, in its library's way
+        left = None
+    if data is None and left is not None:
+        data, scale = _quantize_weight(b.t(), ways.form.value)
     if data is not None:
         right = QuantizedTensor(data, scale, ways.form, True)
+        if left is not None:
+            _launch_scaled(kernel, left, left_scale, right, out, bias)
+            return out
     elif b.stride(0) == 1:  # a weight's transpose
         right = _laid_out(b.t()).t()
     else:
@@ -160,6 +173,48 @@ def _multiply(
     else:
         kernel.launch(a, right, out, bias, kernel.workspace(a, right))
     return out
+
+
+def _launch_scaled(
+    kernel: Kernel, left: Tensor, scale: str, right: QuantizedTensor, out: Tensor,
+    bias: Tensor | None,
+) -> None:  # fmt: skip
+    """The GEMM of a composition, on a left operand that has one scale for all."""
+    multiply = KERNELS[kernel.parts[-1]]
+    scales = _scales_of(kernel.granularity, left, scale)
+    workspace = multiply.workspace(left, scales, *right.transpose, None, None)
+    with torch.autocast(left.device.type, enabled=False):
+        multiply.launch(left, scales, *right.transpose, out, bias, workspace)
+
+
+_SCALES: dict[tuple[Granularity, torch.Size, torch.device, str], Tensor] = {}
+
+
+def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
+    """One scale in the place of many; kept, because filling them takes a launch."""
+    key = (granularity, x.shape, x.device, scale)
+    found = _SCALES.get(key)
+    if found is None:
+        found = granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(float(scale))
+        # What is filled while a graph is captured is filled only when that graph is replayed.
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(_SCALES) > 256:
+                _SCALES.clear()
+            _SCALES[key] = found
+    return found
+
+
+def quantize_by(x: Tensor, scale: str) -> Tensor:
+    """FP8 under a scale that is known, in steps that torch.compile puts where x is made."""
+    fp8 = _fp8_of(x)
+    most = torch.finfo(fp8).max
+    return (x.float() / float(scale)).clamp(-most, most).to(fp8)
+
+
+def _fp8_of(x: Tensor) -> torch.dtype:
+    if x.device.type == "cuda" and torch.version.hip is not None:
+        return fp8_format(current_device("cuda", x.device.index or 0)).dtype
+    return torch.float8_e4m3fn
 
 
 def _laid_out(x: Tensor) -> Tensor:
@@ -178,6 +233,8 @@ def _multiply_fake(
     scale: Tensor | None,
     bias: Tensor | None,
     route: str,
+    left: Tensor | None = None,
+    left_scale: str = "",
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]))
 
@@ -190,17 +247,15 @@ def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
-    fp8 = torch.float8_e4m3fn
-    if weight.device.type == "cuda":
-        fp8 = fp8_format(current_device("cuda", weight.device.index or 0)).dtype
+    fp8 = _fp8_of(weight)
     pitch = -(-columns // 16) * 16
     data = torch.empty((rows, pitch), dtype=fp8, device=weight.device)[:, :columns]
     return data, Granularity(scales).empty_scale(rows, columns, weight.device)
 
 
 _LIBRARY.define(
-    "routed_gemm(Tensor a, Tensor b, Tensor? data, Tensor? scale, Tensor? bias, str route)"
-    " -> Tensor"
+    "routed_gemm(Tensor a, Tensor b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
+    'Tensor? left=None, str left_scale="") -> Tensor'
 )
 _LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)")
 _LIBRARY.impl("routed_gemm", _multiply, "CompositeExplicitAutograd")
@@ -213,7 +268,8 @@ class RoutedLinear(torch.autograd.Function):
     """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
 
     Arguments are flat, because torch.compile wants them so: the weight quantized ahead for the
-    output and for the gradient of the input (None: kernels do it), then three routes.
+    output and for the gradient of the input (None: kernels do it), then three routes, and the scale
+    of x where it is known (else "").
     """
 
     @staticmethod
@@ -229,10 +285,11 @@ class RoutedLinear(torch.autograd.Function):
         to_output: str,
         to_input: str,
         to_weight: str,
+        input_scale: str,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, turned, turned_scale)
         ctx.to_input, ctx.to_weight = to_input, to_weight
-        return output(x, weight, bias, data, scale, to_output)
+        return output(x, weight, bias, data, scale, to_output, input_scale)
 
     @staticmethod
     @once_differentiable
@@ -253,7 +310,7 @@ class RoutedLinear(torch.autograd.Function):
                 grad_weight = multiply(grad.t(), x, None, None, None, ctx.to_weight)
         if needs[2]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *[None] * 8
 
 
 def output(
@@ -263,11 +320,13 @@ def output(
     data: Tensor | None,
     scale: Tensor | None,
     route: str,
+    input_scale: str = "",
 ) -> Tensor:
-    """``x @ weight.t() + bias`` by a route; the weight is quantized unless it was."""
+    """``x @ weight.t() + bias`` by a route; x and the weight are quantized unless they were."""
     if route == PLAIN:
         return torch.nn.functional.linear(x, weight, bias)
-    return multiply(x, weight.t(), data, scale, bias, route)
+    left = quantize_by(x, input_scale) if input_scale else None
+    return multiply(x, weight.t(), data, scale, bias, route, left, input_scale)
 
 
 def scales_of(route: str) -> str:

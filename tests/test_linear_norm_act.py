@@ -22,7 +22,7 @@ def test_a_norm_and_an_activation_come_behind(norm: str, activation: str | None)
     expected = layer.norm(y)
     if activation is not None:
         expected = getattr(nn.functional, activation)(expected)
-    assert torch.equal(layer(x, residual), expected)
+    assert torch.equal(layer(x, residual=residual), expected)
     keys = {"layer": ["norm.weight", "norm.bias"], "rms": ["norm.weight"]}.get(norm, [])
     assert list(layer.state_dict()) == ["weight", "bias", *keys]
     plain = {"weight": layer.weight.detach(), "bias": layer.bias.detach()}

@@ -1,0 +1,71 @@
+"""FP8 between layers: what a norm bounds is handed to the next product quantized.
+
+No output of BlockNorm over n columns passes sqrt(n), whatever the row, and the usual activations
+enlarge no magnitude. So the scale of what follows is known before it is, and quantizing is a step
+for each element by itself, which torch.compile does where the norm is computed: the kernel that
+quantizes, and its reading of the whole tensor, are gone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lokakern.linear import Linear
+from lokakern.linear_norm_act import LinearNormAct
+from lokakern.mods.block_norm import BlockRMSNorm
+from lokakern.norm import norm_named, static_scale
+from lokakern.quantized import ROW_BYTES
+from lokakern.registry.register import fp8_format
+from lokakern.routed import PLAIN
+from lokakern.types import Device, ErrorBudget
+
+# Row errors of products whose left operand comes from BlockNorm(256) and hard-swish, emulated on
+# the realistic distributions (m 512, k 1024, n 256): 0.036-0.046 under the scale that is known, and
+# 0.035-0.043 under those of rows; but 0.18 on X12, gradients, which no forward pass reads.
+FLOOR = 0.05
+_BOUNDED = (nn.ReLU, nn.Hardswish, nn.SiLU, nn.Identity)  # |f(z)| <= |z|
+
+
+class BoundedSequential(nn.Sequential):
+    """`nn.Sequential` that tells a linear layer by which scale its input can be quantized.
+
+    The one who calls says so, because a layer cannot know what else it is called with.
+
+    Attributes:
+        scales: Of the input of each module in order, as text; "" where none is known.
+    """
+
+    scales: tuple[str, ...] = ()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As of `nn.Sequential`."""
+        for module, scale in zip(self, self.scales, strict=True):
+            input = module(input, input_scale=scale) if scale else module(input)
+        return input
+
+
+def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
+    """Of the input of each module of a sequence; "" where none is known, or nothing reads it."""
+    found, known = [], ""
+    for module in sequence:
+        found.append(known if _reads(module) else "")
+        norm = module.norm if isinstance(module, LinearNormAct) else module
+        if isinstance(norm, BlockRMSNorm):
+            form = fp8_format(device)
+            known = repr(static_scale(norm_named(norm.norm_name), norm.columns, form))
+        elif type(module) not in _BOUNDED:
+            known = ""
+    return tuple(found)
+
+
+def _reads(module: nn.Module) -> bool:
+    if not isinstance(module, Linear) or type(module) not in (Linear, LinearNormAct):
+        return False
+    is_whole = module.padding == (0, 0) and module.in_features % ROW_BYTES == 0
+    return is_whole and module._routes[0] != PLAIN
+
+
+def is_affordable(budget: ErrorBudget | None) -> bool:
+    """Whether a budget allows for the rounding under such a scale."""
+    limits = {} if budget is None else budget.limits
+    return set(limits) == {"row_err"} and limits["row_err"] >= FLOOR
