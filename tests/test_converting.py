@@ -19,7 +19,8 @@ from lokakern.bench.suite_files import suite_from_file
 from lokakern.converting import Conversion
 from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
 from lokakern.linear import Linear
-from lokakern.probe.report import ProbeReport, _Judged
+from lokakern.probe.report import ProbeReport
+from lokakern.probe.site_report import Judged
 from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.registry.loading import load_snapshot
 from lokakern.routed import kernel_at
@@ -177,9 +178,7 @@ def verdict(gemm: str, scales: str, safety: str, row_err: float, site: str = "0"
 
 
 def report_of(*verdicts: Verdict) -> ProbeReport:
-    judged: dict[str, list[_Judged]] = {}
-    for v in verdicts:
-        judged.setdefault(v.site, []).append(_Judged(v, {}))
+    judged = [Judged(verdict, {}, {}, 1) for verdict in verdicts]
     return ProbeReport(judged, ErrorBudget(row_err=0.06), None)
 
 
