@@ -16,7 +16,7 @@ from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.linear import Linear, Routed
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.session import _sites_of as named_modules
+from lokakern.probe.session import watched_modules
 from lokakern.routed import kernel_at
 from lokakern.routes import Judge, MRange, Route, routes_of
 from lokakern.types import Device, ErrorBudget
@@ -339,7 +339,7 @@ def _sites_of(
         is_linear = isinstance(module, nn.Linear | Routed)
         return is_linear and (accepts is None or accepts(module, name))
 
-    for name, module in named_modules(model, is_wanted):
+    for name, module in watched_modules(model, is_wanted):
         reason = _why_not(module, id(module) in inner)
         if reason:
             skipped[name] = reason

@@ -359,12 +359,12 @@ class _PossibleErrors(_Possible):
             for name, error, upper in zip(_ERRORS, errors, uppers, strict=True):
                 if error is None or upper is None:
                     continue
-                if upper < abs(error):
-                    raise _wrong(self._opened, "accuracy", key, f"{name}_upper is {upper:g}",
-                                 f"at least {name}, which is {error:g}")  # fmt: skip
                 if name != "mean_shift" and error < (least := self._least(*place)):
                     raise _wrong(self._opened, "accuracy", key, f"{name} is {error:g}",
                                  f"at least {least:.3g}, which rounding leaves")  # fmt: skip
+                if upper < abs(error):
+                    raise _wrong(self._opened, "accuracy", key, f"{name}_upper is {upper:g}",
+                                 f"at least {name}, which is {error:g}")  # fmt: skip
 
 
 _ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")

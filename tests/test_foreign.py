@@ -127,9 +127,11 @@ def test_an_edited_schema_is_refused(folder: Path, statement: str) -> None:
         (
             "accuracy",
             "row_err = 0.0005",
-            "row_err is 0.0005; expected at least 0.000564, which rounding bfloat16 leaves",
+            "row_err is 0.0005; expected at least 0.000564, which rounding leaves",
         ),
-        ("accuracy", "mean_rel_err = -0.1", "constraint; expected mean_rel_err >= 0"),
+        ("accuracy", "mean_rel_err = -0.1", "mean_rel_err is -0.1; expected at least"),
+        ("accuracy", "row_err_upper = row_err / 2", "expected at least row_err, which is"),
+        ("accuracy", "mean_shift_upper = 0", "expected at least mean_shift, which is"),
         ("accuracy", "flushed_share = 1.5", "constraint; expected flushed_share <= 1"),
         ("accuracy", "seed = 0.5", "seed is 0.5; expected a whole number"),
         ("accuracy", "rows = 1 << 60", "rows is 1152921504606846976; expected a whole number"),

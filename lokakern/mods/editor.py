@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lokakern.errors import FormatError
-from lokakern.probe.session import _sites_of as named_modules
+from lokakern.probe.session import watched_modules
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -71,7 +71,7 @@ class Editor:
             is_kind = not kinds or isinstance(module, kinds)
             return is_kind and (self._accepts is None or self._accepts(module, name))
 
-        return list(named_modules(self.model, is_wanted))
+        return list(watched_modules(self.model, is_wanted))
 
     def accepts(self, module: nn.Module, name: str) -> bool:
         """Whether the filter does."""

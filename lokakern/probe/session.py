@@ -107,7 +107,7 @@ class Probe:
             )
         self.model, self.every, self.weights_every = model, every, weights_every
         self._switch = Switch(seed + 1_000_003 * ranks.rank())
-        self._modules = dict(_sites_of(model, filter or _is_linear))
+        self._modules = dict(watched_modules(model, filter or _is_linear))
         if not self._modules:
             raise UnknownNameError(
                 f"Probe: no module of {type(model).__name__} is a site; expected an nn.Linear, or "
@@ -354,7 +354,8 @@ def _norms_in_sequence(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def _sites_of(model: nn.Module, accepts: SiteFilter) -> Iterator[tuple[str, nn.Module]]:
+def watched_modules(model: nn.Module, accepts: SiteFilter) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that a filter takes, by names without what DDP, compiling and such put into them."""
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     for full, module in model.named_modules():
         words = [word for word in full.split(".") if word not in _WRAPPERS]
