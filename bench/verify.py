@@ -138,12 +138,24 @@ def _draw(rows: Sequence[Row], count: int, drawn: random.Random, known: Known) -
         each = max(FEWEST, math.ceil(count / max(len(kinds), 1)))
         doubt = _gain if table == TIMES else functools.partial(_smallness, known)
         for groups in kinds.values():
-            places = sorted(groups, key=lambda place: (-doubt(groups[place]), str(place)))
-            first = places[: math.ceil(each / 2)]
-            others = places[len(first) :]
+            first = _doubtful(groups, doubt)[: math.ceil(each / 2)]
+            others = sorted(groups.keys() - set(first), key=str)
             chosen = [*first, *drawn.sample(others, min(each - len(first), len(others)))]
             asked += [row for place in chosen for row in groups[place]]
     return asked
+
+
+def _doubtful(
+    groups: Mapping[object, Sequence[Row]], doubt: Callable[[Sequence[Row]], float]
+) -> list[object]:
+    """Places, the least credible first, and of every distribution one before the next of any."""
+    ranks: dict[str, int] = {}
+    found = []
+    for place in sorted(groups, key=lambda place: (-doubt(groups[place]), str(place))):
+        distribution = groups[place][0].distribution
+        ranks[distribution] = ranks.get(distribution, 0) + 1
+        found.append((ranks[distribution], place))
+    return [place for _, place in sorted(found, key=lambda pair: pair[0])]
 
 
 def _gain(rows: Sequence[Row]) -> float:

@@ -346,7 +346,7 @@ class _PossibleErrors(_Possible):
 
     def _find_least(self, problem: int, distribution: int, kernel: int) -> float:
         return physics.least_error(
-            self._problem(problem).out_format,
+            self._problem(problem),
             self._row("distribution", distribution)["name"],
             self._row("kernel", kernel)["granularity"] != Granularity.NONE,
         )

@@ -13,7 +13,7 @@ from lokakern.registry.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.facts import Facts, GivenFacts, Row
 from lokakern.registry.freshness import is_current
 from lokakern.registry.records import DistributionRow, KernelRow
-from lokakern.types import Device, Environment
+from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.trust import Doubts
@@ -117,6 +117,10 @@ class Lookup:
         found: Device = self._dimension("device", key, identity.device_from_row)
         return found
 
+    def _problem(self, key: str) -> Problem:
+        found: Problem = self._dimension("problem", key, identity.problem_from_row)
+        return found
+
     def _distribution(self, key: str) -> DistributionRow:
         build = identity.distribution_from_row
         found: DistributionRow = self._dimension("distribution", key, build)
@@ -127,7 +131,7 @@ class Lookup:
         run = self._dimension("run", row["run"], dict)
         return TimingCell(
             kernel=self._dimension("kernel", row["kernel"], identity.kernel_from_row),
-            problem=self._dimension("problem", row["problem"], identity.problem_from_row),
+            problem=self._problem(row["problem"]),
             distribution=self._distribution(row["distribution"]).name,
             environment=row["environment"],
             grade=run["grade"],

@@ -43,7 +43,10 @@ _RATES = {
     "gfx942": Rates(4096, 2.1, 17.2e6),
     "gfx950": Rates(8192, 2.4, 17.2e6),
 }
+# One value may have most of the square, and the largest of a scale is rounded not at all.
+_EVEN = frozenset(REALISTIC_DISTRIBUTIONS) - {"X9", "X12"}
 _HAVE_A_MEAN = frozenset({"X10", "X13"})  # roundings of alike values cancel in long sums
+_FEWEST = 64  # values of a scale: where they are few, the exact one has a large part of the square
 _UNKNOWN = Rates(32768, 4.0, 20e6)
 _CPU = Rates(4096, 6.0, 2e6)  # a core with matrix instructions
 
@@ -64,7 +67,7 @@ def least_us(problem: Problem, device: Device, regime: str) -> float:
     return max(_SLACK * least, _LEAST_GPU_US)
 
 
-def least_error(out_format: Format, distribution: str, is_quantized: bool) -> float:
+def least_error(problem: Problem, distribution: str, is_quantized: bool) -> float:
     """A relative error, root mean square or mean, that rounding leaves at least.
 
     With unit roundoff u, a value is rounded by at most u of the power of two below it, uniformly:
@@ -73,14 +76,18 @@ def least_error(out_format: Format, distribution: str, is_quantized: bool) -> fl
     so that a sum of products has them, too.
 
     Args:
-        out_format: What the output is rounded to.
-        distribution: Of the operands. 0 where it is none of the realistic ones: of values that are
-            powers of two nothing is rounded.
+        problem: What the error is of. 0 where it is to dequantize: a power of two rounds nothing.
+        distribution: Of the operands. 0 where it is none of the realistic ones (of values that are
+            powers of two nothing is rounded), or where few values decide the error.
         is_quantized: Whether operands are rounded to FP8.
     """
-    if distribution not in REALISTIC_DISTRIBUTIONS:
+    if distribution not in _EVEN or problem.op == "dequantize":
         return 0.0
-    roundoff = 0.0 if out_format is Format.FLOAT32 else out_format.unit_roundoff
-    if is_quantized and distribution not in _HAVE_A_MEAN:
+    roundoff = 0.0
+    columns = problem.k if problem.b is None else problem.n
+    is_rounded = problem.out_format is not Format.FLOAT32
+    if is_rounded and (columns >= _FEWEST or not problem.out_format.is_fp8):
+        roundoff = problem.out_format.unit_roundoff
+    if is_quantized and distribution not in _HAVE_A_MEAN and problem.k >= _FEWEST:
         roundoff = max(roundoff, Format.E4M3FN.unit_roundoff)
     return _ROUNDING_SLACK * roundoff / math.sqrt(12)

@@ -48,6 +48,7 @@ _WHERE = {  # what else tells measurements of a kernel at a problem apart
     "accuracy": ("architecture", "environment", "seed"),
 }
 _MOST_KEPT = 64
+_WIDE = 256  # columns of an output, from which the error of a row depends on their number no more
 
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
@@ -168,12 +169,14 @@ class Snapshot(Lookup):
     def worst_errors(
         self, problem: Problem, granularity: str, b_granularity: str, distribution: str
     ) -> dict[str, float]:
-        """Worst trusted bounds of kernels that scale alike, at any shape of a problem's op.
+        """Worst trusted bounds of kernels that scale alike, at about any shape of a problem's op.
 
-        On whatever architecture, with whatever accumulation; of kernels as they are now.
+        On whatever architecture, with whatever accumulation; of kernels as they are now. Not of far
+        narrower outputs: the error of a row of one element is up to 20 times that of a row of 32.
 
         Args:
-            problem: Of the op, formats of its operands and of its output.
+            problem: Of the op, n, the formats and layout of its operands, and the format of its
+                output.
             granularity: Of a's scales.
             b_granularity: Of b's scales.
             distribution: Name; whatever its parameters were.
@@ -181,12 +184,13 @@ class Snapshot(Lookup):
         Returns:
             By column of `AccuracyCell`; empty where nothing was measured.
         """
-        formats = (problem.op, problem.a.format, problem.out_format)
-        asked = (formats, (granularity, b_granularity), distribution)
+        form = (problem.op, problem.a.format, problem.a.layout, problem.out_format)
+        fewest = min(problem.n, _WIDE) / 2
+        asked = (form, fewest, (granularity, b_granularity), distribution)
         return _kept(self._worst, asked, lambda: self._read_worst(*asked))
 
     def _read_worst(
-        self, formats: tuple[str, ...], scales: tuple[str, str], name: str
+        self, form: tuple[str, ...], fewest: float, scales: tuple[str, str], name: str
     ) -> dict[str, float]:
         alike = self._picker("kernel", "granularity", "b_granularity")
         kernels = {
@@ -196,8 +200,9 @@ class Snapshot(Lookup):
         }
         problems = set()
         for key in self._by_key["problem"]:
-            found: Problem = self._dimension("problem", key, identity.problem_from_row)
-            if (found.op, found.a.format, found.out_format) == formats:
+            found = self._problem(key)
+            its = (found.op, found.a.format, found.a.layout, found.out_format)
+            if its == form and found.n >= fewest:
                 problems.add(key)
         worst: dict[str, float] = {}
         columns = ("key", "kernel", "problem", *UPPERS)
