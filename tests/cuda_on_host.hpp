@@ -1,15 +1,11 @@
 // CUDA C++ on a CPU, for tests: a block's threads are coroutines that take turns at each exchange.
-// Stands in for kernels/cuda/ptx.cuh and for what NVRTC knows by itself.
+// Stands in for kernels/cuda/ptx.cuh and for what NVRTC knows by itself. What runs them is compiled
+// once, from cuda_on_host.cpp: it would be half of the work for each of 300 programs.
 #pragma once
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -23,7 +19,7 @@ using std::min;
 struct Index {
     unsigned x;
 };
-static Index threadIdx, blockIdx, blockDim, gridDim;
+extern Index threadIdx, blockIdx, blockDim, gridDim;
 
 static float __uint_as_float(unsigned bits) {
     float value;
@@ -40,77 +36,34 @@ static float __fdiv_rn(float a, float b) { return a / b; }
 static float __frcp_rn(float a) { return 1.0f / a; }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
-// --- coroutines
+// --- cuda_on_host.cpp
 
-struct Thread {
-    ucontext_t begin;
-    jmp_buf where;
-    bool begun = false, done = false;
-};
-static constexpr unsigned MOST_THREADS = 1024, STACK_BYTES = 64 << 10;
-static ucontext_t scheduler_context;
-static jmp_buf scheduler;
-static std::vector<Thread> block;
-static std::function<void()> body;
-static unsigned exchanged[MOST_THREADS];
-
-// Contexts begin threads; jumps, which ask nothing of the system, take turns between them.
-static void run_thread() {
-    body();
-    block[threadIdx.x].done = true;
-    _longjmp(scheduler, 1);
-}
-
-static void take_turn(Thread& thread) {
-    if (_setjmp(scheduler)) return;
-    if (thread.begun) _longjmp(thread.where, 1);
-    thread.begun = true;
-    swapcontext(&scheduler_context, &thread.begin);
-}
+static constexpr unsigned MOST_THREADS = 1024;
+extern unsigned exchanged[MOST_THREADS];
+extern unsigned* of_blocks;  // what each made known in the first run
+extern bool known;           // whether this is the second
 
 // Every thread gets here before any goes on.
-static void __syncthreads() {
-    if (!_setjmp(block[threadIdx.x].where)) _longjmp(scheduler, 1);
-}
-
-static void run_block(unsigned index, unsigned threads, std::function<void()> kernel) {
-    static char* const stacks = new char[MOST_THREADS * STACK_BYTES];
-    body = kernel;
-    blockDim.x = threads;
-    block = std::vector<Thread>(threads);
-    for (unsigned thread = 0; thread < threads; ++thread) {
-        ucontext_t& context = block[thread].begin;
-        getcontext(&context);
-        context.uc_stack.ss_sp = stacks + thread * STACK_BYTES;
-        context.uc_stack.ss_size = STACK_BYTES;
-        makecontext(&context, run_thread, 0);
-    }
-    for (bool running = true; running;) {
-        running = false;
-        for (unsigned thread = 0; thread < threads; ++thread) {
-            if (block[thread].done) continue;
-            threadIdx.x = thread;
-            blockIdx.x = index;
-            take_turn(block[thread]);
-            running = running || !block[thread].done;
-        }
-    }
-}
+void __syncthreads();
 
 // All blocks of a grid, one after the other. Where blocks exchange values, all run twice: first to
 // make their own values known, whose outputs the second run overwrites.
-static std::vector<unsigned> of_blocks;
-static bool known;
+void run_grid(unsigned blocks, unsigned threads, bool twice, void (*kernel)(const void*),
+              const void* arguments);
 
-static void run_grid(
-    unsigned blocks, unsigned threads, bool twice, std::function<void()> kernel) {
-    gridDim.x = blocks;
-    of_blocks.assign(blocks, 0);
-    for (int run = twice ? 0 : 1; run < 2; ++run) {
-        known = run == 1;
-        for (unsigned index = 0; index < blocks; ++index) run_block(index, threads, kernel);
-    }
+template <typename Kernel>
+static void run_grid(unsigned blocks, unsigned threads, bool twice, const Kernel& kernel) {
+    run_grid(blocks, threads, twice, [](const void* of) { (*static_cast<const Kernel*>(of))(); },
+             &kernel);
 }
+
+// To nearest even, saturating, NaN to 0x7f: by arithmetic in double, where all steps are exact.
+unsigned encode(float value, int mantissa_bits, int smallest_exponent, double largest);
+
+// Words for a block's memory: from the next round of the whole grid on, the block finds them there.
+void tell(unsigned block, void* place, const void* eight_bytes);
+void take_told(unsigned block);
+void forget_told();
 
 // A value of every thread of the warp, then what to make of them. A block where only some warps
 // exchange works too: the others wait one turn more at their own barrier or are done.
@@ -143,7 +96,7 @@ template <int BLOCKS>
 static unsigned largest_of_cluster(unsigned value, unsigned*) {
     of_blocks[blockIdx.x] = value;
     if (!known) return value;
-    const auto first = of_blocks.begin() + blockIdx.x / BLOCKS * BLOCKS;
+    const unsigned* first = of_blocks + blockIdx.x / BLOCKS * BLOCKS;
     return *std::max_element(first, first + BLOCKS);
 }
 
@@ -165,23 +118,6 @@ static unsigned value_across(unsigned value, int distance) {
 }
 
 static bool any_of_warp(bool condition) { return largest_of_warp(condition); }
-
-// To nearest even, saturating, NaN to 0x7f: by arithmetic in double, where all steps are exact.
-static unsigned encode(float value, int mantissa_bits, int smallest_exponent, double largest) {
-    if (std::isnan(value)) return 0x7f;
-    const unsigned sign = std::signbit(value) ? 0x80 : 0;
-    const double size = std::fabs(static_cast<double>(value));
-    const int exponent = size == 0 ? smallest_exponent : max(std::ilogb(size), smallest_exponent);
-    const double quantum = std::ldexp(1.0, exponent - mantissa_bits);
-    const double rounded = min(std::nearbyint(size / quantum) * quantum, largest);
-    if (rounded < std::ldexp(1.0, smallest_exponent)) {  // subnormal
-        return sign | static_cast<unsigned>(rounded / std::ldexp(1.0, smallest_exponent - mantissa_bits));
-    }
-    const int power = std::ilogb(rounded);
-    const unsigned fraction = static_cast<unsigned>(
-        (std::ldexp(rounded, -power) - 1.0) * (1 << mantissa_bits));
-    return sign | static_cast<unsigned>(power - smallest_exponent + 1) << mantissa_bits | fraction;
-}
 
 template <bool E5M2>
 static unsigned encode_pair(float first, float second) {

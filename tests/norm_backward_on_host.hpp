@@ -1,9 +1,6 @@
 // Stands in for kernels/cuda/norm.cuh and norm_backward_ptx.cuh, beside cuda_on_host.hpp.
 #ifndef NORM_BACKWARD_ON_HOST
 #define NORM_BACKWARD_ON_HOST
-#include <map>
-#include <utility>
-
 #define INFINITE __uint_as_float(0x7f800000u)
 #define NOT_A_NUMBER __uint_as_float(0x7fffffffu)
 
@@ -54,19 +51,13 @@ static Pair load_now(const Pair* from) { return *from; }
 
 // What blocks told a block: by its number and the place in its memory. Blocks run one after the
 // other, and the whole grid once more for each round of telling: by then all words of it are known.
-static std::map<std::pair<unsigned, Pair*>, Pair> told;
-
 static void await_begun_cluster() {}
 static void store_in_cluster(Pair* place, int rank, Pair pair) {
-    told[{blockIdx.x / CLUSTER * CLUSTER + rank, place}] = pair;
+    tell(blockIdx.x / CLUSTER * CLUSTER + rank, place, &pair);
 }
 static void meet_in_cluster() {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        for (const auto& [where, pair] : told) {
-            if (where.first == blockIdx.x) *where.second = pair;
-        }
-    }
+    if (threadIdx.x == 0) take_told(blockIdx.x);
     __syncthreads();
 }
 

@@ -9,7 +9,6 @@ with another NVRTC:
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -38,6 +37,7 @@ from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import GROUP, Granularity
 from tests import norm_programs
+from tests.disassembly import disassembled, tool
 from tests.sharing import made_once, shared_folder
 
 FOLDER = KERNELS_ROOT / "cuda"
@@ -45,6 +45,7 @@ RECORD = FOLDER / "resources.json"
 # One size of every kind of tile: parts of a warp, a warp, a block, a cluster, two reads.
 ROW_COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384, 34560, 115200, 300000)
 GROUP_COLUMNS = (1024, 200)
+BATCH = 10  # programs that are disassembled at once
 UNALIGNED_COLUMNS = (13, 39, 479, 8191, 9001)
 KINDS = (
     (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
@@ -212,34 +213,25 @@ def compiled(name: str, architecture: str = "sm_90") -> bytes:
     return nvrtc.cubin(CASES[name], architecture)
 
 
-def printed_by(tool: str, cubin: bytes, *options: str) -> str:
-    """Output of a tool that comes with Triton."""
-    triton = pytest.importorskip("triton", reason="needs Triton")
-    folder_of_tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        command = [folder_of_tools / tool, *options, path]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def sass(cubin: bytes) -> str:
-    """Without analyzing how data flow, a quarter faster than cuobjdump."""
-    return printed_by("nvdisasm", cubin, "-hex", "-ndf")
-
-
 @functools.cache
-def disassembled(name: str) -> str:
-    """Beside what was compiled, for the tool takes half a second to begin."""
-    cubin = compiled(name)
-    path = Path(os.environ["LOKAKERN_CACHE"], f"{hashlib.sha256(cubin).hexdigest()}.sass")
-    return made_once(path, lambda to: to.write_text(sass(cubin))).read_text()
+def batch(number: int) -> list[str]:
+    """What some programs are, beside what was compiled: for all processes that test."""
+    path = Path(os.environ["LOKAKERN_CACHE"], f"{number}.sass.json")
+    names = NAMES[BATCH * number : BATCH * (number + 1)]
+    return json.loads(made_once(
+        path, lambda to: to.write_text(json.dumps(disassembled(list(map(compiled, names)))))
+    ).read_text())  # fmt: skip
+
+
+def machine_code(name: str) -> str:
+    at = NAMES.index(name)
+    return batch(at // BATCH)[at % BATCH]
 
 
 @functools.cache
 def instructions(name: str) -> list[str]:
     """Machine instructions with their suffixes, such as LDG.E.NA.128."""
-    code = disassembled(name)
+    code = machine_code(name)
     return re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
 
 
@@ -254,7 +246,7 @@ class Issued(NamedTuple):
 @functools.cache
 def issued(name: str) -> list[Issued]:
     """Bits 41 to 63 of an instruction's second word: stall, yield, two scoreboards, waits."""
-    lines = disassembled(name).splitlines()
+    lines = machine_code(name).splitlines()
     found = []
     for line, following in itertools.pairwise(lines):
         text = re.match(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
@@ -267,7 +259,10 @@ def issued(name: str) -> list[Issued]:
 
 def resources(name: str, architecture: str) -> dict[str, int]:
     """Of one thread, and the shared memory of a block (of which the system takes 1 KiB)."""
-    shown = printed_by("cuobjdump", compiled(name, architecture), "--dump-resource-usage")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled(name, architecture))
+        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, shared, local = (
         int(re.search(rf"\b{what}:(\d+)", shown).group(1))  # type: ignore[union-attr]
         for what in ("REG", "STACK", "SHARED", "LOCAL")
@@ -289,8 +284,7 @@ def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> No
     wait = words.index("ACQBULK")
     assert wait < words.index("PREEXIT")
     moves = ("LDG", "STG", "UTMALDG")
-    first = next(at for at, word in enumerate(words) if word.startswith(moves))
-    assert wait < first
+    assert wait < next(at for at, word in enumerate(words) if word.startswith(moves))
 
 
 def test_every_cuda_file_is_compiled_here() -> None:

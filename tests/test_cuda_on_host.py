@@ -25,9 +25,13 @@ from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
 from tests.sharing import made_once, shared_folder
 
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
+RUNTIME = Path(__file__).with_name("cuda_on_host.cpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 # `make` installs Zig, which brings a C++ compiler, where there is none.
 COMPILER = [FOUND] if FOUND else [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=all"]
+IS_GCC = bool(FOUND) and Path(FOUND).name == "g++"
+# Only the runtime needs C++'s library, whose symbols take the linker a third of all its time.
+LINKER = [str(Path(FOUND).with_name("gcc"))] if FOUND and IS_GCC else COMPILER
 OPTIONS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w"]
 CALLS = {
     "quantize": """
@@ -81,10 +85,18 @@ def sources(name: str, copies: dict[str, Path]) -> Path:
     folder = shared_folder(name)
     for target, source in copies.items():
         made_once(folder / target, lambda to, source=source: shutil.copy(source, to))
-    if FOUND and Path(FOUND).name == "g++":  # a third of the time, compiled before
+    if IS_GCC:  # a third of the time, compiled before
         header = [*COMPILER, *OPTIONS, "-x", "c++-header", folder / "ptx.cuh", "-o"]
         made_once(folder / "ptx.cuh.gch", lambda to: subprocess.run([*header, to], check=True))
     return folder
+
+
+@functools.cache
+def runtime() -> Path:
+    """What takes turns between a block's threads, linked to every program."""
+    command = [*COMPILER, *OPTIONS, "-shared", RUNTIME, "-o"]
+    return made_once(shared_folder("host_runtime") / "libcuda_on_host.so",
+                     lambda to: subprocess.run([*command, to], check=True))  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +111,8 @@ def compiled(folder: Path, program: Program) -> Any:
     text = f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}'
     source = made_once(folder / f"{name}.cpp", lambda to: to.write_text(text))
     command = [
-        *COMPILER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
-        *(f"-D{name}={value}" for name, value in program.macros), source, "-o",
+        *LINKER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
+        *(f"-D{name}={value}" for name, value in program.macros), source, runtime(), "-o",
     ]  # fmt: skip
     library = folder / f"{name}.so"
     made_once(library, lambda to: subprocess.run([*command, to], check=True))

@@ -24,7 +24,7 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* dd, const 
                        int rows, float eps, long long dd_stride, long long y_stride,
                        long long dy_stride, long long data_stride, long long across_stride,
                        long long scale_stride, long long across_scale_stride) {
-    told.clear();
+    forget_told();
     for (int round = 0; round < (CLUSTER > 1 ? 3 : 1); ++round) {
         run_grid(blocks, threads, false, [=] {
             norm_backward(dd, y, weight, shift, dy, data, scale, across, across_scale, parts, rows,
