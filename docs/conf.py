@@ -17,6 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"lokakern {version}"
 html_copy_source = False
+highlight_language = "none"  # of what a command prints
 default_role = "literal"  # docstrings write names in single backticks
 myst_heading_anchors = 3
 autodoc_default_options = {"members": True, "show-inheritance": True}

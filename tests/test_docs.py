@@ -26,6 +26,8 @@ import lokakern
 from lokakern import misses, mods, selection
 from lokakern.bench import operands, sweep
 from lokakern.bench.cli import app
+from lokakern.bench.suite_files import suite_from_file
+from lokakern.device import current_device
 from tests.inline_worker import run_tasks_here
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +109,16 @@ def command(words: list[str]) -> str:
     return ended.stdout
 
 
+def write_suites(page: str, folder: Path) -> list[Path]:
+    """The suites that a page shows, as files: its commands read them."""
+    written: list[Path] = []
+    for block in BLOCKS:
+        if block.page == page and (name := re.match(r'name = "(.+)"\n', block.text)):
+            written.append(folder / f"{name[1]}.toml")
+            written[-1].write_text(block.text)
+    return written
+
+
 def test_pages_have_no_unknown_marks() -> None:
     assert {block.mark for block in BLOCKS} <= {"", "needs a GPU", *OUTPUTS}
     assert runnable("python")
@@ -124,6 +136,7 @@ def test_python_in_the_docs_runs(
 @pytest.mark.parametrize("block", runnable("bash"))
 def test_commands_in_the_docs_run(block: Block, elsewhere: Path) -> None:
     """Ours run; of the others, make's targets exist and an installation is believed."""
+    write_suites(block.page, elsewhere)
     shown = ""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -134,6 +147,15 @@ def test_commands_in_the_docs_run(block: Block, elsewhere: Path) -> None:
         else:
             assert not words or words[0] in BELIEVED, f"nothing checks {line!r}"
     assert block.expected in (None, shown)
+
+
+def test_suites_in_the_docs_are_suites(tmp_path: Path) -> None:
+    suites = [
+        path for page in PAGES for path in write_suites(str(page.relative_to(ROOT)), tmp_path)
+    ]
+    assert suites
+    for path in suites:
+        assert list(suite_from_file(path).cases(current_device()))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
