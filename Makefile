@@ -2,6 +2,7 @@
 #     make demo     a first sweep on the machine at hand, and dispatch's answer
 #     make install  the virtual environment that all below need
 #     make test     all tests; those that need a GPU run where there is one
+#     make docs     docs/ as HTML, into build/docs
 #     make lint types bench wheel clean
 # Overrides:
 #     PYTHON=python3.12      makes the virtual environment
@@ -20,8 +21,9 @@ BIN := $(VENV)/bin
 # What is installed, for which torch; as old as the file that says what to install.
 FOR_DEMO := $(VENV)/.installed-demo-$(TORCH)
 FOR_DEV := $(VENV)/.installed-dev-$(TORCH)
+FOR_DOCS := $(VENV)/.installed-docs-$(TORCH)
 
-.PHONY: demo install test lint types bench wheel clean help
+.PHONY: demo install test lint types bench wheel docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -53,6 +55,11 @@ bench: $(FOR_DEV)
 wheel: $(FOR_DEV)
 	$(BIN)/python scripts/check_wheel.py
 
+docs: $(FOR_DOCS)
+	$(BIN)/python -m typer lokakern.bench.cli utils docs --name "python -m lokakern.bench" --title Commands --output docs/commands.md
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "see build/docs/index.html"
+
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -not -path './.git/*' -not -path './.venv/*' -prune -exec rm -rf {} +
@@ -83,4 +90,9 @@ $(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,[dev])
 	@command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check ziglang
+	@touch $(FOR_DEMO) $@
+
+# Beside what else is installed there.
+$(FOR_DOCS): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,[docs])
 	@touch $(FOR_DEMO) $@

@@ -26,7 +26,6 @@ from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.gradients import empty_gradients
 from lokakern.jit import Job, record
-from lokakern.nvrtc import cache_folder
 from lokakern.problems import (
     NORM_VECTORS,
     bias_format,
@@ -151,6 +150,8 @@ def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
 
     Its own name is of all that this depends on, but the problems.
     """
+    from lokakern.nvrtc import cache_folder  # whose filelock takes time at every import
+
     here = current_environment()
     words = [repr(device), here.torch, here.triton, here.toolkit, here.libraries]
     words += [str(cache_folder()), os.environ.get("TRITON_CACHE_DIR", "")]
@@ -170,6 +171,8 @@ def _read_mark(mark: Path) -> set[str]:
 
 def _compiled_count() -> int:
     """How much lies in the caches: one that was emptied has less."""
+    from lokakern.nvrtc import cache_folder
+
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     folders = (cache_folder(), triton)
     return sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())

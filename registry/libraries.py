@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.specifiers import SpecifierSet
 
 from lokakern.device import current_device
-from lokakern.nvrtc import cache_folder
 from lokakern.registry import digests
 from lokakern.registry.locks import Lock
 from lokakern.types import Device
@@ -206,6 +204,8 @@ def is_of_another(word: str) -> bool:
 @functools.cache
 def _contains(versions: str, version: str) -> bool:
     """What `Package.takes` asks at every problem: parsing takes longer than a launch."""
+    from packaging.specifiers import SpecifierSet  # rarely needed, and slow to import
+
     return SpecifierSet(versions).contains(version, prereleases=True)
 
 
@@ -302,6 +302,8 @@ def trials_file() -> Path:
 @functools.cache
 def _file_beside(_cache: str | None) -> Path:
     """Asked at every problem: to find a user's folder takes longer than all else."""
+    from lokakern.nvrtc import cache_folder  # whose filelock takes time at every import
+
     return cache_folder().with_name("trials.json")
 
 

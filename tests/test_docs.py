@@ -1,4 +1,4 @@
-"""The README runs as printed, and nothing public is missing from it.
+"""What the README and docs/ show runs as printed, and nothing public is missing from them.
 
 A comment on the line before a block says how it is treated:
     <!-- needs a GPU -->     skipped where there is none
@@ -8,30 +8,44 @@ A comment on the line before a block says how it is treated:
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from typer.testing import CliRunner
 
 import lokakern
+from lokakern import misses, mods, selection
+from lokakern.bench import operands, sweep
 from lokakern.bench.cli import app
+from lokakern.bench.suite_files import suite_from_file
+from lokakern.device import current_device
+from tests.inline_worker import run_tasks_here
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = (DOCS / "api.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
+BELIEVED = ("pip", "python3", "source")  # of an installation
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of the README."""
+    """A fenced block of a page."""
 
+    page: str
     line: int
     language: str
     mark: str
@@ -39,75 +53,166 @@ class Block:
     expected: str | None = None
 
     def __str__(self) -> str:
-        return f"README.md:{self.line}"
+        return f"{self.page}:{self.line}"
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(path: Path) -> list[Block]:
     """Fenced blocks in order; an exact output becomes what the block before it expects."""
     found: list[Block] = []
-    fence = r"^(?:<!-- *(?P<mark>.+?) *-->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$"
+    page, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+    fence = r"^(?:<!-- *(?P<mark>.+?) *-->\n+)?```(?P<language>[^`\n]*)\n(?P<text>.*?)^```$"
     for match in re.finditer(fence, text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, match.start("text"))
-        block = Block(line, match["language"], match["mark"] or "", match["text"])
+        block = Block(page, line, match["language"], match["mark"] or "", match["text"])
         if block.mark == "exact output":
             before = found.pop()
-            block = Block(before.line, before.language, before.mark, before.text, block.text)
+            block = Block(page, before.line, before.language, before.mark, before.text, block.text)
         found.append(block)
     return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def runnable(language: str) -> list[object]:
     return [
         pytest.param(b, marks=[pytest.mark.gpu] if b.mark == "needs a GPU" else [], id=str(b))
-        for b in blocks_of(README)
+        for b in BLOCKS
         if b.language == language and b.mark not in OUTPUTS
     ]
 
 
-def run(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "LOKAKERN_DB": str(folder / "user.sqlite"), "COLUMNS": "120"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
-    return done.stdout
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to write in, a database of its own, and sweeps of few operands in this process.
+
+    A process for each block would import torch each time; workers: tests/test_worker.py.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["a snippet"])
+    monkeypatch.setattr(misses, "_COUNTS", type(misses._COUNTS)())
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
+        monkeypatch.setattr(sweep, "run_tasks", run_tasks_here)
+    selection.use_snapshot(None)
+    yield tmp_path
+    selection.use_snapshot(None)
 
 
-def test_the_readme_has_no_unknown_marks() -> None:
-    marks = {block.mark for block in blocks_of(README)}
-    assert marks <= {"", "needs a GPU", *OUTPUTS}
+def command(words: list[str]) -> str:
+    """Run our command line here, and return what it wrote to stdout."""
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, f"{shlex.join(words)}\n{ended.output}\n{ended.exception}"
+    selection.use_snapshot(None)  # another process reads files again
+    return ended.stdout
+
+
+def write_suites(page: str, folder: Path) -> list[Path]:
+    """The suites that a page shows, as files: its commands read them."""
+    written: list[Path] = []
+    for block in BLOCKS:
+        if block.page == page and (name := re.match(r'name = "(.+)"\n', block.text)):
+            written.append(folder / f"{name[1]}.toml")
+            written[-1].write_text(block.text)
+    return written
+
+
+def test_pages_have_no_unknown_marks() -> None:
+    assert {block.mark for block in BLOCKS} <= {"", "needs a GPU", *OUTPUTS}
     assert runnable("python")
     assert runnable("bash")
 
 
 @pytest.mark.parametrize("block", runnable("python"))
-def test_python_in_the_readme_runs(block: Block, tmp_path: Path) -> None:
-    shown = run([sys.executable, "-c", block.text], tmp_path)
-    assert block.expected in (None, shown)
+def test_python_in_the_docs_runs(
+    block: Block, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+    assert block.expected in (None, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("block", runnable("bash"))
-def test_commands_in_the_readme_run(block: Block, tmp_path: Path) -> None:
-    """Ours run; of the others, make's targets exist and pip is believed."""
+def test_commands_in_the_docs_run(block: Block, elsewhere: Path) -> None:
+    """Ours run; of the others, make's targets exist and an installation is believed."""
+    write_suites(block.page, elsewhere)
     shown = ""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:3] == ["python", "-m", "lokakern.bench"]:
-            shown += run([sys.executable, *words[1:]], tmp_path)
+            shown += command(words[3:])
         elif words[:1] == ["make"]:
-            run(["make", "--dry-run", *words[1:]], tmp_path)
+            subprocess.run(["make", "-C", ROOT, "--dry-run", *words[1:]], check=True)
         else:
-            assert not words or words[0] == "pip", f"nothing checks {line!r}"
+            assert not words or words[0] in BELIEVED, f"nothing checks {line!r}"
     assert block.expected in (None, shown)
+
+
+def test_suites_in_the_docs_are_suites(tmp_path: Path) -> None:
+    suites = [
+        path for page in PAGES for path in write_suites(str(page.relative_to(ROOT)), tmp_path)
+    ]
+    assert suites
+    for path in suites:
+        assert list(suite_from_file(path).cases(current_device()))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_run(path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    assert "Prints" in (runpy.run_path(str(path), run_name="__main__")["__doc__"] or "")
+    assert capsys.readouterr().out
+    assert f"`examples/{path.name}`" in "".join(page.read_text("utf-8") for page in PAGES)
+    assert not list(elsewhere.iterdir()) or {p.name for p in elsewhere.iterdir()} <= {"user.sqlite"}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    relinked: Callable[[str, Path], str] = runpy.run_path(str(DOCS / "conf.py"))["relinked"]
+    for page in PAGES:
+        relinked(page.read_text(encoding="utf-8"), page.parent)
+
+
+def test_the_index_names_every_page() -> None:
+    listed = re.findall(r"^([a-z_]+)$", (DOCS / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.stem for page in PAGES[1:] if page.stem != "index")
 
 
 @pytest.mark.parametrize("name", lokakern.__all__)
 def test_every_public_name_is_documented(name: str) -> None:
-    assert re.search(rf"`(lokakern\.)?{name}`", README), f"README.md does not mention `{name}`"
+    assert f"| `{name}`" in REFERENCE or f"`, `{name}`" in REFERENCE, f"docs/api.md lacks `{name}`"
+    kinds = "module" if name == "mods" else "function|class"
+    directive = rf"^\.\. auto({kinds}):: lokakern\.{name}$"
+    assert re.search(directive, REFERENCE, re.MULTILINE), f"docs/api.md has no reference of {name}"
     assert getattr(lokakern, name).__doc__, f"lokakern.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", mods.__all__)
+def test_every_mod_is_documented(name: str) -> None:
+    assert getattr(mods, name).__doc__, f"lokakern.mods.{name} has no docstring"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_documented(name: str) -> None:
-    assert f"`{name}`" in README, f"README.md does not mention `{name}`"
+    """In the table of commands, and with a help of it and of each of its options."""
+    measure = (DOCS / "measure.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in measure, f"docs/measure.md does not mention `{name}`"
     assert COMMANDS[name].help, f"{name} has no help"
+    for parameter in COMMANDS[name].params:
+        assert parameter.help, f"{name} {parameter.opts[0]} has no help"
+
+
+def test_the_reference_of_commands_is_current(elsewhere: Path) -> None:
+    """As typer writes it: `make docs` does."""
+    from typer.cli import app as typer_app
+
+    recipe = re.search(r"-m typer (.+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert recipe
+    words = shlex.split(recipe[1])
+    assert words[-1] == "docs/commands.md"
+    ended = CliRunner().invoke(typer_app, [*words[:-1], "commands.md"])
+    assert ended.exit_code == 0, ended.output
+    written = (elsewhere / "commands.md").read_text(encoding="utf-8")
+    committed = (DOCS / "commands.md").read_text(encoding="utf-8")
+    assert written == committed, "docs/commands.md is old; run make docs"
