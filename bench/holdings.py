@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -189,14 +189,16 @@ class Holdings:
             found = self._lacks[problem] = (words.count(None), words.count("stale"))
         return found
 
-    def _errors(self) -> dict[str, tuple[_Rows, set[Problem]]]:
-        """By the op of the kernel that brought them, with the problems they are stored under."""
+    def errors(self) -> Iterator[tuple[Problem, AccuracyCell, str]]:
+        """Errors that belong to problems that were timed, with the problem they are stored under.
+
+        And a word of `FRESHNESS`, or "older" where a fresher one of the same is there.
+        """
         fp8 = fp8_format(self._device)
         asked = dict.fromkeys(accuracy_problem(problem, fp8) for problem in self._rows)
         classes: dict[ErrorClass, None] = dict.fromkeys(
             (row.granularity, row.b_granularity, row.accumulation) for row in self._facts.kernels
         )
-        found: dict[str, tuple[_Rows, set[Problem]]] = {}
         for problem in asked:
             for which in classes:
                 cells = self._ages.errors(problem, which)
@@ -205,11 +207,17 @@ class Holdings:
                     place = (cell.distribution, cell.parameters, cell.seed)
                     best[place] = fresher(best.get(place), word)
                 for cell, word in cells:
-                    rows, problems = found.setdefault(cell.kernel.op, (_Rows(), set()))
                     place = (cell.distribution, cell.parameters, cell.seed)
-                    rows.add(cell, word if word == best[place] else "older")
-                    rows.seeds.add(cell.seed)
-                    problems.add(problem)
+                    yield problem, cell, word if word == best[place] else "older"
+
+    def _errors(self) -> dict[str, tuple[_Rows, set[Problem]]]:
+        """By the op of the kernel that brought them, with the problems they are stored under."""
+        found: dict[str, tuple[_Rows, set[Problem]]] = {}
+        for problem, cell, word in self.errors():
+            rows, problems = found.setdefault(cell.kernel.op, (_Rows(), set()))
+            rows.add(cell, word)
+            rows.seeds.add(cell.seed)
+            problems.add(problem)
         return found
 
 

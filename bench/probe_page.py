@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import jinja2
+from lokakern.bench.page import rendered
 
-TEMPLATE = Path(__file__).with_name("probe_page.html")
 SAFETIES = ("safe", "undecided", "unsafe")
 SPEEDS = ("fast", "tie", "slow", "not timed")
 
@@ -20,15 +18,12 @@ def page_of(content: Mapping[str, Any]) -> str:
     Names of sites, kernels and files are anybody's: all are escaped, and the page allows itself
     nothing from elsewhere.
     """
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": _number, "evidence": _evidence}
     verdicts = [{**v, "numbers": _numbers(v), "speed": v["speed"] or SPEEDS[-1]}
                 for v in content["verdicts"]]  # fmt: skip
     counts = Counter(v["safety"] for v in verdicts)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    return template.render(
+    return rendered(
+        "probe_page.html",
+        {"number": _number, "evidence": _evidence},
         report=content,
         verdicts=verdicts,
         counts=[(safety, counts[safety]) for safety in SAFETIES],

@@ -128,6 +128,7 @@ def candidate_of(
     device: Device,
     local: bool,
     facts: Snapshot,
+    memory: Memory,
 ) -> Candidate | str:
     """The candidate, or the reason why a kernel is none at any m."""
     kernel = KERNELS.get(name)
@@ -163,7 +164,7 @@ def candidate_of(
         and kernel is not None
         and baseline_name(problem) is not None
     )
-    found = _errors_or_reason(row, problem, distributions, device, local, facts)
+    found = _errors_or_reason(row, problem, distributions, device, local, facts, memory)
     if isinstance(found, Wrong):
         return found.reason
     unknown = found if isinstance(found, str) else ""
@@ -312,6 +313,11 @@ class Bounds:
     is_verified: bool = True
 
 
+# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
+# problems share; of one snapshot, device and choice of distributions.
+Memory = dict[tuple[str, str, str, str], Bounds | str]
+
+
 @dataclass(frozen=True, slots=True)
 class Wrong:
     """A kernel wrote what it must not, on whatever distribution and in whatever grade."""
@@ -326,13 +332,9 @@ def _errors_or_reason(
     device: Device,
     local: bool,
     facts: Snapshot,
+    memory: Memory,
 ) -> Bounds | Wrong | str:
-    """Worst bounds over distributions; or why there are none.
-
-    Kernels of one numerics class have one error, so that any of them may bring the rows; that each
-    is right was checked at every problem it was timed at. Rows of others that nobody verified count
-    as much as the worst that is known here of such arithmetic on the distribution, at least.
-    """
+    """Worst bounds of a kernel's numerics class; or why there are none, or not of this kernel."""
     from lokakern.registry.identity import problem_key
 
     asked = problem_key(accuracy_problem(problem, fp8_format(device)))
@@ -341,6 +343,29 @@ def _errors_or_reason(
     bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
     if bad is not None:
         return Wrong(f"{bad.status} on {bad.distribution}: {bad.reason}{_hearsay(bad)}")
+    place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    if place not in memory:
+        memory[place] = _bounds_or_reason(
+            kernel, problem, asked, distributions, device, local, facts
+        )
+    return memory[place]
+
+
+def _bounds_or_reason(
+    kernel: KernelRow,
+    problem: Problem,
+    asked: str,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+) -> Bounds | str:
+    """Worst bounds over distributions; or why there are none.
+
+    Kernels of one numerics class have one error, so that any of them may bring the rows; that each
+    is right was checked at every problem it was timed at. Rows of others that nobody verified count
+    as much as the worst that is known here of such arithmetic on the distribution, at least.
+    """
     cells = facts.accuracy_cells_of_class(
         device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
     )

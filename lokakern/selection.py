@@ -18,11 +18,11 @@ from lokakern import agreement, frozen_file
 from lokakern.choice import Choice as Choice
 from lokakern.device import current_device, devices_here
 from lokakern.errors import ChoicesError, UnknownNameError
-from lokakern.evidence import Candidate, candidate_of
+from lokakern.evidence import Candidate, Memory, candidate_of
 from lokakern.frozen import Choices
 from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import KERNELS, kernels_for, load_kernels
-from lokakern.table import Table
+from lokakern.table import LooseTable, Table
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
     REGIMES,
@@ -251,9 +251,7 @@ def table_for(
     global _FORGOTTEN
     m_alignment = alignment_of(problem.m)
     if regime is not None and regime not in REGIMES:
-        raise UnknownNameError(
-            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
-        )
+        raise UnknownNameError(_regime_words(regime))
     key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs)
     with _LOCK:
         table = _TABLES.get(key)
@@ -267,6 +265,32 @@ def table_for(
             if _CHOICES is not None:
                 _CHOICES.tell(table)
         return table
+
+
+def loose_table(
+    problem: Problem, device: Device | str | None, regime: str | None, memory: Memory
+) -> LooseTable:
+    """What `table_for` rests on, for `LooseTable.pick` at any m and within any budget.
+
+    Judged on all realistic distributions; nothing of it is kept but in ``memory``, which goes from
+    one problem to the next of the same device and snapshot.
+
+    Raises:
+        ChoicesError: Answers are frozen, so that nothing is known of what they rest on.
+        UnknownNameError: Unknown regime.
+        DeviceError: The database does not know the device.
+    """
+    held = choices()
+    if held is not None:
+        raise ChoicesError(
+            f"answers are those of {held}, which does not tell what they rest on; unset "
+            "LOKAKERN_CHOICES to read databases"
+        )
+    if regime is not None and regime not in REGIMES:
+        raise UnknownNameError(_regime_words(regime))
+    found = _build(problem, None, None, device, regime, frozenset(), LooseTable, memory)
+    assert isinstance(found, LooseTable)
+    return found
 
 
 def unquantized_table(problem: Problem, device: Device) -> Table:
@@ -293,6 +317,10 @@ def default_regime(device: Device) -> str:
     return "graph-cold" if device.is_gpu else "eager"
 
 
+def _regime_words(regime: str) -> str:
+    return f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
+
+
 def _build(
     problem: Problem,
     budget: ErrorBudget | None,
@@ -300,6 +328,8 @@ def _build(
     device: Device | str | None,
     regime: str | None,
     needs: frozenset[str],
+    kind: type[Table] = Table,
+    memory: Memory | None = None,
 ) -> Table:
     held = choices()
     target = device_named(device)
@@ -330,6 +360,7 @@ def _build(
     rejected: list[tuple[str, str]] = []
     candidates: list[Candidate] = []
     base = baseline_name(problem)
+    memory = {} if memory is None else memory
     load_kernels()
     names = set(cells)
     if local:
@@ -340,13 +371,13 @@ def _build(
             rejected.append((name, reason))
             continue
         found = candidate_of(
-            name, cells.get(name, []), problem, distributions, target, local, facts
+            name, cells.get(name, []), problem, distributions, target, local, facts, memory
         )
         if isinstance(found, str):
             rejected.append((name, found))
         else:
             candidates.append(found)
-    return Table(
+    return kind(
         problem=problem,
         device=target,
         budget=budget,

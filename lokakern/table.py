@@ -244,6 +244,11 @@ class Table:
         None of a library's: nothing is known of what it does at this problem.
         """
         note = self._miss_words(m)
+        if self.budget is not None and any(
+            c.time_at(m) and not c.errors and self._refusal(c, problem) is None
+            for c in self.candidates
+        ):
+            note = f"no error is known of what was timed there: nothing is within {self.budget}"
         usable = [
             c
             for c in self.candidates
@@ -299,6 +304,31 @@ class FrozenTable(Table):
         name = self.winners[place]
         note = f"dispatch had no answer for it in {self.origin}" if self.misses[place] else ""
         return Pick(_unmeasured(name, self.kernels[place]) if name else None, note=note)
+
+
+class LooseTable(Table):
+    """A table that is asked with `pick` only: at few m, but within many budgets.
+
+    To find where the winner changes between measured m takes most of the time of another table.
+    """
+
+    _refusals: dict[tuple[str, int], str | None]
+
+    def _freeze(self) -> None:
+        """`breakpoints` and `winners` stay empty."""
+        self._refusals = {}
+
+    def within(self, budget: ErrorBudget | None) -> LooseTable:
+        """What is known is the same; what is allowed is not."""
+        table = replace(self, budget=budget)
+        table._refusals = self._refusals
+        return table
+
+    def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
+        key = (candidate.name, problem.m)
+        if key not in self._refusals:
+            self._refusals[key] = super()._refusal(candidate, problem)
+        return self._refusals[key]
 
 
 def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:

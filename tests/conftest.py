@@ -28,6 +28,7 @@ NEEDS_A_GPU = "needs a GPU"
 SAID_TO_BE_MISSING = {
     "needs clang 22": "LOKAKERN_NO_CLANG",
     "needs PostgreSQL": "LOKAKERN_NO_POSTGRES",
+    "needs Chromium": "LOKAKERN_NO_CHROMIUM",
 }
 # Before torch is imported: as many threads in all as there are cores.
 _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
