@@ -16,6 +16,7 @@ import typer
 from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
 from lokakern.bench.cli_exchange import diff, export, import_, merge
+from lokakern.bench.cli_explore import explore
 from lokakern.bench.cli_model import model
 from lokakern.bench.cli_report import report
 from lokakern.bench.cli_sweep import sweep
@@ -150,6 +151,7 @@ app.command("import")(import_)
 app.command()(verify)
 app.command()(merge)
 app.command()(diff)
+app.command()(explore)
 
 
 @app.command("list")

@@ -4,6 +4,7 @@ A comment on the line before a block says how it is treated:
     <!-- needs a GPU -->     skipped where there is none
     <!-- output -->          what some run printed; not run
     <!-- exact output -->    what the block before it must print
+    <!-- serves until Ctrl-C -->    tests/test_explore.py asks it
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
+SERVES = "serves until Ctrl-C"
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def runnable(language: str) -> list[object]:
     return [
         pytest.param(b, marks=[pytest.mark.gpu] if b.mark == "needs a GPU" else [], id=str(b))
         for b in blocks_of(README)
-        if b.language == language and b.mark not in OUTPUTS
+        if b.language == language and b.mark not in (*OUTPUTS, SERVES)
     ]
 
 
@@ -75,7 +77,7 @@ def run(command: list[str], folder: Path) -> str:
 
 def test_the_readme_has_no_unknown_marks() -> None:
     marks = {block.mark for block in blocks_of(README)}
-    assert marks <= {"", "needs a GPU", *OUTPUTS}
+    assert marks <= {"", "needs a GPU", SERVES, *OUTPUTS}
     assert runnable("python")
     assert runnable("bash")
 
