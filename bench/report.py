@@ -70,9 +70,10 @@ def _cell(value: Any) -> str:
 
 
 class TerminalProgress(Progress):
-    """A bar with the time left, on stderr."""
+    """A bar with the time left, on stderr; where that is no terminal, notes only."""
 
     def __init__(self, *, quiet: bool = False) -> None:
+        console = Console(stderr=True)
         self._bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -80,8 +81,9 @@ class TerminalProgress(Progress):
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[what]}"),
-            console=Console(stderr=True),
-            disable=quiet,
+            console=console,
+            disable=quiet or not console.is_terminal,
+            transient=True,
         )
         self._task: TaskID | None = None
 
