@@ -22,6 +22,7 @@ from lokakern.bench.cli_model import model
 from lokakern.bench.cli_report import report
 from lokakern.bench.cli_sweep import sweep
 from lokakern.bench.cli_verify import verify
+from lokakern.bench.examples import examples_of
 from lokakern.bench.options import (
     DatabaseOption,
     FormatOption,
@@ -55,23 +56,6 @@ class Listing(StrEnum):
     LIBRARIES = "libraries"
 
 
-app.command()(sweep)
-
-
-app.command()(explain)
-app.command()(chain)
-app.command()(model)
-app.command()(compare)
-app.command()(report)
-app.command()(export)
-app.command("import")(import_)
-app.command()(verify)
-app.command()(merge)
-app.command()(diff)
-app.command()(explore)
-
-
-@app.command("list")
 @says_errors
 def list_(
     what: Annotated[Listing, typer.Argument(help="What to list.")] = Listing.KERNELS,
@@ -121,7 +105,16 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
-    print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "")
+    print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "",
+               spare=("why",))  # fmt: skip
+
+
+for name, command in {
+    "sweep": sweep, "explain": explain, "chain": chain, "model": model, "compare": compare,
+    "report": report, "export": export, "import": import_, "verify": verify, "merge": merge,
+    "diff": diff, "explore": explore, "list": list_,
+}.items():  # fmt: skip
+    app.command(name, epilog=examples_of(name))(command)
 
 
 def main() -> None:

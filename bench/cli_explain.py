@@ -28,6 +28,7 @@ from lokakern.types import ErrorBudget, Layout, Operand
 if TYPE_CHECKING:
     from lokakern.bench.products import Product
     from lokakern.bench.worth import Row, Worth
+    from lokakern.choice import Choice
 
 MOST_ROWS = 50  # of a table; more is for programs
 
@@ -190,6 +191,17 @@ def _explain_one(
             print(json.dumps(facts, indent=2))
         else:
             print(choice.explain())
+            _tell_devices(choice)
+
+
+def _tell_devices(choice: Choice) -> None:
+    """Where nothing was measured of a device, those of which something was."""
+    from lokakern.selection import choices, snapshot
+
+    if choice.is_miss and choices() is None and choice.table.device not in snapshot().devices:
+        known = ", ".join(sorted(repr(d.product) for d in snapshot().devices))
+        if known:
+            say(f"nothing was measured on {choice.table.device.product}; --device takes {known}")
 
 
 def _explain_many(
@@ -236,7 +248,8 @@ def _explain_many(
         shown = sorted(found.rows, key=lambda row: -row.product.flops)[:MOST_ROWS]
         kept = [row for row in found.rows if row in shown] if len(found.rows) > MOST_ROWS else None
         cells = [_cells(row, found) for row in kept or found.rows]
-        report.print_rows(cells, "table", title=title, note="\n".join(["", found.words(), *notes]))
+        report.print_rows(cells, "table", title=title, note="\n".join(["", found.words(), *notes]),
+                          spare=("why", "saved us"))  # fmt: skip
         if kept is not None:
             say(f"and {len(found.rows) - len(kept)} smaller ones: --format csv or json has all")
     _tell_missing(found, missing)

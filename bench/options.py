@@ -78,7 +78,8 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with _showing_progress(quiet=bool(kwargs.get("quiet"))):
+                command(*args, **kwargs)
         except LokakernError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
@@ -90,6 +91,23 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
 
     return wrapped
+
+
+@contextmanager
+def _showing_progress(*, quiet: bool) -> Iterator[None]:
+    """On a terminal, bars of what takes long."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from lokakern.bench.report import Waiting
+    from lokakern.registry.progress import told_to
+
+    waiting = Waiting()
+    try:
+        with told_to(waiting):
+            yield
+    finally:
+        waiting.close()
 
 
 def shape_of(text: str) -> tuple[int, ...]:

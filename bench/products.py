@@ -28,6 +28,7 @@ from lokakern.bench.suite_files import (
 )
 from lokakern.errors import SuiteError
 from lokakern.probe.site import SiteStatistics
+from lokakern.registry.progress import tell
 from lokakern.types import Format
 
 KEYS = ("m", "n", "k", "count", "layer")
@@ -140,7 +141,12 @@ def products_of_probe(sites: Mapping[str, SiteStatistics], gemms: Sequence[str])
 
     Nothing is replayed: `ProbeReport` judges by errors of the operands themselves.
     """
-    return [product for name, site in sites.items() for product in _of_site(name, site, gemms)]
+    found: list[Product] = []
+    for place, (name, site) in enumerate(sites.items()):
+        tell("reading layers", place / len(sites))
+        found += _of_site(name, site, gemms)
+    tell("reading layers", 1)
+    return found
 
 
 def _of_site(name: str, site: SiteStatistics, gemms: Sequence[str]) -> Iterator[Product]:
