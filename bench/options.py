@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lokakern.bench.forms import Case
 
 
+INTERRUPTED_EXIT = 130  # as shells say it
+
+
 class OutputFormat(StrEnum):
     """How data is printed."""
 
@@ -83,6 +86,9 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
         except LokakernError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            say("stopped")
+            raise typer.Exit(INTERRUPTED_EXIT) from None
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:  # a name that is too long, a folder that may not be looked into

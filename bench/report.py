@@ -161,7 +161,7 @@ class TerminalProgress(Progress):
         self._bar.console.print(text, highlight=False)
 
     def begin(self, phase: str, total: int) -> None:
-        self._task = self._bar.add_task(phase, total=total, what="")
+        self._task = self._bar.add_task(phase, total=total or None, what="")  # 0: nobody knows
 
     def step(self, text: str) -> None:
         if self._task is not None:

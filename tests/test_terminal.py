@@ -82,6 +82,16 @@ def test_quiet_commands_listen_to_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not progress._LISTENERS
 
 
+def test_ctrl_c_is_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+    @options.says_errors
+    def command() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended:
+        command()
+    assert (ended.value.exit_code, capsys.readouterr().err) == (130, "stopped\n")
+
+
 def test_a_narrow_terminal_gets_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"kernel": "cuda.scaled_gemm_row", "us": 1.5, "why": "w" * 90}]
 
