@@ -127,7 +127,7 @@ def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE timing (a)")
     with pytest.raises(DatabaseError, match="application id"):
         explorer.explorer_of([other])
-    with pytest.raises(DatabaseError, match="cannot be read"):
+    with pytest.raises(DatabaseError, match="is not there"):
         explorer.explorer_of([tmp_path / "none.sqlite"])
 
 
