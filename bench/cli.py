@@ -9,32 +9,29 @@ rows of it are not ok; 6 a diff found something slower or wronger, or verify rej
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lokakern.bench.cli_chain import chain
 from lokakern.bench.cli_compare import compare
 from lokakern.bench.cli_exchange import diff, export, import_, merge
+from lokakern.bench.cli_explain import explain
+from lokakern.bench.cli_explore import explore
 from lokakern.bench.cli_model import model
 from lokakern.bench.cli_report import report
 from lokakern.bench.cli_sweep import sweep
 from lokakern.bench.cli_verify import verify
+from lokakern.bench.examples import examples_of
 from lokakern.bench.options import (
-    BudgetOption,
     DatabaseOption,
-    DistributionOption,
     FormatOption,
     JsonOption,
     OutputFormat,
-    RegimeOption,
     reading,
     say,
     says_errors,
-    shape_of,
 )
-from lokakern.errors import UnknownNameError
-from lokakern.types import Layout, Operand
 
 app = typer.Typer(
     name="lokakern.bench",
@@ -59,100 +56,6 @@ class Listing(StrEnum):
     LIBRARIES = "libraries"
 
 
-app.command()(sweep)
-
-
-@app.command()
-@says_errors
-def explain(
-    op: Annotated[
-        str, typer.Argument(help="gemm, gemm_norm, scaled_gemm, quantize, norm_quantize, ...")
-    ] = "gemm",
-    shape: Annotated[str, typer.Option(help="m,n,k or m,k.")] = "32768,512,512",
-    budget: BudgetOption = 0.06,
-    device: Annotated[
-        str | None, typer.Option(help='Such as "NVIDIA H200"; need not be here. Default: here.')
-    ] = None,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
-    prepared: Annotated[
-        str | None, typer.Option(help="The weight is prepared: tensor, row or 128x128 scales.")
-    ] = None,
-    bias: Annotated[bool, typer.Option("--bias", help="With a bias.")] = False,
-    epilogue: Annotated[
-        str | None,
-        typer.Option(help="All that comes after the sums, such as bias+relu or bias+layer+affine."),
-    ] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(help="Operands are quantized: tensor, row or 1x128 scales (of a)."),
-    ] = None,
-    out_scale: Annotated[
-        str | None,
-        typer.Option(help="The output is FP8: tensor, row or 1x128 scales."),
-    ] = None,
-    db: DatabaseOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Say which kernel dispatch chooses, from which rows, and why not each other one."""
-    import json
-
-    from lokakern.bench.suites import PREPARED_FORMS
-    from lokakern.device import current_device
-    from lokakern.operands import granularity_named
-    from lokakern.registry.register import fp8_format
-    from lokakern.selection import dispatch, snapshot
-
-    sizes = shape_of(shape)
-    fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
-    if epilogue is not None:
-        fields["epilogue"] = epilogue
-    with reading(db):
-        target = snapshot().find_device(device) if device else current_device()
-        fp8 = fp8_format(target)
-        if scale is not None:
-            fields["a"] = Operand(fp8, granularity_named(op, scale))
-        if out_scale is not None:
-            fields |= {"out_format": fp8, "out_granularity": granularity_named(op, out_scale)}
-        if prepared is not None:
-            known = {g.value: g for g in PREPARED_FORMS} if op in ("gemm", "gemm_norm") else {}
-            if prepared not in known:
-                raise UnknownNameError(
-                    f"--prepared is {prepared!r}; expected one of "
-                    f"{', '.join(g.value for g in PREPARED_FORMS)}, with gemm or gemm_norm"
-                )
-            fields |= {
-                "b": Operand(fp8, known[prepared], Layout.COLUMN),
-                "prepared": True,
-            }
-        choice = dispatch(
-            op, sizes, budget, distribution=distribution, device=device,
-            regime=regime.value if regime else None, **fields,
-        )  # fmt: skip
-        if as_json:
-            facts = {
-                "problem": str(choice.problem), "device": choice.table.device.product,
-                "kernel": choice.kernel, "latency_us": choice.latency_us,
-                "interpolated": choice.interpolated, "miss": choice.is_miss,
-                "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
-            }  # fmt: skip
-            print(json.dumps(facts, indent=2))
-        else:
-            print(choice.explain())
-
-
-app.command()(chain)
-app.command()(model)
-app.command()(compare)
-app.command()(report)
-app.command()(export)
-app.command("import")(import_)
-app.command()(verify)
-app.command()(merge)
-app.command()(diff)
-
-
-@app.command("list")
 @says_errors
 def list_(
     what: Annotated[Listing, typer.Argument(help="What to list.")] = Listing.KERNELS,
@@ -202,7 +105,16 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
-    print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "")
+    print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "",
+               spare=("why",))  # fmt: skip
+
+
+for name, command in {
+    "sweep": sweep, "explain": explain, "chain": chain, "model": model, "compare": compare,
+    "report": report, "export": export, "import": import_, "verify": verify, "merge": merge,
+    "diff": diff, "explore": explore, "list": list_,
+}.items():  # fmt: skip
+    app.command(name, epilog=examples_of(name))(command)
 
 
 def main() -> None:

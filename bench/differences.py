@@ -17,6 +17,7 @@ from typing import Any
 
 from lokakern.evidence import LIMIT_COLUMNS, margin_us, within_noise
 from lokakern.registry import identity
+from lokakern.registry.progress import tell
 from lokakern.registry.reader import Rows
 from lokakern.registry.tables import COLUMNS
 from lokakern.types import Device
@@ -100,10 +101,18 @@ def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]
         limit: The error to compare, one of `LIMITS`.
     """
     across = a.device is not None and b.device is not None and a.device != b.device
+    read = []
+    for place, side in enumerate((a, b)):
+        tell("comparing", place / 2)
+        times = _times(side, across)
+        tell("comparing", place / 2 + 0.25)
+        read.append((times, _errors(side, across, limit)))
+    (a_times, a_errors), (b_times, b_errors) = read
     found = [
-        *_compared("time_us", _times(a, across), _times(b, across)),
-        *_compared(limit, _errors(a, across, limit), _errors(b, across, limit)),
+        *_compared("time_us", a_times, b_times),
+        *_compared(limit, a_errors, b_errors),
     ]
+    tell("comparing", 1)
     return sorted(found, key=lambda difference: difference._order)
 
 

@@ -14,6 +14,7 @@ from lokakern.bench.suites import SUITES
 from lokakern.evidence import FRESHNESS
 from lokakern.problems import accuracy_problem
 from lokakern.registry.libraries import named
+from lokakern.registry.progress import tell
 from lokakern.registry.register import Kernel, fp8_format, kernels_for
 from lokakern.registry.tables import GRADES
 from lokakern.selection import default_regime
@@ -140,18 +141,22 @@ class Holdings:
             problems.setdefault(problem.op, []).append(problem)
         errors = self._errors()
         found = []
-        for op in sorted({*problems, *errors}):
+        every = sorted({*problems, *errors})
+        for place, op in enumerate(every, 1):
+            tell("counting rows of ops", place / (len(every) + 1))
             if op in problems:
                 found.append(self._times(op, problems[op]))
             if op in errors:
                 rows, asked = errors[op]
                 found.append(rows.holding(op, "errors", len(asked)))
+        tell("counting rows of ops", 1)
         return found
 
     def of_suites(self) -> list[Holding]:
         """Times of each suite that has problems for the device."""
         found = []
-        for suite in SUITES.values():
+        for place, suite in enumerate(SUITES.values(), 1):
+            tell("counting rows of suites", place / len(SUITES))
             problems = [case.problem for case in suite.cases(self._device)]
             if problems:
                 found.append(self._times(f"suite {suite.name}", problems))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from lokakern.bench.forms import Case
 
 
+INTERRUPTED_EXIT = 130  # as shells say it
+
+
 class OutputFormat(StrEnum):
     """How data is printed."""
 
@@ -78,10 +81,14 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with _showing_progress(quiet=bool(kwargs.get("quiet"))):
+                command(*args, **kwargs)
         except LokakernError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            say("stopped")
+            raise typer.Exit(INTERRUPTED_EXIT) from None
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:  # a name that is too long, a folder that may not be looked into
@@ -90,6 +97,23 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
 
     return wrapped
+
+
+@contextmanager
+def _showing_progress(*, quiet: bool) -> Iterator[None]:
+    """On a terminal, bars of what takes long."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from lokakern.bench.report import Waiting
+    from lokakern.registry.progress import told_to
+
+    waiting = Waiting()
+    try:
+        with told_to(waiting):
+            yield
+    finally:
+        waiting.close()
 
 
 def shape_of(text: str) -> tuple[int, ...]:

@@ -10,6 +10,8 @@
     distribution = "X5"                    # of X; default X1
     bias = true                            # default false
     format = "float32"                     # of X, W and Y; default bfloat16
+    name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
+    count = 3                              # likewise, how often a step multiplies so; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
 
     [[layer]]
@@ -62,7 +64,11 @@ FORMATS = (Format.BFLOAT16, Format.FLOAT32)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
+    """A ``[[layer]]``, checked."""
+
+    name: str
+    count: int
     m: tuple[int, ...]
     n: int
     k: int
@@ -73,34 +79,34 @@ class _Layer:
     forms: tuple[str, ...]
 
 
-Maker = Callable[[_Layer, int, Format], Iterator[Case]]
+Maker = Callable[[Layer, int, Format], Iterator[Case]]
 
 
-def _gemm(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     yield unquantized_case(
         m, layer.n, layer.k, layer.distribution, layer.format, bias=layer.bias, batch=layer.batch
     )
 
 
-def _prepared(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _prepared(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     n, k, distribution = layer.n, layer.k, layer.distribution
     return prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
 
 
-def _scaled_gemm(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _scaled_gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     return scaled_gemm_cases(m, layer.n, layer.k, layer.distribution, fp8)
 
 
-def _quantize(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _quantize(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     for granularity in LEFT_SCALES:
         yield quantize_case(m, layer.k, granularity, layer.distribution, fp8, layer.format)
 
 
-def _grad_input(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _grad_input(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     return grad_input_cases(m, layer.n, layer.k, fp8, layer.format, batch=layer.batch)
 
 
-def _grad_weight(layer: _Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _grad_weight(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     yield grad_weight_case(m, layer.n, layer.k, layer.format, batch=layer.batch)
 
 
@@ -125,19 +131,9 @@ def suite_from_file(path: str | Path) -> Suite:
             100 000 problems, or has an entry that is unknown, missing or no such value.
     """
     path = Path(path)
-    table = _read(path)
-    _known(table, FILE_KEYS, f"suite {path}")
-    name = _text(table, "name", f"suite {path}")
-    if not NAME.fullmatch(name) or name in SUITES:
-        raise SuiteError(
-            f"suite {path}: name is {name!r}; expected letters, digits, blanks, dots, dashes and "
-            f"underscores, at most 100, and not {', '.join(SUITES)}"
-        )
+    table = _table_of(path)
     title = _text(table, "title", f"suite {path}") if "title" in table else path.name
-    entries = table.get("layer")
-    if not isinstance(entries, list) or not entries:
-        raise SuiteError(f"suite {path}: found no [[layer]]; expected at least one")
-    layers = [_layer(entry, f"suite {path}, layer {i}") for i, entry in enumerate(entries, 1)]
+    layers = _layers_of(table, path)
     count = sum(len(layer.m) * FORMS[form][1] for layer in layers for form in layer.forms)
     if count > MOST_CASES:
         raise SuiteError(
@@ -151,10 +147,47 @@ def suite_from_file(path: str | Path) -> Suite:
                 for form in layer.forms:
                     yield from FORMS[form][0](layer, m, fp8)
 
-    return Suite(name, title, build)
+    return Suite(table["name"], title, build)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def layers_from_file(path: str | Path) -> list[Layer]:
+    """The layers that a TOML file describes.
+
+    Raises:
+        SuiteError: As `suite_from_file`.
+    """
+    path = Path(path)
+    return _layers_of(_table_of(path), path)
+
+
+def _table_of(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # too many brackets
+        raise SuiteError(f"suite {path}: is not TOML: {error}") from None
+    check_keys(table, FILE_KEYS, f"suite {path}")
+    name = _text(table, "name", f"suite {path}")
+    if not NAME.fullmatch(name) or name in SUITES:
+        raise SuiteError(
+            f"suite {path}: name is {name!r}; expected letters, digits, blanks, dots, dashes and "
+            f"underscores, at most 100, and not {', '.join(SUITES)}"
+        )
+    return table
+
+
+def _layers_of(table: dict[str, Any], path: Path) -> list[Layer]:
+    entries = table.get("layer")
+    if not isinstance(entries, list) or not entries:
+        raise SuiteError(f"suite {path}: found no [[layer]]; expected at least one")
+    return [_layer(entry, i, f"suite {path}, layer {i}") for i, entry in enumerate(entries, 1)]
+
+
+def read_text(path: Path) -> str:
+    """A small file of text.
+
+    Raises:
+        SuiteError: It cannot be read, is larger than 1 MiB, or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
@@ -164,12 +197,12 @@ def _read(path: Path) -> dict[str, Any]:
     if len(data) > LARGEST_FILE_BYTES:
         raise SuiteError(f"suite {path}: is larger than {LARGEST_FILE_BYTES} bytes")
     try:
-        return tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # both decoders' errors; too many brackets
-        raise SuiteError(f"suite {path}: is not TOML: {error}") from None
+        return data.decode("utf-8")
+    except ValueError as error:
+        raise SuiteError(f"suite {path}: is not text in UTF-8: {error}") from None
 
 
-def _known(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+def check_keys(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
     unknown = sorted(table.keys() - set(keys))
     if unknown:
         raise SuiteError(f"{where}: has no entry {unknown[0]!r}; expected one of {', '.join(keys)}")
@@ -178,12 +211,12 @@ def _known(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
 def _text(table: dict[str, Any], key: str, where: str) -> str:
     value = table.get(key)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        found = "missing" if value is None else _shown(value)
+        found = "missing" if value is None else shown(value)
         raise SuiteError(f"{where}: {key} is {found}; expected a line of text")
     return value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
@@ -191,36 +224,40 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _size(value: object, key: str, where: str) -> int:
+def size_of(value: object, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
-        found = "missing" if value is None else _shown(value)
+        found = "missing" if value is None else shown(value)
         raise SuiteError(f"{where}: {key} is {found}; expected an integer from 1 to {LARGEST_SIZE}")
     return value
 
 
-LAYER_KEYS = ("m", "n", "k", "distribution", "bias", "batch", "format", "forms")
+LAYER_KEYS = (
+    "m", "n", "k", "distribution", "bias", "batch", "format", "forms", "name", "count",
+)  # fmt: skip
 
 
-def _layer(entry: object, where: str) -> _Layer:
+def _layer(entry: object, place: int, where: str) -> Layer:
     if not isinstance(entry, dict):
-        raise SuiteError(f"{where}: is {_shown(entry)}; expected a table, [[layer]]")
-    _known(entry, LAYER_KEYS, where)
+        raise SuiteError(f"{where}: is {shown(entry)}; expected a table, [[layer]]")
+    check_keys(entry, LAYER_KEYS, where)
     given = entry.get("m")
     many = given if isinstance(given, list) else [given]
     if not many:
         raise SuiteError(f"{where}: m is empty; expected one integer or more")
-    batch = _size(entry.get("batch", 1), "batch", where)
+    batch = size_of(entry.get("batch", 1), "batch", where)
     bias = entry.get("bias", False)
     if not isinstance(bias, bool):
-        raise SuiteError(f"{where}: bias is {_shown(bias)}; expected true or false")
+        raise SuiteError(f"{where}: bias is {shown(bias)}; expected true or false")
     form = entry.get("format", Format.BFLOAT16.value)
     if form not in [known.value for known in FORMATS]:
         known = ", ".join(known.value for known in FORMATS)
-        raise SuiteError(f"{where}: format is {_shown(form)}; expected one of {known}")
-    return _Layer(
-        m=tuple(dict.fromkeys(_size(size, "m", where) for size in many)),
-        n=_size(entry.get("n"), "n", where),
-        k=_size(entry.get("k"), "k", where),
+        raise SuiteError(f"{where}: format is {shown(form)}; expected one of {known}")
+    return Layer(
+        name=_text(entry, "name", where) if "name" in entry else f"layer {place}",
+        count=size_of(entry.get("count", 1), "count", where),
+        m=tuple(dict.fromkeys(size_of(size, "m", where) for size in many)),
+        n=size_of(entry.get("n"), "n", where),
+        k=size_of(entry.get("k"), "k", where),
         distribution=_distribution(entry.get("distribution", "X1"), where),
         bias=bias,
         batch=batch,
@@ -231,7 +268,7 @@ def _layer(entry: object, where: str) -> _Layer:
 
 def _distribution(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise SuiteError(f"{where}: distribution is {_shown(value)}; expected a name such as X1")
+        raise SuiteError(f"{where}: distribution is {shown(value)}; expected a name such as X1")
     try:
         return distribution_named(value).name
     except UnknownNameError as error:
@@ -242,11 +279,11 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
     default = DEFAULT_FORMS if batch == 1 else ("gemm",)
     forms = entry.get("forms", list(default))
     if not isinstance(forms, list) or not forms:
-        raise SuiteError(f"{where}: forms is {_shown(forms)}; expected a list of {_words(FORMS)}")
+        raise SuiteError(f"{where}: forms is {shown(forms)}; expected a list of {_words(FORMS)}")
     for name in forms:
         if not isinstance(name, str) or name not in FORMS:
             raise SuiteError(
-                f"{where}: forms holds {_shown(name)}; expected some of {_words(FORMS)}"
+                f"{where}: forms holds {shown(name)}; expected some of {_words(FORMS)}"
             )
         if batch != 1 and name not in BATCHED_FORMS:
             raise SuiteError(

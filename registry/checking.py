@@ -17,6 +17,7 @@ from lokakern.registry import identity, physics
 from lokakern.registry.files import DIMENSIONS, FACTS
 from lokakern.registry.foreign import Foreign
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
+from lokakern.registry.progress import tell
 from lokakern.registry.records import canonical_json, now_utc_ms
 from lokakern.registry.rules import Rule, constraints_of, rules_of
 from lokakern.registry.tables import (
@@ -294,6 +295,9 @@ def _facts(
         _check_order(opened, name, last, present)
         last = present[-1]
         count += len(batch)
+        # Keys are hashes, in order: how far the last one is, is how much has been seen.
+        tell(f"checking {name}", int(last[:8], 16) / 16**8)
+    tell(f"checking {name}", 1)
     return count
 
 

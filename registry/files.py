@@ -75,9 +75,8 @@ def check_header(path: Path, name: str) -> int:
             "--db), or make one with `python -m lokakern.bench sweep`"
         ) from error
     if len(header) < 100 or not header.startswith(_MAGIC):
-        raise DatabaseError(
-            f"database {name} starts with {header[:16]!r}; expected a SQLite file; {REMAKE}"
-        )
+        found = f"starts with {header[:16]!r}" if header else "is empty"
+        raise DatabaseError(f"database {name} {found}; expected a SQLite file; {REMAKE}")
     application = int.from_bytes(header[68:72], "big")
     if application != APPLICATION_ID:
         raise DatabaseError(

@@ -194,6 +194,12 @@ def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
                 digest.update(chunk)
                 target.write(chunk)
         check_beside(path, name)
+    except FileNotFoundError:
+        waits = Path(f"{path}.imports").is_dir()
+        remedy = "check the path, or make one with `python -m lokakern.bench sweep`"
+        if waits:
+            remedy = "what was imported waits beside it: run `verify`, or `import --trust`"
+        raise DatabaseError(f"database {name} is not there; {remedy}") from None
     except OSError as error:
         raise DatabaseError(
             f"database {name} cannot be read: {error.strerror}; check the path, and the room in "

@@ -39,6 +39,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from lokakern.errors import DatabaseError
 from lokakern.registry.files import DIMENSIONS, FACTS, shown
 from lokakern.registry.merging import conflict
+from lokakern.registry.progress import tell
 from lokakern.registry.reader import open_readonly, short, version_of
 from lokakern.registry.tables import (
     COLUMNS,
@@ -159,7 +160,8 @@ def _unite(
                         for known in _NUMBERS.values():
                             known.create(connection, checkfirst=False)
                     _number(connection, part, numbers)
-                    for name in FACTS:
+                    for fact, name in enumerate(FACTS):
+                        tell("writing", (place + fact / len(FACTS)) / len(parts))
                         if part.counts[name]:
                             _copy(connection, part, name, first=place == 0)
                 driver.execute("DETACH part")
@@ -172,6 +174,7 @@ def _unite(
             "changed; make room, or leave out a file that was edited"
         ) from error
     finally:
+        tell("writing", 1)
         engine.dispose()
 
 

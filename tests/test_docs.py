@@ -4,6 +4,7 @@ A comment on the line before a block says how it is treated:
     <!-- needs a GPU -->     skipped where there is none
     <!-- output -->          what some run printed; not run
     <!-- exact output -->    what the block before it must print
+    <!-- serves until Ctrl-C -->    tests/test_explore.py asks it
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
 BELIEVED = ("pip", "python3", "source")  # of an installation
+SERVES = "serves until Ctrl-C"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def runnable(language: str) -> list[object]:
     return [
         pytest.param(b, marks=[pytest.mark.gpu] if b.mark == "needs a GPU" else [], id=str(b))
         for b in BLOCKS
-        if b.language == language and b.mark not in OUTPUTS
+        if b.language == language and b.mark not in (*OUTPUTS, SERVES)
     ]
 
 
@@ -120,7 +122,7 @@ def write_suites(page: str, folder: Path) -> list[Path]:
 
 
 def test_pages_have_no_unknown_marks() -> None:
-    assert {block.mark for block in BLOCKS} <= {"", "needs a GPU", *OUTPUTS}
+    assert {block.mark for block in BLOCKS} <= {"", "needs a GPU", SERVES, *OUTPUTS}
     assert runnable("python")
     assert runnable("bash")
 

@@ -330,7 +330,7 @@ def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
     for m, n, k in ((2048, 2048, 17280), (2048, 5120, 2048), (2048, 2048, 10240),
                     (160 * 2048, 24, 64)):  # fmt: skip
         assert {(m, n, k), (m, k, n), (n, k, m)} <= posed
-    assert "# 16 times" in path.read_text()  # 8 perceptrons have two layers of 2048 by 2048
+    assert "count = 16\n" in path.read_text()  # 8 perceptrons have two layers of 2048 by 2048
     run("--infer", "--suite", str(path))
     assert path.read_text().startswith('name = "dlrm-tiny-32"') and "grad" not in path.read_text()
 

@@ -802,7 +802,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     content = whole.read_bytes()
     files = {
         "text": (b"latency_us_p50,kernel\n" * 20, "starts with b'latency_us_p50,k'"),
-        "empty": (b"", "starts with b''"),
+        "empty": (b"", "is empty"),
         "cut": (content[:-4096], "cut off"),
         "cut inside a page": (content[:-100], "cut off"),
         "header only": (content[:100], "cut off"),

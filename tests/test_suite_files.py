@@ -102,7 +102,7 @@ NAMED = 'name = "a"\n'
     ("text", "says"),
     [
         ("name = ", "is not TOML"),
-        (b"name = '\xff'", "is not TOML"),
+        (b"name = '\xff'", "is not text in UTF-8"),
         (b"\x00", "is not TOML"),
         ("a = " + "[" * 100_000, "is not TOML"),
         ("", "name is missing"),

@@ -47,10 +47,9 @@ def write_suite(setting: Setting, path: Path) -> int:
     parts = [f'name = "{name}"\ntitle = "layers of {setting.name} {setting.size}"\n']
     products = products_of(setting)
     for (m, n, k), count in products.items():
-        times = f"  # {count} times" if count > 1 else ""
         parts.append(
-            f'\n[[layer]]{times}\nm = {m}\nn = {n}\nk = {k}\ndistribution = "{DISTRIBUTION}"\n'
-            f"forms = [{words}]\n"
+            f"\n[[layer]]\nm = {m}\nn = {n}\nk = {k}\ncount = {count}\n"
+            f'distribution = "{DISTRIBUTION}"\nforms = [{words}]\n'
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(parts), encoding="utf-8")

@@ -119,7 +119,8 @@ def _load(path: Path) -> dict[str, SiteStatistics]:
     _ask(8 < size <= LARGEST_FILE, path, f"it has {size} bytes")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        _ask(length <= min(size - 8, LARGEST_HEADER), path, f"its header has {length} bytes")
+        is_ours = length <= min(size - 8, LARGEST_HEADER)
+        _ask(is_ours, path, f"its header has {length} bytes; expected what `Probe.save` writes")
         header = json.loads(file.read(length))
         _ask(isinstance(header, dict) and header.get("format") == FORMAT, path, "it is another's")
         version = header.get("version")

@@ -18,6 +18,7 @@ from torch import Tensor
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.probe.operand import OperandStatistics
 from lokakern.probe.site import SiteStatistics
+from lokakern.registry.progress import tell
 from lokakern.types import REALISTIC_DISTRIBUTIONS
 
 ROWS, COLUMNS = 512, 256  # of the draws that make a hull
@@ -79,7 +80,8 @@ def fingerprint_of(site: SiteStatistics, gemm: str) -> dict[str, float]:
 def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
     """Fingerprints of the realistic distributions, one for each seed."""
     found: dict[str, tuple[dict[str, float], ...]] = {}
-    for name in REALISTIC_DISTRIBUTIONS:
+    for place, name in enumerate(REALISTIC_DISTRIBUTIONS):
+        tell("drawing benchmarked distributions", place / len(REALISTIC_DISTRIBUTIONS))
         recipe = distribution_named(name)
         prints = []
         for seed in SEEDS:
@@ -92,6 +94,7 @@ def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
             site.snapshot = w
             prints.append(fingerprint_of(site, "output"))
         found[name] = tuple(prints)
+    tell("drawing benchmarked distributions", 1)
     return found
 
 

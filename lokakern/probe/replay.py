@@ -17,6 +17,7 @@ from lokakern.probe.fingerprint import fingerprint_of, nearest
 from lokakern.probe.gemms import Replayed, norms_after, problem_of, problems_to_time
 from lokakern.probe.learned import LearnedSite
 from lokakern.probe.site import SiteStatistics
+from lokakern.registry.progress import tell
 from lokakern.registry.records import AccuracyRecord, DistributionRow
 from lokakern.registry.register import kernels_for, load_kernels
 from lokakern.types import Device, Problem
@@ -60,8 +61,13 @@ def replay_site(
             cells += found
             norms += [norm] * len(found)
     records: dict[int, AccuracyRecord] = {}
+
+    def keep(place: int, record: AccuracyRecord) -> None:
+        records[place] = record
+        tell(f"replaying {site.name}", len(records) / len(cells))
+
     with learned(*map(site.distribution, site.gemms())):
-        measure_cells(cells, torch_device(), device, lambda *_: True, records.__setitem__)
+        measure_cells(cells, torch_device(), device, lambda *_: True, keep)
     if database is not None:
         _write(database, site.digest, cells, records, device)
     return tuple(_summarized(cells, norms, records))

@@ -1,0 +1,44 @@
+"""Examples at the end of each command's help, without ``python -m lokakern.bench`` before them."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "sweep": (
+        "sweep --suite lrm --errors needed",
+        "sweep --shape 32768,2048,2048 --shape 8192,512,1024",
+        "sweep --suite my-model.toml --time-limit 600",
+        "sweep --only-stale",
+    ),
+    "explain": (
+        "explain gemm --shape 32768,2048,2048 --device 'NVIDIA H200'",
+        "explain --shapes shapes.csv --device 'NVIDIA H200' --budget 0.06",
+        "explain --model my_package.model:build --training",
+    ),
+    "chain": ("chain --device 'NVIDIA H200'", "chain --budget 0.09 --rivals torch.compile"),
+    "model": (
+        "model wukong --train --size small --steps 100 --out build/wukong",
+        "model dlrm --infer --arm lokakern --arm as-written",
+    ),
+    "compare": (
+        "compare --suite lrm",
+        "compare --suite lrm --by-library --seed 7",
+        "compare --op quantize --ours 'cuda.*' --rivals 'triton.*'",
+    ),
+    "report": ("report --probe my.probe --device 'NVIDIA H200' --out report.html",),
+    "export": ("export h200.sqlite --device 'NVIDIA H200'",),
+    "import": ("import h200.sqlite", "import https://example.org/h200.sqlite --sha256 HEX"),
+    "verify": ("verify", "verify --count 48 --time-limit 300"),
+    "merge": ("merge a.sqlite b.sqlite --out both.sqlite",),
+    "diff": (
+        "diff before.sqlite after.sqlite",
+        "diff all.sqlite --before 2026-01-31",
+        "diff all.sqlite --from-device 'NVIDIA H100' --to-device 'NVIDIA H200'",
+    ),
+    "explore": ("explore", "explore h200.sqlite --port 0"),
+    "list": ("list", "list coverage --device 'NVIDIA H200'", "list libraries --format csv"),
+}
+
+
+def examples_of(command: str) -> str:
+    """The end of a command's help; a blank line begins a line there."""
+    return "\n\n".join(["Examples, after python -m lokakern.bench:", *EXAMPLES[command]])

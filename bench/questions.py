@@ -1,0 +1,156 @@
+"""What an explorer of a database asks: queries in SQL, whose answers say names and not numbers.
+
+They read the newest row of each kernel, whatever its source was then. Dispatch knows more (medians
+over runs, sources that changed, noise, seeds): `explain` says what it would choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A query that is there under a name.
+
+    Attributes:
+        title: Above the answer.
+        what: Says how to read it; of each parameter, what an empty one means.
+        sql: The query; words after a colon are its parameters.
+    """
+
+    title: str
+    what: str
+    sql: str
+
+
+# The newest good time of each kernel at each problem, with names. SQLite takes bare columns from
+# the row that has the maximum.
+_TIMED = """\
+timed AS (
+  SELECT kernel.name AS kernel, kernel.granularity, kernel.b_granularity, kernel.accumulation,
+         device.product AS device, device.architecture, timing.problem, timing.regime,
+         timing.latency_us_p50 AS us, max(timing.measured_utc_ms) AS measured_utc_ms
+  FROM timing JOIN kernel ON kernel.id = timing.kernel JOIN device ON device.id = timing.device
+  WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
+  GROUP BY kernel.name, device.product, timing.problem, timing.regime
+)"""
+_SHAPE = "m, n, k, prepared, epilogue"
+_DETAILS = "problem.a, problem.b, problem.out_format, device, regime"
+_SIZES = """\
+  AND (:m = '' OR m = CAST(:m AS INTEGER)) AND (:n = '' OR n = CAST(:n AS INTEGER))
+  AND (:k = '' OR k = CAST(:k AS INTEGER))"""
+
+FASTEST = Question(
+    "The fastest kernel within an error budget",
+    "Of each product the fastest kernel whose row error is within the budget on every realistic "
+    "distribution, against bfloat16, greatest gain first. Errors are those of the kernel's "
+    "arithmetic at the same n and k. Empty: a budget of 0.06, any device, m, n and k.",
+    f"""\
+WITH {_TIMED}, bound AS (
+  SELECT kernel.granularity, kernel.b_granularity, kernel.accumulation, architecture, n, k,
+         out_format, max(row_err_upper) AS row_err
+  FROM accuracy JOIN kernel ON kernel.id = accuracy.kernel
+  JOIN problem ON problem.id = accuracy.problem
+  JOIN distribution ON distribution.id = accuracy.distribution
+  WHERE accuracy.status = 'ok' AND realistic AND problem.op = 'gemm'
+  GROUP BY 1, 2, 3, 4, 5, 6, 7
+  HAVING count(DISTINCT distribution.name)
+         = (SELECT count(DISTINCT name) FROM distribution WHERE realistic)
+)
+SELECT {_SHAPE}, timed.kernel, plain.us / min(timed.us) AS x_bf16, timed.us,
+       plain.us AS bf16_us, row_err, {_DETAILS}
+FROM timed JOIN problem ON problem.id = timed.problem
+LEFT JOIN bound USING (granularity, b_granularity, accumulation, architecture, n, k, out_format)
+JOIN timed AS plain USING (device, problem, regime)
+WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16'
+  AND (timed.kernel = 'torch.bf16'
+       OR row_err <= coalesce(nullif(:budget, ''), 0.06) + 0.0)
+{_SIZES}
+GROUP BY device, regime, problem.id
+ORDER BY x_bf16 DESC, n, k, m""",
+)
+
+FP8_LOSES = Question(
+    "Where FP8 loses",
+    "Products at which bfloat16 is faster than every kernel that quantizes, whatever their error, "
+    "greatest loss first. Empty: any device, m, n and k.",
+    f"""\
+WITH {_TIMED}
+SELECT {_SHAPE}, timed.kernel AS fastest_fp8, min(timed.us) / plain.us AS times_as_long,
+       timed.us AS fp8_us, plain.us AS bf16_us, {_DETAILS}
+FROM timed JOIN problem ON problem.id = timed.problem
+JOIN timed AS plain USING (device, problem, regime)
+WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16' AND timed.granularity <> 'none'
+{_SIZES}
+GROUP BY device, regime, problem.id
+HAVING times_as_long > 1
+ORDER BY times_as_long DESC, n, k, m""",
+)
+
+_BEFORE_AFTER = """\
+since AS (
+  SELECT iif(:since = '', max(measured_utc_ms) / 86400000 * 86400, strftime('%s', :since)) * 1000
+         AS since_ms FROM timing
+), side AS (
+  SELECT kernel.name AS kernel, device.product AS device, timing.problem, timing.regime,
+         timing.measured_utc_ms >= since_ms AS is_after, timing.latency_us_p50 AS us,
+         max(timing.measured_utc_ms) AS measured_utc_ms, kernel.digest
+  FROM timing JOIN since JOIN kernel ON kernel.id = timing.kernel
+  JOIN device ON device.id = timing.device
+  WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
+  GROUP BY kernel.name, device.product, timing.problem, timing.regime, is_after
+)"""
+
+REGRESSED = Question(
+    "Which kernel regressed",
+    "Kernels that take more than 5 % longer since a day than before, at the same problem: newest "
+    "time of each side, the worst first. `diff --before` counts noise, too. Empty: any device, "
+    "and the day of the newest measurement, such as 2026-01-31 (UTC).",
+    f"""\
+WITH {_BEFORE_AFTER}
+SELECT now.kernel, problem.op, {_SHAPE}, now.us / old.us AS times_as_long,
+       old.us AS before_us, now.us AS after_us,
+       datetime(old.measured_utc_ms / 1000, 'unixepoch') AS measured_before,
+       datetime(now.measured_utc_ms / 1000, 'unixepoch') AS measured_after,
+       iif(old.digest = now.digest, 'the same', 'changed') AS source, {_DETAILS}
+FROM side AS now JOIN side AS old USING (kernel, device, problem, regime)
+JOIN problem ON problem.id = problem
+WHERE now.is_after AND NOT old.is_after AND now.us > 1.05 * old.us
+ORDER BY times_as_long DESC""",
+)
+
+ERRORS = Question(
+    "Errors by distribution",
+    "The worst row error of each kernel's arithmetic on each distribution, over all shapes and "
+    "seeds, and the shape it is worst at. Empty: any kernel, else names that hold this.",
+    """\
+SELECT kernel.name AS kernel, kernel.op, kernel.granularity, kernel.accumulation,
+       distribution.name AS distribution, max(row_err_upper) AS row_err, n, k, problem.out_format,
+       count(*) AS measurements
+FROM accuracy JOIN kernel ON kernel.id = accuracy.kernel
+JOIN problem ON problem.id = accuracy.problem
+JOIN distribution ON distribution.id = accuracy.distribution
+WHERE accuracy.status = 'ok' AND kernel.name LIKE '%' || :kernel || '%'
+GROUP BY kernel.name, distribution.name
+ORDER BY row_err DESC""",
+)
+
+RUNS = Question(
+    "Who measured what, and when",
+    "Every run with the rows it brought, newest first.",
+    """\
+SELECT datetime(started_utc_ms / 1000, 'unixepoch') AS started_utc, suite, grade,
+       (SELECT count(*) FROM timing WHERE timing.run = run.id) AS timings,
+       (SELECT count(*) FROM accuracy WHERE accuracy.run = run.id) AS accuracies,
+       command, lower(hex(run.key)) AS run
+FROM run ORDER BY started_utc_ms DESC""",
+)
+
+QUESTIONS = {
+    "fastest": FASTEST,
+    "fp8_loses": FP8_LOSES,
+    "regressed": REGRESSED,
+    "errors": ERRORS,
+    "runs": RUNS,
+}

@@ -1,0 +1,150 @@
+"""Databases in Datasette, asked in this process: no port is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import socket
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.bench import explorer
+from lokakern.bench.questions import QUESTIONS
+from lokakern.errors import DatabaseError, UnsupportedError
+from lokakern.registry.places import shipped_databases
+from lokakern.registry.tables import TABLES
+
+pytest.importorskip("datasette")
+(SHIPPED,) = shipped_databases()
+NAME = SHIPPED.stem
+Get = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return explorer.explorer_of([SHIPPED])
+
+
+@pytest.fixture(scope="module")
+def get(found: Any) -> Iterator[Get]:
+    with asyncio.Runner() as runner:
+
+        def ask(path: str, **parameters: str) -> Any:
+            return runner.run(found.client.get(f"/{NAME}{path}", params=parameters))
+
+        yield ask
+
+
+def rows_of(get: Get, name: str, **parameters: str) -> list[dict[str, Any]]:
+    answer = get(f"/{name}.json", _shape="array", **parameters)
+    assert answer.status_code == 200, answer.text
+    rows: list[dict[str, Any]] = answer.json()
+    return rows
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_question_has_an_answer_in_the_shipped_file(get: Get, name: str) -> None:
+    answer = get(f"/{name}.json", _shape="objects").json()
+    assert answer["ok"], answer
+    assert answer["rows"]
+    columns = set(answer["rows"][0])
+    if name != "runs":
+        assert "kernel" in columns or "fastest_fp8" in columns
+    assert QUESTIONS[name].title in get(f"/{name}", **{"m": "1"}).text
+
+
+def test_the_fastest_kernel_is_the_one_that_dispatch_chooses(get: Get) -> None:
+    """The README's shape: among kernels that are there, one that is 1.4 times as fast as bf16."""
+    rows = rows_of(get, "fastest", m="32768", n="2048", k="2048", device="NVIDIA H200")
+    (row,) = [r for r in rows if r["prepared"] and "/row/" in r["b"] and r["epilogue"] == "none"]
+    assert row["row_err"] <= 0.06
+    assert row["x_bf16"] == pytest.approx(row["bf16_us"] / row["us"])
+    assert row["x_bf16"] > 1.3
+    strict = rows_of(get, "fastest", m="32768", n="2048", k="2048", budget="0.01")
+    assert {r["kernel"] for r in strict} == {"torch.bf16"}
+    assert not rows_of(get, "fastest", device="no such GPU")
+
+
+def test_fp8_loses_only_where_it_is_slower(get: Get) -> None:
+    rows = rows_of(get, "fp8_loses")
+    assert all(row["fp8_us"] > row["bf16_us"] for row in rows)
+    ratios = [row["times_as_long"] for row in rows]
+    assert ratios == sorted(ratios, reverse=True)
+
+
+def test_a_kernel_that_became_slower_is_named(get: Get) -> None:
+    for row in rows_of(get, "regressed", since="2026-11-22"):
+        assert row["after_us"] > 1.05 * row["before_us"]
+        assert row["measured_before"] < "2026-11-22" <= row["measured_after"]
+    assert not rows_of(get, "regressed", since="2020-01-01")
+    assert not rows_of(get, "regressed", since="no day")
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table_has_facets_and_says_what_its_columns_hold(get: Get, table: str) -> None:
+    answer = get(f"/{table}.json", _facet_size="3").json()
+    facets = answer["facet_results"]
+    assert "facets_timed_out" not in answer or not answer["facets_timed_out"]
+    assert set(facets) == set(explorer._FACETS.get(table, ()))
+    assert all(facet["results"] for facet in facets.values())
+    page = get(f"/{table}").text
+    shown = re.findall(r"<dt>(\w+)</dt>", page)
+    assert shown == [column.name for column in TABLES[table].columns]
+
+
+def test_facets_name_what_rows_refer_to(get: Get) -> None:
+    facets = get("/timing.json").json()["facet_results"]
+    assert facets["device"]["results"][0]["label"] == "NVIDIA H200"
+    assert "torch.bf16" in {result["label"] for result in facets["kernel"]["results"]}
+
+
+def test_nothing_can_be_written(found: Any, get: Get) -> None:
+    before = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
+    refused = get(".json", sql="DELETE FROM timing")
+    assert refused.status_code == 400
+    assert "SELECT" in refused.json()["error"]
+    database = found.get_database(NAME)
+    assert not database.is_mutable
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        asyncio.run(database.execute_fn(lambda c: c.execute("DELETE FROM timing")))
+    assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == before
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "a.sqlite" for folder in ("x", "y")]
+    assert list(explorer._names_of([*files, tmp_path / "b.sqlite"])) == ["a", "a-2", "b"]
+
+
+def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE timing (a)")
+    with pytest.raises(DatabaseError, match="application id"):
+        explorer.explorer_of([other])
+    with pytest.raises(DatabaseError, match="is not there"):
+        explorer.explorer_of([tmp_path / "none.sqlite"])
+
+
+def test_without_datasette_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasette.app", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):
+        explorer.explorer_of([SHIPPED])
+
+
+def test_it_listens_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[str, int]] = []
+
+    def taken(self: socket.socket, place: tuple[str, int]) -> None:
+        bound.append(place)
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "bind", taken)
+    with pytest.raises(UnsupportedError, match=r"port 8001 of 127.0.0.1 .*in use; --port 0"):
+        explorer.listen(8001)
+    assert bound == [("127.0.0.1", 8001)]
