@@ -15,6 +15,7 @@ from lokakern.between import BoundedSequential, is_affordable, scales_between
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.linear import Linear, Routed
+from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import watched_modules
 from lokakern.routed import kernel_at
@@ -76,12 +77,16 @@ def convert(
         _check_range(m_range)
     names = selection.distribution_names(distribution)
     found, skipped = _sites_of(model, filter)
+    seen = report_or_budget.unseen if isinstance(report_or_budget, ProbeReport) else {}
     if not found:
         reasons = "".join(f"; {name}: {why}" for name, why in skipped.items())
         raise UnknownNameError(
             f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
             f"filter= accepts{reasons}"
         )
+    skipped |= {
+        name: why for name, why in (seen or matrices_elsewhere(model)).items() if name not in found
+    }
     conversion = Conversion(found, skipped, inference, device, names, m_range)
     if between:
         conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
@@ -111,7 +116,9 @@ class Conversion:
 
     Attributes:
         sites: By name.
-        skipped: Linear layers that were left alone, by name, with the reason.
+        skipped: What was left alone, by name, with the reason: linear layers; and products that no
+            linear layer makes, as a report of Probe saw them, or else parameters of modules that
+            may multiply by them.
     """
 
     def __init__(
@@ -229,7 +236,7 @@ class Conversion:
         from lokakern.bench.report import print_rows
 
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
-        note = "; ".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
+        note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
 
     def explain(self, name: str | None = None) -> str:

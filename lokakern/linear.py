@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -45,6 +47,15 @@ class Steps:
 register_optimizer_step_post_hook(Steps.ended)
 
 
+@functools.cache
+def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
+    warnings.warn(
+        f"a converted layer multiplies {input} by a weight in {weight} unquantized, as kernels are "
+        "for bfloat16: run the model under torch.autocast in bfloat16, or make all of it bfloat16",
+        stacklevel=2,
+    )
+
+
 class Routed(nn.Module):
     """What modules with a product ``x @ weight.t() + bias`` share: its routes, and FP8 weights.
 
@@ -76,6 +87,8 @@ class Routed(nn.Module):
             dtype = x.dtype
             fits = dtype is torch.bfloat16 and weight.dtype is dtype
         if not fits:  # kernels were measured on bfloat16 only
+            if not torch.compiler.is_compiling():
+                _say_once(x.dtype, weight.dtype)
             return functional.linear(x, weight, bias)
         parts = self._parts(weight)
         x, weight = x.to(dtype), weight.to(dtype)

@@ -80,15 +80,22 @@ class Judge:
     distributions: tuple[str, ...] | None = None
     verdicts: tuple[Verdict, ...] | None = None
 
-    def table(self, problem: Problem, gemm: str, device: Device) -> Table:
-        """All candidates with the errors that count."""
+    def candidates(
+        self, problem: Problem, gemm: str, device: Device
+    ) -> tuple[Table, list[Candidate]]:
+        """What was measured of a problem, and its candidates with the errors that count."""
         table = selection.table_for(
             problem, self.budget, self.distributions, device, is_choice=False
         )
         if self.verdicts is None:
-            return table
+            return table, list(table.candidates)
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
-        return _rebuilt(table, [_judged(c, verdict) for c in table.candidates])
+        return table, [_judged(c, verdict) for c in table.candidates]
+
+    def table(self, problem: Problem, gemm: str, device: Device) -> Table:
+        """The table of these candidates."""
+        table, candidates = self.candidates(problem, gemm, device)
+        return table if self.verdicts is None else _rebuilt(table, candidates)
 
 
 def routes_of(
@@ -172,9 +179,9 @@ def _of_forms(
 ) -> Table:  # fmt: skip
     """Candidates that read a weight quantized ahead, with these kinds of scales."""
     asked = _prepared(problem, forms[0], device) if is_prepared else problem
-    table = judge.table(asked, gemm, device)
+    table, candidates = judge.candidates(asked, gemm, device)
     kept, rejected = [], list(table.rejected)
-    for candidate in table.candidates:
+    for candidate in candidates:
         reason = None
         if not candidate.unquantized:
             reason = _why_not(candidate.kernel, forms, problem, device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lokakern
-from lokakern import selection
+from lokakern import linear, selection
 from lokakern.bench.forms import grad_weight_case, prepared_weight
 from lokakern.bench.suite_files import suite_from_file
 from lokakern.converting import Conversion
@@ -342,6 +342,33 @@ def test_a_layer_may_choose_for_itself() -> None:
     assert layer._routes == ("", "", "")
     with pytest.raises(BudgetError):
         Linear(K, N, budget=-1.0)
+
+
+def test_parameters_of_others_are_named_or_what_probe_saw_of_them(known: Book) -> None:
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.experts = nn.Linear(K, N), nn.Parameter(torch.randn(2, N, 4))
+            self.shift = nn.Parameter(torch.zeros(2, N, 1))
+            self.more = nn.ParameterList([torch.randn(4, 4)])
+
+    found = convert(Mix(), 0.06, device=H200)
+    assert set(found.skipped) == {"experts", "more.0"}
+    assert found.skipped["experts"].startswith("a Mix holds [2, 64, 4]; products of an nn.Linear")
+    report = ProbeReport([], ErrorBudget(row_err=0.06), None, unseen={"experts": "2 products"})
+    found = convert(Mix(), report, device=H200)
+    assert found.skipped == {"experts": "2 products"}
+
+
+def test_what_is_no_bfloat16_says_once_that_it_stays_unquantized(known: Book) -> None:
+    linear._say_once.cache_clear()
+    model = model_of(torch.float32)
+    convert(model, 0.06, device=H200)
+    with pytest.warns(UserWarning, match="torch.float32 by a weight in torch.float32 unquantized"):
+        model(torch.randn(256, K))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(256, K))
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
