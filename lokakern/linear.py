@@ -18,6 +18,7 @@ from lokakern.routed import PLAIN, RoutedLinear, output, quantize_weight, read_r
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
 _NOTHING = (None, None, None, None)
+_MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
 
 class _Held(NamedTuple):
@@ -65,6 +66,11 @@ class Routed(nn.Module):
     _routes: tuple[str, str, str] = PLAIN_ROUTES
     _owned: weakref.ref[Tensor] | None = None
     _held: _Held | None = None
+    # Of a weight that FSDP2 gathers as FP8, see `lokakern.gathering`: who finds scales, its own,
+    # and what arrived.
+    _gathering: Any = None
+    _weight_scale: Any = None
+    _gathered: Any = None
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
@@ -108,7 +114,11 @@ class Routed(nn.Module):
         """
         if self.is_frozen:
             return (*self._frozen(), None, None)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return _NOTHING
+        if self._gathered is not None and self._gathered.address == weight.data_ptr():
+            return self._gathered.parts(self._routes)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
             return _NOTHING
         owned = None if self._owned is None else self._owned()
         if owned is not weight:  # FSDP2 gathers into the same memory and leaves the version
@@ -191,7 +201,7 @@ class Routed(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made again."""
         state = dict(self.__dict__)
-        for name in ("_owned", "_held", "_fp8_views"):
+        for name in _MADE_AGAIN:
             state.pop(name, None)
         return state
 
@@ -282,6 +292,17 @@ class Linear(nn.Linear, Routed):
         super()._load_from_state_dict(*arguments, **options)
         if self.is_frozen:
             self.freeze()
+        self._keep_gathering()
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        applied = super()._apply(*arguments, **options)
+        self._keep_gathering()
+        return applied
+
+    def _keep_gathering(self) -> None:
+        """What casts or loads a sharded weight makes a new tensor of this rank's rows."""
+        if self._gathering is not None:
+            self._gathering.keep(self)
 
     def freeze(self) -> None:
         """Quantize the weight as it is multiplied once and for all."""

@@ -158,7 +158,11 @@ def _multiply(
     if data is None and left is not None:
         data, scale = _quantize_weight(b.t(), ways.form.value)
     if data is not None:
-        right = QuantizedTensor(data, scale, ways.form, True)
+        if data.stride(1) == 1:
+            right = QuantizedTensor(data, scale, ways.form, True)
+        else:  # one scale holds for a weight and for its transpose
+            assert scale is not None
+            right = QuantizedTensor.packed(data, scale, ways.form).t()
         if left is not None:
             _launch_scaled(kernel, left, left_scale, right, out, bias)
             return out
