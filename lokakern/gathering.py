@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,7 +30,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.linear import Linear
 from lokakern.operands import device_of
-from lokakern.quantized import ROW_BYTES
 from lokakern.quantizing import quantize
 from lokakern.registry.register import fp8_format
 from lokakern.routed import PLAIN, scales_of
@@ -89,7 +89,7 @@ class GatheredWeight(Tensor):
         return result.as_subclass(cls) if func in _KEEPING else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
@@ -116,7 +116,7 @@ class GatheredWeight(Tensor):
         with torch.no_grad():
             meant = (data.float() * scale).to(dtype)
             if out is not None:  # which FSDP2 gave its memory back
-                with torch.autograd._unsafe_preserve_version_counter(out):
+                with _unsafe_preserve_version_counter(out):
                     out.copy_(meant)
         weight = meant if out is None else out
         module._gathered = Gathered(data, scale, weight.data_ptr())
@@ -249,8 +249,8 @@ def _why_not(module: Linear) -> str:
     for gemm, route in (("output", to_output), ("input's gradient", to_input)):
         if route != PLAIN and scales_of(route) != TENSOR.value:
             return f"its {gemm} reads a weight with {scales_of(route)} scales"
-    if module.padding != (0, 0) or module.in_features % ROW_BYTES:
-        return f"its rows are not multiples of {ROW_BYTES} bytes"
+    if module.padding != (0, 0):
+        return "mods.Pad adds zeros to its weight at each call"
     if module.is_frozen:
         return "its weight is frozen"
     return ""

@@ -295,7 +295,7 @@ class Linear(nn.Linear, Routed):
         self._keep_gathering()
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        applied = super()._apply(*arguments, **options)
+        applied = super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
         self._keep_gathering()
         return applied
 
