@@ -85,6 +85,26 @@ def test_without_gradients_or_compiled_nothing_is_said() -> None:
         assert list(probe.unseen()) == ["own"]
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_let_through(layout: torch.layout) -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.own = nn.Linear(D, D), nn.Parameter(torch.randn(2, D, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(torch.nested.nested_tensor([x[:5], x[5:]], layout=layout))
+            if layout is torch.strided:
+                h = torch.bmm(h, torch.nested.as_nested_tensor(self.own))
+            return h  # type: ignore[no-any-return]
+
+    with Probe(Ragged()) as probe:
+        probe.model(torch.randn(M, D))
+    assert list(probe.unseen()) == ["layer"]
+    assert "no plain tensor" in probe.unseen()["layer"]
+
+
 def test_a_report_carries_what_was_not_seen() -> None:
     model = nn.Sequential(Mixed("matmul"))
     with Probe(model, filter=lambda _, name: name == "0.layer") as probe:

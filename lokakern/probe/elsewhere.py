@@ -48,6 +48,8 @@ def products_elsewhere(
     known = 0  # multiply-adds of sites
     for node in _nodes(x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)):
         kind = node.name()
+        if any(x.is_nested_tensor for x in node._input_metadata):
+            continue  # it has no shape; a plain one has no nested factors
         factors: list[list[Tensor] | None]
         if kind.startswith(_ATTENTION):
             factors, work = [None, None], _attention_work(node)
