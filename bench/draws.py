@@ -189,7 +189,8 @@ def operand_digest(*operands: Tensor | None) -> str:
     digest = hashlib.sha256()
     for x in operands:
         if x is not None:
-            digest.update(x.contiguous().view(torch.uint8).numpy().data)
+            # Flat first: of a matrix with one column torch leaves strides that are no use.
+            digest.update(x.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

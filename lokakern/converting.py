@@ -15,11 +15,12 @@ from lokakern.between import BoundedSequential, is_affordable, scales_between
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.linear import Linear, Routed
+from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import watched_modules
 from lokakern.routed import kernel_at
-from lokakern.routes import Judge, MRange, Route, routes_of
-from lokakern.types import Device, ErrorBudget
+from lokakern.routes import FORMS, Judge, MRange, Route, routes_of
+from lokakern.types import Device, ErrorBudget, Granularity
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 Wanted = ProbeReport | ErrorBudget | float | None
@@ -35,6 +36,7 @@ def convert(
     distribution: str | Sequence[str] | None = None,
     m_range: MRange | None = None,
     between: bool = True,
+    weight_scales: Sequence[Granularity | str] | None = None,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels whose error is affordable, in place.
 
@@ -61,12 +63,14 @@ def convert(
         between: Whether a layer that follows BlockNorm and an activation in an `nn.Sequential` gets
             its input in FP8, under the scale that the norm bounds it by, where the budget is a
             row error of 0.05 or more; see `lokakern.between`.
+        weight_scales: Of "tensor", "row" and "128x128", which scales weights may have; None: any.
+            With ["tensor"] FSDP2 can gather them as FP8, see `lokakern.gathering`.
 
     Returns:
         What was chosen and why, and what undoes it.
 
     Raises:
-        UnknownNameError: No layer is left to convert, or no such distribution.
+        UnknownNameError: No layer is left to convert, or no such distribution or scales.
         ShapeError: ``m_range`` is not two integers in order.
         FormatError: ``report_or_budget`` is none of these.
         BudgetError: The budget is not a finite, non-negative number.
@@ -75,14 +79,19 @@ def convert(
     if m_range is not None:
         _check_range(m_range)
     names = selection.distribution_names(distribution)
+    forms = FORMS if weight_scales is None else tuple(_form_named(x) for x in weight_scales)
     found, skipped = _sites_of(model, filter)
+    seen = report_or_budget.unseen if isinstance(report_or_budget, ProbeReport) else {}
     if not found:
         reasons = "".join(f"; {name}: {why}" for name, why in skipped.items())
         raise UnknownNameError(
             f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
             f"filter= accepts{reasons}"
         )
-    conversion = Conversion(found, skipped, inference, device, names, m_range)
+    skipped |= {
+        name: why for name, why in (seen or matrices_elsewhere(model)).items() if name not in found
+    }
+    conversion = Conversion(found, skipped, inference, device, names, m_range, forms)
     if between:
         conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
     conversion.refresh(report_or_budget)
@@ -111,7 +120,9 @@ class Conversion:
 
     Attributes:
         sites: By name.
-        skipped: Linear layers that were left alone, by name, with the reason.
+        skipped: What was left alone, by name, with the reason: linear layers; and products that no
+            linear layer makes, as a report of Probe saw them, or else parameters of modules that
+            may multiply by them.
     """
 
     def __init__(
@@ -122,9 +133,11 @@ class Conversion:
         device: Device | str | None,
         distributions: tuple[str, ...] | None,
         m_range: MRange | None,
+        forms: Sequence[Granularity],
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
-        self._device, self._distributions, self._m_range = device, distributions, m_range
+        self._device, self._distributions = device, distributions
+        self._m_range, self._forms = m_range, forms
         self.sites: dict[str, Site] = {}
         self.sequences: list[nn.Module] = []
 
@@ -200,7 +213,7 @@ class Conversion:
             if key not in known:
                 known[key] = routes_of(
                     n, k, judge, device, has_bias=has_bias, inference=self._inference,
-                    m_range=self._m_range,
+                    m_range=self._m_range, forms=self._forms,
                 )  # fmt: skip
             found[name] = known[key]
         return found
@@ -229,7 +242,7 @@ class Conversion:
         from lokakern.bench.report import print_rows
 
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
-        note = "; ".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
+        note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
 
     def explain(self, name: str | None = None) -> str:
@@ -346,6 +359,14 @@ def _sites_of(
         else:
             found[name] = module
     return found, skipped
+
+
+def _form_named(name: Granularity | str) -> Granularity:
+    if name not in FORMS:
+        raise UnknownNameError(
+            f"convert: weight_scales names {name!r}; expected some of {', '.join(FORMS)}"
+        )
+    return Granularity(name)
 
 
 def _why_not(module: nn.Module, is_inner: bool) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from lokakern.routed import PLAIN, RoutedLinear, output, quantize_weight, read_r
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
 _NOTHING = (None, None, None, None)
+_MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
 
 class _Held(NamedTuple):
@@ -45,6 +48,15 @@ class Steps:
 register_optimizer_step_post_hook(Steps.ended)
 
 
+@functools.cache
+def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
+    warnings.warn(
+        f"a converted layer multiplies {input} by a weight in {weight} unquantized, as kernels are "
+        "for bfloat16: run the model under torch.autocast in bfloat16, or make all of it bfloat16",
+        stacklevel=2,
+    )
+
+
 class Routed(nn.Module):
     """What modules with a product ``x @ weight.t() + bias`` share: its routes, and FP8 weights.
 
@@ -54,6 +66,11 @@ class Routed(nn.Module):
     _routes: tuple[str, str, str] = PLAIN_ROUTES
     _owned: weakref.ref[Tensor] | None = None
     _held: _Held | None = None
+    # Of a weight that FSDP2 gathers as FP8, see `lokakern.gathering`: who finds scales, its own,
+    # and what arrived.
+    _gathering: Any = None
+    _weight_scale: Any = None
+    _gathered: Any = None
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
@@ -76,6 +93,8 @@ class Routed(nn.Module):
             dtype = x.dtype
             fits = dtype is torch.bfloat16 and weight.dtype is dtype
         if not fits:  # kernels were measured on bfloat16 only
+            if not torch.compiler.is_compiling():
+                _say_once(x.dtype, weight.dtype)
             return functional.linear(x, weight, bias)
         parts = self._parts(weight)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -95,7 +114,11 @@ class Routed(nn.Module):
         """
         if self.is_frozen:
             return (*self._frozen(), None, None)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return _NOTHING
+        if self._gathered is not None and self._gathered.address == weight.data_ptr():
+            return self._gathered.parts(self._routes)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled():
             return _NOTHING
         owned = None if self._owned is None else self._owned()
         if owned is not weight:  # FSDP2 gathers into the same memory and leaves the version
@@ -178,7 +201,7 @@ class Routed(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made again."""
         state = dict(self.__dict__)
-        for name in ("_owned", "_held", "_fp8_views"):
+        for name in _MADE_AGAIN:
             state.pop(name, None)
         return state
 
@@ -269,6 +292,17 @@ class Linear(nn.Linear, Routed):
         super()._load_from_state_dict(*arguments, **options)
         if self.is_frozen:
             self.freeze()
+        self._keep_gathering()
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        applied = super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
+        self._keep_gathering()
+        return applied
+
+    def _keep_gathering(self) -> None:
+        """What casts or loads a sharded weight makes a new tensor of this rank's rows."""
+        if self._gathering is not None:
+            self._gathering.keep(self)
 
     def freeze(self) -> None:
         """Quantize the weight as it is multiplied once and for all."""

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
+from lokakern.quantized import ROW_BYTES
 from lokakern.quantizing import quantize
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import Granularity, QuantizedTensor
@@ -158,7 +159,11 @@ def _multiply(
     if data is None and left is not None:
         data, scale = _quantize_weight(b.t(), ways.form.value)
     if data is not None:
-        right = QuantizedTensor(data, scale, ways.form, True)
+        if data.stride(1) == 1 and data.stride(0) % ROW_BYTES == 0:
+            right = QuantizedTensor(data, scale, ways.form, True)
+        else:  # as it was gathered, or the transpose of that, under the same one scale
+            assert scale is not None
+            right = QuantizedTensor.packed(data, scale, ways.form).t()
         if left is not None:
             _launch_scaled(kernel, left, left_scale, right, out, bias)
             return out

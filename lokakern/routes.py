@@ -80,20 +80,27 @@ class Judge:
     distributions: tuple[str, ...] | None = None
     verdicts: tuple[Verdict, ...] | None = None
 
-    def table(self, problem: Problem, gemm: str, device: Device) -> Table:
-        """All candidates with the errors that count."""
+    def candidates(
+        self, problem: Problem, gemm: str, device: Device
+    ) -> tuple[Table, list[Candidate]]:
+        """What was measured of a problem, and its candidates with the errors that count."""
         table = selection.table_for(
             problem, self.budget, self.distributions, device, is_choice=False
         )
         if self.verdicts is None:
-            return table
+            return table, list(table.candidates)
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
-        return _rebuilt(table, [_judged(c, verdict) for c in table.candidates])
+        return table, [_judged(c, verdict) for c in table.candidates]
+
+    def table(self, problem: Problem, gemm: str, device: Device) -> Table:
+        """The table of these candidates."""
+        table, candidates = self.candidates(problem, gemm, device)
+        return table if self.verdicts is None else _rebuilt(table, candidates)
 
 
 def routes_of(
     n: int, k: int, judge: Judge, device: Device, *, has_bias: bool = False,
-    inference: bool = False, m_range: MRange | None = None,
+    inference: bool = False, m_range: MRange | None = None, forms: Sequence[Granularity] = FORMS,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
 
@@ -105,6 +112,7 @@ def routes_of(
         has_bias: Whether the output has a bias; times without are taken where none were measured.
         inference: Whether weights are quantized once and for all, and nothing has a gradient.
         m_range: Smallest and largest m to choose for; None: all that were measured.
+        forms: Scales that a weight may have.
     """
     reason = "no budget" if judge.budget is None else ""
     if selection.choices() is not None:
@@ -114,12 +122,14 @@ def routes_of(
     epilogues = ("bias", "none") if has_bias else ("none",)
     first = Route("output", PLAIN, "nothing was measured")
     for epilogue in epilogues:
-        first = _route("output", _output_problem(n, k, epilogue), judge, device, inference, m_range)
+        problem_at = _output_problem(n, k, epilogue)
+        first = _route("output", problem_at, judge, device, inference, m_range, forms)
         if first.choices:
             break
     if inference:
         return (first, *(Route(gemm, PLAIN, "inference has none") for gemm in GEMMS[1:]))
-    second = _route("grad_input", _grad_input_problem(n, k), judge, device, False, m_range)
+    problem_at = _grad_input_problem(n, k)
+    second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
     return first, second, _grad_weight_route(n, k, judge, device, first, m_range)
 
 
@@ -141,10 +151,11 @@ def _route(
     device: Device,
     is_prepared: bool,
     m_range: MRange | None,
+    forms: Sequence[Granularity],
 ) -> Route:
     """Of a product with a weight: of all kinds of its scales the one that gains most."""
     best: tuple[float, Granularity, Table, Table] | None = None
-    for form in FORMS:
+    for form in forms:
         aligned, other = (
             _of_forms(problem_at(m), gemm, (form,), judge, device, is_prepared) for m in (16, 17)
         )
@@ -152,8 +163,8 @@ def _route(
         if gain < 0 and (best is None or gain < best[0]):
             best = gain, form, aligned, other
     if best is None:
-        forms = (Granularity.ROW,) if is_prepared else FORMS
-        every = _of_forms(problem_at(16), gemm, forms, judge, device, is_prepared)
+        known = (Granularity.ROW,) if is_prepared else FORMS
+        every = _of_forms(problem_at(16), gemm, known, judge, device, is_prepared)
         if not every.measured_m:
             return Route(gemm, PLAIN, every.pick(16).note or "nothing was measured")
         sizes = _sizes(every, m_range)
@@ -172,9 +183,9 @@ def _of_forms(
 ) -> Table:  # fmt: skip
     """Candidates that read a weight quantized ahead, with these kinds of scales."""
     asked = _prepared(problem, forms[0], device) if is_prepared else problem
-    table = judge.table(asked, gemm, device)
+    table, candidates = judge.candidates(asked, gemm, device)
     kept, rejected = [], list(table.rejected)
-    for candidate in table.candidates:
+    for candidate in candidates:
         reason = None
         if not candidate.unquantized:
             reason = _why_not(candidate.kernel, forms, problem, device)

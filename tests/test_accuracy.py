@@ -10,6 +10,7 @@ import torch
 from lokakern import numerics
 from lokakern.bench.accuracy import Cell, cells_for, measure_cells
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
+from lokakern.bench.draws import operand_digest
 from lokakern.bench.forms import grad_weight_case
 from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
 from lokakern.registry.records import AccuracyRecord
@@ -78,3 +79,9 @@ def test_an_fp8_output_errs_more_and_is_judged_decoded(monkeypatch: pytest.Monke
     )  # fmt: skip
     errors = measured(kernel, added, "X1").errors
     assert errors is not None and 0.05 < errors.row_err < 0.07
+
+
+def test_a_digest_of_operands_is_of_their_numbers_however_they_lie() -> None:
+    x = torch.randn(1, 5)
+    assert operand_digest(x.t()) == operand_digest(x.flatten())  # of strides (1, 5) before
+    assert operand_digest(x, None) != operand_digest(2 * x)

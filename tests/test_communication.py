@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,16 +13,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lokakern.communication import COLUMNS, Compression, compress
 from lokakern.errors import UnknownNameError
+from lokakern.gathering import GatheredWeight, Gathering
 from lokakern.linear import Linear
 
 SEEDS = (0,)
 ROUTE = "row;16:0=cuda.quantize_row+cuda.scaled_gemm_row;1:0="
+ONE_SCALE = "tensor;16:0=cuda.quantize_tensor+cuda.scaled_gemm_tensor;1:0="
 COUNT = 3 * COLUMNS + 17
+ODD = 33  # rows that two ranks share as 17 and 16
 
 
 def gradient_of(rank: int, step: int = 0) -> Tensor:
@@ -107,6 +116,103 @@ def routed_losses(rank: int, kind: str) -> list[float]:
     return found
 
 
+def sharded(
+    is_gathered: bool, policy: MixedPrecisionPolicy | None = None
+) -> tuple[nn.Module, Gathering | None]:
+    """A model in parts, the last of which has one row: none on the second rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(64, ODD), nn.ReLU(), nn.Linear(ODD, 48), Linear(48, 1))
+    for place in (0, 3):
+        layer = model[place]
+        assert isinstance(layer, Linear)
+        layer.take_routes((ONE_SCALE, ONE_SCALE, ""), layer.weight)
+    mesh, options = init_device_mesh("cpu", (2,)), {} if policy is None else {"mp_policy": policy}
+    for layer in (model[0], model[2], model[3], model):
+        fully_shard(layer, mesh=mesh, **options)  # type: ignore[arg-type]
+    return model, Gathering(model) if is_gathered else None
+
+
+def trained(rank: int, model: nn.Module, autocast: bool) -> list[float]:
+    """Losses of steps with two micro-batches each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)  # foreach: moves no version
+    found = []
+    for number in range(6):
+        x = torch.randn(96, 64, generator=torch.Generator().manual_seed(number))[rank::2]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x)
+        loss = (y.float() - 1.0).square().mean()
+        loss.backward()
+        found.append(loss.item())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def gathered(rank: int) -> dict[str, Any]:
+    """Of weights that are gathered as FP8, and as they are."""
+    found: dict[str, Any] = {}
+    sent: list[int] = []
+    reduced: list[int] = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, reduce = getattr(dist, name), dist.all_reduce
+
+    def count_gather(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(input.nbytes)
+        return gather(output, input, *args, **kwargs)
+
+    def count_reduce(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.append(x.nbytes)
+        return reduce(x, *args, **kwargs)
+
+    setattr(dist, name, count_gather)
+    dist.all_reduce = count_reduce
+    policies = {
+        "autocast": None,
+        "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    for kind, policy in policies.items():
+        for is_gathered in (True, False):
+            model, _ = sharded(is_gathered, policy)
+            sent.clear(), reduced.clear()
+            losses = trained(rank, model, policy is None)
+            found[f"{kind} {is_gathered}"] = {
+                "losses": losses, "sent": sum(sent), "reduced": list(reduced)
+            }  # fmt: skip
+            if kind == "autocast" and is_gathered:
+                kept = model
+    setattr(dist, name, gather)
+    dist.all_reduce = reduce
+
+    def output(model: nn.Module) -> float:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return float(model(torch.ones(32, 64)).double().sum())
+
+    found["output"] = output(kept)
+    state = kept.state_dict()
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    loaded = torch.load(stream)  # weights only, as by default
+    found["saved as"] = type(loaded["0.weight"]._local_tensor).__name__
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    whole = get_model_state_dict(kept, options=StateDictOptions(full_state_dict=True))
+    found["whole"] = {key: type(x).__name__ for key, x in whole.items()}
+    for assign in (False, True):
+        other, _ = sharded(True)
+        output(other)  # with scales of other weights
+        other.load_state_dict(loaded, assign=assign)
+        found[f"loaded, assign={assign}"] = output(other)
+    other, _ = sharded(True)
+    set_model_state_dict(other, whole, options=options)
+    found["loaded whole"] = output(other)
+    found["cast"] = output(kept.double().float())
+    weight = kept[0].weight  # type: ignore[index]
+    found["type"] = isinstance(weight._local_tensor, GatheredWeight)
+    found["computed"] = type((weight * 2).to_local()).__name__
+    return found
+
+
 def one_of_two_ranks(rank: int, folder: str) -> None:
     """Body of a process."""
     store = f"file://{folder}/store"
@@ -117,6 +223,7 @@ def one_of_two_ranks(rank: int, folder: str) -> None:
         found[wire] = losses(rank, Compression(wire))
     for kind in ("ddp", "fsdp2"):
         found[f"routed {kind}"] = routed_losses(rank, kind)
+    found["gathered"] = gathered(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -173,6 +280,36 @@ def test_quantized_models_train_alike_whole_and_in_parts(found: list[dict[str, A
     for one in found:
         assert one["routed fsdp2"] == pytest.approx(one["routed ddp"], rel=1e-3)
         assert one["routed ddp"][-1] < one["routed ddp"][0]
+
+
+def test_weights_gathered_as_fp8_train_to_the_bit_as_those_quantized_after(
+    found: list[dict[str, Any]],
+) -> None:
+    """Uneven shards and empty ones, micro-batches, autocast and mixed precision."""
+    for one in found:
+        for kind in ("autocast", "policy"):
+            with_it, without = one["gathered"][f"{kind} True"], one["gathered"][f"{kind} False"]
+            assert with_it["losses"] == without["losses"]
+            assert with_it["losses"][-1] < with_it["losses"][0]
+
+
+def test_weights_gathered_as_fp8_are_a_byte_an_element(found: list[dict[str, Any]]) -> None:
+    elements = 17 * 64 + 48  # of a rank's part: the first layer's, padded, and the last one's
+    for one in found:
+        for kind, size in (("autocast", 4), ("policy", 2)):
+            with_it, without = one["gathered"][f"{kind} True"], one["gathered"][f"{kind} False"]
+            gathers = 12  # forward and backward of six micro-batches
+            assert without["sent"] - with_it["sent"] == gathers * elements * (size - 1)
+            assert with_it["reduced"] == [2 * 4] * 3  # of two scales, once for each step
+            assert without["reduced"] == []
+
+
+def test_checkpoints_of_weights_gathered_as_fp8_are_plain(found: list[dict[str, Any]]) -> None:
+    for one in (one["gathered"] for one in found):
+        assert one["saved as"] == one["computed"] == "Tensor" and one["type"]
+        assert set(one["whole"].values()) <= {"Tensor"}
+        for how in ("loaded, assign=False", "loaded, assign=True", "loaded whole", "cast"):
+            assert one[how] == one["output"], how
 
 
 def test_an_unknown_wire_is_refused() -> None:

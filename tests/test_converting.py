@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import lokakern
-from lokakern import selection
+from lokakern import linear, selection
 from lokakern.bench.forms import grad_weight_case, prepared_weight
 from lokakern.bench.suite_files import suite_from_file
 from lokakern.converting import Conversion
@@ -119,6 +120,17 @@ def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
     assert "reads a weight with 128x128 scales, and another gains more" in found.explain("0")
     found = convert(model_of(), 0.06, device=H200, m_range=(1, 20))
     assert kernels(found, "0", "output", (16, 256)) == [BLOCK_KERNEL, ""]
+
+
+def test_weights_may_be_given_one_kind_of_scales(book: Book) -> None:
+    book.write(*rows_of(gemm(256, N, K), bf16=6.0, row=2.0, tensor=3.0))
+    assert kernels(convert(model_of(), 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
+    found = convert(model_of(), 0.06, device=H200, weight_scales=["tensor"])
+    assert kernels(found, "0", "output", (256,)) == [TENSOR]
+    found.refresh(None)
+    assert found.refresh(0.06) and kernels(found, "0", "output", (256,)) == [TENSOR]
+    found = convert(model_of(), 0.06, device=H200, weight_scales=["128x128"])
+    assert kernels(found, "0", "output", (256,)) == [""]
 
 
 def test_a_bias_is_asked_for_and_does_without(book: Book) -> None:
@@ -289,6 +301,35 @@ def test_a_compiled_model_follows_a_refresh_without_a_break(known: Book) -> None
     assert torch.equal(compiled(x), model_of()(x))
 
 
+def test_a_run_under_autocast_follows_refreshes_in_its_midst_compiled_or_not(known: Book) -> None:
+    torch._dynamo.reset()
+    found: dict[str, list[float]] = {}
+    for way in ("eager", "compiled", "never"):
+        model = model_of(torch.float32)
+        handle = convert(model, 0.06, device=H200)
+        counter = CompileCounterWithBackend("aot_eager")
+        called = model
+        if way == "compiled":
+            called = torch.compile(model, backend=counter, fullgraph=True)  # type: ignore[assignment]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        found[way] = []
+        for step in range(9):
+            if step % 3 == 0 and step and way != "never":
+                assert handle.refresh(0.06 if step == 6 else None)
+            with torch.autocast("cpu", torch.bfloat16):
+                y = called(torch.randn(256, K, generator=torch.Generator().manual_seed(step)))
+            loss = (y.float() - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[way].append(loss.item())
+        if way == "compiled":
+            assert counter.frame_count <= 3  # once for each choice, or less
+    assert found["compiled"] == found["eager"]
+    assert found["eager"][:3] == found["never"][:3] and found["eager"][3] != found["never"][3]
+    assert found["eager"][-1] < found["eager"][0]
+
+
 def test_shared_layers_are_one_site(known: Book) -> None:
     shared = nn.Linear(K, N)
     model = nn.ModuleDict({"a": shared, "b": shared})
@@ -344,12 +385,40 @@ def test_a_layer_may_choose_for_itself() -> None:
         Linear(K, N, budget=-1.0)
 
 
+def test_parameters_of_others_are_named_or_what_probe_saw_of_them(known: Book) -> None:
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.experts = nn.Linear(K, N), nn.Parameter(torch.randn(2, N, 4))
+            self.shift = nn.Parameter(torch.zeros(2, N, 1))
+            self.more = nn.ParameterList([torch.randn(4, 4)])
+
+    found = convert(Mix(), 0.06, device=H200)
+    assert set(found.skipped) == {"experts", "more.0"}
+    assert found.skipped["experts"].startswith("a Mix holds [2, 64, 4]; products of an nn.Linear")
+    report = ProbeReport([], ErrorBudget(row_err=0.06), None, unseen={"experts": "2 products"})
+    found = convert(Mix(), report, device=H200)
+    assert found.skipped == {"experts": "2 products"}
+
+
+def test_what_is_no_bfloat16_says_once_that_it_stays_unquantized(known: Book) -> None:
+    linear._say_once.cache_clear()
+    model = model_of(torch.float32)
+    convert(model, 0.06, device=H200)
+    with pytest.warns(UserWarning, match="torch.float32 by a weight in torch.float32 unquantized"):
+        model(torch.randn(256, K))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(256, K))
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"report_or_budget": "0.06"}, FormatError, "is str; expected a ProbeReport, a number"),
     ({"report_or_budget": True}, FormatError, "is bool"),
     ({"report_or_budget": float("nan")}, BudgetError, "nan"),
     ({"device": "NVIDIA H9000"}, DeviceError, "H9000"),
     ({"m_range": (4, 2)}, ShapeError, r"m_range is \(4, 2\); expected"),
+    ({"weight_scales": ["1x128"]}, UnknownNameError, "names '1x128'; expected some of tensor, row"),
     ({"m_range": 4}, ShapeError, "m_range is 4"),
     ({"distribution": 3}, UnknownNameError, "distribution is 3"),
     ({"filter": lambda module, name: False}, UnknownNameError, "has no layer to convert"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -236,6 +237,41 @@ def test_no_bias_keeps_that_of_the_prediction_layer() -> None:
     assert model.query.bias is not None and model.mix[0].bias is None
     with pytest.raises(UnknownNameError, match=r"keep names nobody; linear layers are query, key"):
         mods.apply(model, [mods.NoBias(keep=("nobody",))])
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_no_bias_takes_nothing_from_a_batch_norm(train: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
+    x = torch.randn(32, 8, dtype=torch.float64)
+    for _ in range(3):  # running statistics
+        model(x)
+    with torch.no_grad():
+        model[0].bias.mul_(100.0)
+    model(x)
+    other = copy.deepcopy(model)
+    report = mods.apply(other, [mods.NoBias()])
+    assert report.is_exact and other[0].bias is None and "batch norm" in report[0].effect
+    for one in (model, other):
+        one.train(train)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    for _ in range(2):
+        close(other(x), model(x))
+    close(other.eval()(x), model.eval()(x))  # as running statistics are by now
+    report.undo()
+    close(other(x), model(x))
+
+
+def test_norms_of_columns_and_calls_of_silu_are_left_alone_with_the_reason() -> None:
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.silu(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Gate())
+    report = mods.apply(model, [mods.BlockNorm(4), mods.HardSwish()])
+    assert [(c.site, c.is_done, c.effect) for c in report] == [
+        ("1", False, "it does not normalize rows"), ("2", False, "its forward itself calls silu"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("columns", "block"), [(512, 256), (24, 256), (24, 8), (1, 1)])

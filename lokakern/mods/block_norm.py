@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from lokakern.errors import ShapeError
 from lokakern.mods.editor import Editor, Mod
 
+_OF_OTHERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm1d)
+
 
 class BlockRMSNorm(nn.Module):
     """``y / sqrt(mean(y^2) + eps)`` over each block of neighboring columns, without parameters.
@@ -84,3 +86,5 @@ class BlockNorm(Mod):
             effect += f"each {block} columns have their own scale"
             effect += f"; its {' and '.join(lost)} are gone" if lost else ""
             editor.done(self, name, before, f"BlockRMSNorm({columns}, {block})", effect)
+        for name, norm in editor.modules(*_OF_OTHERS):
+            editor.left(self, name, type(norm).__name__, "it does not normalize rows")

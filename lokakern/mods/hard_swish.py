@@ -17,7 +17,7 @@ class HardSwish(Mod):
     """Put hard-swish in the place of `nn.SiLU`, and of ``functional.silu`` that a module holds.
 
     It needs no exponential, and is 0 below -3, so that no rounding of FP8 leaks through there. A
-    call of ``functional.silu`` in a ``forward`` is not seen.
+    ``forward`` that calls ``functional.silu`` by that name is left alone, and named.
     """
 
     def edit(self, editor: Editor) -> None:
@@ -29,7 +29,15 @@ class HardSwish(Mod):
                 else:
                     editor.left(self, name, "SiLU", "it is the model itself")
                 continue
+            if _calls_silu(module):
+                editor.left(self, name, type(module).__name__, "its forward itself calls silu")
             for attribute, value in list(vars(module).items()):
                 if value is functional.silu:
                     editor.set(module, attribute, functional.hardswish)
                     editor.done(self, f"{name}.{attribute}", "silu", "hardswish", EFFECT)
+
+
+def _calls_silu(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    is_torchs = type(module).__module__.startswith("torch.")
+    return code is not None and not is_torchs and "silu" in code.co_names

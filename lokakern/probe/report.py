@@ -32,6 +32,7 @@ class ProbeReport:
         budget: The largest error that is safe.
         device: Whose times were compared; None: nobody's.
         steps: That were sampled, of all ranks together; 0 where that is not known.
+        unseen: What there is no verdict on, by name, and why; see `Probe.unseen`.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class ProbeReport:
         budget: ErrorBudget,
         device: Device | str | None,
         steps: int = 0,
+        unseen: Mapping[str, str] | None = None,
     ) -> None:
         self._judged, self._device = tuple(judged), device
-        self.budget, self.steps = budget, steps
+        self.budget, self.steps, self.unseen = budget, steps, dict(unseen or {})
         self.device = device.product if isinstance(device, Device) else device
 
     @classmethod
@@ -56,6 +58,7 @@ class ProbeReport:
         database: str | Path | None = None,
         times: bool = False,
         steps: int = 0,
+        unseen: Mapping[str, str] | None = None,
     ) -> ProbeReport:
         """Replay every site and judge it.
 
@@ -68,6 +71,7 @@ class ProbeReport:
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
             steps: In which all this was seen, of all ranks together.
+            unseen: What there is no verdict on, by name, and why.
 
         Raises:
             UnsupportedError: The budget limits what Probe does not measure, or there is no database
@@ -104,7 +108,7 @@ class ProbeReport:
                             sum(statistics.sizes.values()),
                         )
                     )
-        return cls(judged, ErrorBudget.of(budget), device, steps)
+        return cls(judged, ErrorBudget.of(budget), device, steps, unseen)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -179,7 +183,7 @@ class ProbeReport:
         # As often as they were called in the steps of this report.
         anew = [replace(j, calls=calls.get(j.verdict.site, j.calls)) for j in fresh._judged]
         kept = [j for j in self._judged if j.verdict.site not in asked]
-        return ProbeReport([*kept, *anew], self.budget, self._device, self.steps)
+        return ProbeReport([*kept, *anew], self.budget, self._device, self.steps, self.unseen)
 
     def _moved(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
         found = {}
@@ -229,7 +233,9 @@ class ProbeReport:
         from lokakern.bench.report import print_rows
 
         where = f", times of {self.device}" if self.device else ""
-        print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=self.summary)
+        unseen = [f"no verdict on {name}: {why}" for name, why in self.unseen.items()]
+        note = "\n".join(line for line in (self.summary, *unseen) if line)
+        print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=note)
 
     def to_json(self) -> str:
         """Everything as JSON; what is infinite or no number as null."""
@@ -247,6 +253,7 @@ class ProbeReport:
                 "saved_share": self.saved_share,
                 "saved_us_per_step": self.saved_us_per_step,
                 "summary": self.summary,
+                "unseen": self.unseen,
                 "verdicts": [
                     {
                         **j.verdict.as_row(),

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.probe import files, ranks
+from lokakern.probe.elsewhere import products_elsewhere
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.taps import Recorder, Switch, hook_of
 from lokakern.types import Granularity
@@ -131,6 +132,7 @@ class Probe:
         self._optimizer: weakref.ref[Any] | None = None
         self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
+        self._elsewhere: dict[str, str] | None = None
 
     def __enter__(self) -> Probe:
         self.start()
@@ -167,6 +169,7 @@ class Probe:
                 hook = functools.partial(_look_back, self._switch, self._outputs)
                 self._handles.append(module.register_forward_pre_hook(hook))
         self._handles.append(self.model.register_forward_pre_hook(self._forward_begins))
+        self._handles.append(self.model.register_forward_hook(self._forward_ended))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         self._turn()
 
@@ -210,12 +213,16 @@ class Probe:
         return ranks.merged(self.sites(), shapes, group)
 
     def unseen(self) -> dict[str, str]:
-        """Sites of which nothing was learned, by name, and why."""
+        """Sites of which nothing was learned, and products that no site makes, by name, and why.
+
+        Products are those of the first sampled call of the model that has gradients and is not
+        compiled: by parameters, as of low-rank layers, and of activations, as of attention.
+        """
         return {
             name: recorder.unseen or "it was not called in a sampled step"
             for name, recorder in self._recorders.items()
             if recorder.statistics is None
-        }
+        } | (self._elsewhere or {})
 
     def report(self, **options: Any) -> ProbeReport:
         """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call.
@@ -230,7 +237,7 @@ class Probe:
             words = "; ".join(f"{name}: {why}" for name, why in unseen.items())
             warnings.warn(f"no verdict on what was not seen: {words}", stacklevel=2)
         steps = max(recorder.steps for recorder in self._recorders.values())
-        return ProbeReport.of(sites, steps=ranks.total(steps), **options)
+        return ProbeReport.of(sites, steps=ranks.total(steps), unseen=unseen, **options)
 
     def loss_changes(
         self,
@@ -301,6 +308,15 @@ class Probe:
         if self._begun:
             self._ended("forward")
         self._begun = True
+
+    def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._elsewhere is not None or not self._switch.on:
+            return
+        if torch.is_grad_enabled():
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            modules = self._modules.values()
+            of_sites = {id(p) for module in modules for p in module.parameters()}
+            self._elsewhere = products_elsewhere(output, names, of_sites)
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None

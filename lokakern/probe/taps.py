@@ -327,8 +327,8 @@ tap.register_autograd(_differentiate, setup_context=_remember)
 
 
 def is_plain(x: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor that any op takes, not one that is spread over devices."""
-    return isinstance(x, Tensor) and not hasattr(x, "to_local")
+    """Whether it is a tensor that any op takes: not spread over devices, not nested."""
+    return isinstance(x, Tensor) and not hasattr(x, "to_local") and not x.is_nested
 
 
 def _is_at_hand(x: Tensor) -> bool:

@@ -1,0 +1,144 @@
+"""Products that are made outside of sites, read from what autograd keeps of a forward pass.
+
+A module that multiplies by a parameter of its own, or two activations with each other, is no site.
+Nothing is run for this, and nothing is changed: nodes of the graph name their products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+BETWEEN = "(activations)"  # in the place of a name: no parameter is multiplied
+# Of products: which of their arguments are the factors.
+_PRODUCTS = {
+    "MmBackward0": (0, 1), "AddmmBackward0": (1, 2), "BmmBackward0": (0, 1),
+    "BaddbmmBackward0": (1, 2), "MvBackward0": (0, 1), "ConvolutionBackward0": (0, 1),
+}  # fmt: skip
+_ATTENTION = "ScaledDotProduct"  # what the names of its nodes begin with
+# What only lays a tensor out anew, casts it or puts several together.
+_LAYOUTS = frozenset(
+    f"{word}Backward0"
+    for word in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "Reshape", "ReshapeAlias", "Alias"),
+        *("AsStrided", "Expand", "Select", "Slice", "Squeeze", "Unsqueeze", "Split"),
+        *("SplitWithSizes", "Unbind", "Clone", "ToCopy", "Cat", "Stack"),
+    )
+)
+
+
+def products_elsewhere(
+    output: Any, names: Mapping[int, str], sites: Collection[int]
+) -> dict[str, str]:
+    """What a forward pass multiplied outside of sites, in words.
+
+    Args:
+        output: Of the model, tensors in any structure; before a backward pass.
+        names: Of parameters, by id. Products with others are left out.
+        sites: Ids of parameters of sites.
+
+    Returns:
+        By name of the parameter, or `BETWEEN`; empty where autograd kept nothing.
+    """
+    found: dict[str, list[int]] = {}
+    known = 0  # multiply-adds of sites
+    for node in _nodes(x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)):
+        kind = node.name()
+        if any(x.is_nested_tensor for x in node._input_metadata):
+            continue  # it has no shape; a plain one has no nested factors
+        factors: list[list[Tensor] | None]
+        if kind.startswith(_ATTENTION):
+            factors, work = [None, None], _attention_work(node)
+        elif kind in _PRODUCTS:
+            places = _PRODUCTS[kind]
+            factors = [_parameters(*node.next_functions[place]) for place in places]
+            work = _work(node, *places)
+        else:
+            continue
+        leaves = [x for factor in factors for x in factor or ()]
+        if any(id(x) in sites for x in leaves):
+            known += work
+        elif leaves and id(leaves[0]) in names:
+            found.setdefault(names[id(leaves[0])], []).append(work)
+        elif not leaves:
+            found.setdefault(BETWEEN, []).append(work)
+    total = known + sum(map(sum, found.values()))
+    return {name: _words(name, work, total) for name, work in found.items()}
+
+
+def matrices_elsewhere(model: nn.Module) -> dict[str, str]:
+    """Parameters that modules of others may multiply by, where no forward pass was seen."""
+    return {
+        f"{name}.{key}" if name else key: f"a {type(module).__name__} holds {list(p.shape)}; "
+        "products of an nn.Linear only are converted"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ParameterList | nn.ParameterDict)
+        or not (
+            isinstance(module, nn.Linear)
+            or type(module).__module__.startswith(("torch.", "lokakern."))
+        )
+        for key, p in module.named_parameters(recurse=False)
+        if p.dim() > 1 and min(p.shape[-2:]) > 1
+    }
+
+
+def _words(name: str, work: list[int], total: int) -> str:
+    count = "1 product" if len(work) == 1 else f"{len(work)} products"
+    what = "of activations with each other" if name == BETWEEN else "with this parameter"
+    share = f"{sum(work) / total:.1%} of all multiply-adds of a forward pass" if total else ""
+    return f"{count} {what}, {share}, of no nn.Linear"
+
+
+def _nodes(roots: Iterable[Any]) -> Iterable[Any]:
+    seen: set[Any] = set()
+    waiting = [root for root in roots if root is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [child for child, _ in node.next_functions if child is not None]
+
+
+def _parameters(node: Any, _output: int) -> list[Tensor] | None:
+    """Of which parameters a factor is laid out; None where it was computed."""
+    if node is None:
+        return None
+    variable = getattr(node, "variable", None)
+    if variable is not None:
+        return [variable]
+    if node.name() not in _LAYOUTS:
+        return None
+    found = []
+    for child, place in node.next_functions:
+        leaves = _parameters(child, place)
+        if leaves is None:
+            return None
+        found += leaves
+    return found
+
+
+def _shape(node: Any, output: int = 0) -> tuple[int, ...]:
+    return tuple(node._input_metadata[output].shape)
+
+
+def _work(node: Any, left: int, right: int) -> int:
+    """Multiply-adds of a product: what it sums over is read from either factor."""
+    size = math.prod(_shape(node))
+    other, place = node.next_functions[right]
+    if node.name() == "ConvolutionBackward0":
+        return size * math.prod(_shape(other, place)[1:]) if other is not None else 0
+    if other is not None:
+        shape = _shape(other, place)
+        return size * shape[-2 if len(shape) > 1 else -1]
+    other, place = node.next_functions[left]
+    return size * _shape(other, place)[-1] if other is not None else 0
+
+
+def _attention_work(node: Any) -> int:
+    key, place = node.next_functions[1]
+    return 0 if key is None else 2 * math.prod(_shape(node)) * _shape(key, place)[-2]
