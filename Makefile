@@ -40,7 +40,7 @@ demo: $(FOR_DEMO)
 install: $(FOR_DEV)
 
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

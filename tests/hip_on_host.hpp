@@ -1,18 +1,11 @@
 // A CDNA GPU on a CPU, for tests: stands in for kernels/hip/amd.hpp. Each lane is a coroutine. Lanes
 // of a wave take turns at what they do together; a wave runs on until a barrier of its block, before
 // another begins, so that what a missing barrier would let through is seen in one of both orders of
-// waves. FNUZ is 1 for gfx942 and 0 for gfx950.
+// waves. FNUZ is 1 for gfx942 and 0 for gfx950. What runs lanes is compiled once: hip_on_host.cpp.
 #pragma once
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <vector>
 
@@ -33,92 +26,19 @@ typedef Vector<unsigned, 4> Words4;
 typedef Vector<int, 8> Words8;
 typedef Vector<float, 4> Floats4;
 
-constexpr int WAVE = 64, MOST_THREADS = 1024, STACK_BYTES = 256 << 10;
+constexpr int WAVE = 64, MOST_THREADS = 1024;
 
-// --- lanes that take turns
+// --- hip_on_host.cpp
 
 enum class Waits { NOT, FOR_WAVE, FOR_BLOCK, DONE };
-struct Lane {
-    ucontext_t context;
-    Waits waits = Waits::NOT;
-};
-static std::vector<Lane> lanes;
-static ucontext_t scheduler;
-static const void* scheduler_stack;
-static std::size_t scheduler_bytes;
-static std::function<void()> body;
-static int current, current_block;
-static bool reversed;  // the order of waves; then copies land at once, else as late as they may
+extern int current, current_block;  // lane of its block
+extern bool reversed;  // the order of waves; then copies land at once, else as late as they may
+void wait_for(Waits what);
+[[noreturn]] void fail(const char* why);
 
-static char* stack_of(int lane) {
-    static char* const stacks = new char[MOST_THREADS * STACK_BYTES];
-    return stacks + static_cast<std::size_t>(lane) * STACK_BYTES;
-}
-
-static void fail(const char* why) {
-    std::fprintf(stderr, "hip_on_host: %s\n", why);
-    std::abort();
-}
-
-static void wait_for(Waits what) {
-    Lane& lane = lanes[current];
-    lane.waits = what;
-    void* fake = nullptr;
-    __sanitizer_start_switch_fiber(
-        what == Waits::DONE ? nullptr : &fake, scheduler_stack, scheduler_bytes);
-    swapcontext(&lane.context, &scheduler);
-    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-}
-
-static void run_lane() {
-    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes);
-    body();
-    wait_for(Waits::DONE);
-}
-
-static void take_turn(int lane) {
-    current = lane;
-    void* fake = nullptr;
-    __sanitizer_start_switch_fiber(&fake, stack_of(lane), STACK_BYTES);
-    swapcontext(&scheduler, &lanes[lane].context);
-    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
-}
-
-// Lanes first to first + 63, until all of them wait for the block or are done.
-static void run_wave(int first) {
-    for (bool together = true; together;) {
-        for (int lane = first; lane < first + WAVE; ++lane)
-            if (lanes[lane].waits != Waits::DONE) take_turn(lane);
-        together = false;
-        for (int lane = first; lane < first + WAVE; ++lane)
-            together = together || lanes[lane].waits == Waits::FOR_WAVE;
-        for (int lane = first; together && lane < first + WAVE; ++lane)
-            if (lanes[lane].waits == Waits::FOR_BLOCK) fail("lanes of a wave went different ways");
-    }
-}
-
-static void run_grid(int blocks, int threads, std::function<void()> kernel) {
-    body = kernel;
-    for (current_block = 0; current_block < blocks; ++current_block) {
-        lanes.assign(threads, Lane());
-        for (int lane = 0; lane < threads; ++lane) {
-            ucontext_t& context = lanes[lane].context;
-            getcontext(&context);
-            context.uc_stack.ss_sp = stack_of(lane);
-            context.uc_stack.ss_size = STACK_BYTES;
-            makecontext(&context, run_lane, 0);
-        }
-        for (bool running = true; running;) {
-            running = false;
-            for (int turn = 0; turn < threads / WAVE; ++turn) {
-                const int first = (reversed ? threads / WAVE - 1 - turn : turn) * WAVE;
-                run_wave(first);
-                for (int lane = first; lane < first + WAVE; ++lane)
-                    running = running || lanes[lane].waits != Waits::DONE;
-            }
-        }
-    }
-}
+// Of a program: threads of a block, and the launch with its buffers and numbers.
+extern const int THREADS_OF_A_BLOCK;
+void call(const std::vector<char*>& p, const std::vector<long>& i);
 
 // --- amd.hpp
 
@@ -258,34 +178,3 @@ public:
 private:
     Words4 held_[COUNT];
 };
-
-// --- the program: runs one launch on buffers from a file, and writes them back
-
-struct Buffers {
-    std::vector<char*> of;
-    std::vector<std::size_t> bytes;
-};
-
-static Buffers read_buffers(const char* path) {
-    std::FILE* file = std::fopen(path, "rb");
-    if (!file) fail("no file of buffers");
-    Buffers found;
-    std::uint64_t size;
-    while (std::fread(&size, sizeof size, 1, file) == 1) {
-        char* memory = nullptr;
-        if (size) memory = static_cast<char*>(std::aligned_alloc(16, (size + 15) / 16 * 16));
-        if (size && std::fread(memory, 1, size, file) != size) fail("a buffer is cut");
-        if (size % 16) __asan_poison_memory_region(memory + size, 16 - size % 16);
-        found.of.push_back(memory);
-        found.bytes.push_back(size);
-    }
-    std::fclose(file);
-    return found;
-}
-
-static void write_buffers(const char* path, const Buffers& buffers) {
-    std::FILE* file = std::fopen(path, "wb");
-    for (std::size_t i = 0; i < buffers.of.size(); ++i)
-        if (buffers.bytes[i]) std::fwrite(buffers.of[i], 1, buffers.bytes[i], file);
-    std::fclose(file);
-}

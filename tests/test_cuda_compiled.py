@@ -1,7 +1,10 @@
 """CUDA kernels compile for all GPUs they claim, without spills, to the instructions they are for.
 
-What they take of the hardware is kept in kernels/cuda/resources.json. After a change on purpose, or
-with another NVRTC:
+What they take of the hardware is kept in kernels/cuda/resources.json. Beside this file is kept from
+what each program was compiled that passed these tests: text, macros, options and compiler, which
+decide its bytes. What differs from that is compiled and tested, and one of eight of the others; all
+of them (5 minutes of a core) with LOKAKERN_CHECK_ALL=1, or once these tests themselves change.
+After a change on purpose, or with another NVRTC:
 
     python -m tests.test_cuda_compiled
 """
@@ -9,11 +12,13 @@ with another NVRTC:
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +28,7 @@ import pytest
 import torch
 
 from lokakern import nvrtc
+from lokakern.errors import CompilationError
 from lokakern.kernels.cuda import (
     quantize,
     quantize_sums,
@@ -36,7 +42,7 @@ from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import GROUP, Granularity
-from tests import norm_programs
+from tests import disassembly, norm_programs
 from tests.disassembly import disassembled, tool
 from tests.sharing import made_once, shared_folder
 
@@ -185,7 +191,35 @@ def tensors(types: Types) -> Iterator[tuple[str, Program]]:
             yield f"quantize_tensor_{name} {kind}", bound.program
 
 
-CASES = cases()
+CHECKED = Path(__file__).with_name("checked_programs.json")
+AGAIN = 8  # one of so many that were checked before
+ALL = cases()
+
+
+def identities() -> dict[str, str]:
+    """Of every program all that decides its machine code."""
+    return {name: nvrtc._identity(program, "sm_90")[0][:16] for name, program in ALL.items()}
+
+
+def checks() -> str:
+    """What these tests are."""
+    texts = [Path(file).read_bytes() for file in (__file__, disassembly.__file__)]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def to_check() -> dict[str, Program]:
+    recorded = json.loads(CHECKED.read_text(encoding="utf-8"))
+    if os.environ.get("LOKAKERN_CHECK_ALL") or recorded["checks"] != checks():
+        return ALL
+    try:
+        found = identities()
+    except CompilationError:  # no NVRTC: tests say what they need
+        return ALL
+    return {name: program for place, (name, program) in enumerate(ALL.items())
+            if place % AGAIN == 0 or recorded["programs"].get(name) != found[name]}  # fmt: skip
+
+
+CASES = to_check()
 NAMES = list(CASES)
 LINES = [name for name, program in CASES.items() if program.entry == "quantize"]
 GEMMS = [n for n, program in CASES.items() if program.entry in ("scaled_gemm", "gemm_norm")]
@@ -271,10 +305,8 @@ def resources(name: str, architecture: str) -> dict[str, int]:
 
 
 def measured() -> dict[str, Any]:
-    found: dict[str, Any] = {"nvrtc": nvrtc.version()}
-    for architecture in architectures():
-        found[architecture] = {name: resources(name, architecture) for name in NAMES}
-    return found
+    return {architecture: {name: resources(name, architecture) for name in NAMES}
+            for architecture in architectures()}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -288,14 +320,14 @@ def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> No
 
 
 def test_every_cuda_file_is_compiled_here() -> None:
-    found = {Path(program.source).resolve() for program in CASES.values()}
+    found = {Path(program.source).resolve() for program in ALL.values()}
     assert found == set(FOLDER.glob("*.cu"))
 
 
 def test_every_registered_cuda_kernel_is_compiled_here() -> None:
     load_kernels()
     registered = {k.name for k in KERNELS.values() if k.language == "cuda" and not k.parts}
-    assert {f"cuda.{name.split()[0]}" for name in NAMES} == registered
+    assert {f"cuda.{name.split()[0]}" for name in ALL} == registered
 
 
 def test_nothing_spills_and_resources_are_as_recorded() -> None:
@@ -305,8 +337,10 @@ def test_nothing_spills_and_resources_are_as_recorded() -> None:
     for architecture in architectures():
         spilled = {n: r for n, r in found[architecture].items() if r["spilled_bytes"]}
         assert not spilled, f"{architecture}: {spilled}"
-    if found["nvrtc"] == recorded["nvrtc"]:
-        assert found == recorded, "if this is on purpose, run python -m tests.test_cuda_compiled"
+        assert recorded[architecture].keys() == ALL.keys()
+    if recorded["nvrtc"] == nvrtc.version():
+        kept = {a: {name: recorded[a][name] for name in NAMES} for a in architectures()}
+        assert found == kept, "if this is on purpose, run python -m tests.test_cuda_compiled"
         return
     for architecture in architectures():  # another compiler: about as many
         for name, resources_found in found[architecture].items():
@@ -315,7 +349,7 @@ def test_nothing_spills_and_resources_are_as_recorded() -> None:
 
 
 def test_m_is_in_no_program() -> None:
-    for program in CASES.values():
+    for program in ALL.values():
         assert not {"M", "m", "rows"} & {name for name, _ in program.macros}
 
 
@@ -436,5 +470,14 @@ def test_blocks_tell_each_other_of_rows_they_share(name: str) -> None:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {RECORD}")
+    os.environ["LOKAKERN_CHECK_ALL"] = "1"
+    CASES, NAMES = ALL, list(ALL)
+    others = "not resources_are_as_recorded"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", __file__, "-k", others]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit("nothing is written: these programs are not as they should be")
+    os.environ.setdefault("LOKAKERN_CACHE", tempfile.mkdtemp())
+    RECORD.write_text(json.dumps({"nvrtc": nvrtc.version(), **measured()}, indent=1) + "\n")
+    was_checked = {"checks": checks(), "programs": identities()}
+    CHECKED.write_text(json.dumps(was_checked, indent=1) + "\n")
+    print(f"wrote {RECORD} and {CHECKED}")

@@ -178,7 +178,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_the_index_names_every_page() -> None:
-    listed = re.findall(r"^([a-z_]+)$", (DOCS / "index.md").read_text("utf-8"), re.MULTILINE)
+    listed = re.findall(r"^([a-z_-]+)$", (DOCS / "index.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(page.stem for page in PAGES[1:] if page.stem != "index")
 
 

@@ -50,12 +50,13 @@ from tests.sharing import made_once, shared_folder
 load_kernels()
 KERNELS_FOLDER = Path(__file__).resolve().parent.parent / "kernels" / "hip"
 HEADER = Path(__file__).with_name("hip_on_host.hpp")
+RUNTIME = Path(__file__).with_name("hip_on_host.cpp")
 COMPILER = shutil.which("g++") or shutil.which("c++")
 OPTIONS = ("-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
            "-Wno-unknown-pragmas")  # fmt: skip
 FORMATS = {"gfx942": Format.E4M3FNUZ, "gfx950": Format.E4M3FN}
 BLOCK = 256  # threads
-# What a main function calls, with buffers `p` and numbers `i`.
+# What a program calls, with buffers `p` and numbers `i`.
 CALLS = {
     "quantize": "quantize((const Number*)p[0], (unsigned char*)p[1], (Scale*)p[2], i[0], i[1], "
     "i[2], i[3], i[4])",
@@ -68,16 +69,9 @@ CALLS = {
     "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
     "i[3], i[4], i[5], i[6], i[7], i[8], 1e-5f)",  # the only eps of suites
 }
-MAIN = """
-int main(int, char** words) {{
-    Buffers buffers = read_buffers(words[1]);
-    reversed = std::atoi(words[2]);
-    std::vector<long> i;
-    for (char** word = words + 4; *word; ++word) i.push_back(std::atol(*word));
-    const auto& p = buffers.of;
-    run_grid(std::atoi(words[3]), {threads}, [&] {{ {call}; }});
-    write_buffers(words[1], buffers);
-}}
+CALL = """
+const int THREADS_OF_A_BLOCK = {threads};
+void call(const std::vector<char*>& p, const std::vector<long>& i) {{ {call}; }}
 """
 
 
@@ -108,15 +102,22 @@ def folder(edited: str = "") -> Path:
     return found
 
 
+def runtime() -> Path:
+    """What takes turns between lanes, linked to every program: half of the work for each."""
+    command = [str(COMPILER), *OPTIONS, "-DFNUZ=0", "-c", str(RUNTIME), "-o"]  # it asks for neither
+    return made_once(shared_folder("hip") / "hip_on_host.o",
+                     lambda to: subprocess.run([*command, str(to)], check=True))  # fmt: skip
+
+
 def program(kernel: str, gpu: str, macros: dict[str, int], where: Path) -> Path:
     """An executable that runs one launch."""
     assert COMPILER, "tests of HIP kernels need a C++ compiler with AddressSanitizer, such as g++"
     given = [f"-D{name}={value}" for name, value in macros.items()]
     name = "_".join([kernel, gpu, *map(str, macros.values())])
-    text = f'#include "{kernel}.hip"\n' + MAIN.format(threads=BLOCK, call=CALLS[kernel])
+    text = f'#include "{kernel}.hip"\n' + CALL.format(threads=BLOCK, call=CALLS[kernel])
     source = made_once(where / f"{name}.cpp", lambda to: to.write_text(text))
     header = ["-include", str(headers() / f"{gpu}.hpp"), "-I", str(where), "-I", str(headers())]
-    command = [COMPILER, *OPTIONS, *header, *given, str(source), "-o"]
+    command = [COMPILER, *OPTIONS, *header, *given, str(source), str(runtime()), "-o"]
 
     def build(to: Path) -> None:
         subprocess.run([*command, str(to)], check=True, cwd=where)

@@ -530,6 +530,9 @@ def test_any_call_is_right_on_every_kernel_here(
         for y in found
     )
     largest = first.abs().amax() + 1e-6
+    if name == "none":  # terms of few sums may cancel, the roundings of operands do not
+        terms = exact[0].double().abs() @ exact[1].double().abs()
+        largest = max(largest, 0.2 * terms.amax())
     spread = exact[0].double() @ exact[1].double()
     if name == "layer" and float(spread.var(1, correction=0).min()) < 1e-2:
         return  # rows that hardly vary: rounding the sums is most of what is left
