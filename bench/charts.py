@@ -147,11 +147,11 @@ def light(op: Row) -> Spec:
 def fronts(op: Row, budgets: Sequence[str]) -> Spec:
     """Error against time at one shape; what no other kernel beats in both is on the line."""
     limits = [{"row_err": float(word), "words": f"budget {word}"}
-              for word in budgets if word != "none"]  # fmt: skip
+              for word in budgets if word != "none" and float(word) > 0]  # fmt: skip
     x = _log("us", "microseconds", scale={"type": "linear", "zero": False, "padding": 24})
     y = _log("row_err", "worst row error")
     hints = _hints("kernel", "us", "row_err", "least_us")
-    seen = [{"filter": "isValid(datum.row_err)"}]
+    seen = [{"filter": "isValid(datum.row_err) && datum.row_err > 0"}]  # of a logarithm
     return _spec(
         width="container",
         height=380,

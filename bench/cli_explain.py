@@ -245,8 +245,9 @@ def _explain_many(
         say(found.words())
     else:
         title = f"{what} within {found.budget} on {device.product}"
-        shown = sorted(found.rows, key=lambda row: -row.product.flops)[:MOST_ROWS]
-        kept = [row for row in found.rows if row in shown] if len(found.rows) > MOST_ROWS else None
+        places = sorted(range(len(found.rows)), key=lambda at: -found.rows[at].product.flops)
+        largest = [found.rows[at] for at in sorted(places[:MOST_ROWS])]
+        kept = largest if len(found.rows) > MOST_ROWS else None
         cells = [_cells(row, found) for row in kept or found.rows]
         report.print_rows(cells, "table", title=title, note="\n".join(["", found.words(), *notes]),
                           spare=("why", "saved us"))  # fmt: skip

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from lokakern.bench.questions import QUESTIONS
-from lokakern.errors import UnsupportedError
+from lokakern.errors import DatabaseError, UnsupportedError
 from lokakern.registry.columns import unit_of, what_of
 from lokakern.registry.files import FACTS
 from lokakern.registry.foreign import open_guarded
@@ -69,6 +69,11 @@ def explorer_of(files: Sequence[Path]) -> Datasette:
     # Where rich is installed, it prints 300 lines for every page that is not there.
     pm.get_plugin("datasette.handle_exception").rich = None
     for path in files:
+        if any(letter in str(path) for letter in "#?%"):  # goes into a URI as it is
+            raise DatabaseError(
+                f"database {str(path)!r}: Datasette opens another file where # ? or % is in a "
+                "path; copy it to one without"
+            )
         with open_guarded(path):  # whose schema is ours, so that the questions have answers
             pass
     names = _names_of(files)
@@ -80,6 +85,7 @@ def explorer_of(files: Sequence[Path]) -> Datasette:
         "databases": {name: metadata_of() for name in names},
     }
     found = Datasette(files=(), metadata=metadata, settings=_SETTINGS)
+    found.remove_database("_memory")  # which it adds where it is given no files
     for name, path in names.items():
         found.add_database(Database(found, path=str(path), is_mutable=False), name=name)
     return found

@@ -99,11 +99,11 @@ def products_of_model(
         with torch.device("meta"):
             found = _traced(spec, factory, rows)
     except _Failed as error:
+        say(f"{spec} runs on the CPU, with all its memory: on the meta device {error}")
         try:
             found = _traced(spec, factory, rows)
         except _Failed as again:
             raise UnsupportedError(f"--model: {again}") from again.__cause__
-        say(f"{spec} ran on the CPU: on the meta device {error}")
     if not found[0]:
         raise UnknownNameError(
             f"--model: no nn.Linear of {spec} was called; other products are not counted"

@@ -87,12 +87,17 @@ def _from_toml(path: Path) -> list[Product]:
     return [
         Product(layer.name, m, layer.n, layer.k, layer.count, layer.bias, layer.batch, layer.format)
         for layer in layers_from_file(path)
+        if {"gemm", "prepared"} & set(layer.forms)  # others are no products that a model makes
         for m in layer.m
     ]
 
 
 def _from_csv(path: Path) -> list[Product]:
-    lines = [line for line in csv.reader(io.StringIO(read_text(path))) if any(line)]
+    text = io.StringIO(read_text(path).removeprefix("\ufeff"), newline=None)  # Excel writes one
+    try:
+        lines = [line for line in csv.reader(text) if any(line)]
+    except csv.Error as error:
+        raise SuiteError(f"shapes {path}: is not CSV: {error}") from None
     head = [word.strip().lower() for word in lines[0]] if lines else []
     if not {"m", "n", "k"} <= set(head):
         raise SuiteError(
@@ -105,7 +110,8 @@ def _from_csv(path: Path) -> list[Product]:
             raise SuiteError(f"shapes {path}, row {place}: has {len(line)} values for {len(head)} "
                              "columns")  # fmt: skip
         entry = {key: word.strip() for key, word in zip(head, line, strict=False) if word.strip()}
-        numbers = {k: int(v) if v.isascii() and v.isdigit() else v for k, v in entry.items()}
+        numbers = {k: int(v) if v.isascii() and v.isdigit() and len(v) < 20 else v
+                   for k, v in entry.items()}  # fmt: skip
         if "layer" in entry:
             numbers["layer"] = entry["layer"]
         found.append(_product(numbers, place, path))

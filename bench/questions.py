@@ -29,11 +29,12 @@ class Question:
 _TIMED = """\
 timed AS (
   SELECT kernel.name AS kernel, kernel.granularity, kernel.b_granularity, kernel.accumulation,
-         device.product AS device, device.architecture, timing.problem, timing.regime,
+         device.id AS device_id, device.product AS device, device.architecture,
+         timing.problem, timing.regime,
          timing.latency_us_p50 AS us, max(timing.measured_utc_ms) AS measured_utc_ms
   FROM timing JOIN kernel ON kernel.id = timing.kernel JOIN device ON device.id = timing.device
   WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
-  GROUP BY kernel.name, device.product, timing.problem, timing.regime
+  GROUP BY kernel.name, device.id, timing.problem, timing.regime
 )"""
 _SHAPE = "m, n, k, prepared, epilogue"
 _DETAILS = "problem.a, problem.b, problem.out_format, device, regime"
@@ -62,12 +63,12 @@ SELECT {_SHAPE}, timed.kernel, plain.us / min(timed.us) AS x_bf16, timed.us,
        plain.us AS bf16_us, row_err, {_DETAILS}
 FROM timed JOIN problem ON problem.id = timed.problem
 LEFT JOIN bound USING (granularity, b_granularity, accumulation, architecture, n, k, out_format)
-JOIN timed AS plain USING (device, problem, regime)
+JOIN timed AS plain USING (device_id, device, problem, regime)
 WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16'
   AND (timed.kernel = 'torch.bf16'
        OR row_err <= coalesce(nullif(:budget, ''), 0.06) + 0.0)
 {_SIZES}
-GROUP BY device, regime, problem.id
+GROUP BY device_id, regime, problem.id
 ORDER BY x_bf16 DESC, n, k, m""",
 )
 
@@ -80,10 +81,10 @@ WITH {_TIMED}
 SELECT {_SHAPE}, timed.kernel AS fastest_fp8, min(timed.us) / plain.us AS times_as_long,
        timed.us AS fp8_us, plain.us AS bf16_us, {_DETAILS}
 FROM timed JOIN problem ON problem.id = timed.problem
-JOIN timed AS plain USING (device, problem, regime)
+JOIN timed AS plain USING (device_id, device, problem, regime)
 WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16' AND timed.granularity <> 'none'
 {_SIZES}
-GROUP BY device, regime, problem.id
+GROUP BY device_id, regime, problem.id
 HAVING times_as_long > 1
 ORDER BY times_as_long DESC, n, k, m""",
 )
@@ -93,13 +94,14 @@ since AS (
   SELECT iif(:since = '', max(measured_utc_ms) / 86400000 * 86400, strftime('%s', :since)) * 1000
          AS since_ms FROM timing
 ), side AS (
-  SELECT kernel.name AS kernel, device.product AS device, timing.problem, timing.regime,
-         timing.measured_utc_ms >= since_ms AS is_after, timing.latency_us_p50 AS us,
+  SELECT kernel.name AS kernel, device.id AS device_id, device.product AS device,
+         timing.problem, timing.regime, timing.measured_utc_ms >= since_ms AS is_after,
+         timing.latency_us_p50 AS us,
          max(timing.measured_utc_ms) AS measured_utc_ms, kernel.digest
   FROM timing JOIN since JOIN kernel ON kernel.id = timing.kernel
   JOIN device ON device.id = timing.device
   WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
-  GROUP BY kernel.name, device.product, timing.problem, timing.regime, is_after
+  GROUP BY kernel.name, device.id, timing.problem, timing.regime, is_after
 )"""
 
 REGRESSED = Question(
@@ -114,7 +116,7 @@ SELECT now.kernel, problem.op, {_SHAPE}, now.us / old.us AS times_as_long,
        datetime(old.measured_utc_ms / 1000, 'unixepoch') AS measured_before,
        datetime(now.measured_utc_ms / 1000, 'unixepoch') AS measured_after,
        iif(old.digest = now.digest, 'the same', 'changed') AS source, {_DETAILS}
-FROM side AS now JOIN side AS old USING (kernel, device, problem, regime)
+FROM side AS now JOIN side AS old USING (kernel, device_id, device, problem, regime)
 JOIN problem ON problem.id = problem
 WHERE now.is_after AND NOT old.is_after AND now.us > 1.05 * old.us
 ORDER BY times_as_long DESC""",
@@ -126,13 +128,13 @@ ERRORS = Question(
     "seeds, and the shape it is worst at. Empty: any kernel, else names that hold this.",
     """\
 SELECT kernel.name AS kernel, kernel.op, kernel.granularity, kernel.accumulation,
-       distribution.name AS distribution, max(row_err_upper) AS row_err, n, k, problem.out_format,
-       count(*) AS measurements
+       distribution.name AS distribution, architecture, max(row_err_upper) AS row_err, n, k,
+       problem.out_format, count(*) AS measurements
 FROM accuracy JOIN kernel ON kernel.id = accuracy.kernel
 JOIN problem ON problem.id = accuracy.problem
 JOIN distribution ON distribution.id = accuracy.distribution
 WHERE accuracy.status = 'ok' AND kernel.name LIKE '%' || :kernel || '%'
-GROUP BY kernel.name, distribution.name
+GROUP BY kernel.name, distribution.name, accuracy.architecture
 ORDER BY row_err DESC""",
 )
 

@@ -20,7 +20,16 @@ from lokakern.problems import baseline_name
 from lokakern.registry.physics import least_us
 from lokakern.registry.register import KERNELS
 from lokakern.table import LooseTable, Pick
-from lokakern.types import Device, ErrorBudget, Format, Granularity, Operand, Problem, alignment_of
+from lokakern.types import (
+    Device,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    alignment_of,
+)
 
 if TYPE_CHECKING:
     from lokakern.evidence import Candidate, Memory
@@ -156,28 +165,34 @@ def _baseline_times(table: LooseTable, problems: Iterable[Problem]) -> dict[Prob
 
 
 def _plain_us(problem: Problem, plain: dict[Problem, float]) -> float | None:
-    """Time of the unquantized kernel, in microseconds.
+    """Time of the unquantized kernel at the problem, in microseconds, as `explain` compares it.
 
-    Of quantized operands it is that of the same product of bfloat16 ones, to bfloat16.
+    Of quantized operands, which it does not take, that of the same product of bfloat16 ones, to
+    bfloat16.
     """
     if baseline_name(problem) is None:
         if problem.op not in ("scaled_gemm", "gemm_norm") or problem.b is None:
             return None
         if problem.accumulate:  # into float32: nothing in bfloat16 does the same
             return None
+        k = problem.k
         problem = replace(
             problem,
             op="gemm" if problem.op == "scaled_gemm" else problem.op,
-            a=Operand(Format.BFLOAT16, layout=problem.a.layout),
-            b=Operand(Format.BFLOAT16, layout=problem.b.layout),
+            a=_unquantized(problem.a, k if problem.a.layout is Layout.ROW else problem.m),
+            b=_unquantized(problem.b, k if problem.b.layout is Layout.COLUMN else problem.n),
             out_format=Format.BFLOAT16,
             out_granularity=Granularity.NONE,
         )
-    elif problem.prepared and problem.b is not None:
-        b = Operand(problem.a.format, layout=problem.b.layout, alignment=problem.b.alignment)
-        problem = replace(problem, b=b, prepared=False)
     found = plain.get(problem)
     return None if found is None else _us(found)
+
+
+def _unquantized(operand: Operand, contiguous: int) -> Operand:
+    """In bfloat16, without the padding that only FP8 has."""
+    form = Format.BFLOAT16
+    size = form.dtype.itemsize
+    return Operand(form, layout=operand.layout, alignment=alignment_of(contiguous * size))
 
 
 def _choice(place: Row, budget: str, pick: Pick) -> Row:

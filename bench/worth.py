@@ -1,8 +1,9 @@
 """Whether FP8 is worth it: of somebody's products what dispatch would choose, and what that gains.
 
 Times are those that were measured on a device; what was never measured is said to be so, and is
-part of no sum. Predictions multiply weights that were quantized once, in the form that gains most;
-training quantizes both operands anew.
+part of no sum. Predictions may multiply weights that were quantized once, in the form that is
+fastest; training quantizes both operands anew. A gain is over the unquantized kernel as it was
+timed beside the choice, as `explain` says it of that problem.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ from lokakern.types import Device, ErrorBudget, Format, Problem
 
 NEVER = "never measured"
 # Of a GEMM, what a suite of a user's own calls it.
-FORMS = {
-    "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
-}  # fmt: skip
+FORMS = {"grad_input": ("grad_input",), "grad_weight": ("grad_weight",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +124,13 @@ class Worth:
     def words(self) -> str:
         """The sums in two lines."""
         total, count = self.total(), len(self.rows)
+        what = "GEMMs" if any(row.gemm != "output" for row in self.rows) else "products"
         if not self.measured:
-            return f"None of {count} products was ever measured on {self.device}: nothing is known."
+            return f"None of {count} {what} was ever measured on {self.device}: nothing is known."
         between = total["interpolated"]
         how = f" ({between} between measured m)" if between else ""
         first = (
-            f"{total['measured']} of {count} products were measured{how}, "
+            f"{total['measured']} of {count} {what} were measured{how}, "
             f"{self.flops_share:.1%} of the FLOPs: {self.bf16_us:.1f} us in bf16, {self.us:.1f} us "
             f"by these choices, {total['speedup']:.2f}x as fast, {total['quantized']} of them in "
             "FP8."
@@ -142,10 +142,12 @@ class Worth:
     def missing(self) -> dict[tuple[int, int, int], list[str]]:
         """By m, n and k, the forms that were never measured; batches are left out."""
         found: dict[tuple[int, int, int], list[str]] = {}
+        is_training = any(row.gemm != "output" for row in self.rows)
+        of_output = ("gemm",) if is_training else ("gemm", "prepared")
         for row in self.rows:
             p = row.product
             if row.us is None and p.batch == 1 and p.format is Format.BFLOAT16:
-                found.setdefault((p.m, p.n, p.k), []).extend(FORMS[row.gemm])
+                found.setdefault((p.m, p.n, p.k), []).extend(FORMS.get(row.gemm, of_output))
         return found
 
 
@@ -231,10 +233,12 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
         timed = [(choice, plain) for choice in choices if (plain := _bf16_us(choice)) is not None]
         if not timed:
             continue
-        choice, plain = min(timed, key=lambda pair: (pair[0].latency_us or pair[1]) / pair[1])
+        choice, plain = min(timed, key=lambda pair: (not _quantizes(pair[0]), pair[0].latency_us))
+        if not _quantizes(choice):
+            choice, plain = timed[0]  # the weight as it is
         state = "interpolated" if choice.interpolated else "measured"
         us = choice.latency_us or plain
-        quantized = choice.kernel != choice.table.baseline
+        quantized = _quantizes(choice)
         why = (
             f"row_err {choice.errors['row_err']:.4f}, worst on {_worst(choice)}"
             if quantized and choice.errors
@@ -245,6 +249,10 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
         return Row(product, gemm, state, choice.kernel, us if quantized else plain, plain,
                    choice.errors.get("row_err"), why)  # fmt: skip
     return Row(product, gemm, NEVER, "", None, None, None, ways[0][0].pick.note)
+
+
+def _quantizes(choice: Choice) -> bool:
+    return choice.kernel != choice.table.baseline
 
 
 def _bf16_us(choice: Choice) -> float | None:

@@ -289,8 +289,10 @@ class Conversion:
         """Make every layer what it was, with the parameters it has now."""
         for site in self.sites.values():
             site.module.take_routes(("", "", ""), None)
-            # A class that fully_shard made stays: without routes it is nn.Linear's all the same.
-            if type(site.module) is Linear and site.before is nn.Linear:
+            # A class that fully_shard made stays, and one that FSDP2 asks for what it gathers:
+            # without routes it is nn.Linear's all the same.
+            is_plain = type(site.module) is Linear and site.module._gathering is None
+            if is_plain and site.before is nn.Linear:
                 for name in list(vars(site.module).keys() & _OURS):
                     delattr(site.module, name)
                 site.module.__class__ = nn.Linear  # type: ignore[assignment]

@@ -67,6 +67,11 @@ class Gathered(NamedTuple):
     scale: Tensor
     address: int
 
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether these bytes mean a weight: FSDP2 frees them when it frees the weight."""
+        is_held = self.data.untyped_storage().size() > 0
+        return is_held and self.address == weight.data_ptr() and self.data.shape == weight.shape
+
     def parts(self, routes: tuple[str, str, str]) -> tuple[Tensor | None, ...]:
         """What the output's product reads, and what that of the input's gradient does."""
         to_output, to_input = (scales_of(route) == TENSOR.value for route in routes[:2])
@@ -165,9 +170,8 @@ class Gathering:
                 f"Gathering: no layer of {type(model).__name__} has a weight to gather as FP8; "
                 f"expected one that lokakern.convert gave tensor scales (weight_scales=){words}"
             )
-        self._weights: dict[
-            nn.Module, DTensor
-        ] = {}  # also while FSDP2 has whole ones in their place
+        # Also while FSDP2 has whole ones in their place.
+        self._weights: dict[nn.Module, DTensor] = {}
         for module in self.layers.values():
             module._gathering = self
             self.keep(module)
@@ -195,6 +199,8 @@ class Gathering:
         """Make rows what FSDP2 looks for, as which a cast, or loading, does not leave them."""
         weight = module.weight
         if isinstance(weight, DTensor):
+            if self._weights.get(module) is not weight:  # an id may be another's by now
+                module._weight_scale = None  # type: ignore[assignment]
             self._weights[module] = weight
             if not isinstance(weight._local_tensor, GatheredWeight):
                 weight._local_tensor = weight._local_tensor.as_subclass(GatheredWeight)
@@ -244,6 +250,8 @@ def _why_not(module: Linear) -> str:
     to_output, to_input, _ = module._routes
     if not isinstance(module.weight, DTensor):
         return "its weight is not sharded by fully_shard"
+    if not all(place.is_shard(0) for place in module.weight.placements if place.is_shard()):
+        return "its weight is sharded by columns"
     if to_output == PLAIN:
         return "its output is not quantized"
     for gemm, route in (("output", to_output), ("input's gradient", to_input)):

@@ -116,7 +116,7 @@ class Routed(nn.Module):
             return (*self._frozen(), None, None)
         if torch.compiler.is_compiling():
             return _NOTHING
-        if self._gathered is not None and self._gathered.address == weight.data_ptr():
+        if self._gathered is not None and self._gathered.is_of(weight):
             return self._gathered.parts(self._routes)  # type: ignore[no-any-return]
         if not torch.is_grad_enabled():
             return _NOTHING

@@ -131,6 +131,12 @@ def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
         explorer.explorer_of([tmp_path / "none.sqlite"])
 
 
+@pytest.mark.parametrize("name", ["a#1", "a?mode=rw&x=", "a%41"])
+def test_a_path_that_means_another_in_a_uri_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DatabaseError, match="copy it to one without"):  # before it is looked for
+        explorer.explorer_of([tmp_path / f"{name}.sqlite"])
+
+
 def test_without_datasette_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasette.app", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):

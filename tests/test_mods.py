@@ -239,6 +239,13 @@ def test_no_bias_keeps_that_of_the_prediction_layer() -> None:
         mods.apply(model, [mods.NoBias(keep=("nobody",))])
 
 
+def test_no_bias_knows_a_batch_norm_of_another_axis() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(5), nn.Linear(6, 1))
+    report = mods.apply(model, [mods.NoBias()])
+    assert "batch norm" not in report[0].effect
+    model(torch.randn(3, 5, 8))
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_no_bias_takes_nothing_from_a_batch_norm(train: bool) -> None:
     torch.manual_seed(0)

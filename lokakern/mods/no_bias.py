@@ -70,20 +70,20 @@ def _batch_norms(model: nn.Module) -> dict[nn.Module, nn.BatchNorm1d]:
         for sequence in model.modules()
         if isinstance(sequence, nn.Sequential)
         for layer, norm in pairwise(sequence)
-        if isinstance(layer, nn.Linear) and type(norm) is nn.BatchNorm1d
+        if isinstance(layer, nn.Linear)
+        and type(norm) is nn.BatchNorm1d
+        and norm.num_features == layer.out_features  # else it is over another axis
     ]
     layers, norms = Counter(x for x, _ in pairs), Counter(x for _, x in pairs)
     return {x: norm for x, norm in pairs if layers[x] == norms[norm] == 1}
 
 
 def _shift(editor: Editor, norm: nn.BatchNorm1d, bias: Tensor) -> None:
-    mean = norm.running_mean
-    if mean is None:  # it always takes the batch's
-        return
-
     def add(sign: float) -> None:
-        with torch.no_grad():
-            mean.add_(bias.to(mean), alpha=sign)
+        mean = norm.running_mean  # another tensor after `to`
+        if mean is not None:  # else it always takes the batch's
+            with torch.no_grad():
+                mean.add_(bias.to(mean), alpha=sign)
 
     editor.do(lambda: add(-1.0), lambda: add(1.0))
 

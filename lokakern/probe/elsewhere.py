@@ -26,7 +26,7 @@ _LAYOUTS = frozenset(
     for word in (
         *("T", "Transpose", "Permute", "View", "UnsafeView", "Reshape", "ReshapeAlias", "Alias"),
         *("AsStrided", "Expand", "Select", "Slice", "Squeeze", "Unsqueeze", "Split"),
-        *("SplitWithSizes", "Unbind", "Clone", "ToCopy", "Cat", "Stack"),
+        *("SplitWithSizes", "Unbind", "Clone", "ToCopy", "Cat", "Stack", "ConstantPadNd"),
     )
 )
 
@@ -45,16 +45,18 @@ def products_elsewhere(
         By name of the parameter, or `BETWEEN`; empty where autograd kept nothing.
     """
     found: dict[str, list[int]] = {}
-    known = 0  # multiply-adds of sites
+    known = 0  # multiply-adds of sites, and of what needs no gradient, which has no name
+    strangers = False  # parameters that are no module's by now, as those that FSDP2 gathered
     for node in _nodes(x.grad_fn for x in tree_leaves(output) if isinstance(x, Tensor)):
         kind = node.name()
         if any(x.is_nested_tensor for x in node._input_metadata):
             continue  # it has no shape; a plain one has no nested factors
         factors: list[list[Tensor] | None]
         if kind.startswith(_ATTENTION):
-            factors, work = [None, None], _attention_work(node)
+            factors, work, constant = [None, None], _attention_work(node), False
         elif kind in _PRODUCTS:
             places = _PRODUCTS[kind]
+            constant = any(node.next_functions[place][0] is None for place in places)
             factors = [_parameters(*node.next_functions[place]) for place in places]
             work = _work(node, *places)
         else:
@@ -64,9 +66,13 @@ def products_elsewhere(
             known += work
         elif leaves and id(leaves[0]) in names:
             found.setdefault(names[id(leaves[0])], []).append(work)
-        elif not leaves:
+        elif leaves:
+            strangers = True
+        elif constant:
+            known += work
+        else:
             found.setdefault(BETWEEN, []).append(work)
-    total = known + sum(map(sum, found.values()))
+    total = 0 if strangers else known + sum(map(sum, found.values()))
     return {name: _words(name, work, total) for name, work in found.items()}
 
 
@@ -89,8 +95,8 @@ def matrices_elsewhere(model: nn.Module) -> dict[str, str]:
 def _words(name: str, work: list[int], total: int) -> str:
     count = "1 product" if len(work) == 1 else f"{len(work)} products"
     what = "of activations with each other" if name == BETWEEN else "with this parameter"
-    share = f"{sum(work) / total:.1%} of all multiply-adds of a forward pass" if total else ""
-    return f"{count} {what}, {share}, of no nn.Linear"
+    share = f"{sum(work) / total:.1%} of all multiply-adds of a forward pass, " if total else ""
+    return f"{count} {what}, {share}of no nn.Linear"
 
 
 def _nodes(roots: Iterable[Any]) -> Iterable[Any]:
