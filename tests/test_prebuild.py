@@ -64,8 +64,11 @@ def keys(jobs: list[Any]) -> set[Hashable]:
     return {job.key for job in jobs}
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)
-@pytest.mark.parametrize("suite", ["smoke", "anchors"])
+@pytest.mark.parametrize(
+    ("suite", "device"),
+    [*(("smoke", device) for device in DEVICES), ("anchors", H200), ("anchors", MI300X)],
+    ids=str,
+)
 def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) -> None:
     problems = problems_of(suite, device)
     jobs = triton_jobs(problems, device)
