@@ -94,19 +94,8 @@ def _of_device(
         if out is not None:
             _write_page(survey, out)
     if out is None and png is None:
-        columns = (
-            "op",
-            "form",
-            "m",
-            "n",
-            "k",
-            "kernel",
-            "us",
-            "plain_us",
-            "speedup",
-            "row_err",
-            "note",
-        )
+        columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
+                   "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
         print_rows([{name: row[name] for name in columns} for row in rows], how.value)
 

@@ -179,8 +179,8 @@ def _plain_us(problem: Problem, plain: dict[Problem, float]) -> float | None:
         problem = replace(
             problem,
             op="gemm" if problem.op == "scaled_gemm" else problem.op,
-            a=_unquantized(problem.a, k if problem.a.layout is Layout.ROW else problem.m),
-            b=_unquantized(problem.b, k if problem.b.layout is Layout.COLUMN else problem.n),
+            a=_unquantized(problem.a, k if problem.a.layout == Layout.ROW else problem.m),
+            b=_unquantized(problem.b, k if problem.b.layout == Layout.COLUMN else problem.n),
             out_format=Format.BFLOAT16,
             out_granularity=Granularity.NONE,
         )

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from lokakern import numerics
+from lokakern import convert, numerics
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.gathering import Gathering
 from lokakern.linear import Linear
@@ -123,7 +123,7 @@ def test_what_is_written_past_fsdp_is_known_after_update() -> None:
     layer = sharded(layer_of())
     gathering = Gathering(layer)
     y = layer(rows())
-    layer.reshard()  # type: ignore[operator]
+    layer.reshard()
     with torch.no_grad():
         local(layer).mul_(8.0)  # exact, and so is the scale's
     gathering.update()
@@ -157,6 +157,22 @@ def test_a_model_that_was_called_already_is_refused() -> None:
     layer(rows())
     with pytest.raises(UnsupportedError, match="the model was called since fully_shard"):
         Gathering(layer)
+
+
+def test_a_conversion_that_is_undone_leaves_layers_that_gather() -> None:
+    """Their rows stay what FSDP2 asks for bytes: so must what answers."""
+    block = nn.Sequential(nn.Linear(K, N, bias=False, dtype=torch.bfloat16))
+    model = nn.Sequential(block)
+    handle = convert(model, 0.0)
+    weight = block[0].weight.detach().clone()
+    block[0].take_routes((ONE_SCALE, ONE_SCALE, ""), block[0].weight)
+    sharded(block)  # a root gathers once, a part of it anew at each call
+    sharded(model)
+    gathering = Gathering(model)
+    model(rows())
+    handle.undo()
+    assert gathering.layers.keys() == {"0.0"}
+    assert torch.equal(model(rows()), rows() @ meant(weight).bfloat16().t())
 
 
 def test_nothing_stays_when_the_model_is_gone() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from lokakern.bench.distributions import distribution_named, draw_rows
 from lokakern.numerics import dequantize, measure_errors, quantize
-from lokakern.problems import make_problem
+from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.loading import load_snapshot
 from lokakern.registry.physics import least_error, least_us
 from lokakern.registry.snapshot import Snapshot
@@ -74,6 +74,15 @@ def test_every_shipped_error_is_possible(shipped: Snapshot) -> None:
         least = known[*place, scaled]
         nearest = min(nearest, min(errors) / least if least else math.inf)
     assert 1.2 < nearest < 2
+
+
+def test_narrow_outputs_say_nothing_of_wide_ones(shipped: Snapshot) -> None:
+    def worst(n: int) -> float:
+        problem = accuracy_problem(make_problem("gemm", (64, n, 256)), Format.E4M3FN)
+        return shipped.worst_errors(problem, "row", "row", "X1")["row_err_upper"]
+
+    assert worst(1) > 0.2  # a row of one element, where sums cancel
+    assert 0.03 < worst(32) < 0.05 and worst(8192) <= worst(32)
 
 
 def of(op: str, out_format: Format, n: int = 256, k: int = 256) -> Problem:

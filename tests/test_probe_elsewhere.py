@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from lokakern import Probe
 from lokakern.mods import FuseShared, apply
-from lokakern.probe.elsewhere import BETWEEN
+from lokakern.probe.elsewhere import BETWEEN, products_elsewhere
 
 SEEDS = (0,)
 M, D = 12, 8
@@ -129,3 +129,21 @@ def test_layers_that_were_fused_are_no_products_of_others() -> None:
     with Probe(model) as probe:
         model(torch.randn(M, D))
     assert set(probe.unseen()) == {"a", "b"}  # which are no longer called
+
+
+def test_a_frozen_weight_is_no_activation() -> None:
+    """Autograd keeps nothing of it to tell whose it was: it has no name, and no wrong one."""
+    model = Mixed("nothing")
+    model.layer.weight.requires_grad_(False)
+    x = torch.randn(M, D, requires_grad=True)
+    assert products_elsewhere(model(2 * x), {id(model.own): "own"}, set()) == {}
+
+
+def test_no_share_is_told_where_parameters_are_strangers() -> None:
+    """As those that FSDP2 gathers: they are no module's when the graph is read."""
+    model = Mixed("attention")
+    x = torch.randn(M, D)
+    (words,) = products_elsewhere(model(x), {}, set()).values()
+    assert "%" not in words
+    (words,) = products_elsewhere(model(x), {}, {id(model.layer.weight)}).values()
+    assert "%" in words

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lokakern import dispatch, selection
-from lokakern.bench import charts
+from lokakern.bench import charts, survey
 from lokakern.bench.cli import app
 from lokakern.bench.page import hash_of
 from lokakern.bench.survey import Survey, survey_of
@@ -108,6 +108,14 @@ def test_choices_are_those_of_dispatch(small: Survey) -> None:
         assert (row["kernel"], row["us"]) == (choice.kernel, choice.latency_us)
         assert row["row_err"] == choice.errors["row_err"]
     assert {row["kernel"] for row in gemms} == {BF16, ROW}
+
+
+def test_the_time_without_fp8_is_found_where_rows_are_odd() -> None:
+    """Bfloat16 rows of 479 are aligned by 2 bytes, the FP8 of a prepared weight by 16."""
+    weight = Operand(Format.E4M3FN, Granularity.ROW, "column-major")
+    prepared = make_problem("gemm", (2048, 512, 479), prepared=True, b=weight)
+    assert survey._plain_us(prepared, {prepared: 70.0}) == 70.0
+    assert survey._plain_us(scaled(2048, 512, 479), {gemm(2048, 512, 479): 60.0}) == 60.0
 
 
 def test_a_gain_is_over_what_is_unquantized(small: Survey) -> None:
