@@ -43,6 +43,7 @@ from lokakern.bench.worker import (
     Task,
     TimingTask,
     run_tasks,
+    start_server,
 )
 from lokakern.device import current_device, current_environment
 from lokakern.errors import MeasurementError, UnknownNameError
@@ -184,6 +185,7 @@ def sweep(
         watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
     progress, crew = progress or Progress(), crew or Alone()
     report = SweepReport()
+    start_server()
     crew.agree({
         "device": repr(device), "environment": repr(environment), "kernels": kernels_digest(),
         "cases": digest_of(map(str, cases)), "regime": regime,

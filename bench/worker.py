@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -121,8 +121,7 @@ class Worker:
     def __init__(
         self, tasks: Mapping[int, Task], *, watchdog_s: float, deadline: float | None = None
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lokakern.bench.preload"])
+        context = _context()
         self._tasks = dict(tasks)
         self._watchdog_s = watchdog_s
         self._page: Any = context.RawValue(_Page)
@@ -230,6 +229,19 @@ class Worker:
     def _kill(self) -> None:
         self._process.kill()
         self._process.join(GRACE_S)  # beyond it the driver holds the process; leave it behind
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lokakern.bench.preload"])
+    return context
+
+
+def start_server() -> None:
+    """Let what workers are forked from import what it needs, while their tasks are planned."""
+    _context()
+    with _main_module_hidden():
+        forkserver.ensure_running()
 
 
 @contextlib.contextmanager

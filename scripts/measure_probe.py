@@ -136,7 +136,7 @@ def overhead() -> dict[str, Any]:
         watched.step()
     for training in (alone, watched):  # the GPU's clock comes down to where it stays
         training.steps_ms(EVERY)
-    ratios, between, sampled, plain_ms = [], [], [], []
+    ratios, between, sampled, plain_ms, excess = [], [], [], [], []
     for place in range(ROUNDS):
         order = (watched, alone) if place % 2 else (alone, watched)
         found = {id(training): training.steps_ms(EVERY) for training in order}
@@ -148,6 +148,7 @@ def overhead() -> dict[str, Any]:
         early = mine[:EARLY]
         sampled.append((sum(early) - EARLY * statistics.median(mine)) / usual)
         plain_ms.append(usual)
+        excess.append([ms - statistics.median(mine) for ms in early])
     torch._dynamo.config.error_on_recompile = False
     probe.stop()
     calls = {sum(site.sizes.values()) for site in probe.sites().values()}
@@ -159,6 +160,10 @@ def overhead() -> dict[str, Any]:
         "step_ms": statistics.median(plain_ms),
         "steps_between": statistics.median(between) - 1.0,
         "sampled_step_costs_steps": statistics.median(sampled),
+        "early_steps_cost_ms": [
+            round(statistics.median(each), 2) for each in zip(*excess, strict=True)
+        ],
+        "most_of_them_ms": [round(max(each), 1) for each in zip(*excess, strict=True)],
         "by_that": statistics.median(sampled) / EVERY + statistics.median(between) - 1.0,
         "sites": len(probe.sites()),
         "sampled_steps": max(calls),

@@ -14,11 +14,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lokakern.errors import ShapeError
-from lokakern.probe.operand import Look, OperandStatistics, add_looks
+from lokakern.probe.operand import VALUES, Look, OperandStatistics, add_looks
 from lokakern.probe.session import Probe
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.stash import Stash
-from lokakern.probe.taps import SAMPLED_ROWS, Sample
+from lokakern.probe.taps import MANY, READ_ROWS, SAMPLED_ROWS, Sample
 
 CPU = torch.device("cpu")
 
@@ -270,3 +270,36 @@ def test_zeros_and_what_is_not_finite_break_nothing() -> None:
     assert all(torch.isfinite(x).all() for name, x in site.tensors() if not name.endswith("keys"))
     (verdict,) = (v for v in probe.report(seeds=(0,)) if v.gemm == "output")
     assert "9 of 27 rows were not finite" in verdict.notes
+
+
+@pytest.mark.parametrize("features", [1, 7, 160, 720])
+@pytest.mark.parametrize("samples", [9, 500, 2048])
+@pytest.mark.parametrize("form", ["flat", "samples", "turned"])
+def test_of_many_rows_a_part_is_read_that_meets_every_feature_alike(
+    form: str, samples: int, features: int
+) -> None:
+    x = torch.arange(samples * features, dtype=torch.float32).view(samples, features, 1)
+    if form == "turned":
+        x = x.mT.contiguous().mT
+    whole = x.view(-1, 1) if form == "flat" else x
+    for share in (0.0, 0.5, 0.999):
+        part = sample(share).part_of(whole)
+        assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        rows = part.flatten().long()
+        if x.numel() < MANY * READ_ROWS:
+            assert len(rows) == x.numel()
+            continue
+        assert 0.8 * READ_ROWS <= len(rows) <= 2 * READ_ROWS
+        counts = torch.bincount(rows % features, minlength=features)
+        assert counts.max() - counts.min() <= 1, counts
+
+
+def test_of_many_elements_a_part_is_counted_that_holds_all_magnitudes() -> None:
+    columns = 4096
+    x = torch.exp2(torch.arange(columns) % 8).expand(SAMPLED_ROWS, -1).contiguous()
+    operand = OperandStatistics(columns, CPU)
+    operand.add(x, x, sample().keys)
+    assert VALUES / 2 <= operand.values.count <= VALUES
+    shares = operand.values.counts[operand.values.counts > 0] / operand.values.count
+    assert len(shares) == 8 and shares.max() - shares.min() < 0.01
+    assert torch.equal(operand.column_sizes, x[0])

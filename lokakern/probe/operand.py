@@ -1,12 +1,14 @@
 """What one operand of a site looked like: its input, or the gradient of its output.
 
-Sizes of rows and columns come from whole tensors, in two passes; the rest from a sample of rows.
+Sizes of rows and columns come from whole tensors, of many rows from part of them, in two passes;
+the rest from a sample of rows.
 Operands of one shape are taken in together, because a layer at a time would cost a GPU hundreds of
 launches of next to nothing. Nothing here is read by the host until a report is made.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from lokakern.probe.magnitudes import Magnitudes, add_magnitudes
 from lokakern.probe.moments import DENSE, Moments, add_moments
 from lokakern.probe.reservoir import Reservoir, sample_rows
 
+VALUES = 2**16  # of sampled elements whose magnitudes are counted
 TRACE = 64  # largest magnitudes of steps that are kept; when full, pairs become one
 
 
@@ -32,7 +35,7 @@ class OperandStatistics:
     Attributes:
         moments: Mean and covariance of sampled rows.
         row_sizes: Largest magnitude of each row.
-        values: Magnitudes of elements of sampled rows.
+        values: Magnitudes of elements of sampled rows, in up to `VALUES` elements of a matrix.
         column_sizes: ``[columns]`` float32, the largest magnitude of each.
         trace: ``[TRACE]`` float32, the largest magnitude of steps, ``stride`` of them in one.
         sample: Some of the rows.
@@ -193,6 +196,17 @@ class Look:
                 self.rows.shape, self.operand.moments.is_dense)  # fmt: skip
 
 
+@functools.cache
+def prime_from(number: int) -> int:
+    """The smallest prime that is not less, by which rows and columns are skipped.
+
+    Of rows that are features of samples, or columns that are blocks, it meets all alike.
+    """
+    while number < 2 or any(number % factor == 0 for factor in range(2, math.isqrt(number) + 1)):
+        number += 1
+    return number
+
+
 def add_looks(looks: Sequence[Look]) -> None:
     """Take in looks of one form, each at another operand."""
     operands = [look.operand for look in looks]
@@ -202,7 +216,10 @@ def add_looks(looks: Sequence[Look]) -> None:
     columns = columns.nan_to_num(nan=0.0, posinf=0.0)
     torch._foreach_maximum_([one.column_sizes for one in operands], list(columns))
     rows = torch.stack([look.rows for look in looks])
-    add_magnitudes([one.values for one in operands], rows)
+    # Of 17280 columns all took an H200 0.4 ms: additions meet in a few bins.
+    step = -(-rows[0].numel() // VALUES)
+    step = step if step == 1 else prime_from(step)
+    add_magnitudes([one.values for one in operands], rows[:, :, ::step])
     wide = rows.double()
     keep = torch.isfinite(wide).all(dim=2)
     clean = wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
