@@ -6,7 +6,9 @@ the right operand, then for m that 16 divides and for any other, from which m on
     row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
 
 No kernel is the unquantized product, by torch. Where a kernel's GPU is not, its emulation runs.
-The ops look a kernel up when they run, not when they are traced: m may be dynamic.
+The ops look a kernel up when they run, not when they are traced: m may be dynamic. Where a compiler
+knows m, what is quantized of a composition's left operand is written in steps that it puts where
+this operand is made: a kernel less, and bfloat16 that nobody else reads is never written.
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
+from lokakern import numerics
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.quantized import ROW_BYTES
 from lokakern.quantizing import quantize
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
-from lokakern.types import Granularity, QuantizedTensor
+from lokakern.types import GROUP, Granularity, QuantizedTensor
 
 Segments = list[tuple[int, str]]  # from which m on which kernel, "" for the unquantized product
 PLAIN = ""  # the route that quantizes nothing
@@ -109,7 +113,6 @@ def multiply(
     scale: Tensor | None,
     bias: Tensor | None,
     route: str,
-    left: Tensor | None = None,
     left_scale: str = "",
 ) -> Tensor:
     """``a @ b + bias`` by the kernel of a route at this m.
@@ -122,11 +125,54 @@ def multiply(
         scale: Its scales.
         bias: ``[n]``, or None.
         route: See this module; one without scales is by k, not by m.
-        left: a in FP8, where its scale was known: a itself is read by the unquantized product only.
-        left_scale: That scale, of the whole, as text: of a number torch.compile makes a symbol.
+        left_scale: One scale for all of a, where it is known; as text, because of a number
+            torch.compile makes a symbol.
     """
-    out: Tensor = torch.ops.lokakern.routed_gemm(a, b, data, scale, bias, route, left, left_scale)
+    form, (m, k) = "", a.shape
+    if torch.compiler.is_compiling() and has_static_value(m) and has_static_value(k):
+        form = _form_of_left(route, m, k)
+    left = left_scales = None
+    if left_scale:
+        left = quantize_by(a, left_scale)
+    elif form:
+        left, left_scales = _quantize_here(a, form)
+    given = None if form else a  # or the compiler would have to make what nobody reads
+    out: Tensor = torch.ops.lokakern.routed_gemm(
+        given, b, data, scale, bias, route, left, left_scales, left_scale
+    )
     return out
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _form_of_left(route: str, m: int, k: int) -> str:
+    """By which scales a route's kernel at m reads its left operand; "" where it is not handed it.
+
+    That is where nothing is quantized, or a library quantizes in its own way, or scales and rows
+    would lie otherwise than kernels want them.
+    """
+    name = kernel_at(route, m)
+    if not name or read_route(route)[0] is Granularity.NONE:
+        return ""
+    load_kernels()
+    kernel = kernel_named(name)
+    whole = {Granularity.ROW: 1, Granularity.GROUP: GROUP}.get(kernel.granularity, 0)
+    fits = bool(kernel.parts and whole) and m % 4 == k % ROW_BYTES == k % max(whole, 1) == 0
+    return kernel.granularity.value if fits else ""
+
+
+def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """`lokakern.numerics.quantize` by rows, or groups that are whole, in steps for a compiler."""
+    rows, columns = x.shape
+    fp8 = _fp8_of(x)
+    most = torch.finfo(fp8).max
+    wide = x.float().view(rows, -1, columns if form == Granularity.ROW.value else GROUP)
+    finite = wide.isfinite()
+    amax = torch.where(finite, wide, 0.0).abs().amax(dim=2)
+    scale = (amax / torch.full_like(amax, most)).clamp_min(numerics.SMALLEST_SCALE)
+    scale = torch.where(amax == 0, 1.0, scale)
+    ratio = (wide / scale[:, :, None]).clamp(-most, most)
+    data = torch.where(finite, ratio, float("nan")).to(fp8).view(rows, columns)
+    return data, scale.t().contiguous().t()
 
 
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -136,23 +182,28 @@ def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 
 def _multiply(
-    a: Tensor,
+    a: Tensor | None,
     b: Tensor,
     data: Tensor | None,
     scale: Tensor | None,
     bias: Tensor | None,
     route: str,
     left: Tensor | None = None,
+    left_scales: Tensor | None = None,
     left_scale: str = "",
 ) -> Tensor:
-    ways = _WAYS.get((route, a.device)) or _ways(route, a.device)
+    """Of a is read what is not in ``left``: all of it where nothing is quantized here."""
+    whole = left if a is None else a
+    assert whole is not None
+    ways = _WAYS.get((route, b.device)) or _ways(route, b.device)
     # Of a weight's gradient samples are what is summed.
-    m = a.shape[1] if ways.form is Granularity.NONE else a.shape[0]
+    m = whole.shape[1] if ways.form is Granularity.NONE else whole.shape[0]
     other = bool(m & 15)
     kernel = ways.kernels[other][bisect_right(ways.starts[other], m) - 1]
     if kernel is None or not m:
+        assert a is not None
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    out = a.new_empty((a.shape[0], b.shape[1]))
+    out = b.new_empty((whole.shape[0], b.shape[1]))
     right: Tensor | QuantizedTensor
     if not kernel.parts:  # it quantizes by itself, in its library's way
         left = None
@@ -165,12 +216,15 @@ def _multiply(
             assert scale is not None
             right = QuantizedTensor.packed(data, scale, ways.form).t()
         if left is not None:
-            _launch_scaled(kernel, left, left_scale, right, out, bias)
+            if left_scales is None:
+                left_scales = _scales_of(kernel.granularity, left, left_scale)
+            _launch_scaled(kernel, left, left_scales, right, out, bias)
             return out
     elif b.stride(0) == 1:  # a weight's transpose
         right = _laid_out(b.t()).t()
     else:
         right = _laid_out(b)
+    assert a is not None
     a = _laid_out(a.t()).t() if ways.form is Granularity.NONE else _laid_out(a)
     if torch.is_autocast_enabled(a.device.type):  # an emulation multiplies float32
         with torch.autocast(a.device.type, enabled=False):
@@ -181,12 +235,11 @@ def _multiply(
 
 
 def _launch_scaled(
-    kernel: Kernel, left: Tensor, scale: str, right: QuantizedTensor, out: Tensor,
+    kernel: Kernel, left: Tensor, scales: Tensor, right: QuantizedTensor, out: Tensor,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """The GEMM of a composition, on a left operand that has one scale for all."""
+    """The GEMM of a composition, on a left operand that is quantized."""
     multiply = KERNELS[kernel.parts[-1]]
-    scales = _scales_of(kernel.granularity, left, scale)
     workspace = multiply.workspace(left, scales, *right.transpose, None, None)
     with torch.autocast(left.device.type, enabled=False):
         multiply.launch(left, scales, *right.transpose, out, bias, workspace)
@@ -232,16 +285,19 @@ def _laid_out(x: Tensor) -> Tensor:
 
 
 def _multiply_fake(
-    a: Tensor,
+    a: Tensor | None,
     b: Tensor,
     data: Tensor | None,
     scale: Tensor | None,
     bias: Tensor | None,
     route: str,
     left: Tensor | None = None,
+    left_scales: Tensor | None = None,
     left_scale: str = "",
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]))
+    whole = left if a is None else a
+    assert whole is not None
+    return b.new_empty((whole.shape[0], b.shape[1]))
 
 
 def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -259,8 +315,8 @@ def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 
 _LIBRARY.define(
-    "routed_gemm(Tensor a, Tensor b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
-    'Tensor? left=None, str left_scale="") -> Tensor'
+    "routed_gemm(Tensor? a, Tensor b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
+    'Tensor? left=None, Tensor? left_scales=None, str left_scale="") -> Tensor'
 )
 _LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)")
 _LIBRARY.impl("routed_gemm", _multiply, "CompositeExplicitAutograd")
@@ -330,8 +386,7 @@ def output(
     """``x @ weight.t() + bias`` by a route; x and the weight are quantized unless they were."""
     if route == PLAIN:
         return torch.nn.functional.linear(x, weight, bias)
-    left = quantize_by(x, input_scale) if input_scale else None
-    return multiply(x, weight.t(), data, scale, bias, route, left, input_scale)
+    return multiply(x, weight.t(), data, scale, bias, route, input_scale)
 
 
 def scales_of(route: str) -> str:

@@ -10,10 +10,12 @@ import functools
 import io
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import aot_module_simplified, make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -215,6 +217,39 @@ def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(x), layer(x))
     assert same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("route", "m", "n", "k", "is_here"),
+    [
+        (BY_ROW, 48, 40, 64, True), (BY_BLOCK, 48, 40, 256, True),
+        (BY_ROW, 8, 40, 64, False),  # where nothing is quantized
+        (BY_ROW, 48, 40, 72, False), (BY_BLOCK, 48, 40, 192, False), (BY_BLOCK, 6, 40, 256, False),
+    ],
+)  # fmt: skip
+def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
+    route: str, m: int, n: int, k: int, is_here: bool
+) -> None:
+    """To the bit as kernels do, and then nothing in bfloat16 is asked for."""
+    torch._dynamo.reset()
+    layer = layer_of((route, PLAIN, PLAIN), n=n, k=k)
+    given = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+            asked = torch.ops.lokakern.routed_gemm.default
+            given.extend(node.args[0] for node in graph.graph.nodes if node.target is asked)
+            return make_boxed_func(graph.forward)
+
+        return aot_module_simplified(graph, inputs, fw_compiler=look)
+
+    x = rows(m, k)
+    x[1], x[2, 3], x[4, 5] = 0.0, float("nan"), float("inf")
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        found, expected = compiled(x), layer(x)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert [one is None for one in given] == [is_here]
 
 
 def test_one_graph_serves_all_m_and_each_takes_its_kernel() -> None:
