@@ -49,7 +49,7 @@ def model(
         typer.Option(
             help="bf16 (Mods, compiled: the baseline, always there), as-written, "
             "torchao-tensorwise, torchao-rowwise, fp8-tensorwise, fp8-rowwise, only-LIBRARY, "
-            "lokakern; repeatable. Default: all."
+            "by-budget, lokakern; repeatable. Default: all."
         ),
     ] = None,
     most_rows: Annotated[

@@ -23,7 +23,7 @@ from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Granularity
 
-AS_WRITTEN, BASELINE, PROBED = "as-written", "bf16", "lokakern"
+AS_WRITTEN, BASELINE, BUDGETED, PROBED = "as-written", "bf16", "by-budget", "lokakern"
 TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
 EVERYWHERE = {"fp8-tensorwise": Granularity.TENSOR, "fp8-rowwise": Granularity.ROW}
 ONLY = "only-"  # and the name of a library
@@ -114,6 +114,7 @@ def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
         Arm(TORCHAO[1], "torchao, rowwise, all layers"),
         *(Arm(name, f"torch's FP8, {name[4:]}, all layers") for name in EVERYWHERE),
         *alone,
+        Arm(BUDGETED, "lokakern by the errors in the database"),
         Arm(PROBED, "lokakern with Probe"),
     ]
     known = {arm.name: arm for arm in arms}
@@ -166,7 +167,7 @@ def build(
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
     elif arm.name in EVERYWHERE:
         notes += quantize_everywhere(model, EVERYWHERE[arm.name], inference=not setting.training)
-    elif arm.library or report is not None:
+    elif arm.library or arm.name == BUDGETED or report is not None:
         with only(arm.library):
             conversion = public("convert")(
                 model, setting.budget if report is None else report, inference=not setting.training
@@ -184,7 +185,9 @@ def _changed(
 ) -> tuple[nn.Module, list[str]]:
     """A model with the arm's Mods, and what is to be said of them."""
     model = setting.build(seed)
-    notes = apply_mods(model) if arm.has_mods else []
+    # Of a fused layer the tools of these arms would see nothing, and leave it in bfloat16.
+    is_fused = arm.name not in (*TORCHAO, *EVERYWHERE)
+    notes = apply_mods(model, is_fused=is_fused) if arm.has_mods else []
     if state is not None:
         model.load_state_dict(state)
     return model, notes
@@ -206,10 +209,16 @@ def public(name: str) -> Any:
         ) from None
 
 
-def apply_mods(model: nn.Module) -> list[str]:
-    """The Mods of the paper, in place; returns what is to be said of them."""
+def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
+    """The Mods of the paper, in place; returns what is to be said of them.
+
+    Args:
+        model: Is changed.
+        is_fused: Whether layers that share an input become one product, too.
+    """
     mods = public("mods")
-    report = mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])
+    wanted = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
+    report = mods.apply(model, [*wanted, *([mods.FuseShared()] if is_fused else [])])
     left = [f"{c.mod} left {c.site} alone: {c.effect}" for c in report if not c.is_done]
     return [repr(report), *left]
 

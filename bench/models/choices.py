@@ -67,6 +67,7 @@ def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
 
 def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
     """What runs in each layer that was called, product by product."""
+    from lokakern.converting import shape_of
     from lokakern.routed import kernel_at
 
     found = []
@@ -74,7 +75,7 @@ def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[La
         if name not in rows:
             continue
         m = rows[name]
-        n, k = site.module.weight.shape
+        n, k, _, _ = shape_of(site.module)
         for route in site.routes if training else site.routes[:1]:
             kernel = kernel_at(route.text, m) or "bf16"
             plain, chosen = _times(route.choices, route.gemm, m, kernel)

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from lokakern.bench.models.batch import PADDING, Batch, Inputs, spread_rows
 from lokakern.bench.models.cross import CrossLayer
-from lokakern.bench.models.perceptron import perceptron
+from lokakern.bench.models.perceptron import Compression, perceptron
 from lokakern.bench.models.tables import Tables
-from lokakern.bench.models.wukong import Compression
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from lokakern.bench.models.arms import apply_mods
 from lokakern.bench.models.batch import Batch, random_batch
 from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.setting import Setting
+from lokakern.converting import shape_of
+from lokakern.linear import Routed
 
 # Sweeps time layers on a distribution that somebody says; Probe looks for itself. Most inputs come
 # out of a norm.
@@ -27,12 +29,12 @@ def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
     found: Counter[tuple[int, int, int]] = Counter()
 
     def see(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        n, k = layer.weight.shape  # type: ignore[misc]
+        n, k, _, _ = shape_of(layer)
         rows = inputs[0].numel() // k
         found[rows * setting.samples // FEW, n, k] += 1
 
     for layer in model.modules():
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, nn.Linear | Routed):
             layer.register_forward_pre_hook(see)
     batch = random_batch(setting.inputs, FEW)
     model(Batch(*(tensor.to("meta") for tensor in batch)))

@@ -1,11 +1,11 @@
-"""Linear layers and activations, one after the other."""
+"""What models have in common: linear layers one after the other, or over embeddings."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def perceptron(
@@ -31,3 +31,14 @@ def perceptron(
     if last is not None:
         layers.append(nn.Linear(sizes[-1], last))
     return nn.Sequential(*layers)
+
+
+class Compression(nn.Module):
+    """``W X``: the n embeddings ``[batch, n, d]`` of a sample become ``count``."""
+
+    def __init__(self, n: int, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(n, count, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]

@@ -74,47 +74,30 @@ SIZES = {
 }  # fmt: skip
 
 
-class FactorizationMachine(nn.Module):
-    """``reshape(MLP(LN(flatten(X (X^T Y)))))``, ``[batch, n, d]`` to ``[batch, count, d]``."""
-
-    def __init__(self, n: int, count: int, config: WukongConfig) -> None:
-        super().__init__()
-        self.shape = (count, config.dim)
-        self.project = nn.Linear(n, config.rank, bias=False)
-        self.norm = nn.LayerNorm(n * config.rank)
-        self.perceptron = perceptron((n * config.rank, *config.hidden), last=count * config.dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = self.project(x.transpose(1, 2))  # [batch, d, k]
-        products = (x.to(projected.dtype) @ projected).flatten(1)
-        return self.perceptron(self.norm(products)).unflatten(1, self.shape)  # type: ignore[no-any-return]
-
-
-class Compression(nn.Module):
-    """``W X``: the n embeddings of a sample become ``count``."""
-
-    def __init__(self, n: int, count: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(n, count, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
-
-
 class WukongLayer(nn.Module):
     """``[batch, n, d]`` to ``[batch, machines + linear, d]``."""
 
     def __init__(self, n: int, config: WukongConfig) -> None:
         super().__init__()
         out = config.machines + config.linear
-        self.machine = FactorizationMachine(n, config.machines, config)
-        self.compression = Compression(n, config.linear)
-        self.residual = Compression(n, out) if n != out else nn.Identity()
+        self.shape = (config.machines, config.dim)
+        self.project = nn.Linear(n, config.rank, bias=False)
+        self.machine = nn.Sequential(
+            nn.LayerNorm(n * config.rank),
+            *perceptron((n * config.rank, *config.hidden), last=config.machines * config.dim),
+        )
+        self.compress = nn.Linear(n, config.linear, bias=False)
+        self.residual = nn.Linear(n, out, bias=False) if n != out else None
         self.norm = nn.LayerNorm(config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = torch.cat([self.machine(x), self.compression(x)], dim=1)
-        return self.norm(made + self.residual(x))  # type: ignore[no-any-return]
+        across = x.transpose(1, 2)  # [batch, d, n]
+        projected = self.project(across)
+        products = (x.to(projected.dtype) @ projected).flatten(1)
+        made = self.machine(products).unflatten(1, self.shape)
+        made = torch.cat([made, self.compress(across).transpose(1, 2)], dim=1)
+        kept = x if self.residual is None else self.residual(across).transpose(1, 2)
+        return self.norm(made + kept)  # type: ignore[no-any-return]
 
 
 class Wukong(nn.Module):
