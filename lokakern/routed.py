@@ -161,17 +161,18 @@ def _form_of_left(route: str, m: int, k: int) -> str:
 
 
 def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """`lokakern.numerics.quantize` by rows, or groups that are whole, in steps for a compiler."""
+    """As `lokakern.numerics.quantize` by rows, or groups that are whole, in steps for a compiler.
+
+    What is not finite makes the scale so, and with it all of the row that is multiplied, as a NaN
+    among its elements does; looking at each element took an H200 twice as long.
+    """
     rows, columns = x.shape
-    fp8 = _fp8_of(x)
-    most = torch.finfo(fp8).max
     wide = x.float().view(rows, -1, columns if form == Granularity.ROW.value else GROUP)
-    finite = wide.isfinite()
-    amax = torch.where(finite, wide, 0.0).abs().amax(dim=2)
-    scale = (amax / torch.full_like(amax, most)).clamp_min(numerics.SMALLEST_SCALE)
-    scale = torch.where(amax == 0, 1.0, scale)
-    ratio = (wide / scale[:, :, None]).clamp(-most, most)
-    data = torch.where(finite, ratio, float("nan")).to(fp8).view(rows, columns)
+    amax = wide.abs().amax(dim=2)
+    fp8 = _fp8_of(x)
+    scale = amax / torch.full_like(amax, torch.finfo(fp8).max)
+    scale = torch.where(amax == 0, 1.0, scale.clamp_min(numerics.SMALLEST_SCALE))
+    data = (wide / scale[:, :, None]).to(fp8).view(rows, columns)
     return data, scale.t().contiguous().t()
 
 

@@ -292,7 +292,9 @@ def test_another_model_of_the_same_class_lends_no_code_without_hooks(is_first: b
 
 
 def taps_in(graph: torch.fx.GraphModule) -> int:
-    return sum("probe_tap" in str(node.target) for node in graph.graph.nodes)
+    inner = [m for m in graph.modules() if isinstance(m, torch.fx.GraphModule)]
+    tap = torch.ops.lokakern.probe_tap
+    return sum(node.target in (tap, tap.default) for m in inner for node in m.graph.nodes)
 
 
 def test_steps_between_have_nothing_of_a_probe_in_their_graph() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,33 @@ def test_what_waits_is_taken_in_whatever_its_form_and_however_often() -> None:
             kept = taken.rows_of(x)
             stash.looks.append(Look.at(site.input, x, kept, taken.keys[: len(kept)]))
             stash.outputs.append((site, torch.randn(len(kept), 3)))
-    stash.take_in()
+    stash.take_in(steps=100)
     assert 0 < narrow.input.rows_seen + wide.input.rows_seen < 1210  # one form of six
+    assert not narrow.input.values.count and not wide.input.values.count  # the first part of it
     stash.settle()
     for site in (narrow, wide):
         assert site.input.rows_seen == 605 and site.input.steps == 3
         assert site.input.moments.count == 2 * SAMPLED_ROWS + 5
         assert site.mean_ratios.count == 2 * SAMPLED_ROWS + 5
     assert not stash.looks and not stash.outputs
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 20, 100])
+def test_what_was_seen_is_taken_in_before_the_next_sample_and_evenly(every: int) -> None:
+    stash, sites = Stash(), [SiteStatistics(3, k, CPU) for k in range(4, 9)]
+    for _ in range(2):
+        for site in sites:
+            x, taken = torch.randn(40, site.k), sample()
+            stash.looks.append(Look.at(site.input, x, x.clone(), taken.keys[:40]))
+            stash.outputs.append((site, torch.randn(40, 3)))
+        left = []
+        for _ in range(every):
+            stash.take_in(steps=every)
+            left.append(sum(site.input.sample.keys.isfinite().sum() == 0 for site in sites))
+        assert not stash._tasks
+        assert all(a - b <= -(-6 // every) for a, b in itertools.pairwise(left))
+    assert all(site.input.values.count == 80 * site.k for site in sites)
+    assert all(site.mean_ratios.count == 80 for site in sites)
 
 
 def test_weights_are_taken_in_one_a_step_and_none_is_lost() -> None:

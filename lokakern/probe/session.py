@@ -287,7 +287,7 @@ class Probe:
             recorder.statistics, recorder.steps = None, 0
 
     def _turn(self) -> None:
-        self._switch.stash.take_in()
+        self._switch.stash.take_in(steps=self.every)
         on = self._steps % self.every == 0
         weights = on and self._samples % max(1, self.weights_every // self.every) == 0
         self._samples += on

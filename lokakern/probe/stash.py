@@ -1,22 +1,23 @@
 """What was seen in a step, until it is taken into the statistics of its sites.
 
 Layers only leave a few rows and sizes here. When the step is over they are taken in, all of one
-form together, on a GPU on a stream of its own beside the next steps, one form in each.
+form together and that in parts, on a GPU on a stream of its own beside the next steps, a part or a
+few in each.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lokakern.probe.operand import Look, add_looks
+from lokakern.probe.operand import PARTS, Look, taking_in
 from lokakern.probe.site import SiteStatistics, add_outputs
 
+_ENDED = object()
 MOST_ELEMENTS = 2**24  # of float64 that are worked on together: 128 MiB
 
 
@@ -31,7 +32,7 @@ class SideStreams:
         """What is launched meanwhile runs beside the current stream; on a CPU, at once.
 
         Args:
-            tensors: Made on the current stream, and read meanwhile for the last time.
+            tensors: Made on the current stream, and read meanwhile.
             device: Of all of them.
         """
         if device.type != "cuda":
@@ -64,7 +65,8 @@ class Stash:
     def __init__(self) -> None:
         self.looks: list[Look] = []
         self.outputs: list[tuple[SiteStatistics, Tensor]] = []
-        self._tasks: deque[Callable[[], None]] = deque()
+        self._tasks: deque[Iterator[None]] = deque()
+        self._pace = 1
         self._weights: dict[int, tuple[SiteStatistics, Tensor]] = {}
         self._side = SideStreams()
 
@@ -74,39 +76,54 @@ class Stash:
             self._take_in_weight(*self._weights.pop(id(site)))
         self._weights[id(site)] = site, weight.detach().clone()
 
-    def take_in(self, *, everything: bool = False) -> None:
-        """Take in operands of one form, or one weight, lest one step pay for all.
+    def take_in(self, *, everything: bool = False, steps: int = 1) -> None:
+        """Take in parts of operands, or one weight, lest one step pay for all.
 
-        A step that was sampled while others wait is worked off first. A form is some 100 launches,
+        A step that was sampled while others wait is worked off first. A part is some 20 launches,
         and a flip-flop over 1024 x 1024 some GFLOP of float64. While a CUDA graph is captured
         everything waits: it would be captured, too.
+
+        Args:
+            everything: Whether to take in all there is.
+            steps: From one step that is sampled to the next: over so many parts are spread.
         """
         is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if is_up and torch.cuda.is_current_stream_capturing():
             return
         if self.looks:
-            self._work(len(self._tasks))
+            self._work()
             looks, self.looks = self.looks, []
             outputs, self.outputs = self.outputs, []
-            self._tasks += [partial(self._add_looks, found) for found in _together(looks)]
-            self._tasks += [partial(self._add_outputs, x) for x in _outputs_together(outputs)]
+            self._tasks += [self._taking_in(found) for found in _together(looks)]
+            parts = PARTS * len(self._tasks)
+            made = [self._adding_outputs(x) for x in _outputs_together(outputs)]
+            self._tasks += made
+            self._pace = -(-(parts + len(made)) // steps)
         if self._tasks:
-            self._work(len(self._tasks) if everything else 1)
+            self._work(None if everything else self._pace)
         elif self._weights and not everything:
             self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
         while everything and self._weights:
             self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
 
-    def _work(self, count: int) -> None:
-        for _ in range(count):
-            self._tasks.popleft()()
+    def _work(self, parts: int | None = None) -> None:
+        """So many parts, or all."""
+        while self._tasks and parts != 0:
+            parts = None if parts is None else parts - 1
+            if next(self._tasks[0], _ENDED) is _ENDED:
+                self._tasks.popleft()
 
-    def _add_looks(self, looks: list[Look]) -> None:
+    def _taking_in(self, looks: list[Look]) -> Iterator[None]:
         tensors = [x for look in looks for x in look.tensors]
-        with self._aside(tensors):
-            add_looks(looks)
+        parts = taking_in(looks)
+        for place in range(PARTS):
+            if place:
+                yield
+            with self._aside(tensors):
+                next(parts)
 
-    def _add_outputs(self, pairs: list[tuple[SiteStatistics, Tensor]]) -> None:
+    def _adding_outputs(self, pairs: list[tuple[SiteStatistics, Tensor]]) -> Iterator[None]:
+        yield from ()  # it is one part
         rows = [x for _, x in pairs]
         with self._aside(rows):
             add_outputs([site for site, _ in pairs], torch.stack(rows))

@@ -103,7 +103,8 @@ class Sample:
         """Some rows of ``[..., columns]``, evenly spread, in memory of their own."""
         if x.is_contiguous():
             x = x.view(-1, x.shape[-1])
-        return x[self._index(x.shape[:-1])]
+        index = self._index(x.shape[:-1])
+        return x.index_select(0, index[0]) if len(index) == 1 else x[index]
 
     def part_of(self, x: Tensor) -> Tensor:
         """Some `READ_ROWS` of many more rows ``[..., columns]``, evenly spread, as a view.
@@ -292,11 +293,12 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+# Not `torch.library.custom_op`, whose layers for autograd took half of the host's time of a tap.
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 _tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
-@torch.library.custom_op("lokakern::probe_tap", mutates_args=(), tags=_tags)
-def tap(
+def _tap(
     y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """A copy of y, the output of a site, which is looked at; and the number of the call.
@@ -310,8 +312,7 @@ def tap(
     return y.clone(), torch.tensor(call)
 
 
-@torch.library.custom_op("lokakern::probe_tap_gradient", mutates_args=(), tags=_tags)
-def tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
+def _tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
     """A copy of the gradient of a site's output, which is looked at."""
     recorder = _RECORDERS.get(site)
     if recorder is not None:
@@ -319,29 +320,45 @@ def tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
     return gradient.clone()
 
 
-@tap.register_fake
-def _(
+def _tap_fake(
     y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(y), torch.empty((), dtype=torch.int64)
 
 
-@tap_gradient.register_fake
-def _(gradient: Tensor, call: Tensor, site: int) -> Tensor:
+def _tap_gradient_fake(gradient: Tensor, call: Tensor, site: int) -> Tensor:
     return torch.empty_like(gradient)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1])
-    ctx.site = inputs[3]
+_LIBRARY.define(
+    "probe_tap(Tensor y, Tensor x, Tensor? weight, int site, bool has_gradient) -> "
+    "(Tensor, Tensor)",
+    tags=_tags,
+)
+_LIBRARY.define("probe_tap_gradient(Tensor gradient, Tensor call, int site) -> Tensor", tags=_tags)
+_LIBRARY.impl("probe_tap", _tap, "CompositeExplicitAutograd")
+_LIBRARY.impl("probe_tap_gradient", _tap_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("lokakern::probe_tap", _tap_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::probe_tap_gradient", _tap_gradient_fake, lib=_LIBRARY)
 
 
-def _differentiate(ctx: Any, gradient: Tensor, _call: Any) -> tuple[Any, ...]:
-    (call,) = ctx.saved_tensors
-    return tap_gradient(gradient, call, ctx.site), None, None, None, None
+class _Tap(torch.autograd.Function):
+    """The output of a site, as it was; both passes are looked at."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
+    ) -> Tensor:
+        copy, call = torch.ops.lokakern.probe_tap(y, x, weight, site, has_gradient)
+        ctx.save_for_backward(call)
+        ctx.site = site
+        return copy  # type: ignore[no-any-return]
 
-tap.register_autograd(_differentiate, setup_context=_remember)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (call,) = ctx.saved_tensors
+        found = torch.ops.lokakern.probe_tap_gradient(gradients[0], call, ctx.site)
+        return found, None, None, None, None
 
 
 def is_plain(x: Any) -> TypeGuard[Tensor]:
@@ -387,7 +404,7 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
             weight = module.weight if is_plain(module.weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
-            return tap(y, x, weight, number, has_gradient)[0]
+            return _Tap.apply(y, x, weight, number, has_gradient)  # type: ignore[no-untyped-call]
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
         else:
