@@ -164,7 +164,7 @@ def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
     """As `lokakern.numerics.quantize` by rows, or groups that are whole, in steps for a compiler.
 
     What is not finite makes the scale so, and with it all of the row that is multiplied, as a NaN
-    among its elements does; looking at each element took an H200 twice as long.
+    among its elements does; looking at each element took 34 us of an H200 where this takes 25.
     """
     rows, columns = x.shape
     wide = x.float().view(rows, -1, columns if form == Granularity.ROW.value else GROUP)
