@@ -309,6 +309,7 @@ class _Possible:
     ) -> None:
         self._opened, self._dimensions = opened, dimensions
         self._known: dict[tuple[Any, ...], float] = {}
+        self._problems: dict[int, Problem] = {}
 
     def _least(self, *given: Any) -> float:
         """`_find_least`, once."""
@@ -325,8 +326,17 @@ class _Possible:
     def _row(self, table: str, number: int) -> dict[str, Any]:
         return dict(zip(COLUMNS[table], self._dimensions[table][number], strict=True))
 
+    def _of_each(
+        self, table: str, name: str, columns: Mapping[str, Sequence[Any]]
+    ) -> Iterator[Any]:
+        """A column of a table, for each fact."""
+        place = COLUMNS[table].index(name)
+        return (self._dimensions[table][number][place] for number in columns[table])
+
     def _problem(self, number: int) -> Problem:
-        return identity.problem_from_row(self._row("problem", number))
+        if number not in self._problems:
+            self._problems[number] = identity.problem_from_row(self._row("problem", number))
+        return self._problems[number]
 
 
 class _PossibleTimes(_Possible):
@@ -348,15 +358,13 @@ class _PossibleTimes(_Possible):
 class _PossibleErrors(_Possible):
     """No error of values of every size is smaller than rounding leaves, nor its upper limit."""
 
-    def _find_least(self, problem: int, distribution: int, kernel: int) -> float:
-        return physics.least_error(
-            self._problem(problem),
-            self._row("distribution", distribution)["name"],
-            self._row("kernel", kernel)["granularity"] != Granularity.NONE,
-        )
+    def _find_least(self, problem: int, distribution: str, quantizes: bool) -> float:
+        return physics.least_error(self._problem(problem), distribution, quantizes)
 
     def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        places = zip(*map(columns.get, ("problem", "distribution", "kernel", "key")), strict=True)
+        names = self._of_each("distribution", "name", columns)
+        quantize = [g != Granularity.NONE for g in self._of_each("kernel", "granularity", columns)]
+        places = zip(columns["problem"], names, quantize, columns["key"], strict=True)
         measured = zip(*map(columns.get, _ERRORS), strict=True)
         limits = zip(*(columns[f"{name}_upper"] for name in _ERRORS), strict=True)
         for (*place, key), errors, uppers in zip(places, measured, limits, strict=True):
