@@ -2,8 +2,9 @@
 
     python scripts/measure_probe.py [overhead] [learned] [gradients] [replay] [--batch N]
 
-Prints a line of JSON for each. At the batch that is preset the host can hardly launch a step in its
-time; at 8192 the GPU is the limit, and `--rounds 7` take a minute. Wukong-S of arXiv 2403.02545 (Table 5), bfloat16, fused AdamW.
+Prints a line of JSON for each. At the batch that is preset the host can hardly launch a step in
+its time; at 8192 the GPU is the limit, and `--rounds 7` take a minute. Wukong-S of arXiv
+2403.02545 (Table 5), bfloat16, fused AdamW.
 """
 
 from __future__ import annotations
