@@ -185,7 +185,8 @@ def sweep(
         watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
     progress, crew = progress or Progress(), crew or Alone()
     report = SweepReport()
-    start_server()
+    if device.is_gpu:  # elsewhere nothing is planned for seconds
+        start_server()
     crew.agree({
         "device": repr(device), "environment": repr(environment), "kernels": kernels_digest(),
         "cases": digest_of(map(str, cases)), "regime": regime,

@@ -156,7 +156,7 @@ def _form_of_left(route: str, m: int, k: int) -> str:
     load_kernels()
     kernel = kernel_named(name)
     whole = {Granularity.ROW: 1, Granularity.GROUP: GROUP}.get(kernel.granularity, 0)
-    fits = bool(kernel.parts and whole) and m % 4 == k % ROW_BYTES == k % max(whole, 1) == 0
+    fits = bool(m and kernel.parts and whole) and m % 4 == k % ROW_BYTES == k % max(whole, 1) == 0
     return kernel.granularity.value if fits else ""
 
 
@@ -172,7 +172,7 @@ def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
     fp8 = _fp8_of(x)
     scale = amax / torch.full_like(amax, torch.finfo(fp8).max)
     scale = torch.where(amax == 0, 1.0, scale.clamp_min(numerics.SMALLEST_SCALE))
-    data = (wide / scale[:, :, None]).to(fp8).view(rows, columns)
+    data = (wide / scale[:, :, None]).to(fp8).view(rows, columns).contiguous()
     return data, scale.t().contiguous().t()
 
 
@@ -193,7 +193,7 @@ def _multiply(
     left_scales: Tensor | None = None,
     left_scale: str = "",
 ) -> Tensor:
-    """Of a is read what is not in ``left``: all of it where nothing is quantized here."""
+    """See `multiply`. None in the place of a where a compiler quantized it: it is ``left`` then."""
     whole = left if a is None else a
     assert whole is not None
     ways = _WAYS.get((route, b.device)) or _ways(route, b.device)
@@ -267,7 +267,7 @@ def quantize_by(x: Tensor, scale: str) -> Tensor:
     """FP8 under a scale that is known, in steps that torch.compile puts where x is made."""
     fp8 = _fp8_of(x)
     most = torch.finfo(fp8).max
-    return (x.float() / float(scale)).clamp(-most, most).to(fp8)
+    return (x.float() / float(scale)).clamp(-most, most).to(fp8).contiguous()
 
 
 def _fp8_of(x: Tensor) -> torch.dtype:

@@ -246,10 +246,36 @@ def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
     x = rows(m, k)
     x[1], x[2, 3], x[4, 5] = 0.0, float("nan"), float("inf")
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for call in (x, x.t().contiguous().t()):  # however it lies
+        with torch.no_grad():
+            found, expected = compiled(call), layer(call)
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert [one is None for one in given] == [is_here] * 2
+
+
+@pytest.mark.parametrize("route", [BY_ROW, BY_BLOCK])
+def test_a_gradient_that_lies_by_columns_is_quantized_alike(route: str) -> None:
+    torch._dynamo.reset()
+    layer = layer_of((route, route, PLAIN), n=256, k=256)
+
+    def turned(x: Tensor) -> Tensor:
+        return layer(x).t().contiguous() * 3.0
+
+    x = rows(k=256).requires_grad_()
+    found = []
+    for call in (turned, torch.compile(turned, backend="aot_eager", fullgraph=True)):
+        y = call(x)
+        found.append((y.detach(), *torch.autograd.grad(y.float().square().sum(), x)))
+    assert same(list(found[0]), list(found[1]))
+
+
+def test_no_rows_are_multiplied_compiled_too() -> None:
+    torch._dynamo.reset()
+    layer = layer_of((BY_BLOCK, PLAIN, PLAIN), k=256)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch.no_grad():
-        found, expected = compiled(x), layer(x)
-    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert [one is None for one in given] == [is_here]
+        assert compiled(rows(0, 256)).shape == (0, N)
+        assert layer(rows(k=256).t().contiguous().t(), "0.01").isfinite().all()
 
 
 def test_one_graph_serves_all_m_and_each_takes_its_kernel() -> None:

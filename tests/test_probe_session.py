@@ -524,3 +524,20 @@ def test_a_sampled_step_does_not_wait_for_the_device() -> None:
             model(inputs(step)).square().mean().backward()
             optimizer.step()
     assert [site.weight.count for site in probe.sites().values()] == [2, 2]
+
+
+def test_what_is_transformed_or_exported_is_as_it_was() -> None:
+    """Within torch.func taps have no rule, and what is exported runs where no Probe is."""
+    torch.compiler.reset()
+    model = model_of()
+    x = inputs(0)
+    expected = model(x)
+    with Probe(model, every=1):
+        mapped = torch.vmap(lambda row: model(row))  # of a module it would trace its repr
+        mapped = torch.compile(mapped, backend="aot_eager", fullgraph=True)
+        assert torch.allclose(mapped(x[:, None])[:, 0], expected, atol=1e-6)
+        exported = torch.export.export(model, (x,), strict=True).module()
+        y = exported(x)
+        assert torch.equal(y, expected) and y.requires_grad
+        graph = torch.export.export(model, (x,)).graph
+        assert not any("probe_tap" in str(node.target) for node in graph.nodes)

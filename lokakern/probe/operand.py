@@ -1,14 +1,13 @@
 """What one operand of a site looked like: its input, or the gradient of its output.
 
-Sizes of rows and columns come from whole tensors, of many rows from part of them, in two passes;
-the rest from a sample of rows.
+Sizes of rows and columns, and so the largest magnitude, come from whole tensors, of very many rows
+from part of them (`taps.MANY_ROWS`), in two passes; the rest from a sample of rows.
 Operands of one shape are taken in together, because a layer at a time would cost a GPU hundreds of
 launches of next to nothing. Nothing here is read by the host until a report is made.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -196,13 +195,12 @@ class Look:
                 self.rows.shape, self.operand.moments.is_dense)  # fmt: skip
 
 
-@functools.cache
-def prime_from(number: int) -> int:
-    """The smallest prime that is not less, by which rows and columns are skipped.
+def coprime_from(number: int, other: int) -> int:
+    """The smallest that is not less than a number, and has no factor in common with another.
 
-    Of rows that are features of samples, or columns that are blocks, it meets all alike.
+    A stride over rows of samples by features, or over columns in blocks, that meets all alike.
     """
-    while number < 2 or any(number % factor == 0 for factor in range(2, math.isqrt(number) + 1)):
+    while math.gcd(number, other) > 1:
         number += 1
     return number
 
@@ -219,26 +217,28 @@ PARTS = 6  # of `taking_in`
 def taking_in(looks: Sequence[Look]) -> Iterator[None]:
     """The same in parts of some twenty launches, less than a host has to spare in a step."""
     operands = [look.operand for look in looks]
+    steps = operands[0].steps
     sizes = torch.stack([look.row_sizes for look in looks]).float()
     add_magnitudes([one.row_sizes for one in operands], sizes)
     largest = sizes.nan_to_num(nan=0.0, posinf=0.0).amax(dim=1, keepdim=True)
     torch._foreach_maximum_([one._place() for one in operands], list(largest))
+    del sizes, largest  # what a part needs no more must not stay for steps
     yield
     columns = torch.stack([look.column_sizes for look in looks]).float()
     columns = columns.nan_to_num(nan=0.0, posinf=0.0)
     torch._foreach_maximum_([one.column_sizes for one in operands], list(columns))
+    del columns
     yield
     rows = torch.stack([look.rows for look in looks])
-    # Of 17280 columns all took an H200 0.4 ms: additions meet in a few bins.
-    step = -(-rows[0].numel() // VALUES)
-    step = step if step == 1 else prime_from(step)
-    add_magnitudes([one.values for one in operands], rows[:, :, ::step])
+    # Of 17280 columns all took an H200 0.4 ms: additions meet in a few bins. Others at each step.
+    stride = coprime_from(-(-rows[0].numel() // VALUES), rows.shape[2])
+    add_magnitudes([one.values for one in operands], rows[:, :, steps % stride :: stride])
     yield
-    wide = rows.double()
-    keep = torch.isfinite(wide).all(dim=2)
-    clean = wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    keep = torch.isfinite(rows).all(dim=2)
+    clean = rows.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    del rows
     yield
-    add_moments([one.moments for one in operands], clean, keep)
+    add_moments([one.moments for one in operands], clean.double(), keep)
     yield
     keys = torch.stack([look.keys for look in looks]).masked_fill(~keep, math.inf)
     sample_rows([one.sample for one in operands], clean, keys)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class SideStreams:
         for x in tensors:
             x.record_stream(stream)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_streams": {}}  # those of a copy are made when it needs them
+
     def join(self) -> None:
         """Let current streams wait for all that was launched beside them; the host does not."""
         for device, stream in self._streams.items():
@@ -70,6 +74,11 @@ class Stash:
         self._weights: dict[int, tuple[SiteStatistics, Tensor]] = {}
         self._side = SideStreams()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model that is watched has nothing that waits, and neither has this then."""
+        self.settle()
+        return self.__dict__
+
     def add_weight(self, site: SiteStatistics, weight: Tensor) -> None:
         """Keep a copy of a weight; one at a time of a site."""
         if id(site) in self._weights:
@@ -77,7 +86,7 @@ class Stash:
         self._weights[id(site)] = site, weight.detach().clone()
 
     def take_in(self, *, everything: bool = False, steps: int = 1) -> None:
-        """Take in parts of operands, or one weight, lest one step pay for all.
+        """Take in parts of operands, and one weight, lest one step pay for all.
 
         A step that was sampled while others wait is worked off first. A part is some 20 launches,
         and a flip-flop over 1024 x 1024 some GFLOP of float64. While a CUDA graph is captured
@@ -99,11 +108,9 @@ class Stash:
             made = [self._adding_outputs(x) for x in _outputs_together(outputs)]
             self._tasks += made
             self._pace = -(-(parts + len(made)) // steps)
-        if self._tasks:
-            self._work(None if everything else self._pace)
-        elif self._weights and not everything:
-            self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
-        while everything and self._weights:
+        self._work(None if everything else self._pace)
+        weights = len(self._weights) if everything else min(1, len(self._weights))
+        for _ in range(weights):
             self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
 
     def _work(self, parts: int | None = None) -> None:
@@ -121,9 +128,10 @@ class Stash:
                 yield
             with self._aside(tensors):
                 next(parts)
+        assert next(parts, _ENDED) is _ENDED  # or there are more
 
     def _adding_outputs(self, pairs: list[tuple[SiteStatistics, Tensor]]) -> Iterator[None]:
-        yield from ()  # it is one part
+        yield from ()  # as others are iterators, which do a part before each yield, and the last
         rows = [x for _, x in pairs]
         with self._aside(rows):
             add_outputs([site for site, _ in pairs], torch.stack(rows))

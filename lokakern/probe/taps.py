@@ -20,14 +20,14 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lokakern.probe.operand import Look, OperandStatistics, prime_from
+from lokakern.probe.operand import Look, OperandStatistics, coprime_from
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.stash import Stash
 
 SAMPLED_ROWS = 256  # of a matrix, for all that costs more than two passes
-# Of a matrix of `MANY` times as many, two passes read so many rows: factorization machines have
-# 327680 rows of each batch of 2048, and two passes over all of them took 0.4 of an H200's step.
-READ_ROWS, MANY = 2**14, 11
+# Of a matrix of `MANY_ROWS` two passes read some `READ_ROWS`: factorization machines have 327680 of
+# each batch of 2048, and two passes over all of them took 0.4 of an H200's step.
+MANY_ROWS, READ_ROWS = 2**17, 2**14
 NO_CALL = -1
 MOST_CALLS = 16  # of one site that are looked at in a step: of many micro-batches, the first
 
@@ -97,7 +97,7 @@ class Sample:
 
     share: float
     keys: Tensor
-    _places: dict[tuple[int, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    _places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Some rows of ``[..., columns]``, evenly spread, in memory of their own."""
@@ -107,39 +107,34 @@ class Sample:
         return x.index_select(0, index[0]) if len(index) == 1 else x[index]
 
     def part_of(self, x: Tensor) -> Tensor:
-        """Some `READ_ROWS` of many more rows ``[..., columns]``, evenly spread, as a view.
-
-        All features of some samples where these are axes of their own; else one row in a prime,
-        which few numbers of features divide.
-        """
-        shape = x.shape[:-1]
-        step = math.prod(shape) // READ_ROWS
-        if step < MANY:
+        """Of many rows ``[..., columns]`` some, evenly spread, as a view if they lie in order."""
+        count = math.prod(x.shape[:-1])
+        if count < MANY_ROWS:
             return x
-        axis = next((place for place, extent in enumerate(shape) if extent >= step), 0)
-        step = min(step if len(shape) > 1 else prime_from(step), shape[axis])
-        return x[(slice(None),) * axis + (slice(int(self.share * step), None, step),)]
+        if not x.is_contiguous():
+            return x[self._index(x.shape[:-1], READ_ROWS)]
+        step = coprime_from(count // READ_ROWS, count)
+        return x.view(count, -1)[int(self.share * step) :: step]
 
-    def _index(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _index(self, shape: tuple[int, ...], most: int = SAMPLED_ROWS) -> tuple[Tensor, ...]:
         """Of the rows; made once for all matrices of a shape.
 
         The stride has no factor in common with the number of rows: where rows are of samples by
         features, a stride that the features divide would meet one of them alone.
         """
-        if shape not in self._places:
+        if (shape, most) not in self._places:
             count = math.prod(shape)
-            kept, stride, first = min(SAMPLED_ROWS, count), 1, 0
+            kept, stride, first = min(most, count), 1, 0
             if kept < count:
-                stride, first = int(GOLDEN * count), int(self.share * count)
-            while math.gcd(stride, count) > 1:
-                stride += 1
+                stride = coprime_from(int(GOLDEN * count), count)
+                first = int(self.share * count)
             places = (first + stride * torch.arange(kept, device=self.keys.device)) % count
             index = []
             for extent in reversed(shape):
                 index.append(places % extent)
                 places = places // extent
-            self._places[shape] = tuple(reversed(index))
-        return self._places[shape]
+            self._places[shape, most] = tuple(reversed(index))
+        return self._places[shape, most]
 
 
 class Recorder:
@@ -372,6 +367,13 @@ def _is_at_hand(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exported_or_transformed() -> bool:
+    """Whether what is traced is to run elsewhere, or within torch.func, where taps have no rule."""
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    return is_transformed or torch.compiler.is_exporting()
+
+
 def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Callable[..., Any]:
     """A forward hook that shows a module's call to a recorder.
 
@@ -404,6 +406,8 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
             weight = module.weight if is_plain(module.weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
+            if _is_exported_or_transformed():
+                return None
             return _Tap.apply(y, x, weight, number, has_gradient)  # type: ignore[no-untyped-call]
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
