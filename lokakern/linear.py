@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lokakern.routed import PLAIN, RoutedLinear, output, quantize_weight, read_route, scales_of
+from lokakern.routed import (
+    PLAIN,
+    RoutedLinear,
+    output,
+    prepare_to_be_compiled,
+    quantize_weight,
+    read_route,
+    scales_of,
+)
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
@@ -169,6 +177,8 @@ class Routed(nn.Module):
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """Run by these from now on; ``weight`` is the parameter whose FP8 form may be kept."""
         self.thaw()
+        if any(texts):
+            prepare_to_be_compiled()
         self._routes = (texts[0], texts[1], texts[2])
         self._owned = None if weight is None else weakref.ref(weight)
         self._held = None
@@ -204,6 +214,11 @@ class Routed(nn.Module):
         for name in _MADE_AGAIN:
             state.pop(name, None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if any(self._routes):
+            prepare_to_be_compiled()
 
     def route_words(self) -> str:
         """The choice of each product in a few words, for `extra_repr`."""

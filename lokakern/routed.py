@@ -13,13 +13,13 @@ this operand is made: a kernel less, and bfloat16 that nobody else reads is neve
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from lokakern import numerics
 from lokakern.device import current_device
@@ -129,8 +129,11 @@ def multiply(
             torch.compile makes a symbol.
     """
     form, (m, k) = "", a.shape
-    if torch.compiler.is_compiling() and has_static_value(m) and has_static_value(k):
-        form = _form_of_left(route, m, k)
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports Triton
+
+        if has_static_value(m) and has_static_value(k):
+            form = _form_of_left(route, m, k)
     left = left_scales = None
     if left_scale:
         left = quantize_by(a, left_scale)
@@ -143,7 +146,6 @@ def multiply(
     return out
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _form_of_left(route: str, m: int, k: int) -> str:
     """By which scales a route's kernel at m reads its left operand; "" where it is not handed it.
 
@@ -158,6 +160,12 @@ def _form_of_left(route: str, m: int, k: int) -> str:
     whole = {Granularity.ROW: 1, Granularity.GROUP: GROUP}.get(kernel.granularity, 0)
     fits = bool(m and kernel.parts and whole) and m % 4 == k % ROW_BYTES == k % max(whole, 1) == 0
     return kernel.granularity.value if fits else ""
+
+
+@functools.cache
+def prepare_to_be_compiled() -> None:
+    """Say that what `_form_of_left` answers is no part of a graph; once, as it imports Dynamo."""
+    torch.compiler.assume_constant_result(_form_of_left)  # type: ignore[no-untyped-call]
 
 
 def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:

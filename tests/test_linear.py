@@ -269,6 +269,16 @@ def test_a_gradient_that_lies_by_columns_is_quantized_alike(route: str) -> None:
     assert same(list(found[0]), list(found[1]))
 
 
+def test_a_layer_from_another_process_compiles_as_it_did_there() -> None:
+    layer, x = layer_of(), rows()
+    routed.prepare_to_be_compiled.cache_clear()
+    del routed._form_of_left._dynamo_marked_constant  # as in a process that converts nothing
+    torch._dynamo.reset()
+    arrived = pickle.loads(pickle.dumps(layer))
+    compiled = torch.compile(arrived, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+
+
 def test_no_rows_are_multiplied_compiled_too() -> None:
     torch._dynamo.reset()
     layer = layer_of((BY_BLOCK, PLAIN, PLAIN), k=256)

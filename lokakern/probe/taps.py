@@ -367,9 +367,11 @@ def _is_at_hand(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_exported_or_transformed() -> bool:
-    """Whether what is traced is to run elsewhere, or within torch.func, where taps have no rule."""
+    """Whether what is traced is to run elsewhere, or within torch.func, where taps have no rule.
+
+    Asked while it is traced (`hook_of`), not when it runs.
+    """
     is_transformed = torch._C._functorch.maybe_current_level() is not None
     return is_transformed or torch.compiler.is_exporting()
 
@@ -382,6 +384,7 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
         seen: Told of outputs in eager code, to see what comes after them.
     """
     switch, number = recorder.switch, recorder.number
+    torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         if not switch.on:
