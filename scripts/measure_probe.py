@@ -1,6 +1,6 @@
 """What `lokakern.Probe` costs a compiled Wukong on a GPU, and whether it is right there.
 
-    python scripts/measure_probe.py [overhead] [learned] [gradients] [replay] [--batch N]
+    python scripts/measure_probe.py [overhead] [learned] [gradients] [replay] [--batch N --rounds N]
 
 Prints a line of JSON for each. At the batch that is preset the host can hardly launch a step in
 its time; at 8192 the GPU is the limit, and `--rounds 7` take a minute. Wukong-S of arXiv

@@ -89,6 +89,12 @@ class Pace:
     peak_gib: float | None
 
 
+def pace_words(pace: Pace) -> str:
+    """An arm's time and ratio, for who waits for the other arms."""
+    words = f"{pace.step_us / 1e3:.3f} ms, {pace.speedup:.3f}x +- {pace.speedup_margin:.3f}"
+    return f"{words} ({pace.note})" if pace.note else words
+
+
 def memory(device: torch.device) -> int:
     """Bytes in use on a GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -176,7 +182,7 @@ def _steps(
 
 def _capture(found: Stepper) -> None:
     # A graph has memory of its own: what was only warmed up with must not stand beside it. Wukong M
-    # trains in 41 GiB at a batch of 8192, and two arms did not fit in an H200.
+    # trains in 41 GiB at a batch of 8192: an arm would hold that twice.
     gc.collect()
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
