@@ -96,10 +96,15 @@ def test_clicks_follow_the_teacher(log: ClickLog) -> None:
     logits = torch.cat([log.teacher_logits(batch) for batch in batches])
     assert labels.mean().item() == pytest.approx(CLICK_RATE, abs=0.01)
     assert logits.std().item() == pytest.approx(DEVIATION, rel=0.15)
-    best = quality_of(logits, labels)
+    chances = logits.double().sigmoid()
+    best = quality_of(logits, labels, chances)
+    # As many clicks as were expected, but for their chance.
+    assert best.log_loss == pytest.approx(best.expected_log_loss, rel=0.02)
     assert 0.6 < best.normalized_entropy < 0.95
     for worse in (logits * 1.5, logits * 0.5, logits + 0.5):
-        assert quality_of(worse, labels).log_loss > best.log_loss
+        found = quality_of(worse, labels, chances)
+        assert found.log_loss > best.log_loss
+        assert found.expected_log_loss > best.expected_log_loss
     for low, high in ((-9.0, -3.0), (-3.0, -1.0), (-1.0, 9.0)):
         among = (logits > low) & (logits <= high)
         said, seen = logits[among].sigmoid().mean().item(), labels[among].mean().item()

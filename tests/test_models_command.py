@@ -135,7 +135,7 @@ def test_training_lowers_the_loss_towards_the_teachers() -> None:
     torch.manual_seed(0)
     model = setting.build(0)
     built = arms.Built(arms.arms_named(("as-written",))[1], model, model.interact)  # type: ignore[arg-type]
-    done = learn(built, setting, 0, 120)
+    done = learn(built, setting, 0, 300)
     assert sum(done.losses[-20:]) < 0.8 * sum(done.losses[:20])
     assert done.quality.normalized_entropy < 1.0, "worse than the click rate alone"
     assert done.quality.auc > 0.6
@@ -270,7 +270,7 @@ def test_a_gap_between_layers_and_step_is_explained() -> None:
 def test_curves_are_means_of_neighbors_and_lines_hold_everything(tmp_path: Path) -> None:
     middles, means = curves.smoothed([1.0, 3.0, 2.0, 4.0, 9.0], points=2)
     assert (middles, means) == ([0.5, 2.5, 4.0], [2.0, 3.0, 9.0])
-    quality = Quality(0.5, 0.9, 0.7, 64)
+    quality = Quality(0.5, 0.5, 0.9, 0.7, 64)
     runs = [Run(arm, seed, (0.7, 0.6), quality) for arm in ("bf16", "x") for seed in (0, 1)]
     paths = curves.save_curves(runs, tmp_path / "new", "title")
     lines = [json.loads(line) for line in paths[0].read_text().splitlines()]

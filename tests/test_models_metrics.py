@@ -16,14 +16,16 @@ from lokakern.errors import MeasurementError
 def test_quality_is_what_its_definitions_say(seed: int, levels: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(levels, (300,), generator=generator) / levels * 6 - 4
-    labels = (torch.rand(300, generator=generator) < logits.sigmoid()).float()
-    found = quality_of(logits, labels)
+    probabilities = torch.rand(300, generator=generator)
+    labels = (torch.rand(300, generator=generator) < probabilities).float()
+    found = quality_of(logits, labels, probabilities)
 
-    losses, wins = [], []
+    losses, expected, wins = [], [], []
     pairs = list(zip(logits.double().tolist(), labels.tolist(), strict=True))
-    for logit, label in pairs:
+    for (logit, label), chance in zip(pairs, probabilities.double().tolist(), strict=True):
         p = 1 / (1 + math.exp(-logit))
         losses.append(-math.log(p) if label else -math.log(1 - p))
+        expected.append(-chance * math.log(p) - (1 - chance) * math.log(1 - p))
     for logit, label in pairs:
         for other, no in pairs:
             if label == 1 and no == 0:
@@ -31,6 +33,7 @@ def test_quality_is_what_its_definitions_say(seed: int, levels: int) -> None:
     rate = sum(label for _, label in pairs) / 300
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
     assert found.log_loss == pytest.approx(sum(losses) / 300, rel=1e-12)
+    assert found.expected_log_loss == pytest.approx(sum(expected) / 300, rel=1e-12)
     assert found.normalized_entropy == pytest.approx(sum(losses) / 300 / entropy, rel=1e-12)
     assert found.auc == pytest.approx(sum(wins) / len(wins), rel=1e-12)
     assert found.samples == 300
@@ -38,16 +41,17 @@ def test_quality_is_what_its_definitions_say(seed: int, levels: int) -> None:
 
 def test_saying_the_click_rate_has_a_normalized_entropy_of_one() -> None:
     labels = torch.tensor([1.0, 0, 0, 0])
-    found = quality_of(torch.full((4,), math.log(1 / 3), dtype=torch.float64), labels)
+    found = quality_of(torch.full((4,), math.log(1 / 3), dtype=torch.float64), labels, labels)
     assert found.normalized_entropy == pytest.approx(1)
     assert found.auc == 0.5
 
 
 def test_what_diverged_has_an_infinite_loss() -> None:
-    found = quality_of(torch.tensor([0.0, math.nan]), torch.tensor([1.0, 0.0]))
-    assert (found.log_loss, found.normalized_entropy, found.auc) == (math.inf, math.inf, 0.5)
+    found = quality_of(torch.tensor([0.0, math.nan]), *[torch.tensor([1.0, 0.0])] * 2)
+    assert (found.log_loss, found.expected_log_loss) == (math.inf, math.inf)
+    assert (found.normalized_entropy, found.auc) == (math.inf, 0.5)
 
 
 def test_labels_that_are_all_equal_say_nothing() -> None:
     with pytest.raises(MeasurementError, match="0 clicks in 5 samples"):
-        quality_of(torch.zeros(5), torch.zeros(5))
+        quality_of(torch.zeros(5), torch.zeros(5), torch.zeros(5))

@@ -291,8 +291,10 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
         quantization = importlib.import_module("torchao.quantization")
         per = {"tensorwise": "PerTensor", "rowwise": "PerRow"}[recipe]
         config = quantization.Float8DynamicActivationFloat8WeightConfig(
-            granularity=getattr(quantization, per)()
-        )
+            # Else torchao turns coordinate descent on in the whole process: every arm after it
+            # would be compiled otherwise than the baseline, in minutes.
+            granularity=getattr(quantization, per)(), set_inductor_config=False,
+        )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=accepts)
     version = importlib.metadata.version("torchao")
     found = [f"torchao {version}"]

@@ -19,7 +19,16 @@ from lokakern.bench.models.learning import Run, best_quality, judged, learn
 from lokakern.bench.models.metrics import Quality
 from lokakern.bench.models.setting import Setting
 from lokakern.bench.models.shares import Shares, shares_of
-from lokakern.bench.models.throughput import BATCHES, GRAPH, Pace, Stepper, memory, race, stepper
+from lokakern.bench.models.throughput import (
+    BATCHES,
+    GRAPH,
+    Pace,
+    Stepper,
+    memory,
+    pace_words,
+    race,
+    stepper,
+)  # fmt: skip
 from lokakern.errors import UnsupportedError
 from lokakern.probe.loss import LossChange, interval_of
 
@@ -35,7 +44,8 @@ class Result:
         failed: Why it has no numbers; "" where it has.
         pace: Its time against the baseline's.
         runs: What it learned, by seed.
-        change: Relative change of log loss against the baseline, over seeds; None of fewer than 2.
+        change: Relative change of the expected log loss against the baseline, over seeds; None of
+            fewer than 2.
         choices: What runs in each layer, of arms that were converted.
         gap: What the layers' gains add up to, and where the rest of the step's is.
         shares: Where the time of its step goes.
@@ -99,7 +109,7 @@ def _measured(
     say: Callable[[str], None],
 ) -> list[Result]:
     states: States = {}
-    if not setting.training:
+    if not setting.training and steps:
         states = _trained(setting, arms, steps, seeds, say)
     reports: dict[str, Any] = {}
     for arm in arms:
@@ -115,6 +125,7 @@ def _measured(
     clock = stepper(base, setting, whole=whole, before=before)
     first = Result(arms[0], notes=base.notes)
     first.pace = race(clock, clock, setting.device)
+    say(f"{arms[0].name}: {pace_words(first.pace)}")
     first.shares = shares_of(clock.step, BATCHES, setting.device)
     first.runs = _runs(base, setting, steps, seeds, states, say)
     results = [first]
@@ -156,13 +167,14 @@ def _measure(
     mine = stepper(built, setting, whole=whole, before=before)
     say(f"{arm.name}: timing")
     result.pace = race(clock, mine, setting.device)
+    say(f"{arm.name}: {pace_words(result.pace)}")
     result.shares = shares_of(mine.step, BATCHES, setting.device)
     if result.choices and first.shares is not None:
         gained = result.pace.baseline_us - result.pace.step_us
         result.gap = gap_words(result.choices, gained, first.shares, result.shares)
     result.runs = _runs(built, setting, steps, seeds, states, say)
     changes = [
-        run.quality.log_loss / base.quality.log_loss - 1
+        run.quality.expected_log_loss / base.quality.expected_log_loss - 1
         for run, base in zip(result.runs, first.runs, strict=True)
     ]
     result.change = interval_of(changes) if len(changes) > 1 else None
