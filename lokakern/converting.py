@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lokakern import selection
 from lokakern.between import BoundedSequential, is_affordable, scales_between
 from lokakern.device import current_device
-from lokakern.errors import FormatError, ShapeError, UnknownNameError
+from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
@@ -92,6 +93,8 @@ def convert(
         name: why for name, why in (seen or matrices_elsewhere(model)).items() if name not in found
     }
     conversion = Conversion(found, skipped, inference, device, names, m_range, forms)
+    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    conversion._shared = {parameter for parameter, count in users.items() if count > 1}
     if between:
         conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
     conversion.refresh(report_or_budget)
@@ -140,6 +143,7 @@ class Conversion:
         self._m_range, self._forms = m_range, forms
         self.sites: dict[str, Site] = {}
         self.sequences: list[nn.Module] = []
+        self._shared: set[int] = set()  # parameters that more than one module has
 
     def refresh(self, report_or_budget: Wanted) -> list[str]:
         """Choose anew, by another report or budget, or after a sweep.
@@ -244,6 +248,34 @@ class Conversion:
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
         note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
+
+    def offload(self, device: torch.device | str = "cpu") -> int:
+        """Move weights away that are multiplied in FP8, which was made of them, in inference.
+
+        Keys and values of a state_dict stay, `load_state_dict` quantizes anew, and `refresh` and
+        `undo` bring weights back. At m that was not measured such a layer multiplies in bfloat16 by
+        what its FP8 weight means: its error is less than that of the FP8 product, and the weight is
+        made bfloat16 at each call. Layers stay that run in bfloat16 at some m between others, are
+        padded, or share a weight.
+
+        Args:
+            device: Where to.
+
+        Returns:
+            Bytes that the weights' device has again.
+
+        Raises:
+            UnsupportedError: The conversion is not for inference.
+        """
+        if not self._inference:
+            raise UnsupportedError(
+                "offload: the weights of this conversion are trained; expected inference=True"
+            )
+        return sum(
+            site.module.offload(torch.device(device))
+            for site in self.sites.values()
+            if isinstance(site.module, Linear) and id(site.module.weight) not in self._shared
+        )
 
     def explain(self, name: str | None = None) -> str:
         """Why each product of a site, or of all, got what it got, kernel by kernel.

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lokakern.errors import UnsupportedError
 from lokakern.routed import (
     PLAIN,
     RoutedLinear,
+    is_quantized_throughout,
     output,
     prepare_to_be_compiled,
     quantize_weight,
@@ -65,6 +67,11 @@ def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
     )
 
 
+def _readable(weight: Tensor) -> Tensor:
+    """As it can be quantized: float32 is rounded once, not to bfloat16 before."""
+    return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
+
+
 class Routed(nn.Module):
     """What modules with a product ``x @ weight.t() + bias`` share: its routes, and FP8 weights.
 
@@ -80,6 +87,7 @@ class Routed(nn.Module):
     _weight_scale: Any = None
     _gathered: Any = None
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
+    is_offloaded = False  # and the weight that they were made of is elsewhere
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
     _fp8_views: tuple[Tensor, Tensor, Tensor] | None = None
@@ -91,7 +99,7 @@ class Routed(nn.Module):
 
         With a scale, nothing of x passes it times the largest number of FP8.
         """
-        if self._routes == PLAIN_ROUTES:
+        if self._routes == PLAIN_ROUTES or x.is_meta:  # of which there are shapes only
             return functional.linear(x, weight, bias)
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -100,19 +108,27 @@ class Routed(nn.Module):
         else:
             dtype = x.dtype
             fits = dtype is torch.bfloat16 and weight.dtype is dtype
+        if self.is_offloaded and not (fits and not (torch.is_grad_enabled() and x.requires_grad)):
+            raise UnsupportedError(
+                "a layer whose weight was moved away (offload) multiplies bfloat16 without "
+                "gradients only: use torch.no_grad() and bfloat16, or refresh the conversion"
+            )
         if not fits:  # kernels were measured on bfloat16 only
             if not torch.compiler.is_compiling():
                 _say_once(x.dtype, weight.dtype)
             return functional.linear(x, weight, bias)
         parts = self._parts(weight)
-        x, weight = x.to(dtype), weight.to(dtype)
+        x = x.to(dtype)
+        weight = _readable(weight)
         bias = None if bias is None else bias.to(dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():
+        if self.is_offloaded:
+            y = output(rows, None, bias, parts[0], parts[1], self._routes[0], input_scale)
+        elif torch.is_grad_enabled():
             y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes, input_scale)  # type: ignore[no-untyped-call]
         else:
             y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     def _parts(self, weight: Tensor) -> tuple[Tensor | None, ...]:
         """The weight in FP8 where somebody holds it: for the output, and for the input's gradient.
@@ -151,7 +167,7 @@ class Routed(nn.Module):
     def _quantized(
         self, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        weight = weight.detach().to(torch.bfloat16)
+        weight = _readable(weight.detach())
         forward = backward = (None, None)
         to_output, to_input, _ = self._routes
         if to_output != PLAIN:
@@ -159,6 +175,10 @@ class Routed(nn.Module):
         if to_input != PLAIN:
             backward = quantize_weight(weight.t(), scales_of(to_input))  # type: ignore[assignment]
         return (*forward, *backward)
+
+    def _device_of_parts(self) -> torch.device:
+        stored: Tensor = self.fp8_data  # type: ignore[assignment]
+        return stored.device
 
     def _frozen(self) -> tuple[Tensor, Tensor]:
         stored: Tensor = self.fp8_data  # type: ignore[assignment]
@@ -189,11 +209,12 @@ class Routed(nn.Module):
 
     def freeze_weight(self, weight: Tensor) -> None:
         """Quantize the weight of the output once and for all; later changes of it are not seen."""
+        device = self._device_of_parts() if self.is_frozen else weight.device
         self.thaw()
         if self._routes[0] == PLAIN:
             return
         with torch.no_grad():
-            weight = weight.detach().to(torch.bfloat16)
+            weight = _readable(weight.detach().to(device))
             data, scale = quantize_weight(weight, scales_of(self._routes[0]))
         whole = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
         scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
@@ -266,6 +287,7 @@ class Linear(nn.Linear, Routed):
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """See `Routed`."""
+        self.bring_back()
         super().take_routes(texts, weight)
         self.is_special = any(texts) or self.padding != (0, 0)
 
@@ -318,6 +340,22 @@ class Linear(nn.Linear, Routed):
         """What casts or loads a sharded weight makes a new tensor of this rank's rows."""
         if self._gathering is not None:
             self._gathering.keep(self)
+
+    def offload(self, device: torch.device) -> int:
+        """Move a frozen weight away, see `Conversion.offload`; bytes that its device has again."""
+        is_whole = self.padding == (0, 0) and is_quantized_throughout(self._routes[0])
+        if not self.is_frozen or self.is_offloaded or not is_whole:
+            return 0
+        there = self.weight.device
+        self.weight.data = self.weight.data.to(device)
+        self.is_offloaded = True
+        return self.weight.nbytes if self.weight.device != there else 0
+
+    def bring_back(self) -> None:
+        """Undo `offload`."""
+        if self.is_offloaded:
+            self.weight.data = self.weight.data.to(self._device_of_parts())
+        self.is_offloaded = False
 
     def freeze(self) -> None:
         """Quantize the weight as it is multiplied once and for all."""

@@ -61,6 +61,16 @@ def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
     return Granularity(form), found[0], found[1]
 
 
+def is_quantized_throughout(text: str) -> bool:
+    """Whether a route names a kernel at every m between the first and the last that has one."""
+    if text == PLAIN:
+        return False
+    names = [name for _, name in read_route(text)[1]]
+    while names and not names[-1]:
+        names.pop()
+    return all(names[1:] if names and not names[0] else names) and bool(names)
+
+
 def kernel_at(text: str, m: int) -> str:
     """Name of the kernel of a route at m; "" for the unquantized product."""
     if text == PLAIN:
@@ -108,7 +118,7 @@ def _ways(text: str, device: torch.device) -> _Ways:
 
 def multiply(
     a: Tensor,
-    b: Tensor,
+    b: Tensor | None,
     data: Tensor | None,
     scale: Tensor | None,
     bias: Tensor | None,
@@ -119,7 +129,8 @@ def multiply(
 
     Args:
         a: ``[m, k]``, bfloat16.
-        b: ``[k, n]``, bfloat16.
+        b: ``[k, n]``, bfloat16, or float32 of a weight: what quantizes it reads it as it is, and
+            what multiplies in bfloat16 rounds it first. None: ``data`` stands for it everywhere.
         data: FP8 elements of ``b.t()`` by `quantize_weight`, which is not quantized again; None
             where the kernel is to quantize b.
         scale: Its scales.
@@ -139,9 +150,13 @@ def multiply(
         left = quantize_by(a, left_scale)
     elif form:
         left, left_scales = _quantize_here(a, form)
-    given = None if form else a  # or the compiler would have to make what nobody reads
+    if form and data is None:
+        assert b is not None
+        data, scale = quantize_weight(b.t(), scales_of(route))
+    # None, or the compiler would have to make what nobody reads.
+    given, right = (None, None) if form else (a, b)
     out: Tensor = torch.ops.lokakern.routed_gemm(
-        given, b, data, scale, bias, route, left, left_scales, left_scale
+        given, right, data, scale, bias, route, left, left_scales, left_scale
     )
     return out
 
@@ -192,7 +207,7 @@ def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 def _multiply(
     a: Tensor | None,
-    b: Tensor,
+    b: Tensor | None,
     data: Tensor | None,
     scale: Tensor | None,
     bias: Tensor | None,
@@ -201,22 +216,23 @@ def _multiply(
     left_scales: Tensor | None = None,
     left_scale: str = "",
 ) -> Tensor:
-    """See `multiply`. None in the place of a where a compiler quantized it: it is ``left`` then."""
+    """See `multiply`. Without a and b ``left`` and ``data`` stand for them."""
     whole = left if a is None else a
     assert whole is not None
-    ways = _WAYS.get((route, b.device)) or _ways(route, b.device)
+    ways = _WAYS.get((route, whole.device)) or _ways(route, whole.device)
     # Of a weight's gradient samples are what is summed.
     m = whole.shape[1] if ways.form is Granularity.NONE else whole.shape[0]
     other = bool(m & 15)
     kernel = ways.kernels[other][bisect_right(ways.starts[other], m) - 1]
     if kernel is None or not m:
         assert a is not None
+        b = _meant(data, scale, ways.form) if b is None else b.to(a.dtype)
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    out = b.new_empty((whole.shape[0], b.shape[1]))
+    out = _empty(whole, b, data)
     right: Tensor | QuantizedTensor
     if not kernel.parts:  # it quantizes by itself, in its library's way
-        left = None
-    if data is None and left is not None:
+        left, b = None, None if b is None else b.to(torch.bfloat16)
+    if data is None and b is not None and (left is not None or b.dtype is torch.float32):
         data, scale = _quantize_weight(b.t(), ways.form.value)
     if data is not None:
         if data.stride(1) == 1 and data.stride(0) % ROW_BYTES == 0:
@@ -229,10 +245,10 @@ def _multiply(
                 left_scales = _scales_of(kernel.granularity, left, left_scale)
             _launch_scaled(kernel, left, left_scales, right, out, bias)
             return out
-    elif b.stride(0) == 1:  # a weight's transpose
-        right = _laid_out(b.t()).t()
     else:
-        right = _laid_out(b)
+        assert b is not None
+        # Column-major it is a weight's transpose.
+        right = _laid_out(b.t()).t() if b.stride(0) == 1 else _laid_out(b)
     assert a is not None
     a = _laid_out(a.t()).t() if ways.form is Granularity.NONE else _laid_out(a)
     if torch.is_autocast_enabled(a.device.type):  # an emulation multiplies float32
@@ -241,6 +257,14 @@ def _multiply(
     else:
         kernel.launch(a, right, out, bias, kernel.workspace(a, right))
     return out
+
+
+def _meant(data: Tensor | None, scale: Tensor | None, form: Granularity) -> Tensor:
+    """A right operand in bfloat16 of which there is nothing but its FP8 form."""
+    from lokakern.functional import dequantize  # at call time: it imports much of the package
+
+    assert data is not None
+    return dequantize(QuantizedTensor(data, scale, form, True))
 
 
 def _launch_scaled(
@@ -293,9 +317,17 @@ def _laid_out(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() & (min(step & -step, 16) - 1) else x
 
 
+def _empty(a: Tensor, b: Tensor | None, data: Tensor | None) -> Tensor:
+    """Room for the product, in bfloat16: kernels write nothing else."""
+    n = b if b is not None else data
+    assert n is not None
+    columns = n.shape[1] if n is b else n.shape[0]
+    return torch.empty((a.shape[0], columns), dtype=torch.bfloat16, device=a.device)
+
+
 def _multiply_fake(
     a: Tensor | None,
-    b: Tensor,
+    b: Tensor | None,
     data: Tensor | None,
     scale: Tensor | None,
     bias: Tensor | None,
@@ -306,7 +338,7 @@ def _multiply_fake(
 ) -> Tensor:
     whole = left if a is None else a
     assert whole is not None
-    return b.new_empty((whole.shape[0], b.shape[1]))
+    return _empty(whole, b, data)
 
 
 def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -324,7 +356,7 @@ def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 
 _LIBRARY.define(
-    "routed_gemm(Tensor? a, Tensor b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
+    "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
     'Tensor? left=None, Tensor? left_scales=None, str left_scale="") -> Tensor'
 )
 _LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)")
@@ -336,6 +368,8 @@ torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, 
 
 class RoutedLinear(torch.autograd.Function):
     """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
+
+    The weight is bfloat16, or float32 where autocast would round it: see `multiply`.
 
     Arguments are flat, because torch.compile wants them so: the weight quantized ahead for the
     output and for the gradient of the input (None: kernels do it), then three routes, and the scale
@@ -357,8 +391,10 @@ class RoutedLinear(torch.autograd.Function):
         to_weight: str,
         input_scale: str,
     ) -> Tensor:
+        ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
+        if to_input == PLAIN:  # both products read what is rounded once
+            weight = weight.to(x.dtype)
         ctx.save_for_backward(x, weight, turned, turned_scale)
-        ctx.to_input, ctx.to_weight = to_input, to_weight
         return output(x, weight, bias, data, scale, to_output, input_scale)
 
     @staticmethod
@@ -368,16 +404,20 @@ class RoutedLinear(torch.autograd.Function):
         x, weight, turned, turned_scale = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
+        if needs[1]:
+            # First, and of all rows side by side: a compiler then writes the gradient once for both
+            # products, where it would make a slice of a norm's gradient three times and copy it.
+            if ctx.to_weight == PLAIN:
+                grad_weight = grad.t() @ x
+            else:
+                grad = grad.contiguous()
+                grad_weight = multiply(grad.t(), x, None, None, None, ctx.to_weight)
+            grad_weight = grad_weight.to(ctx.dtype)
         if needs[0]:
             if ctx.to_input == PLAIN:
                 grad_x = grad @ weight
             else:
                 grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input)
-        if needs[1]:
-            if ctx.to_weight == PLAIN:
-                grad_weight = grad.t() @ x
-            else:
-                grad_weight = multiply(grad.t(), x, None, None, None, ctx.to_weight)
         if needs[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, *[None] * 8
@@ -385,16 +425,21 @@ class RoutedLinear(torch.autograd.Function):
 
 def output(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     data: Tensor | None,
     scale: Tensor | None,
     route: str,
     input_scale: str = "",
 ) -> Tensor:
-    """``x @ weight.t() + bias`` by a route; x and the weight are quantized unless they were."""
+    """``x @ weight.t() + bias`` by a route; x and the weight are quantized unless they were.
+
+    Without a weight, ``data`` and ``scale`` are all there is of it.
+    """
+    if weight is None:
+        return multiply(x, None, data, scale, bias, route, input_scale)
     if route == PLAIN:
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     return multiply(x, weight.t(), data, scale, bias, route, input_scale)
 
 

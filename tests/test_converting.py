@@ -18,7 +18,14 @@ from lokakern import linear, selection
 from lokakern.bench.forms import grad_weight_case, prepared_weight
 from lokakern.bench.suite_files import suite_from_file
 from lokakern.converting import Conversion
-from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
+from lokakern.errors import (
+    BudgetError,
+    DeviceError,
+    FormatError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from lokakern.linear import Linear
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.site_report import Judged
@@ -163,6 +170,74 @@ def test_inference_asks_for_prepared_weights_and_freezes_them(book: Book) -> Non
         assert not torch.equal(model(x), y)
         found.undo()
     assert not list(model.buffers())
+
+
+def frozen_model(book: Book) -> tuple[nn.Module, Conversion]:
+    prepared = gemm(256, N, K, b=prepared_weight(Format.E4M3FN, Granularity.ROW), prepared=True)
+    book.write(
+        *rows_of(gemm(256, N, K), bf16=4.0, row=9.0),
+        *rows_of(prepared, bf16=4.0, row=2.0, errors=False),
+    )
+    model = model_of()
+    return model, convert(model, 0.06, device=H200, inference=True)
+
+
+def test_a_weight_that_is_multiplied_in_fp8_may_be_elsewhere(book: Book) -> None:
+    """Nothing reads it: it might be NaN."""
+    model, found = frozen_model(book)
+    layer, x = model[0], torch.randn(256, K).bfloat16()
+    with torch.no_grad():
+        exact, few = layer(x), torch.nn.functional.linear(x[:7], layer.weight, layer.bias)
+    state = model.state_dict()
+    found.offload()
+    assert layer.is_offloaded and model.state_dict().keys() == state.keys()
+    layer.weight.data.fill_(float("nan"))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for call in (layer, compiled):
+            assert torch.equal(call(x), exact)
+            # At m that was not measured: bfloat16, by what the FP8 weight means.
+            error = (call(x[:7]) - few).norm() / few.norm()
+            assert 0.01 < error < 0.04
+    with pytest.raises(UnsupportedError, match="without gradients only"):
+        model(x.requires_grad_())
+    with pytest.raises(UnsupportedError, match="without gradients only"):
+        model(torch.randn(256, K))
+
+
+def test_what_was_moved_away_loads_and_comes_back(book: Book) -> None:
+    model, found = frozen_model(book)
+    assert found.offload() == 0  # from the CPU to the CPU
+    layer, x = model[0], torch.randn(256, K).bfloat16()
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        y = layer(x)
+        model.load_state_dict({name: 2 * v for name, v in model.state_dict().items()})
+        assert torch.equal(layer(x), 2 * y) and layer.is_offloaded
+        found.refresh(0.06)
+        assert torch.equal(layer(x), 2 * y) and not layer.is_offloaded
+        found.offload()
+        found.undo()
+    assert torch.equal(layer.weight, 2 * before) and type(layer) is nn.Linear
+    assert "is_offloaded" not in vars(layer)
+
+
+def test_weights_stay_that_are_trained_or_shared_or_multiplied_in_bfloat16(book: Book) -> None:
+    model, found = frozen_model(book)
+    with pytest.raises(UnsupportedError, match="inference=True"):
+        convert(model_of(), 0.06, device=H200).offload()
+    model[0].take_routes(("row;16:0=,16=a+b,64=,256=a+b;1:0=", "", ""), model[0].weight)
+    model[0].freeze()
+    found.offload()
+    assert not model[0].is_offloaded, "at m = 64 it is multiplied in bfloat16"
+    other = nn.Embedding(N, K)
+    tied = model_of()
+    other.weight = tied[0].weight
+    model = nn.ModuleList([*tied, other])
+    found = convert(model, 0.06, device=H200, inference=True)
+    found.offload()
+    assert model[0].is_frozen and not model[0].is_offloaded
 
 
 @pytest.mark.parametrize("budget", [None, 0.03])

@@ -172,6 +172,8 @@ def build(
             conversion = public("convert")(
                 model, setting.budget if report is None else report, inference=not setting.training
             )
+            if not setting.training:
+                conversion.offload()
     interact: Interact = model.interact  # type: ignore[assignment]
     if arm.compiled:
         # On a CPU it is traced and nothing more: what Inductor makes of it there is no evidence.

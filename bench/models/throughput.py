@@ -157,9 +157,9 @@ def _steps(
 
         def train(given: Sequence[Tensor] | Batch, labels: Tensor) -> Callable[[], object]:
             def step() -> None:
-                for x in given if not whole else ():
-                    x.grad = None
                 trainer.step(given, labels)
+                for x in given if not whole else ():
+                    x.grad = None  # as where it has trained a table: of one batch at a time
 
             return step
 
