@@ -9,6 +9,7 @@ from typing import Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
+from lokakern.evidence import ERRORS_OF_ANOTHER_N
 from lokakern.registry.register import Kernel
 from lokakern.table import Pick, Table
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
@@ -104,6 +105,9 @@ class Choice:
             words = ", ".join(f"{k} {v:.4g}" for k, v in self.errors.items() if math.isfinite(v))
             worst = pick.candidate.worst_distribution if pick.candidate else ""
             lines.append(f"  error: {words} (row_err worst on {worst})")
+        if pick.candidate and pick.candidate.errors_of_n:
+            lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
+                         f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
         if pick.candidate and not pick.candidate.errors_verified:
             lines.append("  error: imported and not verified: the worse of it and of what is known "
                          "here of such arithmetic")  # fmt: skip

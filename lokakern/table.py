@@ -216,6 +216,8 @@ class Table:
             return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
             found = error[limit]
+            if candidate.errors_of_n and not math.isfinite(found):
+                return f"{limit} was not measured at n={problem.n}, and differs between n"
             passed = found >= allowed if limit == "sqnr_db" else found <= allowed
             if not passed:
                 sign = "<" if limit == "sqnr_db" else ">"

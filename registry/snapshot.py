@@ -14,8 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -285,6 +286,18 @@ class Snapshot(Lookup):
             key=lambda c: (c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters),
         )
 
+    def accuracies_like(self, problem: Problem) -> list[tuple[int, str]]:
+        """Problems with accuracies that differ from one by nothing but n: n, and the key."""
+        return self._accuracies_by_form.get(_without_n(problem), [])
+
+    @cached_property
+    def _accuracies_by_form(self) -> dict[tuple[Any, ...], list[tuple[int, str]]]:
+        found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+        for key in {key for (key,) in self._facts.picked("accuracy", ["problem"])}:
+            problem = self._problem(key)
+            found.setdefault(_without_n(problem), []).append((problem.n, key))
+        return found
+
     def accuracy_cells_of_class(
         self,
         architecture: str,
@@ -437,6 +450,10 @@ def _kept(cache: dict[Key, Kept], key: Key, read: Callable[[], Kept]) -> Kept:
             cache.clear()
         found = cache[key] = read()
     return found
+
+
+def _without_n(problem: Problem) -> tuple[Any, ...]:
+    return tuple(getattr(problem, f.name) for f in fields(problem) if f.name != "n")
 
 
 def _normalized(name: str) -> str:

@@ -34,7 +34,8 @@ def shipped() -> Path:
 def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
     """Rows of the last run of each suite that left enough, with their problems.
 
-    Of earlier runs only what kernels did not outlive may be there.
+    Of earlier runs only what kernels did not outlive may be there. Runs with torchao's kernels took
+    longer: Inductor compiles them for each shape, in 3 to 7 s.
     """
     rows = {
         name: [dict(zip(COLUMNS[name], row, strict=True)) for row in found]
@@ -44,8 +45,14 @@ def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows[table]:
         runs[row["run"]].append({**row, "problem": problems[row["problem"]]})
+    slow = {row["key"] for row in rows["kernel"] if row["name"].startswith("torchao.")}
+    compiling = {run for run, found in runs.items() if any(row["kernel"] in slow for row in found)}
     begun = sorted(rows["run"], key=lambda row: row["started_utc_ms"])
-    last = {row["suite"]: runs[row["key"]] for row in begun if len(runs[row["key"]]) >= FEWEST}
+    last = {
+        row["suite"]: runs[row["key"]]
+        for row in begun
+        if row["key"] not in compiling and len(runs[row["key"]]) >= FEWEST
+    }
     return list(last.values())
 
 

@@ -350,6 +350,38 @@ def test_a_scaled_gemm_has_the_error_of_its_gemm(book: Book) -> None:
     assert ask_scaled(0.03).is_miss
 
 
+def test_an_error_at_another_n_stands_for_what_was_not_measured(book: Book) -> None:
+    """And somewhat more of it, from 256 outputs on and at the same k."""
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), time(ROW, problem, 10.0))
+    book.write(accuracy(ROW, gemm(4096, n=128), 0.04), accuracy(ROW, gemm(4096, k=1024), 0.04))
+    assert ask().kernel == BF16 and "error not measured" in ask().rejected[ROW]
+    book.write(accuracy(ROW, gemm(1024, n=4096), 0.045), accuracy(ROW, gemm(1, n=300), 0.04))
+    choice = ask()
+    assert choice.kernel == ROW
+    assert choice.errors["row_err"] == pytest.approx(0.048), "of the nearest n, which is 300"
+    assert "1.2 times what was measured at n=300 and the same k" in choice.explain()
+    assert ask(budget=0.045).rejected[ROW].startswith("row_err 0.0480 > 0.045")
+    book.write(accuracy(ROW, problem, 0.03))
+    assert ask().errors["row_err"] == pytest.approx(0.03)
+    narrow = gemm(4096, n=128)
+    book.write(
+        time(BF16, narrow, 20.0), time(TENSOR, narrow, 10.0), accuracy(TENSOR, problem, 0.03)
+    )
+    assert dispatch("gemm", narrow.shape, 0.06, device="NVIDIA H200").kernel == BF16
+
+
+def test_what_differs_between_n_is_not_taken_from_another(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003), time(ROW, problem, 10.0))
+    book.write(accuracy(ROW, gemm(1, n=1024), 0.04))
+    for budget in (ErrorBudget(row_err=0.06, row_p99=0.9, sqnr_db=1.0), ErrorBudget(rel_err=0.9)):
+        assert ask(budget=budget).kernel == ROW
+    choice = ask(budget=ErrorBudget(row_err=0.06, mean_shift=0.9))
+    assert choice.kernel == BF16
+    assert choice.rejected[ROW] == "mean_shift was not measured at n=512, and differs between n"
+
+
 def test_a_slower_kernel_needs_no_error(book: Book) -> None:
     problem = gemm(4096)
     book.write(time(BF16, problem, 20.0), time(ROW, problem, 30.0), time(TENSOR, problem, 10.0))

@@ -15,6 +15,7 @@ import pytest
 import lokakern
 from lokakern import selection
 from lokakern.bench.suites import SUITES, Case
+from lokakern.evidence import CARRIED, ERRORS_OF_ANOTHER_N, LIMIT_COLUMNS, WIDE
 from lokakern.registry import digests, freshness, libraries
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
 from lokakern.registry.foreign import open_guarded
@@ -310,3 +311,27 @@ def test_pulling_a_library_out_changes_choices_never_correctness(
             assert not choice.errors or choice.errors["row_err"] <= 0.06
         installed.update({name: version for name, version in packages.items() if version})
     assert set(lost) == {"fbgemm", "deep_gemm"}, "whom dispatch takes somewhere"
+
+
+def test_errors_hardly_depend_on_n_where_dispatch_says_so(path: Path) -> None:
+    """`ERRORS_OF_ANOTHER_N` covers every two that were measured, whichever stands for the other."""
+    columns = [LIMIT_COLUMNS[limit] for limit in CARRIED]
+    worst = ", ".join(f"max(e.{column})" for column in columns)
+    form = "p.k, p.a, p.b, p.out_format, k.granularity, k.b_granularity, k.accumulation"
+    query = (
+        f"select {form}, d.name, p.n, {worst} from accuracy e join problem p on p.id = e.problem "
+        "join kernel k on k.id = e.kernel join distribution d on d.id = e.distribution "
+        f"where p.op = 'gemm' and p.n >= {WIDE} and e.status = 'ok' and k.granularity != 'none' "
+        f"group by {form}, d.name, p.n"
+    )
+    found: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
+    with closing(sqlite3.connect(path)) as rows:
+        for row in rows.execute(query):
+            found.setdefault(row[:8], []).append(row[9:])
+    several = [errors for errors in found.values() if len(errors) > 1]
+    assert len(several) > 500
+    for place, limit in enumerate(CARRIED):
+        apart = max(
+            max(e[place] for e in errors) / min(e[place] for e in errors) for errors in several
+        )
+        assert 1.0 < apart <= ERRORS_OF_ANOTHER_N, limit
