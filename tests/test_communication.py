@@ -315,3 +315,26 @@ def test_checkpoints_of_weights_gathered_as_fp8_are_plain(found: list[dict[str, 
 def test_an_unknown_wire_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="wire is 'int4'; expected one of fp8, bfloat16"):
         Compression("int4")
+
+
+def test_the_script_that_measures_wires_runs_between_ranks_without_gpus() -> None:
+    """Losses of FP8 products are the same to the bit however weights were gathered."""
+    script = Path(__file__).parents[1] / "scripts" / "measure_communication.py"
+    small = ["--layers=2", "--width=64", "--batch=64", "--steps=8", "--mebibytes=1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "--standalone", str(script), *small],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    average, ddp, fsdp = (json.loads(line) for line in done.stdout.splitlines())
+    (means,) = average["average"]
+    errors = [means[wire]["error"] for wire in ("float32", "bfloat16", "fp8")]
+    assert errors[0] < 1e-6 < errors[1] < 0.004 < errors[2] < 0.06
+    losses = {wire: found["losses"] for wire, found in ddp["ddp"].items()}
+    for wire in ("bfloat16", "fp8"):
+        assert losses[wire] != losses["float32"]
+        assert losses[wire] == pytest.approx(losses["float32"], rel=0.01)
+    products = fsdp["fsdp"]["fp8 products"]["losses"]
+    assert products == fsdp["fsdp"]["gathered as fp8"]["losses"]
+    assert products != fsdp["fsdp"]["bfloat16"]["losses"]
