@@ -240,7 +240,7 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
         us = choice.latency_us or plain
         quantized = _quantizes(choice)
         why = (
-            f"row_err {choice.errors['row_err']:.4f}, worst on {_worst(choice)}"
+            f"row_err {choice.errors['row_err']:.4f}{_where(choice)}, worst on {_worst(choice)}"
             if quantized and choice.errors
             else _why_plain([c for c, _ in timed])
         )
@@ -263,6 +263,11 @@ def _bf16_us(choice: Choice) -> float | None:
     base = next((c for c in table.candidates if c.name == table.baseline), None)
     found = base.time_at(choice.m) if base is not None else None
     return None if found is None else found[0].latency_us
+
+
+def _where(choice: Choice) -> str:
+    n = choice.pick.candidate.errors_of_n if choice.pick.candidate else 0
+    return f" at most, by n={n}" if n else ""
 
 
 def _worst(choice: Choice) -> str:

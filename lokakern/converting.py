@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,8 +94,7 @@ def convert(
         name: why for name, why in (seen or matrices_elsewhere(model)).items() if name not in found
     }
     conversion = Conversion(found, skipped, inference, device, names, m_range, forms)
-    users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    conversion._shared = {parameter for parameter, count in users.items() if count > 1}
+    conversion._model = weakref.ref(model)
     if between:
         conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
     conversion.refresh(report_or_budget)
@@ -143,7 +143,7 @@ class Conversion:
         self._m_range, self._forms = m_range, forms
         self.sites: dict[str, Site] = {}
         self.sequences: list[nn.Module] = []
-        self._shared: set[int] = set()  # parameters that more than one module has
+        self._model: weakref.ref[nn.Module] | None = None
 
     def refresh(self, report_or_budget: Wanted) -> list[str]:
         """Choose anew, by another report or budget, or after a sweep.
@@ -159,6 +159,9 @@ class Conversion:
         """
         if not self._modules:
             raise UnknownNameError("refresh: the conversion was undone; convert the model again")
+        for site in self.sites.values():
+            if isinstance(site.module, Linear):
+                site.module.bring_back()  # for kernels of the device that it runs on
         chosen = self._chosen(report_or_budget)  # all or none: nothing was changed so far
         changed = []
         for name, module in self._modules.items():
@@ -249,33 +252,65 @@ class Conversion:
         note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
 
-    def offload(self, device: torch.device | str = "cpu") -> int:
+    def offload(self, device: torch.device | str = "cpu", *, m_range: MRange | None = None) -> int:
         """Move weights away that are multiplied in FP8, which was made of them, in inference.
 
         Keys and values of a state_dict stay, `load_state_dict` quantizes anew, and `refresh` and
-        `undo` bring weights back. At m that was not measured such a layer multiplies in bfloat16 by
-        what its FP8 weight means: its error is less than that of the FP8 product, and the weight is
-        made bfloat16 at each call. Layers stay that run in bfloat16 at some m between others, are
-        padded, or share a weight.
+        `undo` bring weights back. Nothing else may read these weights, and graphs are captured
+        afterwards. At other m than those asked for such a layer multiplies in bfloat16 by what its
+        FP8 weight means: its error is less than that of the FP8 product, and the weight is made
+        bfloat16 at each call. Layers stay that are fused, padded, share a weight, or run in
+        bfloat16 at one of these m.
 
         Args:
             device: Where to.
+            m_range: Smallest and largest number of rows that matter; None: all that were measured.
 
         Returns:
             Bytes that the weights' device has again.
 
         Raises:
-            UnsupportedError: The conversion is not for inference.
+            UnsupportedError: The conversion is not for inference, or nothing can be moved there.
+            ShapeError: ``m_range`` is not two integers in order.
         """
-        if not self._inference:
+        place = torch.device(device)
+        if not self._inference or place.type == "meta":
             raise UnsupportedError(
-                "offload: the weights of this conversion are trained; expected inference=True"
+                f"offload to {place}: expected a device that holds weights, and a conversion with "
+                "inference=True, whose weights are not trained"
             )
-        return sum(
-            site.module.offload(torch.device(device))
-            for site in self.sites.values()
-            if isinstance(site.module, Linear) and id(site.module.weight) not in self._shared
-        )
+        if m_range is not None:
+            _check_range(m_range)
+        stay = self._read_elsewhere()
+        freed = 0
+        for site in self.sites.values():
+            module = site.module
+            if not isinstance(module, Linear) or not site.routes or id(module) in stay:
+                continue
+            at = [c.problem.m for c in site.routes[0].choices if c.latency_us is not None]
+            if m_range is not None:
+                at = [*m_range, *(m for m in at if m_range[0] <= m <= m_range[1])]
+            if at and all(kernel_at(site.routes[0].text, m) for m in at):
+                freed += module.offload(place)
+        return freed
+
+    def _read_elsewhere(self) -> set[int]:
+        """Modules whose weight another reads, too."""
+        model = None if self._model is None else self._model()
+        found: set[int] = set()
+        users: Counter[int] = Counter()
+        for module in model.modules() if model is not None else ():
+            users.update(id(p) for p in module.parameters(recurse=False))
+            if isinstance(module, nn.TransformerEncoderLayer):  # its fast path, past the layers
+                found |= {id(child) for child in module.children()}
+        for module in self._modules.values():
+            weight = shape_of(module)[3]
+            is_whole = not hasattr(weight, "to_local") and (
+                weight.untyped_storage().nbytes() == weight.nbytes
+            )
+            if users[id(weight)] > 1 or not is_whole:
+                found.add(id(module))
+        return found
 
     def explain(self, name: str | None = None) -> str:
         """Why each product of a site, or of all, got what it got, kernel by kernel.

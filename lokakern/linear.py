@@ -17,7 +17,6 @@ from lokakern.errors import UnsupportedError
 from lokakern.routed import (
     PLAIN,
     RoutedLinear,
-    is_quantized_throughout,
     output,
     prepare_to_be_compiled,
     quantize_weight,
@@ -67,6 +66,10 @@ def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
     )
 
 
+def _wants_gradients(*operands: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
+
 def _readable(weight: Tensor) -> Tensor:
     """As it can be quantized: float32 is rounded once, not to bfloat16 before."""
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
@@ -108,7 +111,7 @@ class Routed(nn.Module):
         else:
             dtype = x.dtype
             fits = dtype is torch.bfloat16 and weight.dtype is dtype
-        if self.is_offloaded and not (fits and not (torch.is_grad_enabled() and x.requires_grad)):
+        if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(
                 "a layer whose weight was moved away (offload) multiplies bfloat16 without "
                 "gradients only: use torch.no_grad() and bfloat16, or refresh the conversion"
@@ -343,8 +346,7 @@ class Linear(nn.Linear, Routed):
 
     def offload(self, device: torch.device) -> int:
         """Move a frozen weight away, see `Conversion.offload`; bytes that its device has again."""
-        is_whole = self.padding == (0, 0) and is_quantized_throughout(self._routes[0])
-        if not self.is_frozen or self.is_offloaded or not is_whole:
+        if not self.is_frozen or self.padding != (0, 0):
             return 0
         there = self.weight.device
         self.weight.data = self.weight.data.to(device)

@@ -61,16 +61,7 @@ def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
     return Granularity(form), found[0], found[1]
 
 
-def is_quantized_throughout(text: str) -> bool:
-    """Whether a route names a kernel at every m between the first and the last that has one."""
-    if text == PLAIN:
-        return False
-    names = [name for _, name in read_route(text)[1]]
-    while names and not names[-1]:
-        names.pop()
-    return all(names[1:] if names and not names[0] else names) and bool(names)
-
-
+@functools.lru_cache(maxsize=4096)
 def kernel_at(text: str, m: int) -> str:
     """Name of the kernel of a route at m; "" for the unquantized product."""
     if text == PLAIN:
@@ -392,9 +383,12 @@ class RoutedLinear(torch.autograd.Function):
         input_scale: str,
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
-        if to_input == PLAIN:  # both products read what is rounded once
-            weight = weight.to(x.dtype)
-        ctx.save_for_backward(x, weight, turned, turned_scale)
+        kept: Tensor | None = weight
+        if to_input == PLAIN or (turned is not None and not kernel_at(to_input, x.shape[0])):
+            kept = weight = weight.to(x.dtype)  # both products read what is rounded once
+        elif turned is not None:
+            kept = None  # so that the weight may change before the backward pass, as nn.Linear's
+        ctx.save_for_backward(x, kept, turned, turned_scale)
         return output(x, weight, bias, data, scale, to_output, input_scale)
 
     @staticmethod

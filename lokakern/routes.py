@@ -234,7 +234,9 @@ def _judged(candidate: Candidate, verdict: Verdict | None) -> Candidate:
     else:
         errors = {"row_err": found.row_err_upper, "row_p99": found.row_p99}
     where = "the site" if errors else ""
-    return replace(candidate, errors=errors, worst_distribution=where, error_unknown=reason)
+    return replace(
+        candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_of_n=0
+    )
 
 
 def _rebuilt(

@@ -215,9 +215,9 @@ class Table:
                 slower = f"slower: {_us_words(time)}; "
             return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
+            if limit not in error:  # of another n, or replayed
+                return f"{limit} is not known at n={problem.n}"
             found = error[limit]
-            if candidate.errors_of_n and not math.isfinite(found):
-                return f"{limit} was not measured at n={problem.n}, and differs between n"
             passed = found >= allowed if limit == "sqnr_db" else found <= allowed
             if not passed:
                 sign = "<" if limit == "sqnr_db" else ">"
@@ -246,18 +246,18 @@ class Table:
         None of a library's: nothing is known of what it does at this problem.
         """
         note = self._miss_words(m)
+        limit = next(iter(self.budget.limits)) if self.budget is not None else "row_err"
         if self.budget is not None and any(
-            c.time_at(m) and not c.errors and self._refusal(c, problem) is None
+            c.time_at(m) and limit not in c.errors and self._refusal(c, problem) is None
             for c in self.candidates
         ):
             note = f"no error is known of what was timed there: nothing is within {self.budget}"
         usable = [
             c
             for c in self.candidates
-            if c.errors and c.time_at(m) and self._refusal(c, problem) is None
+            if limit in c.errors and c.time_at(m) and self._refusal(c, problem) is None
         ]
         if self.budget is not None and usable:
-            limit = next(iter(self.budget.limits))
             sign = -1 if limit == "sqnr_db" else 1
             best = min(usable, key=lambda c: (sign * c.errors[limit], c.name))
             return Pick(best, note=f"no kernel is within {self.budget}; the most accurate is taken",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lokakern
-from lokakern import linear, selection
+from lokakern import converting, linear, selection
 from lokakern.bench.forms import grad_weight_case, prepared_weight
 from lokakern.bench.suite_files import suite_from_file
 from lokakern.converting import Conversion
@@ -201,7 +201,9 @@ def test_a_weight_that_is_multiplied_in_fp8_may_be_elsewhere(book: Book) -> None
             error = (call(x[:7]) - few).norm() / few.norm()
             assert 0.01 < error < 0.04
     with pytest.raises(UnsupportedError, match="without gradients only"):
-        model(x.requires_grad_())
+        model(x)  # whose bias would get one
+    with pytest.raises(UnsupportedError, match="without gradients only"):
+        model.requires_grad_(False)(x.requires_grad_())
     with pytest.raises(UnsupportedError, match="without gradients only"):
         model(torch.randn(256, K))
 
@@ -223,21 +225,47 @@ def test_what_was_moved_away_loads_and_comes_back(book: Book) -> None:
     assert "is_offloaded" not in vars(layer)
 
 
+def test_what_was_moved_away_is_chosen_anew_for_where_it_runs(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = frozen_model(book)
+    found._device, place = None, converting._device_of
+
+    def device_of(weight: Tensor) -> Any:
+        assert not model[0].is_offloaded, "the weight is on the CPU, the layer on a GPU"
+        return selection.device_named(H200) if weight.ndim else place(weight)
+
+    monkeypatch.setattr(converting, "_device_of", device_of)
+    found.offload()
+    assert model[0].is_offloaded and found.refresh(0.06) == []
+
+
 def test_weights_stay_that_are_trained_or_shared_or_multiplied_in_bfloat16(book: Book) -> None:
+    prepared = prepared_weight(Format.E4M3FN, Granularity.ROW)
+    small = gemm(16, N, K, b=prepared, prepared=True)
+    book.write(*rows_of(small, bf16=2.0, errors=False, row=4.0))
     model, found = frozen_model(book)
     with pytest.raises(UnsupportedError, match="inference=True"):
         convert(model_of(), 0.06, device=H200).offload()
-    model[0].take_routes(("row;16:0=,16=a+b,64=,256=a+b;1:0=", "", ""), model[0].weight)
-    model[0].freeze()
+    with pytest.raises(UnsupportedError, match="offload to meta"):
+        found.offload("meta")
+    with pytest.raises(ShapeError, match="m_range"):
+        found.offload(m_range=(9, 1))
     found.offload()
-    assert not model[0].is_offloaded, "at m = 64 it is multiplied in bfloat16"
+    assert not model[0].is_offloaded, "at m = 16 bfloat16 is faster"
+    found.offload(m_range=(200, 256))
+    assert model[0].is_offloaded
     other = nn.Embedding(N, K)
     tied = model_of()
     other.weight = tied[0].weight
     model = nn.ModuleList([*tied, other])
     found = convert(model, 0.06, device=H200, inference=True)
     found.offload()
-    assert model[0].is_frozen and not model[0].is_offloaded
+    assert tied[0].is_frozen and not tied[0].is_offloaded
+    encoder = nn.TransformerEncoderLayer(K, 2, N, batch_first=True)
+    found = convert(encoder, 0.06, device=H200, inference=True)
+    found.offload(m_range=(256, 256))
+    assert encoder.linear1.is_frozen and not encoder.linear1.is_offloaded
 
 
 @pytest.mark.parametrize("budget", [None, 0.03])

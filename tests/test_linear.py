@@ -193,6 +193,20 @@ def test_autocast_quantizes_bfloat16_and_nothing_else() -> None:
         layer(rows())  # as nn.Linear: nobody casts
 
 
+def test_a_weight_may_change_before_the_backward_pass() -> None:
+    """As of nn.Linear under autocast: what was multiplied counts."""
+    gradients = []
+    for changes in (False, True):
+        layer, x = layer_of(dtype=torch.float32), rows().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        if changes:
+            with torch.no_grad():
+                layer.weight.mul_(3.0)
+        gradients.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
+    assert same(list(gradients[0]), list(gradients[1]))
+
+
 def test_routes_are_text_that_is_read_again() -> None:
     assert read_route(BY_ROW) == (ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
     assert [kernel_at(BY_ROW, m) for m in (0, 15, 16, 17, 4096)] == ["", "", *[ROW_KERNEL] * 3]

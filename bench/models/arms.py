@@ -173,7 +173,7 @@ def build(
                 model, setting.budget if report is None else report, inference=not setting.training
             )
             if not setting.training:
-                conversion.offload()
+                conversion.offload(m_range=(setting.samples, setting.samples))
     interact: Interact = model.interact  # type: ignore[assignment]
     if arm.compiled:
         # On a CPU it is traced and nothing more: what Inductor makes of it there is no evidence.

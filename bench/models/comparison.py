@@ -246,7 +246,7 @@ def rows_of(found: Comparison) -> list[dict[str, Any]]:
         row["NE"] = _mean([run.quality.normalized_entropy for run in runs])
         row["AUC"] = _mean([run.quality.auc for run in runs])
         change = result.change
-        row["log loss %"] = 100 * change.mean if change else None
+        row["expected %"] = 100 * change.mean if change else None
         row["+- %"] = 100 * (change.high - change.low) / 2 if change else None
         row["note"] = result.failed or (pace.note if pace else "")
         rows.append({name: _finite(value) for name, value in row.items()})
