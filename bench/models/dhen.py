@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from lokakern.bench.models.batch import Batch, Inputs, spread_rows
-from lokakern.bench.models.cross import CrossLayer
 from lokakern.bench.models.perceptron import Compression, perceptron
 from lokakern.bench.models.tables import Tables
 
@@ -68,64 +67,40 @@ SIZES = {
 }  # fmt: skip
 
 
-class Cross(nn.Module):
-    """DCNv2's cross of all embeddings side by side, recombined."""
-
-    def __init__(self, n: int, config: DHENConfig) -> None:
-        super().__init__()
-        self.cross = CrossLayer(n * config.dim, config.rank)
-        self.compression = Compression(n, config.count)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(1)
-        return self.compression(self.cross(flat, flat).view_as(x))  # type: ignore[no-any-return]
-
-
-class Dots(nn.Module):
-    """Dot products of every two of few recombined embeddings, through a perceptron."""
-
-    def __init__(self, n: int, config: DHENConfig) -> None:
-        super().__init__()
-        self.shape = (config.count, config.dim)
-        self.compression = Compression(n, config.compressed)
-        self.perceptron = perceptron(
-            (config.compressed**2, *config.hidden), last=config.count * config.dim, norm=True,
-            activation=nn.SiLU,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        few = self.compression(x)
-        return self.perceptron((few @ few.mT).flatten(1)).unflatten(1, self.shape)  # type: ignore[no-any-return]
-
-
-class Deep(nn.Module):
-    """A perceptron over all embeddings side by side."""
-
-    def __init__(self, n: int, config: DHENConfig) -> None:
-        super().__init__()
-        self.shape = (config.count, config.dim)
-        self.perceptron = perceptron(
-            (n * config.dim, *config.hidden), last=config.count * config.dim, norm=True,
-            activation=nn.SiLU,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.perceptron(x.flatten(1)).unflatten(1, self.shape)  # type: ignore[no-any-return]
-
-
 class DHENLayer(nn.Module):
-    """``[batch, n, d]`` to ``[batch, count, d]``."""
+    """``[batch, n, d]`` to ``[batch, count, d]``; layers on one tensor are called in one place."""
 
     def __init__(self, n: int, config: DHENConfig) -> None:
         super().__init__()
-        self.interactions = nn.ModuleList(kind(n, config) for kind in (Cross, Dots, Deep))
-        same = n == config.count
-        self.shortcut = nn.Identity() if same else Compression(n, config.count)
+        flat, made = n * config.dim, config.count * config.dim
+        self.shape = (config.count, config.dim)
+        # DCNv2's cross of all embeddings side by side, recombined.
+        self.down = nn.Linear(flat, config.rank, bias=False)
+        self.up = nn.Linear(config.rank, flat)
+        self.recombine = Compression(n, config.count)
+        # Dot products of every two of few recombined embeddings, through a perceptron.
+        self.few = nn.Linear(n, config.compressed, bias=False)
+        self.dots = perceptron(
+            (config.compressed**2, *config.hidden), last=made, norm=True, activation=nn.SiLU
+        )
+        # A perceptron over all embeddings side by side.
+        first, *others = config.hidden
+        self.first = nn.Linear(flat, first)
+        self.deep = nn.Sequential(
+            nn.LayerNorm(first), nn.SiLU(),
+            *perceptron((first, *others), last=made, norm=True, activation=nn.SiLU),
+        )  # fmt: skip
+        self.shortcut = None if n == config.count else nn.Linear(n, config.count, bias=False)
         self.norm = nn.LayerNorm(config.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        made = sum((interaction(x) for interaction in self.interactions), self.shortcut(x))
-        return self.norm(made)  # type: ignore[no-any-return]
+        flat, across = x.flatten(1), x.transpose(1, 2)
+        crossed = flat * self.up(self.down(flat)) + flat
+        few = self.few(across).transpose(1, 2)
+        made = self.dots((few @ few.mT).flatten(1)) + self.deep(self.first(flat))
+        kept = x if self.shortcut is None else self.shortcut(across).transpose(1, 2)
+        found = made.unflatten(1, self.shape) + self.recombine(crossed.view_as(x)) + kept
+        return self.norm(found)  # type: ignore[no-any-return]
 
 
 class DHEN(nn.Module):
