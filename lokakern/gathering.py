@@ -38,17 +38,22 @@ from lokakern.types import Granularity
 TENSOR = Granularity.TENSOR
 
 
+_LARGEST = torch.finfo(torch.bfloat16).max
+
+
 class Scale(NamedTuple):
     """Of a weight, and when it was found.
 
     Attributes:
         value: float32 ``[1, 1]``, the same on all ranks.
+        rounded: The same of the weight in bfloat16.
         steps: Of optimizers of these weights by then.
         weight: Id of the parameter.
         version: Of it. Neither foreach nor fused optimizers move that of a DTensor; loading does.
     """
 
     value: Tensor
+    rounded: Tensor
     steps: int
     weight: int
     version: int
@@ -102,12 +107,15 @@ class GatheredWeight(Tensor):
         """Bytes of this rank's rows, and zeros in the place of those that it has not."""
         gathering = module._gathering
         assert isinstance(gathering, Gathering)  # it made this type
-        scale = gathering.scale_of(module)
+        # As the whole weight would be rounded: by FSDP2 before it is quantized, or not at all.
+        is_rounded = policy.param_dtype not in (None, torch.float32)
+        scale = gathering.scale_of(module, is_rounded)
         n, k = outer_size
         rows = self.as_subclass(Tensor).detach()
         wire = torch.zeros((-(-n // mesh.size()), k), dtype=torch.uint8, device=rows.device)
         if rows.numel():
-            quantized = quantize(rows.to(torch.bfloat16), TENSOR, scale=scale)
+            rows = rows.to(torch.bfloat16) if is_rounded else rows
+            quantized = quantize(rows, TENSOR, scale=scale)
             wire[: len(rows)] = quantized.data.view(torch.uint8)
         return (wire,), (module, scale, n)
 
@@ -205,15 +213,18 @@ class Gathering:
             if not isinstance(weight._local_tensor, GatheredWeight):
                 weight._local_tensor = weight._local_tensor.as_subclass(GatheredWeight)
 
-    def scale_of(self, module: nn.Module) -> Tensor:
-        """Of a weight, ``[1, 1]``; where weights may have changed those of all are found anew."""
+    def scale_of(self, module: nn.Module, is_rounded: bool) -> Tensor:
+        """Of a weight, or of it in bfloat16, ``[1, 1]``.
+
+        Where weights may have changed those of all are found anew.
+        """
         scale: Scale | None = module._weight_scale  # type: ignore[assignment]
         weight = self._weights[module]
-        if scale is None or scale[1:] != (self._steps, id(weight), weight._version):
+        if scale is None or scale[2:] != (self._steps, id(weight), weight._version):
             self.update()
             scale = module._weight_scale  # type: ignore[assignment]
         assert scale is not None  # by now
-        return scale.value
+        return scale.rounded if is_rounded else scale.value
 
     @torch.no_grad()
     def update(self) -> None:
@@ -234,10 +245,15 @@ class Gathering:
         for _, group in sorted(groups.items()):
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
         most = torch.finfo(fp8_format(device_of(amax)).dtype).max
-        scales = torch.where(amax == 0.0, 1.0, (amax / most).clamp(min=2.0**-126))
-        for (module, weight), scale in zip(self._weights.items(), scales, strict=True):
+        # The largest of rounded numbers is the largest one, rounded.
+        scales, rounded = (
+            torch.where(x == 0.0, 1.0, (x / most).clamp(min=2.0**-126))
+            for x in (amax, amax.to(torch.bfloat16).float().clamp(max=_LARGEST))
+        )
+        for (module, weight), *both in zip(self._weights.items(), scales, rounded, strict=True):
+            value, other = (scale.view(1, 1) for scale in both)
             module._weight_scale = Scale(  # type: ignore[assignment]
-                scale.view(1, 1), self._steps, id(weight), weight._version
+                value, other, self._steps, id(weight), weight._version
             )
 
     def __repr__(self) -> str:
@@ -265,10 +281,10 @@ def _why_not(module: Linear) -> str:
 
 
 def _amax(rows: Tensor) -> Tensor:
-    """The largest finite magnitude, as what is quantized has it; 0 of none."""
+    """The largest finite magnitude; 0 of none."""
     if not rows.numel():
         return torch.zeros((), device=rows.device)
-    x = rows.as_subclass(Tensor).to(torch.bfloat16).float()
+    x = rows.as_subclass(Tensor).float()
     return x.nan_to_num(0.0, 0.0, 0.0).abs().amax()
 
 
