@@ -345,11 +345,9 @@ def _errors_or_reason(
     from lokakern.registry.identity import problem_key
 
     asked = problem_key(accuracy_problem(problem, fp8_format(device)))
-    own = facts.accuracy_cells(device.architecture, kernel.name, asked)
-    fresh_enough = (c for c in own if freshness_of(c, local, facts) != "stale")
-    bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
-    if bad is not None:
-        return Wrong(f"{bad.status} on {bad.distribution}: {bad.reason}{_hearsay(bad)}")
+    wrong = _wrong_at(asked, "", kernel, device, local, facts)
+    if wrong is not None:
+        return wrong
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
     found: Bounds | str
     if place not in memory:
@@ -360,14 +358,22 @@ def _errors_or_reason(
     found = memory[place]
     if isinstance(found, Bounds) and found.n:
         for n, key in facts.accuracies_like(accuracy_problem(problem, fp8_format(device))):
-            own = facts.accuracy_cells(device.architecture, kernel.name, key)
-            fresh_enough = (c for c in own if freshness_of(c, local, facts) != "stale")
-            bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
-            if bad is not None:
-                return Wrong(
-                    f"{bad.status} on {bad.distribution} at n={n}: {bad.reason}{_hearsay(bad)}"
-                )
+            wrong = _wrong_at(key, f" at n={n}", kernel, device, local, facts)
+            if wrong is not None:
+                return wrong
     return found
+
+
+def _wrong_at(
+    key: str, where: str, kernel: KernelRow, device: Device, local: bool, facts: Snapshot
+) -> Wrong | None:
+    """What a kernel itself did wrong at an `accuracy_problem`, by its key; None: nothing known."""
+    own = facts.accuracy_cells(device.architecture, kernel.name, key)
+    fresh_enough = (c for c in own if freshness_of(c, local, facts) != "stale")
+    bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
+    if bad is None:
+        return None
+    return Wrong(f"{bad.status} on {bad.distribution}{where}: {bad.reason}{_hearsay(bad)}")
 
 
 def _is_tried(kernel: KernelRow, asked: str, device: Device, facts: Snapshot) -> bool:
