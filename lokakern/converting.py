@@ -57,7 +57,8 @@ def convert(
             `ErrorBudget`, by the errors in the database. None quantizes nothing.
         filter: ``(module, name) -> bool``, which layers are converted; None: all.
         inference: Whether weights are quantized now, once and for all, and nothing is trained:
-            later changes of a weight are not seen, but for `load_state_dict`.
+            later changes of a weight are not seen, but for `load_state_dict`. Others are laid out
+            as they are multiplied fastest: by columns where k is odd.
         device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.

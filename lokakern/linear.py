@@ -26,6 +26,7 @@ from lokakern.routed import (
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
+ALIGNMENT = 16  # bytes, of rows that Hopper's kernels read
 _NOTHING = (None, None, None, None)
 _MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
@@ -75,6 +76,24 @@ def _readable(weight: Tensor) -> Tensor:
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
 
 
+def is_half(weight: Tensor) -> bool:
+    """Whether it is multiplied as it is: of float32 autocast makes another at each call."""
+    return weight.element_size() == 2
+
+
+def laid_out(weight: Tensor) -> Tensor:
+    """The same numbers by columns where k is odd for kernels and n is not; else itself.
+
+    Over embeddings x comes by columns, too, and then nothing is read askew: at m = 1310720 and
+    k = 770 an H200 takes 0.78 ms instead of 3.5 at n = 160, 0.60 instead of 1.7 at n = 96. Room
+    behind each row changes nothing: kernels before Hopper's are taken for k itself. Where x comes
+    by rows, rows of x are as odd, and it is all the same.
+    """
+    n, k = weight.shape
+    step = ALIGNMENT // weight.element_size()
+    return weight.t().contiguous().t() if is_half(weight) and k % step and not n % step else weight
+
+
 class Routed(nn.Module):
     """What modules with a product ``x @ weight.t() + bias`` share: its routes, and FP8 weights.
 
@@ -90,6 +109,7 @@ class Routed(nn.Module):
     _weight_scale: Any = None
     _gathered: Any = None
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
+    is_by_columns = False  # of inference, too: so the parameter lies, see `laid_out`
     is_offloaded = False  # and the weight that they were made of is elsewhere
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
@@ -360,6 +380,23 @@ class Linear(nn.Linear, Routed):
         self.is_offloaded = False
 
     def freeze(self) -> None:
-        """Quantize the weight as it is multiplied once and for all."""
+        """Make of the weight what is multiplied, once and for all: FP8, or see `laid_out`."""
         k, n = self.padding
         self.freeze_weight(functional.pad(self.weight.detach(), (0, k, 0, n)))
+        if self._routes[0] == PLAIN and not hasattr(self.weight, "to_local"):
+            found = laid_out(self.weight.detach())
+            if found.stride() != self.weight.stride():
+                self.weight.data, self.is_by_columns = found, True
+
+    def thaw(self) -> None:
+        """See `Routed`."""
+        super().thaw()
+        if self.is_by_columns:
+            self.weight.data = self.weight.data.contiguous()
+        self.is_by_columns = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        name = f"{prefix}weight"
+        if self.is_by_columns and not keep_vars:  # some files hold rows only
+            destination[name] = destination[name].contiguous()

@@ -409,6 +409,28 @@ def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
         assert torch.equal(layer(x), other(x)) and not list(layer.buffers())
 
 
+def test_inference_lays_out_what_is_not_quantized() -> None:
+    layer = layer_of(k=51)
+    layer.take_routes(("", "", ""), layer.weight)
+    x = torch.randn(6, 51).bfloat16()
+    with torch.no_grad():
+        expected = layer(x)
+        layer.freeze()
+        assert layer.weight.stride() == (1, N) and layer.weight.shape == (N, 51)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for case in (layer, compiled, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(case(x), expected)
+        saved = layer.state_dict()
+        assert saved["weight"].is_contiguous() and not list(layer.buffers())
+        saved["weight"] = 2 * saved["weight"]
+        layer.load_state_dict(saved)
+        other = layer_of(k=51)
+        other.load_state_dict(saved)
+        assert torch.equal(layer(x), other(x)) and layer.weight.stride() == (1, N)
+        layer.thaw()
+        assert layer.weight.is_contiguous() and torch.equal(layer(x), other(x))
+
+
 def test_checkpoints_go_both_ways() -> None:
     layer = layer_of()
     plain = nn.Linear(K, N, dtype=torch.bfloat16)

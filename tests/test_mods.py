@@ -171,6 +171,29 @@ def test_what_exact_mods_make_is_quantized_as_the_layers_would_be(mod: mods.Mod)
     assert same(list(frozen), [case[0] for case in expected])
 
 
+@pytest.mark.parametrize(
+    ("route", "kept"), [("", ["whole"]), (ROUTE, ["fp8_data", "fp8_scale"])], ids=["bf16", "fp8"]
+)
+def test_a_frozen_fused_layer_is_made_of_its_parts_once(route: str, kept: list[str]) -> None:
+    model = Tower(activation=functional.relu).bfloat16()
+    x = torch.randn(6, 24).bfloat16()
+    mods.apply(model, [mods.FuseShared()])
+    fused = model.fusedlinear_0
+    fused.take_routes((route, "", ""), None)
+    with torch.no_grad():
+        expected = fused(x)
+        fused.freeze()
+        assert [name for name, _ in fused.named_buffers()] == kept
+        model.query.weight.zero_()
+        assert same([*fused(x)], [*expected])
+        twice = {name: 2 * value for name, value in model.state_dict().items()}
+        model.load_state_dict(twice)
+        frozen = fused(x)
+        fused.take_routes((route, "", ""), None)
+        assert not list(fused.buffers())
+        assert same([*frozen], [*fused(x)]) and not torch.equal(frozen[1], expected[1])
+
+
 def test_equal_layers_are_batched_only_where_none_waits_for_another() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:

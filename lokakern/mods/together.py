@@ -21,8 +21,9 @@ from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
-from lokakern.linear import Linear, Routed
+from lokakern.linear import Linear, Routed, is_half, laid_out
 from lokakern.mods.editor import Editor, Mod
+from lokakern.routed import PLAIN
 
 _PLAIN = (nn.Linear, Linear)
 
@@ -37,6 +38,8 @@ class FusedLinear(Routed):
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
         self.parts = tuple(parts)  # a tuple is no child: parameters are registered where they were
+        self.whole: Tensor | None
+        self.register_buffer("whole", None, persistent=False)
 
     def weight(self) -> Tensor:
         """The weights one below the other."""
@@ -46,7 +49,10 @@ class FusedLinear(Routed):
         """What each layer makes of the input."""
         biases = tuple(part.bias for part in self.parts)
         bias = None if biases[0] is None else torch.cat(biases)
-        y = self.product(input, self.weight(), bias)
+        weight = self.whole
+        if weight is None or torch.is_grad_enabled():
+            weight = self.weight()
+        y = self.product(input, weight, bias)
         return y.split([part.out_features for part in self.parts], -1)  # type: ignore[no-any-return, no-untyped-call]
 
     def product_shape(self) -> tuple[int, int, bool, Tensor]:
@@ -56,8 +62,21 @@ class FusedLinear(Routed):
         return n, first.in_features, first.bias is not None, first.weight
 
     def freeze(self) -> None:
+        """See `Routed`; what is not quantized is kept, too: it is made of the parts no more."""
+        weight = self.weight().detach()
+        self.freeze_weight(weight)
+        if self._routes[0] == PLAIN and is_half(weight):
+            self.whole = laid_out(weight)
+
+    def thaw(self) -> None:
         """See `Routed`."""
-        self.freeze_weight(self.weight())
+        super().thaw()
+        self.whole = None
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.is_frozen or self.whole is not None:  # the parts, whose turn comes before
+            self.freeze()
 
     def extra_repr(self) -> str:
         """Sizes, and the choice of each product."""
