@@ -27,6 +27,7 @@ AS_WRITTEN, BASELINE, BUDGETED, PROBED = "as-written", "bf16", "by-budget", "lok
 TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
 EVERYWHERE = {"fp8-tensorwise": Granularity.TENSOR, "fp8-rowwise": Granularity.ROW}
 ONLY = "only-"  # and the name of a library
+NOTHING = 0.0  # a budget that no FP8 product is within
 PROBED_STEPS, PROBE_FROM = 4, 2**39
 REPLAYED_SEEDS = (0, 1, 2)
 
@@ -163,7 +164,9 @@ def build(
     if not setting.training:
         to_bfloat16(model)
     conversion = None
-    if arm.name in TORCHAO:
+    if arm.name == BASELINE and not setting.training:
+        public("convert")(model, NOTHING, inference=True)  # which lays weights out once
+    elif arm.name in TORCHAO:
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
     elif arm.name in EVERYWHERE:
         notes += quantize_everywhere(model, EVERYWHERE[arm.name], inference=not setting.training)

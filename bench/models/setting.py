@@ -102,8 +102,9 @@ class Trainer:
         )
 
     def embed(self, batch: Batch) -> Sequence[Tensor]:
-        """What the tables give, as the layers take it."""
-        return (batch.dense, *cast(Model, self.model).embed(batch))
+        """What the tables give, in bfloat16: so they send it, and are sent its gradients."""
+        found = cast(Model, self.model).embed(batch)
+        return (batch.dense, *(x.bfloat16() if x.is_floating_point() else x for x in found))
 
     def logits(self, given: Sequence[Tensor]) -> Tensor:
         """Logits ``[batch]`` of what `embed` gave."""

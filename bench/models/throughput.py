@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,12 +157,9 @@ def _steps(
         trainer = built.trainer()
 
         def train(given: Sequence[Tensor] | Batch, labels: Tensor) -> Callable[[], object]:
-            def step() -> None:
-                trainer.step(given, labels)
-                for x in given if not whole else ():
-                    x.grad = None  # as where it has trained a table: of one batch at a time
-
-            return step
+            if isinstance(given, Batch):
+                return lambda: trainer.step(given, labels)
+            return lambda: trainer.step([_Sent.apply(x) for x in given], labels)  # type: ignore[no-untyped-call]
 
         if whole:
             return [train(batch, batch.labels) for batch in batches]
@@ -178,6 +176,22 @@ def _steps(
         return lambda: predictor.logits(predictor.embed(batch) if whole else given)
 
     return [predict(b, x) for b, x in zip(batches, ready, strict=True)]
+
+
+class _Sent(torch.autograd.Function):
+    """What tables sent: its gradient is made, and then it is theirs.
+
+    A tensor that keeps it would copy what is a slice of the gradient of all embeddings: 5.4 ms of
+    an H200 for 8192 samples of 770 embeddings of 160, a 14th of DHEN's step.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Any:
+        return None
 
 
 def _capture(found: Stepper) -> None:
