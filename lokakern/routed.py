@@ -126,7 +126,7 @@ def multiply(
             where the kernel is to quantize b.
         scale: Its scales.
         bias: ``[n]``, or None.
-        route: See this module; one without scales is by k, not by m.
+        route: See this module.
         left_scale: One scale for all of a, where it is known; as text, because of a number
             torch.compile makes a symbol.
     """
@@ -241,7 +241,8 @@ def _multiply(
         # Column-major it is a weight's transpose.
         right = _laid_out(b.t()).t() if b.stride(0) == 1 else _laid_out(b)
     assert a is not None
-    a = _laid_out(a.t()).t() if ways.form is Granularity.NONE else _laid_out(a)
+    apart = bool(kernel.parts)  # quantizers of ours read rows wherever they begin
+    a = _laid_out(a.t(), apart).t() if ways.form is Granularity.NONE else _laid_out(a, apart)
     if torch.is_autocast_enabled(a.device.type):  # an emulation multiplies float32
         with torch.autocast(a.device.type, enabled=False):
             kernel.launch(a, right, out, bias, kernel.workspace(a, right))
@@ -299,13 +300,21 @@ def _fp8_of(x: Tensor) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """Row-major, and aligned as well as the number of its columns lets rows be."""
-    columns = x.shape[1]
-    if x.stride(1) != 1 or x.stride(0) != columns:
-        x = x.contiguous()  # an expanded gradient, a slice
-    step = x.element_size() * columns
-    return x.clone() if x.data_ptr() & (min(step & -step, 16) - 1) else x
+def _laid_out(x: Tensor, apart: bool = False) -> Tensor:
+    """Row-major, and aligned as well as the number of its columns lets rows be.
+
+    Args:
+        x: Any layout.
+        apart: Whether rows may lie apart, as those of a slice do.
+    """
+    columns, item = x.shape[1], x.element_size()
+    step = item * columns
+    askew = min(step & -step, 16) - 1
+    pitch = x.stride(0)
+    fits = pitch > columns and not item * pitch & askew if apart else False
+    if x.stride(1) != 1 or not (fits or pitch == columns):
+        x = x.contiguous()  # an expanded gradient
+    return x.clone() if x.data_ptr() & askew else x
 
 
 def _empty(a: Tensor, b: Tensor | None, data: Tensor | None) -> Tensor:
@@ -332,8 +341,19 @@ def _multiply_fake(
     return _empty(whole, b, data)
 
 
+def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
+    """``grad.t() @ x`` by a route, which goes by the number of rows."""
+    return _multiply(grad.t(), x, None, None, None, route)
+
+
+def _weight_gradient_fake(grad: Tensor, x: Tensor, route: str) -> Tensor:
+    return grad.new_empty((grad.shape[1], x.shape[1]), dtype=torch.bfloat16)
+
+
 def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
-    quantized = quantize(weight.detach(), Granularity(scales))
+    weight = weight.detach()
+    weight = weight if 1 in weight.stride() else weight.contiguous()
+    quantized = quantize(weight, Granularity(scales))
     assert quantized.scale is not None  # what quantize makes has scales
     return quantized.data, quantized.scale
 
@@ -350,10 +370,16 @@ _LIBRARY.define(
     "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
     'Tensor? left=None, Tensor? left_scales=None, str left_scale="") -> Tensor'
 )
-_LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)")
+# Operands of these may lie anyhow: asked for as they were traced, what is a view of something that
+# was not written yet would be written once more for them.
+_ANYHOW = (torch.Tag.flexible_layout,)
+_LIBRARY.define("weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", tags=_ANYHOW)
+_LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", tags=_ANYHOW)
 _LIBRARY.impl("routed_gemm", _multiply, "CompositeExplicitAutograd")
+_LIBRARY.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 _LIBRARY.impl("quantize_weight", _quantize_weight, "CompositeExplicitAutograd")
 torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::weight_gradient", _weight_gradient_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, lib=_LIBRARY)
 
 
@@ -399,13 +425,13 @@ class RoutedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
         if needs[1]:
-            # First, and of all rows side by side: a compiler then writes the gradient once for both
-            # products, where it would make a slice of a norm's gradient three times and copy it.
+            # First, and of the gradient as it lies: for what no compiler looks into Inductor writes
+            # it, whole where this is a slice, and all that follows reads that. From a contiguous
+            # copy, or for scales before this product, a norm's gradient is made anew each time.
             if ctx.to_weight == PLAIN:
                 grad_weight = grad.t() @ x
             else:
-                grad = grad.contiguous()
-                grad_weight = multiply(grad.t(), x, None, None, None, ctx.to_weight)
+                grad_weight = torch.ops.lokakern.weight_gradient(grad, x, ctx.to_weight)
             grad_weight = grad_weight.to(ctx.dtype)
         if needs[0]:
             if ctx.to_input == PLAIN:

@@ -283,6 +283,46 @@ def test_a_gradient_that_lies_by_columns_is_quantized_alike(route: str) -> None:
     assert same(list(found[0]), list(found[1]))
 
 
+@pytest.mark.parametrize(("n", "start", "pitch"), [(N, 8, 96), (N, 3, 96), (N, 8, 77), (37, 8, 96)])
+def test_gradients_that_are_slices_are_quantized_alike(n: int, start: int, pitch: int) -> None:
+    layer = layer_of(n=n)
+    gradient = rows(k=n, seed=2)
+    wide = torch.full((M, pitch), float("nan")).bfloat16()
+    wide[:, start : start + n] = gradient
+    tall = torch.full((pitch, M + 8), float("nan")).bfloat16()
+    tall[start : start + n, :M] = gradient.t()
+    expected = passed(layer, rows(), gradient)
+    for given in (wide[:, start : start + n], tall[start : start + n, :M].t()):
+        assert same(passed(layer, rows(), given), expected)
+
+
+def test_a_compiled_gradient_that_is_a_slice_is_not_copied() -> None:
+    """Of a sum over a concatenation, as the norms of Wukong have: a copy would make it anew."""
+    torch._dynamo.reset()
+    layer, other = layer_of(), rows(k=16)
+    graphs = []
+
+    def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return aot_module_simplified(graph, inputs, fw_compiler=look)
+
+    def beside(x: Tensor) -> Tensor:
+        return torch.cat([other, layer(x)], 1).relu() * 3.0
+
+    x = rows().requires_grad_()
+    found = []
+    for call in (beside, torch.compile(beside, backend=backend, fullgraph=True)):
+        found.append(torch.autograd.grad(call(x).float().square().sum(), [x, layer.weight]))
+    assert same(list(found[0]), list(found[1]))
+    asked = torch.ops.lokakern.weight_gradient.default
+    (gradient,) = (n.args[0] for n in graphs[-1].graph.nodes if n.target is asked)
+    assert gradient.target is torch.ops.aten.slice.Tensor
+    assert gradient.meta["val"].stride() == (N + 16, 1)
+
+
 def test_a_layer_from_another_process_compiles_as_it_did_there() -> None:
     layer, x = layer_of(), rows()
     routed.prepare_to_be_compiled.cache_clear()
@@ -323,6 +363,7 @@ def test_ops_are_what_their_fakes_say() -> None:
         check(torch.ops.lokakern.quantize_weight, (weight, "row"))
     for a in (x, x.t().contiguous().t()):
         check(torch.ops.lokakern.routed_gemm, (a, w.t(), data, scale, None, BY_ROW))
+        check(torch.ops.lokakern.weight_gradient, (rows(k=N, seed=2), a, BY_GROUP))
 
 
 # ---- weights in FP8 ----
