@@ -57,8 +57,9 @@ def convert(
             `ErrorBudget`, by the errors in the database. None quantizes nothing.
         filter: ``(module, name) -> bool``, which layers are converted; None: all.
         inference: Whether weights are quantized now, once and for all, and nothing is trained:
-            later changes of a weight are not seen, but for `load_state_dict`. Others are laid out
-            as they are multiplied fastest: by columns where k is odd.
+            later changes of a weight are not seen, but for `load_state_dict` of the model. Of
+            weights in bfloat16 that stay so, those of fused layers are put together, and those
+            whose k is no multiple of 8 are turned (`lokakern.linear.laid_out`): copies, in buffers.
         device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.

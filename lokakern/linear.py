@@ -27,6 +27,7 @@ from lokakern.routed import (
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
 ALIGNMENT = 16  # bytes, of rows that Hopper's kernels read
+_HALF = frozenset({torch.bfloat16, torch.float16})
 _NOTHING = (None, None, None, None)
 _MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
@@ -76,22 +77,26 @@ def _readable(weight: Tensor) -> Tensor:
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
 
 
-def is_half(weight: Tensor) -> bool:
-    """Whether it is multiplied as it is: of float32 autocast makes another at each call."""
-    return weight.element_size() == 2
-
-
 def laid_out(weight: Tensor) -> Tensor:
-    """The same numbers by columns where k is odd for kernels and n is not; else itself.
+    """The same numbers by columns, where a row of k is no multiple of 16 bytes and one of n is.
 
-    Over embeddings x comes by columns, too, and then nothing is read askew: at m = 1310720 and
-    k = 770 an H200 takes 0.78 ms instead of 3.5 at n = 160, 0.60 instead of 1.7 at n = 96. Room
-    behind each row changes nothing: kernels before Hopper's are taken for k itself. Where x comes
-    by rows, rows of x are as odd, and it is all the same.
+    x over embeddings comes by columns, too: then no operand is read along k, and cuBLAS has kernels
+    of Hopper for it. At m = 1310720 and k = 770 an H200 takes 0.78 ms instead of 3.5 at n = 160,
+    and 0.60 instead of 1.7 at n = 96; room behind each row changes nothing. Where x comes by rows,
+    and on other devices, it was not measured.
     """
     n, k = weight.shape
     step = ALIGNMENT // weight.element_size()
-    return weight.t().contiguous().t() if is_half(weight) and k % step and not n % step else weight
+    by_columns = k % step != 0 and n % step == 0
+    return weight.t().contiguous().t() if by_columns else weight
+
+
+def _into(old: Tensor | None, new: Tensor) -> Tensor:
+    """A tensor where one of its kind was: CUDA graphs go on reading there."""
+    if old is None or old.is_inference() != new.is_inference():
+        return new
+    kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in (old, new)]
+    return old.copy_(new) if kinds[0] == kinds[1] else new
 
 
 class Routed(nn.Module):
@@ -109,7 +114,8 @@ class Routed(nn.Module):
     _weight_scale: Any = None
     _gathered: Any = None
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
-    is_by_columns = False  # of inference, too: so the parameter lies, see `laid_out`
+    is_held = False  # of inference, too: what is multiplied unquantized is a buffer, see `hold`
+    makes_weight = False  # whether it has no parameter that is its weight
     is_offloaded = False  # and the weight that they were made of is elsewhere
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
@@ -233,24 +239,50 @@ class Routed(nn.Module):
     def freeze_weight(self, weight: Tensor) -> None:
         """Quantize the weight of the output once and for all; later changes of it are not seen."""
         device = self._device_of_parts() if self.is_frozen else weight.device
+        before = (self.fp8_data, self.fp8_scale) if self.is_frozen else (None, None)
+        held = self.held_weight if self.is_held else None
         self.thaw()
         if self._routes[0] == PLAIN:
+            self.hold(weight, held)  # type: ignore[arg-type]
             return
         with torch.no_grad():
+            if hasattr(weight, "full_tensor"):  # the rows of all ranks
+                weight = weight.full_tensor()
             weight = _readable(weight.detach().to(device))
             data, scale = quantize_weight(weight, scales_of(self._routes[0]))
         whole = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
         scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
         self._fp8_dtype, self._fp8_widths = data.dtype, (data.shape[1], scale.shape[1])
-        self.register_buffer("fp8_data", whole.view(torch.uint8), persistent=False)
-        self.register_buffer("fp8_scale", scales.view(torch.uint8), persistent=False)
+        data, scale = whole.view(torch.uint8), scales.view(torch.uint8)
+        self.register_buffer("fp8_data", _into(before[0], data), persistent=False)  # type: ignore[arg-type]
+        self.register_buffer("fp8_scale", _into(before[1], scale), persistent=False)  # type: ignore[arg-type]
         self.is_frozen = True
+
+    def hold(self, weight: Tensor, before: Tensor | None) -> None:
+        """Keep a weight that is not quantized as it is multiplied fastest, where that is not so.
+
+        Args:
+            weight: Of the output.
+            before: What was held of it before.
+        """
+        if weight.dtype not in _HALF or hasattr(weight, "to_local"):
+            return  # autocast makes another at each call; and each rank has rows of its own
+        found = laid_out(weight.detach())
+        if self.makes_weight or found.stride() != weight.stride():
+            self.register_buffer("held_weight", _into(before, found), persistent=False)
+            self.is_held = True
+
+    def held(self) -> Tensor | None:
+        """What `hold` kept, unless somebody may ask for the gradient of the parameter."""
+        return self.held_weight if self.is_held and not torch.is_grad_enabled() else None  # type: ignore[return-value]
 
     def thaw(self) -> None:
         """Undo `freeze_weight`."""
         if self.is_frozen:
             del self.fp8_data, self.fp8_scale
-        self.is_frozen, self._fp8_views = False, None
+        if self.is_held:
+            del self.held_weight
+        self.is_frozen, self.is_held, self._fp8_views = False, False, None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made again."""
@@ -287,7 +319,8 @@ class Linear(nn.Linear, Routed):
     """`nn.Linear` whose ``output``, ``grad_input`` and ``grad_weight`` run on kernels of their own.
 
     Which kernels, by range of m, is chosen once: here, or by `lokakern.convert`. Where nothing is
-    quantized it is `nn.Linear` to the bit. Operands are quantized where they are bfloat16, by
+    quantized it is `nn.Linear` to the bit, but for weights of inference that `laid_out` turns, of
+    which cuBLAS may sum in another order. Operands are quantized where they are bfloat16, by
     autocast or by themselves; others are multiplied as they are. Keys of a state_dict are those of
     `nn.Linear`.
 
@@ -336,7 +369,9 @@ class Linear(nn.Linear, Routed):
         if not self.is_special:  # most layers: as little as can be
             return functional.linear(input, self.weight, self.bias)
         if self.padding == (0, 0):
-            return self.product(input, self.weight, self.bias, input_scale)
+            held = self.held()
+            weight = self.weight if held is None else held
+            return self.product(input, weight, self.bias, input_scale)
         k, n = self.padding
         weight = functional.pad(self.weight, (0, k, 0, n))
         bias = None if self.bias is None else functional.pad(self.bias, (0, n))
@@ -350,7 +385,7 @@ class Linear(nn.Linear, Routed):
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         super()._load_from_state_dict(*arguments, **options)
-        if self.is_frozen:
+        if self.is_frozen or self.is_held:
             self.freeze()
         self._keep_gathering()
 
@@ -380,23 +415,10 @@ class Linear(nn.Linear, Routed):
         self.is_offloaded = False
 
     def freeze(self) -> None:
-        """Make of the weight what is multiplied, once and for all: FP8, or see `laid_out`."""
-        k, n = self.padding
-        self.freeze_weight(functional.pad(self.weight.detach(), (0, k, 0, n)))
-        if self._routes[0] == PLAIN and not hasattr(self.weight, "to_local"):
-            found = laid_out(self.weight.detach())
-            if found.stride() != self.weight.stride():
-                self.weight.data, self.is_by_columns = found, True
-
-    def thaw(self) -> None:
-        """See `Routed`."""
-        super().thaw()
-        if self.is_by_columns:
-            self.weight.data = self.weight.data.contiguous()
-        self.is_by_columns = False
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        name = f"{prefix}weight"
-        if self.is_by_columns and not keep_vars:  # some files hold rows only
-            destination[name] = destination[name].contiguous()
+        """Make of the weight what is multiplied, once and for all: FP8, or see `hold`."""
+        if self.padding == (0, 0):
+            self.freeze_weight(self.weight.detach())
+        elif self._routes[0] != PLAIN:
+            k, n = self.padding
+            self.freeze_weight(functional.pad(self.weight.detach(), (0, k, 0, n)))
+        self.is_special |= self.is_held

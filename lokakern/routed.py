@@ -311,7 +311,7 @@ def _laid_out(x: Tensor, apart: bool = False) -> Tensor:
     step = item * columns
     askew = min(step & -step, 16) - 1
     pitch = x.stride(0)
-    fits = pitch > columns and not item * pitch & askew if apart else False
+    fits = apart and pitch > columns and not item * pitch & askew
     if x.stride(1) != 1 or not (fits or pitch == columns):
         x = x.contiguous()  # an expanded gradient
     return x.clone() if x.data_ptr() & askew else x
@@ -370,8 +370,7 @@ _LIBRARY.define(
     "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
     'Tensor? left=None, Tensor? left_scales=None, str left_scale="") -> Tensor'
 )
-# Operands of these may lie anyhow: asked for as they were traced, what is a view of something that
-# was not written yet would be written once more for them.
+# Asked for as it was traced, a view of what was not written yet would be written once more.
 _ANYHOW = (torch.Tag.flexible_layout,)
 _LIBRARY.define("weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", tags=_ANYHOW)
 _LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", tags=_ANYHOW)

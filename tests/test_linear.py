@@ -450,26 +450,77 @@ def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
         assert torch.equal(layer(x), other(x)) and not list(layer.buffers())
 
 
-def test_inference_lays_out_what_is_not_quantized() -> None:
-    layer = layer_of(k=51)
-    layer.take_routes(("", "", ""), layer.weight)
-    x = torch.randn(6, 51).bfloat16()
+def test_inference_turns_what_is_not_quantized_where_that_is_faster() -> None:
+    layer = layer_of((PLAIN,) * 3, k=51)
+    x = rows(k=51)
     with torch.no_grad():
         expected = layer(x)
         layer.freeze()
-        assert layer.weight.stride() == (1, N) and layer.weight.shape == (N, 51)
+        assert [name for name, _ in layer.named_buffers()] == ["held_weight"]
+        assert layer.held_weight.stride() == (1, N) and layer.weight.is_contiguous()
+        torch._dynamo.reset()
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        for case in (layer, compiled, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert torch.equal(case(x), expected)
-        saved = layer.state_dict()
-        assert saved["weight"].is_contiguous() and not list(layer.buffers())
-        saved["weight"] = 2 * saved["weight"]
-        layer.load_state_dict(saved)
-        other = layer_of(k=51)
-        other.load_state_dict(saved)
-        assert torch.equal(layer(x), other(x)) and layer.weight.stride() == (1, N)
+        for call in (layer, compiled, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(call(x), expected)
+        layer.weight.zero_()
+        assert torch.equal(layer(x), expected)
+        assert list(layer.state_dict()) == ["weight", "bias"]
+        other, place = layer_of(k=51), layer.held_weight.data_ptr()
+        other.weight.mul_(2.0)
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(x), plain_of(other)(x)) and place == layer.held_weight.data_ptr()
+        layer.load_state_dict({n: 3 * p for n, p in other.state_dict().items()}, assign=True)
+        assert torch.equal(layer(x), plain_of(layer)(x)) and layer.held_weight.stride() == (1, N)
+    gradient = rows(k=N, seed=2)
+    assert same(passed(layer, x, gradient), passed(plain_of(layer), x, gradient))
+    layer.thaw()
+    assert not list(layer.buffers()) and torch.equal(layer(x), plain_of(layer)(x))
+
+
+def test_only_what_is_read_askew_along_k_is_turned() -> None:
+    for dtype, n, k, turns in [
+        (torch.bfloat16, 16, 770, True), (torch.float16, 8, 3, True),
+        (torch.bfloat16, 16, 768, False), (torch.bfloat16, 37, 51, False),
+    ]:  # fmt: skip
+        weight = torch.randn(n, k).to(dtype)
+        found = linear.laid_out(weight)
+        assert (found.stride() == (1, n)) == turns and torch.equal(found, weight)
+    wide = layer_of((PLAIN,) * 3, k=51, dtype=torch.float32)  # autocast makes another at each call
+    padded = layer_of((PLAIN,) * 3, k=51)
+    padded.padding = (5, 0)
+    for layer in (wide, padded):
+        layer.freeze()
+        assert not list(layer.buffers())
+
+
+def test_what_is_frozen_again_lies_where_it_was() -> None:
+    layer = layer_of()
+    with torch.no_grad():
+        layer.freeze()
+        places = [b.data_ptr() for b in layer.buffers()]
+        layer.load_state_dict({n: 2 * p for n, p in layer.state_dict().items()})
+        assert len(places) == 2 and places == [b.data_ptr() for b in layer.buffers()]
+        assert torch.equal(layer(rows()), pickle.loads(pickle.dumps(layer))(rows()))
+    with torch.inference_mode():
         layer.thaw()
-        assert layer.weight.is_contiguous() and torch.equal(layer(x), other(x))
+        layer.freeze()
+    layer.load_state_dict({n: 2 * p for n, p in layer.state_dict().items()})
+
+
+def test_rows_may_lie_apart_only_where_kernels_read_them_so() -> None:
+    wide = torch.randn(7, 96).bfloat16()
+    for x, apart, is_kept in [
+        (wide[:, 8:48], True, True), (wide[:, 8:48], False, False), (wide[:, :40].t(), True, False),
+        (wide[:, 3:43], True, False),  # begins askew
+        (torch.randn(7, 77).bfloat16()[:, 8:48], True, False),  # rows do
+        (torch.randn(7, 77).bfloat16()[:, 1:38], True, True),  # which 37 columns do anyway
+        (wide[:1].expand(7, 96), True, False), (wide, False, True),
+    ]:  # fmt: skip
+        found = routed._laid_out(x, apart)
+        assert (found.data_ptr() == x.data_ptr()) == is_kept
+        assert torch.equal(found, x) and (is_kept or found.is_contiguous())
+    for op in (torch.ops.lokakern.weight_gradient, torch.ops.lokakern.quantize_weight):
+        assert torch.Tag.flexible_layout in op.default.tags
 
 
 def test_checkpoints_go_both_ways() -> None:

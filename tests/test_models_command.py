@@ -157,6 +157,16 @@ def test_a_step_is_of_the_tables_only_where_they_are_part_of_it(
     assert found.timer == throughput.HOST
 
 
+def test_gradients_of_what_tables_sent_are_made_and_kept_by_nobody() -> None:
+    x, dense = torch.ones(3, requires_grad=True), torch.ones(3)
+    seen: list[torch.Tensor] = []
+    sent = throughput._sent(x)
+    sent.register_hook(seen.append)
+    (sent * 2.0).sum().backward()
+    assert seen[0].tolist() == [2.0] * 3 and x.grad is None
+    assert throughput._sent(dense) is dense
+
+
 def test_ratios_are_of_rounds_and_rounds_of_a_low_clock_are_void(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import lokakern
@@ -172,9 +173,11 @@ def test_what_exact_mods_make_is_quantized_as_the_layers_would_be(mod: mods.Mod)
 
 
 @pytest.mark.parametrize(
-    ("route", "kept"), [("", ["whole"]), (ROUTE, ["fp8_data", "fp8_scale"])], ids=["bf16", "fp8"]
+    ("route", "kept"),
+    [("", ["held_weight"]), (ROUTE, ["fp8_data", "fp8_scale"])],
+    ids=["bf16", "fp8"],
 )
-def test_a_frozen_fused_layer_is_made_of_its_parts_once(route: str, kept: list[str]) -> None:
+def test_a_frozen_fused_layer_keeps_what_its_parts_were(route: str, kept: list[str]) -> None:
     model = Tower(activation=functional.relu).bfloat16()
     x = torch.randn(6, 24).bfloat16()
     mods.apply(model, [mods.FuseShared()])
@@ -192,6 +195,51 @@ def test_a_frozen_fused_layer_is_made_of_its_parts_once(route: str, kept: list[s
         fused.take_routes((route, "", ""), None)
         assert not list(fused.buffers())
         assert same([*frozen], [*fused(x)]) and not torch.equal(frozen[1], expected[1])
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(51, 16, bias=False), nn.Linear(51, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.query(x), self.key(x)], -1)
+
+
+@pytest.mark.parametrize("route", ["", ROUTE], ids=["bf16", "fp8"])
+def test_what_is_frozen_may_be_sharded_and_loaded(route: str) -> None:
+    model, x = Pair().bfloat16(), torch.randn(6, 51).bfloat16()
+    mods.apply(model, [mods.FuseShared()])
+    fused = model.fusedlinear_0
+    fused.take_routes((route, "", ""), None)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.no_grad():
+            fused.freeze()
+            expected = model(x)
+            fully_shard(model)
+            assert torch.equal(model(x), expected)
+            model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+            assert torch.equal(model(x), 2 * expected)
+            # Of what is not quantized each rank has rows of its own now.
+            assert len(list(fused.buffers())) == (2 if route else 0)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_frozen_fused_layer_in_bfloat16_is_not_made_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Tower(activation=functional.relu).bfloat16()
+    mods.apply(model, [mods.FuseShared()])
+    lokakern.convert(model, None, inference=True)
+    x = torch.randn(6, 24).bfloat16()
+    expected = model(x).detach()
+    monkeypatch.delattr(FusedLinear, "weight")
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    with pytest.raises(AttributeError, match="weight"):
+        model(x)  # of which somebody may want gradients
 
 
 def test_equal_layers_are_batched_only_where_none_waits_for_another() -> None:

@@ -27,7 +27,6 @@ AS_WRITTEN, BASELINE, BUDGETED, PROBED = "as-written", "bf16", "by-budget", "lok
 TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
 EVERYWHERE = {"fp8-tensorwise": Granularity.TENSOR, "fp8-rowwise": Granularity.ROW}
 ONLY = "only-"  # and the name of a library
-NOTHING = 0.0  # a budget that no FP8 product is within
 PROBED_STEPS, PROBE_FROM = 4, 2**39
 REPLAYED_SEEDS = (0, 1, 2)
 
@@ -165,7 +164,7 @@ def build(
         to_bfloat16(model)
     conversion = None
     if arm.name == BASELINE and not setting.training:
-        public("convert")(model, NOTHING, inference=True)  # which lays weights out once
+        public("convert")(model, None, inference=True)  # which lays weights out
     elif arm.name in TORCHAO:
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
     elif arm.name in EVERYWHERE:
@@ -301,6 +300,9 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
             granularity=getattr(quantization, per)(), set_inductor_config=False,
         )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=accepts)
+        if left:  # as the baseline's
+            names = {name.partition(" ")[0] for name in left}
+            public("convert")(model, None, filter=lambda _, name: name in names, inference=True)
     version = importlib.metadata.version("torchao")
     found = [f"torchao {version}"]
     if left:

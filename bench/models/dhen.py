@@ -129,7 +129,7 @@ class DHEN(nn.Module):
     def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
         """Logits ``[batch]`` of dense features and what came out of the tables."""
         bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None].to(embedded.dtype), embedded], dim=1)
+        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
         return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
 
     def forward(self, batch: Batch) -> Tensor:

@@ -64,7 +64,7 @@ class DLRM(nn.Module):
     def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
         """Logits ``[batch]`` of dense features and what came out of the tables."""
         bottom = self.bottom(dense)
-        x = torch.cat([bottom.to(embedded.dtype), embedded.flatten(1)], dim=1)
+        x = torch.cat([bottom, embedded.flatten(1).to(bottom.dtype)], dim=1)
         return self.head(self.cross(x)).squeeze(1)  # type: ignore[no-any-return]
 
     def forward(self, batch: Batch) -> Tensor:

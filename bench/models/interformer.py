@@ -201,7 +201,7 @@ class InterFormer(nn.Module):
     def interact(self, dense: Tensor, embedded: Tensor, history: Tensor, present: Tensor) -> Tensor:
         """Logits ``[batch]`` of dense features and what came out of the tables."""
         bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None].to(embedded.dtype), embedded], dim=1)
+        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
         s = self.unify(history * self.mask(history))
         summary = self.compressions[0](x)
         s = torch.cat([summary.to(s.dtype), s], dim=1)

@@ -159,7 +159,7 @@ def _steps(
         def train(given: Sequence[Tensor] | Batch, labels: Tensor) -> Callable[[], object]:
             if isinstance(given, Batch):
                 return lambda: trainer.step(given, labels)
-            return lambda: trainer.step([_Sent.apply(x) for x in given], labels)  # type: ignore[no-untyped-call]
+            return lambda: trainer.step([_sent(x) for x in given], labels)
 
         if whole:
             return [train(batch, batch.labels) for batch in batches]
@@ -176,6 +176,10 @@ def _steps(
         return lambda: predictor.logits(predictor.embed(batch) if whole else given)
 
     return [predict(b, x) for b, x in zip(batches, ready, strict=True)]
+
+
+def _sent(x: Tensor) -> Tensor:
+    return _Sent.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
 class _Sent(torch.autograd.Function):

@@ -21,9 +21,8 @@ from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
-from lokakern.linear import Linear, Routed, is_half, laid_out
+from lokakern.linear import Linear, Routed
 from lokakern.mods.editor import Editor, Mod
-from lokakern.routed import PLAIN
 
 _PLAIN = (nn.Linear, Linear)
 
@@ -35,11 +34,11 @@ class FusedLinear(Routed):
         parts: The layers, as many inputs each, all with a bias or none.
     """
 
+    makes_weight = True
+
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
         self.parts = tuple(parts)  # a tuple is no child: parameters are registered where they were
-        self.whole: Tensor | None
-        self.register_buffer("whole", None, persistent=False)
 
     def weight(self) -> Tensor:
         """The weights one below the other."""
@@ -49,9 +48,8 @@ class FusedLinear(Routed):
         """What each layer makes of the input."""
         biases = tuple(part.bias for part in self.parts)
         bias = None if biases[0] is None else torch.cat(biases)
-        weight = self.whole
-        if weight is None or torch.is_grad_enabled():
-            weight = self.weight()
+        held = self.held()
+        weight = self.weight() if held is None else held
         y = self.product(input, weight, bias)
         return y.split([part.out_features for part in self.parts], -1)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -62,20 +60,12 @@ class FusedLinear(Routed):
         return n, first.in_features, first.bias is not None, first.weight
 
     def freeze(self) -> None:
-        """See `Routed`; what is not quantized is kept, too: it is made of the parts no more."""
-        weight = self.weight().detach()
-        self.freeze_weight(weight)
-        if self._routes[0] == PLAIN and is_half(weight):
-            self.whole = laid_out(weight)
-
-    def thaw(self) -> None:
         """See `Routed`."""
-        super().thaw()
-        self.whole = None
+        self.freeze_weight(self.weight())
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
         super()._load_from_state_dict(*arguments, **options)
-        if self.is_frozen or self.whole is not None:  # the parts, whose turn comes before
+        if self.is_frozen or self.is_held:  # the parts, whose turn comes before
             self.freeze()
 
     def extra_repr(self) -> str:
