@@ -36,8 +36,6 @@ from lokakern.routed import PLAIN, scales_of
 from lokakern.types import Granularity
 
 TENSOR = Granularity.TENSOR
-
-
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
@@ -250,11 +248,9 @@ class Gathering:
             torch.where(x == 0.0, 1.0, (x / most).clamp(min=2.0**-126))
             for x in (amax, amax.to(torch.bfloat16).float().clamp(max=_LARGEST))
         )
-        for (module, weight), *both in zip(self._weights.items(), scales, rounded, strict=True):
-            value, other = (scale.view(1, 1) for scale in both)
-            module._weight_scale = Scale(  # type: ignore[assignment]
-                value, other, self._steps, id(weight), weight._version
-            )
+        both = zip(scales.view(-1, 1, 1), rounded.view(-1, 1, 1), strict=True)
+        for (module, weight), scale in zip(self._weights.items(), both, strict=True):
+            module._weight_scale = Scale(*scale, self._steps, id(weight), weight._version)  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         count = sum(module.in_features * module.out_features for module in self.layers.values())

@@ -10,6 +10,7 @@ import functools
 import io
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -294,6 +295,32 @@ def test_gradients_that_are_slices_are_quantized_alike(n: int, start: int, pitch
     expected = passed(layer, rows(), gradient)
     for given in (wide[:, start : start + n], tall[start : start + n, :M].t()):
         assert same(passed(layer, rows(), given), expected)
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["quantizer of ours", "library"])
+def test_kernels_get_slices_as_they_lie_if_they_read_them(
+    monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    cpu = torch.device("cpu")
+    ways = routed._ways(BY_GROUP, cpu)
+    kernel = ways.kernels[0][1]
+    assert kernel is not None and kernel.parts
+    given = []
+
+    def launch(a: Tensor, *others: Any) -> None:
+        given.append((a.data_ptr(), a.stride()))
+        kernel.launch(a, *others)
+
+    spied = replace(kernel, launch=launch, parts=kernel.parts if is_ours else ())
+    both = ([None, spied], ways.kernels[1])
+    monkeypatch.setitem(routed._WAYS, (BY_GROUP, cpu), ways._replace(kernels=both))
+    wide = rows(k=96, seed=2)
+    gradient = wide[:, 8 : 8 + N]
+    found = torch.ops.lokakern.weight_gradient(gradient, rows(), BY_GROUP)
+    ((place, stride),) = given
+    assert (place == gradient.data_ptr()) == is_ours and stride == (1, 96 if is_ours else N)
+    expected = torch.ops.lokakern.weight_gradient(gradient.contiguous(), rows(), BY_GROUP)
+    assert torch.equal(found, expected)
 
 
 def test_a_compiled_gradient_that_is_a_slice_is_not_copied() -> None:

@@ -301,8 +301,7 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
         )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=accepts)
         if left:  # as the baseline's
-            names = {name.partition(" ")[0] for name in left}
-            public("convert")(model, None, filter=lambda _, name: name in names, inference=True)
+            public("convert")(model, None, filter=lambda layer, _: not fits(layer), inference=True)
     version = importlib.metadata.version("torchao")
     found = [f"torchao {version}"]
     if left:
