@@ -20,8 +20,8 @@ from lokakern.linear import Linear, Routed
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import watched_modules
-from lokakern.routed import kernel_at
-from lokakern.routes import FORMS, Judge, MRange, Route, routes_of
+from lokakern.routed import PLAIN, kernel_at
+from lokakern.routes import FORMS, GEMMS, Judge, MRange, Route, routes_of
 from lokakern.types import Device, ErrorBudget, Granularity
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -59,7 +59,7 @@ def convert(
         inference: Whether weights are quantized now, once and for all, and nothing is trained:
             later changes of a weight are not seen, but for `load_state_dict` of the model. Of
             weights in bfloat16 that stay so, those of fused layers are put together, and those
-            whose k is no multiple of 8 are turned (`lokakern.linear.laid_out`): copies, in buffers.
+            whose k is no multiple of 8 are turned (`lokakern.layout.laid_out`): copies, in buffers.
         device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.
@@ -218,6 +218,9 @@ class Conversion:
             n, k, has_bias, weight = shape_of(module)
             device = selection.device_named(self._device or _device_of(weight))
             judge = _judge_of(wanted, name, self._distributions)
+            if _is_mixing(module):
+                found[name] = tuple(Route(gemm, PLAIN, _MIXING) for gemm in GEMMS)
+                continue
             key = (n, k, has_bias, device, judge)
             if key not in known:
                 known[key] = routes_of(
@@ -339,6 +342,8 @@ class Conversion:
         """
         missing: dict[tuple[int, int], list[str]] = {}
         for site in self.sites.values():
+            if _is_mixing(site.module):
+                continue
             n, k, _, _ = shape_of(site.module)
             forms = missing.setdefault((n, k), [])
             forms += [
@@ -391,7 +396,13 @@ def _let_go(sequence: nn.Module) -> None:
 _FORMS = {
     "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
 }  # fmt: skip
-_OURS = {name for name in vars(Routed) if not name.startswith("__")}
+_MIXING = "MixTokens has it multiply across tokens as they lie, which no FP8 kernel reads"
+_OURS = {name for name in vars(Routed) if not name.startswith("__")} - {"is_mixing"}
+
+
+def _is_mixing(module: nn.Module) -> bool:
+    is_padded = getattr(module, "padding", (0, 0)) != (0, 0)
+    return getattr(module, "is_mixing", False) and not is_padded
 
 
 def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:

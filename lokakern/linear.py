@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import UnsupportedError
+from lokakern.layout import laid_out
 from lokakern.routed import (
     PLAIN,
     RoutedLinear,
@@ -23,10 +24,10 @@ from lokakern.routed import (
     read_route,
     scales_of,
 )
+from lokakern.token_mixing import mix_tokens, mixes
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
-ALIGNMENT = 16  # bytes, of rows that Hopper's kernels read
 _HALF = frozenset({torch.bfloat16, torch.float16})
 _NOTHING = (None, None, None, None)
 _MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
@@ -77,20 +78,6 @@ def _readable(weight: Tensor) -> Tensor:
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
 
 
-def laid_out(weight: Tensor) -> Tensor:
-    """The same numbers by columns, where a row of k is no multiple of 16 bytes and one of n is.
-
-    x over embeddings comes by columns, too: then no operand is read along k, and cuBLAS has kernels
-    of Hopper for it. At m = 1310720 and k = 770 an H200 takes 0.78 ms instead of 3.5 at n = 160,
-    and 0.60 instead of 1.7 at n = 96; room behind each row changes nothing. Where x comes by rows,
-    and on other devices, it was not measured.
-    """
-    n, k = weight.shape
-    step = ALIGNMENT // weight.element_size()
-    by_columns = k % step != 0 and n % step == 0
-    return weight.t().contiguous().t() if by_columns else weight
-
-
 def _into(old: Tensor | None, new: Tensor) -> Tensor:
     """A tensor where one of its kind was: CUDA graphs go on reading there."""
     if old is None or old.is_inference() != new.is_inference():
@@ -116,6 +103,7 @@ class Routed(nn.Module):
     is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
     is_held = False  # of inference, too: what is multiplied unquantized is a buffer, see `hold`
     makes_weight = False  # whether it has no parameter that is its weight
+    is_mixing = False  # whether it multiplies across tokens as they lie, see `mods.MixTokens`
     is_offloaded = False  # and the weight that they were made of is elsewhere
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
@@ -158,6 +146,10 @@ class Routed(nn.Module):
         else:
             y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    def mixes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether to multiply x as it lies, across tokens."""
+        return self.is_mixing and self._routes == PLAIN_ROUTES and mixes(x, weight, bias)
 
     def _parts(self, weight: Tensor) -> tuple[Tensor | None, ...]:
         """The weight in FP8 where somebody holds it: for the output, and for the input's gradient.
@@ -345,7 +337,7 @@ class Linear(nn.Linear, Routed):
         """See `Routed`."""
         self.bring_back()
         super().take_routes(texts, weight)
-        self.is_special = any(texts) or self.padding != (0, 0)
+        self.is_special = any(texts) or self.padding != (0, 0) or self.is_mixing
 
     def __init__(
         self,
@@ -371,6 +363,8 @@ class Linear(nn.Linear, Routed):
         if self.padding == (0, 0):
             held = self.held()
             weight = self.weight if held is None else held
+            if self.mixes(input, weight, self.bias):
+                return mix_tokens(input, weight, self.bias).mT
             return self.product(input, weight, self.bias, input_scale)
         k, n = self.padding
         weight = functional.pad(self.weight, (0, k, 0, n))

@@ -30,6 +30,7 @@ from lokakern.kernels.triton import (
     norm_quantize,
     quantize,
     scaled_gemm,
+    token_gradient,
 )
 from tests import machine_code
 
@@ -60,9 +61,12 @@ class Case:
     num_stages: int
     may_spill: int = 0
     kernels: tuple[str, ...] = ()
+    is_registered: bool = True
 
     @property
     def launched_by(self) -> list[str]:
+        if not self.is_registered:
+            return []
         return [f"triton.{name}" for name in self.kernels or self.name.split()[:1]]
 
 
@@ -206,8 +210,21 @@ def norm_cases(target: str) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def token_cases() -> list[Case]:
+    k = token_gradient
+    return [
+        Case(
+            f"token_gradient bf16 {d}", k.token_gradient_kernel, ("*bf16", "*bf16", "*fp32"),
+            (192, 720, d, 192 * d, d, 720 * d, d), 2, (k.COUNT, k.N, inner, -(-d // inner)),
+            k.WARPS, k.STAGES, is_registered=False,
+        )
+        for d, inner in ((160, k.D), (64, k.D), (32, 32), (16, 16))
+    ]  # fmt: skip
+
+
 def cases(target: str) -> list[Case]:
-    return [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
+    found = [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
+    return found + token_cases() if target.startswith("sm") else found
 
 
 def compile_case(target: str, case: Case) -> dict[str, Any]:

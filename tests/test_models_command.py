@@ -331,18 +331,18 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Mon
 def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
     """Wukong S at 2048 samples poses rows B3 to B12 of the table of workloads, with gradients.
 
-    B1, B6 and B7 read one input, and so do B8 and B11: they are one product each.
+    B1, B6 and B7, and B8 and B11, multiply across tokens: nothing is chosen for them.
     """
     path = tmp_path / "new" / "wukong.toml"
     words = ["model", "wukong", "--size", "S", "--batch", "2048", "--suite", str(path)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert done.stdout.strip().endswith("11 different layers")
+    assert done.stdout.strip().endswith("9 different layers")
     suite = suite_from_file(path)
     posed = {(c.problem.m, c.problem.n, c.problem.k) for c in suite.cases(H200)}
-    for m, n, k in ((2048, 2048, 17280), (2048, 5120, 2048), (2048, 2048, 10240),
-                    (160 * 2048, 24 + 32 + 64, 720), (160 * 2048, 24 + 32, 64)):  # fmt: skip
+    for m, n, k in ((2048, 2048, 17280), (2048, 5120, 2048), (2048, 2048, 10240)):
         assert {(m, n, k), (m, k, n), (n, k, m)} <= posed
+    assert max(m for m, _, _ in posed) < 160 * 2048
     assert "count = 16\n" in path.read_text()  # 8 perceptrons have two layers of 2048 by 2048
     run("--infer", "--suite", str(path))
     assert path.read_text().startswith('name = "dlrm-tiny-32"') and "grad" not in path.read_text()

@@ -136,6 +136,14 @@ def test_operands_are_copied_asynchronously(target: str) -> None:
         assert kernel["async_copies"] >= 8, f"{kernel['kernel']}: {kernel['async_copies']}"
 
 
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
+def test_sums_over_tokens_are_pipelined_products(target: str) -> None:
+    for kernel in working(target, "token_gradient"):
+        assert kernel["async_copies"] >= 8, kernel
+        plain = "kind::f16" if target == "sm_100" else "bf16"
+        assert kernel["matrix"] and all(plain in name for name in kernel["matrix"]), kernel
+
+
 def test_promoted_sums_are_added_in_float32() -> None:
     """One addition for every sum a thread holds, where the fast twin has the scales' only."""
     by_name = {k["kernel"]: k for k in working("sm_90", "scaled_gemm")}

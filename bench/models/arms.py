@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -214,7 +215,7 @@ def public(name: str) -> Any:
 
 
 def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
-    """The Mods of the paper, in place; returns what is to be said of them.
+    """The Mods of the paper and exact ones, in place; returns what is to be said of them.
 
     Args:
         model: Is changed.
@@ -222,9 +223,24 @@ def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
     """
     mods = public("mods")
     wanted = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
-    report = mods.apply(model, [*wanted, *([mods.FuseShared()] if is_fused else [])])
-    left = [f"{c.mod} left {c.site} alone: {c.effect}" for c in report if not c.is_done]
-    return [repr(report), *left]
+    together = [mods.FuseShared()] if is_fused else []
+    changes = [*mods.apply(model, [*wanted, *together])]
+    # Tools that are not of here replace every layer that fits by one that does not mix.
+    changes += mods.apply(
+        model, [mods.MixTokens()], filter=lambda layer, _: is_fused or not _is_fp8(layer)
+    )
+    done = Counter(c.mod for c in changes if c.is_done)
+    words = ", ".join(f"{mod}: {count}" for mod, count in done.items()) or "none"
+    left: dict[tuple[str, str], str] = {}
+    for c in changes:
+        if not c.is_done:
+            left.setdefault((c.site, c.effect), c.mod)
+    lines = [f"{mod} left {site} alone: {effect}" for (site, effect), mod in left.items()]
+    return [f"changes: {words}", *lines]
+
+
+def _is_fp8(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and fits(layer)
 
 
 @contextmanager
@@ -285,7 +301,7 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
     def accepts(module: nn.Module, name: str) -> bool:
         if isinstance(module, nn.Linear) and not fits(module):
             left.append(f"{name} ({module.out_features}x{module.in_features})")
-        return isinstance(module, nn.Linear) and fits(module)
+        return _is_fp8(module)
 
     if training:
         float8 = importlib.import_module("torchao.float8")

@@ -29,6 +29,8 @@ def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
     found: Counter[tuple[int, int, int]] = Counter()
 
     def see(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if getattr(layer, "is_mixing", False):
+            return  # is never quantized
         n, k, _, _ = shape_of(layer)
         rows = inputs[0].numel() // k
         found[rows * setting.samples // FEW, n, k] += 1

@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 # The first that matches counts. Kernels that Inductor fused are named after what they hold.
 KINDS = {
     "quantizing": r"quantize|float8|_fp8|amax",
-    "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|triton_tem|_mm\b|::mm|addmm|bmm|linear",
+    "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|triton_tem|_mm\b|::mm|addmm|bmm|linear"
+    r"|token_gradient",
     "norm": r"norm|rsqrt",
     "tables": r"embedding|segment|radix|sort",
     "optimizer": r"adam|multi_tensor",

@@ -8,6 +8,7 @@ from lokakern.mods.block_norm import BlockNorm, BlockRMSNorm
 from lokakern.mods.editor import Change, Editor, Mod, Report, apply
 from lokakern.mods.hard_swish import HardSwish
 from lokakern.mods.intermediates import KeepIntermediates
+from lokakern.mods.mix_tokens import MixTokens
 from lokakern.mods.no_bias import NoBias
 from lokakern.mods.norm_order import NormOrder
 from lokakern.mods.pad import Pad
@@ -24,6 +25,7 @@ __all__ = [
     "HardSwish",
     "HighResidual",
     "KeepIntermediates",
+    "MixTokens",
     "Mod",
     "NoBias",
     "NormOrder",

@@ -45,6 +45,8 @@ class Pad(Mod):
             growth = (k + more[0]) * (n + more[1]) / (k * n)
             if type(layer) not in (nn.Linear, Linear):
                 editor.left(self, name, shape, f"it is a {type(layer).__name__}")
+            elif getattr(layer, "is_mixing", False):
+                editor.left(self, name, shape, "MixTokens has it multiply tokens as they lie")
             elif growth > self.most_growth:
                 editor.left(self, name, shape, f"the product would be {growth:.2f} times as large")
             else:

@@ -23,6 +23,7 @@ from torch.nn import functional
 from lokakern.errors import UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.mods.editor import Editor, Mod
+from lokakern.token_mixing import mix_tokens
 
 _PLAIN = (nn.Linear, Linear)
 
@@ -39,6 +40,7 @@ class FusedLinear(Routed):
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
         self.parts = tuple(parts)  # a tuple is no child: parameters are registered where they were
+        self.is_mixing = all(getattr(part, "is_mixing", False) for part in parts)
 
     def weight(self) -> Tensor:
         """The weights one below the other."""
@@ -50,8 +52,10 @@ class FusedLinear(Routed):
         bias = None if biases[0] is None else torch.cat(biases)
         held = self.held()
         weight = self.weight() if held is None else held
-        y = self.product(input, weight, bias)
-        return y.split([part.out_features for part in self.parts], -1)  # type: ignore[no-any-return, no-untyped-call]
+        sizes = [part.out_features for part in self.parts]
+        if self.mixes(input, weight, bias):
+            return tuple(y.mT for y in mix_tokens(input, weight, bias).split(sizes, -2))  # type: ignore[no-untyped-call]
+        return self.product(input, weight, bias).split(sizes, -1)  # type: ignore[no-any-return, no-untyped-call]
 
     def product_shape(self) -> tuple[int, int, bool, Tensor]:
         """n, k, whether there is a bias, and a parameter: what `lokakern.convert` asks."""
@@ -158,7 +162,7 @@ def _rewrite(
         if len(inside) < 2:
             continue
         try:
-            graph = _traced(parent)
+            graph = traced(parent)
         except Exception as error:  # fx raises whatever a forward does with a proxy
             editor.left(mod, name, type(parent).__name__, f"torch.fx cannot trace it: {error}")
             continue
@@ -191,7 +195,7 @@ def _rewrite(
         editor.set(parent, "forward", MethodType(forward, parent))
 
 
-def _traced(parent: nn.Module) -> fx.Graph | None:
+def traced(parent: nn.Module) -> fx.Graph | None:
     """The graph of a forward; None where it is another in training than in evaluation.
 
     Raises:
@@ -254,6 +258,8 @@ def _equal(nodes: list[fx.Node], layers: dict[fx.Node, nn.Linear]) -> list[list[
     groups: dict[Any, list[list[fx.Node]]] = {}
     for node in nodes:
         layer = layers[node]
+        if getattr(layer, "is_mixing", False):
+            continue
         key = (layer.weight.shape, layer.bias is None, layer.weight.dtype)
         for group in groups.setdefault(key, []):
             if not before[node] & set(group):

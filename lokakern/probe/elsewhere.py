@@ -18,6 +18,7 @@ BETWEEN = "(activations)"  # in the place of a name: no parameter is multiplied
 _PRODUCTS = {
     "MmBackward0": (0, 1), "AddmmBackward0": (1, 2), "BmmBackward0": (0, 1),
     "BaddbmmBackward0": (1, 2), "MvBackward0": (0, 1), "ConvolutionBackward0": (0, 1),
+    "_MixedBackward": (1, 0),  # of `mods.MixTokens`
 }  # fmt: skip
 _ATTENTION = "ScaledDotProduct"  # what the names of its nodes begin with
 # What only lays a tensor out anew, casts it or puts several together.

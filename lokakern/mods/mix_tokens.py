@@ -1,0 +1,106 @@
+"""`MixTokens`: products across tokens, without turning them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from lokakern.linear import Linear
+from lokakern.mods.editor import Editor, Mod
+from lokakern.mods.together import FusedLinear, traced
+
+_KINDS = (nn.Linear, Linear, FusedLinear)
+
+
+@dataclass(frozen=True)
+class MixTokens(Mod):
+    """Multiply across tokens where they lie: ``linear(x.transpose(1, 2))`` as ``weight @ x``.
+
+    Exact: each output has the sums that it had, in their order or another. What is spared are
+    copies the other way round, of x, of the output and of their gradients; and, where the number of
+    tokens is no multiple of 8, kernels that read its rows slowly. The gradient of the weight is
+    summed in float32 over samples. It can be differentiated once.
+
+    Layers whose input is a tensor ``[batch, tokens, d]`` transposed where they are called become
+    ones that look how it lies at each call, and whose output lies so, too. `lokakern.convert`
+    leaves them unquantized, because no FP8 kernel reads operands across rows; a filter keeps those
+    out whose ``transpose(1, 2)`` is of a tensor of four dimensions, which cannot be seen here.
+    """
+
+    is_exact = True
+
+    def edit(self, editor: Editor) -> None:
+        """See `Mod`."""
+        for name, parent in editor.modules():
+            if type(parent).__module__.startswith("torch."):
+                continue
+            if not any(type(child) in _KINDS for child in _called(parent)):
+                continue
+            try:
+                graph = traced(parent)
+            except Exception as error:  # fx raises whatever a forward does with a proxy
+                editor.left(self, name, type(parent).__name__, f"torch.fx cannot trace it: {error}")
+                continue
+            if graph is None:
+                why = "its forward depends on whether it trains"
+                editor.left(self, name, type(parent).__name__, why)
+                continue
+            for node in graph.nodes:
+                if node.op == "call_module" and node.args and _is_transposed(node.args[0]):
+                    site = f"{name}.{node.target}" if name else str(node.target)
+                    self._mark(editor, site, parent.get_submodule(str(node.target)), node)
+
+    def _mark(self, editor: Editor, site: str, layer: nn.Module, call: fx.Node) -> None:
+        if type(layer) not in _KINDS or not editor.accepts(layer, site):
+            return
+        if getattr(layer, "is_mixing", False) or getattr(layer, "padding", (0, 0)) != (0, 0):
+            return
+        before = type(layer).__name__
+        if _is_viewed(call):
+            why = "its output is taken by view, which needs it to lie as it does: say reshape"
+            editor.left(self, site, before, why)
+            return
+        if type(layer) is nn.Linear:
+            editor.set(layer, "__class__", Linear)
+        if type(layer) is Linear:
+            editor.set(layer, "is_special", True)
+        editor.set(layer, "is_mixing", True)
+        editor.done(self, site, f"{before} of x.mT", "W @ x", "nothing is turned to be multiplied")
+
+
+def _called(parent: nn.Module) -> Iterator[nn.Module]:
+    """Its children, and those of lists, which nobody calls."""
+    for child in parent.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _is_viewed(call: fx.Node) -> bool:
+    """Whether an output is asked for as a view: it lies by columns."""
+    users = list(call.users)
+    users += [user for item in users if item.target is operator.getitem for user in item.users]
+    return any(user.op == "call_method" and user.target == "view" for user in users)
+
+
+def _is_transposed(node: Any) -> bool:
+    """Whether it is the transpose of the last two dimensions of three, as far as can be seen."""
+    if not isinstance(node, fx.Node) or node.kwargs:
+        return False
+    target: Any = node.target
+    if node.op == "call_function" and target is getattr:
+        return node.args[1] == "mT"
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = target if node.op == "call_method" else getattr(target, "__name__", "")
+    rest = node.args[1:]
+    found: Any = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | list) else rest
+    places = [place % 3 for place in found if isinstance(place, int)]
+    if name in ("transpose", "swapaxes", "swapdims"):
+        return sorted(places) == [1, 2]
+    return name == "permute" and places == [0, 2, 1]
