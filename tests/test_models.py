@@ -9,10 +9,14 @@ import torch
 from torch import nn
 
 from lokakern.bench.models import dlrm, interformer, wukong
+from lokakern.bench.models.arms import apply_mods
 from lokakern.bench.models.batch import CRITEO, PADDING, Batch, Inputs, random_batch
 from lokakern.bench.models.catalog import CATALOG, config_named
+from lokakern.bench.models.everywhere import fits
 from lokakern.bench.models.tables import Tables
 from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.linear import Linear
+from lokakern.mods.together import FusedLinear
 
 
 def multiply_adds(model: nn.Module, samples: int = 2) -> float:
@@ -29,6 +33,25 @@ def gemms_of(model: nn.Module) -> set[tuple[int, int]]:
     """Outputs and inputs of the linear layers."""
     linear = (module for module in model.modules() if isinstance(module, nn.Linear))
     return {(module.out_features, module.in_features) for module in linear}
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(("name", "size"), [("wukong", "S"), ("wukong", "M"), ("dhen", "large")])
+def test_mods_reach_every_norm_and_every_layer_across_tokens(
+    name: str, size: str, is_fused: bool
+) -> None:
+    with torch.device("meta"):
+        model = CATALOG[name].build(config_named(name, size))
+    words, *left = apply_mods(model, is_fused=is_fused)
+    (line,) = left
+    assert line.startswith("NoBias left head.")  # the prediction
+    assert words.startswith("changes: NoBias: ") and ("FuseShared" in words) == is_fused
+    assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
+    mixing = [m for m in model.modules() if getattr(m, "is_mixing", False)]
+    if is_fused:
+        assert len(mixing) == 8 and {type(m) for m in mixing} <= {Linear, FusedLinear}
+    else:  # others' tools replace those that fit
+        assert all(type(m) is Linear and not fits(m) for m in mixing)
 
 
 def test_bags_are_sums_of_rows_of_their_own_table() -> None:

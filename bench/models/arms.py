@@ -222,7 +222,8 @@ def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
         is_fused: Whether layers that share an input become one product, too.
     """
     mods = public("mods")
-    wanted = [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()]
+    # 128 divides the 17280 columns of Wukong S's first norm, and 256 does not.
+    wanted = [mods.NoBias(), mods.BlockNorm(256), mods.BlockNorm(128), mods.HardSwish()]
     together = [mods.FuseShared()] if is_fused else []
     changes = [*mods.apply(model, [*wanted, *together])]
     # Tools that are not of here replace every layer that fits by one that does not mix.
@@ -231,9 +232,10 @@ def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
     )
     done = Counter(c.mod for c in changes if c.is_done)
     words = ", ".join(f"{mod}: {count}" for mod, count in done.items()) or "none"
+    changed = {(c.mod, c.site) for c in changes if c.is_done}
     left: dict[tuple[str, str], str] = {}
     for c in changes:
-        if not c.is_done:
+        if not c.is_done and (c.mod, c.site) not in changed:
             left.setdefault((c.site, c.effect), c.mod)
     lines = [f"{mod} left {site} alone: {effect}" for (site, effect), mod in left.items()]
     return [f"changes: {words}", *lines]
