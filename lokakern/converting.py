@@ -218,7 +218,7 @@ class Conversion:
             n, k, has_bias, weight = shape_of(module)
             device = selection.device_named(self._device or _device_of(weight))
             judge = _judge_of(wanted, name, self._distributions)
-            if _is_mixing(module):
+            if getattr(module, "is_mixing", False):
                 found[name] = tuple(Route(gemm, PLAIN, _MIXING) for gemm in GEMMS)
                 continue
             key = (n, k, has_bias, device, judge)
@@ -342,7 +342,7 @@ class Conversion:
         """
         missing: dict[tuple[int, int], list[str]] = {}
         for site in self.sites.values():
-            if _is_mixing(site.module):
+            if site.module.is_mixing:
                 continue
             n, k, _, _ = shape_of(site.module)
             forms = missing.setdefault((n, k), [])
@@ -366,6 +366,7 @@ class Conversion:
             # A class that fully_shard made stays, and one that FSDP2 asks for what it gathers:
             # without routes it is nn.Linear's all the same.
             is_plain = type(site.module) is Linear and site.module._gathering is None
+            is_plain &= not site.module.is_mixing
             if is_plain and site.before is nn.Linear:
                 for name in list(vars(site.module).keys() & _OURS):
                     delattr(site.module, name)
@@ -397,12 +398,7 @@ _FORMS = {
     "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
 }  # fmt: skip
 _MIXING = "MixTokens has it multiply across tokens as they lie, which no FP8 kernel reads"
-_OURS = {name for name in vars(Routed) if not name.startswith("__")} - {"is_mixing"}
-
-
-def _is_mixing(module: nn.Module) -> bool:
-    is_padded = getattr(module, "padding", (0, 0)) != (0, 0)
-    return getattr(module, "is_mixing", False) and not is_padded
+_OURS = {name for name in vars(Routed) if not name.startswith("__")}
 
 
 def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:

@@ -24,11 +24,9 @@ from lokakern.routed import (
     read_route,
     scales_of,
 )
-from lokakern.token_mixing import mix_tokens, mixes
+from lokakern.token_mixing import CAST, HALF, mix_tokens, mixes
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
-_CAST = frozenset({torch.bfloat16, torch.float16, torch.float32})  # what autocast casts
-_HALF = frozenset({torch.bfloat16, torch.float16})
 _NOTHING = (None, None, None, None)
 _MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
@@ -121,7 +119,7 @@ class Routed(nn.Module):
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            fits = dtype is torch.bfloat16 and x.dtype in _CAST and weight.dtype in _CAST
+            fits = dtype is torch.bfloat16 and x.dtype in CAST and weight.dtype in CAST
         else:
             dtype = x.dtype
             fits = dtype is torch.bfloat16 and weight.dtype is dtype
@@ -257,7 +255,7 @@ class Routed(nn.Module):
             weight: Of the output.
             before: What was held of it before.
         """
-        if weight.dtype not in _HALF or hasattr(weight, "to_local"):
+        if weight.dtype not in HALF or hasattr(weight, "to_local"):
             return  # autocast makes another at each call; and each rank has rows of its own
         found = laid_out(weight.detach())
         if self.makes_weight or found.stride() != weight.stride():

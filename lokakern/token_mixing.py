@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from lokakern.layout import is_askew, laid_out
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
-_HALF = (torch.bfloat16, torch.float16)
-_CAST = (*_HALF, torch.float32)  # what autocast casts
+HALF = frozenset((torch.bfloat16, torch.float16))
+CAST = HALF | {torch.float32}  # what autocast casts
 _KINDS = (Tensor, nn.Parameter)  # no subclass, which may be sharded or quantized
 _MOST = 2**31  # what the kernel counts in
 
@@ -23,7 +23,7 @@ _MOST = 2**31  # what the kernel counts in
 def _has_kernel(index: int, dtype: torch.dtype) -> bool:
     """Whether Triton's kernel is for a GPU: of Hopper, where it was measured, or later."""
     return (
-        dtype in _HALF
+        dtype in HALF
         and torch.version.hip is None
         and torch.cuda.get_device_capability(index) >= (9, 0)
         and importlib.util.find_spec("triton") is not None
@@ -95,20 +95,22 @@ def _is_turned(x: Tensor) -> bool:
 
 
 def _dtype_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """In which a linear layer multiplies them; None where it refuses, or autocast mixes dtypes."""
+    """In which a linear layer multiplies them; None where it refuses, or they are not real."""
     found = {t.dtype for t in (x, weight, bias) if t is not None}
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind) if found <= {*_CAST} else None
+        return torch.get_autocast_dtype(kind) if found <= CAST else None
     return x.dtype if len(found) == 1 and x.dtype.is_floating_point else None
 
 
 def mixes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `mix_tokens` multiplies them, and as a linear layer would but for how they lie."""
-    is_plain = type(weight) in _KINDS and not x.is_meta
-    if not is_plain or not _is_turned(x) or _dtype_of(x, weight, bias) is None:
-        return False
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+    if not torch.compiler.is_compiling():
+        is_traced = torch._C._get_tracing_state() is not None  # by torch.jit
+        if is_traced or torch._C._are_functorch_transforms_active():
+            return False
+    is_plain = type(x) in _KINDS and type(weight) in _KINDS and not x.is_meta
+    return is_plain and _is_turned(x) and _dtype_of(x, weight, bias) is not None
 
 
 def mix_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -116,7 +118,7 @@ def mix_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Args:
         x: ``[..., d, n]``, ``[..., n, d]`` in memory.
-        weight: ``[count, n]``; its gradient is summed in float32 and rounded to its dtype.
+        weight: ``[count, n]``.
         bias: ``[count]`` or None.
 
     Returns:

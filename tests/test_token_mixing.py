@@ -21,9 +21,11 @@ from lokakern.bench.models.layers import products_of
 from lokakern.bench.models.setting import Setting
 from lokakern.bench.models.shares import kind_of
 from lokakern.linear import Linear, Routed
-from lokakern.mods.together import FusedLinear
+from lokakern.mods.together import BatchedLinear, FusedLinear
 from lokakern.probe.elsewhere import products_elsewhere
+from lokakern.routed import route_text
 from lokakern.token_mixing import mix_tokens, mixes
+from lokakern.types import Granularity
 from tests.test_mods import passed, same, whole, with_whole_weights
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +96,7 @@ def test_operands_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ((3, 16, 6), (1, 2), True), ((3, 16, 6), (0, 1), False), ((3, 6), (0, 1), False),
         ((0, 16, 6), (1, 2), False), ((2, 3, 16, 6), (2, 3), True), ((2, 3, 16, 6), (1, 2), False),
-        ((3, 1, 6), (1, 2), False),
+        ((3, 1, 6), (1, 2), False), ((3, 16, 1), (1, 2), False),
     ],
 )  # fmt: skip
 def test_only_turned_tokens_mix(
@@ -103,7 +105,9 @@ def test_only_turned_tokens_mix(
     weight = torch.randn(8, 16)
     assert mixes(torch.randn(shape).transpose(*turn), weight, None) == expected
     assert not mixes(torch.randn(shape), weight, None)
+    assert not mixes(torch.randn(3, 16, 12)[..., :6].mT, weight, None)
     assert mixes(torch.randn(3, 32, 6)[:, 8:24].mT, weight, None)  # a slice of tokens
+    assert not mixes(torch.randn(2, 3, 32, 6)[:, :, 8:24].mT, weight, None)
     assert not mixes(torch.randn(3, 16, 12)[..., ::2].mT, weight, None)
 
 
@@ -131,7 +135,9 @@ def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[Linea
 def test_dtypes_are_taken_refused_and_cast_as_by_nn_linear(
     dtype: torch.dtype, weight: torch.dtype, autocast: bool
 ) -> None:
-    x = (8 * torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(1))).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    kind = dtype if dtype.is_complex else torch.float32
+    x = (8 * torch.randn(3, 16, 6, generator=generator, dtype=kind)).to(dtype)
     found: list[Any] = []
     for layer in layers(dtype=weight):
         try:
@@ -154,6 +160,9 @@ def test_subclasses_transforms_and_shapes_alone_are_multiplied_as_ever() -> None
     x = torch.randn(4, 3, 16, 6)
     assert mixes(x.mT, layer.weight, layer.bias)
     assert not mixes(x.mT, layer.weight.detach().as_subclass(Sharded), None)
+    assert not mixes(x.mT.as_subclass(Sharded), layer.weight, None)
+    traced = torch.jit.trace(layer, (x.mT,))
+    assert "Mixed" not in str(traced.graph) and torch.allclose(traced(x.mT), plain(x.mT), atol=1e-5)
     assert layer.to("meta")(x.to("meta").mT).shape == (4, 3, 6, 8)
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -223,9 +232,26 @@ def test_a_model_that_mixes_compiles_whole(backend: str) -> None:
     assert all(torch.allclose(a, b, rtol=1e-4) for a, b in zip(found, expected, strict=True))
 
 
-def test_autocast_rounds_operands_and_sums_gradients_in_float32() -> None:
+def test_compiled_layers_mix() -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    layer, _ = layers()
+    with torch.no_grad():
+        torch.compile(layer, backend=keep, fullgraph=True)(torch.randn(3, 16, 6).mT)
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert any("bmm" in name or "autograd_function_apply" in name for name in names)
+    assert not any("linear" in name for name in names)
+
+
+@pytest.mark.parametrize("tokens", [13, 16])
+def test_autocast_rounds_operands_and_sums_gradients_in_float32(tokens: int) -> None:
     torch.manual_seed(0)
-    layer, x = Linear(13, 8), torch.randn(4096, 13, 6)
+    layer, x = Linear(tokens, 8), torch.randn(4096, tokens, 6)
     plain = copy.deepcopy(layer).double()
     plain.weight.data = layer.weight.data.bfloat16().double()
     layer.is_mixing = layer.is_special = True
@@ -263,8 +289,35 @@ def test_convert_leaves_what_mixes_unquantized_and_says_why(
     assert all(row["choice"] == "bf16" and "MixTokens" in row["why"] for row in conversion.choices)
     assert torch.equal(model(x), expected) and "MixTokens" in conversion.explain("back")
     assert conversion.suite([8192]) == ""  # nothing to measure
-    conversion.undo()
-    assert torch.equal(model(x), expected) and model.back.is_mixing
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr("lokakern.linear.mix_tokens", lambda *a: calls.append(a) or mix_tokens(*a))
+        model(x)
+        assert len(calls) == 1  # a route of its own does not hide that a layer mixes
+        conversion.undo()
+        assert torch.equal(model(x), expected)
+        assert len(calls) == 2
+
+
+def test_what_is_quantized_does_not_mix() -> None:
+    layer, plain = layers(dtype=torch.bfloat16)
+    x = torch.randn(3, 16, 6).bfloat16().mT
+    route = route_text(Granularity.ROW, [(0, "cuda.quantize_row+cuda.scaled_gemm_row")], [(0, "")])
+    layer.take_routes([route, "", ""], None)
+    assert not layer.mixes(x, layer.weight, layer.bias)
+    assert layer(x).shape == plain(x).shape
+    layer.is_mixing = False
+    (left,) = mods.apply(Named(layer), [mods.MixTokens()])
+    assert not left.is_done and "convert" in left.effect
+
+
+class Named(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mT)  # type: ignore[no-any-return]
 
 
 def test_what_was_converted_before_can_be_undone_in_either_order() -> None:
@@ -277,8 +330,12 @@ def test_what_was_converted_before_can_be_undone_in_either_order() -> None:
         undone = [conversion, report]
         for one in undone if is_conversion_first else reversed(undone):
             one.undo()  # type: ignore[attr-defined]
-        assert [type(m) for m in model.modules()] == kinds
+            if one is conversion and is_conversion_first:
+                assert model.back.mixes(torch.randn(3, 8, 6).mT, model.back.weight, None)
         assert not any("is_mixing" in vars(m) for m in model.modules())
+        left = [type(m) for m in model.modules()]
+        assert left == kinds or is_conversion_first  # whose layers mixed on, as lokakern's
+        assert set(left) <= {*kinds, Linear}
 
 
 @pytest.mark.parametrize("tokens", [13, 16])
@@ -308,6 +365,18 @@ class Viewed(Mixer):
         return self.few(x.mT).view(x.shape[0], -1)  # type: ignore[no-any-return]
 
 
+class ViewedLater(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        across = x.mT
+        few, _ = self.few(across), self.kept(across)
+        return nn.functional.relu(few).chunk(2, 1)[0].view(x.shape[0], -1)  # type: ignore[no-any-return]
+
+
+class ViewedAnew(Mixer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.few(x.mT) @ x[:, :8]).view(x.shape[0], -1)  # type: ignore[no-any-return]
+
+
 class Elsewhere(nn.Module):
     """Calls that must not be taken for mixing, a layer that a filter keeps, and one in a list."""
 
@@ -327,9 +396,16 @@ class Elsewhere(nn.Module):
 
 
 def test_what_cannot_be_seen_to_mix_is_left_alone() -> None:
-    for kind, why in [(Untraceable, "torch.fx"), (Fickle, "trains"), (Viewed, "view")]:
-        (left,) = mods.apply(kind(16), [mods.MixTokens()])
-        assert not left.is_done and why in left.effect
+    for kind, why in [
+        (Untraceable, "torch.fx"), (Fickle, "trains"), (Viewed, "view"), (ViewedLater, "view"),
+    ]:  # fmt: skip
+        found = mods.apply(kind(16), [mods.MixTokens()])
+        assert any(not change.is_done and why in change.effect for change in found)
+        assert [change.site for change in found if change.is_done] in ([], ["kept"])
+    (fused, left) = mods.apply(ViewedLater(16), [mods.FuseShared(), mods.MixTokens()])
+    assert fused.is_done and not left.is_done  # through what takes the parts out
+    (done,) = mods.apply(ViewedAnew(16), [mods.MixTokens()])
+    assert done.is_done
     model = Elsewhere()
     expected = model(torch.ones(6, 6, 6))
     report = mods.apply(model, [mods.MixTokens()], filter=lambda _, name: name != "kept")
@@ -352,6 +428,26 @@ def test_other_mods_keep_what_mixes() -> None:
         called = [m for m in model.modules() if getattr(m, "is_mixing", False)]
         fused = [m for m in called if isinstance(m, FusedLinear)]
         assert len(called) == 3 + len(fused) and len(fused) == isinstance(behind, mods.FuseShared)
+        assert not any(isinstance(m, BatchedLinear) for m in model.modules())
+    model = mixer_of(13)
+    mods.apply(model, [mods.MixTokens()], filter=lambda _, name: name != "few")
+    assert not mods.apply(
+        model, [mods.FuseShared()]
+    ).changed  # one that mixes, and one that does not
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.ModuleDict({"one": nn.ModuleList([nn.Linear(6, 6)])})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.named["one"][0](x.mT)  # type: ignore[no-any-return, index]
+
+
+def test_layers_of_lists_are_seen() -> None:
+    (change,) = mods.apply(Listed(), [mods.MixTokens()])
+    assert change.is_done and change.site == "named.one.0"
 
 
 def test_probe_counts_products_across_tokens() -> None:
@@ -395,6 +491,15 @@ def test_gradients_of_samples_add_up(shape: tuple[int, int, int, int]) -> None:
     assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4 * float(batch * d) ** 0.5)
     assert torch.ops.lokakern.token_gradient(grad[:0], x[:0]).abs().sum() == 0
     torch.library.opcheck(torch.ops.lokakern.token_gradient.default, (grad, x))
+
+
+def test_gradients_of_samples_are_not_made_where_they_are_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "bmm", None)
+    grad, x = torch.randn(3, 40, 4), torch.randn(3, 40, 4)
+    found = torch.ops.lokakern.token_gradient(grad, x)
+    assert torch.allclose(found.double(), gradient_of(grad, x), rtol=1e-4, atol=1e-4)
 
 
 INTERPRETED = """

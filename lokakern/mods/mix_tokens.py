@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,11 @@ from lokakern.mods.editor import Editor, Mod
 from lokakern.mods.together import FusedLinear, traced
 
 _KINDS = (nn.Linear, Linear, FusedLinear)
+# What lies anew, whatever it is made of, and modules whose outputs lie as their inputs.
+_ANEW = frozenset(
+    ("reshape", "flatten", "contiguous", "clone", "matmul", "bmm", "einsum", "cat", "stack")
+)
+_ELEMENTWISE = frozenset(f"torch.nn.modules.{word}" for word in ("activation", "dropout"))
 
 
 @dataclass(frozen=True)
@@ -22,8 +26,8 @@ class MixTokens(Mod):
 
     Exact: each output has the sums that it had, in their order or another. What is spared are
     copies the other way round, of x, of the output and of their gradients; and, where the number of
-    tokens is no multiple of 8, kernels that read its rows slowly. The gradient of the weight is
-    summed in float32 over samples. It can be differentiated once.
+    tokens is no multiple of 8, kernels that read its rows slowly. It can be differentiated once,
+    backward.
 
     Layers whose input is a tensor ``[batch, tokens, d]`` transposed where they are called become
     ones that look how it lies at each call, and whose output lies so, too. `lokakern.convert`
@@ -52,16 +56,21 @@ class MixTokens(Mod):
             for node in graph.nodes:
                 if node.op == "call_module" and node.args and _is_transposed(node.args[0]):
                     site = f"{name}.{node.target}" if name else str(node.target)
-                    self._mark(editor, site, parent.get_submodule(str(node.target)), node)
+                    self._mark(editor, site, parent, node)
 
-    def _mark(self, editor: Editor, site: str, layer: nn.Module, call: fx.Node) -> None:
+    def _mark(self, editor: Editor, site: str, parent: nn.Module, call: fx.Node) -> None:
+        layer = parent.get_submodule(str(call.target))
         if type(layer) not in _KINDS or not editor.accepts(layer, site):
             return
         if getattr(layer, "is_mixing", False) or getattr(layer, "padding", (0, 0)) != (0, 0):
             return
         before = type(layer).__name__
-        if _is_viewed(call):
+        why = ""
+        if any(getattr(layer, "_routes", ())):
+            why = "it is converted to FP8: apply Mods before convert"
+        elif _is_viewed(parent, call):
             why = "its output is taken by view, which needs it to lie as it does: say reshape"
+        if why:
             editor.left(self, site, before, why)
             return
         if type(layer) is nn.Linear:
@@ -81,16 +90,26 @@ def _called(parent: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _is_viewed(call: fx.Node) -> bool:
-    """Whether an output is asked for as a view: it lies by columns."""
-    users = list(call.users)
-    users += [user for item in users if item.target is operator.getitem for user in item.users]
-    return any(user.op == "call_method" and user.target == "view" for user in users)
+def _is_viewed(parent: nn.Module, call: fx.Node) -> bool:
+    """Whether what lies as an output does, by columns, is asked for as a view."""
+    waiting, seen = list(call.users), set()
+    while waiting:
+        user = waiting.pop()
+        name = user.target if isinstance(user.target, str) else user.target.__name__
+        if user.op == "call_method" and name in ("view", "view_as"):
+            return True
+        is_kept = name not in _ANEW
+        if user.op == "call_module":
+            is_kept = type(parent.get_submodule(name)).__module__ in _ELEMENTWISE
+        if is_kept and user not in seen:
+            seen.add(user)
+            waiting += user.users
+    return False
 
 
 def _is_transposed(node: Any) -> bool:
     """Whether it is the transpose of the last two dimensions of three, as far as can be seen."""
-    if not isinstance(node, fx.Node) or node.kwargs:
+    if not isinstance(node, fx.Node):
         return False
     target: Any = node.target
     if node.op == "call_function" and target is getattr:

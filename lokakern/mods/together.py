@@ -248,7 +248,9 @@ def _shared(nodes: list[fx.Node], layers: dict[fx.Node, nn.Linear]) -> list[list
     groups: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         layer = layers[node]
-        groups.setdefault((node.args[0], layer.bias is None, layer.weight.dtype), []).append(node)
+        is_mixing = getattr(layer, "is_mixing", False)
+        key = (node.args[0], layer.bias is None, layer.weight.dtype, is_mixing)
+        groups.setdefault(key, []).append(node)
     return [group for group in groups.values() if len(group) > 1]
 
 
