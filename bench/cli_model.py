@@ -75,7 +75,7 @@ def model(
         Path | None,
         typer.Option(
             help="Only write the model's layers at this batch into a TOML file, for sweep --suite: "
-            "what was not measured runs in bf16."
+            "what was not measured runs in bf16, and layers across tokens do in any case."
         ),
     ] = None,
     budget: BudgetOption = 0.06,

@@ -59,7 +59,8 @@ def convert(
         inference: Whether weights are quantized now, once and for all, and nothing is trained:
             later changes of a weight are not seen, but for `load_state_dict` of the model. Of
             weights in bfloat16 that stay so, those of fused layers are put together, and those
-            whose k is no multiple of 8 are turned (`lokakern.layout.laid_out`): copies, in buffers.
+            whose k is no multiple of 8 are turned for inputs that are transposed
+            (`lokakern.layout.laid_out`): copies, in buffers.
         device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.

@@ -262,9 +262,15 @@ class Routed(nn.Module):
             self.register_buffer("held_weight", _into(before, found), persistent=False)
             self.is_held = True
 
-    def held(self) -> Tensor | None:
-        """What `hold` kept, unless somebody may ask for the gradient of the parameter."""
-        return self.held_weight if self.is_held and not torch.is_grad_enabled() else None  # type: ignore[return-value]
+    def held(self, x: Tensor) -> Tensor | None:
+        """What `hold` kept, unless somebody may ask for the gradient of the parameter.
+
+        A weight by columns is for an x that comes so, too: for rows it was not measured.
+        """
+        if not self.is_held or torch.is_grad_enabled():
+            return None
+        held: Tensor = self.held_weight  # type: ignore[assignment]
+        return None if held.stride(-1) != 1 and x.stride(-1) == 1 else held
 
     def thaw(self) -> None:
         """Undo `freeze_weight`."""
@@ -359,7 +365,7 @@ class Linear(nn.Linear, Routed):
         if not self.is_special:  # most layers: as little as can be
             return functional.linear(input, self.weight, self.bias)
         if self.padding == (0, 0):
-            held = self.held()
+            held = self.held(input)
             weight = self.weight if held is None else held
             if self.mixes(input, weight, self.bias):
                 return mix_tokens(input, weight, self.bias).mT

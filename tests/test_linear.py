@@ -479,7 +479,7 @@ def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
 
 def test_inference_turns_what_is_not_quantized_where_that_is_faster() -> None:
     layer = layer_of((PLAIN,) * 3, k=51)
-    x = rows(k=51)
+    x = rows(k=51).t().contiguous().t()
     with torch.no_grad():
         expected = layer(x)
         layer.freeze()
@@ -491,6 +491,7 @@ def test_inference_turns_what_is_not_quantized_where_that_is_faster() -> None:
             assert torch.equal(call(x), expected)
         layer.weight.zero_()
         assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x.contiguous()), plain_of(layer)(x))  # rows are for the parameter
         assert list(layer.state_dict()) == ["weight", "bias"]
         other, place = layer_of(k=51), layer.held_weight.data_ptr()
         other.weight.mul_(2.0)

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
-from lokakern.mods.together import FusedLinear, traced
+from lokakern.mods.together import FusedLinear, graph_of
 
 _KINDS = (nn.Linear, Linear, FusedLinear)
 # What lies anew, whatever it is made of, and modules whose outputs lie as their inputs.
@@ -44,16 +44,8 @@ class MixTokens(Mod):
                 continue
             if not any(type(child) in _KINDS for child in _called(parent)):
                 continue
-            try:
-                graph = traced(parent)
-            except Exception as error:  # fx raises whatever a forward does with a proxy
-                editor.left(self, name, type(parent).__name__, f"torch.fx cannot trace it: {error}")
-                continue
-            if graph is None:
-                why = "its forward depends on whether it trains"
-                editor.left(self, name, type(parent).__name__, why)
-                continue
-            for node in graph.nodes:
+            graph = graph_of(self, editor, name, parent)
+            for node in graph.nodes if graph is not None else ():
                 if node.op == "call_module" and node.args and _is_transposed(node.args[0]):
                     site = f"{name}.{node.target}" if name else str(node.target)
                     self._mark(editor, site, parent, node)
@@ -90,12 +82,17 @@ def _called(parent: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _name_of(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
 def _is_viewed(parent: nn.Module, call: fx.Node) -> bool:
     """Whether what lies as an output does, by columns, is asked for as a view."""
     waiting, seen = list(call.users), set()
     while waiting:
         user = waiting.pop()
-        name = user.target if isinstance(user.target, str) else user.target.__name__
+        name = _name_of(user)
         if user.op == "call_method" and name in ("view", "view_as"):
             return True
         is_kept = name not in _ANEW
@@ -111,13 +108,11 @@ def _is_transposed(node: Any) -> bool:
     """Whether it is the transpose of the last two dimensions of three, as far as can be seen."""
     if not isinstance(node, fx.Node):
         return False
-    target: Any = node.target
-    if node.op == "call_function" and target is getattr:
+    if node.op == "call_function" and node.target is getattr:
         return node.args[1] == "mT"
     if node.op not in ("call_method", "call_function"):
         return False
-    name = target if node.op == "call_method" else getattr(target, "__name__", "")
-    rest = node.args[1:]
+    name, rest = _name_of(node), node.args[1:]
     found: Any = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | list) else rest
     places = [place % 3 for place in found if isinstance(place, int)]
     if name in ("transpose", "swapaxes", "swapdims"):

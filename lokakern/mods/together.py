@@ -50,7 +50,7 @@ class FusedLinear(Routed):
         """What each layer makes of the input."""
         biases = tuple(part.bias for part in self.parts)
         bias = None if biases[0] is None else torch.cat(biases)
-        held = self.held()
+        held = self.held(input)
         weight = self.weight() if held is None else held
         sizes = [part.out_features for part in self.parts]
         if self.mixes(input, weight, bias):
@@ -161,14 +161,8 @@ def _rewrite(
         inside = [m for m in parent.modules() if type(m) in _PLAIN]
         if len(inside) < 2:
             continue
-        try:
-            graph = traced(parent)
-        except Exception as error:  # fx raises whatever a forward does with a proxy
-            editor.left(mod, name, type(parent).__name__, f"torch.fx cannot trace it: {error}")
-            continue
+        graph = graph_of(mod, editor, name, parent)
         if graph is None:
-            why = "its forward depends on whether it trains"
-            editor.left(mod, name, type(parent).__name__, why)
             continue
         layers = _layers(graph, parent, editor, name)
         groups = grouping(list(layers), layers)
@@ -195,7 +189,19 @@ def _rewrite(
         editor.set(parent, "forward", MethodType(forward, parent))
 
 
-def traced(parent: nn.Module) -> fx.Graph | None:
+def graph_of(mod: Mod, editor: Editor, name: str, parent: nn.Module) -> fx.Graph | None:
+    """The graph of a forward; None, and the reason in the report, where there is none."""
+    try:
+        graph = _traced(parent)
+        why = "its forward depends on whether it trains" if graph is None else ""
+    except Exception as error:  # fx raises whatever a forward does with a proxy
+        graph, why = None, f"torch.fx cannot trace it: {error}"
+    if why:
+        editor.left(mod, name, type(parent).__name__, why)
+    return graph
+
+
+def _traced(parent: nn.Module) -> fx.Graph | None:
     """The graph of a forward; None where it is another in training than in evaluation.
 
     Raises:
