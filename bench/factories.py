@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lokakern.bench.products import Product
-from lokakern.converting import shape_of
 from lokakern.errors import UnknownNameError, UnsupportedError
-from lokakern.probe.session import watched_modules
+from lokakern.linear import Routed
+from lokakern.sites import inner_layers, named_modules, shape_of
 
 _TORCH = str(Path(torch.__file__).parent)
 EXPECTED = (
@@ -133,7 +133,12 @@ def _traced(
             "with --rows how many rows each layer multiplies" if example is None
             else f"--rows: {spec} returns an example, which says how many rows there are"
         )  # fmt: skip
-    sites = list(watched_modules(model, lambda module, _: isinstance(module, nn.Linear)))
+    inner = inner_layers(model)
+
+    def is_site(module: nn.Module, _name: str) -> bool:
+        return isinstance(module, nn.Linear | Routed) and id(module) not in inner
+
+    sites = list(named_modules(model, is_site))
     if rows is not None:
         return [_product(name, layer, rows, 1) for name, layer in sites], None
     calls: Counter[tuple[str, int]] = Counter()

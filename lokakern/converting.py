@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,11 @@ from lokakern.errors import FormatError, ShapeError, UnknownNameError, Unsupport
 from lokakern.linear import Linear, Routed
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.session import watched_modules
 from lokakern.routed import PLAIN, kernel_at
 from lokakern.routes import FORMS, GEMMS, Judge, MRange, Route, routes_of
+from lokakern.sites import INNER, MIXING, ModuleFilter, inner_layers, named_modules, shape_of
 from lokakern.types import Device, ErrorBudget, Granularity
 
-ModuleFilter = Callable[[nn.Module, str], bool]
 Wanted = ProbeReport | ErrorBudget | float | None
 
 
@@ -220,7 +219,7 @@ class Conversion:
             device = selection.device_named(self._device or _device_of(weight))
             judge = _judge_of(wanted, name, self._distributions)
             if getattr(module, "is_mixing", False):
-                found[name] = tuple(Route(gemm, PLAIN, _MIXING) for gemm in GEMMS)
+                found[name] = tuple(Route(gemm, PLAIN, MIXING) for gemm in GEMMS)
                 continue
             key = (n, k, has_bias, device, judge)
             if key not in known:
@@ -398,19 +397,7 @@ def _let_go(sequence: nn.Module) -> None:
 _FORMS = {
     "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
 }  # fmt: skip
-_MIXING = "MixTokens has it multiply across tokens as they lie, which no FP8 kernel reads"
 _OURS = {name for name in vars(Routed) if not name.startswith("__")}
-
-
-def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:
-    """Of a site n and k as they are multiplied, whether there is a bias, and a parameter."""
-    if isinstance(module, nn.Linear):
-        k, n = getattr(module, "padding", (0, 0))
-        return (
-            module.out_features + n, module.in_features + k, module.bias is not None, module.weight
-        )  # fmt: skip
-    shape: tuple[int, int, bool, Tensor] = module.product_shape()  # type: ignore[operator]
-    return shape
 
 
 def _parameter(module: Routed) -> Tensor | None:
@@ -425,13 +412,13 @@ def _sites_of(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     found: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
-    inner = {id(part) for m in model.modules() for part in getattr(m, "parts", ())}
+    inner = inner_layers(model)
 
     def is_wanted(module: nn.Module, name: str) -> bool:
         is_linear = isinstance(module, nn.Linear | Routed)
         return is_linear and (accepts is None or accepts(module, name))
 
-    for name, module in watched_modules(model, is_wanted):
+    for name, module in named_modules(model, is_wanted):
         reason = _why_not(module, id(module) in inner)
         if reason:
             skipped[name] = reason
@@ -450,7 +437,7 @@ def _form_named(name: Granularity | str) -> Granularity:
 
 def _why_not(module: nn.Module, is_inner: bool) -> str:
     if is_inner:
-        return "it is multiplied as a part of another layer"
+        return INNER
     if not isinstance(module, Routed) and type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, which may do more than nn.Linear"
     weight = shape_of(module)[3]

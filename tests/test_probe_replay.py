@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,12 @@ from lokakern.bench.distributions import distribution_named, draw_rows, draw_wei
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.probe.gemms import Replayed, block_norm, problem_of
 from lokakern.probe.learned import LearnedSite
-from lokakern.probe.replay import replay
+from lokakern.probe.replay import compile_ahead, replay
 from lokakern.probe.site import GEMMS, SiteStatistics
 from lokakern.problems import sums_over_samples
 from lokakern.registry.loading import load_snapshot
 from lokakern.registry.register import KERNELS, load_kernels, register
-from lokakern.types import Format, Granularity
+from lokakern.types import Device, Format, Granularity, Problem
 from tests.probe_sites import drawn, site_of
 
 load_kernels()
@@ -131,6 +131,29 @@ def test_rows_of_a_weights_gradient_come_in_pairs() -> None:
     rows, inputs = site.rows(300, 2 * N, 4), site.weight(300, K, 4)
     assert torch.allclose(rows[:, :N], inputs[:, :N] * 3)
     assert torch.equal(rows[:, N:], rows[:, :N])
+
+
+def test_what_a_gpu_replays_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All problems of all sites at once; where nothing is compiled, nothing is asked."""
+    asked: list[tuple[set[Problem], Device, bool]] = []
+
+    def prebuild(problems: Iterable[Problem], device: Device, *, workers: int, again: bool) -> None:
+        assert workers >= 1
+        asked.append((set(problems), device, again))
+
+    monkeypatch.setattr("lokakern.probe.replay.prebuild", prebuild)
+    sites = [LearnedSite(name, seen("X3", n, norm="layer")[0]) for name, n in (("a", N), ("b", 64))]
+    compile_ahead(sites)
+    assert asked == []
+    h200 = selection.device_named("NVIDIA H200")
+    monkeypatch.setattr("lokakern.probe.replay.current_device", lambda: h200)
+    compile_ahead(sites)
+    ((problems, device, again),) = asked
+    assert device == h200 and not again
+    assert {(p.op, p.n, p.k) for p in problems if p.op == "gemm_norm"} == {
+        ("gemm_norm", N, K), ("gemm_norm", 64, K)
+    }  # fmt: skip
+    assert {N, 64} <= {p.n for p in problems} and K in {p.n for p in problems}
 
 
 def test_every_gemm_and_the_norm_after_it_are_replayed() -> None:

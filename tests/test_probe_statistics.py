@@ -280,12 +280,15 @@ def test_draws_have_the_scales_of_one_weight() -> None:
     weight[5] *= 100.0
     found = MatrixNormal(96, 128, CPU)
     found.add(weight)
-    drawn = torch.stack([found.draw(generator(i)) for i in range(20)])
+    weights = found.drawable()
+    drawn = torch.stack([weights.draw(generator(i), 96, 128) for i in range(20)])
     others = [i for i in range(96) if i != 5]  # one row says little of each column
     columns = drawn[:, others].square().mean(dim=(0, 1)) / weight[others].square().mean(dim=0)
     assert (columns.log2().abs() < 1).all()
     rows = drawn[:, :, :7].square().mean(dim=(0, 2)).sqrt()
     assert 30 < rows[5] / rows[:5].mean() < 300
+    whole, part = (weights.draw(generator(3), *shape) for shape in ((96, 128), (10, 20)))
+    assert torch.allclose(part, whole[:10, :20], rtol=1e-9, atol=1e-12)
 
 
 def test_a_diagonal_does_for_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,9 +298,13 @@ def test_a_diagonal_does_for_large_weights(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(3):
         found.add(weight)
     assert (found.u.dim(), found.v.dim()) == (1, 1)
-    drawn = torch.stack([found.draw(generator(i)) for i in range(20)])
-    ratio = drawn.square().mean(dim=(0, 1)) / weight.square().mean(dim=0)
-    assert (ratio.log2().abs() < 1).all()
+    expected = weight.square().mean(dim=0)
+    for rows, columns in ((24, 40), (9, 40), (24, 7)):
+        weights = found.drawable()
+        drawn = torch.stack([weights.draw(generator(i), rows, columns) for i in range(40)])
+        assert drawn.shape[1:] == (rows, columns)
+        ratio = drawn.square().mean(dim=(0, 1)) / expected[:columns]
+        assert (ratio.log2().abs() < 1).all()
     with pytest.raises(ShapeError, match=r"\[24, 40\] was given \[40, 24\]"):
         found.add(weight.t())
 
@@ -307,7 +314,7 @@ def test_a_weight_without_variance_does_no_harm() -> None:
     for weight in (torch.zeros(8, 8), torch.ones(8, 8), torch.full((8, 8), math.nan)):
         found.add(weight)
     assert all(torch.isfinite(x).all() for x in found.tensors().values())
-    assert torch.isfinite(found.draw(generator())).all()
+    assert torch.isfinite(found.drawable().draw(generator(), 8, 8)).all()
 
 
 def test_a_site_knows_its_sizes_and_the_mean_of_its_output() -> None:

@@ -67,8 +67,8 @@ def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
 
 def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
     """What runs in each layer that was called, product by product."""
-    from lokakern.converting import shape_of
     from lokakern.routed import kernel_at
+    from lokakern.sites import shape_of
 
     found = []
     for name, site in built.conversion.sites.items():

@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lokakern.errors import FormatError
-from lokakern.probe.session import watched_modules
-
-ModuleFilter = Callable[[nn.Module, str], bool]
+from lokakern.sites import ModuleFilter, named_modules
 
 
 class Mod(ABC):
@@ -71,7 +69,7 @@ class Editor:
             is_kind = not kinds or isinstance(module, kinds)
             return is_kind and (self._accepts is None or self._accepts(module, name))
 
-        return list(watched_modules(self.model, is_wanted))
+        return list(named_modules(self.model, is_wanted))
 
     def accepts(self, module: nn.Module, name: str) -> bool:
         """Whether the filter does."""

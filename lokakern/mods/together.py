@@ -23,13 +23,14 @@ from torch.nn import functional
 from lokakern.errors import UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.mods.editor import Editor, Mod
+from lokakern.sites import Joined
 from lokakern.token_mixing import mix_tokens
 
 _PLAIN = (nn.Linear, Linear)
 
 
-class FusedLinear(Routed):
-    """Linear layers on one input as one product; they keep their parameters, and their names.
+class FusedLinear(Joined, Routed):
+    """Linear layers on one input as one product.
 
     Args:
         parts: The layers, as many inputs each, all with a bias or none.
@@ -38,8 +39,7 @@ class FusedLinear(Routed):
     makes_weight = True
 
     def __init__(self, parts: list[nn.Linear]) -> None:
-        super().__init__()
-        self.parts = tuple(parts)  # a tuple is no child: parameters are registered where they were
+        super().__init__(parts)
         self.is_mixing = all(getattr(part, "is_mixing", False) for part in parts)
 
     def weight(self) -> Tensor:
@@ -78,16 +78,12 @@ class FusedLinear(Routed):
         return f"{len(self.parts)} layers, k={k}, n={n}, {self.route_words()}"
 
 
-class BatchedLinear(nn.Module):
+class BatchedLinear(Joined):
     """Equal linear layers on inputs of their own as one batched product.
 
     Args:
         parts: The layers, of one shape, all with a bias or none.
     """
-
-    def __init__(self, parts: list[nn.Linear]) -> None:
-        super().__init__()
-        self.parts = tuple(parts)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """What each layer makes of its input."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lokakern.bench.distributions import LearnedDistribution
 from lokakern.errors import MeasurementError, ShapeError
+from lokakern.probe.matrix_normal import DrawableWeight
 from lokakern.probe.operand import OperandStatistics
 from lokakern.probe.site import GEMMS, SiteStatistics
 from lokakern.probe.tails import FEWEST_ROWS, Fit, fit_of
@@ -94,15 +95,24 @@ class LearnedSite:
         snapshot = self.statistics.snapshot
         if snapshot is None:
             raise MeasurementError(f"site {self.name!r} has no snapshot of its weight")
-        drawn = self.statistics.weight.draw(generator_of("fit"))
-        return fit_of(snapshot.cpu(), drawn[:CHECKED_ROWS])
+        rows = min(self.statistics.n, CHECKED_ROWS)
+        drawn = self._drawable.draw(generator_of("fit"), rows, self.statistics.k)
+        return fit_of(snapshot.cpu(), drawn)
 
-    def weight(self, seed: int) -> Tensor:
-        """A weight ``[n, k]`` float64: matrix-normal, or the newest itself, its rows repeated."""
+    @cached_property
+    def _drawable(self) -> DrawableWeight:
+        return self.statistics.weight.drawable()
+
+    def weight(self, seed: int, rows: int, columns: int) -> Tensor:
+        """The first rows and columns of a weight, float64.
+
+        Matrix-normal, or the newest itself, its rows repeated.
+        """
         snapshot = self.statistics.snapshot
         if snapshot is None or self.weight_fit.is_gaussian:
-            return self.statistics.weight.draw(generator_of(self.name, "weight", seed))
-        return snapshot.cpu().double()[torch.arange(self.statistics.n) % len(snapshot)]
+            generator = generator_of(self.name, "weight", seed)
+            return self._drawable.draw(generator, rows, columns)
+        return snapshot[:, :columns].cpu().double()[torch.arange(rows) % len(snapshot)]
 
     @cached_property
     def digest(self) -> str:
@@ -142,11 +152,11 @@ class LearnedSite:
 
     def _weight(self, n: int, k: int, seed: int) -> Tensor:
         self._check(k, self.statistics.k)
-        return self.weight(seed)[:n]
+        return self.weight(seed, n, k)
 
     def _weight_t(self, n: int, k: int, seed: int) -> Tensor:
         self._check(k, self.statistics.n)
-        return self.weight(seed).t()[:n]
+        return self.weight(seed, k, n).t()
 
     @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor] | None:

@@ -21,6 +21,7 @@ from lokakern import numerics
 from lokakern.device import current_device
 from lokakern.errors import MeasurementError
 from lokakern.registry.register import fp8_format
+from lokakern.sites import Joined, weight_of
 from lokakern.types import Granularity
 
 # 97.5 % quantiles of Student's t, for 1, 2, ... degrees of freedom; beyond, 1.96 + 2.4 / degrees.
@@ -121,18 +122,24 @@ def _run(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -
                 x.copy_(was)
 
 
-def _in_fp8(
-    granularity: Granularity, module: nn.Module, args: Any, kwargs: Any, y: Tensor
-) -> Tensor:
-    """Output of a linear layer whose operands were rounded to bfloat16 and quantized."""
+def _in_fp8(granularity: Granularity, module: nn.Module, args: Any, kwargs: Any, y: Any) -> Any:
+    """Output of a linear layer whose operands were rounded to bfloat16 and quantized.
+
+    Of layers that are multiplied as one, all their outputs.
+    """
     x = args[0] if args else kwargs["input"]
     form = fp8_format(current_device())
-    weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
     left, right = (
         numerics.dequantize(numerics.quantize(operand.bfloat16(), form, granularity))
-        for operand in (x.reshape(-1, x.shape[-1]), weight)
+        for operand in (x.reshape(-1, x.shape[-1]), weight_of(module))
     )
     found = left @ right.t()
-    if bias is not None:
-        found = found + bias
-    return found.to(y.dtype).view_as(y)
+    if not isinstance(module, Joined):
+        return _with_bias(found, module, y)
+    parts = zip(found.split([part.shape[-1] for part in y], -1), module.parts, y, strict=True)  # type: ignore[no-untyped-call]
+    return tuple(_with_bias(*part) for part in parts)
+
+
+def _with_bias(found: Tensor, module: nn.Module, y: Tensor) -> Tensor:
+    bias = getattr(module, "bias", None)
+    return (found if bias is None else found + bias).to(y.dtype).view_as(y)

@@ -12,6 +12,8 @@ their diagonals, the less the more was seen.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -106,15 +108,39 @@ class MatrixNormal:
             "v": self.v,
         }
 
-    def draw(self, generator: torch.Generator) -> Tensor:
-        """A weight, ``[n, k]`` float64 on the CPU."""
-        white = torch.randn((self.n, self.k), generator=generator, dtype=torch.float64)
-        left, right = (
-            self._shrunk(x, others).cpu() for x, others in ((self.u, self.k), (self.v, self.n))
+    def drawable(self) -> DrawableWeight:
+        """What was seen up to now, to be drawn often."""
+        roots = (
+            root_of(found) if found.dim() == 2 else found.sqrt()
+            for x, others in ((self.u, self.k), (self.v, self.n))
+            for found in (self._shrunk(x, others).cpu(),)
         )
-        rows = root_of(left) @ white if left.dim() == 2 else left.sqrt()[:, None] * white
-        rows = rows @ root_of(right).t() if right.dim() == 2 else rows * right.sqrt()
-        return self.mean.cpu() + rows
+        return DrawableWeight(self.mean.cpu(), *roots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawableWeight:
+    """``1 mean^T + L_U Z L_V^T``, float64 on the CPU.
+
+    Attributes:
+        mean: ``[k]``.
+        left: L_U, ``[n, n]``, or its diagonal ``[n]``.
+        right: L_V, ``[k, k]`` or ``[k]``.
+    """
+
+    mean: Tensor
+    left: Tensor
+    right: Tensor
+
+    def draw(self, generator: torch.Generator, rows: int, columns: int) -> Tensor:
+        """The first rows and columns of a weight; no more is drawn than they are made of."""
+        left, right = self.left[:rows], self.right[:columns]
+        # Of a diagonal the first are enough; of a whole root a row takes all.
+        inner = (left.shape[-1], right.shape[-1])
+        white = torch.randn(inner, generator=generator, dtype=torch.float64)
+        drawn = left @ white if left.dim() == 2 else white.mul_(left[:, None])
+        drawn = drawn @ right.t() if right.dim() == 2 else drawn.mul_(right)
+        return drawn.add_(self.mean[:columns])
 
 
 def _inverse(variance: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class ProbeReport:
         """
         from lokakern.probe.evidence import evidence_of  # they bring the bench with them
         from lokakern.probe.learned import LearnedSite
-        from lokakern.probe.replay import replay_site, time_sites
+        from lokakern.probe.replay import compile_ahead, replay_site, time_sites
 
         here = current_device()
         if times and (database is None or device not in (None, here, here.product)):
@@ -93,9 +93,12 @@ class ProbeReport:
         if times and database is not None:
             time_sites(sites, database)
         judged = []
+        learned = [LearnedSite(name, statistics) for name, statistics in sites.items()]
+        compile_ahead(learned)
         with nullcontext() if database is None or not times else _answering_from(database):
-            for name, statistics in sites.items():
-                site = LearnedSite(name, statistics)
+            while learned:  # what one is drawn of is forgotten before the next
+                site = learned.pop(0)
+                name, statistics = site.name, site.statistics
                 replayed = replay_site(site, seeds=seeds, database=database)
                 for verdict in verdicts_of(
                     name, statistics, replayed, budget=budget, device=device

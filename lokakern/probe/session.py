@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,24 +17,23 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.linear import Routed
 from lokakern.probe import files, ranks
 from lokakern.probe.elsewhere import products_elsewhere
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.taps import Recorder, Switch, hook_of
+from lokakern.sites import INNER, MIXING, ModuleFilter, inner_layers, named_modules, shape_of
 from lokakern.types import Granularity
 
 if TYPE_CHECKING:
     from lokakern.probe.loss import LossChange
     from lokakern.probe.report import ProbeReport
 
-SiteFilter = Callable[[nn.Module, str], bool]
-# What wrappers put in front of a name: DDP, torch.compile, FSDP1, checkpoints.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
 
 
 def _is_linear(module: nn.Module, _name: str) -> bool:
-    return isinstance(module, nn.Linear)
+    return isinstance(module, nn.Linear | Routed)
 
 
 class _HooksGuarded:
@@ -77,9 +76,11 @@ class Probe:
     Args:
         model: Any module; nothing of it is changed but for hooks.
         every: Steps from one that is sampled to the next.
-        filter: ``(module, name) -> bool``, which modules are sites; None: every `nn.Linear`. A
-            module with a two-dimensional ``weight`` ``[n, k]`` that maps ``[..., k]`` to
-            ``[..., n]`` may be one.
+        filter: ``(module, name) -> bool``, which modules are sites; None: every `nn.Linear`, and
+            each that `mods.FuseShared` made of several, under the name that it has then. A module
+            with a two-dimensional ``weight`` ``[n, k]`` that maps ``[..., k]`` to ``[..., n]`` may
+            be one. What `mods.MixTokens` has multiply across tokens is none, nor is a part of
+            another layer.
         weights_every: Steps from one snapshot of the weights to the next, each at a sampled step.
         norms: By name of a site, the normalization of its output (`lokakern.norm.norm_named`). Of
             others it is found where a norm's module is given what the site's module returned, or
@@ -96,7 +97,7 @@ class Probe:
         model: nn.Module,
         every: int = 100,
         *,
-        filter: SiteFilter | None = None,
+        filter: ModuleFilter | None = None,
         weights_every: int = 10_000,
         norms: Mapping[str, str] | None = None,
         seed: int = 0,
@@ -108,11 +109,20 @@ class Probe:
             )
         self.model, self.every, self.weights_every = model, every, weights_every
         self._switch = Switch(seed + 1_000_003 * ranks.rank())
-        self._modules = dict(watched_modules(model, filter or _is_linear))
+        inner = inner_layers(model)
+        self._modules: dict[str, nn.Module] = {}
+        self._left: dict[str, tuple[nn.Module, str]] = {}  # and why
+        for name, module in named_modules(model, filter or _is_linear):
+            why = _why_not(module, id(module) in inner)
+            if why:
+                self._left[name] = module, why
+            else:
+                self._modules[name] = module
         if not self._modules:
+            reasons = "".join(f"; {name}: {why}" for name, (_, why) in self._left.items())
             raise UnknownNameError(
                 f"Probe: no module of {type(model).__name__} is a site; expected an nn.Linear, or "
-                "what filter= accepts"
+                f"what filter= accepts{reasons}"
             )
         given = dict(norms or {})
         unknown = sorted(given.keys() - self._modules.keys())
@@ -123,8 +133,7 @@ class Probe:
         found = _norms_in_sequence(model) | {self._modules[name]: x for name, x in given.items()}
         self._recorders: dict[str, Recorder] = {}
         for name, module in self._modules.items():
-            n, k = _weight_shape(name, module)
-            bias = getattr(module, "bias", None) is not None
+            n, k, bias = _shape_of(name, module)
             self._recorders[name] = Recorder(self._switch, n, k, bias, found.get(module, ""))
         self._handles: list[Any] = []
         self._steps = self._samples = 0
@@ -215,26 +224,32 @@ class Probe:
     def unseen(self) -> dict[str, str]:
         """Sites of which nothing was learned, and products that no site makes, by name, and why.
 
+        Among them are layers that Mods multiply otherwise: as parts of others, or across tokens.
+
         Products are those of the first sampled call of the model that has gradients and is not
         compiled: by parameters, as of low-rank layers, and of activations, as of attention.
         """
-        return {
-            name: recorder.unseen or "it was not called in a sampled step"
-            for name, recorder in self._recorders.items()
-            if recorder.statistics is None
-        } | (self._elsewhere or {})
+        return (
+            {name: why for name, (_, why) in self._left.items()}
+            | {
+                name: recorder.unseen or "it was not called in a sampled step"
+                for name, recorder in self._recorders.items()
+                if recorder.statistics is None
+            }
+            | (self._elsewhere or {})
+        )
 
     def report(self, **options: Any) -> ProbeReport:
         """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call.
 
-        Warns of sites of which nothing was learned.
+        Warns of sites of which nothing was learned, but for what Mods changed.
         """
         from lokakern.probe.report import ProbeReport
 
         sites = self.merged_sites()
         unseen = {name: why for name, why in self.unseen().items() if name not in sites}
-        if unseen:
-            words = "; ".join(f"{name}: {why}" for name, why in unseen.items())
+        words = "; ".join(f"{n}: {why}" for n, why in unseen.items() if n not in self._left)
+        if words:
             warnings.warn(f"no verdict on what was not seen: {words}", stacklevel=2)
         steps = max(recorder.steps for recorder in self._recorders.values())
         return ProbeReport.of(sites, steps=ranks.total(steps), unseen=unseen, **options)
@@ -314,7 +329,7 @@ class Probe:
             return
         if torch.is_grad_enabled():
             names = {id(p): name for name, p in self.model.named_parameters()}
-            modules = self._modules.values()
+            modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
             of_sites = {id(p) for module in modules for p in module.parameters()}
             self._elsewhere = products_elsewhere(output, names, of_sites)
 
@@ -370,19 +385,16 @@ def _norms_in_sequence(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def watched_modules(model: nn.Module, accepts: SiteFilter) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that a filter takes, by names without what DDP, compiling and such put into them."""
-    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    for full, module in model.named_modules():
-        words = [word for word in full.split(".") if word not in _WRAPPERS]
-        if is_ddp and words[:1] == ["module"]:
-            words = words[1:]
-        name = ".".join(words)
-        if accepts(module, name):
-            yield name, module
+def _why_not(module: nn.Module, is_inner: bool) -> str:
+    if is_inner:
+        return INNER
+    return MIXING if getattr(module, "is_mixing", False) else ""
 
 
-def _weight_shape(name: str, module: nn.Module) -> tuple[int, int]:
+def _shape_of(name: str, module: nn.Module) -> tuple[int, int, bool]:
+    """n, k and whether there is a bias."""
+    if getattr(module, "makes_weight", False):
+        return shape_of(module)[:3]
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ShapeError(
             f"Probe: site {name!r} has no weight yet; call the model once before (or leave it out "
@@ -401,4 +413,4 @@ def _weight_shape(name: str, module: nn.Module) -> tuple[int, int]:
             f"Probe: site {name!r} has a weight of shape {found}; expected [n, k] (leave it out "
             "by filter=)"
         )
-    return weight.shape[0], weight.shape[1]
+    return weight.shape[0], weight.shape[1], getattr(module, "bias", None) is not None

@@ -23,6 +23,7 @@ from torch import Tensor
 from lokakern.probe.operand import Look, OperandStatistics, coprime_from
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.stash import Stash
+from lokakern.sites import Joined, weight_of
 
 SAMPLED_ROWS = 256  # of a matrix, for all that costs more than two passes
 # Of a matrix of `MANY_ROWS` two passes read some `READ_ROWS`: factorization machines have 327680 of
@@ -389,6 +390,18 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         if not switch.on:
             return None
+        if not isinstance(module, Joined):
+            return look_at(module, args, kwargs, y)
+        if not all(map(is_plain, y)):
+            recorder.unseen = "its outputs are no plain tensors"
+            return None
+        # All columns of the product together, as copies: gradients come to parts of the whole.
+        whole = torch.cat(y, -1)
+        tapped = look_at(module, args, kwargs, whole)
+        whole = whole if tapped is None else tapped
+        return whole.split([part.shape[-1] for part in y], -1)
+
+    def look_at(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         x = args[0] if args else kwargs.get("input")
         is_compiling = torch.compiler.is_compiling()
         if (
@@ -404,9 +417,9 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
         if getattr(module, "_is_replica", False):
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
-        weight = None
+        weight: Any = None
         if is_compiling or switch.weights:  # a parametrized one is made when it is asked for
-            weight = module.weight if is_plain(module.weight) else None
+            weight = weight if is_plain(weight := weight_of(module)) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
             if _is_exported_or_transformed():

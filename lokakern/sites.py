@@ -1,0 +1,60 @@
+"""Sites: which modules of a model multiply by a weight, what they are called, and of what shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+INNER = "it is multiplied as a part of another layer"
+MIXING = "MixTokens has it multiply across tokens as they lie, which no FP8 kernel reads"
+# What wrappers put in front of a name: DDP, torch.compile, FSDP1, checkpoints.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Joined(nn.Module):
+    """Linear layers that are multiplied as one; they keep their parameters, and their names.
+
+    Args:
+        parts: The layers.
+    """
+
+    def __init__(self, parts: list[nn.Linear]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)  # a tuple is no child: parameters are registered where they were
+
+
+def named_modules(model: nn.Module, accepts: ModuleFilter) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that a filter takes, by names without what DDP, compiling and such put into them."""
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    for full, module in model.named_modules():
+        words = [word for word in full.split(".") if word not in _WRAPPERS]
+        if is_ddp and words[:1] == ["module"]:
+            words = words[1:]
+        name = ".".join(words)
+        if accepts(module, name):
+            yield name, module
+
+
+def inner_layers(model: nn.Module) -> set[int]:
+    """Ids of layers that others multiply as parts of theirs: nobody calls them."""
+    return {id(part) for m in model.modules() if isinstance(m, Joined) for part in m.parts}
+
+
+def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:
+    """Of a site n and k as they are multiplied, whether there is a bias, and a parameter."""
+    if isinstance(module, nn.Linear):
+        k, n = getattr(module, "padding", (0, 0))
+        return (
+            module.out_features + n, module.in_features + k, module.bias is not None, module.weight
+        )  # fmt: skip
+    shape: tuple[int, int, bool, Tensor] = module.product_shape()  # type: ignore[operator]
+    return shape
+
+
+def weight_of(module: nn.Module) -> Any:
+    """What a module multiplies by, ``[n, k]``; made where it is several parameters."""
+    weight: Any = module.weight
+    return weight() if getattr(module, "makes_weight", False) else weight
