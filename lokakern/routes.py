@@ -21,6 +21,7 @@ from lokakern.bench.forms import grad_weight_case
 from lokakern.choice import Choice
 from lokakern.errors import UnsupportedError
 from lokakern.evidence import Candidate
+from lokakern.probe.gemms import way_of
 from lokakern.probe.verdicts import Verdict
 from lokakern.problems import make_problem
 from lokakern.registry.register import Kernel, fp8_format
@@ -90,7 +91,7 @@ class Judge:
         if self.verdicts is None:
             return table, list(table.candidates)
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
-        return table, [_judged(c, verdict) for c in table.candidates]
+        return table, [_judged(c, verdict, device) for c in table.candidates]
 
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
         """The table of these candidates."""
@@ -215,24 +216,27 @@ def _why_not(
     return None
 
 
-def _judged(candidate: Candidate, verdict: Verdict | None) -> Candidate:
+def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Candidate:
     """A candidate with the errors that Probe replayed."""
     kernel = candidate.kernel
     if candidate.unquantized or kernel is None:
         return candidate
-    a, b = kernel.granularity, kernel.b_granularity
-    scales = a.value if a is b else f"{a.value} x {b.value}"
-    found = None if verdict is None else verdict.of(scales)
+    way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    found = None if verdict is None else verdict.of(way)
     errors: dict[str, float] = {}
     reason = ""
-    if kernel.accumulation.startswith("fast") or kernel.quantized_as is not None:
-        reason = "Probe replays neither sums that are not promoted nor a library's own rounding"
-    elif verdict is None or found is None:
-        reason = "Probe did not replay it"
+    if found is None:
+        reason = f"Probe did not replay {way}"
+    elif found.architecture not in ("", device.architecture):
+        reason = f"Probe replayed {way} on {found.architecture}"
     elif found.safety == "undecided":
         reason = f"undecided: {found.reason}"
     else:
-        errors = {"row_err": found.row_err_upper, "row_p99": found.row_p99}
+        errors = {
+            "row_err": found.row_err_upper,
+            "row_p99": found.row_p99,
+            "mean_shift": found.mean_shift,
+        }
     where = "the site" if errors else ""
     return replace(
         candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_of_n=0

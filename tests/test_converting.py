@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,7 +316,27 @@ def test_a_report_judges_each_product_by_what_it_replayed(book: Book) -> None:
     assert found.refresh(undecided) == ["0/output"]
     assert "undecided: few rows" in found.explain("0")
     assert found.refresh(report_of(verdict("output", "tensor", "safe", 0.04))) == []
-    assert "Probe did not replay it" in found.explain("0")
+    assert "Probe did not replay row" in found.explain("0")
+
+
+def test_sums_that_are_not_promoted_need_a_verdict_of_their_own(book: Book) -> None:
+    """By a replay on the same kind of GPU: what is off elsewhere says nothing here."""
+    fast = "cuda.quantize_row+torch.scaled_mm_row_fast"
+    problem = gemm(256, N, K)
+    times = [(BF16, 4.0), (ROW_KERNEL, 2.0), (fast, 1.0)]
+    book.write(*(time(name, problem, us) for name, us in times))
+    (row,) = verdict("output", "row", "safe", 0.04).classes
+    for found, wanted in (
+        ((), ROW_KERNEL),
+        ((replace(row, scales="row fast", architecture="sm_90"),), fast),
+        ((replace(row, scales="row fast", architecture="sm_100"),), ROW_KERNEL),
+        ((replace(row, scales="row fast", architecture="sm_90", row_err_upper=0.1),), ROW_KERNEL),
+    ):
+        judged = replace(verdict("output", "row", "safe", 0.04), classes=(row, *found))
+        conversion = convert(model_of(), report_of(judged), device=H200)
+        assert kernels(conversion, "0", "output", (256,)) == [wanted]
+        if "sm_100" in [c.architecture for c in found]:
+            assert "Probe replayed row fast on sm_100" in conversion.explain("0")
 
 
 def test_a_probe_of_a_model_converts_it(known: Book) -> None:

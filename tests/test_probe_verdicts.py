@@ -6,6 +6,7 @@ import functools
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -237,10 +238,12 @@ def test_sites_that_drift_are_named(probe: Probe, report: ProbeReport, model: Mo
 
 def replayed(
     gemm: str = "output", *, row_err: float = 0.04, upper: float | None = None, norm: str = "",
-    scales: Granularity = Granularity.ROW, reason: str = "",
+    scales: Granularity = Granularity.ROW, reason: str = "", accumulation: str = "promoted",
+    shift: float = 0.0,
 ) -> Replayed:  # fmt: skip
     top = row_err if upper is None else upper
-    return Replayed(gemm, norm, "kernel", scales, scales, row_err, top, top, 2048, reason)
+    errors = (row_err, top, top, shift, shift)
+    return Replayed(gemm, norm, "kernel", scales, scales, *errors, 2048, reason, accumulation)
 
 
 def shaped(n: int, k: int, m: int, **options: object) -> SiteStatistics:
@@ -289,8 +292,38 @@ def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() 
 def test_budgets_may_limit_the_99th_percentile_and_nothing_foreign() -> None:
     site, found = shaped(64, 64, 9), [replayed(row_err=0.04, upper=0.05)]
     assert only(verdicts_of("a", site, found, budget=ErrorBudget(row_p99=0.045))).safety == "unsafe"
-    with pytest.raises(UnsupportedError, match="judges by row_err and row_p99"):
+    with pytest.raises(UnsupportedError, match="judges by row_err and row_p99 and mean_shift"):
         verdicts_of("a", site, found, budget=ErrorBudget(sqnr_db=20.0))
+    shifted, tight = [replayed(shift=0.01)], ErrorBudget(row_err=0.06, mean_shift=1e-3)
+    assert only(verdicts_of("a", site, shifted, budget=tight)).safety == "unsafe"
+    assert only(verdicts_of("a", site, found, budget=tight)).safety == "safe"
+
+
+def test_sums_that_are_not_promoted_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own errors, on GPUs of the kind where these were replayed."""
+    site = shaped(4096, 4096, 8192)
+    bad = [replayed(), replayed(accumulation="fast", row_err=0.2)]
+    good = [replayed(), replayed(accumulation="fast"), replayed(accumulation="promoted+fbgemm")]
+    h200 = selection.device_named(H200)
+    monkeypatch.setattr("lokakern.probe.verdicts.current_device", lambda: h200)
+    found = only(verdicts_of("a", site, bad, device=H200))
+    assert (found.safety, found.best) == ("safe", "row")
+    assert [(c.scales, c.safety) for c in found.classes] == [
+        ("row", "safe"),
+        ("row fast", "unsafe"),
+    ]
+    found = only(verdicts_of("a", site, good, device=H200))
+    assert [c.scales for c in found.classes] == ["row", "row fast", "row fbgemm"]
+    row, fast, own = found.classes
+    assert found.best == "row fast" and fast.kernel.endswith("_fast")
+    assert row.latency_us is not None and fast.latency_us is not None
+    assert fast.latency_us < row.latency_us and not row.kernel.endswith("_fast")
+    assert [c.architecture for c in (row, fast, own)] == ["", "sm_90", "sm_90"]
+    monkeypatch.setattr(
+        "lokakern.probe.verdicts.current_device", lambda: replace(h200, architecture="sm_100")
+    )
+    found = only(verdicts_of("a", site, good, device=H200))
+    assert [c.scales for c in found.classes] == ["row"]
 
 
 def test_times_come_from_a_shipped_file() -> None:

@@ -30,8 +30,11 @@ class Replayed:
         row_err: As measured.
         row_err_upper: The 95 % upper limit: what is held against a budget.
         row_p99: Of rows.
+        mean_shift: As measured.
+        mean_shift_upper: The 95 % upper limit.
         rows: Of each draw.
         reason: Why there is no error; "" where there is.
+        accumulation: As of `lokakern.registry.register.Kernel`.
     """
 
     gemm: str
@@ -42,8 +45,38 @@ class Replayed:
     row_err: float
     row_err_upper: float
     row_p99: float
+    mean_shift: float
+    mean_shift_upper: float
     rows: int
     reason: str = ""
+    accumulation: str = "promoted"
+
+    @property
+    def way(self) -> str:
+        """How it quantizes and sums, see `way_of`."""
+        return way_of(self.granularity, self.b_granularity, self.accumulation)
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether its errors are those of every GPU: sums that are not promoted are one's own."""
+        return not _of_its_own(self.accumulation)
+
+
+def way_of(granularity: Granularity, b_granularity: Granularity, accumulation: str) -> str:
+    """Kernels that err alike on all operands, in words: scales, and what else tells them apart.
+
+    "row", "1x128 x 128x128"; "row fast" where sums are not promoted, "row fast torchao" where a
+    library quantizes in its own way, too. Sums in float32, such as emulated ones, err as promoted
+    ones do; of the rounding before a norm the database knows more (`NumericsClass`).
+    """
+    one = granularity is b_granularity
+    scales = granularity.value if one else f"{granularity.value} x {b_granularity.value}"
+    return " ".join([scales, *_of_its_own(accumulation)])
+
+
+def _of_its_own(accumulation: str) -> list[str]:
+    alike = ("none", "float32", "promoted", "rounded")
+    return [word for word in accumulation.split("+") if word not in alike]
 
 
 def problem_of(site: SiteStatistics, gemm: str, m: int, norm: str = "") -> Problem:

@@ -157,12 +157,18 @@ def _summarized(
         rows = min(record.rows for record in found)
         if bad is not None:
             infinite = float("inf")
-            yield make(infinite, infinite, infinite, rows, f"{bad.status}: {bad.reason}")
+            yield make(
+                infinite, infinite, infinite, infinite, infinite, rows,
+                f"{bad.status}: {bad.reason}", kernel.accumulation,
+            )  # fmt: skip
             continue
         errors = [record.errors for record in found if record.errors is not None]
         yield make(
             max(e.row_err for e in errors),
             max(e.row_err_upper for e in errors),
             max(e.row_p99 for e in errors),
+            max(abs(e.mean_shift) for e in errors),
+            max(e.mean_shift_upper for e in errors),
             rows,
+            accumulation=kernel.accumulation,
         )

@@ -2,44 +2,52 @@
 
 Errors are those that were replayed, of numerics classes; times are those of a database, of kernels.
 They meet where scales are the same, so that an error emulated here judges a kernel of a GPU that is
-not here; sums that are never promoted, and libraries that quantize in their own way, have errors of
-their own and are left out then. For a GEMM whose output is normalized the error is the one after
-the norm.
+not here. Sums that are never promoted, and libraries that quantize in their own way, have errors of
+their own (`lokakern.probe.gemms.way_of`): only where such a kernel was replayed, on a GPU that has
+it, is there a verdict. For a GEMM whose output is normalized the error is the one after the norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.evidence import Candidate, Time, within_noise
-from lokakern.probe.gemms import Replayed, padded, problem_of, with_bias
+from lokakern.evidence import Time, within_noise
+from lokakern.probe.gemms import Replayed, padded, problem_of, way_of, with_bias
 from lokakern.probe.site import GEMMS, SiteStatistics
 from lokakern.probe.tails import FEWEST_ROWS
-from lokakern.selection import table_for
+from lokakern.selection import device_named, table_for
 from lokakern.types import Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
-LIMITS = {"row_err": ("row_err", "row_err_upper"), "row_p99": ("row_p99", "row_p99")}
+LIMITS = {
+    "row_err": ("row_err", "row_err_upper"),
+    "row_p99": ("row_p99", "row_p99"),
+    "mean_shift": ("mean_shift", "mean_shift_upper"),
+}
 SPEEDS = ("fast", "tie", "slow")
 
 
 @dataclass(frozen=True, slots=True)
 class ClassVerdict:
-    """One way to scale the operands of a GEMM.
+    """One way to scale the operands of a GEMM, and to sum.
 
     Attributes:
-        scales: "tensor", "row", ... of both operands, or "1x128 x 128x128".
+        scales: "tensor", "row", ... of both operands, or "1x128 x 128x128"; "row fast" where sums
+            are not promoted, see `lokakern.probe.gemms.way_of`.
         safety: "safe", "unsafe" or "undecided".
         row_err: Its error, in the worst draw.
         row_err_upper: The 95 % upper limit.
         row_p99: Error of the 99th percentile of rows.
+        mean_shift: The 95 % upper limit of how far the mean is off, of the output's size.
         kernel: The fastest kernel that scales so; "" where none was timed.
         latency_us: Its time; None where there is none.
         speed: "fast", "slow" or "tie" against bfloat16; "" where that is not known.
         reason: Why it is not safe; "" where it is.
+        architecture: Of the GPUs for which alone the errors hold; "" of all.
     """
 
     scales: str
@@ -47,10 +55,12 @@ class ClassVerdict:
     row_err: float
     row_err_upper: float
     row_p99: float
+    mean_shift: float = float("inf")
     kernel: str = ""
     latency_us: float | None = None
     speed: str = ""
     reason: str = ""
+    architecture: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +145,8 @@ def verdicts_of(
     Args:
         name: Of the site.
         statistics: What was seen of it.
-        replayed: Errors, see `lokakern.probe.replay.replay`.
-        budget: The largest error, as ``row_err``, ``row_p99`` or both.
+        replayed: Errors measured here, see `lokakern.probe.replay.replay`.
+        budget: The largest error, as ``row_err``, ``row_p99``, ``mean_shift`` or several.
         device: Whose times count; None: nobody's.
 
     Raises:
@@ -149,9 +159,11 @@ def verdicts_of(
             f"Probe judges by {' and '.join(LIMITS)}; the budget is {ErrorBudget.of(budget)}"
         )
     m = max(statistics.m_quantile(0.5), 1)
+    here = current_device().architecture
+    there = here if device is None else device_named(device).architecture
     found = []
     for gemm in GEMMS:
-        mine = [r for r in replayed if r.gemm == gemm]
+        mine = [r for r in replayed if r.gemm == gemm and (r.is_everywhere or there == here)]
         if not mine:
             continue
         norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
@@ -192,18 +204,8 @@ def _rank(verdict: ClassVerdict) -> tuple[float, float, str]:
     return (float("inf") if us is None else us, verdict.row_err, verdict.scales)
 
 
-def _words(replayed: Replayed | Candidate) -> str:
-    a = replayed.granularity
-    b = a
-    if isinstance(replayed, Replayed):
-        b = replayed.b_granularity
-    elif replayed.kernel is not None:
-        b = replayed.kernel.b_granularity
-    return a.value if a is b else f"{a.value} x {b.value}"
-
-
 class _Times:
-    """Who was timed at a problem: the fastest of each kind of scales, and bfloat16."""
+    """Who was timed at a problem: the fastest of those that err alike, and bfloat16."""
 
     def __init__(self, problem: Problem, device: Device | str | None) -> None:
         self.bf16: Time | None = None
@@ -219,8 +221,8 @@ class _Times:
             if candidate.unquantized:
                 if self.bf16 is None or time.latency_us < self.bf16.latency_us:
                     self.bf16 = time
-            elif not kernel.accumulation.startswith("fast") and kernel.quantized_as is None:
-                words = _words(candidate)
+            else:
+                words = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
                 known = self.fastest.get(words)
                 if known is None or time.latency_us < known[1].latency_us:
                     self.fastest[words] = (candidate.name, time)
@@ -233,9 +235,9 @@ class _Times:
             return "tie"
         return "fast" if ours.latency_us < plain.latency_us else "slow"
 
-    @property
-    def best_speed(self) -> str:
-        found = [self.speed(time) for _, time in self.fastest.values()]
+    def best_speed(self, ways: Collection[str]) -> str:
+        """Of the fastest of some ways."""
+        found = [self.speed(time) for way, (_, time) in self.fastest.items() if way in ways]
         return min(filter(None, found), key=SPEEDS.index, default="")
 
 
@@ -259,12 +261,12 @@ def _times_of(
 def _classes(
     replayed: Iterable[Replayed], limits: dict[str, float], rows_seen: int, times: _Times
 ) -> list[ClassVerdict]:
-    """Of each kind of scales the worst that was replayed; a wrong kernel is its own fault."""
+    """Of those that err alike the worst that was replayed; a wrong kernel is its own fault."""
     worst: dict[str, Replayed] = {}
     for r in replayed:
         if r.granularity is Granularity.NONE:
             continue
-        words = _words(r)
+        words = r.way
         known = worst.get(words)
         if (
             known is None
@@ -277,8 +279,9 @@ def _classes(
         safety, reason = _safety(r, limits, rows_seen)
         kernel, time = times.fastest.get(words, ("", None))
         us, speed = (time.latency_us, times.speed(time)) if time else (None, "")
-        errors = (r.row_err, r.row_err_upper, r.row_p99)
-        found.append(ClassVerdict(words, safety, *errors, kernel, us, speed, reason))
+        errors = (r.row_err, r.row_err_upper, r.row_p99, r.mean_shift_upper)
+        where = "" if r.is_everywhere else current_device().architecture
+        found.append(ClassVerdict(words, safety, *errors, kernel, us, speed, reason, where))
     return found
 
 
@@ -341,9 +344,9 @@ def _change(
         return ""
     if verdict.speed == "fast" or device is None or verdict.gemm != "output":
         return ""
-    if statistics.has_bias and _Times(problem, device).best_speed == "fast":
+    if statistics.has_bias and _Times(problem, device).best_speed(safe) == "fast":
         return "drop the bias"
     wider = padded(statistics, problem.m)
-    if wider is not None and _Times(wider, device).best_speed == "fast":
+    if wider is not None and _Times(wider, device).best_speed(safe) == "fast":
         return f"pad K {problem.k} to {wider.k}"
     return ""
