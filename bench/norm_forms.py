@@ -93,6 +93,15 @@ def norm_quantize_cases(m: int, k: int, distribution: str, fp8: Format) -> Itera
             yield Case(problem, distribution)
 
 
+def activate_case(m: int, k: int, activation: str, distribution: str, fp8: Format) -> Case:
+    """Rows that are activated, and quantized with scales of their own, in one kernel."""
+    problem = make_problem(
+        "norm_quantize", (m, k), epilogue=activation, out_format=fp8,
+        out_granularity=Granularity.ROW,
+    )  # fmt: skip
+    return Case(problem, distribution)
+
+
 def epilogue_cases(shapes: list[tuple[int, ...]], epilogue: str, fp8: Format) -> Iterator[Case]:
     """Shapes that a user names with an epilogue: ``(m, n, k)`` of layers, ``(m, k)`` of rows.
 

@@ -10,6 +10,7 @@
     distribution = "X5"                    # of X; default X1
     bias = true                            # default false
     format = "float32"                     # of X, W and Y; default bfloat16
+    activation = "relu"                    # before the product, for form "activate"; default none
     name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
     count = 3                              # likewise, how often a step multiplies so; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
@@ -24,9 +25,11 @@
 Forms are the problems a layer poses: ``gemm`` on unquantized operands, ``prepared`` with W
 quantized ahead (tensor, row and 128x128 scales), ``scaled_gemm`` on quantized operands and
 ``quantize`` of X (tensor, row and 1x128 scales), and the gradients, timed on X12: ``grad_input``
-(W as stored, and prepared with row and 128x128 scales) and ``grad_weight``. The default is gemm,
-prepared and quantize; of a batch it is gemm, because no quantized form takes one. ``bias`` is of
-gemm and prepared. A scaled GEMM writes bfloat16, so a float32 layer has none.
+(W as stored, and prepared with row and 128x128 scales) and ``grad_weight``. ``activate`` is the
+activation before X is quantized by rows, both in one kernel (relu, hardswish or silu). The default
+is gemm, prepared and quantize; of a batch it is gemm, because no quantized form takes one. ``bias``
+is of gemm and prepared. A scaled GEMM writes bfloat16, so a float32 layer has none; nor has it one
+that is activated.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ from lokakern.bench.forms import (
     scaled_gemm_cases,
     unquantized_case,
 )
+from lokakern.bench.norm_forms import activate_case
 from lokakern.bench.suites import SUITES, Suite
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import SuiteError, UnknownNameError
 from lokakern.types import Format
 
@@ -77,6 +82,7 @@ class Layer:
     batch: int
     format: Format
     forms: tuple[str, ...]
+    activation: str = ""
 
 
 Maker = Callable[[Layer, int, Format], Iterator[Case]]
@@ -110,6 +116,10 @@ def _grad_weight(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     yield grad_weight_case(m, layer.n, layer.k, layer.format, batch=layer.batch)
 
 
+def _activate(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    yield activate_case(m, layer.k, layer.activation, layer.distribution, fp8)
+
+
 # The cases of a form at one m, and how many they are at most.
 FORMS: dict[str, tuple[Maker, int]] = {
     "gemm": (_gemm, 1),
@@ -118,6 +128,7 @@ FORMS: dict[str, tuple[Maker, int]] = {
     "quantize": (_quantize, len(LEFT_SCALES)),
     "grad_input": (_grad_input, 1 + len(PREPARED_BACKWARD_FORMS)),
     "grad_weight": (_grad_weight, 1),
+    "activate": (_activate, 1),
 }
 DEFAULT_FORMS = ("gemm", "prepared", "quantize")
 BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
@@ -232,7 +243,8 @@ def size_of(value: object, key: str, where: str) -> int:
 
 
 LAYER_KEYS = (
-    "m", "n", "k", "distribution", "bias", "batch", "format", "forms", "name", "count",
+    "m", "n", "k", "distribution", "bias", "batch", "format", "activation", "forms", "name",
+    "count",
 )  # fmt: skip
 
 
@@ -252,6 +264,16 @@ def _layer(entry: object, place: int, where: str) -> Layer:
     if form not in [known.value for known in FORMATS]:
         known = ", ".join(known.value for known in FORMATS)
         raise SuiteError(f"{where}: format is {shown(form)}; expected one of {known}")
+    forms = _forms(entry, batch, Format(form), where)
+    activation = entry.get("activation", "")
+    known = ", ".join(ACTIVATIONS[1:])
+    if activation not in ("", *ACTIVATIONS[1:]):
+        raise SuiteError(f"{where}: activation is {shown(activation)}; expected one of {known}")
+    if ("activate" in forms) != bool(activation):
+        raise SuiteError(
+            f"{where}: activation is {shown(activation)} and forms are {', '.join(forms)}; form "
+            f"'activate' goes with an activation, one of {known}"
+        )
     return Layer(
         name=_text(entry, "name", where) if "name" in entry else f"layer {place}",
         count=size_of(entry.get("count", 1), "count", where),
@@ -262,7 +284,8 @@ def _layer(entry: object, place: int, where: str) -> Layer:
         bias=bias,
         batch=batch,
         format=Format(form),
-        forms=_forms(entry, batch, Format(form), where),
+        forms=forms,
+        activation=activation,
     )
 
 
@@ -290,8 +313,9 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
                 f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
                 f"{_words(BATCHED_FORMS)}"
             )
-        if form is Format.FLOAT32 and name == "scaled_gemm":
-            raise SuiteError(f"{where}: form {name!r} writes bfloat16; leave it out of float32")
+        if form is Format.FLOAT32 and name in ("scaled_gemm", "activate"):
+            verb = "writes" if name == "scaled_gemm" else "reads"
+            raise SuiteError(f"{where}: form {name!r} {verb} bfloat16; leave it out of float32")
     return tuple(dict.fromkeys(forms))
 
 

@@ -1,12 +1,19 @@
-"""FP8 between layers: what a norm bounds is handed to the next product quantized.
+"""FP8 between layers: what a norm bounds, or an activation makes, is handed over quantized.
 
 No output of BlockNorm over n columns passes sqrt(n), whatever the row, and the usual activations
 enlarge no magnitude. So the scale of what follows is known before it is, and quantizing is a step
 for each element by itself, which torch.compile does where the norm is computed: the kernel that
 quantizes, and its reading of the whole tensor, are gone.
+
+Behind an activation alone scales have to be found. In inference, where nobody asks for its output,
+a kernel of the registry activates and quantizes in one read.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,6 +31,7 @@ from lokakern.types import Device, ErrorBudget
 # 0.035-0.043 under those of rows; but 0.18 on X12, gradients, which no forward pass reads.
 FLOOR = 0.05
 _BOUNDED = (nn.ReLU, nn.Hardswish, nn.SiLU, nn.Identity)  # |f(z)| <= |z|
+ACTIVATIONS = {nn.ReLU: "relu", nn.Hardswish: "hardswish", nn.SiLU: "silu"}
 
 
 class BoundedSequential(nn.Sequential):
@@ -33,14 +41,28 @@ class BoundedSequential(nn.Sequential):
 
     Attributes:
         scales: Of the input of each module in order, as text; "" where none is known.
+        activating: Of an activation whose output the next module alone reads, the route of kernels
+            that activate and quantize; "" of other modules.
     """
 
     scales: tuple[str, ...] = ()
+    activating: tuple[str, ...] = ()
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Sequential`."""
-        for module, scale in zip(self, self.scales, strict=True):
+        modules, place = list(self), 0
+        while place < len(modules):
+            module, route = modules[place], self.activating[place] if self.activating else ""
+            done = None
+            if route and not (module._forward_hooks or module._forward_pre_hooks):
+                reader: Any = modules[place + 1]
+                done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
+            if done is not None:
+                input, place = done, place + 2
+                continue
+            scale = self.scales[place]
             input = module(input, input_scale=scale) if scale else module(input)
+            place += 1
         return input
 
 
@@ -56,6 +78,23 @@ def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
         elif type(module) not in _BOUNDED:
             known = ""
     return tuple(found)
+
+
+def activations_between(
+    sequence: nn.Sequential, scales: Sequence[str]
+) -> dict[int, tuple[str, Linear]]:
+    """Activations that a linear layer alone reads, in FP8 whose scale is not known: who, by place.
+
+    Args:
+        sequence: Its modules.
+        scales: See `scales_between`.
+    """
+    found = {}
+    for place, (module, reader) in enumerate(itertools.pairwise(sequence)):
+        name = ACTIVATIONS.get(type(module))
+        if name and type(reader) is Linear and _reads(reader) and not scales[place + 1]:
+            found[place] = name, reader
+    return found
 
 
 def _reads(module: nn.Module) -> bool:

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from lokakern import selection
-from lokakern.between import BoundedSequential, is_affordable, scales_between
+from lokakern.between import (
+    BoundedSequential,
+    activations_between,
+    is_affordable,
+    scales_between,
+)
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
 from lokakern.routed import PLAIN, kernel_at
-from lokakern.routes import FORMS, GEMMS, Judge, MRange, Route, routes_of
+from lokakern.routes import FORMS, GEMMS, Judge, MRange, Route, activating_route, routes_of
 from lokakern.sites import INNER, MIXING, ModuleFilter, inner_layers, named_modules, shape_of
 from lokakern.types import Device, ErrorBudget, Granularity
 
@@ -145,6 +150,7 @@ class Conversion:
         self._m_range, self._forms = m_range, forms
         self.sites: dict[str, Site] = {}
         self.sequences: list[nn.Module] = []
+        self._untimed: set[tuple[int, int, str]] = set()  # n, k and activation of those who read it
         self._model: weakref.ref[nn.Module] | None = None
 
     def refresh(self, report_or_budget: Wanted) -> list[str]:
@@ -185,29 +191,40 @@ class Conversion:
     def _hand_over(self, wanted: Wanted) -> None:
         """Tell sequences which inputs have a scale that is known."""
         budget = _judge_of(wanted, "", None).budget
+        self._untimed.clear()
         for sequence in self.sequences:
             assert isinstance(sequence, nn.Sequential)  # the class may be ours by now
             weight = next(sequence.parameters(), None)
-            scales: tuple[str, ...] = ()
-            if weight is not None and is_affordable(budget):
+            scales, activating = ("",) * len(sequence), [""] * len(sequence)
+            if weight is not None:
                 device = selection.device_named(self._device or _device_of(weight))
-                scales = scales_between(sequence, device)
-            if any(scales):
+                if is_affordable(budget):
+                    scales = scales_between(sequence, device)
+                found = activations_between(sequence, scales) if self._inference else {}
+                for place, (name, reader) in found.items():
+                    activating[place] = activating_route(
+                        device, reader.in_features, name, m_range=self._m_range
+                    )
+                    if not activating[place]:
+                        self._untimed.add((reader.out_features, reader.in_features, name))
+            if any(scales) or any(activating):
                 sequence.__class__ = BoundedSequential
-                sequence.scales = scales  # type: ignore[assignment]
+                sequence.scales, sequence.activating = scales, tuple(activating)  # type: ignore[assignment]
             elif type(sequence) is BoundedSequential:
                 _let_go(sequence)
 
     @property
     def handed_over(self) -> list[str]:
-        """Names of sites that get their input in FP8."""
+        """Names of sites that get their input in FP8, at m for which it is known to pay."""
         names = {id(site.module): site.name for site in self.sites.values()}
         return [
             names[id(module)]
             for sequence in self.sequences
             if isinstance(sequence, BoundedSequential)
-            for module, scale in zip(sequence, sequence.scales, strict=True)
-            if scale
+            for module, *known in zip(
+                sequence, sequence.scales, ("", *sequence.activating[:-1]), strict=True
+            )
+            if any(known)
         ]
 
     def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
@@ -357,6 +374,11 @@ class Conversion:
             for (n, k), forms in missing.items()
             if forms
         ]
+        layers += [
+            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nactivation = {json.dumps(activation)}\n"
+            'forms = ["activate"]\n'
+            for n, k, activation in sorted(self._untimed)
+        ]
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
 
     def undo(self) -> None:
@@ -389,7 +411,7 @@ class Conversion:
 
 
 def _let_go(sequence: nn.Module) -> None:
-    del sequence.scales
+    del sequence.scales, sequence.activating
     sequence.__class__ = nn.Sequential
 
 

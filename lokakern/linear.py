@@ -18,6 +18,7 @@ from lokakern.layout import laid_out
 from lokakern.routed import (
     PLAIN,
     RoutedLinear,
+    multiply_activated,
     output,
     prepare_to_be_compiled,
     quantize_weight,
@@ -375,6 +376,29 @@ class Linear(nn.Linear, Routed):
         bias = None if self.bias is None else functional.pad(self.bias, (0, n))
         y = self.product(functional.pad(input, (0, k)), weight, bias)
         return y[..., : self.out_features] if n else y
+
+    def forward_activated(self, x: Tensor, activation: str, activating: str) -> Tensor | None:
+        """``forward(f(x))`` with f and quantizing in one kernel; see `multiply_activated`.
+
+        Returns:
+            None where it is not known to pay, and where a gradient or a hook may ask for f(x).
+        """
+        kind = x.device.type
+        as_cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        if (
+            torch.is_grad_enabled()
+            or not self.is_frozen
+            or x.is_meta
+            or x.shape[-1:] != (self.in_features,)
+            or not x.dtype == as_cast == torch.bfloat16
+            or self._forward_hooks
+            or self._forward_pre_hooks
+        ):
+            return None
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y = multiply_activated(rows, activation, activating, *self._frozen(), bias, self._routes[0])
+        return y if y is None or x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Shapes, and the choice of each product."""

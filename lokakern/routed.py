@@ -23,11 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from lokakern import numerics
 from lokakern.device import current_device
+from lokakern.epilogue import NormEpilogue
 from lokakern.errors import UnsupportedError
 from lokakern.quantized import ROW_BYTES
 from lokakern.quantizing import quantize
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
-from lokakern.types import GROUP, Granularity, QuantizedTensor
+from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
 
 Segments = list[tuple[int, str]]  # from which m on which kernel, "" for the unquantized product
 PLAIN = ""  # the route that quantizes nothing
@@ -131,11 +132,8 @@ def multiply(
             torch.compile makes a symbol.
     """
     form, (m, k) = "", a.shape
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports Triton
-
-        if has_static_value(m) and has_static_value(k):
-            form = _form_of_left(route, m, k)
+    if torch.compiler.is_compiling() and _is_known(m, k):
+        form = _form_of_left(route, m, k)
     left = left_scales = None
     if left_scale:
         left = quantize_by(a, left_scale)
@@ -150,6 +148,53 @@ def multiply(
         given, right, data, scale, bias, route, left, left_scales, left_scale
     )
     return out
+
+
+def multiply_activated(
+    x: Tensor, activation: str, activating: str, data: Tensor, scale: Tensor, bias: Tensor | None,
+    route: str,
+) -> Tensor | None:  # fmt: skip
+    """``f(x) @ b + bias`` with x activated and quantized by one kernel of the registry.
+
+    Inductor's takes 25 us of an H200 for relu, scales of rows and rounding at 8192 x 2048, where
+    `cuda.quantize_row` alone takes 14.
+
+    Args:
+        x: ``[m, k]``, bfloat16.
+        activation: f, one of `lokakern.epilogue.ACTIVATIONS`.
+        activating: From which m on which kernel activates and quantizes, a route.
+        data: As of `multiply`, as are the next three.
+        scale: Its scales.
+        bias: ``[n]``, or None.
+        route: Of the product.
+
+    Returns:
+        None where it is not known, or not known to pay, at this m.
+    """
+    m, k = x.shape
+    if torch.compiler.is_compiling() and not _is_known(m, k):
+        return None
+    name = _activator(activating, route, m, k)
+    if not name:
+        return None
+    left, left_scales = torch.ops.lokakern.quantize_activated(x, activation, name)
+    out: Tensor = torch.ops.lokakern.routed_gemm(
+        None, None, data, scale, bias, route, left, left_scales, ""
+    )
+    return out
+
+
+def _is_known(*sizes: int) -> bool:
+    """Whether a compiler takes none of these for a symbol."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports Triton
+
+    return all(map(has_static_value, sizes))
+
+
+def _activator(activating: str, route: str, m: int, k: int) -> str:
+    """Name of the kernel that makes what the route's kernel reads at m; "" where there is none."""
+    reads_rows = _form_of_left(route, m, k) == Granularity.ROW.value
+    return kernel_at(activating, m) if reads_rows else ""
 
 
 def _form_of_left(route: str, m: int, k: int) -> str:
@@ -170,8 +215,9 @@ def _form_of_left(route: str, m: int, k: int) -> str:
 
 @functools.cache
 def prepare_to_be_compiled() -> None:
-    """Say that what `_form_of_left` answers is no part of a graph; once, as it imports Dynamo."""
+    """Say that what these answer is no part of a graph; once, as it imports Dynamo."""
     torch.compiler.assume_constant_result(_form_of_left)  # type: ignore[no-untyped-call]
+    torch.compiler.assume_constant_result(_activator)  # type: ignore[no-untyped-call]
 
 
 def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -188,6 +234,27 @@ def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
     scale = torch.where(amax == 0, 1.0, scale.clamp_min(numerics.SMALLEST_SCALE))
     data = (wide / scale[:, :, None]).to(fp8).view(rows, columns).contiguous()
     return data, scale.t().contiguous().t()
+
+
+def _quantize_activated(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
+    """f(x) in FP8 with scales of rows, by a kernel of op norm_quantize or its emulation."""
+    load_kernels()
+    kernel = kernel_named(name)
+    if not kernel.runs_on(current_device(x.device.type, x.device.index or 0)):
+        kernel = kernel_named("torch.norm_quantize")
+    x = _laid_out(x.detach())
+    data, scale = _quantize_activated_fake(x, activation, name)
+    out, epilogue = (
+        QuantizedTensor(data, scale, Granularity.ROW),
+        NormEpilogue(activation=activation),
+    )
+    kernel.launch(x, out, epilogue, kernel.workspace(x, out, epilogue))
+    return data, scale
+
+
+def _quantize_activated_fake(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
+    data = empty_data(x.shape[0], x.shape[1], _fp8_of(x), x.device)
+    return data, Granularity.ROW.empty_scale(x.shape[0], x.shape[1], x.device)
 
 
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -374,6 +441,9 @@ _LIBRARY.define(
 _ANYHOW = (torch.Tag.flexible_layout,)
 _LIBRARY.define("weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", tags=_ANYHOW)
 _LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", tags=_ANYHOW)
+_LIBRARY.define("quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)")
+_LIBRARY.impl("quantize_activated", _quantize_activated, "CompositeExplicitAutograd")
+torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
 _LIBRARY.impl("routed_gemm", _multiply, "CompositeExplicitAutograd")
 _LIBRARY.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
 _LIBRARY.impl("quantize_weight", _quantize_weight, "CompositeExplicitAutograd")

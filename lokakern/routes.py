@@ -18,6 +18,7 @@ from typing import Any
 
 from lokakern import selection
 from lokakern.bench.forms import grad_weight_case
+from lokakern.bench.norm_forms import activate_case
 from lokakern.choice import Choice
 from lokakern.errors import UnsupportedError
 from lokakern.evidence import Candidate
@@ -132,6 +133,30 @@ def routes_of(
     problem_at = _grad_input_problem(n, k)
     second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
     return first, second, _grad_weight_route(n, k, judge, device, first, m_range)
+
+
+def activating_route(
+    device: Device, k: int, activation: str, *, m_range: MRange | None = None
+) -> str:
+    """Kernels that activate rows of k columns and quantize them, from one measured m to the next.
+
+    Each is exact but for its roundings, and all round alike: the fastest is taken. "" where none
+    was measured.
+    """
+    problem = activate_case(16, k, activation, "X1", fp8_format(device)).problem
+    table = selection.table_for(problem, None, None, device, is_choice=False)
+    segments: Segments = [(0, PLAIN)]
+    for m in _sizes(table, m_range):
+        timed = [
+            (found[0].latency_us, c.name)
+            for c in table.candidates
+            if c.kernel is not None
+            and (found := c.time_at(m)) is not None
+            and not isinstance(c.kernel.supports(replace(problem, m=m), device), Rejected)
+        ]
+        segments.append((m, min(timed)[1] if timed else PLAIN))
+    segments.append((segments[-1][0] + 1, PLAIN))
+    return route_text(Granularity.ROW, segments, [(0, PLAIN)])
 
 
 def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:

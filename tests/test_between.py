@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lokakern
-from lokakern import mods, numerics, selection
+from lokakern import mods, numerics, routed, selection
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
+from lokakern.bench.forms import prepared_weight
+from lokakern.bench.suite_files import suite_from_file
 from lokakern.between import BoundedSequential, is_affordable, scales_between
 from lokakern.device import current_device
 from lokakern.linear import Linear
 from lokakern.linear_norm_act import LinearNormAct
+from lokakern.problems import make_problem
 from lokakern.types import ErrorBudget, Format, Granularity
-from tests.test_converting import H200, K, N, measured
+from tests.test_converting import H200, K, N, gemm, measured, rows_of
 from tests.test_linear import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
-from tests.test_selection import Book
+from tests.test_selection import Book, time
 
 SEEDS = (0,)
 BY_ROW = f"row;16:0=,16={ROW_KERNEL};1:0="
@@ -167,3 +173,184 @@ def test_convert_hands_over_and_takes_it_back() -> None:
     found = lokakern.convert(model, 0.06, device=H200, distribution="X1", between=False)
     assert found.handed_over == [] and type(model) is nn.Sequential
     assert not torch.equal(model(x), handed)
+
+
+# ---- activations that a kernel quantizes ----
+
+
+def activated_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, K), nn.ReLU(), nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 1)
+    ).bfloat16()
+
+
+@pytest.fixture
+def timed(tmp_path: Path) -> Iterator[None]:
+    """The second product is FP8 at m = 256 and 512, the relu before it was timed at 256 alone."""
+    rows = []
+    for m in (256, 512):
+        prepared = gemm(m, N, K, b=prepared_weight(Format.E4M3FN, Granularity.ROW), prepared=True)
+        rows += rows_of(prepared, bf16=4.0, row=2.0, errors=m == 256)
+    problem = make_problem(
+        "norm_quantize", (256, K), epilogue="relu", out_format=Format.E4M3FN,
+        out_granularity=Granularity.ROW,
+    )  # fmt: skip
+    rows += [time("cuda.norm_quantize", problem, 2.0), time("triton.norm_quantize", problem, 3.0)]
+    Book(tmp_path / "rows.sqlite").write(*rows)
+    yield
+    selection.use_snapshot(None)
+
+
+def converted(model: nn.Sequential, **options: Any) -> lokakern.converting.Conversion:
+    options = {"device": H200, "distribution": "X1", "inference": True, **options}
+    return lokakern.convert(model, 0.06, **options)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names of kernels that activate and quantize, and rows, in order."""
+    found: list[tuple[str, int]] = []
+    real = routed._quantize_activated_fake
+
+    def spy(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
+        found.append((f"{name} {activation}", len(x)))
+        return real(x, activation, name)
+
+    monkeypatch.setattr(routed, "_quantize_activated_fake", spy)
+    return found
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_kernel_activates_and_quantizes_where_it_was_timed(launched: Any) -> None:
+    model = activated_model()
+    plain = copy.deepcopy(model)
+    conversion = converted(model)
+    assert conversion.handed_over == ["2"] and type(model) is BoundedSequential
+    for m, expected in ((256, [("cuda.norm_quantize relu", 256)]), (512, []), (250, [])):
+        x = torch.randn(m, 8).bfloat16()
+        launched.clear()
+        with torch.no_grad():
+            y, h = model(x), plain[1](plain[0](x))
+        assert launched == expected
+        if m == 256:
+            exact = rounded(h, Granularity.ROW) @ rounded(plain[2].weight, Granularity.ROW).t()
+            exact += plain[2].bias.double()
+            with torch.no_grad():
+                assert torch.equal(y, plain[4](plain[3](exact.bfloat16())))
+    conversion.undo()
+    with torch.no_grad():
+        assert type(model) is nn.Sequential and torch.equal(model(x), plain(x))
+
+
+@pytest.mark.usefixtures("timed")
+def test_nobody_who_may_ask_for_what_is_activated_is_passed_over(launched: Any) -> None:
+    """Gradients, hooks, other dtypes and autocast to them, leading axes."""
+    model = activated_model()
+    converted(model)
+    x = torch.randn(256, 8).bfloat16()
+    model(x)  # with gradients
+    assert launched == []
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        y = model(x)
+        assert len(launched) == 1
+        for place in (1, 2):
+            handle = model[place].register_forward_hook(lambda *given: seen.append(given[-1]))
+            assert torch.equal(model(x), y)
+            handle.remove()
+        assert len(launched) == 1 and len(seen) == 2
+        assert torch.equal(model(x.view(16, 16, 8)), y.view(16, 16, 1)) and len(launched) == 2
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(model(x), y) and len(launched) == 3
+        model(x[:0])
+        model[0].float()
+        with pytest.raises(RuntimeError), torch.autocast("cpu", enabled=False):
+            model(x.float())
+    assert len(launched) == 3
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_compiled_model_activates_alike(launched: Any) -> None:
+    torch._dynamo.reset()
+    model = activated_model()
+    converted(model)
+    x = torch.randn(256, 8).bfloat16()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+    assert {name for name, _ in launched} == {"cuda.norm_quantize relu"}
+    symbolic = torch.compile(model, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        launched.clear()
+        assert symbolic(x).shape == (256, 1) and launched == []
+
+
+@pytest.mark.usefixtures("timed")
+def test_training_and_other_readers_activate_by_themselves() -> None:
+    model = activated_model()
+    assert converted(model, inference=False).handed_over == []
+    other = activated_model()
+    other[1] = nn.GELU()
+    assert converted(other).handed_over == []
+    model = activated_model()
+    model[2].register_forward_hook(lambda *_: None)
+    assert converted(model, between=False).handed_over == []
+
+
+def test_infinite_and_nan_elements_spoil_their_own_rows() -> None:
+    x = rows(64, 48)
+    x[1, 3], x[2, 5], x[3] = float("nan"), float("inf"), 0.0
+    data, scale = torch.ops.lokakern.quantize_activated(x, "relu", "cuda.norm_quantize")
+    found = data.float() * scale
+    assert found[1].isnan().any() and found[2].isnan().any() and (found[3] == 0).all()
+    others = [0, *range(4, 64)]
+    expected = numerics.dequantize(numerics.quantize(x.relu(), Format.E4M3FN, Granularity.ROW))
+    assert torch.equal(found[others], expected[others].float())
+
+
+@pytest.mark.usefixtures("timed")
+def test_what_was_not_timed_is_in_the_suite(tmp_path: Path) -> None:
+    model = activated_model()
+    model[1] = nn.SiLU()
+    conversion = converted(model)
+    assert conversion.handed_over == [] and type(model) is nn.Sequential
+    (tmp_path / "s.toml").write_text(conversion.suite([256, 64]))
+    cases = list(suite_from_file(tmp_path / "s.toml").build(Format.E4M3FN))
+    found = [c.problem for c in cases if c.problem.op == "norm_quantize"]
+    assert [(p.m, p.k, p.epilogue, p.out_granularity) for p in found] == [
+        (m, K, "silu", Granularity.ROW) for m in (256, 64)
+    ]
+    assert '"activate"' not in converted(activated_model()).suite([256])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("timed")
+@pytest.mark.parametrize("name", ["cuda.norm_quantize", "triton.norm_quantize"])
+def test_kernels_of_a_gpu_activate_and_quantize_alike(name: str) -> None:
+    """Each beside the emulation, of odd numbers of rows and rows that begin askew."""
+    for m, k in ((256, K), (13, 2048), (1, 17280)):
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        for activation in ("relu", "silu", "hardswish"):
+            data, scale = torch.ops.lokakern.quantize_activated(x, activation, name)
+            expected = getattr(nn.functional, activation)(x.float())
+            error = (data.double() * scale.double() - expected.double()).norm()
+            assert error <= 0.04 * expected.double().norm()
+    shifted = torch.randn(m * k + 1, device="cuda").bfloat16()[1:].view(m, k)
+    data, scale = torch.ops.lokakern.quantize_activated(shifted, "relu", name)
+    assert ((data.float() * scale - shifted.float().relu()).norm() / shifted.float().norm()) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("timed")
+def test_a_model_that_activates_so_runs_in_a_cuda_graph() -> None:
+    model = activated_model().cuda()
+    plain = copy.deepcopy(model)
+    assert converted(model, device=None).handed_over == ["2"]
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    x = torch.randn(256, 8, device="cuda").bfloat16()
+    with torch.no_grad():
+        for _ in range(3):
+            y = compiled(x).clone()
+        assert torch.allclose(y, model(x), rtol=0.05, atol=0.01)
+        assert (y - plain(x)).norm() <= 0.1 * plain(x).norm()
