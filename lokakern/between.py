@@ -37,22 +37,32 @@ ACTIVATIONS = {nn.ReLU: "relu", nn.Hardswish: "hardswish", nn.SiLU: "silu"}
 class BoundedSequential(nn.Sequential):
     """`nn.Sequential` that tells a linear layer by which scale its input can be quantized.
 
-    The one who calls says so, because a layer cannot know what else it is called with.
+    The one who calls says so, because a layer cannot know what else it is called with. A slice of
+    it, and one whose modules were changed, is called as `nn.Sequential` is.
 
     Attributes:
+        kinds: Of its modules when the following was found.
         scales: Of the input of each module in order, as text; "" where none is known.
         activating: Of an activation whose output the next module alone reads, the route of kernels
             that activate and quantize; "" of other modules.
     """
 
+    kinds: tuple[type[nn.Module], ...] = ()
     scales: tuple[str, ...] = ()
     activating: tuple[str, ...] = ()
+
+    def know(self, scales: Sequence[str], activating: Sequence[str]) -> None:
+        """Take what was found of the modules as they are now."""
+        self.kinds = tuple(type(module) for module in self)
+        self.scales, self.activating = tuple(scales), tuple(activating)
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Sequential`."""
         modules, place = list(self), 0
+        if len(modules) != len(self.kinds) or not all(map(isinstance, modules, self.kinds)):
+            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         while place < len(modules):
-            module, route = modules[place], self.activating[place] if self.activating else ""
+            module, route = modules[place], self.activating[place]
             done = None
             if route and not (module._forward_hooks or module._forward_pre_hooks):
                 reader: Any = modules[place + 1]

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,7 @@ class Conversion:
                         self._untimed.add((reader.out_features, reader.in_features, name))
             if any(scales) or any(activating):
                 sequence.__class__ = BoundedSequential
-                sequence.scales, sequence.activating = scales, tuple(activating)  # type: ignore[assignment]
+                cast(BoundedSequential, sequence).know(scales, activating)
             elif type(sequence) is BoundedSequential:
                 _let_go(sequence)
 
@@ -411,7 +411,7 @@ class Conversion:
 
 
 def _let_go(sequence: nn.Module) -> None:
-    del sequence.scales, sequence.activating
+    del sequence.kinds, sequence.scales, sequence.activating
     sequence.__class__ = nn.Sequential
 
 

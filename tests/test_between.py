@@ -48,7 +48,8 @@ def model_of(route: str = BY_ROW, wide: int = 48) -> nn.Sequential:
 def handed_over(model: nn.Sequential) -> nn.Sequential:
     scales = scales_between(model, current_device())
     model.__class__ = BoundedSequential
-    model.scales = scales  # type: ignore[assignment]
+    assert isinstance(model, BoundedSequential)
+    model.know(scales, ("",) * len(scales))
     return model
 
 
@@ -296,6 +297,24 @@ def test_training_and_other_readers_activate_by_themselves() -> None:
     model = activated_model()
     model[2].register_forward_hook(lambda *_: None)
     assert converted(model, between=False).handed_over == []
+
+
+@pytest.mark.usefixtures("timed")
+def test_what_was_known_of_other_modules_is_forgotten(launched: Any) -> None:
+    """Slices, and modules put in the place of others, or taken away."""
+    model = activated_model()
+    converted(model)
+    x = torch.randn(256, 8).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(model[3:](model[:3](x)), nn.Sequential(*model)(x))
+        model[1] = nn.GELU()
+        assert torch.equal(model(x), nn.Sequential(*model)(x))
+        del model[1]
+        assert torch.equal(model(x), nn.Sequential(*model)(x))
+        bounded = handed_over(model_of())
+        bounded[1] = nn.Identity()  # whose output may pass the scale
+        assert torch.equal(bounded(rows()), nn.Sequential(*bounded)(rows()))
+    assert launched == []
 
 
 def test_infinite_and_nan_elements_spoil_their_own_rows() -> None:
