@@ -10,7 +10,7 @@
     distribution = "X5"                    # of X; default X1
     bias = true                            # default false
     format = "float32"                     # of X, W and Y; default bfloat16
-    activation = "relu"                    # before the product, for form "activate"; default none
+    activation = "relu"                    # before the product, for form "activate" alone
     name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
     count = 3                              # likewise, how often a step multiplies so; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]

@@ -23,7 +23,7 @@ from lokakern.mods.block_norm import BlockRMSNorm
 from lokakern.norm import norm_named, static_scale
 from lokakern.quantized import ROW_BYTES
 from lokakern.registry.register import fp8_format
-from lokakern.routed import PLAIN
+from lokakern.routed import PLAIN, reads_rows
 from lokakern.types import Device, ErrorBudget
 
 # Row errors of products whose left operand comes from BlockNorm(256) and hard-swish, emulated on
@@ -35,45 +35,74 @@ ACTIVATIONS = {nn.ReLU: "relu", nn.Hardswish: "hardswish", nn.SiLU: "silu"}
 
 
 class BoundedSequential(nn.Sequential):
-    """`nn.Sequential` that tells a linear layer by which scale its input can be quantized.
+    """`nn.Sequential` that hands the inputs of linear layers over in FP8, where it was told how.
 
     The one who calls says so, because a layer cannot know what else it is called with. A slice of
     it, and one whose modules were changed, is called as `nn.Sequential` is.
 
     Attributes:
-        kinds: Of its modules when the following was found.
-        scales: Of the input of each module in order, as text; "" where none is known.
-        activating: Of an activation whose output the next module alone reads, the route of kernels
+        _known: Its modules when the following was found.
+        _scales: Of the input of each module in order, as text; "" where none is known.
+        _activating: Of an activation whose output the next module alone reads, the route of kernels
             that activate and quantize; "" of other modules.
     """
 
-    kinds: tuple[type[nn.Module], ...] = ()
-    scales: tuple[str, ...] = ()
-    activating: tuple[str, ...] = ()
+    # With an underscore: children have names, too.
+    _known: tuple[nn.Module, ...] = ()
+    _scales: tuple[str, ...] = ()
+    _activating: tuple[str, ...] = ()
 
-    def know(self, scales: Sequence[str], activating: Sequence[str]) -> None:
-        """Take what was found of the modules as they are now."""
-        self.kinds = tuple(type(module) for module in self)
-        self.scales, self.activating = tuple(scales), tuple(activating)
+    @property
+    def is_as_known(self) -> bool:
+        """Whether its modules are those of which something was found."""
+        modules = tuple(self._modules.values())
+        return len(modules) == len(self._known) and all(
+            a is b for a, b in zip(modules, self._known, strict=True)
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """As of `nn.Sequential`."""
-        modules, place = list(self), 0
-        if len(modules) != len(self.kinds) or not all(map(isinstance, modules, self.kinds)):
+        if not self.is_as_known:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+        modules, place = self._known, 0
         while place < len(modules):
-            module, route = modules[place], self.activating[place]
+            module, route = modules[place], self._activating[place]
             done = None
-            if route and not (module._forward_hooks or module._forward_pre_hooks):
+            if route and _is_by_itself(module) and _is_by_itself(modules[place + 1]):
                 reader: Any = modules[place + 1]
                 done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
             if done is not None:
                 input, place = done, place + 2
                 continue
-            scale = self.scales[place]
+            scale = self._scales[place]
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
         return input
+
+
+def tell(sequence: nn.Sequential, scales: Sequence[str], activating: Sequence[str]) -> None:
+    """Let a sequence hand over what was found of its modules as they are now."""
+    sequence._known = tuple(sequence)  # type: ignore[assignment]
+    sequence._scales, sequence._activating = tuple(scales), tuple(activating)  # type: ignore[assignment]
+    sequence.__class__ = BoundedSequential  # last: another thread may be calling it
+
+
+def forget(sequence: nn.Sequential) -> None:
+    """Make it what it was."""
+    sequence.__class__ = nn.Sequential
+    del sequence._known, sequence._scales, sequence._activating
+
+
+def _is_by_itself(module: nn.Module) -> bool:
+    """Whether calling a module is nothing but its class's forward, and leaves the input alone."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or nn.modules.module._global_forward_hooks
+        or nn.modules.module._global_forward_pre_hooks
+        or "forward" in module.__dict__
+        or getattr(module, "inplace", False)
+    )
 
 
 def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
@@ -102,7 +131,9 @@ def activations_between(
     found = {}
     for place, (module, reader) in enumerate(itertools.pairwise(sequence)):
         name = ACTIVATIONS.get(type(module))
-        if name and type(reader) is Linear and _reads(reader) and not scales[place + 1]:
+        if not name or getattr(module, "inplace", False) or scales[place + 1]:
+            continue
+        if type(reader) is Linear and _reads(reader) and reads_rows(reader._routes[0]):
             found[place] = name, reader
     return found
 

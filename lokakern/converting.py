@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,17 @@ from lokakern import selection
 from lokakern.between import (
     BoundedSequential,
     activations_between,
+    forget,
     is_affordable,
     scales_between,
+    tell,
 )
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
-from lokakern.routed import PLAIN, kernel_at
+from lokakern.routed import PLAIN, has_activator, kernel_at
 from lokakern.routes import FORMS, GEMMS, Judge, MRange, Route, activating_route, routes_of
 from lokakern.sites import INNER, MIXING, ModuleFilter, inner_layers, named_modules, shape_of
 from lokakern.types import Device, ErrorBudget, Granularity
@@ -69,9 +71,10 @@ def convert(
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.
         m_range: Smallest and largest number of rows to choose for; None: all that were measured.
-        between: Whether a layer that follows BlockNorm and an activation in an `nn.Sequential` gets
-            its input in FP8, under the scale that the norm bounds it by, where the budget is a
-            row error of 0.05 or more; see `lokakern.between`.
+        between: Whether a layer in an `nn.Sequential` gets its input in FP8: behind BlockNorm and
+            an activation under the scale that the norm bounds it by, where the budget is a row
+            error of 0.05 or more; in inference behind an activation alone, which a kernel then
+            activates and quantizes at m where one was timed. See `lokakern.between`.
         weight_scales: Of "tensor", "row" and "128x128", which scales weights may have; None: any.
             With ["tensor"] FSDP2 can gather them as FP8, see `lokakern.gathering`.
 
@@ -189,7 +192,7 @@ class Conversion:
         return changed
 
     def _hand_over(self, wanted: Wanted) -> None:
-        """Tell sequences which inputs have a scale that is known."""
+        """Tell sequences which inputs they can hand over in FP8."""
         budget = _judge_of(wanted, "", None).budget
         self._untimed.clear()
         for sequence in self.sequences:
@@ -202,30 +205,31 @@ class Conversion:
                     scales = scales_between(sequence, device)
                 found = activations_between(sequence, scales) if self._inference else {}
                 for place, (name, reader) in found.items():
-                    activating[place] = activating_route(
-                        device, reader.in_features, name, m_range=self._m_range
-                    )
-                    if not activating[place]:
-                        self._untimed.add((reader.out_features, reader.in_features, name))
+                    k = reader.in_features
+                    route = activating_route(device, k, name, m_range=self._m_range)
+                    if not route:
+                        self._untimed.add((reader.out_features, k, name))
+                    elif has_activator(route, reader._routes[0], k):
+                        activating[place] = route
             if any(scales) or any(activating):
-                sequence.__class__ = BoundedSequential
-                cast(BoundedSequential, sequence).know(scales, activating)
+                tell(sequence, scales, activating)
             elif type(sequence) is BoundedSequential:
-                _let_go(sequence)
+                forget(sequence)
 
     @property
     def handed_over(self) -> list[str]:
-        """Names of sites that get their input in FP8, at m for which it is known to pay."""
+        """Names of sites that get their input in FP8, at m for which kernels were timed."""
         names = {id(site.module): site.name for site in self.sites.values()}
-        return [
+        found = [
             names[id(module)]
             for sequence in self.sequences
-            if isinstance(sequence, BoundedSequential)
+            if isinstance(sequence, BoundedSequential) and sequence.is_as_known
             for module, *known in zip(
-                sequence, sequence.scales, ("", *sequence.activating[:-1]), strict=True
+                sequence, sequence._scales, ("", *sequence._activating[:-1]), strict=True
             )
-            if any(known)
+            if any(known) and id(module) in names  # of others' another conversion tells
         ]
+        return list(dict.fromkeys(found))
 
     def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
         found: dict[str, tuple[Route, ...]] = {}
@@ -395,7 +399,7 @@ class Conversion:
                 site.module.__class__ = nn.Linear  # type: ignore[assignment]
         for sequence in self.sequences:
             if type(sequence) is BoundedSequential:
-                _let_go(sequence)
+                forget(sequence)
         self.sites, self._modules, self.sequences = {}, {}, []
 
     def __len__(self) -> int:
@@ -408,11 +412,6 @@ class Conversion:
         words = f", {handed} inputs handed over in FP8" if handed else ""
         products = f"{count} of {len(routes)} products quantized"
         return f"Conversion({len(self.sites)} sites, {products}{words})"
-
-
-def _let_go(sequence: nn.Module) -> None:
-    del sequence.kinds, sequence.scales, sequence.activating
-    sequence.__class__ = nn.Sequential
 
 
 # Of a product, what a suite of a user's own calls it.

@@ -72,6 +72,15 @@ def _wants_gradients(*operands: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
+def _multiplied_in(x: Tensor, weight: Tensor) -> tuple[torch.dtype, bool]:
+    """In which dtype, and whether both are bfloat16 then: on others nothing was measured."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return dtype, dtype is torch.bfloat16 and x.dtype in CAST and weight.dtype in CAST
+    return x.dtype, x.dtype is torch.bfloat16 and weight.dtype is x.dtype
+
+
 def _readable(weight: Tensor) -> Tensor:
     """As it can be quantized: float32 is rounded once, not to bfloat16 before."""
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
@@ -117,13 +126,7 @@ class Routed(nn.Module):
         """
         if self._routes == PLAIN_ROUTES or x.is_meta:  # of which there are shapes only
             return functional.linear(x, weight, bias)
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            fits = dtype is torch.bfloat16 and x.dtype in CAST and weight.dtype in CAST
-        else:
-            dtype = x.dtype
-            fits = dtype is torch.bfloat16 and weight.dtype is dtype
+        dtype, fits = _multiplied_in(x, weight)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(
                 "a layer whose weight was moved away (offload) multiplies bfloat16 without "
@@ -381,19 +384,13 @@ class Linear(nn.Linear, Routed):
         """``forward(f(x))`` with f and quantizing in one kernel; see `multiply_activated`.
 
         Returns:
-            None where it is not known to pay, and where a gradient or a hook may ask for f(x).
+            None at m where it was not timed, of other dtypes, and where a gradient needs f(x).
         """
-        kind = x.device.type
-        as_cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if (
-            torch.is_grad_enabled()
-            or not self.is_frozen
-            or x.is_meta
-            or x.shape[-1:] != (self.in_features,)
-            or not x.dtype == as_cast == torch.bfloat16
-            or self._forward_hooks
-            or self._forward_pre_hooks
-        ):
+        if x.is_meta or not self.is_frozen or x.shape[-1:] != (self.in_features,):
+            return None
+        if x.dtype is not torch.bfloat16 or not _multiplied_in(x, self.weight)[1]:
+            return None
+        if _wants_gradients(x, self.weight, self.bias):
             return None
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

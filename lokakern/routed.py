@@ -169,7 +169,7 @@ def multiply_activated(
         route: Of the product.
 
     Returns:
-        None where it is not known, or not known to pay, at this m.
+        None where m is not known, or no kernel was timed there.
     """
     m, k = x.shape
     if torch.compiler.is_compiling() and not _is_known(m, k):
@@ -193,8 +193,33 @@ def _is_known(*sizes: int) -> bool:
 
 def _activator(activating: str, route: str, m: int, k: int) -> str:
     """Name of the kernel that makes what the route's kernel reads at m; "" where there is none."""
-    reads_rows = _form_of_left(route, m, k) == Granularity.ROW.value
-    return kernel_at(activating, m) if reads_rows else ""
+    return _found_activator(activating, route, m, k)  # a compiler takes this for a constant
+
+
+@functools.lru_cache(maxsize=4096)
+def _found_activator(activating: str, route: str, m: int, k: int) -> str:
+    by_rows = _form_of_left(route, m, k) == Granularity.ROW.value
+    return kernel_at(activating, m) if by_rows else ""
+
+
+def reads_rows(route: str) -> bool:
+    """Whether a route's kernels may read a left operand with scales of rows."""
+    return route != PLAIN and read_route(route)[0] is Granularity.ROW
+
+
+def has_activator(activating: str, route: str, k: int) -> bool:
+    """Whether there is an m at which one route's kernel makes what the other's reads."""
+    starts = {start for text in (activating, route) for start, _ in read_route(text)[1]}
+    return any(_activator(activating, route, m, k) for m in starts)
+
+
+@functools.lru_cache(maxsize=64)
+def _activating_kernel(name: str, device: torch.device) -> Kernel:
+    """The kernel, or what rounds alike on any device."""
+    load_kernels()
+    kernel = kernel_named(name)
+    here = current_device(device.type, device.index or 0)
+    return kernel if kernel.runs_on(here) else kernel_named("torch.norm_quantize")
 
 
 def _form_of_left(route: str, m: int, k: int) -> str:
@@ -238,10 +263,7 @@ def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 def _quantize_activated(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
     """f(x) in FP8 with scales of rows, by a kernel of op norm_quantize or its emulation."""
-    load_kernels()
-    kernel = kernel_named(name)
-    if not kernel.runs_on(current_device(x.device.type, x.device.index or 0)):
-        kernel = kernel_named("torch.norm_quantize")
+    kernel = _activating_kernel(name, x.device)
     x = _laid_out(x.detach())
     data, scale = _quantize_activated_fake(x, activation, name)
     out, epilogue = (

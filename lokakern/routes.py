@@ -141,7 +141,7 @@ def activating_route(
     """Kernels that activate rows of k columns and quantize them, from one measured m to the next.
 
     Each is exact but for its roundings, and all round alike: the fastest is taken. "" where none
-    was measured.
+    was measured but in several launches.
     """
     problem = activate_case(16, k, activation, "X1", fp8_format(device)).problem
     table = selection.table_for(problem, None, None, device, is_choice=False)
@@ -151,6 +151,7 @@ def activating_route(
             (found[0].latency_us, c.name)
             for c in table.candidates
             if c.kernel is not None
+            and c.kernel.language != "torch"
             and (found := c.time_at(m)) is not None
             and not isinstance(c.kernel.supports(replace(problem, m=m), device), Rejected)
         ]

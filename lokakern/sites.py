@@ -39,7 +39,7 @@ def named_modules(model: nn.Module, accepts: ModuleFilter) -> Iterator[tuple[str
 
 
 def inner_layers(model: nn.Module) -> set[int]:
-    """Ids of layers that others multiply as parts of theirs: nobody calls them."""
+    """Ids of layers that others multiply as parts of theirs, and call no more."""
     return {id(part) for m in model.modules() if isinstance(m, Joined) for part in m.parts}
 
 

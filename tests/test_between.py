@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,18 @@ from lokakern import mods, numerics, routed, selection
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.bench.forms import prepared_weight
 from lokakern.bench.suite_files import suite_from_file
-from lokakern.between import BoundedSequential, is_affordable, scales_between
+from lokakern.between import (
+    ACTIVATIONS,
+    BoundedSequential,
+    is_affordable,
+    scales_between,
+    tell,
+)
 from lokakern.device import current_device
 from lokakern.linear import Linear
 from lokakern.linear_norm_act import LinearNormAct
 from lokakern.problems import make_problem
+from lokakern.routed import has_activator, reads_rows
 from lokakern.types import ErrorBudget, Format, Granularity
 from tests.test_converting import H200, K, N, gemm, measured, rows_of
 from tests.test_linear import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
@@ -47,9 +55,7 @@ def model_of(route: str = BY_ROW, wide: int = 48) -> nn.Sequential:
 
 def handed_over(model: nn.Sequential) -> nn.Sequential:
     scales = scales_between(model, current_device())
-    model.__class__ = BoundedSequential
-    assert isinstance(model, BoundedSequential)
-    model.know(scales, ("",) * len(scales))
+    tell(model, scales, ("",) * len(scales))
     return model
 
 
@@ -60,7 +66,7 @@ def rounded(x: Tensor, form: Granularity) -> Tensor:
 @pytest.mark.parametrize("route", [BY_ROW, BY_BLOCK])
 def test_the_product_is_that_of_what_was_handed_over(route: str) -> None:
     model = handed_over(model_of(route))
-    assert model.scales == ("", "", "", SCALE, "", "")
+    assert model._scales == ("", "", "", SCALE, "", "")
     h = nn.Sequential(*list(model)[:3])(rows()).detach()
     quantized, _ = numerics.quantize_static(
         h, Format.E4M3FN, Granularity.TENSOR, torch.tensor([[float(SCALE)]])
@@ -373,3 +379,169 @@ def test_a_model_that_activates_so_runs_in_a_cuda_graph() -> None:
             y = compiled(x).clone()
         assert torch.allclose(y, model(x), rtol=0.05, atol=0.01)
         assert (y - plain(x)).norm() <= 0.1 * plain(x).norm()
+
+
+@pytest.mark.usefixtures("timed")
+def test_only_what_reads_rows_is_given_them(launched: Any, tmp_path: Path) -> None:
+    """Not a layer that normalizes, too, nor one of blocks, nor beyond the rows asked for."""
+    model = activated_model()
+    model[2] = LinearNormAct(K, N, norm="layer", bias=False).bfloat16()
+    assert converted(model).handed_over == []
+    model = activated_model()
+    assert converted(model, m_range=(300, 600)).handed_over == []
+    model = activated_model()
+    assert converted(model, m_range=(200, 300)).handed_over == ["2"]
+    layer, x = model[2], torch.randn(256, K).bfloat16()
+    route = "row;16:0=,256=cuda.norm_quantize;1:0="
+    with torch.no_grad():
+        assert layer.forward_activated(x, "relu", route) is not None
+        assert layer.forward_activated(x[:, :-1], "relu", route) is None
+        assert layer.forward_activated(x.float(), "relu", route) is None
+        assert layer.forward_activated(x.to("meta"), "relu", route) is None
+        with torch.autocast("cpu", torch.float16):
+            assert layer.forward_activated(x, "relu", route) is None
+        by_block = Linear(K, K).bfloat16()
+        by_block.take_routes((BY_BLOCK, "", ""), by_block.weight)
+        assert by_block.forward_activated(x, "relu", route) is None  # its weight is not frozen
+        by_block.freeze()
+        assert by_block.forward_activated(x, "relu", route) is None
+        for kind in (nn.ReLU, nn.Hardswish, nn.SiLU):
+            name = ACTIVATIONS[kind]
+            data, scale = torch.ops.lokakern.quantize_activated(x, name, "cuda.norm_quantize")
+            exact = kind()(x.double())
+            assert (data.double() * scale - exact).norm() < 0.03 * exact.norm()
+        turned, _ = torch.ops.lokakern.quantize_activated(
+            x.t().contiguous().t(), "relu", "cuda.norm_quantize"
+        )
+        straight, _ = torch.ops.lokakern.quantize_activated(x, "relu", "cuda.norm_quantize")
+        assert torch.equal(turned.view(torch.uint8), straight.view(torch.uint8))
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_scale_that_is_known_comes_before_one_that_is_found(launched: Any) -> None:
+    model = nn.Sequential(
+        nn.Linear(8, K), mods.BlockRMSNorm(K, 16), nn.ReLU(), nn.Linear(K, N)
+    ).bfloat16()
+    assert converted(model).handed_over == ["3"]
+    with torch.no_grad():
+        model(torch.randn(256, 8).bfloat16())
+    assert launched == []
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_conversion_that_is_refreshed_forgets_what_it_missed(launched: Any) -> None:
+    model = activated_model()
+    conversion = converted(model)
+    x = torch.randn(256, 8).bfloat16()
+    with torch.no_grad():
+        conversion.refresh(None)
+        assert conversion.handed_over == [] and type(model) is nn.Sequential
+        model(x)
+        assert launched == []
+        for _ in range(2):
+            conversion.refresh(0.06)
+        model(x)
+        assert len(launched) == 1
+        for place in (1, 2):
+            handle = model[place].register_forward_pre_hook(lambda *_: None)
+            model(x)
+            handle.remove()
+        assert len(launched) == 1
+    other = activated_model()
+    other[1] = nn.SiLU()
+    conversion = converted(other)
+    assert '"activate"' in conversion.suite([256])
+    conversion.refresh(None)
+    assert '"activate"' not in conversion.suite([256])
+
+
+class Doubled(nn.ReLU):
+    """Another function."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def zeroed(module: nn.Module, _args: Any, y: Tensor) -> Tensor | None:
+    return y * 0 if isinstance(module, nn.ReLU) else None
+
+
+@pytest.mark.usefixtures("timed")
+def test_whoever_changes_what_a_module_does_is_heard(launched: Any) -> None:
+    """In place, for all modules, on one object, or by another module."""
+    x = torch.randn(256, 8).bfloat16()
+
+    def heard(change: Any, after: bool = False) -> None:
+        model = activated_model()
+        if not after:
+            change(model)
+        converted(model)
+        if after:
+            change(model)
+        with torch.no_grad():
+            y, plain = model(x), nn.Sequential(*model)(x)
+        assert torch.equal(y, plain) and launched == []
+
+    def own_forward(place: int) -> Any:
+        def change(model: nn.Sequential) -> None:
+            real = model[place].forward
+            model[place].forward = lambda x: real(x) * 0  # type: ignore[method-assign]
+
+        return change
+
+    def other(model: nn.Sequential) -> None:
+        model[1] = Doubled()
+
+    def in_place(model: nn.Sequential) -> None:
+        model[1].inplace = True  # type: ignore[assignment]
+
+    for after in (False, True):
+        for change in (own_forward(1), own_forward(2), other, in_place):
+            heard(change, after)
+    handle = nn.modules.module.register_module_forward_hook(zeroed)
+    try:
+        heard(lambda _: None)
+    finally:
+        handle.remove()
+    bounded = handed_over(model_of())
+    bounded[1] = mods.BlockRMSNorm(48, 48)  # of which more passes the scale
+    assert torch.equal(bounded(rows()), nn.Sequential(*bounded)(rows()))
+
+
+@pytest.mark.usefixtures("timed")
+def test_what_is_told_of_sites_is_of_this_conversion_and_of_now(launched: Any) -> None:
+    model = activated_model()
+    options = {"device": H200, "distribution": "X1", "inference": True}
+    lokakern.convert(model, 0.06, filter=lambda _, name: name == "2", between=False, **options)
+    second = lokakern.convert(model, 0.06, filter=lambda _, name: name == "0", **options)
+    assert second.handed_over == [] and "handed over" not in repr(second)
+    model = activated_model()
+    conversion = converted(model)
+    model.append(nn.ReLU())
+    assert conversion.handed_over == [] and "handed over" not in repr(conversion)
+    named = nn.Sequential(
+        OrderedDict(scales=nn.Linear(8, K), activating=nn.ReLU(), known=nn.Linear(K, N))
+    ).bfloat16()
+    assert converted(named).handed_over == ["known"]
+    with torch.no_grad():
+        named(torch.randn(256, 8).bfloat16())
+        assert len(launched) == 1
+        named.float()  # a weight that is multiplied in float32
+        with pytest.raises(RuntimeError, match="dtype"):
+            named[1:](torch.randn(256, K).bfloat16())
+        with pytest.raises(RuntimeError, match="dtype"):
+            converted(nn.Sequential(nn.ReLU(), nn.Linear(K, N)))  # of float32
+            named[2](torch.randn(256, K).bfloat16())
+    assert len(launched) == 1
+
+
+def test_a_route_that_no_activator_serves_is_none() -> None:
+    by_row = "row;16:0=,256=cuda.quantize_row+torch.scaled_mm_row,513=;1:0="
+    for activating, expected in (
+        ("row;16:0=,256=cuda.norm_quantize,257=;1:0=", True),
+        ("row;16:0=,128=cuda.norm_quantize,257=;1:0=", True),
+        ("row;16:0=,4096=cuda.norm_quantize,4097=;1:0=", False),
+    ):
+        assert has_activator(activating, by_row, 64) is expected
+        assert not has_activator(activating, BY_BLOCK, 64)
+    assert reads_rows(by_row) and not reads_rows(BY_BLOCK) and not reads_rows("")

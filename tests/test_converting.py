@@ -326,14 +326,19 @@ def test_sums_that_are_not_promoted_need_a_verdict_of_their_own(book: Book) -> N
     times = [(BF16, 4.0), (ROW_KERNEL, 2.0), (fast, 1.0)]
     book.write(*(time(name, problem, us) for name, us in times))
     (row,) = verdict("output", "row", "safe", 0.04).classes
+    row = replace(row, mean_shift=1e-4)
     for found, wanted in (
         ((), ROW_KERNEL),
         ((replace(row, scales="row fast", architecture="sm_90"),), fast),
         ((replace(row, scales="row fast", architecture="sm_100"),), ROW_KERNEL),
         ((replace(row, scales="row fast", architecture="sm_90", row_err_upper=0.1),), ROW_KERNEL),
+        ((replace(row, scales="row fast", architecture="sm_90", mean_shift=0.1),), ROW_KERNEL),
     ):
         judged = replace(verdict("output", "row", "safe", 0.04), classes=(row, *found))
-        conversion = convert(model_of(), report_of(judged), device=H200)
+        report = ProbeReport(
+            [Judged(judged, {}, {}, 1)], ErrorBudget(row_err=0.06, mean_shift=0.01), None
+        )
+        conversion = convert(model_of(), report, device=H200)
         assert kernels(conversion, "0", "output", (256,)) == [wanted]
         if "sm_100" in [c.architecture for c in found]:
             assert "Probe replayed row fast on sm_100" in conversion.explain("0")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import lokakern
 from lokakern import numerics, selection
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight, learned
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.probe.gemms import Replayed, block_norm, problem_of
 from lokakern.probe.learned import LearnedSite
 from lokakern.probe.replay import compile_ahead, replay
+from lokakern.probe.report import ProbeReport
 from lokakern.probe.site import GEMMS, SiteStatistics
 from lokakern.problems import sums_over_samples
 from lokakern.registry.loading import load_snapshot
@@ -154,6 +157,50 @@ def test_what_a_gpu_replays_is_compiled_before(monkeypatch: pytest.MonkeyPatch) 
         ("gemm_norm", N, K), ("gemm_norm", 64, K)
     }  # fmt: skip
     assert {N, 64} <= {p.n for p in problems} and K in {p.n for p in problems}
+
+
+def test_a_report_compiles_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(
+        "lokakern.probe.replay.compile_ahead", lambda sites: done.extend(s.name for s in sites)
+    )
+    real = lokakern.probe.replay.replay_site
+
+    def watched(site: LearnedSite, **options: Any) -> tuple[Replayed, ...]:
+        done.append(f"replay {site.name}")
+        return real(site, **options)
+
+    monkeypatch.setattr("lokakern.probe.replay.replay_site", watched)
+    site = seen("X3", 32)[0]
+    report = ProbeReport.of({"a": site, "b": site}, seeds=(0,))
+    assert done == ["a", "b", "replay a", "replay b"]
+    assert report.sites == ("a", "b")
+
+
+def test_shifts_of_the_mean_and_ways_to_sum_are_kept() -> None:
+    """Without a sign; float32 sums, which are emulated, count as promoted ones."""
+    negative = site_of(-torch.rand(1024, K), torch.rand(N, K))  # whose output is negative
+    found = replay("a", negative, seeds=(0, 1))
+    row = of(found, "output", ROW)
+    assert 0 < row.mean_shift <= row.mean_shift_upper < row.row_err
+    assert row.accumulation == "float32" and row.way == "row" and row.is_everywhere
+    block = of(found, "output", "torch.quantize_group+torch.emulated_block")
+    assert block.way == "1x128 x 128x128" and block.mean_shift != row.mean_shift
+    (shifted,) = (
+        numerics.measure_errors(
+            torch.full((4, 4), -0.9), torch.full((4, 4), -1.0, dtype=torch.float64)
+        ),
+    )
+    assert shifted.mean_shift == pytest.approx(0.1)
+
+
+def test_a_weight_that_is_not_gaussian_is_read_in_part() -> None:
+    """Rows repeated where fewer were kept; columns from the first."""
+    w = torch.randint(0, 2, (N, K)).float() * torch.tensor([[1e-6], [1e6]]).repeat(N // 2, 1)
+    site = LearnedSite("a", site_of(torch.randn(256, K), w))
+    assert not site.weight_fit.is_gaussian
+    for rows, columns in ((N, K), (10, K), (N, 7)):
+        assert torch.equal(site.weight(0, rows, columns), w[:rows, :columns].double())
 
 
 def test_every_gemm_and_the_norm_after_it_are_replayed() -> None:

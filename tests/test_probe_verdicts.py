@@ -299,6 +299,16 @@ def test_budgets_may_limit_the_99th_percentile_and_nothing_foreign() -> None:
     assert only(verdicts_of("a", site, found, budget=tight)).safety == "safe"
 
 
+def test_of_kernels_that_err_alike_each_error_is_the_worst() -> None:
+    """Whichever of them dispatch takes in the end."""
+    site, tight = shaped(64, 64, 9), ErrorBudget(row_err=0.06, mean_shift=1e-3)
+    errors = [replayed(row_err=0.0401), replayed(row_err=0.04, shift=0.05)]
+    for order in (errors, errors[::-1]):
+        found = only(verdicts_of("a", site, order, budget=tight))
+        assert found.safety == "unsafe" and "mean_shift 0.05 > 0.001" in found.classes[0].reason
+        assert (found.classes[0].row_err, found.classes[0].mean_shift) == (0.0401, 0.05)
+
+
 def test_sums_that_are_not_promoted_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own errors, on GPUs of the kind where these were replayed."""
     site = shaped(4096, 4096, 8192)

@@ -45,6 +45,20 @@ class Fails(Net):
     def forward(self, x):
         raise KeyError("no such table")
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return self.first(x).sum() + self.second(x).sum()
+
+def fused():
+    from lokakern import mods
+    model = Pair()
+    mods.apply(model, [mods.FuseShared()])
+    return model, torch.zeros(8192, 512)
+def fused_alone(): return fused()[0]
 def net(): return Net(), {"x": torch.zeros(8192, 512), "times": 3}
 def reader(): return Reader(), torch.zeros(16, 512)
 def alone(): return Net()
@@ -234,6 +248,16 @@ def test_a_model_on_the_meta_device(run: Run, factories: str) -> None:
     assert f"Linear layers, as under autocast to bfloat16, are {share:.1%}" in found["notes"][0]
 
 
+def test_layers_that_are_multiplied_as_one_are_one(run: Run, factories: str) -> None:
+    for words in ((f"{factories}:fused",), (f"{factories}:fused_alone", "--rows", 8192)):
+        code, out, err = run("--model", *words, *H200, "--json")
+        assert code == 0 and "somebodys" not in err
+        rows = json.loads(out)["layers"]
+        assert [(r["layer"], r["m"], r["n"], r["k"]) for r in rows] == [
+            ("fusedlinear_0", 8192, 768, 512)
+        ]
+
+
 def test_a_model_that_reads_values_is_called_on_the_cpu(run: Run, factories: str) -> None:
     code, out, err = run("--model", f"{factories}:reader", *H200, "--json")
     assert code == 0
@@ -257,7 +281,7 @@ def test_a_model_without_an_example_needs_rows(run: Run, factories: str) -> None
         ("somebodys", "expected package.module:factory"),
         ("nobodys:net", "'nobodys' was not found; run this in the folder that holds it"),
         ("broken:net", "'broken' needs 'no_such_package', which was not found"),
-        ("somebodys:nett", "has no 'nett'; it has net, reader, alone"),
+        ("somebodys:nett", "has no 'nett'; it has fused, fused_alone, net"),
         ("somebodys:number", "is of type int, which cannot be called"),
         ("somebodys:sized", "cannot be called: missing a required argument: 'size'"),
         ("somebodys:seven", "returned int; expected a function"),

@@ -125,9 +125,14 @@ class LearnedSite:
 
     def gemms(self) -> tuple[str, ...]:
         """Those of which enough was seen: no gradients come by in inference."""
-        if not self.statistics.weight.count or not len(self.input.sample):
+        seen = self.statistics
+        if not seen.weight.count or not seen.input.sample.is_filled:
             return ()
-        return GEMMS if len(self.grad_output.sample) else GEMMS[:1]
+        return GEMMS if seen.grad_output.sample.is_filled else GEMMS[:1]
+
+    def distribution_name(self, gemm: str) -> str:
+        """By which the bench knows the operands of one GEMM."""
+        return f"site:{self.name}/{gemm}"
 
     def distribution(self, gemm: str) -> LearnedDistribution:
         """The operands of one GEMM, as `lokakern.bench` draws them."""
@@ -137,9 +142,14 @@ class LearnedSite:
             "grad_weight": (self._paired_gradients, self._paired_inputs),
         }
         rows, weight = draws[gemm]
-        name = f"site:{self.name}/{gemm}"
         return LearnedDistribution(
-            name, f"learned of {self.name}", (), False, self.digest, rows, weight
+            self.distribution_name(gemm),
+            f"learned of {self.name}",
+            (),
+            False,
+            self.digest,
+            rows,
+            weight,
         )
 
     def _inputs(self, rows: int, k: int, seed: int) -> Tensor:

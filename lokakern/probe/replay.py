@@ -105,7 +105,7 @@ def _cells_of(
     for gemm in site.gemms():
         for norm in norms_after(statistics, gemm):
             problem = problem_of(statistics, gemm, m, norm)
-            found = _cells(problem, device, site.distribution(gemm).name, seeds)
+            found = _cells(problem, device, site.distribution_name(gemm), seeds)
             cells += found
             norms += [norm] * len(found)
     return cells, norms

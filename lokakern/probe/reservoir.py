@@ -49,6 +49,11 @@ class Reservoir:
         device = self.rows.device
         self.add(other.rows.to(device), other.keys.to(device))
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether there is a row."""
+        return bool(torch.isfinite(self.keys).any())
+
     def kept(self) -> tuple[Tensor, Tensor]:
         """Rows ``[count, columns]`` and their keys, on the CPU."""
         keys = self.keys.cpu()

@@ -392,6 +392,8 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
             return None
         if not isinstance(module, Joined):
             return look_at(module, args, kwargs, y)
+        if torch.compiler.is_compiling() and _is_exported_or_transformed():
+            return None
         if not all(map(is_plain, y)):
             recorder.unseen = "its outputs are no plain tensors"
             return None

@@ -28,6 +28,7 @@ LIMITS = {
     "row_p99": ("row_p99", "row_p99"),
     "mean_shift": ("mean_shift", "mean_shift_upper"),
 }
+ERRORS = ("row_err", "row_err_upper", "row_p99", "mean_shift", "mean_shift_upper")
 SPEEDS = ("fast", "tie", "slow")
 
 
@@ -261,21 +262,19 @@ def _times_of(
 def _classes(
     replayed: Iterable[Replayed], limits: dict[str, float], rows_seen: int, times: _Times
 ) -> list[ClassVerdict]:
-    """Of those that err alike the worst that was replayed; a wrong kernel is its own fault."""
-    worst: dict[str, Replayed] = {}
+    """Of those that err alike the worst of each error; a wrong kernel is its own fault."""
+    alike: dict[str, list[Replayed]] = {}
     for r in replayed:
-        if r.granularity is Granularity.NONE:
-            continue
-        words = r.way
-        known = worst.get(words)
-        if (
-            known is None
-            or (known.reason and not r.reason)
-            or (not r.reason and r.row_err_upper > known.row_err_upper)
-        ):
-            worst[words] = r
+        if r.granularity is not Granularity.NONE:
+            alike.setdefault(r.way, []).append(r)
     found = []
-    for words, r in worst.items():
+    for words, many in alike.items():
+        right = [r for r in many if not r.reason]
+        r = (
+            replace(right[0], **{name: max(getattr(x, name) for x in right) for name in ERRORS})
+            if right
+            else many[0]
+        )
         safety, reason = _safety(r, limits, rows_seen)
         kernel, time = times.fastest.get(words, ("", None))
         us, speed = (time.latency_us, times.speed(time)) if time else (None, "")
