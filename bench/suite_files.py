@@ -10,7 +10,6 @@
     distribution = "X5"                    # of X; default X1
     bias = true                            # default false
     format = "float32"                     # of X, W and Y; default bfloat16
-    activation = "relu"                    # before the product, for form "activate" alone
     name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
     count = 3                              # likewise, how often a step multiplies so; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
@@ -21,6 +20,13 @@
     k = 128
     batch = 2048                           # products at once; default 1
     forms = ["gemm", "grad_input"]
+
+    [[layer]]
+    m = 8192
+    n = 2048
+    k = 2048
+    activation = "relu"                    # before the product: for form "activate" alone
+    forms = ["prepared", "activate"]
 
 Forms are the problems a layer poses: ``gemm`` on unquantized operands, ``prepared`` with W
 quantized ahead (tensor, row and 128x128 scales), ``scaled_gemm`` on quantized operands and

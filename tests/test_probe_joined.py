@@ -17,6 +17,7 @@ from lokakern import mods
 from lokakern.errors import UnknownNameError
 from lokakern.probe.session import Probe
 from lokakern.sites import INNER, MIXING
+from tests import probe_ranks
 
 M, K, N = 96, 48, 64
 SITE = "attend.fusedlinear_0"
@@ -80,15 +81,7 @@ def inputs(step: int) -> Tensor:
 
 
 def train(model: nn.Module, call: Any, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        loss = call(inputs(step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return probe_ranks.train(model, call, steps, 0.1, given=inputs)
 
 
 @pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])

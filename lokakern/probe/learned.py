@@ -142,14 +142,9 @@ class LearnedSite:
             "grad_weight": (self._paired_gradients, self._paired_inputs),
         }
         rows, weight = draws[gemm]
+        name = self.distribution_name(gemm)
         return LearnedDistribution(
-            self.distribution_name(gemm),
-            f"learned of {self.name}",
-            (),
-            False,
-            self.digest,
-            rows,
-            weight,
+            name, f"learned of {self.name}", (), False, self.digest, rows, weight
         )
 
     def _inputs(self, rows: int, k: int, seed: int) -> Tensor:

@@ -93,12 +93,10 @@ class ProbeReport:
         if times and database is not None:
             time_sites(sites, database)
         judged = []
-        learned = [LearnedSite(name, statistics) for name, statistics in sites.items()]
-        compile_ahead(learned)
+        compile_ahead(LearnedSite(name, statistics) for name, statistics in sites.items())
         with nullcontext() if database is None or not times else _answering_from(database):
-            while learned:  # what one is drawn of is forgotten before the next
-                site = learned.pop(0)
-                name, statistics = site.name, site.statistics
+            for name, statistics in sites.items():
+                site = LearnedSite(name, statistics)
                 replayed = replay_site(site, seeds=seeds, database=database)
                 for verdict in verdicts_of(
                     name, statistics, replayed, budget=budget, device=device

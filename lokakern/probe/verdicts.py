@@ -269,12 +269,7 @@ def _classes(
             alike.setdefault(r.way, []).append(r)
     found = []
     for words, many in alike.items():
-        right = [r for r in many if not r.reason]
-        r = (
-            replace(right[0], **{name: max(getattr(x, name) for x in right) for name in ERRORS})
-            if right
-            else many[0]
-        )
+        r = _worst(many)
         safety, reason = _safety(r, limits, rows_seen)
         kernel, time = times.fastest.get(words, ("", None))
         us, speed = (time.latency_us, times.speed(time)) if time else (None, "")
@@ -282,6 +277,13 @@ def _classes(
         where = "" if r.is_everywhere else current_device().architecture
         found.append(ClassVerdict(words, safety, *errors, kernel, us, speed, reason, where))
     return found
+
+
+def _worst(many: Sequence[Replayed]) -> Replayed:
+    right = [r for r in many if not r.reason]
+    if not right:
+        return many[0]
+    return replace(right[0], **{name: max(getattr(r, name) for r in right) for name in ERRORS})
 
 
 def _safety(r: Replayed, limits: dict[str, float], rows_seen: int) -> tuple[str, str]:
