@@ -351,10 +351,17 @@ def test_what_was_not_timed_is_in_the_suite(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("timed")
-@pytest.mark.parametrize("name", ["cuda.norm_quantize", "triton.norm_quantize"])
-def test_kernels_of_a_gpu_activate_and_quantize_alike(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [
+        ("cuda.norm_quantize", 8192),
+        ("triton.norm_quantize", 8192),
+        ("cuda.activate_quantize_row", 16384),
+    ],
+)
+def test_kernels_of_a_gpu_activate_and_quantize_alike(name: str, longest: int) -> None:
     """Each beside the emulation, of odd numbers of rows and rows that begin askew."""
-    for m, k in ((256, K), (13, 2048), (1, 17280)):
+    for m, k in ((256, K), (13, 2048), (1, longest)):
         x = torch.randn(m, k, device="cuda").bfloat16()
         for activation in ("relu", "silu", "hardswish"):
             data, scale = torch.ops.lokakern.quantize_activated(x, activation, name)
