@@ -239,6 +239,8 @@ def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
     [
         (BY_ROW, 48, 40, 64, True), (BY_BLOCK, 48, 40, 256, True),
         (BY_ROW, 8, 40, 64, False),  # where nothing is quantized
+        (BY_ROW, 16, 16, 8192, True), (BY_BLOCK, 16, 128, 8320, True),
+        (BY_ROW, 16, 16, 8208, False),  # of long rows the kernel's quantizer
         (BY_ROW, 48, 40, 72, False), (BY_BLOCK, 48, 40, 192, False), (BY_BLOCK, 6, 40, 256, False),
     ],
 )  # fmt: skip
