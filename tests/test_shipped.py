@@ -30,7 +30,7 @@ from lokakern.registry.store import (
     database_digest,
     shipped_databases,
 )
-from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
+from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED, UNTESTED
 from lokakern.types import Device, Environment, ErrorBudget, Granularity
 
 H200 = "NVIDIA H200"
@@ -120,6 +120,8 @@ def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
     found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
     for entry, reason in UNMEASURED.items():
         assert (found[entry].state, found[entry].why) == ("unmeasured", reason)
+    for entry, reason in UNTESTED.items():
+        assert found[entry].why.endswith(f"; {reason}")
     for (op, architecture), reason in NEW_OPS.items():
         known = [
             found[kernel.name, architecture]
@@ -155,12 +157,20 @@ def test_removing_the_rows_of_a_kernel_is_seen(complete: Path, tmp_path: Path, t
     "module", ["triton/scaled_gemm.py", "torch/scaled_mm.py", "cuda/quantize.cu"]
 )
 def test_changing_a_line_of_a_kernel_is_seen(
-    complete_facts: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+    complete_facts: Snapshot,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    module: str,
 ) -> None:
-    """In a copy of the sources: every kernel made of that file lacks both kinds of rows."""
+    """In a copy of the sources: every kernel made of that file lacks both kinds of rows.
+
+    Made of it are, too, kernels of modules that import its module.
+    """
     sources = tmp_path / "kernels"
     shutil.copytree(digests.KERNELS_ROOT, sources)
     monkeypatch.setattr(digests, "KERNELS_ROOT", sources)
+    request.addfinalizer(freshness._has_its_digest.cache_clear)
 
     def gaps() -> list[Gap]:
         # Copies, because a kernel keeps the digest that it was asked for once, as rows do.
@@ -177,11 +187,13 @@ def test_changing_a_line_of_a_kernel_is_seen(
     stem = module.rsplit(".", 1)[0]
     claiming = [k for k in KERNELS.values() if k.architectures & {"sm_90", "any"}]
     claiming = [kernel for kernel in claiming if "sm_90" not in kernel.unmeasured]
-    made_of_it = {kernel.name for kernel in claiming if stem in kernel.modules}
+    words = f"from lokakern.kernels.{stem.replace('/', '.')} import"
+    importing = [path for path in sources.glob("*/*.py") if words in path.read_text("utf-8")]
+    modules = {stem, *(f"{path.parent.name}/{path.stem}" for path in importing)}
+    made_of_it = {kernel.name for kernel in claiming if modules & set(kernel.modules)}
     assert {gap.kernel for gap in gaps()} == made_of_it
     assert {gap.table for gap in gaps()} == {"timing", "test_result"}
     assert all(gap.why.startswith("changed since") for gap in gaps())
-    freshness._has_its_digest.cache_clear()
 
 
 def test_every_anchor_is_answered_and_never_slower_than_bf16(facts: Snapshot) -> None:
