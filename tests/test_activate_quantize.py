@@ -1,4 +1,4 @@
-"""`cuda.activate_quantize_row`: any row that it holds, byte for byte where f(x) is exact."""
+"""Kernels that activate and quantize: any row they hold, byte for byte where f(x) is exact."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lokakern import numerics
 from lokakern.norm_checks import norm_quantize_problem
 from lokakern.registry.register import KERNELS
 from lokakern.types import Device, Format, Granularity, Layout, NormEpilogue, Operand, Rejected
-from tests.kernel_cases import drawn, kernel_here
+from tests.kernel_cases import cases, drawn, kernel_here
 from tests.test_norm_kernels import Run, poisoned
 
 NAME = "cuda.activate_quantize_row"
+CASES = [case for case in cases("norm_quantize") if "activate" in case.values[0]]
 SEEDS = (0,)  # of everything drawn here
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 ACTIVATIONS = ("relu", "hardswish", "silu")
@@ -47,26 +48,28 @@ def test_it_refuses_what_it_does_not_do() -> None:
         assert isinstance(answer, Rejected) and word in answer.reason, wrong
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "where"), CASES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_any_length(activation: str, dtype: torch.dtype) -> None:
-    kernel = kernel_here(NAME, "cuda")
+def test_rows_of_any_length(name: str, where: str, activation: str, dtype: torch.dtype) -> None:
+    kernel = kernel_here(name, where)
     longest = 16384 * 2 // dtype.itemsize
     for columns, rows in itertools.product((*COLUMNS, longest - 3, longest), (1, 3, 130)):
-        x = drawn(rows, columns, where="cuda", dtype=dtype, seed=columns)
-        x *= 2.0 ** torch.randint(-40, 40, (rows, 1), device="cuda")
+        x = drawn(rows, columns, where=where, dtype=dtype, seed=columns)
+        x *= 2.0 ** torch.randint(-40, 40, (rows, 1), device=where)
         assert Run(kernel, x, None, NormEpilogue(activation=activation), Granularity.ROW).check()
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "where"), CASES)
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_relu_is_byte_for_byte_that_of_the_reference(dtype: torch.dtype, form: Format) -> None:
+def test_relu_is_byte_for_byte_that_of_the_reference(
+    name: str, where: str, dtype: torch.dtype, form: Format
+) -> None:
     """Of slices, too, whose rows start anywhere, and of rows of zeros, infinities and NaN."""
-    kernel = kernel_here(NAME, "cuda")
+    kernel = kernel_here(name, where)
     for columns, skipped in itertools.product((64, 96, 2048, 2053, 4096), (0, 1, 8)):
-        x = drawn(40, columns + 24, where="cuda", dtype=dtype)[:, skipped : skipped + columns]
+        x = drawn(40, columns + 24, where=where, dtype=dtype)[:, skipped : skipped + columns]
         x[1] = 0.0
         x[2] = -x[2].abs()
         x[3, 5], x[4, 5], x[5, 5] = math.nan, math.inf, -math.inf
@@ -74,18 +77,18 @@ def test_relu_is_byte_for_byte_that_of_the_reference(dtype: torch.dtype, form: F
         x[7] *= 2.0**-120
         x[8] = -0.0
         expected = numerics.quantize(functional.relu(x), form, Granularity.ROW)
-        found = poisoned(form, Granularity.ROW, *x.shape, "cuda", None)
+        found = poisoned(form, Granularity.ROW, *x.shape, where, None)
         kernel.launch(x, found, NormEpilogue(activation="relu"), ())
         assert torch.equal(found.scale, expected.scale)
         left, right = (q.data.float().nan_to_num(-1.0) for q in (found, expected))
         assert torch.equal(left, right)  # with either sign of 0
 
 
-@pytest.mark.gpu
-def test_the_same_bits_every_time() -> None:
-    kernel = kernel_here(NAME, "cuda")
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_the_same_bits_every_time(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
     epilogue = NormEpilogue(activation="silu")
-    found = Run(kernel, drawn(77, 2048, where="cuda"), None, epilogue, Granularity.ROW)
+    found = Run(kernel, drawn(77, 2048, where=where), None, epilogue, Granularity.ROW)
     first = found.out.data.view(torch.uint8).clone()
     for _ in range(3):
         found.out.data.view(torch.uint8).fill_(7)
