@@ -8,8 +8,8 @@ the right operand, then for m that 16 divides and for any other, from which m on
 No kernel is the unquantized product, by torch. Where a kernel's GPU is not, its emulation runs.
 The ops look a kernel up when they run, not when they are traced: m may be dynamic. Where a compiler
 knows m, what is quantized of a composition's left operand is written in steps that it puts where
-this operand is made: a kernel less, and bfloat16 that nobody else reads is never written. Of long
-rows it is the composition's own quantizer that reads bfloat16.
+this operand is made: a kernel less, and bfloat16 that nobody else reads is never written. Long rows
+are left to a quantizer that reads them once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
 
 Segments = list[tuple[int, str]]  # from which m on which kernel, "" for the unquantized product
 PLAIN = ""  # the route that quantizes nothing
-# Columns up to which a compiler quantizes rows where they are made. It reads longer ones twice:
-# 8192 rows of 10240 took 102 us of an H200 where `cuda.quantize_row` takes 65, and of 123200 1441
-# where that takes 891; behind a block norm 208 in its kernel and 195 apart (of 4096: 53 and 78).
+# Columns up to which a compiler quantizes rows where they are made. Longer ones it reads twice, and
+# the quantizer below once: 8192 rows of 10240, 15360 and 123200 columns take that 65, 94 and 891 us
+# of an H200, and Inductor 102, 111 and 1441; the first two behind a block norm take 195 and 292
+# apart, and 208 and 314 in one kernel, but 4096 columns 78 and 53. Between 4096 and 10240 nothing
+# was timed.
 LONGEST_HERE = 8192
+READS_ONCE = "cuda.quantize_row"
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 _WAYS: dict[tuple[str, torch.device], _Ways] = {}
 
@@ -142,7 +145,7 @@ def multiply(
     left = left_scales = None
     if left_scale:
         left = quantize_by(a, left_scale)
-    elif form and (k <= LONGEST_HERE or form != Granularity.ROW.value):
+    elif form and not _is_left_to_kernel(route, m, k):
         left, left_scales = _quantize_here(a, form)
     if form and data is None:
         assert b is not None
@@ -243,11 +246,16 @@ def _form_of_left(route: str, m: int, k: int) -> str:
     return kernel.granularity.value if fits else ""
 
 
+def _is_left_to_kernel(route: str, m: int, k: int) -> bool:
+    """Whether the kernel of a composition at m quantizes k columns sooner than a compiler would."""
+    return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] == READS_ONCE
+
+
 @functools.cache
 def prepare_to_be_compiled() -> None:
     """Say that what these answer is no part of a graph; once, as it imports Dynamo."""
-    torch.compiler.assume_constant_result(_form_of_left)  # type: ignore[no-untyped-call]
-    torch.compiler.assume_constant_result(_activator)  # type: ignore[no-untyped-call]
+    for asked in (_form_of_left, _is_left_to_kernel, _activator):
+        torch.compiler.assume_constant_result(asked)  # type: ignore[no-untyped-call]
 
 
 def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:

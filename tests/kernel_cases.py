@@ -12,6 +12,7 @@ from lokakern.device import current_device
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 
 load_kernels()
+ACTIVATING = ("cuda.activate_quantize_row",)  # of op norm_quantize, without a norm
 
 
 def cases(*ops: str) -> list[Any]:

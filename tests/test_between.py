@@ -349,6 +349,15 @@ def test_what_was_not_timed_is_in_the_suite(tmp_path: Path) -> None:
     assert '"activate"' not in converted(activated_model()).suite([256])
 
 
+def test_long_rows_are_activated_too_though_no_compiler_quantizes_them() -> None:
+    activating = "row;16:0=,256=cuda.activate_quantize_row;1:0="
+    assert routed.LONGEST_HERE < 10240
+    for k in (2048, 10240):
+        assert routed.has_activator(activating, BY_ROW, k)
+        assert routed._activator(activating, BY_ROW, 256, k) == "cuda.activate_quantize_row"
+    assert not routed.has_activator(activating, BY_BLOCK, 10240)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("timed")
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def to_check() -> dict[str, Program]:
 
 CASES = to_check()
 NAMES = list(CASES)
-LINES = [name for name, program in CASES.items() if program.entry == "quantize"]
+LINES = [n for n, p in CASES.items() if p.entry in ("quantize", "activate_quantize")]
 GEMMS = [n for n, program in CASES.items() if program.entry in ("scaled_gemm", "gemm_norm")]
 NORMS = [n for n, program in CASES.items() if program.entry in ("gemm_norm", "norm_quantize")]
 CLUSTERS = [n for n in NORMS if int(dict(CASES[n].macros).get("CLUSTER", 1)) > 1]
@@ -367,7 +367,7 @@ def test_aligned_rows_are_read_16_bytes_at_a_time_before_any_is_used(name: str) 
     loads = [at for at, word in enumerate(words) if word.startswith("LDG")]
     assert loads and all(words[at].endswith(".128") for at in loads)
     macros = dict(CASES[name].macros)
-    together = int(macros["ACCESSES"]) * int(macros["LINES"])
+    together = int(macros["ACCESSES"]) * int(macros.get("LINES", 1))
     first = [word for word in words[loads[0] : loads[together - 1]] if word.startswith("FFMA")]
     assert len(loads) >= together and not first, f"{name}: {len(first)} FFMA among the first loads"
 
@@ -375,7 +375,7 @@ def test_aligned_rows_are_read_16_bytes_at_a_time_before_any_is_used(name: str) 
 @pytest.mark.parametrize("name", [n for n in ALIGNED if "bfloat16" in n])
 def test_bfloat16_rows_are_written_8_bytes_at_a_time(name: str) -> None:
     stores = [word for word in instructions(name) if word.startswith("STG")]
-    scales = int(dict(CASES[name].macros)["LINES"])
+    scales = int(dict(CASES[name].macros).get("LINES", 1))
     assert sum(not word.endswith(".64") for word in stores) == scales, stores
 
 

@@ -36,6 +36,7 @@ GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"
 BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
 ROW, GROUP, BLOCK = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
 BY_ROW = route_text(ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
+BY_TRITON = route_text(ROW, *[[(0, "triton.quantize_row+triton.scaled_gemm_row")]] * 2)
 BY_BLOCK = route_text(BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
 BY_GROUP = route_text(Granularity.NONE, [(0, ""), (16, GROUP_KERNEL)], [(0, "")])
 ROUTES = (BY_ROW, BY_ROW, BY_GROUP)
@@ -240,14 +241,18 @@ def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
         (BY_ROW, 48, 40, 64, True), (BY_BLOCK, 48, 40, 256, True),
         (BY_ROW, 8, 40, 64, False),  # where nothing is quantized
         (BY_ROW, 16, 16, 8192, True), (BY_BLOCK, 16, 128, 8320, True),
-        (BY_ROW, 16, 16, 8208, False),  # of long rows the kernel's quantizer
+        (BY_ROW, 16, 16, 8208, False),  # left to a quantizer that reads long rows once
+        (BY_TRITON, 16, 16, 8208, True),
         (BY_ROW, 48, 40, 72, False), (BY_BLOCK, 48, 40, 192, False), (BY_BLOCK, 6, 40, 256, False),
     ],
 )  # fmt: skip
 def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
     route: str, m: int, n: int, k: int, is_here: bool
 ) -> None:
-    """To the bit as kernels do, and then nothing in bfloat16 is asked for."""
+    """To the bit as kernels do, and then nothing in bfloat16 is asked for.
+
+    Under a scale that is known, long rows, too.
+    """
     torch._dynamo.reset()
     layer = layer_of((route, PLAIN, PLAIN), n=n, k=k)
     given = []
@@ -255,7 +260,7 @@ def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
             asked = torch.ops.lokakern.routed_gemm.default
-            given.extend(node.args[0] for node in graph.graph.nodes if node.target is asked)
+            given.extend(node.args[:2] for node in graph.graph.nodes if node.target is asked)
             return make_boxed_func(graph.forward)
 
         return aot_module_simplified(graph, inputs, fw_compiler=look)
@@ -264,10 +269,13 @@ def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
     x[1], x[2, 3], x[4, 5] = 0.0, float("nan"), float("inf")
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
     for call in (x, x.t().contiguous().t()):  # however it lies
-        with torch.no_grad():
-            found, expected = compiled(call), layer(call)
-        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert [one is None for one in given] == [is_here] * 2
+        for scale in ("", "0.02"):
+            with torch.no_grad():
+                found, expected = compiled(call, scale), layer(call, scale)
+            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    is_apart = is_here or k > routed.LONGEST_HERE  # from the product
+    assert [a is None for a, _ in given] == [is_here, is_apart] * 2
+    assert [b is None for _, b in given] == [is_apart] * 4
 
 
 @pytest.mark.parametrize("route", [BY_ROW, BY_BLOCK])

@@ -29,7 +29,7 @@ from lokakern.types import (
     Rejected,
     empty_data,
 )
-from tests.kernel_cases import cases, drawn, kernel_here
+from tests.kernel_cases import ACTIVATING, cases, drawn, kernel_here
 
 SEEDS = (0,)  # of everything drawn here
 NORMS = ("layer", "rms", "block_rms(128)", "block_rms(256)", "none")
@@ -50,7 +50,7 @@ WAYS = [
 
 
 # Of all but those that normalize nothing, see tests/test_activate_quantize.py.
-CASES = [c for c in cases(*ops.NORM_OPS) if "activate" not in c.values[0]]
+CASES = [case for case in cases(*ops.NORM_OPS) if case.values[0] not in ACTIVATING]
 
 
 def epilogue_of(
