@@ -114,6 +114,28 @@ def test_a_fused_model_trains_as_if_nobody_watched() -> None:
         assert torch.equal(mine, other)
 
 
+def test_nested_outputs_pass_as_they_are() -> None:
+    """Which are not joined to be looked at."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(K, N), nn.Linear(K, N)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) * self.second(x)
+
+    model = Two()
+    mods.apply(model, [mods.FuseShared()])
+    x = torch.nested.nested_tensor([torch.randn(m, K) for m in (3, 5)], layout=torch.jagged)
+    expected = model(x)
+    with Probe(model) as probe:
+        found = model(x)
+        probe.step()
+    assert torch.equal(found.values(), expected.values())
+    assert probe.unseen()["fusedlinear_0"] == "its outputs are no plain tensors"
+
+
 def test_what_mods_changed_has_its_reason_and_no_warning() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

@@ -30,6 +30,7 @@ from tests.probe_sites import CPU, drawn, site_of
 from tests.test_selection import BF16, Book, time
 from tests.test_selection import ROW as ROW_KERNEL
 
+GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"
 H200 = "NVIDIA H200"
 D, ROWS = 128, 512
 
@@ -443,5 +444,24 @@ def test_dropping_the_bias_is_named_where_it_is_what_makes_a_gemm_slow(tmp_path:
             site = shaped(512, 512, 4096, has_bias=has_bias)
             found = only(verdicts_of("a", site, [replayed()], device=H200))
             assert (found.speed, found.change) == wanted
+    finally:
+        selection.use_snapshot(None)
+
+
+@pytest.mark.parametrize(("row_err", "change"), [(0.04, "drop the bias"), (0.5, "")])
+def test_dropping_the_bias_is_not_named_for_what_errs_too_much(
+    tmp_path: Path, row_err: float, change: str
+) -> None:
+    """Without it kernels with scales of groups are fast, and only those of rows are safe or not."""
+    plain = make_problem("gemm", (4096, 512, 512))
+    with_bias = make_problem("gemm", (4096, 512, 512), epilogue="bias")
+    Book(tmp_path / "rows.sqlite").write(
+        time(BF16, plain, 20.0), time(GROUP_KERNEL, plain, 10.0), time(ROW_KERNEL, plain, 30.0),
+        time(BF16, with_bias, 20.0), time(ROW_KERNEL, with_bias, 30.0),
+    )  # fmt: skip
+    errors = [replayed(), replayed(scales=Granularity.GROUP, row_err=row_err)]
+    try:
+        site = shaped(512, 512, 4096, has_bias=True)
+        assert only(verdicts_of("a", site, errors, device=H200)).change == change
     finally:
         selection.use_snapshot(None)
