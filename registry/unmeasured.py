@@ -1,7 +1,7 @@
 """What nobody has measured yet, though a machine could.
 
-It is said here, and not where a kernel is registered, when that would change the digests of others
-in the same file, and so make their measurements stale. An entry goes with its first measurement.
+It is said here, and not where a kernel is registered, when that would change its digest or those of
+others in the same file, and so make measurements stale. An entry goes with its first measurement.
 """
 
 from __future__ import annotations

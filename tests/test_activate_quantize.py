@@ -27,7 +27,7 @@ from lokakern.types import (
 from tests.kernel_cases import ACTIVATING, cases, drawn, kernel_here
 from tests.test_norm_kernels import Run, poisoned
 
-NAME = "cuda.activate_quantize_row"
+(NAME,) = ACTIVATING
 # And the emulation on a CPU, which shows that the tests are right.
 CASES = [
     case
