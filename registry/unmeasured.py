@@ -16,11 +16,7 @@ UNMEASURED: dict[tuple[str, str], str] = {
 }
 # Kernels that were timed and lack a test result, by kernel and architecture: the reason. An entry
 # goes with its first test result.
-UNTESTED: dict[tuple[str, str], str] = {
-    ("cuda.activate_quantize_row", "sm_90"): (
-        "its tests passed on an NVIDIA H200, but nothing recorded that, and no GPU was left since"
-    ),
-}
+UNTESTED: dict[tuple[str, str], str] = {}
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.
 NEW_OPS: dict[tuple[str, str], str] = {}
