@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lokakern.registry.freshness import is_current
-from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED, UNTESTED
+from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 
 if TYPE_CHECKING:
     from lokakern.registry.cells import TestResultCell
@@ -63,8 +63,8 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
     """Timings and test results that kernels lack, as they are now, where they claim to run.
 
     Needed are a timing and a test result that are "ok", and no timing that was wrong or crashed, on
-    each architecture that is not `compile_only` or `unmeasured` with a reason; one of the two where
-    `registry/unmeasured.py` says so, and neither of an op that is new. A kernel for any
+    each architecture that is not `compile_only` or `unmeasured` with a reason; where it is said in
+    `registry/unmeasured.py`, a test result only, and neither of an op that is new. A kernel for any
     architecture claims those of all GPUs in the facts.
     """
     rows = _Rows(facts)
@@ -84,8 +84,8 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
 def _is_excused(kernel: Kernel, architecture: str, table: str, verdict: _Verdict) -> bool:
     if verdict.state != "none":  # stale, wrong or crashed
         return False
-    excuses = UNMEASURED if table == "timing" else UNTESTED
-    return (kernel.name, architecture) in excuses or (kernel.op, architecture) in NEW_OPS
+    untimed = table == "timing" and (kernel.name, architecture) in UNMEASURED
+    return untimed or (kernel.op, architecture) in NEW_OPS
 
 
 def coverage_of(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Coverage]:
@@ -164,9 +164,8 @@ class _Rows:
         if tested.state == "failed":
             return "failed", tested.why
         if timed.state == "ok":
-            why = UNTESTED.get((kernel.name, architecture), "") if tested.state == "none" else ""
             is_gpu = architecture in self._gpus  # tests on a CPU leave no rows
-            return "measured", f"{timed.why}; {why or tested.why}" if is_gpu else timed.why
+            return "measured", f"{timed.why}; {tested.why}" if is_gpu else timed.why
         if timed.state == "failed":
             return "failed", timed.why
         if kernel.compile_only.get(architecture):

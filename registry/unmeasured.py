@@ -1,7 +1,7 @@
 """What nobody has measured yet, though a machine could.
 
-It is said here, and not where a kernel is registered, when that would change its digest or those of
-others in the same file, and so make measurements stale. An entry goes with its first measurement.
+It is said here, and not where a kernel is registered, when that would change the digests of others
+in the same file, and so make their measurements stale. An entry goes with its first measurement.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ UNMEASURED: dict[tuple[str, str], str] = {
     ("torch.norm_emulated_group", "sm_90"): _NORMS_OF_GROUPS,
     ("cuda.scaled_gemm_group+cuda.norm_quantize", "sm_90"): _NORMS_OF_GROUPS,
 }
-# Kernels that were timed and lack a test result, by kernel and architecture: the reason. An entry
-# goes with its first test result.
-UNTESTED: dict[tuple[str, str], str] = {}
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.
 NEW_OPS: dict[tuple[str, str], str] = {}

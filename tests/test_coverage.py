@@ -175,19 +175,6 @@ def test_a_kernel_that_was_wrong_once_is_a_gap_until_it_changes(facts: Facts, st
     assert facts.gaps(changed) == []
 
 
-def test_a_kernel_said_to_be_untested_lacks_its_test_result_only(
-    facts: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    it = kernel(architectures=ON_HOPPER)
-    monkeypatch.setitem(coverage.UNTESTED, (it.name, "sm_90"), "no machine")
-    assert facts.gaps(it) == [("timing", "never timed")]
-    facts.time(it)
-    assert facts.gaps(it) == []
-    assert facts.states(it) == {"sm_90": ("measured", "NVIDIA H200; no machine")}
-    facts.test(it, 0, 1, 0)
-    assert [table for table, _ in facts.gaps(it)] == ["test_result"]
-
-
 def test_a_kernel_of_a_new_op_lacks_nothing_until_it_changes(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
