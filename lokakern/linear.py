@@ -147,7 +147,7 @@ class Routed(nn.Module):
             y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes, input_scale)  # type: ignore[no-untyped-call]
         else:
             y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def mixes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether to multiply x as it lies, across tokens."""
@@ -262,7 +262,7 @@ class Routed(nn.Module):
         if weight.dtype not in HALF or hasattr(weight, "to_local"):
             return  # autocast makes another at each call; and each rank has rows of its own
         found = laid_out(weight.detach())
-        if self.makes_weight or found.stride() != weight.stride():
+        if self.makes_weight or found.stride() != weight.stride() or weight is not self.weight:
             self.register_buffer("held_weight", _into(before, found), persistent=False)
             self.is_held = True
 
@@ -375,9 +375,11 @@ class Linear(nn.Linear, Routed):
                 return mix_tokens(input, weight, self.bias).mT
             return self.product(input, weight, self.bias, input_scale)
         k, n = self.padding
-        weight = functional.pad(self.weight, (0, k, 0, n))
+        held = self.held(input)
+        if held is None:  # a weight that was moved away is not multiplied
+            held = self.weight if self.is_offloaded else self._padded()
         bias = None if self.bias is None else functional.pad(self.bias, (0, n))
-        y = self.product(functional.pad(input, (0, k)), weight, bias)
+        y = self.product(functional.pad(input, (0, k)), held, bias)
         return y[..., : self.out_features] if n else y
 
     def forward_activated(self, x: Tensor, activation: str, activating: str) -> Tensor | None:
@@ -420,7 +422,7 @@ class Linear(nn.Linear, Routed):
 
     def offload(self, device: torch.device) -> int:
         """Move a frozen weight away, see `Conversion.offload`; bytes that its device has again."""
-        if not self.is_frozen or self.padding != (0, 0):
+        if not self.is_frozen:
             return 0
         there = self.weight.device
         self.weight.data = self.weight.data.to(device)
@@ -435,9 +437,9 @@ class Linear(nn.Linear, Routed):
 
     def freeze(self) -> None:
         """Make of the weight what is multiplied, once and for all: FP8, or see `hold`."""
-        if self.padding == (0, 0):
-            self.freeze_weight(self.weight.detach())
-        elif self._routes[0] != PLAIN:
-            k, n = self.padding
-            self.freeze_weight(functional.pad(self.weight.detach(), (0, k, 0, n)))
+        self.freeze_weight(self.weight if self.padding == (0, 0) else self._padded())
         self.is_special |= self.is_held
+
+    def _padded(self) -> Tensor:
+        k, n = self.padding
+        return functional.pad(self.weight, (0, k, 0, n))

@@ -524,11 +524,38 @@ def test_only_what_is_read_askew_along_k_is_turned() -> None:
         found = linear.laid_out(weight)
         assert (found.stride() == (1, n)) == turns and torch.equal(found, weight)
     wide = layer_of((PLAIN,) * 3, k=51, dtype=torch.float32)  # autocast makes another at each call
-    padded = layer_of((PLAIN,) * 3, k=51)
-    padded.padding = (5, 0)
-    for layer in (wide, padded):
+    wide.freeze()
+    assert not list(wide.buffers())
+
+
+@pytest.mark.parametrize("routes", [(PLAIN,) * 3, (BY_ROW,) * 3], ids=["bf16", "row"])
+def test_inference_adds_the_zeros_of_a_weight_once(routes: tuple[str, str, str]) -> None:
+    layer = layer_of(routes, n=37, k=51)
+    layer.padding, layer.is_special = (5, 3), True
+    x = rows(k=51).view(2, M // 2, 51)
+    with torch.no_grad():
+        expected = layer(x)
         layer.freeze()
+        for name, buffer in layer.named_buffers():
+            assert name == "fp8_scale" or (len(buffer) == 40 and buffer.shape[1] >= 56)
+        place = next(layer.buffers()).data_ptr()
+        layer.weight.zero_()
+        moved = layer.offload(torch.device("cpu"))
+        assert layer.is_offloaded == any(routes) and moved == 0  # from the CPU to the CPU
+        assert torch.equal(layer(x), expected) and torch.equal(layer(x[0]), expected[0])
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        other = layer_of(routes, n=37, k=51)
+        other.weight.mul_(2.0)
+        other.bias.mul_(2.0)
+        layer.load_state_dict(other.state_dict(), assign=True)
+        assert torch.equal(layer(x), 2 * expected) and next(layer.buffers()).data_ptr() == place
+        layer.thaw()
         assert not list(layer.buffers())
+    if not any(routes):
+        layer.freeze()
+        assert same(passed(layer, x, expected), passed(plain_of(layer), x, expected))
 
 
 def test_what_is_frozen_again_lies_where_it_was() -> None:

@@ -19,6 +19,7 @@ from lokakern.linear import Linear
 from lokakern.mods.editor import Editor
 from lokakern.mods.together import FusedLinear
 from lokakern.norm import norm_named, normalize
+from lokakern.sites import INNER, inner_layers
 
 SEEDS = (0,)
 
@@ -500,6 +501,19 @@ def test_sums_that_stay_float32_survive_a_norm_that_subtracts_a_large_mean() -> 
     assert error() == before and type(model[0]) is nn.Linear
 
 
+def test_parts_of_a_fused_layer_are_not_padded() -> None:
+    """What multiplies them knows of no zeros of theirs."""
+    model = Tower(True, functional.relu)
+    mods.apply(model, [mods.FuseShared()])
+    inner = inner_layers(model)
+    report = mods.apply(model, [mods.Pad(16, most_growth=9.0)])
+    left = {c.site for c in report if c.effect == INNER}
+    assert inner and left
+    for name, layer in model.named_modules():
+        if id(layer) in inner:
+            assert getattr(layer, "padding", (0, 0)) == (0, 0) and name in left
+
+
 def test_padding_that_costs_more_than_it_gains_is_left() -> None:
     model = nn.Sequential(nn.Linear(312, 512), nn.Linear(512, 1), nn.Linear(13, 512))
     report = mods.apply(model, [mods.Pad(16)])
@@ -529,7 +543,7 @@ def test_all_mods_together_compile_whole_and_train() -> None:
     every = [
         mods.NoBias(), mods.NormOrder("post"), mods.BlockNorm(8), mods.HardSwish(),
         mods.KeepIntermediates(), mods.HighResidual(("blocks.0",)), mods.FuseShared(),
-        mods.BatchEqual(), mods.Pad(16, most_growth=9.0),
+        mods.BatchEqual(), mods.Pad(16, most_growth=99.0),
     ]  # fmt: skip
     report = mods.apply(model, every)
     assert {c.mod for c in report.changed} == {type(mod).__name__ for mod in every}

@@ -32,7 +32,7 @@ def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
         if getattr(layer, "is_mixing", False):
             return  # is never quantized
         n, k, _, _ = shape_of(layer)
-        rows = inputs[0].numel() // k
+        rows = inputs[0].numel() // inputs[0].shape[-1]  # of which Pad makes k
         found[rows * setting.samples // FEW, n, k] += 1
 
     for layer in model.modules():

@@ -9,6 +9,7 @@ from torch import nn
 from lokakern.errors import ShapeError
 from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
+from lokakern.sites import INNER, inner_layers
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Pad(Mod):
             raise ShapeError(
                 f"Pad: multiples are {self.k!r} and {self.n!r}; expected integers >= 1"
             )
+        inner = inner_layers(editor.model)
         for name, layer in editor.modules(nn.Linear):
             assert isinstance(layer, nn.Linear)  # what was asked for
             k, n = layer.in_features, layer.out_features
@@ -45,6 +47,8 @@ class Pad(Mod):
             growth = (k + more[0]) * (n + more[1]) / (k * n)
             if type(layer) not in (nn.Linear, Linear):
                 editor.left(self, name, shape, f"it is a {type(layer).__name__}")
+            elif id(layer) in inner:
+                editor.left(self, name, shape, INNER)
             elif getattr(layer, "is_mixing", False):
                 editor.left(self, name, shape, "MixTokens has it multiply tokens as they lie")
             elif growth > self.most_growth:
