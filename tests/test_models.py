@@ -204,6 +204,41 @@ def test_interformer_has_public_sizes(size: str, features: int, length: int) -> 
     assert {(512, 1024), (256, 512), (128, 256)} <= gemms_of(model)
 
 
+def test_attention_counts_what_is_present_and_how_far_apart_tokens_are() -> None:
+    """Against sums written out; tokens that lie k further do not change what others say."""
+    torch.manual_seed(0)
+    attention, pool = interformer.Attention(16, 2, 7).double(), interformer.Pool(16, 2, 3).double()
+    x, present = torch.randn(4, 7, 16).double(), torch.rand(4, 7) < 0.6
+    present[:, 0] = True
+    places = torch.arange(7)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    turns = torch.polar(torch.ones(7, 4), places)
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        both = torch.complex(y[..., :4], y[..., 4:]) * turns
+        return torch.cat([both.real, both.imag], -1)
+
+    for module, count in ((attention, 3), (pool, 2)):
+        *query, key, value = module.inputs(x).view(4, 7, count, 2, 8).permute(2, 0, 3, 1, 4)
+        if query:
+            q, key = turned(query[0]), turned(key)
+        else:
+            q = pool.learned.view(3, 2, 8).transpose(0, 1).expand(4, -1, -1, -1)
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, key) / 8**0.5
+        weight = scores.exp() * present[:, None, None]
+        found = torch.einsum("bhqk,bhkd->bqhd", weight / weight.sum(-1, keepdim=True), value)
+        torch.testing.assert_close(module(x, present), module.output(found.flatten(2)),
+                                   rtol=1e-6, atol=1e-6)  # fmt: skip
+    assert not any("cos" in name or "sin" in name for name in attention.state_dict())
+
+
+def test_only_long_rows_that_begin_anywhere_are_padded() -> None:
+    with torch.device("meta"):
+        model = CATALOG["interformer"].build(config_named("interformer", "taobao"))
+    assert "Pad: 3" in apply_mods(model)[0]
+    padded = {n: m.padding for n, m in model.named_modules() if getattr(m, "padding", (0, 0))[0]}
+    assert padded == {f"layers.{i}.interaction.dots": (4, 0) for i in range(3)}
+
+
 def test_the_longest_product_of_the_composite_is_lokas() -> None:
     with torch.device("meta"):
         model = CATALOG["dhen"].build(config_named("dhen", "large"))

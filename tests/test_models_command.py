@@ -203,6 +203,8 @@ def test_ratios_are_of_rounds_and_rounds_of_a_low_clock_are_void(
     ("triton_tem_fused_addmm_relu_3", "GEMM"),
     ("triton_per_fused__to_copy_add_native_layer_norm_5", "norm"),
     ("triton_per_fused__to_copy_mean_mul_pow_rsqrt_5", "norm"),
+    ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Kernel", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
     ("quantize_row_kernel", "quantizing"),
     ("void at::native::embedding_bag_kernel", "tables"),
     ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
@@ -344,6 +346,9 @@ def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
         assert {(m, n, k), (m, k, n), (n, k, m)} <= posed
     assert max(m for m, _, _ in posed) < 160 * 2048
     assert "count = 16\n" in path.read_text()  # 8 perceptrons have two layers of 2048 by 2048
+    words = ["model", "interformer", "--size", "taobao", "--batch", "64", "--suite", str(path)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert "m = 64\nn = 1408\nk = 904\n" in path.read_text()  # rows of 900, which Mods pad
     run("--infer", "--suite", str(path))
     assert path.read_text().startswith('name = "dlrm-tiny-32"') and "grad" not in path.read_text()
 

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 # The first that matches counts. Kernels that Inductor fused are named after what they hold.
 KINDS = {
+    "attention": r"attention|sdpa|fmha",  # some say cutlass as well
     "quantizing": r"quantize|float8|_fp8|amax",
     "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|triton_tem|_mm\b|::mm|addmm|bmm|linear"
     r"|token_gradient",
