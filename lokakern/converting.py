@@ -64,9 +64,9 @@ def convert(
         filter: ``(module, name) -> bool``, which layers are converted; None: all.
         inference: Whether weights are quantized now, once and for all, and nothing is trained:
             later changes of a weight are not seen, but for `load_state_dict` of the model. Of
-            weights in bfloat16 that stay so, those of fused layers are put together, and those
-            whose k is no multiple of 8 are turned for inputs that are transposed
-            (`lokakern.layout.laid_out`): copies, in buffers.
+            weights in bfloat16 that stay so, those of fused layers are put together, those of
+            padded layers padded, and those whose k is no multiple of 8 turned for inputs that are
+            transposed (`lokakern.layout.laid_out`): copies, in buffers.
         device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.
@@ -285,8 +285,8 @@ class Conversion:
         `undo` bring weights back. Nothing else may read these weights, and graphs are captured
         afterwards. At other m than those asked for such a layer multiplies in bfloat16 by what its
         FP8 weight means: its error is less than that of the FP8 product, and the weight is made
-        bfloat16 at each call. Layers stay that are fused, padded, share a weight, or run in
-        bfloat16 at one of these m.
+        bfloat16 at each call. Layers stay that are fused, share a weight, or run in bfloat16 at one
+        of these m.
 
         Args:
             device: Where to.

@@ -113,6 +113,7 @@ class Routed(nn.Module):
     makes_weight = False  # whether it has no parameter that is its weight
     is_mixing = False  # whether it multiplies across tokens as they lie, see `mods.MixTokens`
     is_offloaded = False  # and the weight that they were made of is elsewhere
+    padding: tuple[int, int] = (0, 0)  # zeros that are added to k and n, see `mods.Pad`
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
     _fp8_views: tuple[Tensor, Tensor, Tensor] | None = None
@@ -261,8 +262,9 @@ class Routed(nn.Module):
         """
         if weight.dtype not in HALF or hasattr(weight, "to_local"):
             return  # autocast makes another at each call; and each rank has rows of its own
-        found = laid_out(weight.detach())
-        if self.makes_weight or found.stride() != weight.stride() or weight is not self.weight:
+        is_padded = self.padding != (0, 0)
+        found = weight.detach() if is_padded else laid_out(weight.detach())
+        if self.makes_weight or is_padded or found.stride() != weight.stride():
             self.register_buffer("held_weight", _into(before, found), persistent=False)
             self.is_held = True
 
@@ -335,10 +337,9 @@ class Linear(nn.Linear, Routed):
         distribution: As of `lokakern.gemm`.
 
     Attributes:
-        padding: Zeros that are added to k and n at each call, see `lokakern.mods.Pad`.
+        padding: Zeros that are added to k and n, see `lokakern.mods.Pad`.
     """
 
-    padding: tuple[int, int] = (0, 0)
     is_special = False  # whether it does anything that nn.Linear does not
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
@@ -439,6 +440,12 @@ class Linear(nn.Linear, Routed):
         """Make of the weight what is multiplied, once and for all: FP8, or see `hold`."""
         self.freeze_weight(self.weight if self.padding == (0, 0) else self._padded())
         self.is_special |= self.is_held
+
+    def held(self, x: Tensor) -> Tensor | None:
+        """See `Routed`; None, too, where `Pad` came or went since."""
+        held, (k, n) = super().held(x), self.padding
+        is_it = held is not None and held.shape == (self.out_features + n, self.in_features + k)
+        return held if is_it else None
 
     def _padded(self) -> Tensor:
         k, n = self.padding

@@ -46,6 +46,7 @@ def test_mods_reach_every_norm_and_every_layer_across_tokens(
     (line,) = left
     assert line.startswith("NoBias left head.")  # the prediction
     assert words.startswith("changes: NoBias: ") and ("FuseShared" in words) == is_fused
+    assert "Pad" not in words  # 13 dense features are no row to align
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
     mixing = [m for m in model.modules() if getattr(m, "is_mixing", False)]
     if is_fused:
@@ -235,6 +236,7 @@ def test_only_long_rows_that_begin_anywhere_are_padded() -> None:
     with torch.device("meta"):
         model = CATALOG["interformer"].build(config_named("interformer", "taobao"))
     assert "Pad: 3" in apply_mods(model)[0]
+    assert "Pad" not in apply_mods(CATALOG["dlrm"].build(config_named("dlrm", "tiny")))[0]
     padded = {n: m.padding for n, m in model.named_modules() if getattr(m, "padding", (0, 0))[0]}
     assert padded == {f"layers.{i}.interaction.dots": (4, 0) for i in range(3)}
 

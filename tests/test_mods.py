@@ -522,6 +522,9 @@ def test_padding_that_costs_more_than_it_gains_is_left() -> None:
     assert isinstance(model[0], Linear) and model[0].weight.shape == (512, 312)
     handle = lokakern.convert(model, 0.06)
     assert [(r["n"], r["k"]) for r in handle.choices[::3]] == [(512, 320), (1, 512), (512, 16)]
+    model[0].is_frozen = True
+    (frozen,) = [c for c in mods.apply(model, [mods.Pad(64)]) if c.site == "0"]
+    assert "before convert" in frozen.effect and model[0].padding == (8, 0)
     with pytest.raises(ShapeError, match="multiples are 0 and 16"):
         mods.apply(model, [mods.Pad(0)])
 

@@ -105,7 +105,7 @@ class Interaction(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of tokens with several heads, by rotary positions."""
+    """Attention of tokens, ``length`` at most, with several heads, by rotary positions."""
 
     cos: Tensor
     sin: Tensor
@@ -136,7 +136,7 @@ class Attention(nn.Module):
     def _turned(self, x: Tensor) -> Tensor:
         """Halves of each head turned by angles that grow with the position."""
         half = x.shape[-1] // 2
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -152,13 +152,13 @@ class Pool(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, present: Tensor) -> Tensor:
-        """``[batch, queries, d]`` of tokens ``[batch, t, d]``, as of `Attention`."""
+        """``[batch, queries, d]`` of tokens as of `Attention`, of which each sample has some."""
         parts = _by_head(self.inputs(x), 2, self.heads)
         key, value = parts[0], parts[1]
         query = self.learned.to(key.dtype).view(-1, self.heads, key.shape[-1]).transpose(0, 1)
         # Kernels for attention compute tiles of queries, of which two are there: written out it
         # takes 234 us where scaled_dot_product_attention's take 417 and more.
-        scores = (query @ key.mT).float() * key.shape[-1] ** -0.5
+        scores = query @ key.mT * key.shape[-1] ** -0.5
         weight = scores.masked_fill(~present[:, None, None, :], -torch.inf).softmax(-1)
         found = weight.to(value.dtype) @ value
         return self.output(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

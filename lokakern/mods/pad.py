@@ -16,7 +16,8 @@ from lokakern.sites import INNER, inner_layers
 class Pad(Mod):
     """Add zeros to inputs and outputs of linear layers up to a multiple, at each call.
 
-    Parameters keep their shapes, and so do checkpoints. Zeros add nothing to a sum: exact.
+    Parameters keep their shapes, and so do checkpoints; of weights in bfloat16, inference keeps a
+    padded copy (`lokakern.convert`). Zeros add nothing to a sum: exact.
 
     Args:
         k: What the number of inputs becomes a multiple of; 16 is what FP8 kernels of libraries ask.
@@ -49,6 +50,8 @@ class Pad(Mod):
                 editor.left(self, name, shape, f"it is a {type(layer).__name__}")
             elif id(layer) in inner:
                 editor.left(self, name, shape, INNER)
+            elif getattr(layer, "is_frozen", False):
+                editor.left(self, name, shape, "its weight is quantized: put Mods before convert")
             elif getattr(layer, "is_mixing", False):
                 editor.left(self, name, shape, "MixTokens has it multiply tokens as they lie")
             elif growth > self.most_growth:
