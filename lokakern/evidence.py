@@ -28,8 +28,8 @@ FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_o
 FEWEST_SEEDS = 3  # of which a bound is the worst; fewer are no evidence
 # At n of `WIDE` and more a row's error is that of any other such n at the same k: in the shipped
 # file it differs by 13 % at most (row_p99: 19 %), whichever is the larger. See DESIGN.md. What is
-# not quantized is a library's product, which at other alignments may sum in other kernels: cuBLAS'
-# errors at n = 900 are up to 1.4 times those at 904.
+# not quantized is a library's product, which may sum in other kernels where this does not divide n:
+# cuBLAS' errors at n = 900 are up to 1.4 times those at 904.
 WIDE, ERRORS_OF_ANOTHER_N, ALIGNMENT_OF_N = 256, 1.25, 8
 CARRIED = ("row_err", "row_p99", "rel_err")
 LIMIT_COLUMNS = {
@@ -396,9 +396,10 @@ def _of_another_n(
     asked = accuracy_problem(problem, fp8_format(device))
     if asked.op != "gemm" or asked.n < WIDE:
         return None
-    others = [(n, key) for n, key in facts.accuracies_like(asked) if n >= WIDE]
-    if Granularity(kernel.granularity) is Granularity.NONE:
-        others = [(n, key) for n, key in others if _is_aligned(n) == _is_aligned(asked.n)]
+    step = ALIGNMENT_OF_N if Granularity(kernel.granularity) is Granularity.NONE else 1
+    if asked.n % step:
+        return None
+    others = [(n, key) for n, key in facts.accuracies_like(asked) if n >= WIDE and n % step == 0]
     for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
         other = replace(problem, n=n)
         found = _bounds_or_reason(kernel, other, key, distributions, device, local, facts)
@@ -407,10 +408,6 @@ def _of_another_n(
             errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
             return replace(found, errors=errors, n=n)
     return None
-
-
-def _is_aligned(n: int) -> bool:
-    return n % ALIGNMENT_OF_N == 0
 
 
 def _bounds_or_reason(

@@ -566,7 +566,7 @@ def test_padding_may_come_and_go_beside_a_held_weight() -> None:
     plain = plain_of(layer)
     gradient = rows(k=N, seed=2)
     for x in (rows(k=51), rows(k=51).t().contiguous().t()):
-        for padding in ((0, 0), (5, 3), (13, 0), (0, 8), (0, 0)):
+        for padding in ((0, 0), (5, 0), (5, 3), (13, 3), (0, 8), (0, 0)):
             layer.padding, layer.is_special = padding, True
             with torch.no_grad():
                 expected = plain(x)

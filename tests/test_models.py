@@ -229,6 +229,8 @@ def test_attention_counts_what_is_present_and_how_far_apart_tokens_are() -> None
         found = torch.einsum("bhqk,bhkd->bqhd", weight / weight.sum(-1, keepdim=True), value)
         torch.testing.assert_close(module(x, present), module.output(found.flatten(2)),
                                    rtol=1e-6, atol=1e-6)  # fmt: skip
+    few = attention(x[:, :3], present[:, :3])
+    torch.testing.assert_close(few[:1], attention(x[:1, :3], present[:1, :3]))
     assert not any("cos" in name or "sin" in name for name in attention.state_dict())
 
 
