@@ -157,7 +157,7 @@ class Pool(nn.Module):
         key, value = parts[0], parts[1]
         query = self.learned.to(key.dtype).view(-1, self.heads, key.shape[-1]).transpose(0, 1)
         # Kernels for attention compute tiles of queries, of which two are there: written out it
-        # takes 234 us where scaled_dot_product_attention's take 417 and more.
+        # takes an H200 234 us where scaled_dot_product_attention's take 417 and more.
         scores = query @ key.mT * key.shape[-1] ** -0.5
         weight = scores.masked_fill(~present[:, None, None, :], -torch.inf).softmax(-1)
         found = weight.to(value.dtype) @ value
