@@ -54,6 +54,7 @@ def differentiable_gemm(
     out: Tensor | None,
     distribution: str | Sequence[str] | None,
     on_miss: str,
+    check: str | None,
 ) -> Tensor:
     if out is not None:
         raise UnsupportedError(
@@ -68,7 +69,8 @@ def differentiable_gemm(
     from lokakern.functional import gemm  # at call time: functional imports this module
 
     def call() -> Tensor:
-        return gemm(a, b, budget=budget, bias=bias, distribution=distribution, on_miss=on_miss)
+        return gemm(a, b, budget=budget, bias=bias, distribution=distribution, on_miss=on_miss,
+                    check=check)  # fmt: skip
 
     result: Tensor = _Differentiable.apply(a, weight, bias, call)  # type: ignore[no-untyped-call]
     return result
@@ -79,7 +81,7 @@ def differentiable_gemm(
 _LIBRARY = torch.library.Library("lokakern", "DEF")
 _LIBRARY.define(
     "gemm(Tensor a, Tensor b, Tensor? b_scale, Tensor? source, Tensor? bias, str granularity, "
-    "float[] limits, str[] distributions, str on_miss) -> Tensor"
+    "float[] limits, str[] distributions, str on_miss, str? check=None) -> Tensor"
 )
 _LIMITS = ("row_err", "row_p99", "rel_err", "sqnr_db", "mean_rel_err", "mean_shift")
 
@@ -92,6 +94,7 @@ def traced_gemm(
     out: Tensor | None,
     distribution: str | Sequence[str] | None,
     on_miss: str,
+    check: str | None,
 ) -> Tensor:
     if budget is None and isinstance(b, QuantizedTensor):
         budget = b.budget
@@ -114,7 +117,7 @@ def traced_gemm(
         parts = (b.data, b.scale, b.source, bias, b.granularity.value)
     else:
         parts = (b, None, None, bias, Granularity.NONE.value + "/tensor")
-    result: Tensor = torch.ops.lokakern.gemm(a, *parts, limits, names, on_miss)
+    result: Tensor = torch.ops.lokakern.gemm(a, *parts, limits, names, on_miss, check)
     return result if out is None else out.copy_(result)
 
 
@@ -128,6 +131,7 @@ def _gemm_op(
     limits: list[float],
     distributions: list[str],
     on_miss: str,
+    check: str | None = None,
 ) -> Tensor:
     from lokakern.functional import gemm  # at call time: functional imports this module
 
@@ -137,7 +141,7 @@ def _gemm_op(
     if not granularity.endswith("/tensor"):
         right = QuantizedTensor(b, b_scale, Granularity(granularity), True, source, budget)
     with torch.no_grad():
-        return gemm(a, right, budget=budget, bias=bias, on_miss=on_miss,
+        return gemm(a, right, budget=budget, bias=bias, on_miss=on_miss, check=check,
                     distribution=tuple(distributions) or None)  # fmt: skip
 
 
@@ -154,6 +158,7 @@ def _gemm_fake(
     limits: list[float],
     distributions: list[str],
     on_miss: str,
+    check: str | None = None,
 ) -> Tensor:
     n = b.shape[1] if granularity.endswith("/tensor") else b.shape[0]
     return a.new_empty((a.shape[0], n))
@@ -178,7 +183,7 @@ def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if weight is not None and not ctx.plain:
         weight = weight.t()
     b, source = (None, weight) if ctx.has_source else (weight, None)
-    return (a, b, None, source, bias, None, None, None, None)
+    return (a, b, None, source, bias, *[None] * 5)
 
 
 torch.library.register_fake("lokakern::gemm", _gemm_fake, lib=_LIBRARY)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lokakern import selection
+from lokakern import sampled_check, selection
 from lokakern.between import (
     BoundedSequential,
     activations_between,
@@ -45,14 +45,18 @@ def convert(
     m_range: MRange | None = None,
     between: bool = True,
     weight_scales: Sequence[Granularity | str] | None = None,
+    check: str | None = None,
 ) -> Conversion:
-    """Give each linear layer of a model the fastest kernels whose error is affordable, in place.
+    """Give each linear layer of a model the fastest kernels within a budget, in place.
 
     Every `nn.Linear` becomes a `lokakern.Linear`: the same object, with the same parameters, hooks
     and names. Its output, and the gradients of its input and weight, are chosen apart, by range of
     m, from what was measured on the device; choices change only by `Conversion.refresh`. A product
     for which nothing that quantizes is faster stays `nn.Linear`'s own, to the bit. Quantized are
     bfloat16 products: of bfloat16 parameters, or under autocast.
+
+    Errors of kernels are those on the distributions that were measured, or on what a report's Probe
+    saw, not on every input that may come: ``check`` compares rows of what does come.
 
     Convert before DDP, `fully_shard` and torch.compile.
 
@@ -77,6 +81,11 @@ def convert(
             activates and quantizes at m where one was timed. See `lokakern.between`.
         weight_scales: Of "tensor", "row" and "128x128", which scales weights may have; None: any.
             With ["tensor"] FSDP2 can gather them as FP8, see `lokakern.gathering`.
+        check: ``"every:rows"``, such as "1000:64": of every 1000th call of each product in FP8, of
+            gradients too, 64 rows are computed in float32 as well, and an `ErrorBudgetWarning`
+            tells at a later call where they err by more than the budget; see
+            `lokakern.sampled_check` and `Conversion.checks`. None: what LOKAKERN_CHECK says now;
+            "off": nothing.
 
     Returns:
         What was chosen and why, and what undoes it.
@@ -84,13 +93,15 @@ def convert(
     Raises:
         UnknownNameError: No layer is left to convert, or no such distribution or scales.
         ShapeError: ``m_range`` is not two integers in order.
-        FormatError: ``report_or_budget`` is none of these.
-        BudgetError: The budget is not a finite, non-negative number.
+        FormatError: ``report_or_budget`` is none of these, or ``check`` is no text.
+        BudgetError: The budget is not a finite, non-negative number, or the check, which may be
+            LOKAKERN_CHECK's, is not ``every:rows``.
         DeviceError: The database does not know the device.
     """
     if m_range is not None:
         _check_range(m_range)
     names = selection.distribution_names(distribution)
+    marker = sampled_check.Marker(check)
     forms = FORMS if weight_scales is None else tuple(_form_named(x) for x in weight_scales)
     found, skipped = _sites_of(model, filter)
     seen = report_or_budget.unseen if isinstance(report_or_budget, ProbeReport) else {}
@@ -103,7 +114,7 @@ def convert(
     skipped |= {
         name: why for name, why in (seen or matrices_elsewhere(model)).items() if name not in found
     }
-    conversion = Conversion(found, skipped, inference, device, names, m_range, forms)
+    conversion = Conversion(found, skipped, inference, device, names, m_range, forms, marker)
     conversion._model = weakref.ref(model)
     if between:
         conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
@@ -147,8 +158,10 @@ class Conversion:
         distributions: tuple[str, ...] | None,
         m_range: MRange | None,
         forms: Sequence[Granularity],
+        marker: sampled_check.Marker,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
+        self._marker = marker
         self._device, self._distributions = device, distributions
         self._m_range, self._forms = m_range, forms
         self.sites: dict[str, Site] = {}
@@ -185,7 +198,12 @@ class Conversion:
             old |= {r.gemm: r.text for r in site.routes}
             changed += [f"{name}/{r.gemm}" for r in chosen[name] if r.text != old[r.gemm]]
             site.routes = chosen[name]
-            module.take_routes([r.text for r in chosen[name]], _parameter(module))
+            routes = [
+                self._marker.mark(r.text, _judge_of(report_or_budget, name, None).budget,
+                                  f"{name}/{r.gemm}")
+                for r in chosen[name]
+            ]  # fmt: skip
+            module.take_routes(routes, _parameter(module))
             if self._inference:
                 module.freeze()
         self._hand_over(report_or_budget)
@@ -269,6 +287,12 @@ class Conversion:
                     }
                 )  # fmt: skip
         return rows
+
+    @property
+    def checks(self) -> list[dict[str, Any]]:
+        """What ``check=`` found of each product so far, see `lokakern.sampled_check.results`."""
+        routes = (route for site in self.sites.values() for route in site.module._routes)
+        return sampled_check.results(routes)
 
     def table(self) -> None:
         """Print a table of the choices."""

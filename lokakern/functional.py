@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lokakern.quantizing import quantize as quantize
 from lokakern.quantizing import quantize_by, quantize_transpose_by
 from lokakern.quantizing import quantize_transpose as quantize_transpose
 from lokakern.registry.register import Kernel
+from lokakern.sampled_check import watch_of_gemm
 from lokakern.table import Table
 from lokakern.types import (
     ErrorBudget,
@@ -49,8 +51,14 @@ def gemm(
     out: Tensor | None = None,
     distribution: str | Sequence[str] | None = None,
     on_miss: str = "bf16",
+    check: str | None = None,
 ) -> Tensor:
     """Multiply ``a`` by ``b`` with the fastest kernel inside ``budget``.
+
+    The kernel's error is inside the budget on the distributions that it was measured on (X1 to X14
+    of ``list distributions``, or those of ``distribution``), not on every input: of columns with a
+    common mean, and a weight whose rows sum to zero, a product may lose all of its digits. Where
+    more is needed, let ``check`` compare rows of the operands at hand, or `Probe` judge the layer.
 
     Quantizing is part of it and of its time. A call that needs gradients is differentiated as the
     unquantized product, with unquantized kernels.
@@ -59,13 +67,18 @@ def gemm(
         a: Left operand, ``[m, k]``, bfloat16 or float32, any strides.
         b: Right operand, ``[k, n]``, same dtype and device as ``a``; ``weight.t()`` is the fast
             layout. Or a weight from `prepare_weight`, which is not quantized again.
-        budget: Largest accepted row error against a float64 product, or an `ErrorBudget`. None
-            means the unquantized kernel, or the budget a weight was prepared for.
+        budget: Largest accepted row error against a float64 product, or an `ErrorBudget`, over
+            measured distributions. None means the unquantized kernel, or the budget a weight was
+            prepared for.
         bias: ``[n]``, dtype of ``a``, added before the output is rounded.
         out: Where to write, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
         distribution: Input distributions to judge the error on; None means all realistic ones.
         on_miss: What to do where nothing was measured: "bf16" (the unquantized kernel, logged once
             and kept for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
+        check: ``"every:rows"``, such as "1000:64": of every 1000th call with operands of this kind
+            64 rows are computed in float32, too, and an `ErrorBudgetWarning` tells at a later call
+            where they err by more than the budget (`lokakern.sampled_check`). None: what
+            LOKAKERN_CHECK says, read when operands of a kind first come; "off": nothing.
 
     Returns:
         ``[m, n]``, dtype of ``a``.
@@ -74,14 +87,15 @@ def gemm(
         ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
         FormatError: A dtype is not supported, or dtypes differ.
         DeviceError: Operands are on different devices.
-        BudgetError: The budget is not a finite, non-negative number.
+        BudgetError: The budget is not a finite, non-negative number, or the check, which then may
+            be LOKAKERN_CHECK's, is not ``every:rows``.
         MissError: Nothing was measured and ``on_miss`` is "raise".
         MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
     """
     if torch.compiler.is_compiling():
-        return autograd.traced_gemm(a, b, budget, bias, out, distribution, on_miss)
+        return autograd.traced_gemm(a, b, budget, bias, out, distribution, on_miss, check)
     if torch.is_grad_enabled() and _needs_grad(a, b, bias, out):
-        return autograd.differentiable_gemm(a, b, budget, bias, out, distribution, on_miss)
+        return autograd.differentiable_gemm(a, b, budget, bias, out, distribution, on_miss, check)
     try:
         m, k = a.shape
         low = m & -m
@@ -89,7 +103,7 @@ def gemm(
             a.dtype, k, a.stride(), a.device, a.data_ptr() & 15, low if low < 16 else 16, m > 1,
             b.signature if type(b) is QuantizedTensor
             else (b.dtype, b.shape, b.stride(), b.device, b.data_ptr() & 15),  # type: ignore[union-attr]
-            budget, distribution, on_miss,
+            budget, distribution, on_miss, check,
             None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.device),
             None if out is None else (out.dtype, out.shape[1:], out.stride(), out.device),
         )  # fmt: skip
@@ -98,7 +112,7 @@ def gemm(
         key, table = None, None  # a wrong argument: the checks say which
     if table is None:
         generation = selection.generation()
-        table = _plan(a, b, budget, bias, out, distribution, on_miss)
+        table = _plan(a, b, budget, bias, out, distribution, on_miss, check)
         if len(_PLANS) > 4096:
             _PLANS.clear()
         if key is not None and generation == selection.generation():
@@ -115,12 +129,20 @@ def gemm(
         kernel = after_miss(table, m, on_miss)
         if kernel is None:
             return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="raise",
-                        distribution=table.distributions)  # fmt: skip
+                        distribution=table.distributions, check=check)  # fmt: skip
     else:
         kernel = table.kernels[place]
     assert kernel is not None  # a table for the device here has an unquantized kernel at least
     kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+    if table.watch is not None and kernel.quantizes:
+        right = _unquantized(b) if type(b) is QuantizedTensor else b
+        table.watch.see(a, right, out, bias, kernel.name)  # type: ignore[arg-type]
     return out
+
+
+def _unquantized(b: QuantizedTensor) -> Tensor | None:
+    """What a prepared weight was made of."""
+    return b.source.t() if b.transposed and b.source is not None else b.source
 
 
 def _needs_grad(a: Any, b: Any, bias: Any, out: Any) -> bool:
@@ -138,6 +160,7 @@ def _plan(
     out: Tensor | None,
     distribution: str | Sequence[str] | None,
     on_miss: str,
+    check: str | None,
 ) -> Table:
     """Check everything a warm call relies on, and build the table it reads."""
     check_on_miss("gemm", on_miss)
@@ -147,7 +170,14 @@ def _plan(
     names = selection.distribution_names(distribution)
     if budget is None:  # needs no measurement, and none that cannot be read stands in its way
         return selection.unquantized_table(problem, device_of(a))
-    return selection.table_for(problem, ErrorBudget.of(budget), names, device_of(a))
+    limits = ErrorBudget.of(budget)
+    table = selection.table_for(problem, limits, names, device_of(a))
+    site = f"gemm n={problem.n} k={problem.k} {problem.a.format.value}"
+    watch = watch_of_gemm(check, limits, site + (" prepared" if problem.prepared else ""))
+    if watch is not None:
+        table = copy.copy(table)  # others of this problem may not be checked
+        table.watch = watch
+    return table
 
 
 def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:

@@ -6,6 +6,7 @@ the right operand, then for m that 16 divides and for any other, from which m on
     row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
 
 No kernel is the unquantized product, by torch. Where a kernel's GPU is not, its emulation runs.
+A part behind says how the product is checked (`lokakern.sampled_check`).
 The ops look a kernel up when they run, not when they are traced: m may be dynamic. Where a compiler
 knows m, what is quantized of a composition's left operand is written in steps that it puts where
 this operand is made: a kernel less, and bfloat16 that nobody else reads is never written. Long rows
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lokakern import numerics
+from lokakern import numerics, sampled_check
 from lokakern.device import current_device
 from lokakern.epilogue import NormEpilogue
 from lokakern.errors import UnsupportedError
@@ -50,6 +51,7 @@ class _Ways(NamedTuple):
     form: Granularity
     starts: tuple[list[int], list[int]]
     kernels: tuple[list[Kernel | None], list[Kernel | None]]
+    watch: sampled_check.Watch | None
 
 
 def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
@@ -62,9 +64,9 @@ def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
 
 def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
     """What `route_text` wrote."""
-    form, *parts = text.split(";")
+    form, *parts = text.split(";", 3)
     found: list[Segments] = []
-    for part in parts:
+    for part in parts[:2]:
         pairs = (pair.split("=") for pair in part.partition(":")[2].split(","))
         found.append([(int(start), name) for start, name in pairs])
     return Granularity(form), found[0], found[1]
@@ -111,7 +113,9 @@ def _ways(text: str, device: torch.device) -> _Ways:
     starts = [[start for start, _ in segments] for segments in both]
     if len(_WAYS) > 4096:
         _WAYS.clear()
-    ways = _Ways(form, (starts[0], starts[1]), (kernels[0], kernels[1]))
+    check = sampled_check.check_of(text)
+    watch = sampled_check.watch_named(check) if check else None
+    ways = _Ways(form, (starts[0], starts[1]), (kernels[0], kernels[1]), watch)
     _WAYS[text, device] = ways
     return ways
 
@@ -150,10 +154,11 @@ def multiply(
     if form and data is None:
         assert b is not None
         data, scale = quantize_weight(b.t(), scales_of(route))
+    is_read = not form or sampled_check.is_checked(route)
     # None, or the compiler would have to make what nobody reads.
-    given = None if form and left is not None else a
+    given = a if is_read or left is None else None
     out: Tensor = torch.ops.lokakern.routed_gemm(
-        given, None if form else b, data, scale, bias, route, left, left_scales, left_scale
+        given, b if is_read else None, data, scale, bias, route, left, left_scales, left_scale
     )
     return out
 
@@ -177,14 +182,14 @@ def multiply_activated(
         route: Of the product.
 
     Returns:
-        None where m is not known, or no kernel was timed there.
+        None where m is not known, or no kernel was timed there, or this call is to be checked.
     """
     m, k = x.shape
     if torch.compiler.is_compiling() and not _is_known(m, k):
         return None
     name = _activator(activating, route, m, k)
-    if not name:
-        return None
+    if not name or (not torch.compiler.is_compiling() and sampled_check.is_due(route)):
+        return None  # a check reads f(x)
     left, left_scales = torch.ops.lokakern.quantize_activated(x, activation, name)
     out: Tensor = torch.ops.lokakern.routed_gemm(
         None, None, data, scale, bias, route, left, left_scales, ""
@@ -335,6 +340,8 @@ def _multiply(
             if left_scales is None:
                 left_scales = _scales_of(kernel.granularity, left, left_scale)
             _launch_scaled(kernel, left, left_scales, right, out, bias)
+            if ways.watch is not None:
+                ways.watch.see(a, b, out, bias, kernel.name)
             return out
     else:
         assert b is not None
@@ -348,6 +355,8 @@ def _multiply(
             kernel.launch(a, right, out, bias, kernel.workspace(a, right))
     else:
         kernel.launch(a, right, out, bias, kernel.workspace(a, right))
+    if ways.watch is not None:
+        ways.watch.see(a, b, out, bias, kernel.name)
     return out
 
 
@@ -516,6 +525,8 @@ class RoutedLinear(torch.autograd.Function):
             kept = weight = weight.to(x.dtype)  # both products read what is rounded once
         elif turned is not None:
             kept = None  # so that the weight may change before the backward pass, as nn.Linear's
+            if sampled_check.is_checked(to_input):
+                ctx.multiplied = weight, weight._version
         ctx.save_for_backward(x, kept, turned, turned_scale)
         return output(x, weight, bias, data, scale, to_output, input_scale)
 
@@ -539,10 +550,17 @@ class RoutedLinear(torch.autograd.Function):
             if ctx.to_input == PLAIN:
                 grad_x = grad @ weight
             else:
+                weight = _unchanged(ctx) if weight is None else weight
                 grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input)
         if needs[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, *[None] * 8
+
+
+def _unchanged(ctx: Any) -> Tensor | None:
+    """For a check the weight of the forward pass; None where it changed since, or nobody checks."""
+    weight, version = getattr(ctx, "multiplied", (None, 0))
+    return weight if weight is not None and weight._version == version else None
 
 
 def output(

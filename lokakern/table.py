@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from lokakern.evidence import Candidate, Time, within_noise
 from lokakern.registry.register import Kernel, kernels_for
+from lokakern.sampled_check import Watch
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected
 
 
@@ -82,6 +83,7 @@ class Table:
     misses: list[bool] = field(default_factory=list)
     origin: Origin | None = None  # None where a database was read
     is_choice: bool = False  # whether it was asked for a kernel, and not only for what is known
+    watch: Watch | None = None  # who checks the products of `gemm`
 
     def __post_init__(self) -> None:
         self._freeze()

@@ -1,0 +1,317 @@
+"""The sampled check: every so often a few rows of an FP8 product are computed in float32, too.
+
+A budget is held against errors that were measured on named distributions. The check measures the
+error of the operands that a program really has, on the device that holds them: the host does not
+wait, and the result is read at a later call of the same product. Where the sampled rows err by more
+than the budget, an `ErrorBudgetWarning` says so.
+
+A check is text, ``every:rows``: of every ``every``-th call of a product at most ``rows`` rows,
+evenly spread, others each time. The product of a module carries it as the last part of its route
+(`lokakern.routed`), with the site's name and budget, so that a compiled graph holds it, too::
+
+    row;16:0=...;1:0=...;check=1000:64:0.06:1:layers.0/output
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lokakern.errors import BudgetError, FormatError
+from lokakern.types import ErrorBudget
+
+VARIABLE = "LOKAKERN_CHECK"
+_MARK = ";check="
+_CHUNK = 2**24  # elements of an operand that are float32 at one time: 64 MiB
+_OF_GEMM = 0  # the owner of checks that `lokakern.gemm` makes; conversions have 1, 2, ...
+_OWNERS = itertools.count(_OF_GEMM + 1)
+
+
+class ErrorBudgetWarning(UserWarning):
+    """Sampled rows of an FP8 product err by more than its budget."""
+
+
+class _Pending(NamedTuple):
+    """A result that the device may not have computed yet."""
+
+    value: Tensor  # on the host: the mean over rows of min(e, 1) squared
+    event: Any  # torch.cuda.Event behind the copy; None on a CPU
+    rows: int
+    shape: tuple[int, int, int]
+    kernel: str
+
+
+class Watch:
+    """Checks one product, and keeps what it found.
+
+    Args:
+        every: Calls from one checked call to the next; the first call is checked.
+        rows: Rows of a checked call, at most.
+        limit: The budget, a row error.
+        owner: Number of the conversion; 0 of `lokakern.gemm`.
+        site: What warnings call the product.
+    """
+
+    def __init__(self, every: int, rows: int, limit: float, owner: int, site: str) -> None:
+        self.every, self.rows, self.limit, self.owner, self.site = every, rows, limit, owner, site
+        self.calls = self.checks = 0
+        self.worst = self.last = math.nan
+        self._worst_of = ("", 0)  # the kernel, and rows of the worst check
+        self._wake = self._due = 1  # the call at which to look at anything, and to check rows
+        self._told = limit  # warn of more than this
+        self._said: set[str] = set()
+        self._pending: deque[_Pending] = deque()
+
+    def see(self, a: Tensor | None, b: Tensor | None, out: Tensor, bias: Tensor | None,
+            kernel: str) -> None:  # fmt: skip
+        """Count a call, and check it where it is its turn.
+
+        Args:
+            a: ``[m, k]``, unquantized; None: it is not known.
+            b: ``[k, n]``, unquantized; None: it is not known.
+            out: ``[m, n]``, what the FP8 kernel wrote.
+            bias: ``[n]``, or None.
+            kernel: Which wrote it.
+        """
+        self.calls += 1
+        if self.calls >= self._wake:
+            self._look(a, b, out, bias, kernel)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call is to be checked."""
+        return self.calls + 1 >= self._due
+
+    def read(self, wait: bool = False) -> None:
+        """Take in the results that are there; or all, by waiting for the device."""
+        while self._pending:
+            event = self._pending[0].event
+            if event is not None:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+            self._judge(self._pending.popleft())
+
+    def _look(self, a: Tensor | None, b: Tensor | None, out: Tensor, bias: Tensor | None,
+              kernel: str) -> None:  # fmt: skip
+        if out.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._say("the replays of a captured CUDA graph, in which no Python runs")
+            return  # nor may an event be asked while a graph is captured
+        self.read()
+        if self.calls >= self._due:
+            if a is None:
+                self._say("a call whose input is quantized before it reaches the product")
+            elif b is None:
+                self._say("a call whose unquantized weight is not kept")
+            else:
+                self._due = self.calls + self.every
+                self._sample(a, b, out, bias, kernel)
+        self._wake = self.calls + 1 if self._pending else self._due
+
+    @torch.no_grad()
+    def _sample(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, kernel: str) -> None:
+        m, k = a.shape
+        step = -(-m // self.rows)
+        start = (self.checks + len(self._pending)) % step
+        with torch.autocast(out.device.type, enabled=False):
+            found = errors_of_rows(a[start::step], b, out[start::step], bias)
+        value, event = found.square().mean(), None
+        if out.is_cuda:
+            value = value.to("cpu", non_blocking=True)  # into pinned memory
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(out.device))
+        self._pending.append(_Pending(value, event, len(found), (m, b.shape[1], k), kernel))
+        if event is None:
+            self.read()
+
+    def _judge(self, found: _Pending) -> None:
+        self.last = math.sqrt(found.value.item())
+        self.checks += 1
+        if not self.last <= self.worst:  # also the first one
+            self.worst, self._worst_of = self.last, (found.kernel, found.rows)
+        if self.last > self._told:
+            self._told = 2.0 * self.last  # again where it has doubled
+            m, n, k = found.shape
+            warnings.warn(
+                f"{self.site}: row error {self.last:.3g} of {found.rows} sampled rows, budget "
+                f"{self.limit:g} ({found.kernel}, m={m} n={n} k={k}). These operands are unlike "
+                f"the distributions that the kernel was judged on: {self._remedy}",
+                ErrorBudgetWarning, stacklevel=2,
+            )  # fmt: skip
+
+    @property
+    def _remedy(self) -> str:
+        if self.owner == _OF_GEMM:
+            return "pass budget=None, or let lokakern.Probe judge the layer on its own inputs"
+        return "leave the layer out (filter=), or convert by a report of lokakern.Probe"
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"{self.site}: not checked ({VARIABLE}, check=): {what}", stacklevel=2)
+
+    def row(self) -> dict[str, Any]:
+        """Plain data, see `results`."""
+        kernel, rows = self._worst_of
+        return {
+            "site": self.site, "calls": self.calls, "checks": self.checks, "row_err": self.worst,
+            "last": self.last, "budget": self.limit, "kernel": kernel, "rows": rows,
+        }  # fmt: skip
+
+
+def errors_of_rows(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``min(e, 1)`` of rows of a product, e their relative L2 error as of `numerics.row_errors`.
+
+    The reference is ``a @ b + bias`` of the operands as they are, summed in float32: products of
+    bfloat16 are exact in it, and sums err by about 1e-7 of the sum of magnitudes, which is 1e-4 of
+    a row whose terms cancel to a thousandth. (Where TF32 is allowed, a float32 operand is cut to
+    11 bits: 3e-4 of a row.) That ``out`` is rounded to bfloat16, 0.0017, is part of the error.
+
+    This takes 25 launches; `numerics.row_errors`, which is safe for any float64, takes 60.
+
+    Args:
+        a: ``[rows, k]``, bfloat16 or float32.
+        b: ``[k, n]``, bfloat16 or float32.
+        out: ``[rows, n]``, bfloat16 or float32.
+        bias: ``[n]``, or None.
+
+    Returns:
+        ``[rows]``, float64.
+    """
+    exact = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    if bias is not None:
+        exact += bias
+    step = max(_CHUNK // max(len(a), b.shape[1]), 1)
+    for start in range(0, len(b), step):  # a weight's gradient sums over all samples
+        part = slice(start, start + step)
+        exact.addmm_(a[:, part].float(), b[part].float())
+    reference = exact.double()  # in which no square of a float32 overflows or vanishes
+    unknown = torch.isfinite(exact).logical_not_()
+    size = (out.double() - reference).masked_fill_(unknown, 0.0).norm(dim=1)
+    norm = reference.masked_fill_(unknown, 0.0).norm(dim=1)
+    error = (size / norm).masked_fill_(size == 0.0, 0.0)
+    return error.nan_to_num_(nan=1.0, posinf=1.0).clamp_max_(1.0)
+
+
+# ---- who is checked, and how often ----
+
+
+def read_check(check: str | None) -> tuple[int, int] | None:
+    """What ``check=`` says, or where it is None the variable LOKAKERN_CHECK: every, rows.
+
+    Returns:
+        None where nothing is checked: no variable, or "off".
+
+    Raises:
+        FormatError: ``check`` is neither text nor None.
+        BudgetError: The text is not ``every:rows``.
+    """
+    name, text = "check", check
+    if text is None:
+        name, text = VARIABLE, os.environ.get(VARIABLE) or "off"
+    if not isinstance(text, str):
+        raise FormatError(
+            f"check is a {type(text).__name__}; expected text, 'every:rows' such as '1000:64'"
+        )
+    if text == "off":
+        return None
+    parts = text.split(":")
+    if len(parts) != 2 or not all(x.isascii() and x.isdigit() and int(x) for x in parts):
+        raise BudgetError(
+            f"{name} is {text!r}; expected 'every:rows', two integers of at least 1 such as "
+            "'1000:64' (of every 1000th call 64 rows), or 'off'"
+        )
+    return int(parts[0]), int(parts[1])
+
+
+class Marker:
+    """Marks the routes of a conversion with its check.
+
+    Args:
+        check: As of `read_check`.
+    """
+
+    def __init__(self, check: str | None) -> None:
+        self._check = read_check(check)
+        self._owner = next(_OWNERS)
+
+    def mark(self, route: str, budget: ErrorBudget | None, site: str) -> str:
+        """A route, with the check of its site where it quantizes and there is a check."""
+        if not route or self._check is None:
+            return route
+        text = _text(self._check, budget, self._owner, site)
+        return route + _MARK + text if text else route
+
+
+def watch_of_gemm(check: str | None, budget: ErrorBudget, site: str) -> Watch | None:
+    """Who checks the calls of `lokakern.gemm` with operands of one kind; None: nobody."""
+    found = read_check(check)
+    text = "" if found is None else _text(found, budget, _OF_GEMM, site)
+    return watch_named(text) if text else None
+
+
+def _text(check: tuple[int, int], budget: ErrorBudget | None, owner: int, site: str) -> str:
+    limit = None if budget is None else budget.row_err
+    if limit is None:
+        warnings.warn(
+            f"{site}: not checked ({VARIABLE}, check=): the check measures row errors, and the "
+            f"budget limits {budget}; add row_err=", stacklevel=3,
+        )  # fmt: skip
+        return ""
+    return f"{check[0]}:{check[1]}:{limit!r}:{owner}:{site}"
+
+
+_WATCHES: dict[str, Watch] = {}
+
+
+def watch_named(text: str) -> Watch:
+    """The one that a text means; made where there is none in this process."""
+    found = _WATCHES.get(text)
+    if found is None:
+        every, rows, limit, owner, site = text.split(":", 4)
+        found = _WATCHES[text] = Watch(int(every), int(rows), float(limit), int(owner), site)
+    return found
+
+
+def is_checked(route: str) -> bool:
+    """Whether a route has a check."""
+    return _MARK in route
+
+
+def check_of(route: str) -> str:
+    """The check of a route, as text; "" where it has none."""
+    return route.partition(_MARK)[2]
+
+
+def is_due(route: str) -> bool:
+    """Whether the next call of a route is to be checked."""
+    return is_checked(route) and watch_named(check_of(route)).is_due
+
+
+def results(routes: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """What was found so far: plain data, a row for each checked product, the worst first.
+
+    Of each product ``calls`` in FP8, ``checks`` of them, the largest (``row_err``) and the ``last``
+    row error of sampled rows, the ``budget``, and the ``kernel`` and number of ``rows`` of the
+    largest. Waits for results that the device has not computed yet.
+
+    Args:
+        routes: Of these products; None: all of this process, `lokakern.gemm`'s calls among them.
+    """
+    if routes is None:
+        wanted = list(_WATCHES.values())
+    else:
+        wanted = [_WATCHES[t] for t in map(check_of, routes) if t in _WATCHES]
+    for watch in wanted:
+        watch.read(wait=True)
+    rows = [watch.row() for watch in wanted]
+    return sorted(rows, key=lambda row: -row["row_err"] if row["checks"] else 1.0)
