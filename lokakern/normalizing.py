@@ -101,7 +101,8 @@ def gemm_norm(
         out_scale: Decode scale of a whole FP8 output, known ahead: a number, float32 ``[1, 1]``, or
             "static", under which nothing saturates: what the norm, its weight and its bias bound
             the output by (not with a gate, a cross, a last residual, or without a norm).
-        budget: Largest accepted row error against a float64 result, or an `ErrorBudget`. None means
+        budget: Largest accepted row error against a float64 result, or an `ErrorBudget`, over
+            measured distributions. None means
             the fastest unquantized kernel that was measured, or the budget a weight was prepared
             for; of quantized operands, the fastest of all.
         distribution: As of `gemm`.

@@ -46,7 +46,7 @@ def prepare_weight(
 
     Args:
         w: ``[n, k]``, as in a linear layer, bfloat16 or float32, row-major.
-        budget: What `gemm` on it may err; also its default budget there.
+        budget: What `gemm` on it may err on measured distributions; also its default budget there.
         m_range: Smallest and largest m expected.
         distribution: Input distributions to judge the error on; None means all realistic ones.
 

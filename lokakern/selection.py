@@ -159,8 +159,8 @@ def dispatch(
 
     1. Candidates: registered kernels that accept the problem here; for a device that is not here,
        the kernels of the database's rows (the Choice is then not callable).
-    2. Error: the worst stored bound over the distributions asked for. A kernel with a missing
-       cell, or a wrong result, is rejected.
+    2. Error: the worst stored bound over the distributions asked for, which is none for operands
+       of other kinds. A kernel with a missing cell, or a wrong result, is rejected.
     3. Time: measured, or between measured m of the same (n, k) interpolated and marked.
     4. Least time wins. Within noise the lower error wins, then the name; so an FP8 kernel is
        chosen only where it is faster than the unquantized one beyond noise.

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import pickle
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ from lokakern.routed import read_route, route_text
 from lokakern.routes import _grad_input_problem
 from lokakern.sampled_check import ErrorBudgetWarning, Marker, Watch, watch_named
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity
-from tests.test_converting import rows_of
+from tests.test_converting import report_of, rows_of, verdict
 from tests.test_selection import Book, gemm
 
 SEEDS = (0,)
@@ -351,6 +352,23 @@ def test_a_result_is_read_at_the_first_call_behind_its_event() -> None:
     assert "row error 0.9" in message
 
 
+def test_a_call_while_a_graph_is_captured_is_not_checked_but_the_next_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor is an event asked then: that would end the capture."""
+    watch = Watch(100, 4, 0.06, 1, "layer/output")
+    captured: Any = types.SimpleNamespace(is_cuda=True)  # nothing else of it may be read
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Watch, "read", lambda self, wait=False: pytest.fail("asked"))
+    with pytest.warns(UserWarning, match="layer/output: not checked .*captured CUDA graph") as told:
+        watch.see(captured, captured, captured, None, "kernel")
+        watch.see(captured, captured, captured, None, "kernel")
+    assert len(told) == 1
+    monkeypatch.undo()
+    exact = torch.ones(4, 8)
+    assert len(alarms(lambda: watch.see(exact, torch.eye(8), 2 * exact, None, "kernel"))) == 1
+
+
 def ops_of(call: Callable[[], object]) -> Counter[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
@@ -483,6 +501,15 @@ def test_the_variable_and_off_are_heard_by_convert(
     model, handle = converted(zero=True, check="off")
     assert not alarms(lambda: model(inputs(5.0))) and not handle.checks
     assert model[0]._routes[0] == handle.sites["0"].routes[0].text
+
+
+def test_verdicts_of_probe_are_held_against_what_comes_later(book: Book) -> None:
+    report = report_of(verdict("output", "row", "safe", 0.04))
+    model = model_of(zero=True)
+    handle = lokakern.convert(model, report, device=H200, check="1:64")
+    (message,) = alarms(lambda: model(inputs(5.0)))
+    assert message.startswith("0/output: row error 0.19") and "budget 0.06" in message
+    assert [row["site"] for row in handle.checks] == ["0/output"]
 
 
 def test_two_conversions_are_told_apart_and_what_is_undone_is_not_checked(book: Book) -> None:
