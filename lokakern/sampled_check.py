@@ -198,7 +198,7 @@ def errors_of_rows(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
     unknown = torch.isfinite(exact).logical_not_()
     size = (out.double() - reference).masked_fill_(unknown, 0.0).norm(dim=1)
     norm = reference.masked_fill_(unknown, 0.0).norm(dim=1)
-    error = (size / norm).masked_fill_(size == 0.0, 0.0)
+    error: Tensor = (size / norm).masked_fill_(size == 0.0, 0.0)
     return error.nan_to_num_(nan=1.0, posinf=1.0).clamp_max_(1.0)
 
 
