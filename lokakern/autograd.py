@@ -5,7 +5,9 @@ Both differentiate the unquantized product, with unquantized kernels.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +48,38 @@ def _gemm_gradients(
     )
 
 
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        "lokakern.gemm multiplies unquantized where torch.func, torch.jit.trace or forward-mode AD "
+        "looks at each step, and so does what they make of it",
+        stacklevel=3,
+    )
+
+
+def plain_gemm(a: Tensor, b: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """The unquantized product in torch's steps, which can be transformed and traced.
+
+    Raises:
+        UnsupportedError: There is no unquantized b.
+    """
+    weight = _unquantized(b)
+    if weight.dtype != a.dtype:
+        raise UnsupportedError(
+            "gemm: torch.func and torch.jit.trace see the unquantized product, and b has no source: "
+            "pass the weight itself, or call gemm outside of them"
+        )
+    _say_once()
+    return a @ weight if bias is None else torch.addmm(bias, a, weight)
+
+
+def _unquantized(b: Tensor | QuantizedTensor) -> Tensor:
+    if not isinstance(b, QuantizedTensor):
+        return b
+    source = b.data if b.source is None else b.source
+    return source.t() if b.transposed else source
+
+
 def differentiable_gemm(
     a: Tensor,
     b: Tensor | QuantizedTensor,
@@ -60,11 +94,7 @@ def differentiable_gemm(
         raise UnsupportedError(
             "gemm: out= cannot be differentiated; drop it or use torch.no_grad()"
         )
-    if isinstance(b, QuantizedTensor):
-        source = b.data if b.source is None else b.source
-        weight = source.t() if b.transposed else source
-    else:
-        weight = b
+    weight = _unquantized(b)
 
     from lokakern.functional import gemm  # at call time: functional imports this module
 

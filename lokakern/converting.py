@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -301,6 +302,33 @@ class Conversion:
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
         note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
+
+    @contextlib.contextmanager
+    def weights_unchanged(self) -> Iterator[None]:
+        """Quantize each weight once inside, as for the micro-batches of one optimizer step.
+
+            with handle.weights_unchanged():
+                for x, target in micro_batches:
+                    loss(model(x), target).backward()
+            optimizer.step()
+
+        The caller promises that no weight is written to inside: such a write is not seen. What was
+        made of weights, an FP8 copy for the output and one for the gradient of the input, is
+        dropped at the end. Outside, weights are quantized in each forward and backward pass.
+        Compiled graphs and CUDA graphs quantize at each call here, too, because they are replayed
+        without asking.
+        """
+        modules = [site.module for site in self.sites.values()]
+        before = [module._kept for module in modules]
+        for module in modules:
+            module._kept = {} if module._kept is None else module._kept
+        try:
+            yield
+        finally:
+            for module, kept in zip(modules, before, strict=True):
+                module._kept = kept
+                if kept is None:
+                    del module._kept  # so that nothing is left of a conversion that was undone
 
     def offload(self, device: torch.device | str = "cpu", *, m_range: MRange | None = None) -> int:
         """Move weights away that are multiplied in FP8, which was made of them, in inference.

@@ -22,6 +22,7 @@ from lokakern.normalizing import norm_quantize as norm_quantize
 from lokakern.operands import (
     device_of,
     gemm_problem,
+    is_traced,
     operand_of,
 )
 from lokakern.problems import format_named
@@ -94,6 +95,9 @@ def gemm(
     """
     if torch.compiler.is_compiling():
         return autograd.traced_gemm(a, b, budget, bias, out, distribution, on_miss, check)
+    if is_traced():
+        product = autograd.plain_gemm(a, b, bias)
+        return product if out is None else out.copy_(product)
     if torch.is_grad_enabled() and _needs_grad(a, b, bias, out):
         return autograd.differentiable_gemm(a, b, budget, bias, out, distribution, on_miss, check)
     try:

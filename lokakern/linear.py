@@ -4,59 +4,53 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import UnsupportedError
 from lokakern.layout import laid_out
+from lokakern.operands import is_traced
 from lokakern.routed import (
     PLAIN,
     RoutedLinear,
+    is_known,
+    kernel_at,
     multiply_activated,
     output,
     prepare_to_be_compiled,
+    quantizes_at,
     quantize_weight,
     read_route,
     scales_of,
 )
-from lokakern.token_mixing import CAST, HALF, mix_tokens, mixes
+from lokakern.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _NOTHING = (None, None, None, None)
-_MADE_AGAIN = ("_owned", "_held", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
+_MADE_AGAIN = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
 
-class _Held(NamedTuple):
-    """A weight in FP8, and what it was made of."""
-
-    weight: Tensor
-    version: int
-    address: int  # one more thing that may change, never one by which anything is found
-    step: int
-    parts: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-class Steps:
-    """Counts steps of optimizers: after one no weight is what it was.
-
-    The version counter of a parameter says so, too, but not of what is written to its ``data``.
-    """
-
-    count = 0
-
-    @classmethod
-    def ended(cls, *_: Any) -> None:
-        if not torch.compiler.is_compiling():  # a compiled optimizer moves the version counter
-            cls.count += 1
+@functools.cache
+def _say_once_traced() -> None:
+    warnings.warn(
+        "a converted layer of lokakern multiplies unquantized, as nn.Linear, where torch.func, "
+        "torch.jit.trace, torch.fx or forward-mode AD looks at each step, and so does what they "
+        "make of it: undo the conversion (handle.undo()) before, or use torch.compile, which keeps "
+        "kernels",
+        stacklevel=4,
+    )
 
 
-register_optimizer_step_post_hook(Steps.ended)
+def _is_without_numbers(x: Tensor) -> bool:
+    """Whether operands are no numbers: shapes, or what a tracer or a transform hands over."""
+    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and not is_traced()):
+        return x.is_meta
+    _say_once_traced()
+    return True
 
 
 @functools.cache
@@ -66,6 +60,10 @@ def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
         "for bfloat16: run the model under torch.autocast in bfloat16, or make all of it bfloat16",
         stacklevel=2,
     )
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return hasattr(weight, "device_mesh")  # of which a compiler knows, too
 
 
 def _wants_gradients(*operands: Tensor | None) -> bool:
@@ -101,8 +99,9 @@ class Routed(nn.Module):
     """
 
     _routes: tuple[str, str, str] = PLAIN_ROUTES
-    _owned: weakref.ref[Tensor] | None = None
-    _held: _Held | None = None
+    # FP8 weights by product and device, while somebody promises that weights do not change.
+    _kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
+    _has_parameter = False  # whether what is multiplied is a parameter, as it is
     # Of a weight that FSDP2 gathers as FP8, see `lokakern.gathering`: who finds scales, its own,
     # and what arrived.
     _gathering: Any = None
@@ -125,8 +124,10 @@ class Routed(nn.Module):
 
         With a scale, nothing of x passes it times the largest number of FP8.
         """
-        if self._routes == PLAIN_ROUTES or x.is_meta:  # of which there are shapes only
+        if self._routes == PLAIN_ROUTES or _is_without_numbers(x):
             return functional.linear(x, weight, bias)
+        if _is_sharded(weight):
+            return self._of_shards(x, weight, bias, input_scale)
         dtype, fits = _multiplied_in(x, weight)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(
@@ -137,28 +138,46 @@ class Routed(nn.Module):
             if not torch.compiler.is_compiling():
                 _say_once(x.dtype, weight.dtype)
             return functional.linear(x, weight, bias)
-        parts = self._parts(weight)
+        m = x.shape[:-1].numel()
+        asked = self._routes if torch.is_grad_enabled() else self._routes[:1]
+        if is_known(m) and not quantizes_at(asked, m) and not self.is_offloaded:
+            return functional.linear(x, weight, bias)  # of x as it lies, as nn.Linear
+        parts = self._parts(x, weight, m)
         x = x.to(dtype)
         weight = _readable(weight)
         bias = None if bias is None else bias.to(dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds a bias by itself
         if self.is_offloaded:
-            y = output(rows, None, bias, parts[0], parts[1], self._routes[0], input_scale)
+            y = output(rows, None, bias, parts[0], parts[1], self._routes[0], input_scale, apart)
         elif torch.is_grad_enabled():
-            y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes, input_scale)  # type: ignore[no-untyped-call]
+            y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes, input_scale, apart)  # type: ignore[no-untyped-call]
         else:
-            y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale)
+            y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale, apart)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _of_shards(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
+    ) -> Tensor:
+        """`product` of DTensors, each rank's of what it has."""
+        from lokakern.tensor_parallel import product_of_shards  # which takes 1 s to import
+
+        def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if self.is_frozen and self._frozen()[0].shape != weight.shape:
+                self.freeze_weight(weight)  # of which there was more before it was sharded
+            return self.product(x, weight, bias, input_scale)
+
+        return product_of_shards(multiplied, x, weight, bias)
 
     def mixes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether to multiply x as it lies, across tokens."""
         return self.is_mixing and self._routes == PLAIN_ROUTES and mixes(x, weight, bias)
 
-    def _parts(self, weight: Tensor) -> tuple[Tensor | None, ...]:
+    def _parts(self, x: Tensor, weight: Tensor, m: int) -> tuple[Tensor | None, ...]:
         """The weight in FP8 where somebody holds it: for the output, and for the input's gradient.
 
-        Compiled, kernels quantize it instead, at each call, because a graph that is replayed asks
-        nobody; so it is while a CUDA graph is captured.
+        Else kernels quantize what the weight is at each call: a write through ``data`` moves no
+        version, and a graph that is replayed asks nobody.
         """
         if self.is_frozen:
             return (*self._frozen(), None, None)
@@ -166,39 +185,31 @@ class Routed(nn.Module):
             return _NOTHING
         if self._gathered is not None and self._gathered.is_of(weight):
             return self._gathered.parts(self._routes)  # type: ignore[no-any-return]
-        if not torch.is_grad_enabled():
-            return _NOTHING
-        owned = None if self._owned is None else self._owned()
-        if owned is not weight:  # FSDP2 gathers into the same memory and leaves the version
-            return _NOTHING
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._owned = self._held = None  # replays may change the weight, and nobody is told
-            return _NOTHING
-        held = self._held
-        if (
-            held is None
-            or held.weight is not weight
-            or held.version != weight._version
-            or held.address != weight.data_ptr()
-            or held.step != Steps.count
-        ):
-            with torch.no_grad():
-                held = self._held = _Held(
-                    weight, weight._version, weight.data_ptr(), Steps.count, self._quantized(weight)
-                )
-        return held.parts
-
-    def _quantized(
-        self, weight: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        weight = _readable(weight.detach())
-        forward = backward = (None, None)
         to_output, to_input, _ = self._routes
-        if to_output != PLAIN:
-            forward = quantize_weight(weight, scales_of(to_output))  # type: ignore[assignment]
-        if to_input != PLAIN:
-            backward = quantize_weight(weight.t(), scales_of(to_input))  # type: ignore[assignment]
+        is_kept = self._kept is not None and not (
+            weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
+        forward = backward = (None, None)
+        if is_kept and kernel_at(to_output, m):
+            forward = self._quantized(weight, 0)  # type: ignore[assignment]
+        # As autocast's copy, what is multiplied backward stays when an optimizer writes over this.
+        is_cast = self._has_parameter and weight.dtype is torch.float32
+        if (is_kept or is_cast) and _wants_gradients(x) and kernel_at(to_input, m):
+            backward = self._quantized(weight, 1)  # type: ignore[assignment]
         return (*forward, *backward)
+
+    def _quantized(self, weight: Tensor, product: int) -> tuple[Tensor, Tensor]:
+        """As the kernels of the output (0) or of the input's gradient (1) read it."""
+        key = (product, weight.device)
+        found = None if self._kept is None else self._kept.get(key)
+        if found is None:
+            with torch.no_grad():
+                weight = _readable(weight.detach())
+                right = weight.t() if product else weight
+                found = quantize_weight(right, scales_of(self._routes[product]))
+            if self._kept is not None:
+                self._kept[key] = found
+        return found
 
     def _device_of_parts(self) -> torch.device:
         stored: Tensor = self.fp8_data  # type: ignore[assignment]
@@ -219,13 +230,13 @@ class Routed(nn.Module):
         return data, scale
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
-        """Run by these from now on; ``weight`` is the parameter whose FP8 form may be kept."""
+        """Run by these from now on; ``weight`` is the parameter that is multiplied, as it is."""
         self.thaw()
         if any(texts):
             prepare_to_be_compiled()
         self._routes = (texts[0], texts[1], texts[2])
-        self._owned = None if weight is None else weakref.ref(weight)
-        self._held = None
+        self._has_parameter = weight is not None
+        self._kept = None if self._kept is None else {}
 
     def freeze(self) -> None:
         """Quantize the weight as it is multiplied, see `freeze_weight`."""
@@ -273,7 +284,7 @@ class Routed(nn.Module):
 
         A weight by columns is for an x that comes so, too: for rows it was not measured.
         """
-        if not self.is_held or torch.is_grad_enabled():
+        if not self.is_held or torch.is_grad_enabled() or type(x) not in KINDS:
             return None
         held: Tensor = self.held_weight  # type: ignore[assignment]
         return None if held.stride(-1) != 1 and x.stride(-1) == 1 else held
@@ -285,6 +296,17 @@ class Routed(nn.Module):
         if self.is_held:
             del self.held_weight
         self.is_frozen, self.is_held, self._fp8_views = False, False, None
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What torch.jit.script asks for before it reads ``forward``.
+
+        Raises:
+            UnsupportedError: Always: what is returned would take this place in the model for good.
+        """
+        raise UnsupportedError(
+            f"torch.jit.script cannot compile lokakern's {type(self).__name__}: undo the conversion "
+            "first (handle.undo()), or use torch.compile or torch.export"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made again."""
@@ -390,6 +412,8 @@ class Linear(nn.Linear, Routed):
             None at m where it was not timed, of other dtypes, and where a gradient needs f(x).
         """
         if x.is_meta or not self.is_frozen or x.shape[-1:] != (self.in_features,):
+            return None
+        if _is_sharded(self.weight):
             return None
         if x.dtype is not torch.bfloat16 or not _multiplied_in(x, self.weight)[1]:
             return None

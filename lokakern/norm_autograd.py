@@ -76,13 +76,13 @@ class _Differentiable(torch.autograd.Function):
         ctx.epilogue = inputs[-2]._replace(**dict.fromkeys(_TENSORS))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         from lokakern.kernels.torch.norm import normalized  # at call time: a kernel's module
 
         needs = ctx.needs_input_grad[:-2]
+        again = torch.is_grad_enabled()  # whether what is made here is differentiated, too
         leaves: list[Any] = [
-            None if x is None else x.detach().requires_grad_(need)
+            None if x is None else x.view_as(x) if again else x.detach().requires_grad_(need)
             for x, need in zip(ctx.saved_tensors, needs, strict=True)
         ]
         a, weight, *rest = leaves
@@ -90,5 +90,5 @@ class _Differentiable(torch.autograd.Function):
         with torch.enable_grad():
             result = normalized(a.float() @ weight.float(), epilogue).to(grad.dtype)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(result, wanted, grad))
+        found = iter(torch.autograd.grad(result, wanted, grad, create_graph=again))
         return (*(next(found) if need else None for need in needs), None, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lokakern.chooser import Chooser, fastest_within
-from lokakern.errors import FormatError, ShapeError
+from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.gradients import NormGradients, empty_gradients
 from lokakern.norm import Norm
 from lokakern.norm_checks import check_epilogue, worded
@@ -95,8 +95,14 @@ def norm_backward(
         FormatError: A dtype, format or granularity is not supported.
         UnknownNameError: No such norm or activation.
         DeviceError: Tensors are on different devices.
-        UnsupportedError: No kernel runs here.
+        UnsupportedError: No kernel runs here, or what is made would be differentiated again.
     """
+    operands = (dd, y, bias, norm_weight, norm_bias)
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in operands):
+        raise UnsupportedError(
+            f"{OP}: an operand requires a gradient, and gradients that it makes have none: detach "
+            "it, use torch.no_grad(), or leave create_graph=True out"
+        )
     epilogue = worded(
         OP, norm, eps, activation, None, None, False, None,
         bias=bias, norm_weight=norm_weight, norm_bias=norm_bias,

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lokakern.device import current_device
-from lokakern.errors import DeviceError, FormatError, ShapeError
+from lokakern.errors import DeviceError, FormatError, ShapeError, UnsupportedError
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.types import (
     Device,
@@ -35,6 +36,18 @@ def operand_of(x: Tensor, prefer: Layout = Layout.ROW) -> Operand:
     outer, count = (x.stride(0), rows) if layout is Layout.ROW else (x.stride(1), columns)
     step = outer * x.element_size() if count > 1 else 0
     return Operand(Format.of(x.dtype), Granularity.NONE, layout, alignment_of(x.data_ptr() | step))
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace, torch.func or forward-mode AD has to see each step.
+
+    Kernels are no steps of theirs: a trace would lack them, and tangents would be lost.
+    """
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
 
 
 def device_of(x: Tensor) -> Device:
@@ -108,6 +121,11 @@ def gemm_problem(
 def check_matrix(op: str, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
+    if is_traced():
+        raise UnsupportedError(
+            f"{op}: torch.func, torch.jit.trace and forward-mode AD cannot look into kernels: call "
+            "it outside of them, or use torch.compile and backward()"
+        )
     if x.layout is not torch.strided:
         raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor (use .to_dense())")
     if x.dim() != 2:

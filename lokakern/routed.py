@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lokakern import numerics, sampled_check
 from lokakern.device import current_device
@@ -82,6 +82,11 @@ def kernel_at(text: str, m: int) -> str:
     return segments[bisect_right([start for start, _ in segments], m) - 1][1]
 
 
+def quantizes_at(routes: tuple[str, ...], m: int) -> bool:
+    """Whether any of these routes has a kernel at m."""
+    return any(kernel_at(route, m) for route in routes)  # a compiler takes this for a constant
+
+
 def emulation_of(kernel: Kernel) -> Kernel:
     """The kernel that rounds alike on any device, in stock PyTorch.
 
@@ -128,6 +133,7 @@ def multiply(
     bias: Tensor | None,
     route: str,
     left_scale: str = "",
+    apart: bool = False,
 ) -> Tensor:
     """``a @ b + bias`` by the kernel of a route at this m.
 
@@ -142,9 +148,10 @@ def multiply(
         route: See this module.
         left_scale: One scale for all of a, where it is known; as text, because of a number
             torch.compile makes a symbol.
+        apart: Whether the bias is added by itself where nothing is quantized.
     """
     form, (m, k) = "", a.shape
-    if torch.compiler.is_compiling() and _is_known(m, k):
+    if torch.compiler.is_compiling() and is_known(m, k):
         form = _form_of_left(route, m, k)
     left = left_scales = None
     if left_scale:
@@ -158,8 +165,9 @@ def multiply(
     # None, or the compiler would have to make what nobody reads.
     given = a if is_read or left is None else None
     out: Tensor = torch.ops.lokakern.routed_gemm(
-        given, b if is_read else None, data, scale, bias, route, left, left_scales, left_scale
-    )
+        given, b if is_read else None, data, scale, bias, route, left, left_scales, left_scale,
+        apart,
+    )  # fmt: skip
     return out
 
 
@@ -185,7 +193,7 @@ def multiply_activated(
         None where m is not known, or no kernel was timed there, or this call is to be checked.
     """
     m, k = x.shape
-    if torch.compiler.is_compiling() and not _is_known(m, k):
+    if not is_known(m, k):
         return None
     name = _activator(activating, route, m, k)
     if not name or (not torch.compiler.is_compiling() and sampled_check.is_due(route)):
@@ -197,8 +205,10 @@ def multiply_activated(
     return out
 
 
-def _is_known(*sizes: int) -> bool:
-    """Whether a compiler takes none of these for a symbol."""
+def is_known(*sizes: int) -> bool:
+    """Whether no compiler takes any of these for a symbol."""
+    if not torch.compiler.is_compiling():
+        return True
     from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports Triton
 
     return all(map(has_static_value, sizes))
@@ -259,7 +269,7 @@ def _is_left_to_kernel(route: str, m: int, k: int) -> bool:
 @functools.cache
 def prepare_to_be_compiled() -> None:
     """Say that what these answer is no part of a graph; once, as it imports Dynamo."""
-    for asked in (_form_of_left, _is_left_to_kernel, _activator):
+    for asked in (_form_of_left, _is_left_to_kernel, _activator, quantizes_at):
         torch.compiler.assume_constant_result(asked)  # type: ignore[no-untyped-call]
 
 
@@ -311,6 +321,7 @@ def _multiply(
     left: Tensor | None = None,
     left_scales: Tensor | None = None,
     left_scale: str = "",
+    apart: bool = False,
 ) -> Tensor:
     """See `multiply`. Without a and b ``left`` and ``data`` stand for them."""
     whole = left if a is None else a
@@ -323,7 +334,9 @@ def _multiply(
     if kernel is None or not m:
         assert a is not None
         b = _meant(data, scale, ways.form) if b is None else b.to(a.dtype)
-        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        if bias is None or apart:
+            return torch.mm(a, b) if bias is None else torch.mm(a, b).add_(bias)
+        return torch.addmm(bias, a, b)
     out = _empty(whole, b, data)
     right: Tensor | QuantizedTensor
     if not kernel.parts:  # it quantizes by itself, in its library's way
@@ -444,6 +457,7 @@ def _multiply_fake(
     left: Tensor | None = None,
     left_scales: Tensor | None = None,
     left_scale: str = "",
+    apart: bool = False,
 ) -> Tensor:
     whole = left if a is None else a
     assert whole is not None
@@ -477,7 +491,7 @@ def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 
 _LIBRARY.define(
     "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
-    'Tensor? left=None, Tensor? left_scales=None, str left_scale="") -> Tensor'
+    'Tensor? left=None, Tensor? left_scales=None, str left_scale="", bool apart=False) -> Tensor'
 )
 # Asked for as it was traced, a view of what was not written yet would be written once more.
 _ANYHOW = (torch.Tag.flexible_layout,)
@@ -497,11 +511,13 @@ torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, 
 class RoutedLinear(torch.autograd.Function):
     """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
 
-    The weight is bfloat16, or float32 where autocast would round it: see `multiply`.
+    The weight is bfloat16, or float32 where autocast would round it: see `multiply`. Of gradients
+    that are differentiated again (``create_graph=True``) nothing is quantized: they, and their
+    derivatives, are those of `nn.Linear`.
 
     Arguments are flat, because torch.compile wants them so: the weight quantized ahead for the
-    output and for the gradient of the input (None: kernels do it), then three routes, and the scale
-    of x where it is known (else "").
+    output and for the gradient of the input (None: kernels do it), then three routes, the scale of
+    x where it is known (else ""), and whether the bias is added apart, see `multiply`.
     """
 
     @staticmethod
@@ -518,24 +534,28 @@ class RoutedLinear(torch.autograd.Function):
         to_input: str,
         to_weight: str,
         input_scale: str,
+        apart: bool,
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
-        kept: Tensor | None = weight
+        given, kept = weight, weight
         if to_input == PLAIN or (turned is not None and not kernel_at(to_input, x.shape[0])):
             kept = weight = weight.to(x.dtype)  # both products read what is rounded once
         elif turned is not None:
-            kept = None  # so that the weight may change before the backward pass, as nn.Linear's
-            if sampled_check.is_checked(to_input):
-                ctx.multiplied = weight, weight._version
+            kept = None  # type: ignore[assignment]  # the weight may change before the backward pass
         ctx.save_for_backward(x, kept, turned, turned_scale)
-        return output(x, weight, bias, data, scale, to_output, input_scale)
+        if not torch.compiler.is_compiling():  # which differentiates once
+            version = None if given.is_inference() else given._version
+            ctx.given = None if kept is given else (given, version)
+        return output(x, weight, bias, data, scale, to_output, input_scale, apart)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         grad = gradients[0]
         x, weight, turned, turned_scale = ctx.saved_tensors
         needs = ctx.needs_input_grad
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            weight = weight if ctx.given is None else _given(ctx)
+            return *_gradients(grad, x, weight, needs), *[None] * 9
         grad_x = grad_weight = grad_bias = None
         if needs[1]:
             # First, and of the gradient as it lies: for what no compiler looks into Inductor writes
@@ -550,17 +570,43 @@ class RoutedLinear(torch.autograd.Function):
             if ctx.to_input == PLAIN:
                 grad_x = grad @ weight
             else:
-                weight = _unchanged(ctx) if weight is None else weight
+                if weight is None and sampled_check.is_checked(ctx.to_input) and _is_unchanged(ctx):
+                    weight = ctx.given[0]
                 grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input)
         if needs[2]:
             grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, *[None] * 8
+        return grad_x, grad_weight, grad_bias, *[None] * 9
 
 
-def _unchanged(ctx: Any) -> Tensor | None:
-    """For a check the weight of the forward pass; None where it changed since, or nobody checks."""
-    weight, version = getattr(ctx, "multiplied", (None, 0))
-    return weight if weight is not None and weight._version == version else None
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Any]:
+    """Of x, weight and bias, in steps that are differentiated again."""
+    return [
+        grad @ weight.to(x.dtype) if needs[0] else None,
+        (grad.t() @ x).to(weight.dtype) if needs[1] else None,
+        grad.sum(0) if needs[2] else None,
+    ]
+
+
+def _is_unchanged(ctx: Any) -> bool:
+    """Whether the weight that was multiplied in another form is what it was."""
+    weight, version = ctx.given
+    return version is None or weight._version == version
+
+
+def _given(ctx: Any) -> Tensor:
+    """The weight that was multiplied in another form.
+
+    Raises:
+        UnsupportedError: It was written to since: derivatives would be of another.
+    """
+    weight: Tensor = ctx.given[0]
+    if not _is_unchanged(ctx):
+        raise UnsupportedError(
+            "a gradient that is differentiated again (create_graph=True) needs the weight of its "
+            f"layer, {list(weight.shape)}, which was written to since the forward pass: call the "
+            "layer again, or write to weights after the backward pass"
+        )
+    return weight
 
 
 def output(
@@ -571,16 +617,20 @@ def output(
     scale: Tensor | None,
     route: str,
     input_scale: str = "",
+    apart: bool = False,
 ) -> Tensor:
     """``x @ weight.t() + bias`` by a route; x and the weight are quantized unless they were.
 
-    Without a weight, ``data`` and ``scale`` are all there is of it.
+    Without a weight, ``data`` and ``scale`` are all there is of it. Of ``apart`` see `multiply`.
     """
     if weight is None:
-        return multiply(x, None, data, scale, bias, route, input_scale)
+        return multiply(x, None, data, scale, bias, route, input_scale, apart)
     if route == PLAIN:
-        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
-    return multiply(x, weight.t(), data, scale, bias, route, input_scale)
+        weight = weight.to(x.dtype)
+        if bias is None or not apart:
+            return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight) + bias
+    return multiply(x, weight.t(), data, scale, bias, route, input_scale, apart)
 
 
 def scales_of(route: str) -> str:

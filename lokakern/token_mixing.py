@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from lokakern.errors import UnsupportedError
 from lokakern.layout import is_askew, laid_out
+from lokakern.operands import is_traced
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 HALF = frozenset((torch.bfloat16, torch.float16))
 CAST = HALF | {torch.float32}  # what autocast casts
-_KINDS = (Tensor, nn.Parameter)  # no subclass, which may be sharded or quantized
+KINDS = (Tensor, nn.Parameter)  # no subclass, which may be sharded or quantized
 _MOST = 2**31  # what the kernel counts in
 
 
@@ -71,10 +72,14 @@ class _Mixed(torch.autograd.Function):
         return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (grad,) = gradients
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "mods.MixTokens: a gradient of this layer is differentiated again "
+                "(create_graph=True): leave the Mod out, or create_graph"
+            )
         grad_x = grad_weight = None
         if x is not None:
             grad_weight = torch.ops.lokakern.token_gradient(grad, x).to(ctx.dtype)
@@ -105,11 +110,9 @@ def _dtype_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | N
 
 def mixes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `mix_tokens` multiplies them, and as a linear layer would but for how they lie."""
-    if not torch.compiler.is_compiling():
-        is_traced = torch._C._get_tracing_state() is not None  # by torch.jit
-        if is_traced or torch._C._are_functorch_transforms_active():
-            return False
-    is_plain = type(x) in _KINDS and type(weight) in _KINDS and not x.is_meta
+    if not torch.compiler.is_compiling() and is_traced():
+        return False
+    is_plain = type(x) in KINDS and type(weight) in KINDS and not x.is_meta
     return is_plain and _is_turned(x) and _dtype_of(x, weight, bias) is not None
 
 

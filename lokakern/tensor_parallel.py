@@ -1,0 +1,89 @@
+"""Products of sharded tensors: each rank multiplies its shards by kernels of its own."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional
+
+Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+
+
+@functools.cache
+def _say_once(x: str, weight: str, bias: str) -> None:
+    warnings.warn(
+        f"a converted layer multiplies a DTensor with placements {x} by a weight with {weight} and "
+        f"a bias with {bias} unquantized: kernels are for ColwiseParallel, RowwiseParallel, and "
+        "rows that are sharded",
+        stacklevel=2,
+    )
+
+
+def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.t() + bias``, of which each rank multiplies what it has, as DTensor does.
+
+    FP8 scales are those of shards. What is laid out otherwise is left to DTensor, unquantized, with
+    a warning.
+
+    Args:
+        product: Multiplies local tensors: x ``[..., k]``, weight ``[n, k]``, bias ``[n]`` or None.
+        x: ``[..., k]``: a DTensor whose rows or k are sharded, or that is replicated.
+        weight: ``[n, k]``, a DTensor sharded by n (ColwiseParallel), by k (RowwiseParallel), or
+            replicated.
+        bias: ``[n]`` or None, a DTensor.
+
+    Returns:
+        ``[..., n]``, a DTensor: sharded by n, partial sums, or sharded as x.
+    """
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    if not all(isinstance(t, DTensor) and t.device_mesh == weight.device_mesh for t in operands):  # type: ignore[attr-defined]
+        return functional.linear(x, weight, bias)  # DTensor says what is wrong
+    last = x.dim() - 1
+    given = zip(*(t.placements for t in operands), strict=True)  # type: ignore[attr-defined]
+    plans = [_plan(last, *placements) for placements in given]
+    if any(plan is None for plan in plans):
+        _say_once(*(str(getattr(t, "placements", None)) for t in (x, weight, bias)))
+        return functional.linear(x, weight, bias)
+    to_y, to_x, to_weight, to_bias = zip(*plans, strict=True)  # type: ignore[arg-type]
+    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+    local_x, local_weight = _local(x, to_x), _local(weight, to_weight)
+    local_bias = None if bias is None else _local(bias, to_bias)
+    copies = [mesh.size(i) for i, place in enumerate(to_y) if place.is_partial()]
+    for count in copies if local_bias is not None else ():
+        local_bias = local_bias / count  # type: ignore[operator]  # as the sums, which are added up
+    y = product(local_x, local_weight, local_bias)
+    shape = (*x.shape[:-1], weight.shape[0])
+    return DTensor.from_local(
+        y, mesh, to_y, run_check=False, shape=shape, stride=_strides(shape)
+    )  # fmt: skip
+
+
+def _plan(last: int, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any, Any] | None:
+    """On one axis of a mesh: how y lies, and the gradients of x, weight and bias; None: unknown."""
+    if bias is not None and bias != (weight if weight == Shard(0) else Replicate()):
+        return None
+    if x == Replicate() and weight == Shard(0):
+        return Shard(last), Partial(), weight, bias
+    if x == Shard(last) and weight == Shard(1):
+        return Partial(), x, weight, Partial()
+    if weight != Replicate() or not (x == Replicate() or x.is_shard()) or x == Shard(last):
+        return None
+    summed = Partial() if x.is_shard() else Replicate()
+    return x, x, summed, summed
+
+
+def _local(x: Any, grad_placements: Any) -> Tensor:
+    local: Tensor = x.to_local(grad_placements=grad_placements)
+    return local
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)
