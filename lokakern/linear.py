@@ -163,8 +163,14 @@ class Routed(nn.Module):
         from lokakern.tensor_parallel import product_of_shards  # which takes 1 s to import
 
         def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self.is_frozen and self._frozen()[0].shape != weight.shape:
-                self.freeze_weight(weight)  # of which there was more before it was sharded
+            if self.is_frozen and not self._is_frozen_of(weight):
+                if torch.compiler.is_compiling():
+                    raise UnsupportedError(
+                        "a weight was frozen before it was sharded: call the model once before it "
+                        "is compiled, so that each rank quantizes its shard"
+                    )
+                self.thaw()
+                self.freeze_weight(weight)
             return self.product(x, weight, bias, input_scale)
 
         return product_of_shards(multiplied, x, weight, bias)
@@ -214,6 +220,12 @@ class Routed(nn.Module):
     def _device_of_parts(self) -> torch.device:
         stored: Tensor = self.fp8_data  # type: ignore[assignment]
         return stored.device
+
+    def _is_frozen_of(self, weight: Tensor) -> bool:
+        """Whether what is kept may be of this weight, and not of the whole that it is a shard of."""
+        stored: Tensor = self.fp8_data  # type: ignore[assignment]
+        shape = (stored.shape[0], self._fp8_widths[0])
+        return not _is_sharded(stored) and shape == tuple(weight.shape)
 
     def _frozen(self) -> tuple[Tensor, Tensor]:
         stored: Tensor = self.fp8_data  # type: ignore[assignment]

@@ -221,7 +221,7 @@ def test_what_torch_jit_trace_and_fx_make_multiplies_as_linear() -> None:
     norm.take_routes(ROUTES, norm.weight)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert fx.symbolic_trace(norm)(rows()).shape == (M, N)
+        assert fx.symbolic_trace(nn.Sequential(norm))(rows()).shape == (M, N)
 
 
 @pytest.mark.parametrize("kind", ["routed", "plain", "norm", "fused"])
