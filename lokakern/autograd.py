@@ -66,8 +66,8 @@ def plain_gemm(a: Tensor, b: Tensor | QuantizedTensor, bias: Tensor | None) -> T
     weight = _unquantized(b)
     if weight.dtype != a.dtype:
         raise UnsupportedError(
-            "gemm: torch.func and torch.jit.trace see the unquantized product, and b has no source: "
-            "pass the weight itself, or call gemm outside of them"
+            "gemm: torch.func and torch.jit.trace see the unquantized product, and b has no "
+            "source: pass the weight itself, or call gemm outside of them"
         )
     _say_once()
     return a @ weight if bias is None else torch.addmm(bias, a, weight)

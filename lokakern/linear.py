@@ -22,8 +22,8 @@ from lokakern.routed import (
     multiply_activated,
     output,
     prepare_to_be_compiled,
-    quantizes_at,
     quantize_weight,
+    quantizes_at,
     read_route,
     scales_of,
 )
@@ -47,7 +47,9 @@ def _say_once_traced() -> None:
 
 def _is_without_numbers(x: Tensor) -> bool:
     """Whether operands are no numbers: shapes, or what a tracer or a transform hands over."""
-    if torch.compiler.is_compiling() or (isinstance(x, Tensor) and not is_traced()):
+    if torch.compiler.is_compiling():
+        return x.is_meta or torch._C._are_functorch_transforms_active()
+    if isinstance(x, Tensor) and not is_traced():
         return x.is_meta
     _say_once_traced()
     return True
@@ -222,7 +224,7 @@ class Routed(nn.Module):
         return stored.device
 
     def _is_frozen_of(self, weight: Tensor) -> bool:
-        """Whether what is kept may be of this weight, and not of the whole that it is a shard of."""
+        """Whether what is kept may be of this weight, and is not of the whole one."""
         stored: Tensor = self.fp8_data  # type: ignore[assignment]
         shape = (stored.shape[0], self._fp8_widths[0])
         return not _is_sharded(stored) and shape == tuple(weight.shape)
@@ -316,8 +318,8 @@ class Routed(nn.Module):
             UnsupportedError: Always: what is returned would take this place in the model for good.
         """
         raise UnsupportedError(
-            f"torch.jit.script cannot compile lokakern's {type(self).__name__}: undo the conversion "
-            "first (handle.undo()), or use torch.compile or torch.export"
+            f"torch.jit.script cannot compile lokakern's {type(self).__name__}: undo the "
+            "conversion first (handle.undo()), or use torch.compile or torch.export"
         )
 
     def __getstate__(self) -> dict[str, Any]:

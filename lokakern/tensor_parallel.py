@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
@@ -41,7 +42,7 @@ def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor 
         ``[..., n]``, a DTensor: sharded by n, partial sums, or sharded as x.
     """
     operands = (x, weight) if bias is None else (x, weight, bias)
-    if not all(isinstance(t, DTensor) and t.device_mesh == weight.device_mesh for t in operands):  # type: ignore[attr-defined]
+    if not all(isinstance(t, DTensor) and t.device_mesh == weight.device_mesh for t in operands):
         return functional.linear(x, weight, bias)  # DTensor says what is wrong
     last = x.dim() - 1
     given = zip(*(t.placements for t in operands), strict=True)  # type: ignore[attr-defined]
@@ -50,17 +51,16 @@ def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor 
         _say_once(*(str(getattr(t, "placements", None)) for t in (x, weight, bias)))
         return functional.linear(x, weight, bias)
     to_y, to_x, to_weight, to_bias = zip(*plans, strict=True)  # type: ignore[arg-type]
-    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+    mesh: Any = weight.device_mesh
     local_x, local_weight = _local(x, to_x), _local(weight, to_weight)
     local_bias = None if bias is None else _local(bias, to_bias)
     copies = [mesh.size(i) for i, place in enumerate(to_y) if place.is_partial()]
     for count in copies if local_bias is not None else ():
         local_bias = local_bias / count  # type: ignore[operator]  # as the sums, which are added up
     y = product(local_x, local_weight, local_bias)
-    shape = (*x.shape[:-1], weight.shape[0])
-    return DTensor.from_local(
-        y, mesh, to_y, run_check=False, shape=shape, stride=_strides(shape)
-    )  # fmt: skip
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, to_y, run_check=False, shape=shape, stride=stride)
 
 
 def _plan(last: int, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any, Any] | None:
@@ -80,10 +80,3 @@ def _plan(last: int, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, A
 def _local(x: Any, grad_placements: Any) -> Tensor:
     local: Tensor = x.to_local(grad_placements=grad_placements)
     return local
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)

@@ -151,7 +151,9 @@ def test_second_derivatives_of_products_are_those_of_torchs_steps(call: str) -> 
         y = function(a * w.float().mean().bfloat16())
         (g,) = torch.autograd.grad((y.float() * weights).sum(), a, create_graph=True)
         assert g.requires_grad
-        results.append(torch.autograd.grad(g.float().square().sum(), [a, w, bias], allow_unused=True))
+        results.append(
+            torch.autograd.grad(g.float().square().sum(), [a, w, bias], allow_unused=True)
+        )
     for found, expected in zip(*results, strict=True):
         assert (found is None) == (expected is None)
         if found is not None:
@@ -199,6 +201,24 @@ def test_torch_func_transforms_what_linear_multiplies_and_says_so() -> None:
     assert sum("lokakern" in str(warning.message) for warning in record) == 1
     for a, b in zip(found, all_of(plain), strict=True):
         assert torch.equal(a, b)
+
+
+def test_compiled_too_torch_func_transforms_what_linear_multiplies() -> None:
+    """An op of ours in such a graph has no derivative: gradients would be zero."""
+    torch._dynamo.reset()
+    layer, x = layer_of(), rows()
+    results = []
+    for call in (layer, plain_of(layer)):
+
+        def loss(p: dict[str, Tensor], x: Tensor, call: nn.Module = call) -> Tensor:
+            return torch.func.functional_call(call, p, (x,)).float().square().mean()  # type: ignore[no-any-return]
+
+        p = {name: value.detach() for name, value in call.named_parameters()}
+        compiled = torch.compile(torch.func.grad(loss), backend="aot_eager", fullgraph=True)
+        each = torch.compile(torch.func.vmap(call), backend="aot_eager", fullgraph=True)
+        results.append([*compiled(p, x).values(), each(x.view(2, M // 2, K))])
+    for a, b in zip(*results, strict=True):
+        assert a.any() and torch.equal(a, b)
 
 
 def test_functional_call_alone_quantizes() -> None:

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,9 +187,7 @@ def test_micro_batches_of_a_step_share_weights_in_fp8(
             with handle.weights_unchanged():
                 for _ in range(4):
                     assert same(passed(model, x, gradient), expected)
-            assert sorted(quantized) == sorted(
-                [f"32x{K}", f"{K}x32", f"{N}x32", f"32x{N}"]
-            )
+            assert sorted(quantized) == sorted([f"32x{K}", f"{K}x32", f"{N}x32", f"32x{N}"])
             for p in model.parameters():
                 p.data.mul_(1.5)
 
@@ -352,3 +354,15 @@ def test_a_copy_shares_nothing_with_the_model_that_it_was_made_of() -> None:
             other.load_state_dict({n: 3.0 * p for n, p in other.state_dict().items()})
             assert torch.equal(other(rows()), fresh(other, inference)(rows()))
             assert torch.equal(model(rows()), fresh(model, inference)(rows()))
+
+
+def test_the_script_that_measures_it_runs_without_a_gpu() -> None:
+    script = Path(__file__).parents[1] / "scripts" / "measure_weight_quantizing.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--device", "cpu", "--tiny"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["weight"] for row in rows] == ["bfloat16", "float32"]
+    assert all(list(row["host_us"]) == ["linear", "each", "kept"] for row in rows)
