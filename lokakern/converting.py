@@ -312,8 +312,8 @@ class Conversion:
                     loss(model(x), target).backward()
             optimizer.step()
 
-        The caller promises that no weight is written to, or replaced, inside: it is not seen. What was
-        made of weights, an FP8 copy for the output and one for the gradient of the input, is
+        The caller promises that no weight is written to, or replaced, inside: it is not seen. What
+        was made of weights, an FP8 copy for the output and one for the gradient of the input, is
         dropped at the end. Outside, weights are quantized in each forward and backward pass.
         Compiled graphs and CUDA graphs quantize at each call here, too, because they are replayed
         without asking.
