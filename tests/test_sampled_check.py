@@ -206,6 +206,8 @@ def test_the_variable_checks_what_no_argument_does(
     monkeypatch.setenv("LOKAKERN_CHECK", "1:64")
     assert not alarms(lambda: gemm_within(x, b, check="off"))
     assert len(alarms(lambda: gemm_within(x, b))) == 1
+    gemm_within(x, b, check="off")
+    assert [row["calls"] for row in sampled_check.results()] == [1]
 
 
 def test_without_a_budget_nothing_is_quantized_and_nothing_checked(
