@@ -64,12 +64,12 @@ static void take_turn(int lane) {
 // Lanes first to first + 63, until all of them wait for the block or are done.
 static void run_wave(int first) {
     for (bool together = true; together;) {
-        for (int lane = first; lane < first + WAVE; ++lane)
+        for (int lane = first; lane < first + LANES; ++lane)
             if (lanes[lane].waits != Waits::DONE) take_turn(lane);
         together = false;
-        for (int lane = first; lane < first + WAVE; ++lane)
+        for (int lane = first; lane < first + LANES; ++lane)
             together = together || lanes[lane].waits == Waits::FOR_WAVE;
-        for (int lane = first; together && lane < first + WAVE; ++lane)
+        for (int lane = first; together && lane < first + LANES; ++lane)
             if (lanes[lane].waits == Waits::FOR_BLOCK) fail("lanes of a wave went different ways");
     }
 }
@@ -86,10 +86,10 @@ static void run_grid(int blocks, int threads) {
         }
         for (bool running = true; running;) {
             running = false;
-            for (int turn = 0; turn < threads / WAVE; ++turn) {
-                const int first = (reversed ? threads / WAVE - 1 - turn : turn) * WAVE;
+            for (int turn = 0; turn < threads / LANES; ++turn) {
+                const int first = (reversed ? threads / LANES - 1 - turn : turn) * LANES;
                 run_wave(first);
-                for (int lane = first; lane < first + WAVE; ++lane)
+                for (int lane = first; lane < first + LANES; ++lane)
                     running = running || lanes[lane].waits != Waits::DONE;
             }
         }

@@ -1,32 +1,35 @@
-// A CDNA GPU on a CPU, for tests: stands in for kernels/hip/amd.hpp. Each lane is a coroutine. Lanes
-// of a wave take turns at what they do together; a wave runs on until a barrier of its block, before
-// another begins, so that what a missing barrier would let through is seen in one of both orders of
-// waves. FNUZ is 1 for gfx942 and 0 for gfx950. What runs lanes is compiled once: hip_on_host.cpp.
+// A CDNA GPU on a CPU, for tests: what kernels/hip/amd.hpp asks of the compiler for one, so that it
+// runs here too, from its own source. Each lane is a coroutine. Lanes of a wave take turns at what they
+// do together; a wave runs on until a barrier of its block, before another begins, so that what a
+// missing barrier would let through is seen in one of both orders of waves. A program defines
+// __gfx942__ or not, which means gfx950. What runs lanes is compiled once: hip_on_host.cpp.
+//
+// Instructions do as their manual says, and where it leaves something open what would do harm.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #define __global__
 #define __device__
 #define __shared__ static
 #define __launch_bounds__(threads)
-#define LARGEST_FP8 (FNUZ ? 240.0f : 448.0f)
-#define NAN_FP8 (FNUZ ? 0x80u : 0x7fu)
+#define ext_vector_type(count) vector_size(4 * (count))  // all elements of amd.hpp have 4 bytes
+#define address_space(number)
 
-template <typename T, int COUNT>
-struct alignas(4 * COUNT) Vector {
-    T of[COUNT] = {};
-    T& operator[](int i) { return of[i]; }
-    T operator[](int i) const { return of[i]; }
-};
-typedef Vector<unsigned, 4> Words4;
-typedef Vector<int, 8> Words8;
-typedef Vector<float, 4> Floats4;
+#ifdef __gfx942__
+constexpr bool FNUZ = true;
+#else
+constexpr bool FNUZ = false;
+#endif
+constexpr float LARGEST = FNUZ ? 240.0f : 448.0f;
+constexpr unsigned NAN_BYTE = FNUZ ? 0x80 : 0x7f;
 
-constexpr int WAVE = 64, MOST_THREADS = 1024;
+constexpr int LANES = 64, MOST_THREADS = 1024;
 
 // --- hip_on_host.cpp
 
@@ -40,75 +43,74 @@ void wait_for(Waits what);
 extern const int THREADS_OF_A_BLOCK;
 void call(const std::vector<char*>& p, const std::vector<long>& i);
 
-// --- amd.hpp
+// --- threads
 
-static int thread_index() { return current; }
-static int block_index() { return current_block; }
-static int lane_index() { return current % WAVE; }
-static void barrier() { wait_for(Waits::FOR_BLOCK); }
+#define __builtin_amdgcn_workitem_id_x() current
+#define __builtin_amdgcn_workgroup_id_x() current_block
 
-static unsigned bits_of(float value) {
-    unsigned bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
+// Local memory is another's to read only past both fences: without them the compiler may keep a
+// write from before a barrier, or a read from after it, on the other side.
+enum class Fence { NONE, RELEASED, BARRIER };
+static Fence fences[MOST_THREADS];
+
+static void fence(int order, const char* scope) {
+    if (std::strcmp(scope, "workgroup")) fail("a fence that is not the block's");
+    if (order == __ATOMIC_RELEASE) fences[current] = Fence::RELEASED;
+    if (order == __ATOMIC_ACQUIRE) fences[current] = Fence::NONE;
 }
-static float float_of(unsigned bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
+static void block_barrier() {
+    if (fences[current] != Fence::RELEASED) fail("a barrier without a release before it");
+    fences[current] = Fence::BARRIER;
+    wait_for(Waits::FOR_BLOCK);
 }
-
-static float square_root(float value) { return std::sqrt(value); }
-static float power_of_two(float exponent) { return std::exp2(exponent); }
-
-static Words4 load_16_bytes(const void* from) {
-    if (reinterpret_cast<std::uintptr_t>(from) % 16) fail("a load of 16 bytes is not aligned");
-    Words4 words;
-    std::memcpy(words.of, from, 16);
-    return words;
-}
+#define __builtin_amdgcn_fence fence
+#define __builtin_amdgcn_s_barrier block_barrier
 
 // What every lane of a wave shows the others; two sets, so that one wait between is enough.
 template <typename T>
 static const T* shown(const T& own) {
-    static T sets[MOST_THREADS / WAVE][2][WAVE];
+    if (fences[current] == Fence::BARRIER) fail("a barrier without an acquire behind it");
+    static T sets[MOST_THREADS / LANES][2][LANES];
     static unsigned turns[MOST_THREADS];
-    const int lane = current, wave = lane / WAVE;
+    const int lane = current, wave = lane / LANES;
     T* set = sets[wave][turns[lane]++ % 2];
-    set[lane % WAVE] = own;
+    set[lane % LANES] = own;
     wait_for(Waits::FOR_WAVE);
     return set;
 }
 
-static float value_across(float value, int distance) {
-    return shown(value)[lane_index() ^ distance];
+static int permuted(int from, int value) { return shown(value)[from / 4 % LANES]; }
+#define __builtin_amdgcn_ds_bpermute permuted
+
+// --- numbers
+
+static float middle_of(float x, float low, float high) {
+    if (std::isnan(x)) return std::min(low, high);
+    return std::max(std::min(x, low), std::min(std::max(x, low), high));
 }
+#define __builtin_amdgcn_fmed3f middle_of
+#define __builtin_amdgcn_exp2f(exponent) std::exp2(exponent)
 
-// --- FP8, by arithmetic in double, where all steps are exact
-
+// By arithmetic in double, where all steps are exact. What is larger than the format's largest is
+// NaN, as it is where MODE.FP16_OVFL is not set, and a zero keeps its sign, though 0x80 is NaN.
 constexpr int SMALLEST_EXPONENT = FNUZ ? -7 : -6;
 
-static unsigned encode(float value) {
-    if (std::isnan(value)) return NAN_FP8;
+static unsigned encoded(float value) {
     const double size = std::fabs(static_cast<double>(value));
-    int exponent = SMALLEST_EXPONENT;
-    if (size > 0 && std::isfinite(size)) exponent = std::max(exponent, std::ilogb(size));
-    double steps = std::nearbyint(std::ldexp(std::min(size, 1e30), 3 - exponent));
-    if (std::ldexp(steps, exponent - 3) > LARGEST_FP8) {
-        exponent = std::ilogb(LARGEST_FP8);
-        steps = std::ldexp(LARGEST_FP8, 3 - exponent);
-    }
-    const unsigned code =
-        static_cast<unsigned>((exponent - SMALLEST_EXPONENT) * 8) + static_cast<unsigned>(steps);
-    const bool negative = std::signbit(value) && !(FNUZ && code == 0);
-    return code | (negative ? 0x80u : 0u);
+    if (!std::isfinite(size)) return NAN_BYTE;
+    const int exponent = size > 0 ? std::max(SMALLEST_EXPONENT, std::ilogb(size)) : SMALLEST_EXPONENT;
+    const double steps = std::nearbyint(std::ldexp(size, 3 - exponent));
+    if (std::ldexp(steps, exponent - 3) > LARGEST) return NAN_BYTE;
+    const int code = (exponent - SMALLEST_EXPONENT) * 8 + static_cast<int>(steps);
+    return static_cast<unsigned>(code) | (std::signbit(value) ? 0x80u : 0u);
 }
-
-static unsigned encode_pair(float first, float second) {
-    return encode(first) | encode(second) << 8;
+static int encoded_pair(float first, float second, int old, bool high) {
+    const unsigned pair = encoded(first) | encoded(second) << 8, kept = static_cast<unsigned>(old);
+    return static_cast<int>(high ? pair << 16 | (kept & 0xffff) : pair | (kept & 0xffff0000u));
 }
+#define __builtin_amdgcn_cvt_pk_fp8_f32 encoded_pair
 
-static float decode(unsigned byte) {
+static float number_of_byte(unsigned byte) {
     const unsigned size = byte & 0x7f;
     if (FNUZ ? byte == 0x80 : size == 0x7f) return std::numeric_limits<float>::quiet_NaN();
     const int power = static_cast<int>(size >> 3);
@@ -116,65 +118,106 @@ static float decode(unsigned byte) {
     const double value = std::ldexp(steps, std::max(power, 1) - 1 + SMALLEST_EXPONENT - 3);
     return static_cast<float>(byte & 0x80 ? -value : value);
 }
-
-template <int BYTE>
-static float decoded(unsigned word) {
-    return decode(word >> 8 * BYTE & 0xff);
+static float byte_as_number(int word, int byte) {
+    return number_of_byte(static_cast<unsigned>(word) >> 8 * byte & 0xff);
 }
+#define __builtin_amdgcn_cvt_f32_fp8 byte_as_number
 
+// --- products
+
+typedef int Ints8 __attribute__((vector_size(32)));
+typedef float Sums __attribute__((vector_size(16)));
+
+// What a lane gives of a row: BYTES numbers, and the scale of the 32 that are its quarter of 128.
+template <int BYTES>
 struct Row {
-    float of[32];
+    float of[BYTES];
     double scale;
 };
-
-static Row row_of(const Words8& words, int scale) {
-    Row row;
-    for (int i = 0; i < 32; ++i)
-        row.of[i] = decode(static_cast<unsigned>(words[i / 4]) >> 8 * (i % 4) & 0xff);
-    row.scale = std::ldexp(1.0, scale - 127);
+template <int BYTES>
+static Row<BYTES> row_of(const void* bytes, double scale) {
+    Row<BYTES> row;
+    for (int i = 0; i < BYTES; ++i) row.of[i] = number_of_byte(static_cast<const std::uint8_t*>(bytes)[i]);
+    row.scale = scale;
     return row;
 }
+template <int BYTES>
+using Both = std::pair<Row<BYTES>, Row<BYTES>>;
 
-constexpr int ONE_E8M0 = 127;
-
-static Floats4 multiply_scaled(
-    const Words8& x, const Words8& y, Floats4 sums, int x_scale, int y_scale) {
-    struct Both {
-        Row x, y;
-    };
-    const Both* of = shown(Both{row_of(x, x_scale), row_of(y, y_scale)});
-    const int lane = lane_index();
+// v_mfma_f32_16x16x32_fp8_fp8: 8 bytes a lane, neighbors of k.
+static Sums multiplied(long x, long y, Sums sums, int cbsz, int abid, int blgp) {
+    if (cbsz || abid || blgp) fail("broadcasts of a matrix instruction are not modeled");
+    const Both<8>* of = shown(Both<8>(row_of<8>(&x, 1), row_of<8>(&y, 1)));
+    const int lane = current % LANES;
     for (int t = 0; t < 4; ++t) {
         double sum = sums[t];
-        for (int k = 0; k < 128; ++k) {
-            const int one = 4 * (lane / 16) + t, other = lane % 16;  // rows
-            // Bytes lie in quarters of both halves, scales in quarters of the whole.
-            const int from = 16 * (k % 64 / 16), place = 16 * (k / 64) + k % 16, scale = 16 * (k / 32);
-            sum += static_cast<double>(of[from + one].x.of[place]) * of[from + other].y.of[place] *
-                   of[scale + one].x.scale * of[scale + other].y.scale;
+        for (int k = 0; k < 32; ++k) {
+            const int from = 16 * (k / 8);
+            sum += static_cast<double>(of[from + 4 * (lane / 16) + t].first.of[k % 8]) *
+                   of[from + lane % 16].second.of[k % 8];
         }
         sums[t] = static_cast<float>(sum);
     }
     return sums;
 }
-static Floats4 multiply(const Words8& x, const Words8& y, Floats4 sums) {
-    return multiply_scaled(x, y, sums, ONE_E8M0, ONE_E8M0);
+#define __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8 multiplied
+
+// v_mfma_scale_f32_16x16x128_f8f6f4: 32 bytes a lane, in quarters of both halves of k; scales are
+// those of the quarters of the whole.
+static double power_of(int word, int byte) {
+    const int exponent = word >> 8 * byte & 0xff;
+    return exponent == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, exponent - 127);
 }
-
-static void settle(Floats4&) {}
-
-// They land as soon or as late as the hardware may let them.
-template <int COUNT>
-class Copies {
-public:
-    void begin(int number, const void* from, Words4* to) {
-        held_[number] = load_16_bytes(from);
-        if (!FNUZ && reversed) *to = held_[number];
+static Sums multiplied_scaled(
+    Ints8 x, Ints8 y, Sums sums, int x_format, int y_format, int x_byte, int x_scale, int y_byte,
+    int y_scale) {
+    if (x_format || y_format) fail("formats other than E4M3 are not modeled");
+    const Both<32>* of = shown(
+        Both<32>(row_of<32>(&x, power_of(x_scale, x_byte)), row_of<32>(&y, power_of(y_scale, y_byte))));
+    const int lane = current % LANES;
+    for (int t = 0; t < 4; ++t) {
+        double sum = sums[t];
+        for (int k = 0; k < 128; ++k) {
+            const int one = 4 * (lane / 16) + t, other = lane % 16;  // rows
+            const int from = 16 * (k % 64 / 16), place = 16 * (k / 64) + k % 16, scale = 16 * (k / 32);
+            sum += static_cast<double>(of[from + one].first.of[place]) * of[from + other].second.of[place] *
+                   of[scale + one].first.scale * of[scale + other].second.scale;
+        }
+        sums[t] = static_cast<float>(sum);
     }
-    void end(int number, Words4* to) {
-        if (FNUZ || !reversed) *to = held_[number];
-    }
+    return sums;
+}
+#define __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4 multiplied_scaled
 
-private:
-    Words4 held_[COUNT];
+#define asm  // `settle` tells a compiler for GPUs something, in a register that there is none of here
+#define volatile(...)
+
+// --- copies to local memory past the registers
+
+// They land as soon or as late as they may.
+struct Copy {
+    const char* from;
+    char* to;
+    int size;
 };
+static std::vector<Copy> copies_of[MOST_THREADS];  // under way
+
+static void copy_to_local(const void* from, void* to, int size, int offset, int) {
+    if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size)) fail("a copy is not aligned");
+    const Copy copy{static_cast<const char*>(from) + offset,
+                    static_cast<char*>(to) + offset + current % LANES * size, size};
+    if (reversed)
+        std::memcpy(copy.to, copy.from, copy.size);
+    else
+        copies_of[current].push_back(copy);
+}
+#define __builtin_amdgcn_global_load_lds copy_to_local
+
+// Of what is counted the last so many may be under way: loads in bits 0 to 3 and 14 to 15.
+static void wait_until(int counts) {
+    const std::size_t most = static_cast<std::size_t>((counts & 15) | (counts >> 14 & 3) << 4);
+    std::vector<Copy>& waiting = copies_of[current];
+    for (; waiting.size() > most; waiting.erase(waiting.begin()))
+        std::memcpy(waiting[0].to, waiting[0].from, waiting[0].size);
+}
+#define __builtin_amdgcn_s_waitcnt wait_until

@@ -1,7 +1,7 @@
 """HIP kernels, from their own sources, on the CPU: under AddressSanitizer and UBSan, in lockstep.
 
-Only the header with the intrinsics is another (tests/hip_on_host.hpp). Each runs with the waves of
-a block in both orders, for the format of gfx942 and for that of gfx950.
+Only what amd.hpp asks of a compiler for AMD's GPUs is another's (tests/hip_on_host.hpp). Each runs
+with the waves of a block in both orders, as it is for gfx942 and as it is for gfx950.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEADER = Path(__file__).with_name("hip_on_host.hpp")
 RUNTIME = Path(__file__).with_name("hip_on_host.cpp")
 COMPILER = shutil.which("g++") or shutil.which("c++")
 OPTIONS = ("-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
-           "-Wno-unknown-pragmas")  # fmt: skip
+           "-Wno-unknown-pragmas", "-Wno-psabi")  # fmt: skip
 FORMATS = {"gfx942": Format.E4M3FNUZ, "gfx950": Format.E4M3FN}
 BLOCK = 256  # threads
 # What a program calls, with buffers `p` and numbers `i`.
@@ -78,10 +78,9 @@ void call(const std::vector<char*>& p, const std::vector<long>& i) {{ {call}; }}
 def headers() -> Path:
     """A folder with what stands in for the GPU's header, for each format."""
     found = shared_folder("hip")
-    made_once(found / "amd.hpp", lambda to: to.write_text("#pragma once\n"))  # included before
     for gpu in FORMATS:
         header = found / f"{gpu}.hpp"
-        text = f"#define FNUZ {int(gpu == 'gfx942')}\n{HEADER.read_text()}"
+        text = f"#define __{gpu}__ 1\n{HEADER.read_text()}"
         made_once(header, lambda to, text=text: to.write_text(text))
         if Path(COMPILER or "").name == "g++":  # a third of the time, compiled before
             command = [str(COMPILER), *OPTIONS, "-x", "c++-header", str(header), "-o"]
@@ -93,18 +92,16 @@ def headers() -> Path:
 
 
 def folder(edited: str = "") -> Path:
-    """A copy of the kernels, without the GPU's header."""
+    """A copy of the kernels."""
     found = shared_folder(f"hip_kernels{edited}")
     for source in (*KERNELS_FOLDER.glob("*.hip"), *KERNELS_FOLDER.glob("*.hpp")):
-        if source.name == "amd.hpp":
-            continue
         made_once(found / source.name, lambda to, source=source: shutil.copy(source, to))
     return found
 
 
 def runtime() -> Path:
     """What takes turns between lanes, linked to every program: half of the work for each."""
-    command = [str(COMPILER), *OPTIONS, "-DFNUZ=0", "-c", str(RUNTIME), "-o"]  # it asks for neither
+    command = [str(COMPILER), *OPTIONS, "-c", str(RUNTIME), "-o"]
     return made_once(shared_folder("hip") / "hip_on_host.o",
                      lambda to: subprocess.run([*command, str(to)], check=True))  # fmt: skip
 
@@ -116,7 +113,7 @@ def program(kernel: str, gpu: str, macros: dict[str, int], where: Path) -> Path:
     name = "_".join([kernel, gpu, *map(str, macros.values())])
     text = f'#include "{kernel}.hip"\n' + CALL.format(threads=BLOCK, call=CALLS[kernel])
     source = made_once(where / f"{name}.cpp", lambda to: to.write_text(text))
-    header = ["-include", str(headers() / f"{gpu}.hpp"), "-I", str(where), "-I", str(headers())]
+    header = ["-include", str(headers() / f"{gpu}.hpp"), "-I", str(where)]
     command = [COMPILER, *OPTIONS, *header, *given, str(source), str(runtime()), "-o"]
 
     def build(to: Path) -> None:
@@ -239,6 +236,7 @@ def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Pa
 PRODUCTS = (
     (1, 8, 16), (3, 24, 13), (70, 40, 300), (33, 17, 39), (64, 64, 128), (65, 130, 200),
     (128, 48, 144), (5, 1, 640), (130, 33, 257), (64, 128, 384), (1, 1, 1), (97, 71, 511),
+    (190, 170, 140), (260, 100, 17), (250, 300, 40),  # 9, 10 and 20 tiles, which 8 dies share
 )  # fmt: skip
 SCALES = {
     "row": (Granularity.ROW, Granularity.ROW),
@@ -247,11 +245,13 @@ SCALES = {
 }
 
 
-def in_nan(q: QuantizedTensor) -> QuantizedTensor:
-    """A copy with NaN between its rows, which no kernel may count."""
+def in_nan(q: QuantizedTensor, *, holds_nan: bool = False) -> QuantizedTensor:
+    """A copy with NaN between its rows, which no kernel may count, and maybe one that counts."""
     rows, columns = q.data.shape
     whole = torch.full((rows, -(-columns // 16) * 16), q.format.nan_byte, dtype=torch.uint8)
     whole[:, :columns] = q.data.view(torch.uint8)
+    if holds_nan:
+        whole[rows // 2, columns // 3] = q.format.nan_byte
     return QuantizedTensor(whole.view(q.data.dtype)[:, :columns], q.scale, q.granularity)
 
 
@@ -261,38 +261,59 @@ def product(
 ) -> float:  # fmt: skip
     """Kernel error of one product; what it must leave alone is checked."""
     torch.manual_seed(m * n + k)
-    a_scales, b_scales = SCALES[scales]
     form = FORMATS[gpu]
     spread = torch.logspace(-4, 4, k)  # so that scales along k differ
-    left = in_nan(numerics.quantize(torch.randn(m, k) * spread, form, a_scales))
-    right = in_nan(numerics.quantize(torch.randn(n, k) / spread, form, b_scales))
-    assert left.scale is not None and right.scale is not None
+    holds_nan = min(m, n) > 32
+    left, right = (
+        in_nan(numerics.quantize(x, form, granularity), holds_nan=holds_nan)
+        for x, granularity in zip(
+            (torch.randn(m, k) * spread, torch.randn(n, k) / spread), SCALES[scales], strict=True
+        )
+    )
     bias = torch.randn(n).bfloat16() if with_bias else None
-    pitch = -(-k // 16) * 16
-    datas = [q.data.as_strided((q.shape[0], pitch), (pitch, 1)).contiguous() for q in (left, right)]
-    a_scale = left.scale.contiguous() if scales == "mx" else left.scale.t().contiguous()
+    found = multiplied(path, left, right, bias, tile, tmp_path, reverse=reverse)
+    exact = ops.product(left, right.t(), bias)
+    size = ops.magnitude(left, right.t(), bias)
+    return numerics.kernel_error(found, exact, size, Format.BFLOAT16.unit_roundoff).maximum
+
+
+def multiplied(
+    path: Path, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, tile: int,
+    tmp_path: Path, *, reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """What a program makes of rows of both operands, ``[m, n]``, in tiles of so many rows of each."""
+    (m, k), n = left.shape, right.shape[0]
+    assert left.scale is not None and right.scale is not None
+    by_row = left.granularity is Granularity.MX  # else scales of a group lie side by side
+    a_scale = left.scale.contiguous() if by_row else left.scale.t().contiguous()
     out = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
-    buffers = [datas[0], a_scale, datas[1], right.scale.contiguous(), out]
-    groups = right.scale.shape[1]
-    strides = {"row": [0, 0], "group": [m, groups], "mx": [groups, groups]}[scales]
+    buffers = [whole_rows(left), a_scale, whole_rows(right), right.scale.contiguous(), out]
+    groups, pitch = right.scale.shape[1], -(-k // 16) * 16
+    strides = {Granularity.ROW: [0, 0], Granularity.GROUP: [m, groups],
+               Granularity.MX: [groups, groups]}[left.granularity]  # fmt: skip
     found = launch(
         path, -(-m // tile) * -(-n // tile), [*buffers, *([bias] if bias is not None else [])],
         [m, n, k, pitch, pitch, n + 3, *strides], tmp_path, reverse=reverse,
     )[4]  # fmt: skip
     assert (found[:, n:] == 7).all(), "it writes between the rows"
-    exact = ops.product(left, right.t(), bias)
-    size = ops.magnitude(left, right.t(), bias)
-    error = numerics.kernel_error(found[:, :n], exact, size, Format.BFLOAT16.unit_roundoff)
-    return error.maximum
+    return found[:, :n]
 
 
-def macros_of(scales: str) -> dict[str, int]:
-    return {"TILE_M": 64, "TILE_N": 64, "SCALES": list(SCALES).index(scales)}
+def whole_rows(q: QuantizedTensor) -> Tensor:
+    """Data of `in_nan`, with what lies between rows."""
+    rows, columns = q.data.shape
+    pitch = -(-columns // 16) * 16
+    return q.data.as_strided((rows, pitch), (pitch, 1)).contiguous()
 
 
-@pytest.mark.parametrize(
-    ("gpu", "scales"), [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942", "mx")]
-)
+def macros_of(scales: str, tile: int = 64) -> dict[str, int]:
+    return {"TILE_M": tile, "TILE_N": tile, "SCALES": list(SCALES).index(scales)}
+
+
+KINDS_ON_GPUS = [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942", "mx")]
+
+
+@pytest.mark.parametrize(("gpu", "scales"), KINDS_ON_GPUS)
 def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
     macros = macros_of(scales)
     path = program("scaled_gemm", gpu, macros, folder())
@@ -300,6 +321,76 @@ def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
         error = product(path, gpu, scales, m, n, k, tmp_path, 64, reverse=bool(number % 2),
                         with_bias=number % 3 == 0)  # fmt: skip
         assert error <= 1.0, (m, n, k)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scales", "tile"),
+    [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32)],
+)
+def test_scaled_gemm_is_right_in_other_tiles(
+    gpu: str, scales: str, tile: int, tmp_path: Path
+) -> None:
+    path = program("scaled_gemm", gpu, macros_of(scales, tile), folder())
+    for number, (m, n, k) in enumerate(((200, 140, 300), (130, 260, 127), (33, 17, 129))):
+        error = product(path, gpu, scales, m, n, k, tmp_path, tile, reverse=bool(number % 2),
+                        with_bias=number == 0)  # fmt: skip
+        assert error <= 1.0, (m, n, k)
+
+
+# Pairs whose product is no normal number, though what they scale, or what comes of it, is one.
+TINY = (
+    (2.0**-75, 2.0**-76), (1.3 * 2.0**-70, 1.3 * 2.0**-76), (1.7 * 2.0**-126, 1.9 * 2.0**-20),
+    (1.1 * 2.0**-60, 1.7 * 2.0**-88),
+)  # fmt: skip
+
+
+def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> QuantizedTensor:
+    """Data of a format with one scale everywhere, or with the power of two that is not above it."""
+    rows, columns = codes.shape
+    shape = granularity.scale_shape(rows, columns)
+    if granularity is Granularity.MX:
+        exponent = 127 + math.frexp(scale)[1] - 1
+        return QuantizedTensor(codes, torch.full(shape, exponent, dtype=torch.uint8).view(
+            granularity.scale_dtype), granularity)  # fmt: skip
+    return QuantizedTensor(codes, torch.full(shape, scale), granularity)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gpu", "scales"),
+    [(kernel, *where) for kernel in ("scaled_gemm", "gemm_norm") for where in KINDS_ON_GPUS
+     if (kernel, where[1]) != ("gemm_norm", "mx")],
+)  # fmt: skip
+def test_scales_are_applied_one_after_the_other(
+    kernel: str, gpu: str, scales: str, tmp_path: Path
+) -> None:
+    """To sums that are exact: ``(acc * sa) * sb`` to the bit, where ``sa * sb`` would underflow."""
+    form, (m, n, k) = FORMATS[gpu], (5, 9, 128)
+    torch.manual_seed(1)
+    codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
+    for some in codes:
+        some[0] = form.maximum
+    macros = macros_of(scales)
+    if kernel == "gemm_norm":
+        macros = {"TILE_N": 64, "STAGES": 2, "BY_GROUP": int(scales == "group"), "NORM": 0,
+                  "SPAN": 64, "ACTIVATION": 0, "OUT": 0}  # fmt: skip
+    path = program(kernel, gpu, macros, folder())
+    for pair in TINY:
+        left, right = (
+            scaled_alike(some.to(form.dtype), scale, granularity)
+            for some, scale, granularity in zip(codes, pair, SCALES[scales], strict=True)
+        )
+        if kernel == "gemm_norm":
+            found = normalized(path, left, right, NormEpilogue(norm_named("none")),
+                               Granularity.NONE, tmp_path)  # fmt: skip
+            assert isinstance(found, Tensor)
+        else:
+            found = multiplied(path, left, right, None, 64, tmp_path)
+        of_a, of_b = (
+            some.scale.float()[0, 0] for some in (left, right) if some.scale is not None
+        )
+        expected = (codes[0] @ codes[1].t() * of_a * of_b).bfloat16()
+        assert expected.any(), "all of it underflows"
+        assert torch.equal(found, expected), pair
 
 
 # What a kernel would do without: each must be seen.
@@ -348,6 +439,8 @@ NORMED = {
         (70, 64, 300), (3, 24, 128), (33, 17, 39), (65, 40, 512), (1, 1, 7), (64, 63, 129))),
     "rms": ("rms", "silu", Granularity.ROW, False, False, 64, (
         (97, 40, 511), (1, 1, 1), (64, 64, 384))),
+    "layer_wide": ("layer", "relu", Granularity.GROUP, True, True, 192, (
+        (70, 192, 300), (33, 130, 39), (64, 191, 256))),
     "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
         (70, 256, 300), (33, 192, 39), (64, 128, 128), (5, 64, 640))),
     "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
@@ -373,37 +466,46 @@ def test_gemm_norm_is_right(gpu: str, what: str, tmp_path: Path) -> None:
     a_scales, b_scales = SCALES["group" if by_group else "row"]
     for number, (m, n, k) in enumerate(shapes):
         torch.manual_seed(m * n + k)
-        left = in_nan(numerics.quantize(torch.randn(m, k) * 3, form, a_scales))
+        x = numerics.quantize(torch.randn(m, k) * 3, form, a_scales)
+        left = in_nan(x, holds_nan=m > 32)
         right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
-        assert left.scale is not None and right.scale is not None
         given = [torch.randn(n) if vectors else None for _ in range(3)]
         epilogue = NormEpilogue(norm, *given, activation=activation)
-        pitch, out_pitch = -(-k // 16) * 16, -(-n // 16) * 16
-        data = [q.data.as_strided((len(q.data), pitch), (pitch, 1)).contiguous()
-                for q in (left, right)]  # fmt: skip
-        if output is Granularity.NONE:
-            out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
-        else:
-            out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
-        groups = -(-n // 128) if output is Granularity.GROUP else 1
-        buffers = [
-            data[0], left.scale.t().contiguous(), data[1], right.scale.contiguous(), out,
-            torch.full((groups, m), math.nan),
-            *(torch.empty(0) if x is None else x for x in given),
-        ]  # fmt: skip
-        strides = [m, right.scale.shape[1]] if by_group else [0, 0]
-        found = launch(path, -(-m // 64), buffers, [m, n, k, pitch, pitch, out_pitch, *strides, m],
-                       tmp_path, reverse=bool(number % 2))  # fmt: skip
-        made: Tensor | QuantizedTensor = found[4][:, :n]
-        unit = Format.BFLOAT16.unit_roundoff
-        if output is not Granularity.NONE:
-            assert (found[4][:, n:] == form.nan_byte).all(), "it writes between the rows"
-            scale = output.empty_scale(m, n, torch.device("cpu")).copy_(found[5].t())
-            made = QuantizedTensor.packed(found[4][:, :n].view(form.dtype), scale, output)
-            unit = form.unit_roundoff
+        made = normalized(path, left, right, epilogue, output, tmp_path, reverse=bool(number % 2))
+        unit = (Format.BFLOAT16 if output is Granularity.NONE else form).unit_roundoff
         exact, size = ops.normalized(*ops.norm_sums(left, right.t()), epilogue)
         error = norm_kernel_error(made, exact, size, unit)
         assert error.maximum <= 1.0, (m, n, k, error)
+
+
+def normalized(
+    path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
+    output: Granularity, tmp_path: Path, *, reverse: bool = False,
+) -> Tensor | QuantizedTensor:  # fmt: skip
+    """What a program makes of rows of both operands, ``[m, n]``."""
+    (m, k), n, form = left.shape, right.shape[0], left.format
+    assert left.scale is not None and right.scale is not None
+    pitch, out_pitch = -(-k // 16) * 16, -(-n // 16) * 16
+    if output is Granularity.NONE:
+        out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+    else:
+        out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
+    groups = -(-n // 128) if output is Granularity.GROUP else 1
+    given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
+    buffers = [
+        whole_rows(left), left.scale.t().contiguous(), whole_rows(right), right.scale.contiguous(),
+        out, torch.full((groups, m), math.nan),
+        *(torch.empty(0) if x is None else x for x in given),
+    ]  # fmt: skip
+    strides = [m, right.scale.shape[1]] if left.granularity is Granularity.GROUP else [0, 0]
+    found = launch(path, -(-m // 64), buffers, [m, n, k, pitch, pitch, out_pitch, *strides, m],
+                   tmp_path, reverse=reverse)  # fmt: skip
+    if output is Granularity.NONE:
+        assert (found[4][:, n:] == 7).all(), "it writes between the rows"
+        return found[4][:, :n]
+    assert (found[4][:, n:] == form.nan_byte).all(), "it writes between the rows"
+    scale = output.empty_scale(m, n, torch.device("cpu")).copy_(found[5].t())
+    return QuantizedTensor.packed(found[4][:, :n].view(form.dtype), scale, output)
 
 
 # --- through the launchers
