@@ -92,10 +92,10 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
             const Words8 right = fragment<IS_LAST>(stage, TILE_M + 16 * j + line, quarter, count);
 #if BY_GROUP
             const int column = 16 * j < n ? 16 * j : n - 1;
-            const float scale = a_scale[step * a_scale_stride + known_row] *
-                                b_scale[column / 128 * b_scale_stride + step];
+            const float of_a = a_scale[step * a_scale_stride + known_row];
+            const float of_b = b_scale[column / 128 * b_scale_stride + step];
             const Floats4 part = multiply(right, left, Floats4{});
-            for (int t = 0; t < 4; ++t) sums[j][t] += part[t] * scale;
+            for (int t = 0; t < 4; ++t) sums[j][t] += part[t] * of_a * of_b;  // of_a * of_b underflows
 #else
             sums[j] = multiply(right, left, sums[j]);
 #endif
