@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lokakern import hip, numerics
+from lokakern import hip, jit, numerics
 from lokakern.bench.measure import contender_of
 from lokakern.bench.norm_operands import operands_of
 from lokakern.errors import CompilationError, LaunchError
@@ -35,6 +35,7 @@ from lokakern.problems import make_problem
 from lokakern.registry import ops
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import (
+    ACCEPTED,
     Device,
     Format,
     Granularity,
@@ -44,6 +45,7 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
     Rejected,
+    empty_data,
 )
 from tests.sharing import made_once, shared_folder
 
@@ -281,7 +283,7 @@ def multiplied(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, tile: int,
     tmp_path: Path, *, reverse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What a program makes of rows of both operands, ``[m, n]``, in tiles of so many rows of each."""
+    """What a program makes of rows of both operands, ``[m, n]``; a tile has so many of each."""
     (m, k), n = left.shape, right.shape[0]
     assert left.scale is not None and right.scale is not None
     by_row = left.granularity is Granularity.MX  # else scales of a group lie side by side
@@ -385,9 +387,7 @@ def test_scales_are_applied_one_after_the_other(
             assert isinstance(found, Tensor)
         else:
             found = multiplied(path, left, right, None, 64, tmp_path)
-        of_a, of_b = (
-            some.scale.float()[0, 0] for some in (left, right) if some.scale is not None
-        )
+        of_a, of_b = (some.scale.float()[0, 0] for some in (left, right) if some.scale is not None)
         expected = (codes[0] @ codes[1].t() * of_a * of_b).bfloat16()
         assert expected.any(), "all of it underflows"
         assert torch.equal(found, expected), pair
@@ -632,6 +632,105 @@ def test_what_the_kernels_cannot_do_is_refused(gpu: str) -> None:
             for change in changes:
                 answer = kernel.supports(replace(problem, **change), device)
                 assert isinstance(answer, Rejected) and answer.reason, (name, change)
+
+
+# --- the largest launches
+
+GRID = 2**32  # threads: HIP takes grids of fewer
+META = torch.device("meta")
+
+
+def tall(name: str, m: int, n: int, k: int, form: Format) -> Problem:
+    """A problem of m rows for a kernel: columns k, and n of products."""
+    kernel = KERNELS[name]
+    own = Operand(form, kernel.granularity)
+    if kernel.op == "quantize":
+        return make_problem("quantize", (m, k), out_format=form, out_granularity=kernel.granularity)
+    if kernel.op == "dequantize":
+        return make_problem("dequantize", (m, k), a=own)
+    of_b = Operand(form, kernel.b_granularity, Layout.COLUMN)
+    return make_problem(kernel.op, (m, n, k), a=own, b=of_b)
+
+
+def launch_on_meta(name: str, problem: Problem) -> None:
+    """Launch a kernel on operands without memory."""
+    kernel, (m, n, k) = KERNELS[name], (problem.m, problem.n, problem.k)
+
+    def quantized(rows: int, columns: int, granularity: Granularity) -> QuantizedTensor:
+        form = problem.out_format if kernel.op == "quantize" else problem.a.format
+        scale = granularity.empty_scale(rows, columns, META)
+        return QuantizedTensor(empty_data(rows, columns, form.dtype, META), scale, granularity)
+
+    a = quantized(m, k, kernel.granularity)
+    if kernel.op in ("quantize", "dequantize"):
+        x = torch.empty((m, k), dtype=torch.bfloat16, device=META)
+        operands = (x, a.data, a.scale) if kernel.op == "quantize" else (a.data, a.scale, x)
+        kernel.launch(*operands, ())
+        return
+    b, out = quantized(n, k, kernel.b_granularity), torch.empty((m, n), dtype=torch.bfloat16,
+                                                                device=META)  # fmt: skip
+    if kernel.op == "gemm_norm":
+        kernel.launch(a, b.t(), out, NormEpilogue(norm_named("none")), (torch.empty(3, n),))
+    else:
+        kernel.launch(a.data, a.scale, b.data.t(), b.t().scale, out, None, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "threads_of_rows"),  # threads, and the rows that they are for
+    [
+        ("quantize_row", 1, 8, (64, 1)), ("quantize_group", 1, 200, (32, 1)),
+        ("quantize_mx", 1, 40, (8, 1)), ("dequantize_tensor", 1, 200, (13, 1)),
+        ("dequantize_row", 1, 40, (3, 1)), ("dequantize_group", 1, 140, (9, 1)),
+        ("dequantize_block", 1, 70, (5, 1)), ("dequantize_mx", 1, 40, (3, 1)),
+        ("scaled_gemm_row", 8, 16, (256, 32)), ("scaled_gemm_block", 300, 16, (768, 128)),
+        ("scaled_gemm_mx", 8, 16, (256, 32)), ("gemm_norm_row", 64, 16, (256, 64)),
+        ("gemm_norm_block", 8, 16, (256, 64)),
+    ],
+)  # fmt: skip
+def test_a_grid_that_hip_does_not_launch_is_refused(
+    name: str, n: int, k: int, threads_of_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tallest problem that is taken is launched, one row more is refused with a reason."""
+    grids: list[int] = []
+
+    def launch(self: HipLaunch, blocks: int, pointers: Any, scalars: Any) -> None:
+        self.packed((*(0 for _ in pointers), *scalars))  # raises where one does not fit
+        grids.append(blocks * BLOCK)
+
+    monkeypatch.setattr(HipLaunch, "__call__", launch)
+    monkeypatch.setattr(jit, "compute_units", lambda _: 304)
+    device = Device("amd", "AMD Instinct", "gfx950", 304, 288)
+    kernel, form = KERNELS[f"hip.{name}"], FORMATS["gfx950"]
+    threads, rows = threads_of_rows
+    tallest = (GRID // BLOCK - 1) * BLOCK // threads * rows
+    taken, refused = (tall(kernel.name, m, n, k, form) for m in (tallest, tallest + 1))
+    assert kernel.supports(taken, device) == ACCEPTED
+    answer = kernel.supports(refused, device)
+    assert isinstance(answer, Rejected) and "2^32 threads" in answer.reason
+    for problem in (taken, refused):
+        launch_on_meta(kernel.name, problem)
+    assert grids[0] < GRID <= grids[1]
+
+
+LARGE = {  # rows and columns of a that 32 bits count, what they do not, and kernels with a limit
+    "rows": ((2**20, 16), (2**31, 16), "hip."),
+    "columns": ((1, 2**31 - 1024), (1, 2**31 - 1023), "hip."),
+    "scales": ((2**24 - 4, 2**14), (2**24 - 3, 2**14), "hip.scaled_gemm_block hip.gemm_norm_block"),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_what_32_bits_do_not_count_is_refused(what: str) -> None:
+    device = Device("amd", "AMD Instinct", "gfx950", 304, 288)
+    taken, refused, names = LARGE[what]
+    limited = [name for name, kernel in KERNELS.items() if not kernel.parts
+               and name.startswith(tuple(names.split()))]  # fmt: skip
+    assert len(limited) in (2, 13)
+    for name in limited:
+        by_shape = [tall(name, m, 8, k, FORMATS["gfx950"]) for m, k in (taken, refused)]
+        assert KERNELS[name].supports(by_shape[0], device) == ACCEPTED, name
+        answer = KERNELS[name].supports(by_shape[1], device)
+        assert isinstance(answer, Rejected) and "in 32 bits" in answer.reason, name
 
 
 # --- without a GPU: HIP's interface

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from lokakern import mx
 from lokakern.hip import HipLaunch, Program
-from lokakern.kernels.hip.quantize import ARCHITECTURES, MX_ARCHITECTURES, THREADS, UNMEASURED
+from lokakern.kernels.hip.quantize import (
+    ARCHITECTURES,
+    MX_ARCHITECTURES,
+    THREADS,
+    UNMEASURED,
+    why_not_counted,
+)
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
     ACCEPTED,
@@ -30,6 +36,10 @@ from lokakern.types import (
 
 SOURCE = str(Path(__file__).with_suffix(".hip"))
 EACH = 16  # bytes of a thread
+
+
+def blocks_of(rows: int, columns: int) -> int:
+    return -(-rows * -(-columns // EACH) // THREADS)
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,7 +64,7 @@ def _dequantize(
     height = GROUP if granularity is Granularity.BLOCK else 1
     width = mx.GROUP if granularity is Granularity.MX else GROUP
     bind(out.dtype, height, width)(
-        -(-rows * -(-columns // EACH) // THREADS), (data, scale, out),
+        blocks_of(rows, columns), (data, scale, out),
         (rows, columns, data.stride(0), out.stride(0), down, across),
     )  # fmt: skip
 
@@ -68,7 +78,8 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
         return Rejected(f"writes bfloat16 and float32, not {problem.out_format.value}")
     if problem.a.layout is not Layout.ROW or problem.a.alignment < EACH:
         return Rejected("rows must be contiguous and start at multiples of 16 bytes")
-    return ACCEPTED
+    why = why_not_counted(blocks_of(problem.m, problem.k), problem.m, problem.k)
+    return ACCEPTED if why is None else Rejected(why)
 
 
 for _granularity in Granularity:

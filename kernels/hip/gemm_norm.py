@@ -48,6 +48,10 @@ def tile_for(n: int, norm: Norm) -> int | None:
     return next(fitting, None)
 
 
+def blocks_of(m: int) -> int:
+    return -(-m // ROWS)
+
+
 @functools.lru_cache(maxsize=1024)
 def bind(
     tile: int, fnuz: bool, by_group: bool, norm: Norm, activation: str, output: Granularity
@@ -91,7 +95,7 @@ def _gemm_norm(
     fnuz = a.data.dtype is torch.float8_e4m3fnuz
     strides = (a.scale.stride(1), scale.stride(1)) if by_group else (0, 0)
     bind(tile, fnuz, by_group, norm._replace(eps=0.0), epilogue.activation, output)(
-        -(-m // ROWS), (a.data, a.scale, data, scale, made, made_scale, *vectors),
+        blocks_of(m), (a.data, a.scale, data, scale, made, made_scale, *vectors),
         (m, n, k, a.data.stride(0), data.stride(1), made.stride(0), *strides, scale_stride,
          norm.eps),
     )  # fmt: skip
@@ -109,7 +113,7 @@ def _room_for_vectors(a: QuantizedTensor, b: QuantizedTensor, *_: object) -> tup
 
 def _supports(by_group: bool, problem: Problem, device: Device) -> Support:
     granularity = Granularity.GROUP if by_group else Granularity.ROW
-    why = why_not_operands(granularity, problem, device)
+    why = why_not_operands(granularity, problem, device, blocks_of(problem.m))
     if why is not None:
         return Rejected(why)
     own = fp8_format(device)

@@ -43,6 +43,25 @@ EACH = 8  # columns of a lane
 GROUPS = {Granularity.ROW: 0, Granularity.GROUP: GROUP, Granularity.MX: mx.GROUP}
 
 
+def why_not_counted(blocks: int, *sizes: int) -> str | None:
+    """Why a launch is too large, or None.
+
+    Args:
+        blocks: Of the grid, each of `THREADS`; HIP launches grids of fewer than 2^32 threads.
+        sizes: Rows and columns, which kernels count in 32 bits, rounded up to a step or tile.
+    """
+    if max(sizes) > 2**31 - 1024:
+        return f"counts rows and columns in 32 bits, not {max(sizes)}"
+    if blocks * THREADS >= 2**32:
+        return f"HIP launches fewer than 2^32 threads, not {blocks * THREADS}"
+    return None
+
+
+def blocks_of(group: int, rows: int, columns: int) -> int:
+    lanes = rows * (-(-columns // group) * group // EACH if group else WAVE)
+    return -(-lanes // THREADS)
+
+
 @functools.lru_cache(maxsize=64)
 def bind(group: int, dtype: torch.dtype, aligned: bool) -> HipLaunch:
     """The launch of one signature; 0 columns under one scale are the row."""
@@ -57,10 +76,9 @@ def _quantize(
     rows, columns = x.shape
     stride = x.stride(0)
     aligned = not (x.data_ptr() | stride * x.element_size()) & 15
-    lanes = rows * (-(-columns // group) * group // EACH if group else WAVE)
     scale_stride = {0: 0, GROUP: scale.stride(1), mx.GROUP: scale.stride(0)}[group]
     bind(group, x.dtype, aligned)(
-        -(-lanes // THREADS), (x, data, scale),
+        blocks_of(group, rows, columns), (x, data, scale),
         (rows, columns, stride, data.stride(0), scale_stride),
     )  # fmt: skip
 
@@ -74,9 +92,9 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
         return Rejected(f"writes {fp8_format(device).value} there, not {problem.out_format.value}")
     if problem.a.layout is not Layout.ROW:
         return Rejected("rows of x must be contiguous")
-    if problem.m * max(problem.k, WAVE) >= 2**36:
-        return Rejected("more lanes than a grid has")
-    return ACCEPTED
+    blocks = blocks_of(GROUPS[granularity], problem.m, problem.k)
+    why = why_not_counted(blocks, problem.m, problem.k)
+    return ACCEPTED if why is None else Rejected(why)
 
 
 for _granularity, _group in GROUPS.items():

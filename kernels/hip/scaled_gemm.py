@@ -16,10 +16,17 @@ from torch import Tensor
 
 from lokakern import jit
 from lokakern.hip import HipLaunch, Program
-from lokakern.kernels.hip.quantize import ARCHITECTURES, MX_ARCHITECTURES, THREADS, UNMEASURED
+from lokakern.kernels.hip.quantize import (
+    ARCHITECTURES,
+    MX_ARCHITECTURES,
+    THREADS,
+    UNMEASURED,
+    why_not_counted,
+)
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
     ACCEPTED,
+    GROUP,
     Device,
     Format,
     Granularity,
@@ -93,7 +100,9 @@ def _multiply(
 
 
 def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
-    why = why_not_operands(granularity, problem, device)
+    tile = tile_for(problem.m, problem.n, device.compute_units)
+    blocks = blocks_of(tile, problem.m, problem.n)
+    why = why_not_operands(granularity, problem, device, blocks)
     if why is not None:
         return Rejected(why)
     if problem.out_format is not Format.BFLOAT16:
@@ -101,13 +110,16 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
     return ACCEPTED
 
 
-def why_not_operands(granularity: Granularity, problem: Problem, device: Device) -> str | None:
+def why_not_operands(
+    granularity: Granularity, problem: Problem, device: Device, blocks: int
+) -> str | None:
     """Why operands are none that `source_of` of products.hpp walks through, or None.
 
     Args:
         granularity: Of the scales of a.
         problem: With operands that are quantized.
         device: The GPU.
+        blocks: That its launch takes.
     """
     assert problem.b is not None  # an op with two operands
     have = (problem.a.granularity, problem.b.granularity)
@@ -123,9 +135,9 @@ def why_not_operands(granularity: Granularity, problem: Problem, device: Device)
             return f"rows of {name} must start at multiples of 16 bytes"
     if problem.a.layout is not Layout.ROW or problem.b.layout is not Layout.COLUMN:
         return "a must be row-major and b column-major"
-    if max(problem.m, problem.n, problem.k) >= 2**31:
-        return "counts rows in 32 bits"
-    return None
+    if granularity is Granularity.GROUP and -(-problem.k // GROUP) * (problem.m + 3) >= 2**31:
+        return "counts scales in 32 bits"
+    return why_not_counted(blocks, problem.m, problem.n, problem.k)
 
 
 for _granularity in SCALES:
