@@ -1,4 +1,4 @@
-"""HIP kernels compile for gfx942 and gfx950, keep their matrix instruction, and use no scratch.
+"""HIP kernels compile for gfx942 and gfx950 into the instructions that they ask for.
 
 What they take is compared with kernels/hip/resources.json; `python -m tests.test_hip_compiled`
 writes it. Nothing of ROCm is needed, only clang 22 and lld 22.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import machine_code
+from lokakern.types import Format
+from tests import instructions, machine_code
 from tests.machine_code import LOCAL_BYTES
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels" / "hip"
@@ -28,11 +31,15 @@ MATRIX = {
     "gfx942": "v_mfma_f32_16x16x32_fp8_fp8",
     "gfx950": "v_mfma_scale_f32_16x16x128_f8f6f4",
 }
+LARGEST = {
+    "gfx942": instructions.bits_of(Format.E4M3FNUZ.maximum),
+    "gfx950": instructions.bits_of(Format.E4M3FN.maximum),
+}
 TILES = ((32, 32), (64, 64), (64, 128), (128, 128))
-# Whole rows of 64, 128 and 256 columns, and blocks of 64 and 256, as they come and as FP8.
-NORMED = ((64, 0, 1, 64, 0, 0), (128, 0, 1, 128, 0, 0), (256, 0, 1, 256, 0, 0),
-          (256, 1, 1, 256, 1, 0), (128, 0, 2, 128, 3, 1), (256, 0, 2, 64, 2, 1),
-          (256, 1, 2, 64, 2, 2), (256, 0, 2, 256, 2, 3))  # fmt: skip
+# Whole rows of 64, 128, 192 and 256 columns, and blocks of 64 and 256, as they come and as FP8.
+NORMED = ((64, 0, 1, 64, 0, 0), (128, 0, 1, 128, 0, 0), (192, 1, 0, 192, 0, 0),
+          (256, 0, 1, 256, 0, 0), (256, 1, 1, 256, 1, 0), (128, 0, 2, 128, 3, 1),
+          (256, 0, 2, 64, 2, 1), (256, 1, 2, 64, 2, 2), (256, 0, 2, 256, 2, 3))  # fmt: skip
 VARIANTS = [
     *(("quantize", {"GROUP": group, "WIDE": wide, "ALIGNED": aligned})
       for group in (0, 128, 32) for wide in (0, 1) for aligned in (0, 1)),
@@ -75,20 +82,27 @@ def name_of(kernel: str, macros: dict[str, int]) -> str:
     return f"{kernel} " + " ".join(f"{name}={value}" for name, value in macros.items())
 
 
-@functools.cache
-def assembly(gpu: str, number: int) -> str:
-    kernel, macros = VARIANTS[number]
-    if kernel == "gemm_norm":  # two steps of 320 rows are more than gfx942 has room for
-        macros = macros | {"STAGES": 1 if gpu == "gfx942" and macros["TILE_N"] > 192 else 2}
+def compiled(gpu: str, source: Path, macros: dict[str, int]) -> str:
+    """Assembly of a source, which may include the headers of kernels."""
     given = [f"-D{name}={value}" for name, value in macros.items()]
     command = [
         str(CLANG),
         f"--offload-arch={gpu}",
         *OPTIONS,
         *given,
-        str(KERNELS / f"{kernel}.hip"),
+        "-I",
+        str(KERNELS),
+        str(source),
     ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def assembly(gpu: str, number: int) -> str:
+    kernel, macros = VARIANTS[number]
+    if kernel == "gemm_norm":  # two steps of 320 rows are more than gfx942 has room for
+        macros = macros | {"STAGES": 1 if gpu == "gfx942" and macros["TILE_N"] > 192 else 2}
+    return compiled(gpu, KERNELS / f"{kernel}.hip", macros)
 
 
 def resources(gpu: str, number: int) -> dict[str, Any]:
@@ -99,11 +113,58 @@ def resources(gpu: str, number: int) -> dict[str, Any]:
     return {"kernels": launched_by, **machine_code.resources(assembly(gpu, number), gpu)}
 
 
+def check_instructions(gpu: str, number: int) -> None:
+    """They are those that the source and its formats ask for; amd.hpp's: test_hip_instructions."""
+    kernel, macros = VARIANTS[number]
+    text = assembly(gpu, number)
+    ((name, code),) = instructions.functions_of(text).items()
+    assert name == kernel
+    counted = Counter(each.name for each in code)
+    # float32 is rounded to nearest, and what is subnormal is kept
+    assert ".amdhsa_float_round_mode_32 0\n" in text
+    assert ".amdhsa_float_denorm_mode_32 3\n" in text
+    assert instructions.unfinished_at_barriers(code) == []
+    # (acc * sa) * sb: sa * sb underflows
+    assert instructions.products_of_loads(code) == []
+
+    products = 0
+    if kernel == "scaled_gemm":
+        products = macros["TILE_M"] * macros["TILE_N"] // 4
+    elif kernel == "gemm_norm":
+        products = 16 * macros["TILE_N"]
+    # 16 x 16 sums and 128 of k: in the loop, and in the last step, which comes after it
+    each_step = products // 256 * (4 if gpu == "gfx942" else 1)
+    assert counted[MATRIX[gpu]] == 2 * each_step
+    assert sum(map(counted.__getitem__, machine_code.matrices(counted))) == 2 * each_step
+    found = machine_code.resources(text, gpu)["matrix"]
+    assert found == ({MATRIX[gpu]: each_step} if products else {})
+    one_stage = kernel == "gemm_norm" and gpu == "gfx942" and macros["TILE_N"] > 192
+    assert counted["s_barrier"] == (0 if not products else 4 if one_stage else 2)
+
+    conversions = {name for name in counted if re.search("(fp8|bf8)_f32|f32_(fp8|bf8)$", name)}
+    own, other = LARGEST[gpu], LARGEST[GPUS[gpu == GPUS[0]]]
+    written = {each & 0x7FFFFFFF for each in instructions.literals(code)}
+    if kernel == "quantize" or macros.get("OUT"):
+        assert conversions == {"v_cvt_pk_fp8_f32"}
+        assert counted["v_med3_f32"] == 2 * counted["v_cvt_pk_fp8_f32"]
+        clamps = [x for x in instructions.traced(code) if x.instruction.name == "v_med3_f32"]
+        for clamp in clamps:
+            assert set(clamp.values) - {None} == {own, own | 0x80000000}, clamp
+        assert own in written
+    else:
+        assert conversions == ({"v_cvt_f32_fp8"} if kernel == "dequantize" else set())
+        assert counted["v_cvt_f32_fp8"] == (16 if kernel == "dequantize" else 0)
+    assert other not in written
+
+
 @needs_clang
 @pytest.mark.parametrize(
     ("gpu", "number"), ON_GPUS, ids=[f"{gpu}-{name_of(*VARIANTS[i])}" for gpu, i in ON_GPUS]
 )
-def test_a_kernel_compiles_into_what_was_recorded(gpu: str, number: int) -> None:
+def test_a_kernel_compiles_into_its_arithmetic_and_takes_what_was_recorded(
+    gpu: str, number: int
+) -> None:
+    check_instructions(gpu, number)
     found = resources(gpu, number)
     kernel, macros = VARIANTS[number]
     assert found["scratch_bytes"] == 0

@@ -1,0 +1,163 @@
+"""Change HIP kernels line by line, and see whether the tests that need no GPU notice each change.
+
+    python scripts/mutate_amd.py            # all, half a minute each
+    python scripts/mutate_amd.py vmcnt NaN  # those whose description has one of these words
+
+Works in a copy of the tree. What compilers made of kernels (kernels/hip/resources.json) is not
+compared there: a change must be noticed because it is wrong, not because a register is another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = tuple(f"tests/test_hip_{name}.py" for name in ("instructions", "compiled", "on_host"))
+
+
+class Mutation(NamedTuple):
+    """A text of a file of kernels/hip, which it holds once, and what takes its place."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+MUTATIONS = tuple(Mutation(*words) for words in (
+    # Limits and codes
+    ("MAX of fnuz", "amd.hpp", "LARGEST_FP8 240.0f", "LARGEST_FP8 448.0f"),
+    ("MAX of OCP", "amd.hpp", "LARGEST_FP8 448.0f", "LARGEST_FP8 240.0f"),
+    ("NaN byte of fnuz", "amd.hpp", "NAN_FP8 0x80u", "NAN_FP8 0x7fu"),
+    ("NaN byte of OCP", "amd.hpp", "NAN_FP8 0x7fu", "NAN_FP8 0x80u"),
+    ("no clamp", "amd.hpp", "__builtin_amdgcn_fmed3f(second, -LARGEST_FP8, LARGEST_FP8)", "second"),
+    ("clamp from 0", "amd.hpp", "fmed3f(first, -LARGEST_FP8,", "fmed3f(first, 0.0f,"),
+    ("clamp to half", "amd.hpp", "fmed3f(first, -LARGEST_FP8, LARGEST_FP8)",
+     "fmed3f(first, -LARGEST_FP8, LARGEST_FP8 / 2)"),
+    ("-0 is NaN of fnuz", "amd.hpp", "byte = byte == 0x80 ? 0 : byte", "byte = byte"),
+    ("NaN is clamped", "amd.hpp", "first == first ? bytes[0] : NAN_FP8", "bytes[0]"),
+    ("a pair is turned", "amd.hpp", "(low, high, 0, false)", "(high, low, 0, false)"),
+    ("the high half", "amd.hpp", "(low, high, 0, false)", "(low, high, 0, true)"),
+    ("bf8", "amd.hpp", "__builtin_amdgcn_cvt_pk_fp8_f32", "__builtin_amdgcn_cvt_pk_bf8_f32"),
+    ("one byte of four", "amd.hpp", "static_cast<int>(word), BYTE", "static_cast<int>(word), 0"),
+    ("bf8 is read", "amd.hpp", "__builtin_amdgcn_cvt_f32_fp8", "__builtin_amdgcn_cvt_f32_bf8"),
+    # Matrix instructions
+    ("96 of k", "amd.hpp", "part < 4", "part < 3"),
+    ("half of k twice", "amd.hpp", "from[2 * part + 1]", "from[2 * part]"),
+    ("bf8 is multiplied", "amd.hpp", "16x16x32_fp8_fp8(", "16x16x32_fp8_bf8("),
+    ("scales are swapped", "amd.hpp", "0, x_scale, 0, y_scale", "0, y_scale, 0, x_scale"),
+    ("cbsz", "amd.hpp", "sums, 0, 0, 0, x_scale", "sums, 1, 0, 0, x_scale"),
+    ("blgp", "amd.hpp", "sums, 0, 0, 0, x_scale", "sums, 0, 1, 0, x_scale"),
+    ("another byte of scales", "amd.hpp", "x_scale, 0, y_scale", "x_scale, 1, y_scale"),
+    ("scales of 2", "amd.hpp", "ONE_E8M0 = 127", "ONE_E8M0 = 128"),
+    ("the last product is moved", "amd.hpp", 'asm volatile("" : "+v"(sums));', ""),
+    # Copies, waits, barriers
+    ("vmcnt(1)", "amd.hpp", "s_waitcnt(0x0f70)", "s_waitcnt(0x0f71)"),
+    ("vmcnt(63)", "amd.hpp", "s_waitcnt(0x0f70)", "s_waitcnt(0xcf7f)"),
+    ("lgkmcnt(0) for vmcnt(0)", "amd.hpp", "s_waitcnt(0x0f70)", "s_waitcnt(0xc07f)"),
+    ("no vmcnt", "amd.hpp", "if (number == COUNT - 1) __builtin_amdgcn_s_waitcnt(0x0f70);", ""),
+    ("4 bytes of 16", "amd.hpp", "lane_index()), 16, 0, 0)", "lane_index()), 4, 0, 0)"),
+    ("each lane's own place", "amd.hpp", "(Local*)(to - lane_index())", "(Local*)(to)"),
+    ("no barrier", "amd.hpp", "    __builtin_amdgcn_s_barrier();\n", ""),
+    ("no release", "amd.hpp", '    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");\n', ""),
+    ("no acquire", "amd.hpp", '    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");\n', ""),
+    ("half a wave", "amd.hpp", "constexpr int WAVE = 64", "constexpr int WAVE = 32"),
+    ("bytes of a shuffle", "amd.hpp", "(lane_index() ^ distance) << 2", "lane_index() ^ distance"),
+    ("barrier of one stage", "gemm_norm.hip", "if (STAGES == 1) barrier();", ""),
+    # Where things lie
+    ("tiles of 8 dies", "products.hpp", "(die < more ? die : more)", "more"),
+    ("swizzle", "products.hpp", "row * PARTS + (part ^ row % PARTS)", "row * PARTS + part"),
+    ("tail of k", "products.hpp", "left <= 4 * i ? 0 :", "left < 4 * i ? 0 :"),
+    ("row past the last", "products.hpp", "wanted < of.last ? wanted : of.last", "wanted"),
+    ("scales of 128x128", "scaled_gemm.hip", "(column < n ? column : n - 1) / 128",
+     "(column < n ? column : n - 1) / 256"),
+    # Arithmetic
+    ("scales of 1x128 first", "scaled_gemm.hip", "part[t] * of_a * of_b;",
+     "part[t] * (of_a * of_b);"),
+    ("scales of rows first", "scaled_gemm.hip", "value * a_scale[row] * b_scale[column]",
+     "value * (a_scale[row] * b_scale[column])"),
+    ("scales of 1x128 first, norm", "gemm_norm.hip", "part[t] * of_a * of_b;",
+     "part[t] * (of_a * of_b);"),
+    ("scales of rows first, norm", "gemm_norm.hip",
+     "sums[j][t] * a_scale[known_row] * b_scale[column]",
+     "sums[j][t] * (a_scale[known_row] * b_scale[column])"),
+    ("amax of two lanes", "gemm_norm.hip", "distance <= 32", "distance <= 16"),
+    ("no eps", "gemm_norm.hip", "/ count + eps", "/ count"),
+    ("away from even", "numbers.hpp", "0x7fff + (bits >> 16 & 1)", "0x8000"),
+    ("NaN of bfloat16", "numbers.hpp", "    if (value != value) return 0x7fc0;\n", ""),
+    ("infinity saturates", "quantize.hip", "finite ? value / scale : float_of(0x7fc00000u)",
+     "value / scale"),
+    ("smallest scale", "quantize.hip", "smallest = float_of(0x00800000u)",
+     "smallest = float_of(0x00400000u)"),
+    ("powers of two round down", "quantize.hip", "bits_of(scale) + 0x007fffffu", "bits_of(scale)"),
+    ("2^-127", "dequantize.hip", "exponent : 0x00400000u", "exponent : 0u"),
+    ("a scale that is NaN", "dequantize.hip", "byte == 255 ? 0x7fc00000u : byte", "byte"),
+))  # fmt: skip
+
+
+def copy_tree(to: Path) -> None:
+    """Files that git does not ignore, links as links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        place = to / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, place, follow_symlinks=False)
+    recorded = to / "kernels/hip/resources.json"
+    recorded.write_text(json.dumps(json.loads(recorded.read_text()) | {"compiler": "another"}))
+
+
+def first_failure(tree: Path) -> str | None:
+    """The first test that fails in a tree, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
+    environment = {name: text for name, text in os.environ.items() if name != "LOKAKERN_TESTS"}
+    ran = subprocess.run(
+        command, cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if ran.returncode == 0:
+        return None
+    found = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if ran.returncode != 1 or not found:
+        sys.exit(f"pytest ended with {ran.returncode}\n{ran.stdout}{ran.stderr}")
+    return found[0].split(" - ")[0].split("/")[-1]
+
+
+def main(words: list[str]) -> int:
+    chosen = [each for each in MUTATIONS if not words or any(word in each.what for word in words)]
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        failed = first_failure(tree)
+        if failed is not None:
+            sys.exit(f"without any change {failed} fails")
+        for each in chosen:
+            path = tree / "kernels/hip" / each.file
+            text = path.read_text()
+            if text.count(each.old) != 1:
+                sys.exit(f"{each.what}: {each.file} must hold once what is changed: {each.old!r}")
+            path.write_text(text.replace(each.old, each.new))
+            start = time.monotonic()
+            failed = first_failure(tree)
+            path.write_text(text)
+            seconds = time.monotonic() - start
+            outcome = "SURVIVED" if failed is None else f"noticed by {failed}"
+            print(f"{each.what} ({each.file}): {outcome}, {seconds:.0f} s", flush=True)
+            survived += [each.what] if failed is None else []
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} noticed")
+    return len(survived)
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(sys.argv[1:])))
