@@ -33,7 +33,8 @@ COLUMNS = {
 # What fits a terminal of 100 columns.
 BRIEF = ("kernel", "variant", "architecture", "matrix", "vgpr", "occupancy", "mfma_share")
 NOTE = (
-    "occupancy in waves of a SIMD; mfma_share is counted (kernels/hip/README.md); "
+    "occupancy in waves of a SIMD; mfma_share is counted, in the main loop only "
+    "(kernels/hip/README.md); "
     "--format csv has all columns"
 )
 
