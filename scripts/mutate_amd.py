@@ -82,7 +82,7 @@ MUTATIONS = tuple(Mutation(*words) for words in (
     # Where things lie
     ("tiles of 8 dies", "products.hpp", "(die < more ? die : more)", "more"),
     ("swizzle", "products.hpp", "row * PARTS + (part ^ row % PARTS)", "row * PARTS + part"),
-    ("tail of k", "products.hpp", "left <= 4 * i ? 0 :", "left < 4 * i ? 0 :"),
+    ("tail of k", "products.hpp", "IS_LAST && left < 4 * (i + 1)", "IS_LAST && left < 4 * i"),
     ("row past the last", "products.hpp", "wanted < of.last ? wanted : of.last", "wanted"),
     ("scales of 128x128", "scaled_gemm.hip", "(column < n ? column : n - 1) / 128",
      "(column < n ? column : n - 1) / 256"),

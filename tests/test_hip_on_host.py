@@ -217,6 +217,13 @@ def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Pa
         ):
             x = numerics.quantize(hostile(rows, columns, torch.float32), FORMATS[gpu], granularity)
             assert x.scale is not None
+            if granularity is Granularity.MX:  # 2^-127, which is subnormal, and NaN
+                x.scale.view(torch.uint8)[-1], x.scale.view(torch.uint8)[rows // 2, -1:] = 0, 255
+            elif (
+                rows > 4
+            ):  # halfway between two of bfloat16, and NaN that rounding would carry away
+                x.scale[1:4] = 1 + 2.0**-8
+                x.scale.view(torch.int32)[rows // 2] = 0x7FFFFFFF
             pitch = x.data.stride(0) if rows > 1 else -(-columns // 16) * 16
             data = torch.full((rows, pitch), x.format.nan_byte, dtype=torch.uint8)
             data[:, :columns] = x.data.view(torch.uint8)
@@ -466,8 +473,9 @@ def test_gemm_norm_is_right(gpu: str, what: str, tmp_path: Path) -> None:
     a_scales, b_scales = SCALES["group" if by_group else "row"]
     for number, (m, n, k) in enumerate(shapes):
         torch.manual_seed(m * n + k)
-        x = numerics.quantize(torch.randn(m, k) * 3, form, a_scales)
-        left = in_nan(x, holds_nan=m > 32)
+        x = torch.randn(m, k) * 3
+        x[0] *= 1e-3 / math.sqrt(k)  # where eps matters
+        left = in_nan(numerics.quantize(x, form, a_scales), holds_nan=m > 32)
         right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
         given = [torch.randn(n) if vectors else None for _ in range(3)]
         epilogue = NormEpilogue(norm, *given, activation=activation)
