@@ -446,6 +446,8 @@ NORMED = {
         (70, 64, 300), (3, 24, 128), (33, 17, 39), (65, 40, 512), (1, 1, 7), (64, 63, 129))),
     "rms": ("rms", "silu", Granularity.ROW, False, False, 64, (
         (97, 40, 511), (1, 1, 1), (64, 64, 384))),
+    "rms_given": ("rms", "none", Granularity.TENSOR, False, True, 64, (
+        (33, 40, 39), (5, 64, 128), (2, 7, 16))),
     "layer_wide": ("layer", "relu", Granularity.GROUP, True, True, 192, (
         (70, 192, 300), (33, 130, 39), (64, 191, 256))),
     "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
@@ -456,7 +458,8 @@ NORMED = {
 }  # fmt: skip
 KINDS = {"layer": 1, "rms": 2, "block_rms": 2}
 ACTIVATIONS = ("none", "relu", "hardswish", "silu")
-OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP)
+OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
+GIVEN_SCALE = 0.005  # of a tensor: most of what is normalized saturates under it
 
 
 @pytest.mark.parametrize("gpu", FORMATS)
@@ -499,10 +502,13 @@ def normalized(
     else:
         out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
     groups = -(-n // 128) if output is Granularity.GROUP else 1
+    of_out = torch.full((groups, m), math.nan)
+    if output is Granularity.TENSOR:
+        of_out = torch.tensor([[GIVEN_SCALE]])
     given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
     buffers = [
         whole_rows(left), left.scale.t().contiguous(), whole_rows(right), right.scale.contiguous(),
-        out, torch.full((groups, m), math.nan),
+        out, of_out,
         *(torch.empty(0) if x is None else x for x in given),
     ]  # fmt: skip
     strides = [m, right.scale.shape[1]] if left.granularity is Granularity.GROUP else [0, 0]
