@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd as _Convolution
 from torch.utils._pytree import tree_leaves
 
 BETWEEN = "(activations)"  # in the place of a name: no parameter is multiplied
@@ -20,6 +21,13 @@ _PRODUCTS = {
     "BaddbmmBackward0": (1, 2), "MvBackward0": (0, 1), "ConvolutionBackward0": (0, 1),
     "_MixedBackward": (1, 0),  # of `mods.MixTokens`
 }  # fmt: skip
+# Modules of torch that multiply by a parameter of their own; others only hold parameters, look rows
+# up or scale by them.
+_MULTIPLYING = (
+    nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, _Convolution,
+    nn.ParameterList, nn.ParameterDict,
+)  # fmt: skip
+_HIDDEN = (nn.Bilinear, nn.RNNBase)  # whose nodes hold several products, or are the backend's
 _ATTENTION = "ScaledDotProduct"  # what the names of its nodes begin with
 # What only lays a tensor out anew, casts it or puts several together.
 _LAYOUTS = frozenset(
@@ -77,20 +85,46 @@ def products_elsewhere(
     return {name: _words(name, work, total) for name, work in found.items()}
 
 
-def matrices_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Parameters that modules of others may multiply by, where no forward pass was seen."""
+def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, str]:
+    """Parameters that modules other than `nn.Linear` may multiply by.
+
+    Of torch's own modules they are those that do multiply by a parameter.
+
+    Args:
+        model: Any module.
+        is_seen: Whether there are `products_elsewhere` of a forward pass: then only those that
+            autograd does not show there.
+    """
     return {
-        f"{name}.{key}" if name else key: f"a {type(module).__name__} holds {list(p.shape)}; "
+        f"{name}.{key}" if name else key: f"a {type(module).__name__} holds {_size(p)}; "
         "products of an nn.Linear only are converted"
         for name, module in model.named_modules()
-        if isinstance(module, nn.ParameterList | nn.ParameterDict)
-        or not (
-            isinstance(module, nn.Linear)
-            or type(module).__module__.startswith(("torch.", "lokakern."))
-        )
+        if (isinstance(module, _HIDDEN) if is_seen else _may_multiply(module))
         for key, p in module.named_parameters(recurse=False)
-        if p.dim() > 1 and min(p.shape[-2:]) > 1
+        if _is_matrix(module, p)
     }
+
+
+def _may_multiply(module: nn.Module) -> bool:
+    if isinstance(module, nn.Linear):
+        return False
+    is_known = type(module).__module__.startswith(("torch.", "lokakern."))
+    return isinstance(module, _MULTIPLYING) or not is_known
+
+
+def _is_matrix(module: nn.Module, p: Tensor) -> bool:
+    """Whether both sizes of a product with a parameter are more than 1."""
+    if isinstance(p, nn.UninitializedParameter):
+        return True  # for all that is known
+    if p.dim() < 2:
+        return False
+    is_kernel = isinstance(module, _Convolution)  # [outputs, inputs / groups, *window]
+    return min(p.flatten(1).shape if is_kernel else p.shape[-2:]) > 1
+
+
+def _size(p: Tensor) -> str:
+    is_sized = not isinstance(p, nn.UninitializedParameter)
+    return str(list(p.shape)) if is_sized else "a parameter that is not initialized"
 
 
 def _words(name: str, work: list[int], total: int) -> str:
