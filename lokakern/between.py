@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -34,6 +34,13 @@ _BOUNDED = (nn.ReLU, nn.Hardswish, nn.SiLU, nn.Identity)  # |f(z)| <= |z|
 ACTIVATIONS = {nn.ReLU: "relu", nn.Hardswish: "hardswish", nn.SiLU: "silu"}
 
 
+class _Telling(NamedTuple):
+    key: str
+    known: tuple[nn.Module, ...]
+    scales: tuple[str, ...]
+    activating: tuple[str, ...]
+
+
 class BoundedSequential(nn.Sequential):
     """`nn.Sequential` that hands the inputs of linear layers over in FP8, where it was told how.
 
@@ -41,6 +48,7 @@ class BoundedSequential(nn.Sequential):
     it, and one whose modules were changed, is called as `nn.Sequential` is.
 
     Attributes:
+        _tellings: What conversions told it, by key; the newest is in force, and is the following.
         _known: Its modules when the following was found.
         _scales: Of the input of each module in order, as text; "" where none is known.
         _activating: Of an activation whose output the next module alone reads, the route of kernels
@@ -48,6 +56,7 @@ class BoundedSequential(nn.Sequential):
     """
 
     # With an underscore: children have names, too.
+    _tellings: tuple[_Telling, ...] = ()
     _known: tuple[nn.Module, ...] = ()
     _scales: tuple[str, ...] = ()
     _activating: tuple[str, ...] = ()
@@ -68,29 +77,51 @@ class BoundedSequential(nn.Sequential):
         while place < len(modules):
             module, route = modules[place], self._activating[place]
             done = None
-            if route and _is_by_itself(module) and _is_by_itself(modules[place + 1]):
-                reader: Any = modules[place + 1]
+            reader = modules[place + 1] if route else None
+            # One that was converted apart may have been undone apart, too.
+            if isinstance(reader, Linear) and _is_by_itself(module) and _is_by_itself(reader):
                 done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
             if done is not None:
                 input, place = done, place + 2
                 continue
-            scale = self._scales[place]
+            scale = self._scales[place] if isinstance(module, Linear) else ""
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
         return input
 
 
-def tell(sequence: nn.Sequential, scales: Sequence[str], activating: Sequence[str]) -> None:
-    """Let a sequence hand over what was found of its modules as they are now."""
-    sequence._known = tuple(sequence)  # type: ignore[assignment]
-    sequence._scales, sequence._activating = tuple(scales), tuple(activating)  # type: ignore[assignment]
-    sequence.__class__ = BoundedSequential  # last: another thread may be calling it
+def tell(
+    sequence: nn.Sequential, scales: Sequence[str], activating: Sequence[str], key: str = ""
+) -> None:
+    """Let a sequence hand over what a conversion found of its modules as they are now."""
+    told = _Telling(key, tuple(sequence), tuple(scales), tuple(activating))
+    _put(sequence, (*_others(sequence, key), told))
+    if type(sequence) is nn.Sequential:
+        sequence.__class__ = BoundedSequential  # last: another thread may be calling it
 
 
-def forget(sequence: nn.Sequential) -> None:
-    """Make it what it was."""
-    sequence.__class__ = nn.Sequential
-    del sequence._known, sequence._scales, sequence._activating
+def forget(sequence: nn.Sequential, key: str = "") -> None:
+    """Make it what it was before this conversion told it something."""
+    others = _others(sequence, key)
+    if others:
+        _put(sequence, others)
+        return
+    if type(sequence) is BoundedSequential:  # a class that fully_shard made stays
+        sequence.__class__ = nn.Sequential  # type: ignore[assignment]
+    for name in _OURS & vars(sequence).keys():
+        delattr(sequence, name)
+
+
+def _others(sequence: nn.Sequential, key: str) -> tuple[_Telling, ...]:
+    return tuple(told for told in getattr(sequence, "_tellings", ()) if told.key != key)
+
+
+def _put(sequence: Any, tellings: tuple[_Telling, ...]) -> None:
+    sequence._tellings = tellings
+    _, sequence._known, sequence._scales, sequence._activating = tellings[-1]
+
+
+_OURS = {"_tellings", "_known", "_scales", "_activating"}
 
 
 def _is_by_itself(module: nn.Module) -> bool:

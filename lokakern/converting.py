@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lokakern import sampled_check, selection
+from lokakern.adopting import Chosen, adopt, choose, unchoose
 from lokakern.between import (
     BoundedSequential,
     activations_between,
@@ -25,6 +27,7 @@ from lokakern.between import (
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.linear import Linear, Routed
+from lokakern.owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
 from lokakern.routed import PLAIN, has_activator, kernel_at
@@ -112,13 +115,13 @@ def convert(
             f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
             f"filter= accepts{reasons}"
         )
-    skipped |= {
-        name: why for name, why in (seen or matrices_elsewhere(model)).items() if name not in found
-    }
+    elsewhere = matrices_elsewhere(model, is_seen=bool(seen)) | seen
+    skipped |= {name: why for name, why in elsewhere.items() if name not in found}
     conversion = Conversion(found, skipped, inference, device, names, m_range, forms, marker)
     conversion._model = weakref.ref(model)
-    if between:
-        conversion.sequences = [m for m in model.modules() if type(m) is nn.Sequential]
+    conversion._between = between
+    conversion.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
+    conversion._owners = fast_paths(model)
     conversion.refresh(report_or_budget)
     return conversion
 
@@ -130,13 +133,11 @@ class Site:
     Attributes:
         name: In the model.
         module: Itself.
-        before: Its class before.
         routes: Of its products, in order: output, grad_input, grad_weight.
     """
 
     name: str
     module: Routed
-    before: type[nn.Module]
     routes: tuple[Route, ...] = field(default=(), repr=False)
 
 
@@ -169,6 +170,9 @@ class Conversion:
         self.sequences: list[nn.Module] = []
         self._untimed: set[tuple[int, int, str]] = set()  # n, k and activation of those who read it
         self._model: weakref.ref[nn.Module] | None = None
+        self._key = uuid.uuid4().hex  # of what it chose, in layers, which are copied and saved
+        self._between = True
+        self._owners: list[nn.Module] = []
 
     def refresh(self, report_or_budget: Wanted) -> list[str]:
         """Choose anew, by another report or budget, or after a sweep.
@@ -190,23 +194,19 @@ class Conversion:
         chosen = self._chosen(report_or_budget)  # all or none: nothing was changed so far
         changed = []
         for name, module in self._modules.items():
-            before = type(module)
-            if before is nn.Linear:
-                module.__class__ = Linear
+            adopt(module)
             assert isinstance(module, Routed)  # of which sites are
-            site = self.sites.setdefault(name, Site(name, module, before))
+            site = self.sites.setdefault(name, Site(name, module))
             old = dict.fromkeys((r.gemm for r in chosen[name]), "")
             old |= {r.gemm: r.text for r in site.routes}
             changed += [f"{name}/{r.gemm}" for r in chosen[name] if r.text != old[r.gemm]]
             site.routes = chosen[name]
-            routes = [
-                self._marker.mark(r.text, _judge_of(report_or_budget, name, None).budget,
-                                  f"{name}/{r.gemm}")
-                for r in chosen[name]
-            ]  # fmt: skip
-            module.take_routes(routes, _parameter(module))
-            if self._inference:
-                module.freeze()
+            budget = _judge_of(report_or_budget, name, None).budget
+            routes = tuple(
+                self._marker.mark(r.text, budget, f"{name}/{r.gemm}") for r in chosen[name]
+            )
+            choose(module, Chosen(self._key, routes, self._inference))
+        set_fast_paths(self._owners)
         self._hand_over(report_or_budget)
         return changed
 
@@ -216,7 +216,7 @@ class Conversion:
         self._untimed.clear()
         for sequence in self.sequences:
             assert isinstance(sequence, nn.Sequential)  # the class may be ours by now
-            weight = next(sequence.parameters(), None)
+            weight = next(sequence.parameters(), None) if self._between else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
             if weight is not None:
                 device = selection.device_named(self._device or _device_of(weight))
@@ -230,10 +230,10 @@ class Conversion:
                         self._untimed.add((reader.out_features, k, name))
                     elif has_activator(route, reader._routes[0], k):
                         activating[place] = route
-            if any(scales) or any(activating):
-                tell(sequence, scales, activating)
-            elif type(sequence) is BoundedSequential:
-                forget(sequence)
+            forget(sequence, self._key)
+            is_told = isinstance(sequence, BoundedSequential)  # by another conversion
+            if is_told or (type(sequence) is nn.Sequential and (any(scales) or any(activating))):
+                tell(sequence, scales, activating, self._key)
 
     @property
     def handed_over(self) -> list[str]:
@@ -276,7 +276,12 @@ class Conversion:
         rows = []
         for site in self.sites.values():
             n, k, _, _ = shape_of(site.module)
-            for route in site.routes:
+            texts = tuple(route.text for route in site.routes)
+            is_there = any(c[:2] == (self._key, texts) for c in site.module._choices)
+            routes = site.routes
+            if not is_there:
+                routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
+            for route in routes:
                 timed = [c for c in route.choices if c.latency_us is not None]
                 rows.append(
                     {
@@ -379,8 +384,6 @@ class Conversion:
         users: Counter[int] = Counter()
         for module in model.modules() if model is not None else ():
             users.update(id(p) for p in module.parameters(recurse=False))
-            if isinstance(module, nn.TransformerEncoderLayer):  # its fast path, past the layers
-                found |= {id(child) for child in module.children()}
         for module in self._modules.values():
             weight = shape_of(module)[3]
             is_whole = not hasattr(weight, "to_local") and (
@@ -438,21 +441,18 @@ class Conversion:
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
 
     def undo(self) -> None:
-        """Make every layer what it was, with the parameters it has now."""
+        """Make every layer what it was, with the parameters it has now.
+
+        Conversions and reports of mods can be undone in any order: a layer runs by what the newest
+        of the conversions that are left chose for it. A second call does nothing.
+        """
         for site in self.sites.values():
-            site.module.take_routes(("", "", ""), None)
-            # A class that fully_shard made stays, and one that FSDP2 asks for what it gathers:
-            # without routes it is nn.Linear's all the same.
-            is_plain = type(site.module) is Linear and site.module._gathering is None
-            is_plain &= not site.module.is_mixing
-            if is_plain and site.before is nn.Linear:
-                for name in list(vars(site.module).keys() & _OURS):
-                    delattr(site.module, name)
-                site.module.__class__ = nn.Linear  # type: ignore[assignment]
+            unchoose(site.module, self._key)
         for sequence in self.sequences:
-            if type(sequence) is BoundedSequential:
-                forget(sequence)
-        self.sites, self._modules, self.sequences = {}, {}, []
+            assert isinstance(sequence, nn.Sequential)
+            forget(sequence, self._key)
+        set_fast_paths(self._owners)
+        self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -466,18 +466,11 @@ class Conversion:
         return f"Conversion({len(self.sites)} sites, {products}{words})"
 
 
+_RESIZED = "a mod was undone, and these sizes with it: refresh, or convert the model again"
 # Of a product, what a suite of a user's own calls it.
 _FORMS = {
     "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
 }  # fmt: skip
-_OURS = {name for name in vars(Routed) if not name.startswith("__")}
-
-
-def _parameter(module: Routed) -> Tensor | None:
-    """The parameter that is multiplied as it is."""
-    is_plain = isinstance(module, Linear) and module.padding == (0, 0)
-    weight = module.weight if is_plain else None
-    return weight if isinstance(weight, Tensor) and not hasattr(weight, "to_local") else None
 
 
 def _sites_of(
@@ -485,14 +478,14 @@ def _sites_of(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     found: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
-    inner = inner_layers(model)
+    inner, uncalled = inner_layers(model), never_called(model)
 
     def is_wanted(module: nn.Module, name: str) -> bool:
         is_linear = isinstance(module, nn.Linear | Routed)
         return is_linear and (accepts is None or accepts(module, name))
 
     for name, module in named_modules(model, is_wanted):
-        reason = _why_not(module, id(module) in inner)
+        reason = NEVER_CALLED if id(module) in uncalled else _why_not(module, id(module) in inner)
         if reason:
             skipped[name] = reason
         else:

@@ -104,6 +104,9 @@ class Routed(nn.Module):
     # FP8 weights by product and device, while somebody promises that weights do not change.
     _kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
     _has_parameter = False  # whether what is multiplied is a parameter, as it is
+    # Of conversions that were not undone, see `lokakern.adopting`.
+    _choices: tuple[Any, ...] = ()
+    _is_adopted = False  # whether it was an nn.Linear
     # Of a weight that FSDP2 gathers as FP8, see `lokakern.gathering`: who finds scales, its own,
     # and what arrived.
     _gathering: Any = None

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lokakern.errors import FormatError
+from lokakern.errors import FormatError, UnsupportedError
+from lokakern.owners import fast_paths, set_fast_paths
 from lokakern.sites import ModuleFilter, named_modules
 
 
@@ -61,6 +62,8 @@ class Editor:
         self.changes: list[Change] = []
         self._accepts = accepts
         self._undo: list[Callable[[], object]] = []
+        self._set: dict[tuple[int, str], tuple[Any, object]] = {}  # owner and value, as set last
+        self._owners = fast_paths(model)
 
     def modules(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Modules of some kinds, or of all, that the filter accepts, by name; as they are now."""
@@ -76,16 +79,14 @@ class Editor:
         return self._accepts is None or self._accepts(module, name)
 
     def do(self, act: Callable[[], object], undo: Callable[[], object]) -> None:
-        """Change something that `undo` takes back."""
+        """Change something that `undo` takes back, whatever else was changed since."""
         self._undo.append(undo)  # before: what fails halfway is taken back as well
         act()
 
     def set(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute: a parameter, a child, the class, or a plain one."""
-        known = type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
-        if known is _ABSENT and isinstance(owner, nn.Module):
-            for kept in (owner._parameters, owner._modules, owner._buffers):
-                known = kept.get(name, known)
+        known = _value(owner, name)
+        self._set[id(owner), name] = owner, value
         if known is _ABSENT:
             self.do(lambda: setattr(owner, name, value), lambda: delattr(owner, name))
         else:
@@ -114,13 +115,46 @@ class Editor:
         """Report what was left alone."""
         self.changes.append(Change(str(mod), site, what, what, True, why, is_done=False))
 
+    def finish(self) -> None:
+        """See that modules of torch call their children where these are not what they were."""
+        set_fast_paths(self._owners)
+
     def undo(self) -> None:
         """Take everything back, the last first."""
+        self._set.clear()
         while self._undo:
             self._undo.pop()()
+        self.finish()
+
+    def check_undo(self) -> None:
+        """Raise if an attribute was set anew since: what it was then would be lost.
+
+        Raises:
+            UnsupportedError: With the names of such attributes.
+        """
+        names = {id(module): name for name, module in self.model.named_modules()}
+        found = [
+            f"{attribute} of {names.get(id(owner)) or type(owner).__name__}"
+            for (_, attribute), (owner, value) in self._set.items()
+            if _value(owner, attribute) is not value
+        ]
+        if found:
+            raise UnsupportedError(
+                f"undo: {', '.join(found)} changed since these mods were applied; undo the later "
+                "change first. Nothing was undone"
+            )
 
 
 _ABSENT = object()
+
+
+def _value(owner: Any, name: str) -> object:
+    """What an attribute is of an object itself, and not of its class."""
+    known = type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
+    if known is _ABSENT and isinstance(owner, nn.Module):
+        for kept in (owner._parameters, owner._modules, owner._buffers):
+            known = kept.get(name, known)
+    return known
 
 
 class Report(Sequence[Change]):
@@ -168,7 +202,15 @@ class Report(Sequence[Change]):
         print_rows(rows, "table", title=repr(self))
 
     def undo(self) -> None:
-        """Make the model what it was before, with the parameters it has now; the newest first."""
+        """Make the model what it was before, with the parameters it has now.
+
+        Reports and conversions can be undone in any order, as long as no later one set the same
+        attribute. A second call does nothing.
+
+        Raises:
+            UnsupportedError: One did; nothing is undone then.
+        """
+        self._editor.check_undo()
         self._editor.undo()
 
     def __repr__(self) -> str:
@@ -204,6 +246,7 @@ def apply(model: nn.Module, mods: Sequence[Mod], *, filter: ModuleFilter | None 
     try:
         for change in mods:
             change.edit(editor)
+        editor.finish()
     except BaseException:
         editor.undo()
         raise

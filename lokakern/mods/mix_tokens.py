@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from lokakern.adopting import adopt, release, retake
 from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
 from lokakern.mods.together import FusedLinear, graph_of
@@ -51,7 +52,7 @@ class MixTokens(Mod):
                     self._mark(editor, site, parent, node)
 
     def _mark(self, editor: Editor, site: str, parent: nn.Module, call: fx.Node) -> None:
-        layer = parent.get_submodule(str(call.target))
+        layer: Any = parent.get_submodule(str(call.target))
         if type(layer) not in _KINDS or not editor.accepts(layer, site):
             return
         if getattr(layer, "is_mixing", False) or getattr(layer, "padding", (0, 0)) != (0, 0):
@@ -65,10 +66,16 @@ class MixTokens(Mod):
         if why:
             editor.left(self, site, before, why)
             return
-        if type(layer) is nn.Linear:
-            editor.set(layer, "__class__", Linear)
-        if type(layer) is Linear:
-            editor.set(layer, "is_special", True)
+
+        def start() -> None:
+            adopt(layer)
+            layer.is_special = True
+
+        def end() -> None:
+            retake(layer)
+            release(layer)
+
+        editor.do(start, end)
         editor.set(layer, "is_mixing", True)
         editor.done(self, site, f"{before} of x.mT", "W @ x", "nothing is turned to be multiplied")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from torch import nn
@@ -80,6 +79,14 @@ class NormOrder(Mod):
                 items[place], items[place + 1] = items[place + 1], items[place]
                 moved.append((items[place][0], "the norm sees the input of the layer"))
         if moved:  # names stay with their modules, and so do keys of a state_dict
-            editor.set(sequence, "_modules", OrderedDict(items))
+            before, after = list(sequence._modules), [key for key, _ in items]
+            editor.do(lambda: _sort(sequence, after), lambda: _sort(sequence, before))
         for key, effect in moved:
             self._done(editor, f"{name}.{key}" if name else key, effect)
+
+
+def _sort(sequence: nn.Sequential, keys: list[str]) -> None:
+    """Put children in the order of these keys, whatever they are by now; new ones come last."""
+    children = dict(sequence._modules)
+    order = [*(key for key in keys if key in children), *(k for k in children if k not in keys)]
+    sequence._modules = {key: children[key] for key in order}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from lokakern.adopting import adopt, release, resize, retake
 from lokakern.errors import ShapeError
 from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
+from lokakern.owners import NEVER_CALLED, never_called
 from lokakern.sites import INNER, inner_layers
 
 
@@ -37,7 +40,7 @@ class Pad(Mod):
             raise ShapeError(
                 f"Pad: multiples are {self.k!r} and {self.n!r}; expected integers >= 1"
             )
-        inner = inner_layers(editor.model)
+        inner, uncalled = inner_layers(editor.model), never_called(editor.model)
         for name, layer in editor.modules(nn.Linear):
             assert isinstance(layer, nn.Linear)  # what was asked for
             k, n = layer.in_features, layer.out_features
@@ -46,7 +49,9 @@ class Pad(Mod):
                 continue
             shape, wide = f"k={k} n={n}", f"k={k + more[0]} n={n + more[1]}"
             growth = (k + more[0]) * (n + more[1]) / (k * n)
-            if type(layer) not in (nn.Linear, Linear):
+            if id(layer) in uncalled:
+                editor.left(self, name, shape, NEVER_CALLED)
+            elif type(layer) not in (nn.Linear, Linear):
                 editor.left(self, name, shape, f"it is a {type(layer).__name__}")
             elif id(layer) in inner:
                 editor.left(self, name, shape, INNER)
@@ -57,7 +62,21 @@ class Pad(Mod):
             elif growth > self.most_growth:
                 editor.left(self, name, shape, f"the product would be {growth:.2f} times as large")
             else:
-                editor.set(layer, "__class__", Linear)
-                editor.set(layer, "padding", more)
-                editor.set(layer, "is_special", True)
+                _pad(editor, name, layer, more)
                 editor.done(self, name, shape, wide, "zeros are added to sums")
+
+
+def _pad(editor: Editor, name: str, layer: Any, more: tuple[int, int]) -> None:
+    before = getattr(layer, "_choices", ())
+
+    def start() -> None:
+        adopt(layer)
+        layer.is_special = True
+
+    def end() -> None:
+        resize(layer, before, f"Pad of {name or 'the model'}")
+        retake(layer)
+        release(layer)
+
+    editor.do(start, end)
+    editor.set(layer, "padding", more)

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
+from lokakern.adopting import resize
 from lokakern.errors import UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.mods.editor import Editor, Mod
@@ -170,19 +171,25 @@ def _rewrite(
             while hasattr(parent, child):
                 child += "_"
             fused = make(parts)
-            editor.do(
-                lambda parent=parent, child=child, fused=fused: parent.add_module(child, fused),  # type: ignore[misc]
-                lambda parent=parent, child=child: delattr(parent, child),  # type: ignore[misc]
-            )
+            site = f"{name}.{child}" if name else child
+            _add(editor, parent, child, fused, f"{mod} of {site}")
             _replace(graph, nodes, child, is_shared=isinstance(fused, FusedLinear))
             names = ", ".join(str(node.target) for node in nodes)
-            site = f"{name}.{child}" if name else child
             editor.done(mod, site, names, f"{type(fused).__name__} of {len(nodes)}", effect)
         rewritten = legalize_graph(fx.GraphModule(parent, graph))
         rewritten.recompile()
         forward = type(rewritten).forward
         _GRAPHS[forward] = rewritten.graph
         editor.set(parent, "forward", MethodType(forward, parent))
+
+
+def _add(editor: Editor, parent: nn.Module, child: str, fused: nn.Module, what: str) -> None:
+    def remove() -> None:
+        delattr(parent, child)
+        if isinstance(fused, Routed):
+            resize(fused, (), what)
+
+    editor.do(lambda: parent.add_module(child, fused), remove)
 
 
 def graph_of(mod: Mod, editor: Editor, name: str, parent: nn.Module) -> fx.Graph | None:
