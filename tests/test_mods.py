@@ -318,6 +318,42 @@ def test_no_bias_knows_a_batch_norm_of_another_axis() -> None:
     model(torch.randn(3, 5, 8))
 
 
+def test_a_batch_norm_that_lacks_a_bias_refuses_another_axis() -> None:
+    """With as many channels as columns sizes do not tell that it is not of rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    nn.init.normal_(model[0].bias)
+    rows, tokens = torch.randn(64, 16), torch.randn(64, 8, 16)
+    model(rows)
+    model.eval()
+    expected = model(rows), model(tokens)
+    report = mods.apply(model, [mods.NoBias()])
+    assert report[0].is_exact
+    torch.testing.assert_close(model(rows), expected[0])
+    torch.testing.assert_close(torch.compile(model, backend="eager")(rows), expected[0])
+    for is_training in (True, False):
+        with pytest.raises(ShapeError, match=r"behind '0' gets \[64, 8, 8\]; expected \[batch"):
+            model.train(is_training)(tokens)
+    report.undo()
+    for x, y in zip((rows, tokens), expected, strict=True):
+        torch.testing.assert_close(model(x), y)
+    assert type(model[1]) is nn.BatchNorm1d and "layer" not in vars(model[1])
+    report = mods.apply(model, [mods.NoBias(keep=("0", "3"))])  # as the error says
+    torch.testing.assert_close(model(tokens), expected[1])
+
+
+def test_a_bias_that_a_batch_norm_does_not_subtract_is_not_called_exact() -> None:
+    """Of a layer that normalizes and activates behind its bias, and of one with a hook."""
+    hooked = nn.Linear(8, 6)
+    hooked.register_forward_hook(lambda module, args, output: output.relu())
+    for layer in (lokakern.LinearNormAct(8, 6), hooked):
+        model = nn.Sequential(layer, nn.BatchNorm1d(6), nn.Linear(6, 1))
+        nn.init.normal_(layer.bias)
+        report = mods.apply(model, [mods.NoBias()])
+        assert layer.bias is None and not report[0].is_exact
+        assert type(model[1]) is nn.BatchNorm1d
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_no_bias_takes_nothing_from_a_batch_norm(train: bool) -> None:
     torch.manual_seed(0)
@@ -499,6 +535,13 @@ def test_sums_that_stay_float32_survive_a_norm_that_subtracts_a_large_mean() -> 
     assert "it is a WideLinear" in lokakern.convert(model, 0.06).skipped["0"]
     report.undo()
     assert error() == before and type(model[0]) is nn.Linear
+
+
+def test_sums_do_not_stay_float32_before_a_norm_that_takes_none() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6)).bfloat16()
+    report = mods.apply(model, [mods.KeepIntermediates()])
+    assert not report.changed and "takes no float32 sums" in report[0].effect
+    model(torch.randn(3, 8).bfloat16())
 
 
 def test_parts_of_a_fused_layer_are_not_padded() -> None:

@@ -70,6 +70,10 @@ class KeepIntermediates(Mod):
                 if type(layer) is not nn.Linear:
                     editor.left(self, site, type(layer).__name__, "it is not a plain nn.Linear")
                     continue
+                if any(p.dtype not in (torch.float32, torch.float64) for p in norm.parameters()):
+                    why = "the norm has no float32 parameters, and takes no float32 sums"
+                    editor.left(self, site, "Linear", why)
+                    continue
                 editor.set(layer, "__class__", WideLinear)
                 effect = "sums are not rounded to bfloat16 before the norm"
                 editor.done(self, site, "Linear", "WideLinear", effect)

@@ -9,8 +9,31 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lokakern.errors import UnknownNameError
+from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
+from lokakern.owners import NEVER_CALLED, never_called
+
+
+class RowBatchNorm(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` of rows, ``[batch, columns]``, whose mean lacks a bias that was taken.
+
+    Of ``[batch, channels, length]`` it would normalize channels, where the bias was of the last
+    axis: it raises.
+
+    Attributes:
+        layer: Name of the layer that had the bias.
+    """
+
+    layer = ""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() != 2:
+            raise ShapeError(
+                f"the BatchNorm1d behind {self.layer!r} gets {list(input.shape)}; expected "
+                "[batch, columns], as NoBias took the layer's bias, which is exact for these only. "
+                f"Undo the report, and name {self.layer!r} in NoBias(keep=)"
+            )
 
 
 @dataclass(frozen=True)
@@ -19,8 +42,13 @@ class NoBias(Mod):
 
     A bias costs a pass over the output in backward, its norm may diverge under FP8, and a norm
     behind the layer has one of its own. The prediction layer is the last `nn.Linear` of the model,
-    in the order of registration, unless `keep` says otherwise. A batch norm that comes next in an
-    `nn.Sequential` subtracts any bias: it is taken off its running mean, and nothing changes.
+    in the order of registration, unless `keep` says otherwise. ``out_proj`` of
+    `nn.MultiheadAttention` keeps its bias, without which attention would fail in evaluation.
+
+    An `nn.BatchNorm1d` that comes next in an `nn.Sequential` subtracts any bias of rows: it is
+    taken off its running mean, and nothing changes. Of inputs ``[batch, channels, length]`` this
+    is not so, and sizes do not tell where there are as many channels as columns: such a norm
+    raises a ShapeError when it is given them.
 
     Args:
         keep: Names of the layers that keep theirs, such as several prediction layers.
@@ -40,7 +68,7 @@ class NoBias(Mod):
         why = "keep= names it" if self.keep is not None else (
             "it is the last linear layer: as a rule the prediction layer (keep=() takes it, too)"
         )  # fmt: skip
-        following = _batch_norms(editor.model)
+        following, uncalled = _batch_norms(editor.model), never_called(editor.model)
         for name, module in editor.modules(nn.Linear):
             bias = module.bias
             if not isinstance(bias, Tensor):
@@ -48,12 +76,18 @@ class NoBias(Mod):
             if name in kept:
                 editor.left(self, name, "bias", why)
                 continue
+            if id(module) in uncalled:
+                editor.left(self, name, "bias", NEVER_CALLED)
+                continue
             norm = following.get(module)
             if norm is not None and not bias.is_meta:
+                editor.set(norm, "__class__", RowBatchNorm)
+                editor.set(norm, "layer", name)
                 _shift(editor, norm, bias.detach().clone())
                 editor.set(module, "bias", None)
                 effect = (
-                    "the batch norm behind it subtracts any bias; its running mean lacks it now"
+                    "the batch norm behind it subtracts any bias of rows; its running mean lacks "
+                    "it now, and it takes no inputs of three axes"
                 )
                 editor.done(self, name, "bias", "no bias", effect, is_exact=True)
                 continue
@@ -70,8 +104,9 @@ def _batch_norms(model: nn.Module) -> dict[nn.Module, nn.BatchNorm1d]:
         for sequence in model.modules()
         if isinstance(sequence, nn.Sequential)
         for layer, norm in pairwise(sequence)
-        if isinstance(layer, nn.Linear)
+        if type(layer) in (nn.Linear, Linear)  # of others the bias may not be what is added last
         and type(norm) is nn.BatchNorm1d
+        and not (layer._forward_hooks or norm._forward_pre_hooks)
         and norm.num_features == layer.out_features  # else it is over another axis
     ]
     layers, norms = Counter(x for x, _ in pairs), Counter(x for _, x in pairs)
