@@ -64,7 +64,7 @@ def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
 
 def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
     """What `route_text` wrote."""
-    form, *parts = text.split(";", 3)
+    form, *parts = text.split(";")
     found: list[Segments] = []
     for part in parts[:2]:
         pairs = (pair.split("=") for pair in part.partition(":")[2].split(","))
