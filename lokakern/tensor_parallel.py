@@ -41,23 +41,22 @@ def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor 
     Returns:
         ``[..., n]``, a DTensor: sharded by n, partial sums, or sharded as x.
     """
-    operands = (x, weight) if bias is None else (x, weight, bias)
-    if not all(isinstance(t, DTensor) and t.device_mesh == weight.device_mesh for t in operands):
+    operands: list[Any] = [t for t in (x, weight, bias) if t is not None]
+    mesh = operands[1].device_mesh
+    if not all(isinstance(t, DTensor) and t.device_mesh == mesh for t in operands):
         return functional.linear(x, weight, bias)  # DTensor says what is wrong
     last = x.dim() - 1
-    given = zip(*(t.placements for t in operands), strict=True)  # type: ignore[attr-defined]
-    plans = [_plan(last, *placements) for placements in given]
-    if any(plan is None for plan in plans):
+    plans = [_plan(last, *places) for places in zip(*(t.placements for t in operands), strict=True)]
+    if None in plans:
         _say_once(*(str(getattr(t, "placements", None)) for t in (x, weight, bias)))
         return functional.linear(x, weight, bias)
-    to_y, to_x, to_weight, to_bias = zip(*plans, strict=True)  # type: ignore[arg-type]
-    mesh: Any = weight.device_mesh
-    local_x, local_weight = _local(x, to_x), _local(weight, to_weight)
-    local_bias = None if bias is None else _local(bias, to_bias)
-    copies = [mesh.size(i) for i, place in enumerate(to_y) if place.is_partial()]
-    for count in copies if local_bias is not None else ():
-        local_bias = local_bias / count  # type: ignore[operator]  # as the sums, which are added up
-    y = product(local_x, local_weight, local_bias)
+    to_y, *gradients = zip(*filter(None, plans), strict=True)
+    found = [t.to_local(grad_placements=to) for t, to in zip(operands, gradients, strict=False)]
+    local_bias = found[2] if len(found) == 3 else None
+    for axis, place in enumerate(to_y):
+        if local_bias is not None and place.is_partial():
+            local_bias = local_bias / mesh.size(axis)  # as sums, of which each rank has a part
+    y = product(found[0], found[1], local_bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, to_y, run_check=False, shape=shape, stride=stride)
@@ -75,8 +74,3 @@ def _plan(last: int, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, A
         return None
     summed = Partial() if x.is_shard() else Replicate()
     return x, x, summed, summed
-
-
-def _local(x: Any, grad_placements: Any) -> Tensor:
-    local: Tensor = x.to_local(grad_placements=grad_placements)
-    return local
