@@ -141,9 +141,11 @@ def test_second_derivatives_of_products_are_those_of_torchs_steps(call: str) -> 
         mine = lambda a: lokakern.gemm(a, w.t(), bias=bias, budget=0.06)  # noqa: E731
         theirs = lambda a: functional.linear(a, w, bias)  # noqa: E731
     else:
-        mine = lambda a: lokakern.gemm_norm(a, w.t(), norm="layer", bias=bias)  # noqa: E731
+        mine = lambda a: lokakern.gemm_norm(  # noqa: E731
+            a, w.t() * (1 + a.sum(0)[:, None]), norm="layer", bias=bias
+        )
         theirs = lambda a: functional.layer_norm(  # noqa: E731
-            a.float() @ w.t().float() + bias.float(), (N,)
+            a.float() @ (w.t() * (1 + a.sum(0)[:, None])).float() + bias.float(), (N,)
         ).bfloat16()
     results = []
     for function in (mine, theirs):
