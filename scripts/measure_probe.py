@@ -208,7 +208,7 @@ def _profiled(training: Training) -> tuple[int, float, float]:
 
 
 def learned() -> dict[str, Any]:
-    """Mean and covariance of an input and a gradient under Inductor, beside float64's."""
+    """Mean and variance of an input and a gradient under Inductor, beside float64's."""
     torch.compiler.reset()
     torch.manual_seed(0)
     k, n, rows = 96, 64, 256
@@ -230,10 +230,9 @@ def learned() -> dict[str, Any]:
     for name, parts in zip(("input", "grad_output"), seen, strict=True):
         exact = torch.cat(parts).double()
         moments = getattr(site, name).moments
-        covariance = torch.cov(exact.t())
-        mine = moments.products / (moments.count - 1)
+        mine = moments.squares / (moments.count - 1)
         errors[f"{name}_mean"] = _apart(moments.mean, exact.mean(dim=0))
-        errors[f"{name}_covariance"] = _apart(mine, covariance)
+        errors[f"{name}_variance"] = _apart(mine, exact.var(dim=0))
         errors[f"{name}_rows"] = getattr(site, name).rows_seen - len(exact)
     return {"learned": errors, "norm": site.norm}
 

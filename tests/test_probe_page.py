@@ -164,7 +164,7 @@ def test_evidence_is_of_what_was_seen(content: dict[str, Any]) -> None:
     assert evidence["m_p50"] == evidence["m_p99"] == 256
     assert evidence["input"]["rows"] == len(x)
     assert evidence["input"]["amax"] == float(x.abs().max())
-    assert "rows are spread" in evidence["input"]["not_gaussian"]
+    assert (evidence["sampled_rows"], evidence["unlike_share"]) == (512, 0.0)
     sizes = w.abs().amax(dim=1).log2()
     spread = float(torch.quantile(sizes, 0.99) - torch.quantile(sizes, 0.01))
     assert evidence["weight"]["row_spread_log2"] == pytest.approx(spread, abs=1e-4)

@@ -128,19 +128,6 @@ def test_what_was_seen_is_taken_in_before_the_next_sample_and_evenly(every: int)
     assert all(site.mean_ratios.count == 80 for site in sites)
 
 
-def test_weights_are_taken_in_beside_what_was_seen() -> None:
-    stash, site = Stash(), SiteStatistics(3, 4, CPU)
-    for _ in range(2):
-        x, taken = torch.randn(40, 4), sample()
-        stash.looks.append(Look.at(site.input, x, x.clone(), taken.keys[:40]))
-        stash.outputs.append((site, torch.randn(40, 3)))
-        stash.add_weight(site, torch.randn(3, 4))
-        for _ in range(7):  # as many as there are parts
-            stash.take_in(steps=7)
-        assert not stash._weights and not stash._tasks
-    assert site.weight.count == 2
-
-
 def test_a_watched_model_is_copied_while_something_waits() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     with Probe(model, every=50) as probe:
@@ -151,18 +138,6 @@ def test_a_watched_model_is_copied_while_something_waits() -> None:
         model(torch.randn(5, 4))
     assert torch.equal(copied[0].weight, model[0].weight)
     assert probe.sites()["0"].input.rows_seen == 5
-
-
-def test_weights_are_taken_in_one_a_step_and_none_is_lost() -> None:
-    stash, sites = Stash(), [SiteStatistics(3, 4, CPU) for _ in range(3)]
-    for _ in range(2):  # the second before the first was taken in
-        for site in sites:
-            stash.add_weight(site, torch.randn(3, 4))
-    assert [site.weight.count for site in sites] == [1, 1, 1]
-    stash.take_in()
-    assert [site.weight.count for site in sites] == [2, 1, 1]
-    stash.settle()
-    assert [site.weight.count for site in sites] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -254,7 +229,7 @@ def test_weights_that_cannot_be_read_are_refused_and_others_only_read_when_due()
     with Probe(model, every=1, weights_every=2) as probe:
         for _ in range(4):
             model(torch.randn(5, 4)).sum().backward()
-    assert probe.sites()[""].weight.count == 2
+    assert probe.sites()[""].snapshots == 2
 
 
 def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:

@@ -240,11 +240,11 @@ def test_sites_that_drift_are_named(probe: Probe, report: ProbeReport, model: Mo
 def replayed(
     gemm: str = "output", *, row_err: float = 0.04, upper: float | None = None, norm: str = "",
     scales: Granularity = Granularity.ROW, reason: str = "", accumulation: str = "promoted",
-    shift: float = 0.0,
+    shift: float = 0.0, rows: int = 512,
 ) -> Replayed:  # fmt: skip
     top = row_err if upper is None else upper
-    errors = (row_err, top, top, shift, shift)
-    return Replayed(gemm, norm, "kernel", scales, scales, *errors, 2048, reason, accumulation)
+    errors = (row_err, top, top, top, shift, shift)
+    return Replayed(gemm, norm, "kernel", scales, scales, *errors, rows, reason, accumulation)
 
 
 def shaped(n: int, k: int, m: int, **options: object) -> SiteStatistics:
@@ -281,8 +281,9 @@ def test_it_is_said_where_bfloat16_itself_errs_more() -> None:
 
 
 def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() -> None:
-    few = SiteStatistics(64, 64, CPU)
-    assert only(verdicts_of("a", few, [replayed()])).safety == "undecided"
+    few = only(verdicts_of("a", shaped(64, 64, 9), [replayed(rows=63)]))
+    assert few.safety == "undecided"
+    assert few.classes[0].reason == "63 rows were sampled; expected at least 64"
     wrong = replayed(row_err=float("inf"), reason="wrong: kernel_err 90 > 1")
     for order in ([wrong, replayed()], [replayed(), wrong]):
         assert only(verdicts_of("a", shaped(64, 64, 9), order)).safety == "safe"
@@ -293,6 +294,9 @@ def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() 
 def test_budgets_may_limit_the_99th_percentile_and_nothing_foreign() -> None:
     site, found = shaped(64, 64, 9), [replayed(row_err=0.04, upper=0.05)]
     assert only(verdicts_of("a", site, found, budget=ErrorBudget(row_p99=0.045))).safety == "unsafe"
+    near = [replace(found[0], row_p99=0.04)]  # and at most 0.05
+    tight = ErrorBudget(row_p99=0.045)
+    assert only(verdicts_of("a", site, near, budget=tight)).safety == "undecided"
     with pytest.raises(UnsupportedError, match="judges by row_err and row_p99 and mean_shift"):
         verdicts_of("a", site, found, budget=ErrorBudget(sqnr_db=20.0))
     shifted, tight = [replayed(shift=0.01)], ErrorBudget(row_err=0.06, mean_shift=1e-3)

@@ -12,15 +12,19 @@ from lokakern.probe.operand import OperandStatistics
 def evidence_of(site: LearnedSite, gemm: str) -> dict[str, Any]:
     """Of a GEMM; names have units, a weight's gradient has both operands."""
     seen = site.statistics
-    found: dict[str, Any] = {"m_p50": seen.m_quantile(0.5), "m_p99": seen.m_quantile(0.99)}
+    found: dict[str, Any] = {
+        "m_p50": seen.m_quantile(0.5),
+        "m_p99": seen.m_quantile(0.99),
+        "sampled_rows": site.rows_of(gemm),
+        "unlike_share": site.unlike(gemm),
+    }
     if gemm != "grad_input":
-        found["input"] = _operand(seen.input) | {"not_gaussian": site.input.fit.reason}
+        found["input"] = _operand(seen.input)
     if gemm != "output":
-        fit = site.grad_output.fit
-        found["grad_output"] = _operand(seen.grad_output) | {"not_gaussian": fit.reason}
+        found["grad_output"] = _operand(seen.grad_output)
     if gemm != "grad_weight":
         found["weight"] = {
-            "snapshots": seen.weight.count,
+            "snapshots": seen.snapshots,
             "row_spread_log2": spread_of(seen.snapshot.abs().amax(dim=1))
             if seen.snapshot is not None
             else None,

@@ -1,9 +1,11 @@
 """Statistics in a file, without pickle: a header in JSON, then the bytes of tensors.
 
     8 bytes   length of the header, little-endian
-    header    {"format": "lokakern.probe", "version": 1, "sites": {name: {n, k, bias, norm, ...}},
+    header    {"format": "lokakern.probe", "version": 2, "sites": {name: {n, k, bias, norm, ...}},
                "tensors": [[site, tensor, dtype, shape], ...]}
     tensors   in this order, without gaps, little-endian
+
+Version 1 also held what Gaussian operands were drawn from, which nothing reads any more.
 
 A file may come from anybody: it is bounded, its tensors must be exactly those that its sites ask
 for, and what they hold must be what statistics can hold.
@@ -27,7 +29,10 @@ from lokakern.norm import norm_named
 from lokakern.probe.operand import TRACE
 from lokakern.probe.site import DISTINCT_SIZES, SiteStatistics
 
-FORMAT, VERSION = "lokakern.probe", 1
+FORMAT, VERSION, FIRST_VERSION = "lokakern.probe", 2, 1
+# Of version 1, and left out.
+_DROPPED = ("input.moments.products", "grad_output.moments.products",
+            "weight.mean", "weight.u", "weight.v")  # fmt: skip
 LARGEST_FILE = 16 * 2**30
 LARGEST_HEADER = 16 * 2**20
 LARGEST_AXIS = 2**24
@@ -81,7 +86,7 @@ def _described(site: SiteStatistics) -> dict[str, Any]:
         "k": site.k,
         "bias": site.has_bias,
         "norm": site.norm,
-        "snapshots": site.weight.count,
+        "snapshots": site.snapshots,
         "steps": [site.input.steps, site.grad_output.steps],
         "strides": [site.input.stride, site.grad_output.stride],
         "sizes": sorted(site.sizes.items()),
@@ -125,8 +130,8 @@ def _load(path: Path) -> dict[str, SiteStatistics]:
         _ask(isinstance(header, dict) and header.get("format") == FORMAT, path, "it is another's")
         version = header.get("version")
         _ask(
-            version == VERSION, path,
-            f"its version is {version!r}; this code reads {VERSION}: update lokakern",
+            version in (FIRST_VERSION, VERSION), path,
+            f"its version is {version!r}; this code reads up to {VERSION}: update lokakern",
         )  # fmt: skip
         sites = header["sites"]
         byte_count = sum(_byte_count(*entry) for entry in header["tensors"])
@@ -136,7 +141,8 @@ def _load(path: Path) -> dict[str, SiteStatistics]:
             _ask(tensor not in held[name], path, f"{name} has {tensor} twice")
             blob = bytearray(file.read(_byte_count(name, tensor, dtype, shape)))
             flat = torch.frombuffer(blob, dtype=DTYPES[dtype]) if blob else torch.empty(0)
-            held[name][tensor] = flat.view(shape)
+            if version != FIRST_VERSION or tensor not in _DROPPED:
+                held[name][tensor] = flat.view(shape)
     return {name: _site(path, name, sites[name], held[name]) for name in sites}
 
 
@@ -172,7 +178,7 @@ def _site(
         n, k, torch.device("cpu"), has_bias=described["bias"] is True,
         norm=str(norm_named(norm)) if norm else "",
     )  # fmt: skip
-    site.weight.count = _whole(described["snapshots"], 0, 2**53)
+    site.snapshots = _whole(described["snapshots"], 0, 2**53)
     for part, steps, stride in zip(
         (site.input, site.grad_output), described["steps"], described["strides"], strict=True
     ):
@@ -183,22 +189,19 @@ def _site(
     _ask(len(sizes) <= DISTINCT_SIZES, path, f"{name} has {len(sizes)} sizes")
     for m, count in sizes:
         site.sizes[_whole(m, 0, 2**53)] = _whole(count, 1, 2**53)
-    snapshot = held.pop("snapshot", None)
-    if snapshot is not None:
-        rows = len(snapshot)
-        _ask(snapshot.dim() == 2 and rows <= n and snapshot.shape[1] == k, path,
-             f"{name} has a weight of {list(snapshot.shape)}")  # fmt: skip
-        site.snapshot = snapshot
     own = dict(site.tensors())
-    own.pop("snapshot", None)
+    for tensor, most, columns in (("snapshot", n, k), ("snapshot_t", k, n)):
+        x = held.pop(tensor, None)
+        if x is not None:
+            fits = x.dim() == 2 and 1 <= len(x) <= most and x.shape[1] == columns
+            _ask(fits, path, f"{name} has a {tensor} of {list(x.shape)}")
+            setattr(site, tensor, x)
     _ask(own.keys() == held.keys(), path, f"{name} lacks or has more than its tensors")
     for tensor, mine in own.items():
         x = held[tensor]
         legal = ~torch.isnan(x) if tensor.endswith("keys") else torch.isfinite(x)
-        if not tensor.endswith(("mean", "products", "rows", "u", "v")):
+        if not tensor.endswith(("mean", "rows")):
             legal &= x >= 0
-        if tensor in ("weight.u", "weight.v"):
-            legal &= (x.diagonal() if x.dim() == 2 else x).min() >= 0
         _ask(bool(legal.all()), path, f"{name}.{tensor} holds what is not a statistic")
         mine.copy_(x)
     return site

@@ -19,7 +19,7 @@ ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Errors of one numerics class at one GEMM of a site: the worst of all seeds.
+    """Errors of one numerics class at one GEMM of a site.
 
     Attributes:
         gemm: "output", "grad_input" or "grad_weight".
@@ -30,9 +30,10 @@ class Replayed:
         row_err: As measured.
         row_err_upper: The 95 % upper limit: what is held against a budget.
         row_p99: Of rows.
+        row_p99_upper: The 95 % upper limit.
         mean_shift: As measured.
         mean_shift_upper: The 95 % upper limit.
-        rows: Of each draw.
+        rows: Different ones that it was measured on; of a weight's gradient, pairs of them.
         reason: Why there is no error; "" where there is.
         accumulation: As of `lokakern.registry.register.Kernel`.
     """
@@ -45,6 +46,7 @@ class Replayed:
     row_err: float
     row_err_upper: float
     row_p99: float
+    row_p99_upper: float
     mean_shift: float
     mean_shift_upper: float
     rows: int

@@ -1,12 +1,12 @@
 """What was learned of a site as distributions that a bench draws: one for each of its GEMMs.
 
-    X' = 1 mean^T + Z L^T         rows of inputs and of gradients
-    W' = M + L_U Z L_V^T          weights
+Rows are those that were sampled, and the weight is the newest: how they lie to each other decides
+about errors, and no statistics of either have it. Of inputs of mean c and weight rows that sum to
+zero the sums lose what they have of c, and what rounding makes of c stays.
 
-Where a sample says that the Gaussian misses its tails (`lokakern.probe.tails`), the sample itself
-is drawn from, in random order. Of a weight's gradient both operands are always rows of the samples
-that came together: what inputs and gradients have in common adds to the sums and not to their
-rounding, so that independent draws would err by twice as much.
+A scale may span more rows than were sampled. Where whole operands had larger magnitudes than the
+sample, one row of it is scaled up to the largest; of a weight's gradient, whose scales span all
+samples of a column, one sample has the largest of each column, and the other operand zeros there.
 """
 
 from __future__ import annotations
@@ -19,54 +19,12 @@ import torch
 from torch import Tensor
 
 from lokakern.bench.distributions import LearnedDistribution
-from lokakern.errors import MeasurementError, ShapeError
-from lokakern.probe.matrix_normal import DrawableWeight
+from lokakern.errors import ShapeError
 from lokakern.probe.operand import OperandStatistics
-from lokakern.probe.site import GEMMS, SiteStatistics
-from lokakern.probe.tails import FEWEST_ROWS, Fit, fit_of
+from lokakern.probe.site import GEMMS, SiteStatistics, places_of
+from lokakern.types import GROUP
 
-CHECKED_ROWS = 512  # drawn to be compared with a sample
-
-
-def generator_of(*identity: object) -> torch.Generator:
-    """A stream for an identity, the same everywhere."""
-    digest = hashlib.sha256(repr(identity).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-
-
-class LearnedOperand:
-    """Rows of one operand, to be drawn.
-
-    Attributes:
-        fit: How well a Gaussian stands for them.
-        sample: Rows that were seen, float32 ``[count, columns]``.
-        keys: Of these, by which rows of two operands are paired.
-    """
-
-    def __init__(self, statistics: OperandStatistics) -> None:
-        self._mean = statistics.moments.mean.cpu()
-        self._covariance = statistics.moments.covariance()
-        self.columns = statistics.columns
-        self.sample, self.keys = statistics.sample.kept()
-        drawn = self.gaussian(min(len(self.sample), CHECKED_ROWS), generator_of("fit"))
-        self.fit = fit_of(self.sample, drawn)
-
-    def gaussian(self, rows: int, generator: torch.Generator) -> Tensor:
-        """``1 mean^T + Z L^T``, ``[rows, columns]`` float64."""
-        return self._mean + self._covariance.draw(rows, generator)
-
-    def replayed(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Rows of the sample, each as often as the others, ``[rows, columns]`` float64."""
-        return self.sample[_order(len(self.sample), rows, generator)].double()
-
-    def draw(self, rows: int, generator: torch.Generator) -> Tensor:
-        """Gaussian rows, or the sample's where the Gaussian misses its tails."""
-        return (self.gaussian if self.fit.is_gaussian else self.replayed)(rows, generator)
-
-
-def _order(count: int, rows: int, generator: torch.Generator) -> Tensor:
-    rounds = -(-rows // count)
-    return torch.cat([torch.randperm(count, generator=generator) for _ in range(rounds)])[:rows]
+FEWEST_PAIRS = 8  # of samples; with fewer none gives its place to the largest magnitudes
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,39 +40,6 @@ class LearnedSite:
     statistics: SiteStatistics
 
     @cached_property
-    def input(self) -> LearnedOperand:
-        return LearnedOperand(self.statistics.input)
-
-    @cached_property
-    def grad_output(self) -> LearnedOperand:
-        return LearnedOperand(self.statistics.grad_output)
-
-    @cached_property
-    def weight_fit(self) -> Fit:
-        """How well a matrix-normal variable stands for the newest weight."""
-        snapshot = self.statistics.snapshot
-        if snapshot is None:
-            raise MeasurementError(f"site {self.name!r} has no snapshot of its weight")
-        rows = min(self.statistics.n, CHECKED_ROWS)
-        drawn = self._drawable.draw(generator_of("fit"), rows, self.statistics.k)
-        return fit_of(snapshot.cpu(), drawn)
-
-    @cached_property
-    def _drawable(self) -> DrawableWeight:
-        return self.statistics.weight.drawable()
-
-    def weight(self, seed: int, rows: int, columns: int) -> Tensor:
-        """The first rows and columns of a weight, float64.
-
-        Matrix-normal, or the newest itself, its rows repeated.
-        """
-        snapshot = self.statistics.snapshot
-        if snapshot is None or self.weight_fit.is_gaussian:
-            generator = generator_of(self.name, "weight", seed)
-            return self._drawable.draw(generator, rows, columns)
-        return snapshot[:, :columns].cpu().double()[torch.arange(rows) % len(snapshot)]
-
-    @cached_property
     def digest(self) -> str:
         """Sixteen hex digits of all that was seen."""
         digest = hashlib.sha256()
@@ -123,12 +48,61 @@ class LearnedSite:
             digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()[:16]
 
-    def gemms(self) -> tuple[str, ...]:
-        """Those of which enough was seen: no gradients come by in inference."""
+    @cached_property
+    def _samples(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of inputs and gradients rows and their keys, on the CPU."""
         seen = self.statistics
-        if not seen.weight.count or not seen.input.sample.is_filled:
-            return ()
-        return GEMMS if seen.grad_output.sample.is_filled else GEMMS[:1]
+        return {"input": seen.input.sample.kept(), "grad_output": seen.grad_output.sample.kept()}
+
+    @cached_property
+    def _weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """The newest weight and its transpose, or some rows of each, on the CPU."""
+        seen = self.statistics
+        return tuple(x if x is None else x.cpu() for x in (seen.snapshot, seen.weight_t()))
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """Places in the samples of inputs and of gradients of rows that came together."""
+        (_, left), (_, right) = self._samples["input"], self._samples["grad_output"]
+        places = {key: place for place, key in enumerate(left.tolist())}
+        both = [(places[key], i) for i, key in enumerate(right.tolist()) if key in places]
+        inputs, gradients = torch.tensor(both, dtype=torch.int64).view(-1, 2).t()
+        return inputs, gradients
+
+    def gemms(self) -> tuple[str, ...]:
+        """Those that can be drawn: no gradients come by in inference."""
+        return tuple(gemm for gemm in GEMMS if self._is_drawable(gemm))
+
+    def _is_drawable(self, gemm: str) -> bool:
+        weight, weight_t = self._weights
+        if weight is None or not self.statistics.input.sample.is_filled:
+            return False
+        if gemm == "output":
+            return True
+        # A file of the first version has no whole columns of a large weight.
+        has_gradient = self.statistics.grad_output.sample.is_filled
+        return has_gradient and (gemm == "grad_weight" or weight_t is not None)
+
+    def rows_of(self, gemm: str) -> int:
+        """Different rows that stand for the operands of a GEMM, or pairs of them."""
+        if gemm == "grad_weight":
+            return len(self._pairs[0])
+        return len(self._samples["input" if gemm == "output" else "grad_output"][0])
+
+    def unlike(self, gemm: str) -> float:
+        """Share of the rows of a GEMM that are unlike any of the sample: an octave beyond in size.
+
+        Nothing is known of their errors.
+        """
+        if gemm == "grad_weight":
+            return 0.0
+        name = "input" if gemm == "output" else "grad_output"
+        sizes = self._samples[name][0].abs().amax(dim=1)
+        sizes = sizes[sizes > 0]
+        if not len(sizes):
+            return 0.0
+        operand: OperandStatistics = getattr(self.statistics, name)
+        return operand.row_sizes.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
 
     def distribution_name(self, gemm: str) -> str:
         """By which the bench knows the operands of one GEMM."""
@@ -147,55 +121,75 @@ class LearnedSite:
             name, f"learned of {self.name}", (), False, self.digest, rows, weight
         )
 
-    def _inputs(self, rows: int, k: int, seed: int) -> Tensor:
-        self._check(k, self.statistics.k)
-        return self.input.draw(rows, generator_of(self.name, "input", seed))
+    def _inputs(self, rows: int, k: int, _seed: int) -> Tensor:
+        return self._rows("input", rows, k)
 
-    def _gradients(self, rows: int, k: int, seed: int) -> Tensor:
-        self._check(k, self.statistics.n)
-        return self.grad_output.draw(rows, generator_of(self.name, "gradient", seed))
+    def _gradients(self, rows: int, k: int, _seed: int) -> Tensor:
+        return self._rows("grad_output", rows, k)
 
-    def _weight(self, n: int, k: int, seed: int) -> Tensor:
-        self._check(k, self.statistics.k)
-        return self.weight(seed, n, k)
+    def _rows(self, name: str, rows: int, columns: int) -> Tensor:
+        """Each of the sample as often as the others, in steps of 128 rows, as kernels want them."""
+        sample = self._samples[name][0].double()
+        self._check(columns, sample.shape[1])
+        rows = min(rows, -(-len(sample) // GROUP) * GROUP)
+        found = sample[torch.arange(rows) % len(sample)]
+        sizes = found.abs().amax(dim=1)
+        place, most = int(sizes.argmax()), getattr(self.statistics, name).amax
+        if 0 < float(sizes[place]) < most:
+            found[-1] = found[place] * (most / sizes[place])
+        return found
 
-    def _weight_t(self, n: int, k: int, seed: int) -> Tensor:
-        self._check(k, self.statistics.n)
-        return self.weight(seed, k, n).t()
+    def _weight(self, n: int, k: int, _seed: int) -> Tensor:
+        return self._part(self._weights[0], n, k)
 
-    @cached_property
-    def _pairs(self) -> tuple[Tensor, Tensor] | None:
-        """Places in both samples of rows that came together; None where there are few."""
-        left, right = self.grad_output, self.input
-        places = {key: place for place, key in enumerate(right.keys.tolist())}
-        both = [(i, places[key]) for i, key in enumerate(left.keys.tolist()) if key in places]
-        if len(both) < FEWEST_ROWS:
-            return None
-        gradients, inputs = torch.tensor(both).t()
-        return gradients, inputs
+    def _weight_t(self, n: int, k: int, _seed: int) -> Tensor:
+        return self._part(self._weights[1], n, k)
 
-    def _paired(self, which: int, rows: int, columns: int, seed: int) -> Tensor:
-        """Rows of an operand; its columns repeated, or the first of them.
+    def _part(self, weight: Tensor | None, rows: int, columns: int) -> Tensor:
+        assert weight is not None  # or its GEMM is not drawable
+        self._check(columns, weight.shape[1])
+        return weight[places_of(rows, len(weight))].double()
 
-        Columns of a gradient are rows of the product, of which an error is measured over 2048.
+    def _paired(self, which: int, samples: int, columns: int, seed: int) -> Tensor:
+        """Samples of an operand that came together with those of the other, each once.
+
+        Seed 0 takes as many as there are, others three in four: how far errors differ says how
+        certain they are. None is repeated, because a second copy under another scale would cancel
+        the rounding of the first; what is left of 128 are zeros. Columns of a gradient are rows of
+        the product, of which an error is measured over 2048.
         """
-        operand = (self.grad_output, self.input)[which]
-        if self._pairs is None:
-            found = operand.draw(rows, generator_of(self.name, "pair", which, seed))
-        else:
-            places = self._pairs[which]
-            order = _order(len(places), rows, generator_of(self.name, "pairs", seed))
-            found = operand.sample[places[order]].double()
-        return found[:, torch.arange(columns) % operand.columns]
+        names = ("input", "grad_output")
+        sample = self._samples[names[which]][0]
+        operand: OperandStatistics = getattr(self.statistics, names[which])
+        pairs = self._pairs[which]
+        if not len(pairs):  # there is no verdict on such
+            pairs = torch.arange(min(len(rows) for rows, _ in self._samples.values()))
+        extremes = 2 if samples >= FEWEST_PAIRS else 0
+        count = min(samples - extremes, len(pairs) if seed == 0 else max(len(pairs) * 3 // 4, 1))
+        order = torch.randperm(len(pairs), generator=_stream(seed))[:count]
+        found = sample.new_zeros(
+            min(samples, -(-(count + extremes) // GROUP) * GROUP), sample.shape[1]
+        ).double()
+        found[extremes : extremes + count] = sample[pairs[order]].double()
+        if extremes:
+            sizes = operand.column_sizes.cpu().double()
+            found[which] = torch.where(
+                torch.rand(len(sizes), generator=_stream()) < 0.5, sizes, -sizes
+            )
+        return found[:, places_of(columns, sample.shape[1])]
 
     def _paired_gradients(self, rows: int, k: int, seed: int) -> Tensor:
-        return self._paired(0, rows, k, seed)
+        return self._paired(1, rows, k, seed)
 
     def _paired_inputs(self, n: int, k: int, seed: int) -> Tensor:
-        return self._paired(1, n, k, seed)
+        return self._paired(0, n, k, seed)
 
     def _check(self, asked: int, known: int) -> None:
         if asked != known:
             raise ShapeError(
                 f"site {self.name!r} has operands of {known} columns; {asked} were asked for"
             )
+
+
+def _stream(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

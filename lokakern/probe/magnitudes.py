@@ -17,6 +17,7 @@ from torch import Tensor
 SHIFT = 19  # of 32 bits: sign, 8 of exponent and 4 of fraction are left
 BINS = 1 << (31 - SHIFT)
 FINITE = 255 << (23 - SHIFT)  # the first bin of what is not finite
+LARGEST = (2 - 2**-23) * 2.0**127  # float32
 
 
 class Magnitudes:
@@ -47,6 +48,12 @@ class Magnitudes:
         """Share of zeros among finite numbers; 0 of nothing."""
         return float(self.counts[0]) / max(self.count, 1)
 
+    def share_beyond(self, low: float, high: float) -> float:
+        """Share of finite numbers that are not 0 and lie outside of a range; 0 of nothing."""
+        first, last = (_place(x) for x in (low, high))
+        inside = self.counts[max(first, 1) : last + 1].sum()
+        return float(self.counts[1:FINITE].sum() - inside) / max(self.count, 1)
+
     def log2_quantiles(self, *shares: float) -> tuple[float, ...]:
         """log2 of quantiles of what is finite and not 0; NaN if that is nothing."""
         sums = self.counts[1:FINITE].cpu().cumsum(0)
@@ -72,6 +79,12 @@ def add_magnitudes(many: Sequence[Magnitudes], x: Tensor) -> None:
     counts = torch.zeros(len(many) * BINS, dtype=torch.float64, device=x.device)
     counts.scatter_add_(0, places.flatten(), one.expand(places.numel()))
     torch._foreach_add_([m.counts for m in many], list(counts.view(-1, BINS)))
+
+
+def _place(value: float) -> int:
+    """The bin of a number that is not negative; of one too large for a float32, the last."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", min(value, LARGEST)))
+    return int(bits) >> SHIFT
 
 
 def _edge(place: int) -> float:

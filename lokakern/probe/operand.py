@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lokakern.probe.magnitudes import Magnitudes, add_magnitudes
-from lokakern.probe.moments import DENSE, Moments, add_moments
+from lokakern.probe.moments import Moments, add_moments
 from lokakern.probe.reservoir import Reservoir, sample_rows
 
 VALUES = 2**16  # of sampled elements whose magnitudes are counted
@@ -29,10 +29,9 @@ class OperandStatistics:
     Args:
         columns: Of a row.
         device: Of the matrices.
-        dense: Columns up to which the covariance is kept whole.
 
     Attributes:
-        moments: Mean and covariance of sampled rows.
+        moments: Mean and variance of sampled rows.
         row_sizes: Largest magnitude of each row.
         values: Magnitudes of elements of sampled rows, in up to `VALUES` elements of a matrix.
         column_sizes: ``[columns]`` float32, the largest magnitude of each.
@@ -40,9 +39,9 @@ class OperandStatistics:
         sample: Some of the rows.
     """
 
-    def __init__(self, columns: int, device: torch.device, *, dense: int = DENSE) -> None:
+    def __init__(self, columns: int, device: torch.device) -> None:
         self.columns = columns
-        self.moments = Moments(columns, device, dense=dense)
+        self.moments = Moments(columns, device)
         self.row_sizes = Magnitudes(device)
         self.values = Magnitudes(device)
         self.column_sizes = torch.zeros(columns, device=device)
@@ -185,14 +184,13 @@ class Look:
     def elements(self) -> int:
         """Of the largest tensor that taking it in makes."""
         rows = len(self.rows) + len(self.operand.sample.keys)
-        moments = self.operand.moments.products.numel()
-        return max(rows * self.operand.columns, moments, len(self.row_sizes), 1)
+        return max(rows * self.operand.columns, len(self.row_sizes), 1)
 
     @property
     def form(self) -> tuple[object, ...]:
         """Looks of the same form are taken in together."""
         return (self.rows.device, self.rows.dtype, self.row_sizes.dtype, self.row_sizes.shape,
-                self.rows.shape, self.operand.moments.is_dense)  # fmt: skip
+                self.rows.shape)  # fmt: skip
 
 
 def coprime_from(number: int, other: int) -> int:

@@ -83,7 +83,7 @@ def _notes(site: SiteStatistics) -> dict[str, Any]:
     return {
         "sizes": dict(site.sizes),
         "norm": site.norm,
-        "snapshots": site.weight.count,
+        "snapshots": site.snapshots,
         **{part: (getattr(site, part).steps, getattr(site, part).stride) for part in _PARTS},
     }
 
@@ -96,10 +96,7 @@ def _use_notes(site: SiteStatistics, notes: list[dict[str, Any]]) -> None:
     for note in notes:
         site.sizes.update(note["sizes"])
     site.norm = next((note["norm"] for note in notes if note["norm"]), "")
-    own, total = site.weight.count, sum(note["snapshots"] for note in notes)
-    for x in site.weight.tensors().values():
-        x.mul_(own / max(total, 1))  # sums of these are the mean over snapshots
-    site.weight.count = total
+    site.snapshots = sum(note["snapshots"] for note in notes)
     for part in _PARTS:
         operand = getattr(site, part)
         operand.align(max(note[part][1] for note in notes))
@@ -127,7 +124,6 @@ def _operand_sums(operand: OperandStatistics) -> Iterator[Tensor]:
 def _sums(site: SiteStatistics) -> Iterator[Tensor]:
     for part in _PARTS:
         yield from _operand_sums(getattr(site, part))
-    yield from site.weight.tensors().values()
     yield site.mean_ratios.counts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,8 +20,10 @@ from lokakern.probe.learned import LearnedSite
 from lokakern.probe.site import SiteStatistics
 from lokakern.registry.progress import tell
 from lokakern.registry.records import AccuracyRecord, DistributionRow
-from lokakern.registry.register import kernels_for, load_kernels
+from lokakern.registry.register import Kernel, kernels_for, load_kernels
 from lokakern.types import Device, Problem
+
+ROWS_OF_P99 = 1024  # from which the limit of the 99th percentile is below the largest of rows
 
 
 def replay(
@@ -32,7 +33,7 @@ def replay(
     seeds: Sequence[int] = SEEDS,
     database: str | Path | None = None,
 ) -> tuple[Replayed, ...]:
-    """Measure every candidate here on draws from what was learned of a site.
+    """Measure every candidate here on the rows that were sampled of a site, and its weight.
 
     Candidates are the kernels registered for the device here; with no GPU they emulate. The output
     is measured before and after the site's norm, and after a BlockNorm in its place.
@@ -40,7 +41,8 @@ def replay(
     Args:
         name: Of the site.
         statistics: What was seen of it.
-        seeds: Of the draws.
+        seeds: Of the samples of a weight's gradient: the first gives its error, the others say how
+            certain that is. Rows of other GEMMs err one by one, whatever the seed.
         database: Where the rows go, under distributions ``site:<name>/<gemm>`` whose parameters
             are the digest of the statistics; None: nowhere.
     """
@@ -63,7 +65,7 @@ def replay_site(
         measure_cells(cells, torch_device(), device, lambda *_: True, keep)
     if database is not None:
         _write(database, site.digest, cells, records, device)
-    return tuple(_summarized(cells, norms, records))
+    return tuple(_summarized(site, cells, norms, records))
 
 
 def compile_ahead(sites: Iterable[LearnedSite]) -> None:
@@ -105,7 +107,8 @@ def _cells_of(
     for gemm in site.gemms():
         for norm in norms_after(statistics, gemm):
             problem = problem_of(statistics, gemm, m, norm)
-            found = _cells(problem, device, site.distribution_name(gemm), seeds)
+            drawn = seeds if gemm == "grad_weight" else seeds[:1]
+            found = _cells(problem, device, site.distribution_name(gemm), drawn)
             cells += found
             norms += [norm] * len(found)
     return cells, norms
@@ -141,34 +144,50 @@ def _write(
 
 
 def _summarized(
-    cells: Sequence[Cell], norms: Sequence[str], records: dict[int, AccuracyRecord]
+    site: LearnedSite,
+    cells: Sequence[Cell],
+    norms: Sequence[str],
+    records: dict[int, AccuracyRecord],
 ) -> Iterable[Replayed]:
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for place in records:
-        gemm = cells[place].distribution.rpartition("/")[2]
-        groups.setdefault((gemm, norms[place], cells[place].kernel.name), []).append(place)
-    for (gemm, norm, name), places in groups.items():
-        found = [records[place] for place in places]
-        kernel = cells[places[0]].kernel
-        make = functools.partial(
-            Replayed, gemm, norm, name, kernel.granularity, kernel.b_granularity
-        )
+    groups: dict[tuple[str, str, str], list[AccuracyRecord]] = {}
+    kernels: dict[str, Kernel] = {}
+    for place, record in sorted(records.items()):  # by seed
+        gemm, kernel = cells[place].distribution.rpartition("/")[2], cells[place].kernel
+        kernels[kernel.name] = kernel
+        groups.setdefault((gemm, norms[place], kernel.name), []).append(record)
+    for (gemm, norm, name), found in groups.items():
+        kernel = kernels[name]
         bad = next((r for r in found if r.status != "ok" or r.errors is None), None)
-        rows = min(record.rows for record in found)
-        if bad is not None:
-            infinite = float("inf")
-            yield make(
-                infinite, infinite, infinite, infinite, infinite, rows,
-                f"{bad.status}: {bad.reason}", kernel.accumulation,
-            )  # fmt: skip
-            continue
-        errors = [record.errors for record in found if record.errors is not None]
-        yield make(
-            max(e.row_err for e in errors),
-            max(e.row_err_upper for e in errors),
-            max(e.row_p99 for e in errors),
-            max(abs(e.mean_shift) for e in errors),
-            max(e.mean_shift_upper for e in errors),
-            rows,
+        infinite = float("inf")
+        errors = (infinite,) * 6
+        if bad is None:
+            errors = _errors_of(site, gemm, found)
+        yield Replayed(
+            gemm, norm, name, kernel.granularity, kernel.b_granularity, *errors,
+            rows=site.rows_of(gemm), reason=f"{bad.status}: {bad.reason}" if bad else "",
             accumulation=kernel.accumulation,
-        )
+        )  # fmt: skip
+
+
+def _errors_of(
+    site: LearnedSite, gemm: str, found: Sequence[AccuracyRecord]
+) -> tuple[float, float, float, float, float, float]:
+    """Errors of the first draw with limits that know how few rows it was made of."""
+    rows, unlike = site.rows_of(gemm), site.unlike(gemm)
+    uppers: list[tuple[float, float, float]] = []
+    for record in found:
+        e = record.errors
+        assert e is not None
+        # Rows that are repeated say nothing new: a standard error is by different rows. Those of a
+        # weight's gradient are all there are.
+        more = max(record.rows / max(rows, 1), 1.0) ** 0.5 if gemm != "grad_weight" else 1.0
+        square = e.row_err**2 + (e.row_err_upper**2 - e.row_err**2) * more
+        # Where fewer rows were seen than this quantile needs, the largest error is what is known.
+        p99 = e.row_p99_upper if rows >= ROWS_OF_P99 or gemm == "grad_weight" else e.row_max
+        shift = e.mean_shift + (e.mean_shift_upper - e.mean_shift) * more
+        # What is unlike the sample may be wrong altogether, which counts as an error of 1.
+        uppers.append((min(square + unlike, 1.0) ** 0.5, p99, shift))
+    first = found[0].errors
+    assert first is not None
+    upper, p99, shift = (max(values) for values in zip(*uppers, strict=True))
+    return first.row_err, upper, first.row_p99, p99, first.mean_shift, shift

@@ -14,7 +14,7 @@ from torch import Tensor
 
 ROWS = 512  # from which the 99th percentile of rows is still an order statistic, the fifth
 ELEMENTS = 2**19  # 2 MiB of float32; fewer of longer rows
-FEWEST_ROWS = 64  # of which tails are judged; 30 MiB at k = 123200
+FEWEST_ROWS = 64  # of which anything is said; 30 MiB at k = 123200
 
 
 def capacity_of(columns: int) -> int:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lokakern.errors import ShapeError
 from lokakern.probe.magnitudes import Magnitudes, add_magnitudes
-from lokakern.probe.matrix_normal import MatrixNormal
 from lokakern.probe.operand import OperandStatistics
 from lokakern.probe.reservoir import FEWEST_ROWS
+from lokakern.types import GROUP
 
 GEMMS = ("output", "grad_input", "grad_weight")
 SNAPSHOT_ELEMENTS = 2**22  # of the newest weight that are kept: 8 MiB of bfloat16
+FEWEST_BLOCKS = 8  # of 128 rows that stand for a weight; of fewer rows, single ones do
 DISTINCT_SIZES = 1024  # numbers of rows told apart; of more, 7 bits each
 
 
@@ -34,8 +35,9 @@ class SiteStatistics:
     Attributes:
         input: Rows of X.
         grad_output: Rows of the gradient of Y.
-        weight: W over time.
-        snapshot: The newest W, its first rows where it is large; None before one was seen.
+        snapshot: The newest W, some of its rows where it is large; None before one was seen.
+        snapshot_t: Some rows of its transpose ``[.., n]``, where the snapshot is not whole.
+        snapshots: How often W was looked at.
         mean_ratios: ``|mean| / deviation`` of rows of Y: what LayerNorm subtracts, over what it
             leaves.
         sizes: How often each m came.
@@ -48,8 +50,9 @@ class SiteStatistics:
         self.device = device
         self.input = OperandStatistics(k, device)
         self.grad_output = OperandStatistics(n, device)
-        self.weight = MatrixNormal(n, k, device)
         self.snapshot: Tensor | None = None
+        self.snapshot_t: Tensor | None = None
+        self.snapshots = 0
         self.mean_ratios = Magnitudes(device)
         self.sizes: Counter[int] = Counter()
 
@@ -68,10 +71,18 @@ class SiteStatistics:
         add_outputs([self], rows[None])
 
     def add_weight(self, weight: Tensor) -> None:
-        """Take in a snapshot of W, ``[n, k]``."""
-        self.weight.add(weight)
-        rows = min(self.n, max(FEWEST_ROWS, SNAPSHOT_ELEMENTS // self.k))
-        self.snapshot = weight.detach()[:rows].clone()
+        """Keep W, ``[n, k]``, in the place of an older one; on its device, unread by the host."""
+        self.snapshots += 1
+        self.snapshot = _kept(weight.detach())
+        is_whole = len(self.snapshot) == self.n
+        # A product with W^T sums over all n, and so it needs whole columns.
+        self.snapshot_t = None if is_whole else _kept(weight.detach().t())
+
+    def weight_t(self) -> Tensor | None:
+        """Rows of W^T, ``[.., n]``; None where a large W has none."""
+        if self.snapshot is None or len(self.snapshot) < self.n:
+            return self.snapshot_t
+        return self.snapshot.t()
 
     def _bound_sizes(self) -> None:
         if len(self.sizes) > DISTINCT_SIZES:
@@ -93,9 +104,10 @@ class SiteStatistics:
             )
         self.input.merge(other.input)
         self.grad_output.merge(other.grad_output)
-        self.weight.merge(other.weight)
+        self.snapshots += other.snapshots
         if self.snapshot is None and other.snapshot is not None:
-            self.snapshot = other.snapshot.to(self.device)
+            kept = (other.snapshot, other.snapshot_t)
+            self.snapshot, self.snapshot_t = (x if x is None else x.to(self.device) for x in kept)
         self.mean_ratios.counts += other.mean_ratios.counts.to(self.device)
         self.sizes += other.sizes
         self._bound_sizes()
@@ -103,12 +115,14 @@ class SiteStatistics:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by name."""
-        for part in ("input", "grad_output", "weight"):
+        for part in ("input", "grad_output"):
             for name, x in getattr(self, part).tensors().items():
                 yield f"{part}.{name}", x
         yield "mean_ratios", self.mean_ratios.counts
-        if self.snapshot is not None:
-            yield "snapshot", self.snapshot
+        for name in ("snapshot", "snapshot_t"):
+            x = getattr(self, name)
+            if x is not None:
+                yield name, x
 
     def m_quantile(self, share: float) -> int:
         """A quantile of m over calls; 0 of none."""
@@ -125,6 +139,30 @@ class SiteStatistics:
         """The 99th percentile of `mean_ratios`; 0 of none."""
         found = self.mean_ratios.log2_quantiles(0.99)[0]
         return 0.0 if math.isnan(found) else 2.0**found
+
+
+def places_of(count: int, total: int, device: torch.device | None = None) -> Tensor:
+    """Which of `total` rows stand for all, ``[count]``: repeated, or in blocks, evenly spread.
+
+    Scales of 128 x 128 span rows that lie together, and the parts of a joined layer may be unlike.
+    """
+    if count >= total:
+        return torch.arange(count, device=device) % total
+    size = GROUP if count >= FEWEST_BLOCKS * GROUP else 1
+    blocks, most = total // size, count // size
+    found = torch.arange(most, device=device) * blocks // most
+    return (found[:, None] * size + torch.arange(size, device=device)).flatten()
+
+
+def _kept(weight: Tensor) -> Tensor:
+    """A copy of a matrix, or of some of its rows: one holds the largest magnitude of all."""
+    total, columns = weight.shape
+    most = max(FEWEST_ROWS, SNAPSHOT_ELEMENTS // columns)
+    if total <= most:
+        return weight.clone()
+    places = places_of(most, total, weight.device)
+    places[-1] = torch.linalg.vector_norm(weight, math.inf, dim=1).argmax()
+    return weight.index_select(0, places)
 
 
 def add_outputs(sites: Sequence[SiteStatistics], rows: Tensor) -> None:

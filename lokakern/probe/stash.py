@@ -71,7 +71,6 @@ class Stash:
         self.outputs: list[tuple[SiteStatistics, Tensor]] = []
         self._tasks: deque[Iterator[None]] = deque()
         self._pace = 1
-        self._weights: dict[int, tuple[SiteStatistics, Tensor]] = {}
         self._side = SideStreams()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,18 +78,11 @@ class Stash:
         self.settle()
         return self.__dict__
 
-    def add_weight(self, site: SiteStatistics, weight: Tensor) -> None:
-        """Keep a copy of a weight; one at a time of a site."""
-        if id(site) in self._weights:
-            self._take_in_weight(*self._weights.pop(id(site)))
-        self._weights[id(site)] = site, weight.detach().clone()
-
     def take_in(self, *, everything: bool = False, steps: int = 1) -> None:
-        """Take in parts of operands, and one weight, lest one step pay for all.
+        """Take in parts of operands, lest one step pay for all.
 
-        A step that was sampled while others wait is worked off first. A part is some 20 launches,
-        and a flip-flop over 1024 x 1024 some GFLOP of float64. While a CUDA graph is captured
-        everything waits: it would be captured, too.
+        A step that was sampled while others wait is worked off first. A part is some 20 launches.
+        While a CUDA graph is captured everything waits: it would be captured, too.
 
         Args:
             everything: Whether to take in all there is.
@@ -109,9 +101,6 @@ class Stash:
             self._tasks += made
             self._pace = -(-(parts + len(made)) // steps)
         self._work(None if everything else self._pace)
-        weights = len(self._weights) if everything else min(1, len(self._weights))
-        for _ in range(weights):
-            self._take_in_weight(*self._weights.pop(next(iter(self._weights))))
 
     def _work(self, parts: int | None = None) -> None:
         """So many parts, or all."""
@@ -146,10 +135,6 @@ class Stash:
         """Take in everything; current streams wait for it."""
         self.take_in(everything=True)
         self._side.join()
-
-    def _take_in_weight(self, site: SiteStatistics, weight: Tensor) -> None:
-        with self._aside([weight]):
-            site.add_weight(weight)
 
 
 def _together(looks: Sequence[Look]) -> Iterator[list[Look]]:

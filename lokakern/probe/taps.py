@@ -192,8 +192,14 @@ class Recorder:
             self._look(statistics.input, x, sample)
             stash.outputs.append((statistics, sample.rows_of(y)))
             if weight is not None and self.switch.weights and self._calls == 1:
-                stash.add_weight(statistics, weight)
+                self.take_weight(weight)
         return sample
+
+    def take_weight(self, weight: Tensor) -> None:
+        """Keep what the site multiplies by, where it is whole: of a shard nothing can be said."""
+        if self.statistics is not None and weight.shape == (self.n, self.k):
+            with torch.inference_mode(False), torch.no_grad():
+                self.statistics.add_weight(weight)
 
     def forward_in_graph(
         self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool

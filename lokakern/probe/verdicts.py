@@ -17,18 +17,18 @@ from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.evidence import Time, within_noise
 from lokakern.probe.gemms import Replayed, padded, problem_of, way_of, with_bias
+from lokakern.probe.reservoir import FEWEST_ROWS
 from lokakern.probe.site import GEMMS, SiteStatistics
-from lokakern.probe.tails import FEWEST_ROWS
 from lokakern.selection import device_named, table_for
 from lokakern.types import Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
 LIMITS = {
     "row_err": ("row_err", "row_err_upper"),
-    "row_p99": ("row_p99", "row_p99"),
+    "row_p99": ("row_p99", "row_p99_upper"),
     "mean_shift": ("mean_shift", "mean_shift_upper"),
 }
-ERRORS = ("row_err", "row_err_upper", "row_p99", "mean_shift", "mean_shift_upper")
+ERRORS = ("row_err", "row_err_upper", "row_p99", "row_p99_upper", "mean_shift", "mean_shift_upper")
 SPEEDS = ("fast", "tie", "slow")
 
 
@@ -40,7 +40,7 @@ class ClassVerdict:
         scales: "tensor", "row", ... of both operands, or "1x128 x 128x128"; "row fast" where sums
             are not promoted, see `lokakern.probe.gemms.way_of`.
         safety: "safe", "unsafe" or "undecided".
-        row_err: Its error, in the worst draw.
+        row_err: Its error, on the rows that were sampled.
         row_err_upper: The 95 % upper limit.
         row_p99: Error of the 99th percentile of rows.
         mean_shift: The 95 % upper limit of how far the mean is off, of the output's size.
@@ -168,10 +168,9 @@ def verdicts_of(
         if not mine:
             continue
         norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
-        seen = statistics.input if gemm == "output" else statistics.grad_output
         problem = problem_of(statistics, gemm, m)
         times = _times_of(statistics, gemm, m, norm, device)
-        classes = _classes((r for r in mine if r.norm == norm), limits, seen.rows_seen, times)
+        classes = _classes((r for r in mine if r.norm == norm), limits, times)
         plain = [r for r in mine if r.norm == norm and r.granularity is Granularity.NONE]
         safe = [c for c in classes if c.safety == "safe"]
         best = min(safe, key=_rank, default=None)
@@ -260,7 +259,7 @@ def _times_of(
 
 
 def _classes(
-    replayed: Iterable[Replayed], limits: dict[str, float], rows_seen: int, times: _Times
+    replayed: Iterable[Replayed], limits: dict[str, float], times: _Times
 ) -> list[ClassVerdict]:
     """Of those that err alike the worst of each error; a wrong kernel is its own fault."""
     alike: dict[str, list[Replayed]] = {}
@@ -270,7 +269,7 @@ def _classes(
     found = []
     for words, many in alike.items():
         r = _worst(many)
-        safety, reason = _safety(r, limits, rows_seen)
+        safety, reason = _safety(r, limits)
         kernel, time = times.fastest.get(words, ("", None))
         us, speed = (time.latency_us, times.speed(time)) if time else (None, "")
         errors = (r.row_err, r.row_err_upper, r.row_p99, r.mean_shift_upper)
@@ -286,11 +285,11 @@ def _worst(many: Sequence[Replayed]) -> Replayed:
     return replace(right[0], **{name: max(getattr(r, name) for r in right) for name in ERRORS})
 
 
-def _safety(r: Replayed, limits: dict[str, float], rows_seen: int) -> tuple[str, str]:
+def _safety(r: Replayed, limits: dict[str, float]) -> tuple[str, str]:
     if r.reason:
         return "unsafe", r.reason
-    if rows_seen < FEWEST_ROWS:
-        return "undecided", f"{rows_seen} rows were seen; expected at least {FEWEST_ROWS}"
+    if r.rows < FEWEST_ROWS:
+        return "undecided", f"{r.rows} rows were sampled; expected at least {FEWEST_ROWS}"
     safety, reason = "safe", ""
     for limit, allowed in limits.items():
         value, upper = (float(getattr(r, name)) for name in LIMITS[limit])
@@ -337,8 +336,7 @@ def _change(
     if verdict.safety == "unsafe":
         blocks = [r for r in mine if r.norm.startswith("block") and r.norm != verdict.norm
                   and r.granularity is not Granularity.NONE]  # fmt: skip
-        seen = statistics.input.rows_seen
-        if verdict.norm == "layer" and any(_safety(r, limits, seen)[0] == "safe" for r in blocks):
+        if verdict.norm == "layer" and any(_safety(r, limits)[0] == "safe" for r in blocks):
             return "BlockNorm instead of LayerNorm"
         if verdict.gemm == "grad_weight":
             return "weight gradient in bf16"
