@@ -55,6 +55,26 @@ def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:
 
 
 def weight_of(module: nn.Module) -> Any:
-    """What a module multiplies by, ``[n, k]``; made where it is several parameters."""
+    """What a module multiplies by, ``[n, k]``; made where it is several parameters.
+
+    A parametrization that keeps buffers, such as a spectral norm, changes them when it is asked in
+    training; asked in eval mode it gives what the latest call multiplied by.
+    """
+    if has_buffers(module):
+        parametrized = module.parametrizations.weight  # type: ignore[union-attr]
+        training = [m for m in parametrized.modules() if m.training]  # type: ignore[union-attr]
+        for m in training:
+            m.training = False
+        try:
+            return module.weight
+        finally:
+            for m in training:
+                m.training = True
     weight: Any = module.weight
     return weight() if getattr(module, "makes_weight", False) else weight
+
+
+def has_buffers(module: nn.Module) -> bool:
+    """Whether the weight is parametrized by something that keeps buffers."""
+    parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
+    return parametrized is not None and any(True for _ in parametrized.buffers())

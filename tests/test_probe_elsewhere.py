@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lokakern import Probe
 from lokakern.mods import FuseShared, apply
@@ -83,6 +85,73 @@ def test_without_gradients_or_compiled_nothing_is_said() -> None:
         assert probe.unseen() == {}
         model(torch.randn(M, D))
         assert list(probe.unseen()) == ["own"]
+
+
+class Framework(nn.Module):
+    """As FuxiCTR's models, whose training step calls a method and no module's hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixed("matmul")
+        self.head = nn.Parameter(torch.randn(D, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.layer(x) @ self.inner.own[0]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.forward(x) @ self.head).square().mean()
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "checkpoint"])
+def test_products_are_named_where_methods_are_called(way: str) -> None:
+    model, x = Framework(), torch.randn(M, D)
+    with Probe(model, every=1) as probe:
+        if way == "checkpoint":
+            checkpoint(model.loss, x, use_reentrant=False).backward()
+        elif way == "grad":
+            torch.autograd.grad(model.loss(x), list(model.parameters()), allow_unused=True)
+        else:
+            model.loss(x).backward()
+    assert set(probe.unseen()) == {"inner.own", "head"}
+    work = M * D * D
+    assert f" {work / (2 * work + M * D * 3):.1%} of all" in probe.unseen()["inner.own"]
+
+
+def test_a_backward_pass_of_another_model_says_nothing() -> None:
+    """Nor does one beside it, in another thread."""
+    model, other = Framework(), Framework()
+    started, ended = threading.Event(), threading.Event()
+
+    def waits(gradient: Tensor) -> None:
+        started.set()
+        assert ended.wait(60)
+
+    y = other.loss(torch.randn(M, D))
+    other.head.register_hook(waits)
+    thread = threading.Thread(target=y.backward)
+    with Probe(model, every=1) as probe:
+        thread.start()
+        assert started.wait(60)
+        model.forward(torch.randn(M, D)).sum().backward()
+        ended.set()
+        thread.join()
+    assert list(probe.unseen()) == ["inner.own"]
+
+
+def test_calls_of_methods_are_steps_until_an_optimizer_is_one() -> None:
+    model, x = Framework(), torch.randn(M, D)
+    with Probe(model, every=2) as probe:
+        for _ in range(5):
+            checkpoint(model.loss, x, use_reentrant=False).backward()
+        (site,) = probe.sites().values()
+        assert site.sizes == {M: 3}
+        model(x)  # the sixth: from now on calls of the model are steps, and those of methods none
+        assert site.sizes == {M: 3} and len(model.inner.layer._forward_pre_hooks) == 0
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        for _ in range(3):
+            model.forward(x)
+        assert site.sizes == {M: 6}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lokakern.errors import ShapeError
 from lokakern.probe.operand import VALUES, Look, OperandStatistics, add_looks
 from lokakern.probe.session import Probe
 from lokakern.probe.site import SiteStatistics
@@ -128,16 +129,61 @@ def test_what_was_seen_is_taken_in_before_the_next_sample_and_evenly(every: int)
     assert all(site.mean_ratios.count == 80 for site in sites)
 
 
-def test_a_watched_model_is_copied_while_something_waits() -> None:
-    model = nn.Sequential(nn.Linear(4, 3))
+class Normed(nn.Module):
+    """A site with a norm behind it, which has a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 3), nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))  # type: ignore[no-any-return]
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
+def test_a_copy_of_a_watched_model_is_not_watched(copy_of: Callable[[nn.Module], Any]) -> None:
+    """Nothing of it is learned, it has no hook after its first call, and may be saved itself."""
+    model, x = Normed(), torch.randn(5, 4)
     with Probe(model, every=50) as probe:
         for _ in range(2):
-            model(torch.randn(5, 4))
-        assert probe._switch.stash._tasks
+            model(x)
+        assert probe._switch.stash._tasks  # something waits
+        copied = copy_of(model)
+        exact = copied(1e6 * x)
+        assert hooks_of(copied) == 0 and hooks_of(model) == 4
+        assert torch.equal(copied(1e6 * x), exact)
+        again = copy_of(copy_of(model))  # of one that was not called
+        model(x)
+    assert torch.equal(copied.layer.weight, model.layer.weight)
+    assert probe.sites()["layer"].input.rows_seen == 5
+    assert probe.sites()["layer"].input.amax == float(x.abs().max())
+    again(x)
+    assert hooks_of(again) == hooks_of(model) == 0
+    assert torch.equal(pickled(again)(x), model(x))
+
+
+def test_hooks_of_others_stay_with_a_copy() -> None:
+    model = Normed()
+    with Probe(model):
+        model.layer.register_forward_hook(doubled)
         copied = copy.deepcopy(model)
-        model(torch.randn(5, 4))
-    assert torch.equal(copied[0].weight, model[0].weight)
-    assert probe.sites()["0"].input.rows_seen == 5
+    x = torch.randn(5, 4)
+    assert torch.equal(copied(x), model(x)) and hooks_of(copied) == 1
+
+
+def doubled(_module: Any, _args: Any, y: Tensor) -> Tensor:
+    return 2 * y
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -220,16 +266,114 @@ def test_other_tensors_and_copies_are_left_alone_with_the_reason() -> None:
     assert "use DistributedDataParallel" in probe.unseen()[""]
 
 
-def test_weights_that_cannot_be_read_are_refused_and_others_only_read_when_due() -> None:
-    with pytest.raises(ShapeError, match="no weight yet"):
-        Probe(nn.LazyLinear(4))
-    with pytest.raises(ShapeError, match="parametrization, which has buffers"):
-        Probe(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)))
+def test_a_parametrized_weight_is_read_when_due_alone() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with Probe(model, every=1, weights_every=2) as probe:
         for _ in range(4):
             model(torch.randn(5, 4)).sum().backward()
     assert probe.sites()[""].snapshots == 2
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_spectral_norm_is_read_as_it_multiplies_and_left_as_it_is(compiles: bool) -> None:
+    """Its vectors take a step at each call in training; one more would change the model."""
+
+    def outputs(watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+        called = torch.compile(model, backend="eager") if compiles else model
+        x = torch.randn(5, 4)
+        if not watched:
+            return [called(x) for _ in range(3)]
+        with Probe(model, every=1, weights_every=1) as probe:
+            found = [called(x) for _ in range(3)]
+        probe.report(seeds=(0,))
+        snapshot = probe.sites()[""].snapshot
+        assert snapshot is not None and model.training
+        assert torch.allclose(x @ snapshot.t() + model.bias, found[-1], atol=1e-6)
+        return found
+
+    for one, other in zip(outputs(True), outputs(False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_lazy_layer_is_a_site_from_its_first_call_on(compiles: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3, bias=False))
+    called = torch.compile(model, backend="eager") if compiles else model
+    with Probe(model, every=1) as probe:
+        assert probe.unseen()["0"] == (
+            "its weight is not initialized, and it was not called in a sampled step"
+        )
+        assert probe.merged_sites() == {}
+        for _ in range(2):
+            called(torch.randn(80, 4)).sum().backward()
+            probe.step()
+    assert probe.unseen() == {}
+    assert [(s.n, s.k, s.has_bias) for s in probe.sites().values()] == [(6, 4, True), (3, 6, False)]
+    assert {v.safety for v in probe.report(seeds=(0,))} <= {"safe", "unsafe", "undecided"}
+    probe.save(tmp_path / "probe.bin")
+    fresh = Probe(nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3, bias=False)))
+    fresh.load(tmp_path / "probe.bin")
+    assert fresh.sites()["2"].input.rows_seen == 160
+
+
+def test_a_report_is_about_the_weight_of_now() -> None:
+    """Snapshots are 10,000 steps apart, and of what an earlier session saw the model is another."""
+    model = nn.Linear(8, 8)
+    with Probe(model, every=1) as probe:
+        model(torch.randn(100, 8)).sum().backward()
+        with torch.no_grad():
+            model.weight.data.mul_(3.0)
+    old = probe.sites()[""].snapshot
+    assert old is not None and not torch.equal(old, model.weight)
+    probe.report(seeds=(0,))
+    assert torch.equal(probe.sites()[""].snapshot, model.weight)  # type: ignore[arg-type]
+    other = Probe(nn.Linear(8, 8))
+    other._recorders[""].statistics_on(torch.device("cpu")).merge(probe.sites()[""])
+    other.report(seeds=(0,))
+    assert torch.equal(other.sites()[""].snapshot, model.weight)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("sums_to_zero", [False, True])
+def test_it_is_known_how_much_of_a_weights_gradient_cancels(
+    sums_to_zero: bool, compiles: bool
+) -> None:
+    """Of inputs of mean 3 and gradients that sum to zero over a batch, nine parts in ten.
+
+    A batch may come in parts, and go through the layer twice.
+    """
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(32, 128, bias=False)
+    called = torch.compile(layer, backend="aot_eager") if compiles else layer
+    expected = []
+    with Probe(layer, every=1) as probe:
+        probe.step()  # calls are no steps from now on
+        for _ in range(3):
+            x = torch.randn((400, 32), generator=generator) + 3.0
+            gradient = torch.randn((400, 128), generator=generator)
+            if sums_to_zero:
+                gradient -= gradient.mean(dim=0)
+            y = torch.cat([called(x[:200]), called(x[200:])])
+            y.backward(gradient)
+            sums, terms = gradient.double().t() @ x.double(), gradient.double().square()
+            terms = terms.t() @ x.double().square().sum(dim=1)
+            expected.append((terms / sums.square().sum(dim=1)).mean())
+            probe.step()
+    assert layer.weight._backward_hooks in (None, {})
+    found = probe.sites()[""].cancellation
+    assert found == pytest.approx(float(sum(expected)) / 3, rel=0.05)
+    assert (found > 9) == sums_to_zero
+
+
+def test_a_watched_weight_is_saved_without_a_word() -> None:
+    model = nn.Linear(4, 4)
+    with Probe(model, every=1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(model.state_dict(keep_vars=True), io.BytesIO())
+        copied = copy.deepcopy(model)
+    assert copied.weight._backward_hooks in (None, {})
 
 
 def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:

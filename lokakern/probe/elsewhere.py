@@ -7,9 +7,11 @@ Nothing is run for this, and nothing is changed: nodes of the graph name their p
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd as _Convolution
 from torch.utils._pytree import tree_leaves
@@ -46,7 +48,7 @@ def products_elsewhere(
     """What a forward pass multiplied outside of sites, in words.
 
     Args:
-        output: Of the model, tensors in any structure; before a backward pass.
+        output: Of the model, or made of that, in any structure; before a backward pass ends.
         names: Of parameters, by id. Products with others are left out.
         sites: Ids of parameters of sites.
 
@@ -83,6 +85,32 @@ def products_elsewhere(
             found.setdefault(BETWEEN, []).append(work)
     total = 0 if strangers else known + sum(map(sum, found.values()))
     return {name: _words(name, work, total) for name, work in found.items()}
+
+
+def roots_under_way(names: Mapping[int, str]) -> list[Tensor]:
+    """What backward passes over a model began from: the arguments of the calls that run them.
+
+    A loss is what a caller has, who may never have called the model itself but a method of it, and
+    no node of a graph knows what was made of its output.
+
+    Args:
+        names: Of the model's parameters, by id.
+    """
+    found = []
+    for frame in sys._current_frames().values():  # hooks run in threads of the devices, too
+        above: Any = frame
+        while above is not None:
+            if above.f_code is _RUN_BACKWARD:
+                found += [x for x in above.f_locals["t_outputs"] if isinstance(x, Tensor)]
+            above = above.f_back
+    return [x for x in found if _reaches(x.grad_fn, names)]
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def _reaches(root: Any, names: Mapping[int, str]) -> bool:
+    return any(id(getattr(node, "variable", None)) in names for node in _nodes([root]))
 
 
 def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, str]:

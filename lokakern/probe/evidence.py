@@ -32,6 +32,8 @@ def evidence_of(site: LearnedSite, gemm: str) -> dict[str, Any]:
             if seen.snapshot is not None
             else None,
         }
+    if gemm == "grad_weight":
+        found["cancellation"] = seen.cancellation
     if gemm == "output":
         found["output_mean_per_deviation_p99"] = seen.mean_ratio
     return found

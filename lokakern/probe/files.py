@@ -31,6 +31,7 @@ from lokakern.probe.site import DISTINCT_SIZES, SiteStatistics
 
 FORMAT, VERSION, FIRST_VERSION = "lokakern.probe", 2, 1
 # Of version 1, and left out.
+_ADDED = "cancellations"  # by the second
 _DROPPED = ("input.moments.products", "grad_output.moments.products",
             "weight.mean", "weight.u", "weight.v")  # fmt: skip
 LARGEST_FILE = 16 * 2**30
@@ -137,6 +138,9 @@ def _load(path: Path) -> dict[str, SiteStatistics]:
         byte_count = sum(_byte_count(*entry) for entry in header["tensors"])
         _ask(byte_count == size - 8 - length, path, f"its tensors have {byte_count} bytes")
         held: dict[str, dict[str, Tensor]] = {name: {} for name in sites}
+        if version == FIRST_VERSION:
+            for tensors in held.values():
+                tensors[_ADDED] = torch.zeros(2, dtype=torch.float64)
         for name, tensor, dtype, shape in header["tensors"]:
             _ask(tensor not in held[name], path, f"{name} has {tensor} twice")
             blob = bytearray(file.read(_byte_count(name, tensor, dtype, shape)))

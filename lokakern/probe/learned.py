@@ -21,9 +21,10 @@ from torch import Tensor
 from lokakern.bench.distributions import LearnedDistribution
 from lokakern.errors import ShapeError
 from lokakern.probe.operand import OperandStatistics
-from lokakern.probe.site import GEMMS, SiteStatistics, places_of
+from lokakern.probe.site import GEMMS, SiteStatistics, cancellation_of, places_of, terms_of
 from lokakern.types import GROUP
 
+MOST_COLUMNS = 2048  # of gradients, of which cancellation is measured
 FEWEST_PAIRS = 8  # of samples; with fewer none gives its place to the largest magnitudes
 
 
@@ -58,7 +59,10 @@ class LearnedSite:
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
         """The newest weight and its transpose, or some rows of each, on the CPU."""
         seen = self.statistics
-        return tuple(x if x is None else x.cpu() for x in (seen.snapshot, seen.weight_t()))
+        weight, weight_t = seen.snapshot, seen.weight_t()
+        return (
+            None if weight is None else weight.cpu(), None if weight_t is None else weight_t.cpu()
+        )  # fmt: skip
 
     @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,22 @@ class LearnedSite:
             return 0.0
         operand: OperandStatistics = getattr(self.statistics, name)
         return operand.row_sizes.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
+
+    def lost(self, gemm: str) -> float:
+        """How much more of a weight's gradient cancels in batches than in the sample, 1 or more.
+
+        Samples of a batch may have in common what those of many have not: gradients through a
+        BatchNorm sum to zero. Squares of errors are by so much larger.
+        """
+        pairs = self._pairs
+        seen = self.statistics.cancellation
+        if gemm != "grad_weight" or not len(pairs[0]) or not seen:
+            return 1.0
+        samples = (rows for rows, _ in self._samples.values())
+        x, y = (rows[places].double() for rows, places in zip(samples, pairs, strict=True))
+        y = y[:, places_of(min(y.shape[1], MOST_COLUMNS), y.shape[1])]
+        sizes = torch.linalg.vector_norm(y.t() @ x, dim=1)
+        return max(seen / max(float(cancellation_of(terms_of(y, x), sizes)), 1e-9), 1.0)
 
     def distribution_name(self, gemm: str) -> str:
         """By which the bench knows the operands of one GEMM."""

@@ -125,6 +125,7 @@ def _sums(site: SiteStatistics) -> Iterator[Tensor]:
     for part in _PARTS:
         yield from _operand_sums(getattr(site, part))
     yield site.mean_ratios.counts
+    yield site.cancellations
 
 
 def _largest(site: SiteStatistics) -> Iterator[Tensor]:

@@ -173,7 +173,7 @@ def _errors_of(
     site: LearnedSite, gemm: str, found: Sequence[AccuracyRecord]
 ) -> tuple[float, float, float, float, float, float]:
     """Errors of the first draw with limits that know how few rows it was made of."""
-    rows, unlike = site.rows_of(gemm), site.unlike(gemm)
+    rows, unlike, lost = site.rows_of(gemm), site.unlike(gemm), site.lost(gemm)
     uppers: list[tuple[float, float, float]] = []
     for record in found:
         e = record.errors
@@ -190,4 +190,8 @@ def _errors_of(
     first = found[0].errors
     assert first is not None
     upper, p99, shift = (max(values) for values in zip(*uppers, strict=True))
-    return first.row_err, upper, first.row_p99, p99, first.mean_shift, shift
+    more = lost**0.5
+    return (
+        min(first.row_err * more, 1.0), min(upper * more, 1.0), first.row_p99 * more, p99 * more,
+        first.mean_shift * more, shift * more,
+    )  # fmt: skip

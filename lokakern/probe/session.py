@@ -19,16 +19,34 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.linear import Routed
 from lokakern.probe import files, ranks
-from lokakern.probe.elsewhere import products_elsewhere
+from lokakern.probe.elsewhere import products_elsewhere, roots_under_way
 from lokakern.probe.site import SiteStatistics
-from lokakern.probe.taps import Recorder, Switch, hook_of
-from lokakern.sites import INNER, MIXING, ModuleFilter, inner_layers, named_modules, shape_of
+from lokakern.probe.taps import (
+    Hook,
+    Recorder,
+    Switch,
+    hook_of,
+    hook_of_gradient,
+    is_backward_under_way,
+    is_plain,
+)
+from lokakern.sites import (
+    INNER,
+    MIXING,
+    ModuleFilter,
+    inner_layers,
+    named_modules,
+    shape_of,
+    weight_of,
+)
 from lokakern.types import Granularity
 
 if TYPE_CHECKING:
     from lokakern.probe.loss import LossChange
     from lokakern.probe.report import ProbeReport
 
+NOT_CALLED = "it was not called in a sampled step"
+NO_WEIGHT = "its weight is not initialized"
 _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
 
 
@@ -64,8 +82,10 @@ class Probe:
     """Learns what a model's linear layers see, while the model runs as it is.
 
     Used as a context manager, or by `start` and `stop`. A step is a call of an optimizer that owns
-    a parameter of the model; until there was one, an uncompiled call of the model; and after the
-    first `step`, a call of that. The first step is sampled, and then every ``every``-th.
+    a parameter of the model; until there was one, an uncompiled call of the model, or, where its
+    methods are called instead, of the site that they call first; and after the first `step`, a call
+    of that. The first step is sampled, and then every ``every``-th. A copy of a model that is
+    watched, by ``copy.deepcopy`` or in a file, is not.
 
     A model that is compiled stays so: a sampled step runs a second graph, compiled once, and after
     the end a third without hooks. Begin before the model is compiled, or what was compiled in this
@@ -136,12 +156,14 @@ class Probe:
             n, k, bias = _shape_of(name, module)
             self._recorders[name] = Recorder(self._switch, n, k, bias, found.get(module, ""))
         self._handles: list[Any] = []
+        self._weight_handles: list[Any] = []
         self._steps = self._samples = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
         self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
         self._elsewhere: dict[str, str] | None = None
+        self._first: Any = None  # the hook of the site that methods of the model call first
 
     def __enter__(self) -> Probe:
         self.start()
@@ -169,16 +191,17 @@ class Probe:
         torch.compiler.reset()
         _HOOKS_GUARDED.add(self)
         for name, module in self._modules.items():
-            hook = hook_of(self._recorders[name], self._remember_output)
+            seen = functools.partial(self._site_called, module)
+            hook = hook_of(self._recorders[name], seen, self._backward_seen)
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
         for module in self.model.modules():
             if _norm_of(module):
-                hook = functools.partial(_look_back, self._switch, self._outputs)
-                self._handles.append(module.register_forward_pre_hook(hook))
-        self._handles.append(self.model.register_forward_pre_hook(self._forward_begins))
-        self._handles.append(self.model.register_forward_hook(self._forward_ended))
+                look = functools.partial(_look_back, self._switch, self._outputs)
+                self._handles.append(module.register_forward_pre_hook(Hook(look)))
+        self._handles.append(self.model.register_forward_pre_hook(Hook(self._forward_begins)))
+        self._handles.append(self.model.register_forward_hook(Hook(self._forward_ended)))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         self._turn()
 
@@ -191,6 +214,8 @@ class Probe:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._leave_first()
+        self._leave_weights()
         self._outputs.clear()
         self._switch.turn(False, False)
         _HOOKS_GUARDED.discard(self)
@@ -218,7 +243,9 @@ class Probe:
 
         By one gather of a few numbers and two reductions. Without torch.distributed, `sites`.
         """
-        shapes = {name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items()}
+        shapes = {
+            name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items() if r.k
+        }
         return ranks.merged(self.sites(), shapes, group)
 
     def unseen(self) -> dict[str, str]:
@@ -227,12 +254,14 @@ class Probe:
         Among them are layers that Mods multiply otherwise: as parts of others, or across tokens.
 
         Products are those of the first sampled call of the model that has gradients and is not
-        compiled: by parameters, as of low-rank layers, and of activations, as of attention.
+        compiled, or, where its methods are called instead, of the first backward pass: by
+        parameters, as of low-rank layers, and of activations, as of attention.
         """
         return (
             {name: why for name, (_, why) in self._left.items()}
             | {
-                name: recorder.unseen or "it was not called in a sampled step"
+                name: recorder.unseen
+                or (NOT_CALLED if recorder.k else f"{NO_WEIGHT}, and {NOT_CALLED}")
                 for name, recorder in self._recorders.items()
                 if recorder.statistics is None
             }
@@ -246,6 +275,7 @@ class Probe:
         """
         from lokakern.probe.report import ProbeReport
 
+        self._take_weights()
         sites = self.merged_sites()
         unseen = {name: why for name, why in self.unseen().items() if name not in sites}
         words = "; ".join(f"{n}: {why}" for n, why in unseen.items() if n not in self._left)
@@ -276,6 +306,7 @@ class Probe:
 
     def save(self, path: str | Path) -> None:
         """Write what this rank learned into a file, see `lokakern.probe.files`."""
+        self._take_weights()
         files.save(path, self.sites())
 
     def load(self, path: str | Path) -> None:
@@ -292,6 +323,8 @@ class Probe:
         for name, statistics in found.items():
             recorder = self._recorders.get(name)
             if recorder is not None:
+                if not recorder.k:
+                    recorder.n, recorder.k = statistics.n, statistics.k
                 device = next(iter(self._modules[name].parameters())).device
                 recorder.statistics_on(device).merge(statistics)
 
@@ -301,6 +334,17 @@ class Probe:
         for recorder in self._recorders.values():
             recorder.statistics, recorder.steps = None, 0
 
+    def _take_weights(self) -> None:
+        """Keep the weights that sites have now: those of the last snapshot may be of long ago.
+
+        Not of what an earlier session alone saw, nor what is spread over ranks.
+        """
+        for name, recorder in self._recorders.items():
+            if recorder.steps:
+                weight = weight_of(self._modules[name])
+                if is_plain(weight) and not weight.is_meta:
+                    recorder.take_weight(weight)
+
     def _turn(self) -> None:
         self._switch.stash.take_in(steps=self.every)
         on = self._steps % self.every == 0
@@ -308,6 +352,23 @@ class Probe:
         self._samples += on
         self._switch.turn(on, weights)
         self._outputs.clear()
+        self._leave_weights()
+        if on:
+            self._watch_weights()
+
+    def _watch_weights(self) -> None:
+        """In the present step, a parameter that is the weight tells its gradient."""
+        for name, module in self._modules.items():
+            weight: Any = module._parameters.get("weight")
+            is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
+            if is_there and weight.requires_grad:
+                hook = hook_of_gradient(self._recorders[name])
+                self._weight_handles.append(weight.register_hook(hook))
+
+    def _leave_weights(self) -> None:
+        for handle in self._weight_handles:
+            handle.remove()
+        self._weight_handles.clear()
 
     def _ended(self, source: str) -> None:
         rank = _SOURCES.index(source)
@@ -320,18 +381,43 @@ class Probe:
     def _forward_begins(self, _module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._leave_first()
+        self._pass_begins()
+
+    def _pass_begins(self) -> None:
         if self._begun:
             self._ended("forward")
         self._begun = True
 
+    def _first_begins(self, _module: nn.Module, _args: Any) -> None:
+        # A checkpoint may call it again.
+        if not torch.compiler.is_compiling() and not is_backward_under_way():
+            self._pass_begins()
+
+    def _leave_first(self) -> None:
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
+
     def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._elsewhere is not None or not self._switch.on:
-            return
-        if torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and self._is_unread() and torch.is_grad_enabled():
+            self._read_graph(output)
+
+    def _backward_seen(self) -> None:
+        if self._is_unread():
             names = {id(p): name for name, p in self.model.named_parameters()}
-            modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
-            of_sites = {id(p) for module in modules for p in module.parameters()}
-            self._elsewhere = products_elsewhere(output, names, of_sites)
+            roots = roots_under_way(names)
+            if roots:
+                self._read_graph(roots)
+
+    def _is_unread(self) -> bool:
+        return self._elsewhere is None and self._switch.on
+
+    def _read_graph(self, output: Any) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
+        of_sites = {id(p) for module in modules for p in module.parameters()}
+        self._elsewhere = products_elsewhere(output, names, of_sites)
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None
@@ -344,7 +430,10 @@ class Probe:
             return
         self._ended("optimizer")
 
-    def _remember_output(self, recorder: Recorder, y: Tensor) -> None:
+    def _site_called(self, module: nn.Module, recorder: Recorder, y: Tensor) -> None:
+        if not self._begun:  # the model itself was not called, but a method of it
+            self._begun = True
+            self._first = module.register_forward_pre_hook(Hook(self._first_begins))
         if not recorder.norm:
             self._outputs[id(y)] = (weakref.ref(y), recorder)
 
@@ -392,21 +481,12 @@ def _why_not(module: nn.Module, is_inner: bool) -> str:
 
 
 def _shape_of(name: str, module: nn.Module) -> tuple[int, int, bool]:
-    """n, k and whether there is a bias."""
+    """n, k and whether there is a bias; n and k are 0 where they are not known yet."""
     if getattr(module, "makes_weight", False):
         return shape_of(module)[:3]
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        raise ShapeError(
-            f"Probe: site {name!r} has no weight yet; call the model once before (or leave it out "
-            "by filter=)"
-        )
-    parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
-    if parametrized is not None and any(True for _ in parametrized.buffers()):
-        raise ShapeError(
-            f"Probe: reading the weight of site {name!r} would change its parametrization, which "
-            "has buffers; leave it out by filter="
-        )
-    weight = getattr(module, "weight", None)
+        return 0, 0, getattr(module, "bias", None) is not None  # its first call tells
+    weight = weight_of(module) if hasattr(module, "weight") else None
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         found = "none" if weight is None else str(list(getattr(weight, "shape", ())))
         raise ShapeError(

@@ -18,6 +18,7 @@ from lokakern.types import GROUP
 GEMMS = ("output", "grad_input", "grad_weight")
 SNAPSHOT_ELEMENTS = 2**22  # of the newest weight that are kept: 8 MiB of bfloat16
 FEWEST_BLOCKS = 8  # of 128 rows that stand for a weight; of fewer rows, single ones do
+MOST_CANCELLED = 700.0  # where rounding by 3.8 % leaves nothing of a sum
 DISTINCT_SIZES = 1024  # numbers of rows told apart; of more, 7 bits each
 
 
@@ -40,6 +41,8 @@ class SiteStatistics:
         snapshots: How often W was looked at.
         mean_ratios: ``|mean| / deviation`` of rows of Y: what LayerNorm subtracts, over what it
             leaves.
+        cancellations: ``[2]`` float64: the sum of `cancellation_of` over backward passes, and how
+            many there were.
         sizes: How often each m came.
     """
 
@@ -54,6 +57,7 @@ class SiteStatistics:
         self.snapshot_t: Tensor | None = None
         self.snapshots = 0
         self.mean_ratios = Magnitudes(device)
+        self.cancellations = torch.zeros(2, dtype=torch.float64, device=device)
         self.sizes: Counter[int] = Counter()
 
     def add_input(self, x: Tensor, rows: Tensor, keys: Tensor) -> None:
@@ -77,6 +81,16 @@ class SiteStatistics:
         is_whole = len(self.snapshot) == self.n
         # A product with W^T sums over all n, and so it needs whole columns.
         self.snapshot_t = None if is_whole else _kept(weight.detach().t())
+
+    def add_cancellation(self, value: Tensor) -> None:
+        """Take in that of one backward pass; on its device, unread by the host."""
+        self.cancellations += torch.stack([value, torch.ones_like(value)])
+
+    @property
+    def cancellation(self) -> float:
+        """The mean of `cancellation_of` over backward passes; 0 of none."""
+        total, count = self.cancellations.tolist()
+        return total / count if count else 0.0
 
     def weight_t(self) -> Tensor | None:
         """Rows of W^T, ``[.., n]``; None where a large W has none."""
@@ -109,6 +123,7 @@ class SiteStatistics:
             kept = (other.snapshot, other.snapshot_t)
             self.snapshot, self.snapshot_t = (x if x is None else x.to(self.device) for x in kept)
         self.mean_ratios.counts += other.mean_ratios.counts.to(self.device)
+        self.cancellations += other.cancellations.to(self.device)
         self.sizes += other.sizes
         self._bound_sizes()
         self.norm = self.norm or other.norm
@@ -119,6 +134,7 @@ class SiteStatistics:
             for name, x in getattr(self, part).tensors().items():
                 yield f"{part}.{name}", x
         yield "mean_ratios", self.mean_ratios.counts
+        yield "cancellations", self.cancellations
         for name in ("snapshot", "snapshot_t"):
             x = getattr(self, name)
             if x is not None:
@@ -139,6 +155,29 @@ class SiteStatistics:
         """The 99th percentile of `mean_ratios`; 0 of none."""
         found = self.mean_ratios.log2_quantiles(0.99)[0]
         return 0.0 if math.isnan(found) else 2.0**found
+
+
+def terms_of(gradients: Tensor, inputs: Tensor) -> Tensor:
+    """Squares of the terms of each row of a weight's gradient, summed up, ``[n]`` float64.
+
+    Args:
+        gradients: ``[samples, n]``.
+        inputs: ``[samples, k]``.
+    """
+    return inputs.double().square().sum(dim=1) @ gradients.double().square()
+
+
+def cancellation_of(terms: Tensor, sizes: Tensor) -> Tensor:
+    """Squares of terms over the square of their sum, in the mean of rows: 1 if none knows another.
+
+    The square of what rounding terms costs a sum, in units of what it costs a term.
+
+    Args:
+        terms: As of `terms_of`, ``[n]``.
+        sizes: L2 norms of the rows of their sum, ``[n]``.
+    """
+    ratios = torch.where(terms > 0, terms / sizes.double().square(), 0.0)
+    return ratios.nan_to_num(nan=0.0).clamp_max(MOST_CANCELLED).mean()
 
 
 def places_of(count: int, total: int, device: torch.device | None = None) -> Tensor:

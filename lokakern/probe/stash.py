@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lokakern.probe.operand import PARTS, Look, taking_in
-from lokakern.probe.site import SiteStatistics, add_outputs
+from lokakern.probe.site import SiteStatistics, add_outputs, cancellation_of, terms_of
 
 _ENDED = object()
 MOST_ELEMENTS = 2**24  # of float64 that are worked on together: 128 MiB
@@ -49,13 +49,25 @@ class SideStreams:
         for x in tensors:
             x.record_stream(stream)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_streams": {}}  # those of a copy are made when it needs them
-
     def join(self) -> None:
         """Let current streams wait for all that was launched beside them; the host does not."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Some rows of an input, and of the gradient of what became of it.
+
+    Attributes:
+        inputs: ``[sampled, k]``.
+        count: Of how many rows.
+        gradients: ``[sampled, n]``.
+    """
+
+    inputs: Tensor
+    count: int
+    gradients: Tensor
 
 
 class Stash:
@@ -63,20 +75,18 @@ class Stash:
 
     Attributes:
         looks: At operands.
+        products: Sizes ``[n]`` of rows of weights' gradients, with their sites, and with the
+            operands that they are sums over.
         outputs: Some rows of outputs, ``[sampled, n]``, with their sites.
     """
 
     def __init__(self) -> None:
         self.looks: list[Look] = []
         self.outputs: list[tuple[SiteStatistics, Tensor]] = []
+        self.products: list[tuple[SiteStatistics, Tensor, list[Pair]]] = []
         self._tasks: deque[Iterator[None]] = deque()
         self._pace = 1
         self._side = SideStreams()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of a model that is watched has nothing that waits, and neither has this then."""
-        self.settle()
-        return self.__dict__
 
     def take_in(self, *, everything: bool = False, steps: int = 1) -> None:
         """Take in parts of operands, lest one step pay for all.
@@ -93,11 +103,13 @@ class Stash:
             return
         if self.looks:
             self._work()
+            products, self.products = self.products, []
             looks, self.looks = self.looks, []
             outputs, self.outputs = self.outputs, []
             self._tasks += [self._taking_in(found) for found in _together(looks)]
             parts = PARTS * len(self._tasks)
             made = [self._adding_outputs(x) for x in _outputs_together(outputs)]
+            made += [self._adding_product(*x) for x in products]
             self._tasks += made
             self._pace = -(-(parts + len(made)) // steps)
         self._work(None if everything else self._pace)
@@ -124,6 +136,17 @@ class Stash:
         rows = [x for _, x in pairs]
         with self._aside(rows):
             add_outputs([site for site, _ in pairs], torch.stack(rows))
+
+    def _adding_product(
+        self, site: SiteStatistics, sizes: Tensor, pairs: list[Pair]
+    ) -> Iterator[None]:
+        yield from ()
+        with self._aside([sizes, *(x for pair in pairs for x in (pair.inputs, pair.gradients))]):
+            terms = [
+                pair.count / len(pair.inputs) * terms_of(pair.gradients, pair.inputs)
+                for pair in pairs
+            ]
+            site.add_cancellation(cancellation_of(torch.stack(terms).sum(dim=0), sizes))
 
     @contextlib.contextmanager
     def _aside(self, tensors: list[Tensor]) -> Iterator[None]:

@@ -8,7 +8,6 @@ no compiler drops it, and its backward copies the gradient. Both look at operand
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -19,11 +18,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from lokakern.probe.operand import Look, OperandStatistics, coprime_from
 from lokakern.probe.site import SiteStatistics
-from lokakern.probe.stash import Stash
-from lokakern.sites import Joined, weight_of
+from lokakern.probe.stash import Pair, Stash
+from lokakern.sites import Joined, has_buffers, weight_of
 
 SAMPLED_ROWS = 256  # of a matrix, for all that costs more than two passes
 # Of a matrix of `MANY_ROWS` two passes read some `READ_ROWS`: factorization machines have 327680 of
@@ -141,6 +141,13 @@ class Sample:
 class Recorder:
     """Takes what hooks see of one site.
 
+    Args:
+        switch: Of the probe.
+        n: Outputs; 0 of a lazy layer, which has the shape of its first call.
+        k: Inputs, alike.
+        has_bias: Whether the layer adds one.
+        norm: Of its output, "" where none is known.
+
     Attributes:
         statistics: None before it was called.
         number: By which an op in a graph finds it.
@@ -159,6 +166,8 @@ class Recorder:
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
         self._samples: dict[int, Sample | None] = {}
         self._calls_in_graph = 0
+        self._inputs: dict[Sample, tuple[Tensor, int]] = {}  # rows, and of how many
+        self._pairs: list[Pair] = []  # that wait for the gradient of the weight
         _RECORDERS[self.number] = self
 
     def forward(
@@ -166,6 +175,7 @@ class Recorder:
         x: Tensor,
         weight: Tensor | None,
         y: Tensor,
+        has_gradient: bool = False,
     ) -> Sample | None:
         """Look at a call.
 
@@ -173,6 +183,7 @@ class Recorder:
             x: Input, ``[..., k]``.
             weight: ``[n, k]``, where it is at hand.
             y: Output, ``[..., n]``.
+            has_gradient: Whether a gradient of it may come.
 
         Returns:
             What was taken of it, for `backward`; None where nothing was.
@@ -189,7 +200,9 @@ class Recorder:
             statistics = self.statistics_on(x.device)
             x, y = (_matrices(operand) for operand in (x, y))
             statistics.count(x.numel() // self.k)
-            self._look(statistics.input, x, sample)
+            rows = self._look(statistics.input, x, sample)
+            if has_gradient:
+                self._inputs[sample] = rows, x.numel() // self.k
             stash.outputs.append((statistics, sample.rows_of(y)))
             if weight is not None and self.switch.weights and self._calls == 1:
                 self.take_weight(weight)
@@ -205,7 +218,7 @@ class Recorder:
         self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
     ) -> int:
         """The same of a call whose gradient comes to `backward_in_graph` with the number given."""
-        sample = self.forward(x, weight, y)
+        sample = self.forward(x, weight, y, has_gradient)
         if not has_gradient or is_backward_under_way():
             return NO_CALL
         self._calls_in_graph += 1
@@ -242,7 +255,21 @@ class Recorder:
         if self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._look(self.statistics.grad_output, _matrices(gradient), sample)
+            rows = self._look(self.statistics.grad_output, _matrices(gradient), sample)
+        if sample in self._inputs:
+            self._pairs.append(Pair(*self._inputs.pop(sample), rows))
+
+    def weight_gradient(self, gradient: Tensor) -> None:
+        """Look at the gradient of the weight, ``[n, k]``: how much of its sum over samples is left.
+
+        What samples of one batch have in common, as a sum of zero, no rows of many batches have.
+        """
+        pairs, self._pairs = self._pairs, []
+        if not pairs or self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            sizes = torch.linalg.vector_norm(gradient.detach(), dim=1)
+            self.switch.stash.products.append((self.statistics, sizes, pairs))
 
     def statistics_on(self, device: torch.device) -> SiteStatistics:
         """Statistics on a device, to which what was learned follows the model."""
@@ -261,9 +288,13 @@ class Recorder:
         if self._step != self.switch.step:
             self._step, self._calls, self._reruns = self.switch.step, 0, 0
             self._samples.clear()
+            self._inputs.clear()
+            self._pairs.clear()
             self.steps += 1
 
     def _fits(self, x: Tensor, y: Tensor) -> bool:
+        if not self.k and x.dim() and y.dim():
+            self.n, self.k = y.shape[-1], x.shape[-1]
         fits = x.shape[-1:] == (self.k,) and y.shape == (*x.shape[:-1], self.n)
         if not fits:
             self.unseen = (
@@ -272,10 +303,11 @@ class Recorder:
             )
         return fits and x.numel() > 0 and y.numel() > 0
 
-    def _look(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> None:
+    def _look(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
         look = Look.at(operand, sample.part_of(x), rows, sample.keys[: len(rows)])
         self.switch.stash.looks.append(look)
+        return rows
 
 
 def _matrices(x: Tensor) -> Tensor:
@@ -383,12 +415,46 @@ def _is_exported_or_transformed() -> bool:
     return is_transformed or torch.compiler.is_exporting()
 
 
-def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Callable[..., Any]:
+class Hook:
+    """A hook of a module, of which a copy of the module has nothing.
+
+    A copy or a pickled one calls no function, and leaves the module when that is called first.
+
+    Args:
+        function: What is called; None of a copy.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
+        if self._function is not None:
+            return self._function(module, *args)
+        if not torch.compiler.is_compiling():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if hook is self]:
+                    del hooks[key]
+                    module._forward_hooks_with_kwargs.pop(key, None)
+        return None
+
+    def __deepcopy__(self, _memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+def hook_of(
+    recorder: Recorder,
+    seen: Callable[[Recorder, Tensor], None],
+    seen_gradient: Callable[[], None],
+) -> Hook:
     """A forward hook that shows a module's call to a recorder.
 
     Args:
         recorder: Of the site.
         seen: Told of outputs in eager code, to see what comes after them.
+        seen_gradient: Called in a backward pass that comes to such an output.
     """
     switch, number = recorder.switch, recorder.number
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
@@ -426,7 +492,9 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
         weight: Any = None
-        if is_compiling or switch.weights:  # a parametrized one is made when it is asked for
+        # A parametrized one is made when it is asked for, and with buffers not in a graph.
+        is_due = not has_buffers(module) if is_compiling else switch.weights
+        if is_due:
             weight = weight if is_plain(weight := weight_of(module)) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
@@ -436,12 +504,26 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Cal
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
         else:
-            sample = recorder.forward(x, weight, y)
+            sample = recorder.forward(x, weight, y, has_gradient)
             if sample is not None:
                 seen(recorder, y)
         if sample is not None and has_gradient:
-            look = functools.partial(recorder.backward, sample)
+
+            def look(gradient: Tensor) -> None:
+                seen_gradient()
+                recorder.backward(sample, gradient)
+
             y.register_hook(look)  # type: ignore[no-untyped-call]
         return None
 
-    return hook
+    return Hook(hook)
+
+
+def hook_of_gradient(recorder: Recorder) -> Callable[[Tensor], None]:
+    """A hook of a parameter that is a site's weight; what is saved of the parameter lacks it."""
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def hook(gradient: Tensor) -> None:
+        recorder.weight_gradient(gradient)
+
+    return hook  # type: ignore[no-any-return]
