@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -382,6 +383,27 @@ def test_a_site_maps_to_the_distribution_it_was_drawn_from(name: str) -> None:
 def stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors are looked up where a file has them."""
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 2048)
+
+
+def test_sums_that_cancel_are_like_no_benchmarked_distribution() -> None:
+    """Inputs N(2, 1) under weight rows that sum to zero err twice as much as the nearest."""
+    generator = torch.Generator().manual_seed(3)
+    w = torch.randn((96, 128), generator=generator) / 128**0.5
+    x = torch.randn((1024, 128), generator=generator) + 2
+    harmless, zero_sums = (
+        fingerprint.fingerprint_of(site_of(x, weight, 1e-3 * x[:, :96]), "output")
+        for weight in (w, w - w.mean(dim=1, keepdim=True))
+    )
+    assert fingerprint.outside(harmless) == ""
+    assert zero_sums["cancellation"] == pytest.approx(0.5 * math.log2(5), abs=0.05)
+    assert fingerprint.outside(zero_sums).startswith("cancellation 1.18 is outside 0 to 0.05")
+    assert fingerprint.moved(harmless, zero_sums).startswith("cancellation moved from")
+    assert fingerprint.moved(harmless, {**harmless, "cancellation": 0.3}) == ""
+    site = site_of(x, w, 1e-3 * x[:, :96])
+    for gemm in ("grad_input", "grad_weight"):
+        assert fingerprint.fingerprint_of(site, gemm)["cancellation"] < 0.1
+    site.add_cancellation(torch.tensor(16.0))
+    assert fingerprint.fingerprint_of(site, "grad_weight")["cancellation"] == 2.0
 
 
 @pytest.mark.usefixtures("stored")

@@ -1,9 +1,9 @@
 """Fingerprints: which distribution of the bench a site is most like, without replaying it.
 
 A fingerprint is a few numbers that decide how operands round: spreads of rows and columns, how far
-the largest element is above the middling one, zeros, kurtosis, and means. A site inside the hull of
-the realistic distributions is taken for the nearest; one outside is like none of them, and its
-kernels are bfloat16's.
+the largest element is above the middling one, zeros, means, and how much of the sums cancels. A
+site inside the hull of the realistic distributions is taken for the nearest; one outside is like
+none of them, and its kernels are bfloat16's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from torch import Tensor
 
 from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.probe.operand import OperandStatistics
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.site import SiteStatistics, cancellation_of, terms_of
 from lokakern.registry.progress import tell
 from lokakern.types import REALISTIC_DISTRIBUTIONS
 
 ROWS, COLUMNS = 512, 256  # of the draws that make a hull
 SEEDS = (0, 1, 2)
-# How far beyond the hull is still inside: in octaves, but for shares.
-SLACK = {"zeros": 0.1, "zero_rows": 0.05}
+# How far beyond the hull is still inside: in octaves, but for shares. Errors grow with what
+# cancels.
+SLACK = {"zeros": 0.1, "zero_rows": 0.05, "cancellation": math.log2(1.1)}
 OCTAVES_OF_SLACK = 1.0
+OCTAVES_MOVED = 0.5  # from which what cancels is not where it was
+MULTIPLIED_ROWS = 128  # of a sample, to see what cancels
 # By what a difference is divided before distances are taken.
 UNIT = {"zeros": 0.25, "zero_rows": 0.25}
 OCTAVES_A_UNIT = 4.0
@@ -62,13 +65,30 @@ def fingerprint_of_weight(weight: Tensor) -> dict[str, float]:
     return found
 
 
+def cancelled(site: SiteStatistics, gemm: str) -> float:
+    """Octaves by which sums are smaller than they would be of terms that know nothing of another.
+
+    By so much are errors larger. 0 where they are as large, or larger.
+    """
+    ratio = site.cancellation
+    if gemm != "grad_weight":
+        rows = (site.input if gemm == "output" else site.grad_output).sample.kept()[0]
+        weight = site.snapshot if gemm == "output" else site.weight_t()
+        if weight is None or not len(rows):
+            return 0.0
+        x, w = rows[:MULTIPLIED_ROWS].double().t(), weight.double().cpu().t()
+        sizes = torch.linalg.vector_norm(x.t() @ w, dim=1)
+        ratio = float(cancellation_of(terms_of(x, w), sizes))
+    return 0.5 * math.log2(max(ratio, 1.0))
+
+
 def fingerprint_of(site: SiteStatistics, gemm: str) -> dict[str, float]:
     """Of the operands of a GEMM of a site; of a weight's gradient both have a sample's."""
     rows = site.input if gemm == "output" else site.grad_output
-    found = fingerprint_of_rows(rows)
+    found = fingerprint_of_rows(rows) | {"cancellation": cancelled(site, gemm)}
     if gemm == "grad_weight":
         other = fingerprint_of_rows(site.input)
-        return {name: max(value, other[name]) for name, value in found.items()}
+        return {name: max(value, other.get(name, value)) for name, value in found.items()}
     if site.snapshot is not None:
         found |= fingerprint_of_weight(site.snapshot)
     if gemm == "output":
@@ -129,7 +149,7 @@ def moved(before: Fingerprint, now: Fingerprint) -> str:
     """What of a fingerprint is not where it was: by more than an octave, or a tenth of a share."""
     words = []
     for name, value in now.items():
-        slack = SLACK.get(name, OCTAVES_OF_SLACK)
+        slack = SLACK.get(name, OCTAVES_OF_SLACK) if name != "cancellation" else OCTAVES_MOVED
         if name in before and abs(value - before[name]) > slack:
             words.append(f"{name} moved from {before[name]:.3g} to {value:.3g}")
     return ", ".join(words)
