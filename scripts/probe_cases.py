@@ -47,6 +47,7 @@ class Case:
         batch: Draws inputs ``[m, k]`` and gradients ``[m, n]``.
         m: Rows of a batch.
         budget: Largest row error.
+        mean: Of inputs, where the case has one.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
     m: int = 1024
     budget: float = 0.05
+    mean: float = 0.0
 
 
 @dataclass
@@ -129,18 +131,8 @@ def judge(case: Case, seed: int = 0) -> list[Judgment]:
             one = verdict.of(scales)
             assert one is not None
             true = math.sqrt(sum(squares[verdict.gemm, scales]) / HELD_OUT)
-            found.append(
-                Judgment(
-                    case.name,
-                    verdict.gemm,
-                    scales,
-                    case.budget,
-                    one.row_err,
-                    one.row_err_upper,
-                    true,
-                    one.safety,
-                )  # fmt: skip
-            )
+            told = (one.row_err, one.row_err_upper, true, one.safety)
+            found.append(Judgment(case.name, verdict.gemm, scales, case.budget, *told))
     return found
 
 
@@ -334,12 +326,12 @@ def gradient_sums(mean: float, n: int, k: int, m: int, g: torch.Generator) -> Ca
 SIZES = (64, 96, 128, 200, 256, 384)
 
 
-def random_cases(count: int, seed: int) -> Iterator[Case]:
+def random_cases(count: int, seed: int, sizes: Sequence[int] = SIZES) -> Iterator[Case]:
     """Kinds in turn, with sizes, strengths and budgets at random."""
     choose = random.Random(seed)
     for place in range(count):
         g = torch.Generator().manual_seed(seed * 1000 + place)
-        n, k = choose.choice(SIZES), choose.choice(SIZES)
+        n, k = choose.choice(sizes), choose.choice(sizes)
         m = choose.choice((256, 512, 1024, 2048))
         mean = choose.choice((0.0, 0.3, 0.7, 1.0, 2.0, 4.0))
         size = (n, k, m, g)
@@ -369,7 +361,7 @@ def known_cases() -> Iterator[Case]:
     for mean in (1.0, 2.0, 5.0):
         for budget in (0.05, 0.06):
             case = shifted(mean, 512, 1024, torch.Generator().manual_seed(0))
-            case.budget = budget
+            case.budget, case.mean = budget, mean
             yield case
 
 

@@ -201,7 +201,7 @@ def test_rows_of_a_weights_gradient_come_in_pairs() -> None:
 
 @pytest.mark.parametrize("kind", ["zero sums", "pairs"])
 def test_a_weights_gradient_that_cancels_in_each_batch_is_judged_so(kind: str) -> None:
-    """Rows of many batches do not cancel: their product errs by 0.75 of what batches' do, or less."""
+    """Rows of many batches do not: their product errs by 0.75 of what batches' do, or less."""
     generator = torch.Generator().manual_seed(5)
 
     def batch() -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ class ProbeReport:
             budget: The largest error that is safe, see `lokakern.probe.verdicts`.
             device: Whose times count, such as "NVIDIA H200" of a shipped file; None: of the GPU
                 here, of nobody where there is none.
-            seeds: Of the draws.
+            seeds: Of the samples of a weight's gradient, see `lokakern.probe.replay.replay`.
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
             steps: In which all this was seen, of all ranks together.

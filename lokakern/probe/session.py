@@ -20,16 +20,9 @@ from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.linear import Routed
 from lokakern.probe import files, ranks
 from lokakern.probe.elsewhere import products_elsewhere, roots_under_way
+from lokakern.probe.hooks import Hook, hook_of, hook_of_gradient
 from lokakern.probe.site import SiteStatistics
-from lokakern.probe.taps import (
-    Hook,
-    Recorder,
-    Switch,
-    hook_of,
-    hook_of_gradient,
-    is_backward_under_way,
-    is_plain,
-)
+from lokakern.probe.taps import Recorder, Switch, is_backward_under_way, is_plain
 from lokakern.sites import (
     INNER,
     MIXING,
