@@ -136,6 +136,7 @@ def test_a_backward_pass_of_another_model_says_nothing() -> None:
         ended.set()
         thread.join()
     assert list(probe.unseen()) == ["inner.own"]
+    assert " 50.0% of all multiply-adds" in probe.unseen()["inner.own"]  # of this model alone
 
 
 def test_calls_of_methods_are_steps_until_an_optimizer_is_one() -> None:

@@ -479,7 +479,10 @@ def _shape_of(name: str, module: nn.Module) -> tuple[int, int, bool]:
         return shape_of(module)[:3]
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return 0, 0, getattr(module, "bias", None) is not None  # its first call tells
-    weight = weight_of(module) if hasattr(module, "weight") else None
+    try:
+        weight = weight_of(module)  # `hasattr` would ask a spectral norm in training
+    except AttributeError:
+        weight = None
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         found = "none" if weight is None else str(list(getattr(weight, "shape", ())))
         raise ShapeError(
