@@ -114,6 +114,9 @@ class Choice:
         if pick.candidate and not pick.candidate.errors_verified:
             lines.append("  error: imported and not verified: the worse of it and of what is known "
                          "here of such arithmetic")  # fmt: skip
+        if pick.candidate:
+            lines += [f"  set aside, imported and not verified: {words}"
+                      for words in pick.candidate.set_aside]  # fmt: skip
         if len(table.distributions) < len(REALISTIC_DISTRIBUTIONS):
             lines.append(f"  judged on {', '.join(table.distributions)} only")
         width = max((len(name) for name, _ in pick.rejected), default=0)

@@ -83,6 +83,7 @@ class Candidate:
     has_doubts: bool = False  # whether a time is not verified
     failed_here: frozenset[int] = frozenset()  # of failed: not by hearsay
     errors_of_n: int = 0  # where errors were measured, if not at this n
+    set_aside: tuple[str, ...] = ()  # what others say against it, and we know better
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """Time at m, and whether it is interpolated; None outside what was measured.
@@ -153,12 +154,16 @@ def candidate_of(
         return "not measured here"
     graded = _graded(cells, local, facts)
     is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
-    bad = _unsafe(
-        (c for c, fresh in graded if fresh != "stale" and not (is_baseline and c.tier)),
-        lambda c: c.problem,
-    )
+    current = [c for c, fresh in graded if fresh != "stale"]
+    bad = _unsafe((c for c in current if not (is_baseline and c.tier)), lambda c: c.problem)
+    is_ours = any(c.status == "ok" and not c.tier for c in current)
+    set_aside: list[str] = []
     if bad is not None:
-        return f"{bad.status} at m={bad.m}: {bad.reason}{_hearsay(bad)}"
+        words = f"{bad.status} at m={bad.m}: {bad.reason}"
+        if not bad.tier or not is_ours:
+            return words + _hearsay(bad)
+        set_aside.append(words)
+        graded = [(c, fresh) for c, fresh in graded if not c.tier or c.status != "ok"]
     good, failed, ours = _outcomes(graded)
     times = _times(good)
     if not times:
@@ -172,14 +177,19 @@ def candidate_of(
         and baseline_name(problem) is not None
     )
     found = _errors_or_reason(row, problem, distributions, device, local, facts, memory)
-    if isinstance(found, Wrong):
-        return found.reason
     unknown = found if isinstance(found, str) else ""
     bounds = Bounds({}, "") if isinstance(found, str) else found
+    wrong = _wrong(row, problem, bounds.n, device, local, facts)
+    if wrong is not None:
+        words, cell = wrong
+        if not (cell.tier and (is_baseline or (is_ours and bounds.is_verified))):
+            return words + _hearsay(cell)
+        set_aside.append(words)
+    set_aside += [bounds.set_aside] if bounds.set_aside else []
     return Candidate(
         name, kernel, granularity, times, failed, bounds.errors, bounds.worst_distribution, unknown,
         unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()), ours,
-        bounds.n,
+        bounds.n, tuple(set_aside),
     )  # fmt: skip
 
 
@@ -202,10 +212,18 @@ Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
 def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
     """A wrong result or a crash: at one place, so not to be trusted at another.
 
+    One of ours, if there is any; else what others say, and nobody verified.
+    """
+    found = list(cells)
+    return _bad([c for c in found if not c.tier], place) or _bad(found, place)
+
+
+def _bad(found: list[Cell], place: Callable[[Cell], Any]) -> Cell | None:
+    """The first wrong result or crash that nothing makes up for.
+
     A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven. What
     others say of a place, and nobody verified, changes nothing where we know better.
     """
-    found = list(cells)
     for cell in found:
         if cell.status not in ("wrong", "crashed"):
             continue
@@ -320,18 +338,12 @@ class Bounds:
     worst_distribution: str
     is_verified: bool = True
     n: int = 0  # where they were measured, if at another n
+    set_aside: str = ""  # the worst larger row error that others claim, where ours decide
 
 
 # Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
 # problems share; of one snapshot, device and choice of distributions.
 Memory = dict[tuple[str, str, str, str], Bounds | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """A kernel wrote what it must not, on whatever distribution and in whatever grade."""
-
-    reason: str
 
 
 def _errors_or_reason(
@@ -342,46 +354,67 @@ def _errors_or_reason(
     local: bool,
     facts: Snapshot,
     memory: Memory,
-) -> Bounds | Wrong | str:
-    """Worst bounds of a kernel's numerics class; or why there are none, or not of this kernel."""
+) -> Bounds | str:
+    """Worst bounds of a kernel's numerics class, or why there are none.
+
+    Ours at the problem come first, then ours of another n, and only then what others say.
+    """
     from lokakern.registry.identity import problem_key
 
     asked = problem_key(accuracy_problem(problem, fp8_format(device)))
-    wrong = _wrong_at(asked, "", kernel, device, local, facts)
-    if wrong is not None:
-        return wrong
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
-    found: Bounds | str
-    if place not in memory:
-        found = _bounds_or_reason(kernel, problem, asked, distributions, device, local, facts)
-        if isinstance(found, str) and not _is_tried(kernel, asked, device, facts):
-            found = _of_another_n(kernel, problem, distributions, device, local, facts) or found
-        memory[place] = found
-    found = memory[place]
-    if isinstance(found, Bounds) and found.n:
-        for n, key in facts.accuracies_like(accuracy_problem(problem, fp8_format(device))):
-            wrong = _wrong_at(key, f" at n={n}", kernel, device, local, facts)
-            if wrong is not None:
-                return wrong
+    if place in memory:
+        return memory[place]
+    found: Bounds | str = ""
+    for ours_only in (True, False) if facts.has_doubts else (True,):
+        where = (distributions, device, local, facts, ours_only)
+        found = _bounds_or_reason(kernel, problem, asked, *where)
+        if isinstance(found, str) and not _is_tried(kernel, asked, device, facts, ours_only):
+            found = _of_another_n(kernel, problem, *where) or found
+        if isinstance(found, Bounds):
+            break
+    if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_doubts:
+        heard = _bounds_or_reason(kernel, problem, asked, *where[:-1], False)
+        if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
+            words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
+            found = replace(found, set_aside=words)
+    memory[place] = found
     return found
 
 
-def _wrong_at(
-    key: str, where: str, kernel: KernelRow, device: Device, local: bool, facts: Snapshot
-) -> Wrong | None:
-    """What a kernel itself did wrong at an `accuracy_problem`, by its key; None: nothing known."""
-    own = facts.accuracy_cells(device.architecture, kernel.name, key)
-    fresh_enough = (c for c in own if freshness_of(c, local, facts) != "stale")
-    bad = _unsafe(fresh_enough, lambda c: (c.distribution, c.parameters, c.seed))
-    if bad is None:
-        return None
-    return Wrong(f"{bad.status} on {bad.distribution}{where}: {bad.reason}{_hearsay(bad)}")
+def _wrong(
+    kernel: KernelRow, problem: Problem, other_n: int, device: Device, local: bool, facts: Snapshot
+) -> tuple[str, AccuracyCell] | None:
+    """Where a kernel itself wrote what it must not, on whatever distribution, in whatever grade.
+
+    With errors of another n at any n. Ours, if there is one; else what others say.
+    """
+    from lokakern.registry.identity import problem_key
+
+    stored = accuracy_problem(problem, fp8_format(device))
+    places = [(problem_key(stored), "")]
+    if other_n:
+        places += [(key, f" at n={n}") for n, key in facts.accuracies_like(stored)]
+    heard = None
+    for key, where in places:
+        own = facts.accuracy_cells(device.architecture, kernel.name, key)
+        current = (c for c in own if freshness_of(c, local, facts) != "stale")
+        bad = _unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
+        if bad is not None:
+            found = f"{bad.status} on {bad.distribution}{where}: {bad.reason}", bad
+            if not bad.tier:
+                return found
+            heard = heard or found
+    return heard
 
 
-def _is_tried(kernel: KernelRow, asked: str, device: Device, facts: Snapshot) -> bool:
-    """Whether any error of the class is stored there: too few, or others' word, it still counts."""
+def _is_tried(
+    kernel: KernelRow, asked: str, device: Device, facts: Snapshot, ours_only: bool
+) -> bool:
+    """Whether any error of the class is stored there: be they too few, they still count."""
     scales = (kernel.granularity, kernel.b_granularity, kernel.accumulation)
-    return bool(facts.accuracy_cells_of_class(device.architecture, asked, *scales))
+    cells = facts.accuracy_cells_of_class(device.architecture, asked, *scales)
+    return any(not (ours_only and c.tier) for c in cells)
 
 
 def _of_another_n(
@@ -391,6 +424,7 @@ def _of_another_n(
     device: Device,
     local: bool,
     facts: Snapshot,
+    ours_only: bool,
 ) -> Bounds | None:
     """Bounds of the nearest n at which a row's error is the same, and somewhat more."""
     asked = accuracy_problem(problem, fp8_format(device))
@@ -402,11 +436,13 @@ def _of_another_n(
     others = [(n, key) for n, key in facts.accuracies_like(asked) if n >= WIDE and n % step == 0]
     for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
         other = replace(problem, n=n)
-        found = _bounds_or_reason(kernel, other, key, distributions, device, local, facts)
+        found = _bounds_or_reason(
+            kernel, other, key, distributions, device, local, facts, ours_only
+        )
         if isinstance(found, Bounds):
             errors = {limit: ERRORS_OF_ANOTHER_N * found.errors[limit] for limit in CARRIED}
             errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
-            return replace(found, errors=errors, n=n)
+            return replace(found, errors=errors, n=n, set_aside="")
     return None
 
 
@@ -418,12 +454,15 @@ def _bounds_or_reason(
     device: Device,
     local: bool,
     facts: Snapshot,
+    ours_only: bool,
 ) -> Bounds | str:
     """Worst bounds over distributions; or why there are none.
 
     Kernels of one numerics class have one error, so that any of them may bring the rows; that each
-    is right was checked at every problem it was timed at. Rows of others that nobody verified count
-    as much as the worst that is known here of such arithmetic on the distribution, at least.
+    is right was checked at every problem it was timed at. Where ours have seeds enough, they
+    decide. Elsewhere rows of others that nobody verified join them, unless `ours_only`: all of
+    them, and they count as much as the worst that is known here of such arithmetic on the
+    distribution, at least.
     """
     cells = facts.accuracy_cells_of_class(
         device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
@@ -434,6 +473,7 @@ def _bounds_or_reason(
     worst_name, worst_value = "", -1.0
     missing, incomparable = [], []
     is_verified = True
+    set_aside, claimed = "", 0.0
     for distribution in distributions:
         here = [
             (c, fresh)
@@ -442,7 +482,7 @@ def _bounds_or_reason(
             and c.parameters == facts.parameters_of(device.architecture, distribution)
         ]
         chosen: list[AccuracyCell] = []
-        ranked = [(_rank(c, fresh), c) for c, fresh in here]
+        ranked = [(_rank(c, fresh), c) for c, fresh in here if not (ours_only and c.tier)]
         for rank in sorted({rank for rank, _ in ranked}):
             chosen += [c for its_rank, c in ranked if its_rank == rank]
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
@@ -451,8 +491,10 @@ def _bounds_or_reason(
             missing.append(distribution)
             continue
         known: dict[str, float] = {}
+        heard = [c for c, _ in here if c.tier]
         if any(c.tier for c in chosen):
             is_verified = False
+            chosen += heard
             known = facts.worst_errors(
                 accuracy_problem(problem, fp8_format(device)),
                 kernel.granularity, kernel.b_granularity, distribution,
@@ -460,12 +502,12 @@ def _bounds_or_reason(
             if not known:
                 incomparable.append(distribution)
                 continue
-        doubted = [c for c, _ in here if c.tier]
+        else:
+            larger = max((c.row_err_upper for c in heard), default=0.0)
+            if larger > max(claimed, *(c.row_err_upper for c in chosen)):
+                set_aside, claimed = f"row_err {larger:.4g} on {distribution}", larger
         for limit, column in LIMIT_COLUMNS.items():
             value = max([getattr(c, column) for c in chosen] + [known.get(column, 0.0)])
-            others = max((getattr(c, column) for c in doubted), default=0.0)
-            if others > value:
-                value, is_verified = others, False
             if limit == "sqnr_db":
                 value = -20 * math.log10(value) if value > 0 else math.inf
             bounds[limit] = _worse(limit, bounds.get(limit, value), value)
@@ -480,4 +522,4 @@ def _bounds_or_reason(
             f"error on {', '.join(incomparable)} is only imported, and nothing is known here to "
             "compare it with: `python -m lokakern.bench verify` measures some of it again"
         )
-    return Bounds(bounds, worst_name, is_verified)
+    return Bounds(bounds, worst_name, is_verified, set_aside=set_aside)

@@ -53,6 +53,11 @@ class Lookup:
             for name, columns in self._columns.items()
         }
 
+    @property
+    def has_doubts(self) -> bool:
+        """Whether anything waits to be verified."""
+        return self._doubts is not None
+
     @cached_property
     def devices(self) -> list[Device]:
         """Devices anything was timed on, by vendor, product and partition."""
