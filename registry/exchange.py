@@ -13,7 +13,7 @@ from pathlib import Path
 from lokakern.errors import DatabaseError
 from lokakern.registry import identity, places
 from lokakern.registry.checking import Checked, check
-from lokakern.registry.facts import common_keys
+from lokakern.registry.facts import check_agreement, has_all, unknown_keys
 from lokakern.registry.files import FACTS, shown
 from lokakern.registry.foreign import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.freshness import is_current
@@ -37,12 +37,15 @@ class ImportReport:
         known: Rows that were there.
         left_out: Rows that no measurement refers to.
         changed_kernels: Kernels of the file whose source is another one here.
+        contradicted: What waits with other contents of the same rows, with one of them. One of the
+            two was edited, and dispatch reads such rows of neither.
     """
 
     added: dict[str, int]
     known: dict[str, int]
     left_out: dict[str, int]
     changed_kernels: tuple[str, ...]
+    contradicted: tuple[tuple[Waiting, str], ...] = ()
 
 
 def import_file(
@@ -65,7 +68,7 @@ def import_file(
 
     Raises:
         DatabaseError: The file is not what it was said to be, cannot be read, holds what no row
-            may, or contradicts the target. The target is as it was.
+            may, or contradicts the target or the shipped files. The target is as it was.
     """
     with open_guarded(path, guards) as opened:
         _check_sha256(opened, sha256)
@@ -76,11 +79,10 @@ def import_file(
         if manifest is not None:
             manifest.check_counts(opened, checked.counts)
         part, left_out = _measured(opened, checked)
-        had, has = _add(part, target) if trusted else _let_wait(part, target)
+        added, contradicted = _add(part, target) if trusted else _let_wait(part, target)
     brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
-    added = {name: has[name] - had[name] for name in TABLES}
     known = {name: brought[name] - added[name] for name in TABLES}
-    return ImportReport(added, known, left_out, _changed(part))
+    return ImportReport(added, known, left_out, _changed(part), contradicted)
 
 
 def _check_sha256(opened: Foreign, sha256: str | None) -> None:
@@ -108,11 +110,14 @@ def _measured(opened: Foreign, checked: Checked) -> tuple[Part, dict[str, int]]:
     return replace(_part(opened, checked), dimensions=kept), left_out
 
 
-def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
+_Added = tuple[dict[str, int], tuple[tuple[Waiting, str], ...]]
+
+
+def _add(part: Part, target: Path) -> _Added:
     """Add a part to a file.
 
     Returns:
-        How many rows the file had, and has, by table.
+        How many rows were new to it, by table, and that nothing that waits was looked at.
     """
     with locked(target) as target, ExitStack() as stack:
         known = [stack.enter_context(own_part(target))] if target.exists() else []
@@ -128,50 +133,62 @@ def _add(part: Part, target: Path) -> tuple[dict[str, int], dict[str, int]]:
 
         with suppress(_NothingNew):
             publish(target, write)
-    return had, has
+    return {name: has[name] - had[name] for name in TABLES}, ()
 
 
-def _let_wait(part: Part, database: Path) -> tuple[dict[str, int], dict[str, int]]:
+def _let_wait(part: Part, database: Path) -> _Added:
     """Put a part beside a database, unless all of it is known.
 
+    What waits already stands in nobody's way: which of two contradictory files was edited is for
+    `verify` to say.
+
     Returns:
-        How many rows there were, here and waiting, and are, by table.
+        How many rows are new, by table, and what waits and contradicts them.
     """
-    with locked(database) as place, ExitStack() as stack:
-        folder = stack.enter_context(private_folder())
+    with locked(database) as place, private_folder() as folder:
         alone = folder / "alone.sqlite"
         write_union(alone, [part])
         _check_rejected(alone, place)
         with alone.open("rb") as file:
             target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
         own = [place] if place.exists() else []
-        known = [stack.enter_context(own_part(path)) for path in (*own, *_shipped_with(place))]
+        known = []
+        for path in (*own, *_shipped_with(place)):
+            known.append(facts_of(path))
+            check_agreement(known[-1], facts_of(alone), part.name)
+        contradicted = []
         for waiting in waiting_for(place):
             with suppress(DatabaseError):  # what cannot be read is left out by dispatch, too
-                known.append(stack.enter_context(own_part(waiting.path)))
-        # Whatever contradicts the part is said now: reading them together would leave it out.
-        had, has = _counts(known), _counts([*known, part])
-        if has != had:
+                others = facts_of(waiting.path)
+                try:
+                    check_agreement(others, facts_of(alone), part.name)
+                    known.append(others)
+                except DatabaseError as error:
+                    contradicted.append((waiting, str(error)))
+        added = _counts([part])
+        if known:
+            added = {name: len(unknown_keys(facts_of(alone), name, known)) for name in TABLES}
+        if any(added.values()) and not target.exists():
             _make_folder(target.parent)
             publish(target, lambda temporary: shutil.copyfile(alone, temporary))
-    return had, has
+    return added, tuple(contradicted)
 
 
 def _check_rejected(alone: Path, database: Path) -> None:
-    """Rows that were rejected do not come back, in a file that has more neither.
+    """A file that was rejected does not come back, in one that has more neither.
+
+    One that has only some of its rows may be what it was made from, and is let in.
 
     Raises:
-        DatabaseError: There are some.
+        DatabaseError: It is one.
     """
     for rejected in waiting_for(database, Tier.REJECTED):
-        for name in FACTS:
-            both = common_keys(facts_of(alone).keys(name), facts_of(rejected.path).keys(name))
-            if both:
-                raise DatabaseError(
-                    f"import: {len(both)} {name} rows were rejected by `verify`, because they "
-                    "disagree with what was measured here; leave them out, or, to try them again, "
-                    f"remove {str(rejected.path)!r}"
-                )
+        if has_all(facts_of(alone), facts_of(rejected.path)):
+            raise DatabaseError(
+                f"import: all rows of {str(rejected.path)!r}, {rejected.since}, are in the file; "
+                "`verify` rejected them, because some disagree with what was measured here; leave "
+                "them out, or, to try them again, remove that file"
+            )
 
 
 def _shipped_with(database: Path) -> list[Path]:

@@ -62,7 +62,7 @@ class Part(Facts, Protocol):
         ...
 
     def drop(self, name: str, keys: Sequence[bytes]) -> None:
-        """Take facts out."""
+        """Take rows out, those that are there: facts, or what no fact refers to any more."""
         ...
 
 
@@ -116,6 +116,10 @@ class GivenFacts:
 
     def drop(self, name: str, keys: Sequence[bytes]) -> None:
         dropped = {key.hex() for key in keys}
+        if name in DIMENSIONS:
+            kept = {k: row for k, row in self.dimensions[name].items() if k not in dropped}
+            self.dimensions = {**self.dimensions, name: kept}
+            return
         self._facts[name] = [row for row in self._facts[name] if row[0] not in dropped]
         self._at.pop(name, None)
 
@@ -180,19 +184,80 @@ def _one_a_key(name: str, parts: Sequence[Facts]) -> dict[str, Row]:
     return found
 
 
-def check_agreement(one: Part, other: Part) -> None:
+def check_agreement(one: Part, other: Part, source: str = "") -> None:
     """Nothing where two sources have the same content for each key that both have.
 
     Raises:
-        DatabaseError: One key has two contents.
+        DatabaseError: One key has two contents, the second in `source`.
     """
+    for name, a, b in contradictions(one, other):
+        raise _conflict(name, a, b, source)
+
+
+def contradictions(one: Part, other: Part) -> Iterator[tuple[str, Row, Row]]:
+    """Rows of one key with two contents, with their table."""
     for name in DIMENSIONS:
-        _one_a_key(name, (one, other))
+        rows, others = one.dimensions[name], other.dimensions[name]
+        for key in rows.keys() & others.keys():
+            if rows[key] != others[key]:
+                yield name, rows[key], others[key]
     for name in FACTS:
         both = common_keys(one.keys(name), other.keys(name))
         for a, b in zip(one.of_keys(name, both), other.of_keys(name, both), strict=True):
             if a != b:
-                raise _conflict(name, a, b)
+                yield name, a, b
+
+
+def has_all(whole: Part, part: Part) -> bool:
+    """Whether a source has every row of another, with the same content."""
+    for name in DIMENSIONS:
+        if not part.dimensions[name].items() <= whole.dimensions[name].items():
+            return False
+    for name in FACTS:
+        keys = part.keys(name)
+        both = common_keys(whole.keys(name), keys)
+        if len(both) * KEY_BYTES != len(keys):
+            return False
+        if whole.of_keys(name, both) != part.of_keys(name, both):
+            return False
+    return True
+
+
+def unknown_keys(part: Part, name: str, known: Sequence[Part]) -> set[bytes | str]:
+    """Keys of a table that no other source has."""
+    if name in DIMENSIONS:
+        return set(part.dimensions[name]).difference(*(one.dimensions[name] for one in known))
+    keys = part.keys(name)
+    found = {keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)}
+    return found.difference(*(common_keys(keys, one.keys(name)) for one in known))
+
+
+def set_disputed_apart(parts: Sequence[Part]) -> list[tuple[Part, Part, int]]:
+    """Take out of all sources the facts of which two of them have different contents.
+
+    Where two tell different things of a run, all its facts are disputed.
+
+    Returns:
+        Which two contradict each other, and in how many rows.
+    """
+    disputed: dict[str, set[str]] = {name: set() for name in (*DIMENSIONS, *FACTS)}
+    pairs = []
+    for one, other in combinations(parts, 2):
+        found = [(name, a[0]) for name, a, _ in contradictions(one, other)]
+        for name, key in found:
+            disputed[name].add(key)
+        if found:
+            pairs.append((one, other, len(found)))
+    for part in parts if pairs else ():
+        for name in FACTS:
+            keys = set(disputed[name])
+            for table in {*DIMENSIONS} & {*part.columns[name]}:
+                for key in disputed[table] & part.dimensions[table].keys():
+                    keys |= {row[0] for row in part.picked(name, ("key",), **{table: key})}
+            part.drop(name, [bytes.fromhex(key) for key in sorted(keys)])
+        for table in DIMENSIONS:
+            part.drop(table, [bytes.fromhex(key) for key in sorted(disputed[table])])
+    return pairs
 
 
 def _make_disjoint(name: str, one: Part, other: Part) -> None:
@@ -217,7 +282,7 @@ def common_keys(one: bytes, other: bytes) -> list[bytes]:
     ]
 
 
-def _conflict(name: str, one: Row, other: Row) -> DatabaseError:
+def _conflict(name: str, one: Row, other: Row, source: str = "") -> DatabaseError:
     from lokakern.registry.merging import conflict
 
-    return conflict(name, one, other)
+    return conflict(name, one, other, source)

@@ -162,6 +162,11 @@ class StoredFacts:
         return self._as_rows(name, found)
 
     def drop(self, name: str, keys: Sequence[bytes]) -> None:
+        if name in DIMENSIONS:
+            dropped = {key.hex() for key in keys}
+            kept = {k: row for k, row in self.dimensions[name].items() if k not in dropped}
+            self.dimensions = {**self.dimensions, name: kept}
+            return
         text = f"DELETE FROM {name} WHERE key = ?"
         self._asked(lambda: self._connection.executemany(text, [(key,) for key in keys]))
         self._indices[name] = self._index(name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lokakern.errors import DatabaseError
 from lokakern.registry import places
-from lokakern.registry.facts import check_agreement, united
+from lokakern.registry.facts import check_agreement, set_disputed_apart, united
 from lokakern.registry.image import facts_of
 from lokakern.registry.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.trust import Doubts, Waiting, waiting_for
@@ -61,16 +61,27 @@ def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Part]]:
 def _agreeing(
     waiting: Sequence[tuple[Waiting, Part]], trusted: Sequence[Part]
 ) -> list[tuple[Waiting, Part]]:
-    """What contradicts nothing: a file of others must not stop dispatch."""
+    """What contradicts nothing that is trusted, without what two tell differently.
+
+    A file of others must stop neither dispatch nor one another.
+    """
     found: list[tuple[Waiting, Part]] = []
     for one, part in waiting:
         try:
-            for known in (*trusted, *(part for _, part in found)):
+            for known in trusted:
                 check_agreement(known, part)
         except DatabaseError as error:
             _leave_out(one, error)
         else:
             found.append((one, part))
+    of = {id(part): one for one, part in found}
+    for one_part, other_part, count in set_disputed_apart([part for _, part in found]):
+        one, other = of[id(one_part)], of[id(other_part)]
+        logger.warning(
+            "%s (%s) and %s (%s), which wait to be verified, differ in %d rows of the same keys: one "
+            "was edited, and these rows are left out; run `verify`, or remove one of the two",
+            one.path, one.since, other.path, other.since, count,
+        )  # fmt: skip
     return found
 
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,15 @@ class Waiting:
     def name(self) -> str:
         """The first digits of the checksum of what was imported."""
         return self.path.stem
+
+    @property
+    def since(self) -> str:
+        """When it was put there."""
+        try:
+            when = datetime.fromtimestamp(self.path.stat().st_mtime, UTC)
+        except OSError:  # verified meanwhile
+            return "not there any more"
+        return f"imported {when:%Y-%m-%d %H:%M} UTC"
 
 
 def imports_folder(database: Path) -> Path:

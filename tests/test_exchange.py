@@ -6,6 +6,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import os
 import shutil
 import sqlite3
 import sys
@@ -291,19 +292,55 @@ def test_a_download_without_pooch_says_what_to_install(
         download("http://127.0.0.1:9/x", "0" * 64, tmp_path, largest_bytes=1)
 
 
-def test_what_waits_is_there_once_and_contradicts_nothing(
-    file: Path, target: Path, tmp_path: Path
-) -> None:
+def test_what_waits_is_there_once(file: Path, target: Path) -> None:
     before = target.read_bytes()
     assert import_file(file, target).added["timing"] == 8
-    assert import_file(file, target).added == NOTHING
-    write_file(tmp_path / "lie.sqlite", edited(base_rows(), "timing", kernel_err=0.125))
-    with pytest.raises(DatabaseError, match=r"timing row .*two contents \(kernel_err"):
-        import_file(tmp_path / "lie.sqlite", target)
+    again = import_file(file, target)
+    assert again.added == NOTHING and again.contradicted == () and again.known["timing"] == 8
     assert target.read_bytes() == before
     (waiting,) = waiting_for(target)
     assert [path.name for path in waiting.path.parent.iterdir()] == [waiting.path.name]
-    reject(waiting, target)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_an_altered_copy_that_waits_does_not_block_the_genuine_file(
+    exported: Path, target: Path, trusted: bool
+) -> None:
+    """Whether it came with a manifest, which who alters a file can alter, too."""
+    altered = exported.with_name("altered.sqlite")
+    write_file(altered, edited(read_rows(exported), "timing", kernel_err=0.125))
+    first = import_file(altered, target)
+    assert first.contradicted == () and first.added["timing"] == 4
+    (waiting,) = waiting_for(target)
+    report = import_file(exported, target, trusted=trusted)
+    assert report.added["timing"] == 4 and report.known["timing"] == 0
+    if trusted:
+        assert report.contradicted == ()
+        assert set(read_rows(exported)["timing"]) <= set(read_rows(target)["timing"])
+    else:
+        ((found, words),) = report.contradicted
+        assert found == waiting and "two contents (kernel_err 0.125 and" in words
+        assert len(waiting_for(target)) == 2
+
+
+def test_a_contradiction_names_what_waits(
+    file: Path, target: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    write_file(tmp_path / "lie.sqlite", edited(base_rows(), "timing", kernel_err=0.125))
+    code, _, err = command("import", tmp_path / "lie.sqlite", "--into", target)
+    assert code == 0 and "other contents" not in err
+    (waiting,) = waiting_for(target)
+    os.utime(waiting.path, (1_790_000_000, 1_790_000_000))
+    code, _, err = command("import", file, "--into", target)
+    assert code == 0
+    assert f"{waiting.path}, imported 2026-09-21 14:13 UTC, waits with other contents" in err
+    assert "`verify` decides, or remove the one that was edited (merge: timing row" in err
+
+
+def test_a_rejected_file_does_not_come_back(file: Path, target: Path, tmp_path: Path) -> None:
+    import_file(file, target)
+    (waiting,) = waiting_for(target)
+    rejected = reject(waiting, target)
     assert waiting_for(target) == []
     copy = tmp_path / "copy.sqlite"
     shutil.copyfile(file, copy)
@@ -311,12 +348,36 @@ def test_what_waits_is_there_once_and_contradicts_nothing(
         connection.execute("PRAGMA page_size = 16384")
         connection.execute("VACUUM")
     assert copy.read_bytes() != file.read_bytes()
-    write_file(tmp_path / "more.sqlite", base_rows())
+    write_base(tmp_path / "other.sqlite", run=3)
+    merge_files([file, tmp_path / "other.sqlite"], tmp_path / "more.sqlite")
     for same in (file, copy, tmp_path / "more.sqlite"):
-        with pytest.raises(DatabaseError, match="rejected by `verify`"):
+        with pytest.raises(DatabaseError, match=r"`verify` rejected them.*remove that file") as no:
             import_file(same, target)
+        assert str(rejected) in str(no.value) and ", imported 20" in str(no.value)
     with pytest.raises(DatabaseError, match="another `verify` was faster"):
         reject(waiting, target)
+
+
+@pytest.mark.parametrize("how", ["another value", "a row more", "another run"])
+def test_a_rejected_altered_copy_does_not_block_the_genuine_file(
+    file: Path, target: Path, tmp_path: Path, how: str
+) -> None:
+    rows = base_rows()
+    if how == "another value":
+        altered = edited(rows, "timing", kernel_err=0.125)
+    elif how == "another run":
+        altered = edited(rows, "run", started_utc_ms=1_700_000_000_001)
+    else:
+        row = dict(zip(COLUMNS["timing"], rows["timing"][0], strict=True)) | {"regime": "eager"}
+        forged = (row_key("timing", row), *list(row.values())[1:])
+        altered = {**rows, "timing": sorted([*rows["timing"], forged])}
+    write_file(tmp_path / "altered.sqlite", altered)
+    import_file(tmp_path / "altered.sqlite", target)
+    reject(waiting_for(target)[0], target)
+    assert import_file(file, target).added["timing"] == 8
+    assert read_rows(waiting_for(target)[0].path) == read_rows(file)
+    with pytest.raises(DatabaseError, match="`verify` rejected them"):
+        import_file(tmp_path / "altered.sqlite", target)
 
 
 def test_a_database_that_is_a_link_stays_one(file: Path, tmp_path: Path) -> None:

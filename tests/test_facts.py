@@ -196,6 +196,39 @@ def test_one_key_with_two_contents(small: Path, change: str, table: str) -> None
     assert str(found.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("as_rows", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("changes", "timings", "accuracies"),
+    [
+        (["UPDATE timing SET latency_us_p80 = 1e9 WHERE key = (SELECT max(key) FROM timing)"],
+         39, 60),
+        (["UPDATE timing SET latency_us_p80 = 1e9", "DELETE FROM accuracy"], 0, 60),
+        (["UPDATE accuracy SET row_err = 2.5 WHERE key = (SELECT min(key) FROM accuracy)",
+          "DELETE FROM timing WHERE key > (SELECT min(key) FROM timing)"], 40, 59),
+        (["UPDATE run SET command = 'other'"], 0, 0),
+        ([], 40, 60),
+    ],
+)  # fmt: skip
+def test_what_two_sources_tell_differently_is_taken_out_of_both(
+    small: Path, as_rows: tuple[bool, bool], changes: list[str], timings: int, accuracies: int
+) -> None:
+    other = edited(Path(shutil.copy(small, small.with_name("other.sqlite"))), *changes)
+    parts = [
+        GivenFacts(read_rows(path)) if is_rows else facts_of(path)
+        for path, is_rows in zip((small, other), as_rows, strict=True)
+    ]
+    assert facts.has_all(parts[0], parts[1]) is (not changes)
+    assert facts.has_all(parts[1], parts[0]) is (not changes)
+    assert not facts.unknown_keys(parts[1], "timing", [parts[0]])
+    assert len(facts.unknown_keys(parts[0], "timing", [GivenFacts({})])) == 40
+    pairs = facts.set_disputed_apart(parts)
+    assert [pair[:2] for pair in pairs] == ([tuple(parts)] if changes else [])
+    both = facts.united(parts)
+    assert (both.count("timing"), both.count("accuracy")) == (timings, accuracies)
+    assert len(both.keys("timing")) == 32 * timings
+    assert len(parts[0].dimensions["run"]) == (timings + accuracies > 0)
+
+
 @pytest.mark.parametrize(
     ("statements", "words"),
     [

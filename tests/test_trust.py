@@ -212,6 +212,57 @@ def test_what_comes_to_contradict_is_left_out(
     assert load_snapshot().sources and "no database" not in str(load_snapshot())
 
 
+def times_here() -> list[float]:
+    facts = load_snapshot()
+    assert facts.has_doubts
+    return sorted(c.latency_us_p50 for c in facts.timings_on(H200, "graph-cold"))
+
+
+@pytest.mark.parametrize("lies", [(5.0,), (5.0, 4.0), (5.0, 6.0, 4.0)])
+def test_what_two_imports_tell_differently_is_read_of_neither(
+    mine: Path, caplog: pytest.LogCaptureFixture, lies: tuple[float, ...]
+) -> None:
+    """In whatever order they came, however many there are; and what else they tell is read."""
+    genuine = mine.with_name("genuine.sqlite")
+    Book(genuine).write(time(BF16, HERE, 21.0))
+    for place, us in enumerate(lies):
+        import_file(edit(genuine, latency_us_p50=us, latency_us_p20=us), mine)
+        if place == 0:
+            assert import_file(genuine, mine).contradicted
+    merge_files([genuine, Book(mine.with_name("b.sqlite")).write(time(ROW, HERE, 7.0)).path],
+                mine.with_name("both.sqlite"))  # fmt: skip
+    import_file(mine.with_name("both.sqlite"), mine)
+    assert len(waiting_for(mine)) == len(lies) + 2
+    assert times_here() == [7.0, 20.0, 40.0]
+    assert "which wait to be verified, differ in 1 rows of the same keys" in caplog.text
+    assert all(
+        str(one.path) in caplog.text and one.since in caplog.text for one in waiting_for(mine)
+    )
+    caplog.clear()
+    (fact,) = read_rows(genuine)["timing"]
+    for one in waiting_for(mine):
+        if fact not in read_rows(one.path)["timing"]:
+            one.path.unlink()
+    assert times_here() == [7.0, 20.0, 21.0, 40.0] and "differ" not in caplog.text
+
+
+def test_of_a_run_of_which_two_imports_tell_different_things_nothing_is_read(mine: Path) -> None:
+    genuine = mine.with_name("genuine.sqlite")
+    Book(genuine).write(time(BF16, HERE, 21.0), accuracy(BF16, HERE, 0.002))
+    import_file(genuine, mine)
+    Book(mine.with_name("b.sqlite")).write(time(ROW, HERE, 7.0))
+    import_file(mine.with_name("b.sqlite"), mine)
+    assert times_here() == [7.0, 20.0, 21.0, 40.0]
+    rows = read_rows(genuine)
+    (values,) = rows["run"]
+    later = dict(zip(COLUMNS["run"], values, strict=True))
+    later["started_utc_ms"] += 1
+    write_file(mine.with_name("edited.sqlite"), {**rows, "run": [tuple(later.values())]})
+    import_file(mine.with_name("edited.sqlite"), mine)
+    assert times_here() == [7.0, 20.0, 40.0]
+    assert load_snapshot().digest != load_snapshot([mine]).digest
+
+
 def edit(path: Path, **changes: float) -> Path:
     """A copy with other values in its only timing, under the same key."""
     rows = read_rows(path)
