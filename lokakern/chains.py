@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from lokakern import selection
+from lokakern.arguments import budget_of, flag_of
 from lokakern.chain_choice import ChainChoice, is_faster, steps_of, time_of
 from lokakern.chain_search import best_paths, fastest_within
 from lokakern.chain_ways import (
@@ -25,12 +26,12 @@ from lokakern.chain_ways import (
     ways_of,
     worth_measuring,
 )
-from lokakern.device import current_device
 from lokakern.epilogue import norm_form
-from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
+from lokakern.errors import BudgetError, FormatError, ShapeError, UnknownNameError
 from lokakern.operands import granularity_named
 from lokakern.problems import make_problem
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, ErrorBudget, Granularity
+from lokakern.selection import AnyDevice
+from lokakern.types import REALISTIC_DISTRIBUTIONS, ErrorBudget, Granularity
 
 # Gradients, which no forward pass reads: under a scale that is known beforehand rows that are small
 # against eps vanish, as no norm makes them large.
@@ -45,7 +46,7 @@ def dispatch_chain(
     budget: ErrorBudget | float | None = None,
     *,
     distribution: str | Sequence[str] | None = None,
-    device: Device | str | None = None,
+    device: AnyDevice = None,
     regime: str | None = None,
     in_granularity: Granularity | str | None = None,
     out_granularity: Granularity | str | None = None,
@@ -70,7 +71,8 @@ def dispatch_chain(
             None means the unquantized chain.
         distribution: Name (or names) of the input distributions to judge errors on; None means all
             realistic ones but that of gradients.
-        device: A product such as "NVIDIA H200", or a `Device`; None means the one here.
+        device: A product such as "NVIDIA H200", a `torch.device` that is here, or a `Device`; None
+            means the one here.
         regime: Of times.
         in_granularity: Scales of an input that comes in the device's E4M3: "tensor", "row" or
             "1x128"; None where it is bfloat16.
@@ -82,7 +84,8 @@ def dispatch_chain(
     Raises:
         ShapeError: There are no layers, or sizes do not fit each other.
         UnknownNameError: No such epilogue, or one that reads other tensors; no such distribution.
-        FormatError: No such granularity, or one scale for an output that nothing bounds.
+        FormatError: No such granularity, one scale for an output that nothing bounds, or `prepared`
+            is neither True nor False.
         BudgetError: The budget is not a limit on the row error.
         DeviceError: The database does not know the device.
     """
@@ -90,12 +93,12 @@ def dispatch_chain(
     chain = Chain(
         _checked(layers),
         _rows(m),
-        _device_named(device),
+        selection.device_named(device),
         selection.distribution_names(distribution) or INPUTS,
         regime,
         _scales("in_granularity", in_granularity),
         _scales("out_granularity", out_granularity),
-        prepared,
+        flag_of("dispatch_chain", "prepared", prepared),
     )
     if chain.writes is TENSOR and not chain.layers[-1].is_bounded:
         raise FormatError(
@@ -124,26 +127,13 @@ def dispatch_chain(
 def _limit_of(budget: ErrorBudget | float | None) -> float | None:
     if budget is None:
         return None
-    limits = ErrorBudget.of(budget).limits
+    limits = budget_of(budget).limits
     if set(limits) != {"row_err"}:
         raise BudgetError(
             f"dispatch_chain: budget is {', '.join(limits)}; expected a limit on row_err: of the "
             "other errors nobody knows how they add up"
         )
     return limits["row_err"]
-
-
-def _device_named(device: Device | str | None) -> Device:
-    if device is None:
-        return current_device()
-    if isinstance(device, Device):
-        return device
-    if not isinstance(device, str):
-        raise DeviceError(
-            f"dispatch_chain: device is {device!r}; expected a product such as 'NVIDIA H200', or a "
-            "Device"
-        )
-    return selection.device_named(device)
 
 
 def _checked(layers: Sequence[tuple[int, int, str]]) -> tuple[Layer, ...]:

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lokakern import misses, selection
+from lokakern.arguments import budget_of
 from lokakern.errors import MeasurementError, MissError, UnknownNameError, UnsupportedError
 from lokakern.operands import device_of
 from lokakern.registry.register import FP8_GPUS, Kernel, kernels_for
@@ -29,7 +30,7 @@ class Chooser(Protocol):
 
 def fastest_within(budget: ErrorBudget | float | None) -> Chooser:
     """Chooses the fastest kernel within a budget that does what the problem needs besides."""
-    limits = None if budget is None else ErrorBudget.of(budget)
+    limits = None if budget is None else budget_of(budget)
 
     def choose(problem: Problem, x: Tensor, needs: frozenset[str] = frozenset()) -> Kernel:
         table = selection.table_for(problem, limits, device=device_of(x), needs=needs)

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from lokakern import sampled_check, selection
 from lokakern.adopting import Chosen, adopt, choose, unchoose
+from lokakern.arguments import budget_of, m_range_of
 from lokakern.between import (
     BoundedSequential,
     activations_between,
@@ -25,13 +27,14 @@ from lokakern.between import (
     tell,
 )
 from lokakern.device import current_device
-from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
+from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
 from lokakern.probe.elsewhere import matrices_elsewhere
 from lokakern.probe.report import ProbeReport
 from lokakern.routed import PLAIN, has_activator, kernel_at
 from lokakern.routes import FORMS, GEMMS, Judge, MRange, Route, activating_route, routes_of
+from lokakern.selection import AnyDevice
 from lokakern.sites import INNER, MIXING, ModuleFilter, inner_layers, named_modules, shape_of
 from lokakern.types import Device, ErrorBudget, Granularity
 
@@ -44,7 +47,7 @@ def convert(
     *,
     filter: ModuleFilter | None = None,
     inference: bool = False,
-    device: Device | str | None = None,
+    device: AnyDevice = None,
     distribution: str | Sequence[str] | None = None,
     m_range: MRange | None = None,
     between: bool = True,
@@ -103,7 +106,7 @@ def convert(
         DeviceError: The database does not know the device.
     """
     if m_range is not None:
-        _check_range(m_range)
+        m_range = m_range_of("convert", m_range)
     names = selection.distribution_names(distribution)
     marker = sampled_check.Marker(check)
     forms = FORMS if weight_scales is None else tuple(_form_named(x) for x in weight_scales)
@@ -156,7 +159,7 @@ class Conversion:
         modules: dict[str, nn.Module],
         skipped: dict[str, str],
         inference: bool,
-        device: Device | str | None,
+        device: AnyDevice,
         distributions: tuple[str, ...] | None,
         m_range: MRange | None,
         forms: Sequence[Granularity],
@@ -219,7 +222,7 @@ class Conversion:
             weight = next(sequence.parameters(), None) if self._between else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
             if weight is not None:
-                device = selection.device_named(self._device or _device_of(weight))
+                device = self._device_for(weight)
                 if is_affordable(budget):
                     scales = scales_between(sequence, device)
                 found = activations_between(sequence, scales) if self._inference else {}
@@ -256,7 +259,7 @@ class Conversion:
         for name, module in self._modules.items():
             assert isinstance(module, nn.Linear | Routed)  # of which sites are
             n, k, has_bias, weight = shape_of(module)
-            device = selection.device_named(self._device or _device_of(weight))
+            device = self._device_for(weight)
             judge = _judge_of(wanted, name, self._distributions)
             if getattr(module, "is_mixing", False):
                 found[name] = tuple(Route(gemm, PLAIN, MIXING) for gemm in GEMMS)
@@ -307,6 +310,10 @@ class Conversion:
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
         note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
+
+    def _device_for(self, weight: Tensor) -> Device:
+        given = _device_of(weight) if self._device is None else self._device
+        return selection.device_named(given)
 
     @contextlib.contextmanager
     def weights_unchanged(self) -> Iterator[None]:
@@ -363,7 +370,7 @@ class Conversion:
                 "inference=True, whose weights are not trained"
             )
         if m_range is not None:
-            _check_range(m_range)
+            m_range = m_range_of("offload", m_range)
         stay = self._read_elsewhere()
         freed = 0
         for site in self.sites.values():
@@ -526,22 +533,12 @@ def _judge_of(wanted: Wanted, name: str, distributions: tuple[str, ...] | None) 
         return Judge(wanted.budget, None, verdicts)
     if wanted is None:
         return Judge(None)
-    if isinstance(wanted, bool) or not isinstance(wanted, int | float | ErrorBudget):
+    if isinstance(wanted, bool) or not isinstance(wanted, Real | ErrorBudget):
         raise FormatError(
             f"convert: report_or_budget is {type(wanted).__name__}; expected a ProbeReport, a "
             "number (the largest row error, 0.06 admits E4M3), an ErrorBudget or None"
         )
-    return Judge(ErrorBudget.of(wanted), distributions)
-
-
-def _check_range(m_range: object) -> None:
-    usable = isinstance(m_range, Sequence) and len(m_range) == 2
-    if not usable or not all(isinstance(m, int) for m in m_range):  # type: ignore[attr-defined]
-        usable = False
-    if not usable or not 1 <= m_range[0] <= m_range[1]:  # type: ignore[index]
-        raise ShapeError(
-            f"convert: m_range is {m_range!r}; expected (smallest, largest), both at least 1"
-        )
+    return Judge(budget_of(wanted), distributions)
 
 
 def _rows_of(route: Route, choice: Any) -> int:

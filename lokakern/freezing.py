@@ -57,7 +57,7 @@ def freeze(path: str | os.PathLike[str]) -> None:
     chosen = [table for table in selection.chosen() if table.callable_here]
     device = _device({table.device for table in chosen}, shown)
     tables = {Key.of(table): table for table in chosen if table.device == device}
-    forms = {asked: form for (where, asked), form in preparation.FORMS.items() if where == device}
+    forms = {asked: form for (where, asked), form in preparation.CHOSEN.items() if where == device}
     names = sorted({name for table in tables.values() for name in table.winners if name})
     from lokakern import __version__  # which imports this module
 

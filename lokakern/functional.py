@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lokakern import autograd, selection
+from lokakern.arguments import budget_of
 from lokakern.chooser import Chooser, after_miss, check_on_miss, fastest_within, only
 from lokakern.errors import FormatError, ShapeError
 from lokakern.multiply import multiply
@@ -107,7 +108,7 @@ def gemm(
             a.dtype, k, a.stride(), a.device, a.data_ptr() & 15, low if low < 16 else 16, m > 1,
             b.signature if type(b) is QuantizedTensor
             else (b.dtype, b.shape, b.stride(), b.device, b.data_ptr() & 15),  # type: ignore[union-attr]
-            budget, distribution, on_miss, check,
+            budget, type(budget), distribution, on_miss, check,
             None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.device),
             None if out is None else (out.dtype, out.shape[1:], out.stride(), out.device),
         )  # fmt: skip
@@ -174,7 +175,7 @@ def _plan(
     names = selection.distribution_names(distribution)
     if budget is None:  # needs no measurement, and none that cannot be read stands in its way
         return selection.unquantized_table(problem, device_of(a))
-    limits = ErrorBudget.of(budget)
+    limits = budget_of(budget)
     table = selection.table_for(problem, limits, names, device_of(a))
     site = f"gemm n={problem.n} k={problem.k} {problem.a.format.value}"
     watch = watch_of_gemm(check, limits, site + (" prepared" if problem.prepared else ""))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lokakern import norm_autograd, selection
+from lokakern.arguments import budget_of
 from lokakern.chooser import (
     Chooser,
     after_miss,
@@ -328,7 +329,7 @@ def _key_of(a: Any, b: Any, epilogue: NormEpilogue, out: Any, *rest: Any) -> Any
             b.signature if type(b) is QuantizedTensor else (*_facts(b), b.shape, b.data_ptr() & 15),
             *map(_facts, epilogue), _facts(out), form, out_granularity,
             _facts_of_scale(out_scale),
-            *others,
+            *others, type(others[0]),  # of the budget: True is none, and equals 1
         )  # fmt: skip
         hash(key)
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
@@ -363,7 +364,7 @@ def _plan(
     if budget is None and isinstance(b, QuantizedTensor) and isinstance(a, Tensor):
         budget = b.budget
     names = selection.distribution_names(distribution)
-    limits = None if budget is None else ErrorBudget.of(budget)
+    limits = None if budget is None else budget_of(budget)
     left = a.data if isinstance(a, QuantizedTensor) else a
     return selection.table_for(problem, limits, names, device_of(left))
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lokakern import selection
+from lokakern.arguments import budget_of
 from lokakern.device import current_device, current_environment
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
@@ -94,7 +95,7 @@ def warmup(
     """
     check_workers(workers)
     target = gpu_named(device)
-    limits = None if budget is None else ErrorBudget.of(budget)
+    limits = None if budget is None else budget_of(budget)
     try:
         given = list(problems)
     except TypeError:

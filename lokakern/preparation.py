@@ -9,10 +9,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from lokakern import selection
+from lokakern.arguments import budget_of, m_range_of
 from lokakern.errors import FormatError, ShapeError
 from lokakern.frozen import Weight
 from lokakern.functional import quantize
 from lokakern.operands import check_matrix, device_of, operand_of
+from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.table import Table
 from lokakern.types import (
@@ -26,9 +28,10 @@ from lokakern.types import (
     QuantizedTensor,
     alignment_of,
 )
+from lokakern.weight_forms import FORMS, with_weight
 
-FORMS: dict[tuple[Device, Weight], Granularity] = {}  # what was chosen; NONE leaves a weight
-selection.on_new_snapshot(FORMS.clear)
+CHOSEN: dict[tuple[Device, Weight], Granularity] = {}  # what was chosen; NONE leaves a weight
+selection.on_new_snapshot(CHOSEN.clear)
 
 
 def prepare_weight(
@@ -58,16 +61,8 @@ def prepare_weight(
         BudgetError: The budget is not a finite, non-negative number.
     """
     check_matrix("prepare_weight", "w", w)
-    usable = isinstance(m_range, Sequence) and len(m_range) == 2
-    if (
-        not usable
-        or not all(isinstance(m, int) for m in m_range)
-        or not 1 <= m_range[0] <= m_range[1]
-    ):
-        raise ShapeError(
-            f"prepare_weight: m_range is {m_range!r}; expected (smallest, largest), both at least 1"
-        )
-    limits = ErrorBudget.of(budget)
+    least, largest = m_range_of("prepare_weight", m_range)
+    limits = budget_of(budget)
     weight = operand_of(w)
     if weight.format.is_fp8:
         raise FormatError(f"prepare_weight: w is {w.dtype}; expected bfloat16 or float32")
@@ -79,10 +74,10 @@ def prepare_weight(
     names = selection.distribution_names(distribution)
     n, k = w.shape
     judged = names or REALISTIC_DISTRIBUTIONS
-    asked = Weight(n, k, weight.format, limits, judged, int(m_range[0]), int(m_range[1]))
+    asked = Weight(n, k, weight.format, limits, judged, least, largest)
     held = selection.choices()
     form = _fastest_form(asked, device, names) if held is None else held.form(asked, device)
-    FORMS[device, asked] = form
+    CHOSEN[device, asked] = form
     if form is Granularity.NONE:
         return QuantizedTensor(w, None, form, True, None, limits)
     quantized = quantize(w.detach(), form, out_format=fp8_format(device))
@@ -94,14 +89,10 @@ def _fastest_form(
 ) -> Granularity:
     """Scales with which FP8 pays most; NONE where it never does."""
     best = (0.0, "", Granularity.NONE)
-    for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK):
-        problem = Problem(
-            op="gemm", m=asked.least_m, n=asked.n, k=asked.k,
-            a=Operand(asked.format, Granularity.NONE, Layout.ROW,
-                      alignment_of(asked.k * asked.format.dtype.itemsize)),
-            b=Operand(fp8_format(device), granularity, Layout.COLUMN),
-            prepared=True, out_format=asked.format,
-        )  # fmt: skip
+    a = Operand(asked.format, alignment=alignment_of(asked.k * asked.format.dtype.itemsize))
+    plain = make_problem("gemm", (asked.least_m, asked.n, asked.k), a=a)
+    for granularity in FORMS:
+        problem = with_weight(plain, granularity, device)
         gain = _mean_log_gain(problem, asked, device, distributions)
         best = min(best, (gain, granularity.value, granularity), key=lambda way: way[:2])
     return best[2]

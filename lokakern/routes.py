@@ -39,9 +39,10 @@ from lokakern.types import (
     Rejected,
     alignment_of,
 )
+from lokakern.weight_forms import FORMS as FORMS
+from lokakern.weight_forms import with_weight
 
 GEMMS = ("output", "grad_input", "grad_weight")
-FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)  # of a weight's scales
 ANY_M = 2**31  # more than any m
 SAMPLES = (1024, 2048, 8192, 20480)  # at which gradients of weights are swept, besides those of m
 MRange = tuple[int, int]
@@ -209,7 +210,7 @@ def _of_forms(
     is_prepared: bool,
 ) -> Table:  # fmt: skip
     """Candidates that read a weight quantized ahead, with these kinds of scales."""
-    asked = _prepared(problem, forms[0], device) if is_prepared else problem
+    asked = with_weight(problem, forms[0], device) if is_prepared else problem
     table, candidates = judge.candidates(asked, gemm, device)
     kept, rejected = [], list(table.rejected)
     for candidate in candidates:
@@ -223,11 +224,6 @@ def _of_forms(
     return _rebuilt(table, kept, rejected)
 
 
-def _prepared(problem: Problem, form: Granularity, device: Device) -> Problem:
-    weight = Operand(fp8_format(device), form, Layout.COLUMN)
-    return replace(problem, b=weight, prepared=True)
-
-
 def _why_not(
     kernel: Kernel | None, forms: Sequence[Granularity], problem: Problem, device: Device
 ) -> str | None:
@@ -236,7 +232,7 @@ def _why_not(
     form = kernel.b_granularity
     if form not in forms:
         return f"reads a weight with {form} scales, and another gains more"
-    answer = kernel.supports(_prepared(problem, form, device), device)
+    answer = kernel.supports(with_weight(problem, form, device), device)
     if isinstance(answer, Rejected):
         return f"reads no weight quantized ahead: {answer.reason}"
     return None

@@ -7,6 +7,7 @@ between them, so that a warm answer is one dict look-up and one bisection.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lokakern import agreement, frozen_file
+from lokakern.arguments import budget_of, device_of_torch, problem_of
 from lokakern.choice import Choice as Choice
 from lokakern.device import current_device, devices_here
-from lokakern.errors import ChoicesError, UnknownNameError
+from lokakern.errors import ChoicesError, DeviceError, UnknownNameError
 from lokakern.evidence import Candidate, Memory, candidate_of
 from lokakern.frozen import Choices
-from lokakern.problems import baseline_name, make_problem
+from lokakern.nearby import measured_instead, sizes_of
+from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, kernels_for, load_kernels
 from lokakern.table import LooseTable, Table
 from lokakern.types import (
@@ -31,6 +36,7 @@ from lokakern.types import (
     Problem,
     alignment_of,
 )
+from lokakern.weight_forms import FORMS, with_weight
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot import Snapshot, TimingCell
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
 # quantize are rejected by the same rule as any without a cell, and the unquantized one is taken.
 # What follows after a colon says why.
 OUTSIDE = "outside"
+AnyDevice = Device | torch.device | str | None
 
 
 _TABLES: dict[Any, Table] = {}
@@ -130,14 +137,22 @@ def chosen() -> list[Table]:
         return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
 
 
-def device_named(device: Device | str | None) -> Device:
-    """The device of a product's name; None for the one here.
+def device_named(device: AnyDevice) -> Device:
+    """The device of a product's name, or of torch's; None for the one here.
 
     Raises:
-        DeviceError: Neither the database nor the frozen choices know the device.
+        DeviceError: Neither the database nor the frozen choices know the device, or torch's is not
+            here.
     """
     if device is None or isinstance(device, Device):
         return device or current_device()
+    if isinstance(device, torch.device):
+        return device_of_torch(device)
+    if not isinstance(device, str) or device.partition(":")[0] in ("cuda", "cpu", "meta"):
+        raise DeviceError(
+            f"device is {device!r}; expected a product such as 'NVIDIA H200', a torch.device, a "
+            "lokakern.types.Device, or None for the one here"
+        )
     held = choices()
     return snapshot().find_device(device) if held is None else held.find_device(device)
 
@@ -151,7 +166,7 @@ def dispatch(
     error_budget: ErrorBudget | float | None = None,
     *,
     distribution: str | Sequence[str] | None = None,
-    device: Device | str | None = None,
+    device: AnyDevice = None,
     regime: str | None = None,
     **problem: Any,
 ) -> Choice:
@@ -165,48 +180,89 @@ def dispatch(
     4. Least time wins. Within noise the lower error wins, then the name; so an FP8 kernel is
        chosen only where it is faster than the unquantized one beyond noise.
 
+    Of a weight that is prepared (``prepared=True``) and not described (``b=``), each form that
+    `prepare_weight` makes is asked, with scales of the tensor, of rows and of 128x128 blocks; the
+    fastest at this m is the answer, and `Choice.problem` says which it is.
+
     Args:
         op: A key of `registry.ops.OPS`, such as "gemm", "scaled_gemm", "gemm_norm" or "quantize".
         shape: ``(m, n, k)``, or ``(m, k)`` for ops with one operand.
         error_budget: A limit on row_err, or an `ErrorBudget`. None means the unquantized kernel
-            (of several, the fastest; for ops that have none, the fastest of all).
+            (of several, the fastest; for ops that have none, the fastest of all). Numbers of NumPy
+            are taken, arrays and tensors are not.
         distribution: Name (or names) of the input distributions to judge the error on; None means
             all realistic ones.
-        device: A product such as "NVIDIA H200", or a `Device`; None means the one here.
+        device: A product such as "NVIDIA H200", a `torch.device` that is here, or a `Device`; None
+            means the one here.
         regime: "graph-cold", "graph-hot" or "eager"; None means graph-cold on GPUs and eager on
             CPUs, which have no graphs.
-        problem: Fields of `Problem` that differ from the usual, such as ``prepared=True``.
+        problem: Fields of `Problem` that differ from the usual, such as ``prepared=True`` or
+            ``epilogue="bias"``.
 
     Raises:
-        UnknownNameError: Unknown op, regime or distribution.
+        UnknownNameError: Unknown op, regime or distribution; or a field, epilogue, format,
+            granularity or layout that no problem of the op has.
         ShapeError: The shape does not fit the op.
+        FormatError: A flag that is neither True nor False, or an operand that is none.
         BudgetError: The budget is not a finite, non-negative number.
         DeviceError: The database does not know the device.
     """
-    try:
-        m = shape[0]
-        low = m & -m
-        key = (op, *shape[1:], error_budget, distribution, device, regime, low if low < 16 else 16)
-        if problem:
-            key = (*key, *sorted(problem.items()))
-        table = _TABLES.get(key) if m >= 0 else None
-    except (TypeError, IndexError):  # an unhashable or wrong argument: the slow path says which
-        key, table = None, None
-    if table is None:
-        generation = _GENERATION
-        asked = make_problem(op, shape, **problem)
-        table = table_for(
-            asked,
-            None if error_budget is None else ErrorBudget.of(error_budget),
-            distribution_names(distribution),
-            device,
-            regime,
-        )
-        m = asked.m
-        with _LOCK:
-            if key is not None and generation == _GENERATION:
-                _TABLES[key] = table
-    return Choice(table, m)
+    # Equal keys of another type, as True and 1.0 are of 1, are no answer to each other.
+    key = None
+    if type(shape) is tuple or type(shape) is list:
+        for size in shape:
+            if type(size) is not int:
+                break
+        else:
+            try:
+                m = shape[0]
+                low = m & -m
+                key = (op, *shape[1:], type(error_budget), error_budget, distribution, device,
+                       regime, low if low < 16 else 16)  # fmt: skip
+                if problem:
+                    given = sorted(problem.items())
+                    key = (*key, *given, *(type(value) for _, value in given))
+                table = _TABLES.get(key)
+                if table is not None and m >= 0:
+                    return Choice(table, m)
+            except (TypeError, IndexError):  # unhashable, or no sizes: what follows says so
+                key = None
+    generation = _GENERATION
+    asked = problem_of(op, shape, problem)
+    budget = None if error_budget is None else budget_of(error_budget)
+    judged = budget, distribution_names(distribution)
+    if (
+        asked.prepared
+        and asked.b is not None
+        and problem.get("b") is None
+        and not asked.a.format.is_fp8
+    ):
+        return _prepared_choice(asked, *judged, device, regime)
+    table = table_for(asked, *judged, device, regime)
+    with _LOCK:
+        if key is not None and generation == _GENERATION:
+            _TABLES[key] = table
+    return Choice(table, asked.m)
+
+
+def _prepared_choice(
+    problem: Problem,
+    budget: ErrorBudget | None,
+    distributions: tuple[str, ...] | None,
+    device: AnyDevice,
+    regime: str | None,
+) -> Choice:
+    """The fastest at this m of all forms in which a weight is prepared."""
+    target = device_named(device)
+    forms = [with_weight(problem, form, target) for form in FORMS]
+
+    def rank(form: Problem) -> tuple[bool, float]:
+        table = table_for(form, budget, distributions, target, regime, is_choice=False)
+        choice = Choice(table, problem.m)
+        return choice.is_miss, math.inf if choice.latency_us is None else choice.latency_us
+
+    best = min(forms, key=rank)
+    return Choice(table_for(best, budget, distributions, target, regime), problem.m)
 
 
 def distribution_names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -232,7 +288,7 @@ def table_for(
     problem: Problem,
     budget: ErrorBudget | None,
     distributions: tuple[str, ...] | None = None,
-    device: Device | str | None = None,
+    device: AnyDevice = None,
     regime: str | None = None,
     needs: frozenset[str] = frozenset(),
     *,
@@ -250,8 +306,8 @@ def table_for(
     """
     global _FORGOTTEN
     m_alignment = alignment_of(problem.m)
-    if regime is not None and regime not in REGIMES:
-        raise UnknownNameError(_regime_words(regime))
+    _check_regime(regime)
+    device = device_named(device)
     key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs)
     with _LOCK:
         table = _TABLES.get(key)
@@ -268,7 +324,7 @@ def table_for(
 
 
 def loose_table(
-    problem: Problem, device: Device | str | None, regime: str | None, memory: Memory
+    problem: Problem, device: AnyDevice, regime: str | None, memory: Memory
 ) -> LooseTable:
     """What `table_for` rests on, for `LooseTable.pick` at any m and within any budget.
 
@@ -286,9 +342,9 @@ def loose_table(
             f"answers are those of {held}, which does not tell what they rest on; unset "
             "LOKAKERN_CHOICES to read databases"
         )
-    if regime is not None and regime not in REGIMES:
-        raise UnknownNameError(_regime_words(regime))
-    found = _build(problem, None, None, device, regime, frozenset(), LooseTable, memory)
+    _check_regime(regime)
+    target = device_named(device)
+    found = _build(problem, None, None, target, regime, frozenset(), LooseTable, memory)
     assert isinstance(found, LooseTable)
     return found
 
@@ -317,22 +373,24 @@ def default_regime(device: Device) -> str:
     return "graph-cold" if device.is_gpu else "eager"
 
 
-def _regime_words(regime: str) -> str:
-    return f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
+def _check_regime(regime: str | None) -> None:
+    if regime is not None and not (isinstance(regime, str) and regime in REGIMES):
+        raise UnknownNameError(
+            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
+        )
 
 
 def _build(
     problem: Problem,
     budget: ErrorBudget | None,
     distributions: tuple[str, ...] | None,
-    device: Device | str | None,
+    target: Device,
     regime: str | None,
     needs: frozenset[str],
     kind: type[Table] = Table,
     memory: Memory | None = None,
 ) -> Table:
     held = choices()
-    target = device_named(device)
     local = target in devices_here()
     if regime is None:
         regime = default_regime(target)
@@ -377,6 +435,12 @@ def _build(
             rejected.append((name, found))
         else:
             candidates.append(found)
+    instead = ""
+    if not candidates:
+        instead = measured_instead(facts, problem, target, regime)
+        if cells:
+            reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
+            instead = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}"
     return kind(
         problem=problem,
         device=target,
@@ -390,4 +454,5 @@ def _build(
         callable_here=local,
         m_alignment=alignment_of(problem.m),
         needs=needs,
+        instead=instead,
     )

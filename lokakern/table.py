@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from lokakern.evidence import Candidate, Time, within_noise
+from lokakern.nearby import sizes_of
 from lokakern.registry.register import Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected
@@ -81,6 +82,7 @@ class Table:
     winners: list[str] = field(default_factory=list)
     kernels: list[Kernel | None] = field(default_factory=list)
     misses: list[bool] = field(default_factory=list)
+    instead: str = ""  # of no candidate: what was measured of the same sizes, and what to ask
     origin: Origin | None = None  # None where a database was read
     is_choice: bool = False  # whether it was asked for a kernel, and not only for what is known
     watch: Watch | None = None  # who checks the products of `gemm`
@@ -285,11 +287,18 @@ class Table:
     def _miss_words(self, m: int) -> str:
         if self.origin is not None:
             return f"not among the choices of {self.origin}"
-        measured, problem = self.measured_m, self.problem
+        measured = self.measured_m
+        if measured and measured[0] <= m <= measured[-1]:
+            kept = (c.times for c in self.candidates if self.baseline in (None, c.name))
+            at = sorted({x for times in kept for x in times})
+            what = f"{self.baseline} was not" if self.baseline else "nothing that counts was"
+            return f"{what} measured at m={m} (measured: {_range_words(at)})"
         if measured:
             return f"m={m} is outside what was measured ({_range_words(measured)})"
-        sizes = f"n={problem.n} k={problem.k}" if problem.b is not None else f"k={problem.k}"
-        return f"nothing was measured at {sizes}, {self.regime}, on {self.device.product}"
+        return self.instead or (
+            f"nothing was measured at {sizes_of(self.problem)}, {self.regime}, on "
+            f"{self.device.product}"
+        )
 
 
 class FrozenTable(Table):

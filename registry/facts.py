@@ -223,7 +223,7 @@ def has_all(whole: Part, part: Part) -> bool:
     return True
 
 
-def unknown_keys(part: Part, name: str, known: Sequence[Part]) -> set[bytes | str]:
+def unknown_keys(part: Part, name: str, known: Sequence[Part]) -> set[str] | set[bytes]:
     """Keys of a table that no other source has."""
     if name in DIMENSIONS:
         return set(part.dimensions[name]).difference(*(one.dimensions[name] for one in known))

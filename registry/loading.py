@@ -78,8 +78,8 @@ def _agreeing(
     for one_part, other_part, count in set_disputed_apart([part for _, part in found]):
         one, other = of[id(one_part)], of[id(other_part)]
         logger.warning(
-            "%s (%s) and %s (%s), which wait to be verified, differ in %d rows of the same keys: one "
-            "was edited, and these rows are left out; run `verify`, or remove one of the two",
+            "%s (%s) and %s (%s), which wait to be verified, differ in %d rows of the same keys: "
+            "one was edited, and these rows are left out; run `verify`, or remove one of the two",
             one.path, one.since, other.path, other.since, count,
         )  # fmt: skip
     return found

@@ -6,6 +6,7 @@ that a question is about.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import gc
 import hashlib
@@ -14,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -232,8 +233,12 @@ class Snapshot(Lookup):
         ]
         if not matches:
             known = ", ".join(sorted({repr(d.product) for d in self.devices})) or "none"
+            asked, products = _normalized(name), {_normalized(d.product): d for d in self.devices}
+            near = [known for known in products if asked and asked in known]
+            near += difflib.get_close_matches(asked, products, 1)
+            meant = f"did you mean {products[near[0]].product!r}? " if near else ""
             raise DeviceError(
-                f"device {name!r} is in no database; known are {known}; measure it with "
+                f"device {name!r} is in no database; {meant}known are {known}; measure it with "
                 "`python -m lokakern.bench sweep` there"
             )
         if len(matches) == 1:
@@ -270,6 +275,20 @@ class Snapshot(Lookup):
             (self._timing_cell(row) for row in rows if where(row) == asked),
             key=lambda c: (c.kernel.name, c.m, c.started_utc_ms, c.run, c.distribution),
         )
+
+    def timed_like(self, device: Device, problem: Problem) -> set[tuple[Problem, str]]:
+        """What was timed with success on a device at a problem's op, n and k, and in which regime.
+
+        Of kernels as they are now. Each problem without its m, which is 0.
+        """
+        problems = self._shapes.get((problem.op, problem.n, problem.k), ())
+        pick = self._picker("timing", "device", "status", "kernel", "problem", "regime")
+        here = identity.device_key(device)
+        return {
+            (replace(self._problem(key), m=0), regime)
+            for where, status, kernel, key, regime in map(pick, self._facts.at("timing", problems))
+            if (where, status) == (here, "ok") and self._is_current(kernel)
+        }
 
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""
@@ -415,6 +434,15 @@ class Snapshot(Lookup):
         return Counter(
             digest for (_, digest, _), (_, status) in last.items() if status in _CASUALTIES
         )
+
+    @cached_property
+    def _shapes(self) -> dict[Row, list[str]]:
+        """Keys of problems by op, n and k."""
+        pick = self._picker("problem", "op", "n", "k")
+        shapes: dict[Row, list[str]] = {}
+        for key, row in self._by_key["problem"].items():
+            shapes.setdefault(pick(row), []).append(key)
+        return shapes
 
     @cached_property
     def _families(self) -> dict[Row, list[str]]:
