@@ -37,7 +37,7 @@ def budget_of(given: ErrorBudget | float) -> ErrorBudget:
         BudgetError: Neither a number nor an ErrorBudget, or not finite, or negative.
     """
     number: object = given  # whatever a caller passes, for which no annotation speaks
-    if isinstance(number, Real) and not isinstance(number, bool):
+    if not isinstance(number, bool) and isinstance(number, Real):
         try:
             return ErrorBudget.of(float(number))
         except OverflowError:

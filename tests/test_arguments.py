@@ -58,84 +58,77 @@ def outcome(ask: Callable[[], Any]) -> tuple[object, ...]:
     return choice.kernel, choice.m, type(choice.m), choice.explain()
 
 
-SIZES = st.sampled_from(
-    [1, True, 1.0, np.True_, np.int64(1), 0, -1, 512, 512.0, np.int32(512), np.uint64(512),
-     np.float32(512), 4096, np.uint16(4096), "512", None, NAN, 2**70]
-)  # fmt: skip
-GOOD = st.just((4096, 512, 512))
-SHAPES = st.one_of(
-    GOOD,
-    st.just((1, 1, 1)),
-    st.tuples(SIZES, SIZES, SIZES),
-    st.lists(SIZES, max_size=4),
-    st.sampled_from(
-        [np.array([4096, 512, 512]), np.array([4096.0, 512, 512]), "abc", None, 7, {0: 1, 1: 2}]
-    ),
-)
-BUDGETS = st.sampled_from(
-    [0.06, 1, True, 1.0, np.float32(0.06), np.float64(1), np.True_, NAN, math.inf, -1, -0.0, "x",
-     None, [0.06], Fraction(1), 10**400, Decimal("0.06"), 0.06 + 0j, np.array(0.06),
-     ErrorBudget(row_err=1), ErrorBudget(row_err=1.0)]
-)  # fmt: skip
-DISTRIBUTIONS = st.sampled_from(
-    [None, "X3", ("X3",), ["X3"], (), "bogus", 3, ("X3", 3), {"X3": 1}, np.str_("X3")]
-)
-DEVICES = st.sampled_from(
-    [H200, "NVIDIA H200", "nvidia-h200", "NVIDIA H2OO", "cuda", 3, [1], None, torch.device("cpu"),
-     torch.device("meta"), torch.device("cuda")]
-)  # fmt: skip
-REGIME = st.sampled_from([None, *REGIMES, "bogus", 1, ["eager"]])
 BF16 = Format.BFLOAT16
-FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "prepared": st.sampled_from([True, False, 1, 0, 1.0, np.True_, "yes", None]),
-        "accumulate": st.sampled_from([False, 0, 0.0]),
-        "epilogue": st.sampled_from(["none", "bias", "bogus", 1, None, ["bias"]]),
-        "batch": st.sampled_from([1, True, 1.0, 2, np.int64(1), 0, "1"]),
-        "out_format": st.sampled_from([BF16, "bfloat16", "bogus", None, torch.bfloat16, []]),
-        "out_granularity": st.sampled_from(["none", Granularity.NONE, "rwo", 1]),
-        "a": st.sampled_from(
-            [None, Operand(BF16), Operand("bfloat16"), Operand(BF16, alignment=16.0),  # type: ignore[arg-type]
-             Operand(BF16, alignment=3), Operand(BF16, "bogus"), Operand("bogus"), "bfloat16"]  # type: ignore[arg-type]
-        ),
-        "layout": st.just("row-major"),
-    },
-)  # fmt: skip
+SIZES = [
+    1, True, 1.0, np.True_, np.int64(1), 0, -1, 512, 512.0, np.int32(512), np.uint64(512),
+    np.float32(512), 4096, np.uint16(4096), "512", None, NAN, 2**70,
+]  # fmt: skip
+# Of each argument what may be passed, good or not; the first is good.
+VALUES: dict[str, list[Any]] = {
+    "shape": [
+        (1, 1, 1), (4096, 512, 512), [1, 1, 1], (1, 1), (1, 1, 1, 1), (), (-1, 1, 1), "abc", None,
+        7, np.array([4096, 512, 512]), np.array([4096.0, 512, 512]), {0: 1, 1: 1, 2: 1},
+        *((size, 1, 1) for size in SIZES), *((1, 1, size) for size in SIZES),
+        *((4096, size, 512) for size in SIZES),
+    ],
+    "error_budget": [
+        1, 0.06, True, 1.0, np.float32(0.06), np.float64(1), np.True_, NAN, math.inf, -1, -0.0, "x",
+        None, [0.06], Fraction(1), 10**400, Decimal("0.06"), 0.06 + 0j, np.array(0.06),
+        ErrorBudget(row_err=1), ErrorBudget(row_err=1.0),
+    ],
+    "distribution": [
+        None, "X3", ("X3",), ["X3"], (), "bogus", 3, ("X3", 3), {"X3": 1}, np.str_("X3"),
+    ],
+    "device": [
+        H200, "NVIDIA H200", "nvidia-h200", "NVIDIA H2OO", "", "cuda", 3, [1], None,
+        torch.device("cpu"), torch.device("meta"), torch.device("cuda:9"),
+    ],
+    "regime": [None, *REGIMES, "bogus", 1, ["eager"]],
+    "prepared": [False, True, 1, 0, 1.0, np.True_, "yes", None],
+    "accumulate": [False, 0, 0.0, np.False_],
+    "epilogue": ["none", "bias", "bogus", 1, None, ["bias"]],
+    "batch": [1, True, 1.0, 2, np.int64(1), 0, "1"],
+    "out_format": [BF16, "bfloat16", "bogus", None, torch.bfloat16, []],
+    "out_granularity": [Granularity.NONE, "none", "rwo", 1],
+    "a": [
+        Operand(BF16), None, Operand("bfloat16"), Operand(BF16, alignment=16.0),  # type: ignore[arg-type]
+        Operand(BF16, alignment=3), Operand(BF16, "bogus"), Operand("bogus"), "bfloat16",  # type: ignore[arg-type]
+    ],
+}  # fmt: skip
+GOOD = {name: values[0] for name, values in VALUES.items()}
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    shape=SHAPES, budget=BUDGETS, distribution=DISTRIBUTIONS, device=DEVICES, regime=REGIME,
-    fields=FIELDS, spoiled=st.sets(st.integers(0, 5), min_size=1, max_size=2),
-)  # fmt: skip
-def test_malformed_arguments_are_answered_alike_cold_and_warm(
-    facts: Snapshot, shape: Any, budget: Any, distribution: Any, device: Any, regime: Any,
-    fields: dict[str, Any], spoiled: set[int],
-) -> None:  # fmt: skip
-    """And after a good call whose key is equal, as of 1 and True; never by an error of Python's."""
-    good = ((1, 1, 1), 1, None, H200, None, {"batch": 1, "prepared": False})
-    drawn = (shape, budget, distribution, device, regime, fields)
-    shape, budget, distribution, device, regime, fields = (
-        drawn[place] if place in spoiled else good[place] for place in range(6)
-    )
+def check_alike(facts: Snapshot, **given: Any) -> None:
+    """Ask cold, warm, and after good questions whose keys are equal, as of 1, 1.0 and True."""
 
     def ask() -> Any:
-        return dispatch(
-            "gemm", shape, budget, distribution=distribution, device=device, regime=regime, **fields
-        )
+        return dispatch("gemm", **{**GOOD, **given})
 
     selection.use_snapshot(facts)
     cold = outcome(ask)
     assert outcome(ask) == cold
     selection.use_snapshot(facts)
-    for whole in ((1, 1, 1), (4096, 512, 512)):
-        for number in (1, 1.0):
-            dispatch("gemm", whole, number, device=H200)
-            dispatch("gemm", whole, number, device=H200, batch=1, prepared=False)
-            dispatch("gemm", whole, number, device=H200, prepared=True)
-            dispatch("gemm", whole, number, device=H200, a=Operand(BF16), accumulate=False)
+    for number in (1, 1.0):
+        for shape in ((1, 1, 1), (4096, 512, 512), (4096, 1, 512)):
+            for prepared in (False, True):
+                good = {"shape": shape, "error_budget": number, "prepared": prepared}
+                assert dispatch("gemm", **{**GOOD, **good}).kernel
     assert outcome(ask) == cold
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_malformed_arguments_are_answered_alike_cold_and_warm(facts: Snapshot, name: str) -> None:
+    for value in VALUES[name]:
+        check_alike(facts, **{name: value})
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_combinations_of_malformed_arguments_are_answered_alike_cold_and_warm(
+    facts: Snapshot, data: st.DataObject
+) -> None:
+    names = data.draw(st.sets(st.sampled_from(sorted(VALUES)), min_size=2, max_size=3))
+    check_alike(facts, **{name: data.draw(st.sampled_from(VALUES[name])) for name in sorted(names)})
 
 
 @pytest.mark.parametrize("op", [["gemm"], 3, None, "gem"])

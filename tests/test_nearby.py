@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import lokakern
 from lokakern import selection
 from lokakern.bench.forms import prepared_weight
+from lokakern.device import current_device
 from lokakern.selection import Choice, dispatch
 from lokakern.types import Format, Granularity, Operand, Problem
 from tests.test_selection import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
@@ -170,3 +172,18 @@ def test_only_the_form_that_is_taken_is_frozen(book: Book, tmp_path: Path) -> No
     selection._answer_from(selection.snapshot(), None, True)
     ask(prepared=True)
     assert [table.problem.b for table in selection.chosen()] == [ROWS]
+
+
+def test_frozen_choices_know_the_form_that_was_taken(book: Book, tmp_path: Path) -> None:
+    """A file has no times: of all forms the one it holds is the answer."""
+    here = current_device("cpu")
+    book.write(time(BF16, gemm(4096, b=ROWS, prepared=True), 20.0, device=here))
+
+    def choose() -> Choice:
+        return dispatch("gemm", (4096, 512, 512), device=here, regime="graph-cold", prepared=True)
+
+    assert choose().problem.b == ROWS
+    lokakern.freeze(tmp_path / "choices.json")
+    selection.use_choices(tmp_path / "choices.json")
+    choice = choose()
+    assert (choice.problem.b, choice.kernel, choice.is_miss) == (ROWS, BF16, False)
