@@ -637,6 +637,14 @@ def test_a_choice_for_another_device_says_so_when_called(
         choice()
 
 
+def test_kernels_that_were_never_timed_are_named_on_the_device_here(book: Book) -> None:
+    here = current_device("cpu")
+    book.write(time(BF16, gemm(4096), 20.0, device=here))
+    choice = dispatch("gemm", (4096, 512, 512), 0.06, device=here, regime="graph-cold")
+    assert (choice.kernel, choice.latency_us) == (BF16, 20.0)
+    assert choice.rejected["torch.quantize_row+torch.emulated_row"] == "not measured here"
+
+
 def test_explain_names_every_kernel_once(book: Book) -> None:
     book.write(*measured(bf16=20.0, row=10.0), time(TENSOR, gemm(4096), 5.0))
     text = ask().explain()
