@@ -167,6 +167,18 @@ def test_a_failure_of_ours_outweighs_a_success_of_others(mine: Path, status: str
     assert chosen().rejected[ROW] == f"{status} at m=8192: made up"
 
 
+def test_a_failure_of_others_hides_none_of_ours(mine: Path) -> None:
+    """Whichever comes first, by m or by the name of the distribution."""
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
+    others(mine, time(ROW, gemm(64), 5.0, status="wrong"))
+    others(mine, accuracy(ROW, HERE, 0.9, seeds=(907,), only=("X1",), status="wrong"))
+    assert chosen().kernel == ROW
+    own(mine, accuracy(ROW, HERE, 0.9, seeds=(908,), only=("X9",), status="wrong"))
+    assert chosen().rejected[ROW] == "wrong on X9: made up"
+    own(mine, time(ROW, gemm(2 * M), 5.0, status="wrong"))
+    assert chosen().rejected[ROW] == "wrong at m=8192: made up"
+
+
 def test_a_wrong_error_of_ours_outweighs_good_ones_of_others(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0))
     own(mine, accuracy(ROW, HERE, 0.04, only=("X3",), seeds=(0,), status="wrong"))
