@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from lokakern.bench.cli import app
 from lokakern.bench.export import export
 from lokakern.errors import DatabaseError
-from lokakern.registry import freshness, manifest
+from lokakern.registry import checking, freshness, manifest
 from lokakern.registry.download import download
 from lokakern.registry.exchange import import_file, merge_files, read_foreign, reject
 from lokakern.registry.identity import FACT_IDENTITY, fact_keys, row_key
@@ -129,6 +129,24 @@ def test_a_failed_import_leaves_the_target(
     assert {path.name for path in target.parent.iterdir()} - {"mine.sqlite.lock"} == names - {
         "mine.sqlite.lock"
     }
+
+
+@pytest.mark.parametrize("by", [0, 1000])
+def test_a_row_that_is_there_twice_is_refused(
+    file: Path, target: Path, monkeypatch: pytest.MonkeyPatch, by: int
+) -> None:
+    """As in a file whose index was tampered with: under the same id, or under another."""
+    batches = checking._batches
+
+    def twice(opened: Any, name: str, *more: str) -> Iterator[list[tuple[Any, ...]]]:
+        for batch in batches(opened, name, *more):
+            yield batch
+            if name == "kernel":
+                yield [(row[0] + by, *row[1:]) for row in batch]
+
+    monkeypatch.setattr(checking, "_batches", twice)
+    with pytest.raises(DatabaseError, match="or the key is there twice; expected it once"):
+        import_file(file, target)
 
 
 def test_a_checksum_has_to_be_that_of_the_file(file: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from lokakern.registry.trust import waiting_for
 from lokakern.selection import Choice, dispatch
 from lokakern.types import ACCEPTED
 from tests.test_selection import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
-from tests.test_trust import HERE, M, chosen, others, own
+from tests.test_trust import DEEPER, HERE, M, chosen, others, own
 from tests.test_trust import mine as mine
 
 WIDE = gemm(M, n=1024)
@@ -136,7 +136,7 @@ def test_wrong_errors_of_others_count_where_times_are_only_theirs(mine: Path) ->
 
 
 def test_wrong_errors_of_others_count_where_errors_are_only_theirs(mine: Path) -> None:
-    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, gemm(M, k=1024), 0.041))
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, HERE, 0.04))
     assert chosen().kernel == ROW
     others(mine, accuracy(ROW, HERE, 0.9, seeds=(907,), only=("X3",), status="wrong"))
@@ -144,9 +144,19 @@ def test_wrong_errors_of_others_count_where_errors_are_only_theirs(mine: Path) -
 
 
 def test_larger_errors_of_others_count_where_errors_are_only_theirs(mine: Path) -> None:
-    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, gemm(M, k=1024), 0.041))
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, HERE, 0.04))
     others(mine, accuracy(ROW, HERE, 0.055, seeds=UNUSED))
+    assert chosen().errors["row_err"] == 0.055
+
+
+def test_errors_of_others_of_a_lower_grade_count_where_errors_are_only_theirs(mine: Path) -> None:
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
+    others(mine, accuracy(ROW, HERE, 0.04))
+    quick = Book(mine.with_name("quick.sqlite"))
+    quick.grade = "quick"
+    quick.write(accuracy(ROW, HERE, 0.055, seeds=UNUSED, only=("X3",)))
+    import_file(quick.path, mine)
     assert chosen().errors["row_err"] == 0.055
 
 
@@ -182,7 +192,7 @@ def test_a_failure_of_others_hides_none_of_ours(mine: Path) -> None:
 def test_a_wrong_error_of_ours_outweighs_good_ones_of_others(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0))
     own(mine, accuracy(ROW, HERE, 0.04, only=("X3",), seeds=(0,), status="wrong"))
-    own(mine, accuracy(ROW, gemm(M, k=1024), 0.041))
+    own(mine, accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, HERE, 0.04))
     assert chosen().rejected[ROW] == "wrong on X3: made up"
 
@@ -214,7 +224,7 @@ def test_one_error_of_others_does_not_hide_the_one_of_another_n(mine: Path) -> N
 
 
 def test_an_error_of_others_at_this_n_comes_before_theirs_of_another(mine: Path) -> None:
-    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, gemm(M, k=1024), 0.041))
+    own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, WIDE, 0.04))
     assert chosen().errors["row_err"] == pytest.approx(0.041 * 1.25)
     others(mine, accuracy(ROW, HERE, 0.05))

@@ -135,6 +135,18 @@ def test_between_times_of_ours_nobody_else_is_asked(mine: Path) -> None:
     assert choice.kernel == BF16 and choice.rejected[ROW] == "slower: 50.00 us"
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [(M // 2, 2 * M), (2 * M, M // 2)])
+def test_a_time_between_one_of_ours_and_one_of_others_is_not_verified(
+    mine: Path, ours: int, theirs: int
+) -> None:
+    own(mine, *(time(BF16, gemm(m), 50.0) for m in (ours, theirs)))
+    own(mine, time(ROW, gemm(ours), 5.0), accuracy(ROW, HERE, 0.04))
+    others(mine, time(ROW, gemm(theirs), 7.0))
+    choice = chosen()
+    assert choice.kernel == ROW and choice.interpolated
+    assert "graph-cold, imported and not verified)" in choice.explain()
+
+
 def test_every_time_that_was_compared_says_where_it_is_from(mine: Path) -> None:
     """A slow time made up for the unquantized kernel would make any other win."""
     own(mine, time(ROW, ELSEWHERE, 50.0), time(ROW, gemm(2 * M), 70.0), accuracy(ROW, HERE, 0.04))
