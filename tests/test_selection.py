@@ -486,6 +486,17 @@ def test_a_noisy_time_is_no_tie_with_one_far_below(book: Book) -> None:
     assert ask().kernel == ROW
 
 
+def test_a_noisy_time_behind_the_unquantized_one_is_no_tie(book: Book) -> None:
+    problem = gemm(4096)
+    other = "cuda.quantize_row+torch.scaled_mm_row_fast"
+    book.write(
+        time(BF16, problem, 10.4), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
+        time(other, problem, 10.45, spread=0.3, count=3), accuracy(other, problem, 0.0399),
+    )  # fmt: skip
+    assert ask().kernel == ROW and ask().tied == ()
+
+
 def test_fewer_than_three_seeds_are_no_evidence(book: Book) -> None:
     problem = gemm(4096)
     book.write(
