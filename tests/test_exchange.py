@@ -320,6 +320,20 @@ def test_what_waits_is_there_once(file: Path, target: Path) -> None:
     assert [path.name for path in waiting.path.parent.iterdir()] == [waiting.path.name]
 
 
+def test_an_import_of_what_is_known_writes_nothing(
+    file: Path, target: Path, tmp_path: Path
+) -> None:
+    rows = base_rows()
+    write_file(tmp_path / "some.sqlite", {**rows, "timing": rows["timing"][:3]})
+    import_file(file, target)
+    assert import_file(tmp_path / "some.sqlite", target).added == NOTHING
+    assert len(waiting_for(target)) == 1
+    import_file(file, target, trusted=True)
+    before = target.stat().st_ino
+    assert import_file(file, target, trusted=True).added == NOTHING
+    assert target.stat().st_ino == before, "the file is let alone"
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_an_altered_copy_that_waits_does_not_block_the_genuine_file(
     exported: Path, target: Path, trusted: bool
