@@ -1,7 +1,8 @@
 # Everything on a fresh clone, with only make and Python 3.11 or later:
 #     make demo     a first sweep on the machine at hand, and dispatch's answer
 #     make install  the virtual environment that all below need
-#     make test     all tests; those that need a GPU run where there is one
+#     make test     the core of the tests: minutes, and every module
+#     make test-all the rest of the tests
 #     make docs     docs/ as HTML, into build/docs
 #     make lint types bench wheel clean
 # Overrides:
@@ -23,7 +24,7 @@ FOR_DEMO := $(VENV)/.installed-demo-$(TORCH)
 FOR_DEV := $(VENV)/.installed-dev-$(TORCH)
 FOR_DOCS := $(VENV)/.installed-docs-$(TORCH)
 
-.PHONY: demo install test lint types bench wheel docs clean help
+.PHONY: demo install test test-all lint types bench wheel docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -39,8 +40,12 @@ demo: $(FOR_DEMO)
 
 install: $(FOR_DEV)
 
+# CONTRIBUTING says which tests are core. Those that need a GPU run where there is one.
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not rest" -n $(JOBS) --dist worksteal $(ARGS)
+
+test-all: $(FOR_DEV)
+	$(BIN)/python -m pytest -m rest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

@@ -1,4 +1,8 @@
-"""What all tests share: the marker ``gpu``, strict skips, a database of their own, ``--evidence``.
+"""What all tests share: markers, strict skips, a database of their own, ``--evidence``.
+
+A test is in the core, which ``make test`` runs in minutes, unless it is marked ``rest``: ``make
+test-all`` runs those. ``sample(every=n, of=("name",))`` marks most cases of a parametrized test
+``rest``: of the cases that share the values of the parameters ``of``, the first of each n stays.
 
 With ``--evidence FILE`` a run on a GPU leaves a row in FILE for each kernel and test module: how
 many of the module's tests that take the kernel as ``name`` passed, failed and were skipped there.
@@ -45,6 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"gpu: {NEEDS_A_GPU}; skipped where there is none")
+    config.addinivalue_line("markers", "rest: too slow for the core; make test-all runs it")
+    config.addinivalue_line(
+        "markers",
+        "sample(every, of=()): every so many cases one is core, for each value of the parameters "
+        "`of`; the others are rest",
+    )
     folder = Path(tempfile.mkdtemp(prefix="lokakern-tests-"))
     config.stash[_FOLDER] = folder
     os.environ["LOKAKERN_DB"] = str(folder / "user.sqlite")  # never the user's
@@ -62,6 +72,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("evidence"):
         _name_subjects(items)
+    _sample(items)
     for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpus:
         return
@@ -70,6 +81,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in for_gpus:
             item.add_marker(pytest.mark.skip(reason=NEEDS_A_GPU), append=False)
+
+
+def _sample(items: Iterable[pytest.Item]) -> None:
+    """Mark ``rest`` what is left of tests marked ``sample``; GPU cases are sampled apart."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is None:
+            continue
+        every, of = sample.kwargs["every"], sample.kwargs.get("of", ())
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        kept = tuple(repr(parameters[name]) for name in of)
+        case = (item.nodeid.split("[")[0], item.get_closest_marker("gpu") is None, *kept)
+        if seen[case] % every:
+            item.add_marker(pytest.mark.rest)
+        seen[case] += 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

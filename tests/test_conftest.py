@@ -1,4 +1,4 @@
-"""``--evidence``: what a run of the tests on a GPU leaves in a database."""
+"""What is core, and ``--evidence``: what a run of the tests on a GPU leaves in a database."""
 
 from __future__ import annotations
 
@@ -75,6 +75,46 @@ def test_a_skip_may_hide_nothing_but_a_missing_gpu(
     )  # fmt: skip
     CONFTEST["_fail_a_silent_skip"](report)
     assert report.outcome == outcome
+
+
+class Item:
+    """A collected test: its name, its parameters, and its markers."""
+
+    def __init__(self, name: str, parameters: dict[str, Any], *markers: Any) -> None:
+        self.nodeid = f"tests/test_a.py::{name}[{parameters}]"
+        self.callspec = SimpleNamespace(params=parameters)
+        self.markers = {marker.name: marker for marker in markers}
+
+    def get_closest_marker(self, name: str) -> Any:
+        return self.markers.get(name)
+
+    def add_marker(self, marker: Any) -> None:
+        self.markers[marker.name] = marker
+
+
+def test_of_a_sampled_test_the_first_of_each_so_many_cases_is_core() -> None:
+    every_third = pytest.mark.sample(every=3, of=("name",))
+    kernels = [
+        Item("test_kernel", {"name": name, "m": m}, every_third)
+        for m in range(5)
+        for name in ("torch.bf16", "torch.fp32")
+    ]
+    on_gpu = [Item("test_kernel", {"name": "torch.bf16", "m": 9}, every_third, pytest.mark.gpu)]
+    alone = [Item("test_alone", {"m": m}, pytest.mark.sample(every=2)) for m in range(3)]
+    unmarked = [Item("test_unmarked", {"m": m}) for m in range(3)]
+    items = [*kernels, *on_gpu, *alone, *unmarked]
+    CONFTEST["_sample"](items)
+    core = [item for item in items if item.get_closest_marker("rest") is None]
+    assert [item.callspec.params for item in core] == [
+        {"name": "torch.bf16", "m": 0},
+        {"name": "torch.fp32", "m": 0},
+        {"name": "torch.bf16", "m": 3},
+        {"name": "torch.fp32", "m": 3},
+        {"name": "torch.bf16", "m": 9},
+        {"m": 0},
+        {"m": 2},
+        *({"m": m} for m in range(3)),
+    ]
 
 
 def test_each_test_counts_once() -> None:
