@@ -109,14 +109,16 @@ class Crew(Alone):
         world: How many there are.
         host: Where this one is; ranks of a host share compiled kernels.
         patience_s: Silence after which another rank is dead, in seconds.
+        clock: What the silence of others is measured by, in seconds.
     """
 
     def __init__(
-        self, store: Store, rank: int, world: int, *, host: str = "", patience_s: float = PATIENCE_S
-    ) -> None:
+        self, store: Store, rank: int, world: int, *, host: str = "",
+        patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.rank, self.world = rank, world
         self._store, self._host = store, host or socket.gethostname()
-        self._patience_s = patience_s
+        self._patience_s, self._clock = patience_s, clock
         self._seen: dict[int, tuple[int, float]] = {}
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
@@ -143,7 +145,7 @@ class Crew(Alone):
             self._stopped.wait(min(BEAT_S, self._patience_s / 4))
 
     def _is_dead(self, rank: int) -> bool:
-        beats, now = self._store.add(f"beat/{rank}", 0), time.monotonic()
+        beats, now = self._store.add(f"beat/{rank}", 0), self._clock()
         before, since = self._seen.get(rank, (-1, now))
         if beats != before:
             self._seen[rank] = (beats, now)

@@ -26,7 +26,8 @@ from lokakern.bench.crew import Alone, Crew, cores_of_rank, crew_of_torchrun, sh
 from lokakern.errors import MeasurementError
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_S = 1.0
+PATIENCE_S = 1.0  # of a clock that the tests move
+ENDLESS_S = 1800  # ends what would wait for ever
 
 
 @given(
@@ -57,14 +58,17 @@ def test_costs_decide_the_size_of_shares() -> None:
 
 @pytest.fixture
 def crews() -> Iterator[Callable[..., list[Crew]]]:
-    """Ranks with a store of torch.distributed, each a client of its own."""
+    """Ranks with a store of torch.distributed, each a client of its own.
+
+    By default time stands still, and nobody is taken for dead however busy the machine is.
+    """
     first = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def make(world: int, hosts: str = "") -> list[Crew]:
+    def make(world: int, hosts: str = "", clock: Callable[[], float] = lambda: 0.0) -> list[Crew]:
         return [
             Crew(
                 distributed.TCPStore("127.0.0.1", first.port, wait_for_workers=False),
-                rank, world, host=hosts[rank : rank + 1] or "a", patience_s=PATIENCE_S,
+                rank, world, host=hosts[rank : rank + 1] or "a", patience_s=PATIENCE_S, clock=clock,
             )
             for rank in range(world)
         ]  # fmt: skip
@@ -122,45 +126,76 @@ def test_one_plans_for_all_and_each_host_prepares_once(crews: Callable[..., list
 
 
 def test_what_a_dead_rank_had_is_done_by_another(crews: Callable[..., list[Crew]]) -> None:
-    living, dead = crews(2)
-    done: list[int] = []
+    now_s = 0.0
+    living, dead = crews(2, clock=lambda: now_s)
+    done: dict[int, float] = {}
+    waited: list[int] = []
+
+    def waiting(_count: int) -> None:
+        nonlocal now_s
+        waited.append(len(done))
+        now_s += 0.25 * PATIENCE_S
+
     with dead:
         taken = next(dead.shares("times", [1.0] * 40, lambda _: None))
         assert taken.places
-    # Its heart stands still, and the share was never done.
+    dead._heart.join()  # it stands still, and the share was never done
     with living:
-        begun = time.monotonic()
-        for share in living.shares("times", [1.0] * 40, lambda _: None):
-            done += share.places
+        for share in living.shares("times", [1.0] * 40, waiting):
+            done |= dict.fromkeys(share.places, now_s)
             share.done(list(share.places))
         assert sorted(done) == list(range(40))
-        assert time.monotonic() - begun >= PATIENCE_S
+        assert {done[place] for place in taken.places} == {1.25 * PATIENCE_S}
+        assert {at for place, at in done.items() if place not in taken.places} == {0.0}
+        assert waited[:5] == [40 - len(taken.places)] * 5
+        now_s += PATIENCE_S
         assert living.gather("report", "me") == ["me"]
 
 
 def test_another_plans_where_the_planner_died(crews: Callable[..., list[Crew]]) -> None:
-    living, dead = crews(2)
+    ticks = itertools.count()
+    living, dead = crews(2, clock=lambda: 0.4 * PATIENCE_S * next(ticks))
 
     def die() -> None:
         raise RuntimeError("killed")
 
     with dead, pytest.raises(RuntimeError):
         dead.plan("times", die)
+    dead._heart.join()
     with living:
         assert living.plan("times", lambda: [7]) == [7]
+    assert next(ticks) == 4, "0.4, 0.8 and 1.2 of its patience after the first look"
 
 
 def test_a_slow_rank_is_not_taken_for_dead(crews: Callable[..., list[Crew]]) -> None:
-    done: list[int] = []
+    """Much more than the patience passes while it works, and less between two beats of its heart."""
+    now_s, beats = 0.0, 0
+    (watch,) = crews(1)
 
-    def work(crew: Crew) -> None:
-        for share in crew.shares("times", [1.0] * 4, lambda _: None):
-            time.sleep(3 * PATIENCE_S if crew.rank and not done else 0.01)
-            done.extend(share.places)
-            share.done(None)
+    def clock() -> float:
+        nonlocal now_s, beats
+        while (heard := watch._store.add("beat/1", 0)) == beats:
+            time.sleep(0.01)
+        beats, now_s = heard, now_s + 0.9 * PATIENCE_S
+        return now_s
 
-    together(crews(2), work)
-    assert sorted(done) == [0, 1, 2, 3]
+    quick, slow = crews(2, clock=clock)
+    done: dict[int, list[int]] = {0: [], 1: []}
+    with slow:
+        share = next(shares := slow.shares("times", [1.0] * 4, lambda _: None))
+
+        def waiting(count: int) -> None:
+            if now_s > 4 * PATIENCE_S and not done[1]:
+                done[1] += share.places
+                share.done(None)
+
+        with quick:
+            for other in quick.shares("times", [1.0] * 4, waiting):
+                done[0] += other.places
+                other.done(None)
+        assert list(shares) == []
+    assert now_s > 4 * PATIENCE_S
+    assert done[1] == list(share.places) and sorted(done[0] + done[1]) == [0, 1, 2, 3]
 
 
 def test_ranks_that_differ_are_told_what(crews: Callable[..., list[Crew]]) -> None:
@@ -284,6 +319,27 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# Rank 0 waits after its first row until rank 1 has one, and rank 1 then waits for its death.
+RANK = """
+import signal, sys, time
+from pathlib import Path
+from lokakern.bench import cli, crew
+
+folder, mine = Path(sys.argv.pop(1)), sys.argv.pop(1)
+step = crew.Crew.step
+
+def stepping(self, name):
+    count = step(self, name)
+    (folder / f"rows-{mine}").touch()
+    while mine == "1" or not (folder / "rows-1").exists():
+        time.sleep(0.05)
+    return count
+
+crew.Crew.step = stepping
+cli.main()
+"""
+
+
 def rank_process(rank: int, port: int, database: Path, *words: str) -> subprocess.Popen[str]:
     """One rank of two, as torchrun starts it, on a CPU."""
     environment = os.environ | {
@@ -291,7 +347,8 @@ def rank_process(rank: int, port: int, database: Path, *words: str) -> subproces
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1", "LOKAKERN_CREW_PATIENCE_S": "3",
     }  # fmt: skip
-    command = [sys.executable, "-m", "lokakern.bench", "sweep", "--db", str(database), "--json"]
+    command = [sys.executable, "-c", RANK, str(database.parent), str(rank), "sweep",
+               "--db", str(database), "--json"]  # fmt: skip
     return subprocess.Popen(
         [*command, *words], env=environment, cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -317,21 +374,18 @@ def test_two_processes_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
     database, port = tmp_path / "a.sqlite", free_port()
     first = rank_process(0, port, database, *SHAPES, *FEW)
     second = rank_process(1, port, database, *SHAPES, *FEW)
-    folder = tmp_path / "a.sqlite.runs"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and first.poll() is None:  # until both have rows
-        runs = [rows_of(path)[0] for path in folder.glob("*.sqlite")]
-        if len(runs) == 2 and all(runs):
-            break
+    while not (tmp_path / "rows-1").exists():
+        assert first.poll() is None and second.poll() is None, "one ended before the other began"
         time.sleep(0.05)
+    assert (tmp_path / "a.sqlite.runs").is_dir() and not database.exists()
     second.send_signal(signal.SIGKILL)
-    second.wait(30)
-    _, err = first.communicate(timeout=180)
+    second.wait()
+    _, err = first.communicate(timeout=ENDLESS_S)
     assert first.returncode == 0, err
     again = subprocess.run(
         [sys.executable, "-m", "lokakern.bench", "sweep", "--db", str(database), *SHAPES, *FEW],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, text=True, capture_output=True,
-        timeout=180, check=False,
+        timeout=ENDLESS_S, check=False,
     )  # fmt: skip
     assert again.returncode == 0, again.stderr
     assert "0 times of 0 problems" in again.stderr
