@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from faulty_kernels import hang_of
 
 from lokakern.registry.register import register
 
@@ -25,6 +27,7 @@ def gpu_segfault(*_operands: Any) -> None:
 @register("gemm", name="gpu_loop")
 def gpu_loop(*_operands: Any) -> None:
     """A device loop of 2^60 cycles: 18 years at 2 GHz."""
+    hang_of(os.getpid()).touch()
     torch.cuda._sleep(1 << 60)
 
 

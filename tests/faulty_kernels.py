@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ PATIENCE = (0, 2, 7)
 _calls: Counter[tuple[int, int]] = Counter()
 
 
+def hang_of(process: int) -> Path:
+    """What a process leaves before it hangs, so that nobody has to guess by its silence."""
+    return Path(os.environ["LOKAKERN_TESTS"], f"hangs-{process}")
+
+
 def fault_of(problem: Problem) -> str:
     return FAULTS[problem.m % len(FAULTS)]
 
@@ -49,6 +55,7 @@ def _commit(fault: str, out: Tensor) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
+            hang_of(os.getpid()).touch()
             while True:
                 time.sleep(0.01)
         case "raise":

@@ -278,6 +278,7 @@ def test_nobody_who_may_ask_for_what_is_activated_is_passed_over(launched: Any) 
 
 
 @pytest.mark.usefixtures("timed")
+@pytest.mark.rest
 def test_a_compiled_model_activates_alike(launched: Any) -> None:
     torch._dynamo.reset()
     model = activated_model()

@@ -249,6 +249,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.rest
 def test_the_mean_arrives_and_is_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None:
     for key in ("fp8 torch.float32", "fp8 torch.bfloat16"):
         assert found[0][key] == found[1][key]
@@ -317,6 +318,7 @@ def test_an_unknown_wire_is_refused() -> None:
         Compression("int4")
 
 
+@pytest.mark.rest
 def test_the_script_that_measures_wires_runs_between_ranks_without_gpus() -> None:
     """Losses of FP8 products are the same to the bit however weights were gathered."""
     script = Path(__file__).parents[1] / "scripts" / "measure_communication.py"

@@ -261,6 +261,7 @@ def test_processes_leave_one_row_for_each_kernel_and_module(tmp_path: Path) -> N
     assert {"tests", "pytest -p no:cacheprovider -p fake_gpu tests -n 2"} < set(run)
 
 
+@pytest.mark.rest
 def test_an_interrupted_session_leaves_nothing(tmp_path: Path) -> None:
     more = "def test_zero():\n    raise KeyboardInterrupt"
     ran, file = session(tmp_path, more=more)
@@ -269,6 +270,7 @@ def test_an_interrupted_session_leaves_nothing(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.rest
 def test_a_kernel_of_which_not_every_test_ran_is_left_out(tmp_path: Path) -> None:
     ran, file = session(tmp_path, "-k", "test_one")
     assert "1 results of kernels on sm_90, 0 ok; 1 left out: not all" in ran.stdout, ran.stdout
@@ -281,6 +283,7 @@ def test_a_kernel_of_which_not_every_test_ran_is_left_out(tmp_path: Path) -> Non
      (("tests/test_tiny.py::test_two",), True, "leave out --lf, and names of tests")],
     ids=["no GPU", "one test"],
 )  # fmt: skip
+@pytest.mark.rest
 def test_what_would_be_no_evidence_is_refused(
     tmp_path: Path, words: tuple[str, ...], gpu: bool, why: str
 ) -> None:

@@ -168,7 +168,7 @@ def test_another_plans_where_the_planner_died(crews: Callable[..., list[Crew]]) 
 
 
 def test_a_slow_rank_is_not_taken_for_dead(crews: Callable[..., list[Crew]]) -> None:
-    """Much more than the patience passes while it works, and less between two beats of its heart."""
+    """More than its patience passes while it works, and less between two beats of its heart."""
     now_s, beats = 0.0, 0
     (watch,) = crews(1)
 
@@ -370,6 +370,7 @@ def rows_of(database: Path) -> tuple[int, int]:
     return int(problems), int(runs)
 
 
+@pytest.mark.rest
 def test_two_processes_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
     database, port = tmp_path / "a.sqlite", free_port()
     first = rank_process(0, port, database, *SHAPES, *FEW)

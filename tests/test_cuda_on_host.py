@@ -231,6 +231,7 @@ ROW_SIZES = [(9, 8), (9, 13), (37, 128), (11, 200), (9, 520), (9, 1024), (9, 204
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), ROW_SIZES)
+@pytest.mark.sample(every=4)
 def test_row_scales_and_bytes_are_those_of_numerics(
     rows: int, columns: int, source: torch.dtype
 ) -> None:
@@ -262,6 +263,7 @@ def test_lines_too_long_for_a_cluster_are_read_twice(
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP], ids=str)
 @pytest.mark.parametrize("offset", [8, 3])
+@pytest.mark.sample(every=2)
 def test_views_with_any_stride_are_read_in_place(granularity: Granularity, offset: int) -> None:
     for source in SOURCES:
         wide = hostile(20, 512, source)
@@ -273,6 +275,7 @@ def test_views_with_any_stride_are_read_in_place(granularity: Granularity, offse
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP], ids=str)
 @pytest.mark.parametrize("columns", [13, 200, 479])
+@pytest.mark.sample(every=3)
 def test_contiguous_data_are_written_too(granularity: Granularity, columns: int) -> None:
     for source in SOURCES:
         check(hostile(20, columns, source), Format.E5M2, granularity, contiguous=True)
@@ -320,6 +323,7 @@ def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
 @pytest.mark.parametrize("exponent", [0, 100, -60, -100])
+@pytest.mark.sample(every=4)
 def test_all_quotients_of_bfloat16_are_rounded_right(form: Format, exponent: int) -> None:
     """Every significand by the scale of every other, down to where all becomes 0."""
     significands = torch.arange(128, 256, dtype=torch.float32) / 128
@@ -353,6 +357,7 @@ TILE_SIZES = [(1, 1), (3, 150), (140, 13), (130, 272), (257, 128)]
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "power_of_two"])
+@pytest.mark.sample(every=2)
 def test_blocks_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
@@ -364,6 +369,7 @@ def test_blocks_are_those_of_numerics(source: torch.dtype, epilogue: str) -> Non
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("granularity", ALL_SCALES, ids=str)
+@pytest.mark.sample(every=4)
 def test_column_major_input_is_written_transposed(
     granularity: Granularity, source: torch.dtype
 ) -> None:
@@ -382,6 +388,7 @@ def test_column_major_input_is_written_transposed(
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "static", "delayed"])
+@pytest.mark.sample(every=3)
 def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
     """In registers of 3 multiprocessors, and read twice; with every kind of row."""
     form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
@@ -450,6 +457,7 @@ def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | N
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
+@pytest.mark.sample(every=4)
 def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
@@ -466,6 +474,7 @@ def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
+@pytest.mark.sample(every=4)
 def test_sums_of_columns_come_with_both_ways(name: str, source: torch.dtype) -> None:
     for rows, columns in [(1, 1), (130, 150), (257, 128)]:
         wide = hostile(rows, columns + 9, source)

@@ -68,6 +68,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.rest
 def test_a_command_loses_nothing(told: str, command: str, how: str) -> None:
     """Killed, or refused by the disk: as before or finished, and the next one ends well."""
     found = re.search(rf"^{command}, {how}, .*: (\d+) times .*, (\d+) violations$", told, re.M)

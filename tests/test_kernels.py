@@ -631,6 +631,7 @@ def transposed_wrong(
 @pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
 @pytest.mark.parametrize("column_sums", [False, True], ids=["alone", "sums"])
+@pytest.mark.sample(every=4, of=("name",))
 def test_quantize_transpose_gives_the_bytes_of_both(
     name: str, where: str, source: Format, column_sums: bool
 ) -> None:
@@ -695,6 +696,7 @@ QUANTIZED_SIZES = [(1, 1), (3, 129), (7, 13), (130, 257), (5, 9000), (3, 40001),
 
 @pytest.mark.parametrize(("name", "where"), cases("quantize"))
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
+@pytest.mark.sample(every=3, of=("name",))
 def test_quantize_gives_the_bytes_of_the_emulation(name: str, where: str, source: Format) -> None:
     """Rows may start anywhere, columns may be contiguous instead, data may have padded rows."""
     kernel = kernel_here(name, where)

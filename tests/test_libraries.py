@@ -103,6 +103,7 @@ def libraries_listed(run: Run) -> dict[str, dict[str, Any]]:
     return {row["library"]: row for row in json.loads(run(*LIST).stdout)}
 
 
+@pytest.mark.rest
 def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
@@ -141,6 +142,7 @@ def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
     assert races and all(us > 0 for us, _ in races)
 
 
+@pytest.mark.rest
 def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     for name, (text, _) in BROKEN.items():
         put(tmp_path, name, text)
@@ -166,6 +168,7 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     assert run("-c", program).stdout == "64.0\n"
 
 
+@pytest.mark.rest
 def test_plugins_that_pass_their_trial_and_break_later_stop_nothing(tmp_path: Path) -> None:
     working = KERNEL.format(body=RIGHT)
     late = "    if problem.m == 17:\n        raise RuntimeError('not 17')\n    return Rejected"
@@ -202,8 +205,18 @@ def test_plugins_that_pass_their_trial_and_break_later_stop_nothing(tmp_path: Pa
 
 
 def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, "sleeps", "import time\nprint('good night', flush=True)\ntime.sleep(1000)")
+    asleep = tmp_path / "asleep"
+    program = f"""
+        import pathlib, time
+        print("good night", flush=True)
+        pathlib.Path({str(asleep)!r}).touch()
+        while True:
+            time.sleep(60)
+    """
+    put(tmp_path, "sleeps", program)
     monkeypatch.syspath_prepend(str(tmp_path))  # the process finds what this one would
+    clock = SimpleNamespace(monotonic=lambda: 12.5 if asleep.exists() else 0.0)
+    monkeypatch.setattr(trials, "time", clock)
     sleeps = Library(name="sleeps", packages=(Package("sleeps", "", ("sleeps",)),), is_plugin=True)
     trial = trials._try(sleeps, 12)
     assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")

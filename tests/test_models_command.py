@@ -292,6 +292,7 @@ def test_curves_are_means_of_neighbors_and_lines_hold_everything(tmp_path: Path)
     assert [path.name for path in paths] == ["runs.jsonl", *["loss.png"] * has_plots]
 
 
+@pytest.mark.rest
 def test_training_is_compared_from_the_command_line(tmp_path: Path) -> None:
     """On a CPU nothing is measured, so that lokakern is the baseline, to the bit."""
     done = run("--steps", "6", "--seeds", "2", "--arm", "lokakern", "--arm", "as-written",

@@ -63,6 +63,7 @@ def run(way: Way, m: int, k: int, **given: Any) -> Run:
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.sample(every=4)
 def test_every_norm_activation_and_output(way: Way) -> None:
     run(way, 140, 512)
 

@@ -85,6 +85,7 @@ def train(model: nn.Module, call: Any, steps: int = 3) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
+@pytest.mark.sample(every=3)
 def test_layers_in_one_product_are_seen_like_a_layer(backend: str) -> None:
     """Inputs, outputs, gradients and weights: the same statistics, element by element.
 

@@ -504,6 +504,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         files.save(tmp_path / "no" / "folder", {})
 
 
+@pytest.mark.rest
 def test_two_ranks_see_what_one_would(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.probe_ranks", str(tmp_path)],

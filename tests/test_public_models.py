@@ -58,6 +58,7 @@ def test_each_takes_less_than_fifteen_lines() -> None:
         assert len(ours.splitlines()) < 15
 
 
+@pytest.mark.rest
 def test_they_train_on_in_fp8_where_it_was_measured(ran: Ran) -> None:
     expected = {
         "DCNv2": {"parallel_dnn.mlp.0/output"}, "DCNMix": {"dnn.linears.0/output"}, "HSTU": set(),

@@ -581,6 +581,7 @@ def test_import_lokakern_is_light() -> None:
     assert not {"sqlalchemy", "triton", "cupy", "typer", "rich"} & set(loaded)
 
 
+@pytest.mark.rest
 def test_without_triton_and_cupy_the_rest_works() -> None:
     found = in_a_fresh_process(
         "import json, sys\n"

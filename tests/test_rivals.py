@@ -67,6 +67,7 @@ def check(kernel: Kernel, problem: Problem, distribution: str = "X1") -> str:
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("distribution", ["X1", "X6", "X13"])
+@pytest.mark.sample(every=5)
 def test_they_compute_the_layer(epilogue: str, distribution: str) -> None:
     problem = layer(epilogue)
     with rivals.registered():
@@ -76,6 +77,7 @@ def test_they_compute_the_layer(epilogue: str, distribution: str) -> None:
             assert check(kernel, problem, distribution) == ""
 
 
+@pytest.mark.rest
 def test_inductor_computes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled in a process of its own, into caches that this one reads."""
     if not shutil.which("g++"):  # nothing to compile with; what is traced was tested above

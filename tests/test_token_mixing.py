@@ -528,6 +528,7 @@ print("right")
 """
 
 
+@pytest.mark.rest
 def test_the_kernel_is_right_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}

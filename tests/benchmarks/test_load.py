@@ -135,6 +135,7 @@ def test_merging_a_file_into_another(database: Path, tmp_path: Path, benchmark: 
     assert benchmark.pedantic(merge_into_nothing, rounds=2) >= 1_000
 
 
+@pytest.mark.rest
 def test_first_dispatch_of_a_new_process(database: Path, benchmark: Any) -> None:
     """What it pays beyond `import lokakern`: the files, kernels, their digests, one table."""
     found = benchmark.pedantic(first_dispatch, [database], rounds=2)
