@@ -367,8 +367,17 @@ def test_every_kernel_has_a_digest_of_its_own_files(kernel: Kernel) -> None:
     assert kernel.modules
     for module in kernel.modules:
         assert (digests.KERNELS_ROOT / f"{module}.py").is_file()
-    assert kernel.digest == digests.kernel_digest(kernel.name, kernel.modules)
-    assert kernel.digest != digests.kernel_digest(f"{kernel.name}2", kernel.modules)
+    # Pieced together here: the name, and each file that those of its modules include.
+    read: dict[str, str] = {}
+    for module in kernel.modules:
+        one: dict[str, str] = {}
+        digests._collect(digests.KERNELS_ROOT / f"{module}.py", one)
+        assert f"kernels/{module}.py" in one
+        read |= one
+    spelled = "".join(f"\0{name}\0{read[name]}" for name in sorted(read))
+    assert kernel.digest == hashlib.sha256((kernel.name + spelled).encode()).hexdigest()
+    source = (digests.KERNELS_ROOT / f"{kernel.modules[0]}.py").read_text("utf-8")
+    assert read[f"kernels/{kernel.modules[0]}.py"] == digests.normalize_python(source)
 
 
 def test_what_no_digest_holds_is_as_it_was_measured() -> None:

@@ -240,7 +240,7 @@ def test_only_errors_that_may_decide_are_needed(
 ) -> None:
     """Nobody would choose an emulation slower than bf16, and a baseline is nobody's choice."""
     monkeypatch.setattr(sweep_module, "run_tasks", run_tasks_here)
-    launches_take(monkeypatch, lambda name: 10.0 if name == "torch.bf16" else 30.0)
+    launches_take(monkeypatch, lambda name: 1e4 if name == "torch.bf16" else 3e4)
     path = tmp_path / "rows.sqlite"
     only = ("torch.bf16", "torch.quantize_row+torch.emulated_row")
     options: dict[str, Any] = {"errors": "needed", "distributions": ("X1",)}
@@ -259,7 +259,7 @@ def test_errors_of_what_is_faster_than_bf16_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep_module, "run_tasks", run_tasks_here)
-    launches_take(monkeypatch, lambda name: 30.0 if name == "torch.bf16" else 10.0)
+    launches_take(monkeypatch, lambda name: 3e4 if name == "torch.bf16" else 1e4)
     report = swept(tmp_path / "rows.sqlite", [case(256)], "torch.bf16",
                    "torch.quantize_row+torch.emulated_row", errors="needed",
                    distributions=("X1",))  # fmt: skip
@@ -319,10 +319,10 @@ def test_hangs_are_told_from_slow_preparation(
     faulty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.sqlite"
-    report = swept(path, [case(8)], "faulty_kernels.hang", "torch.bf16", watchdog_s=1.0)
+    report = swept(path, [case(8)], "faulty_kernels.hang", "torch.bf16", watchdog_s=0.3)
     assert report.deaths == 1
     hung = rows(load_snapshot([path]), case(8).problem)["faulty_kernels.hang"]
-    assert (hung.status, hung.reason) == ("timeout", "no sign of life for 1 s while it is timed")
+    assert (hung.status, hung.reason) == ("timeout", "no sign of life for 0.3 s while it is timed")
     # Ten times as long where nothing of a kernel runs: here a module of a user is imported.
     (tmp_path / "hangs_when_imported.py").write_text(
         "import os, faulty_kernels as f\nf.hang_of(os.getpid()).touch()\nwhile True: pass\n"
@@ -330,11 +330,11 @@ def test_hangs_are_told_from_slow_preparation(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(worker, "_modules_of_users", lambda: ("hangs_when_imported",))
     tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
-    with worker.Worker(tasks, watchdog_s=1.0) as one:
+    with worker.Worker(tasks, watchdog_s=0.3) as one:
         (death,) = one.events()
     assert isinstance(death, Death)
     assert (death.task, death.kernel, death.status) == (None, None, "timeout")
-    assert death.reason.startswith("no sign of life for 10 s")
+    assert death.reason.startswith("no sign of life for 3 s")
 
 
 def test_a_time_limit_ends_a_sweep_between_problems(
