@@ -1,6 +1,7 @@
 """A sweep without a worker process: its tasks run here, where tests can patch what they use.
 
-So can the time: `launches_take` makes a kernel as slow as a test says, whatever the machine does.
+Nor does the machine decide how long a kernel takes: time passes at launches only, as much as
+`launches_take` was told to let pass, else `usual_us`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,18 @@ def run_tasks_here(
     more: Callable[[], bool] = lambda: False,
 ) -> bool:
     """As `worker.run_tasks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if timing.time is time:
+            launches_take(patch)
+        return _run_tasks(tasks, done, deadline, more)
+
+
+def _run_tasks(
+    tasks: dict[int, worker.Task],
+    done: Callable[[int, worker.Task, Any], None],
+    deadline: float | None,
+    more: Callable[[], bool],
+) -> bool:
     while tasks or more():
         if deadline is not None and worker.time.monotonic() > deadline:
             return False
@@ -52,11 +65,14 @@ def run_tasks_here(
     return True
 
 
-def _method(timed: Callable[..., Any], call_of: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda operands, kernel, number: timed(call_of, operands, kernel, number)
+def usual_us(name: str) -> float:
+    """What a launch takes: so long that few are replayed; emulations are slow, and parts add up."""
+    return sum(3e4 if "emulated" in part else 1e4 for part in name.split("+"))
 
 
-def launches_take(monkeypatch: pytest.MonkeyPatch, microseconds: Callable[[str], float]) -> None:
+def launches_take(
+    monkeypatch: pytest.MonkeyPatch, microseconds: Callable[[str], float] = usual_us
+) -> None:
     """Let time pass for what is timed here only when a kernel is launched.
 
     Args:
@@ -65,20 +81,20 @@ def launches_take(monkeypatch: pytest.MonkeyPatch, microseconds: Callable[[str],
     """
     now_ns = 0
 
-    def timed(
-        call_of: Callable[[Any, Kernel, int], Callable[[], None]],
-        operands: Operands, kernel: Kernel, number: int,
-    ) -> Callable[[], None]:  # fmt: skip
-        call = call_of(operands, kernel, number)
+    def timed(call_of: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
+        def of(operands: Operands, kernel: Kernel, number: int) -> Callable[[], None]:
+            call = call_of(operands, kernel, number)
 
-        def launch() -> None:
-            nonlocal now_ns
-            call()
-            now_ns += round(1e3 * microseconds(kernel.name))
+            def launch() -> None:
+                nonlocal now_ns
+                call()
+                now_ns += round(1e3 * microseconds(kernel.name))
 
-        return launch
+            return launch
+
+        return of
 
     for kind in (Operands, NormOperands, NormBackwardOperands):
-        monkeypatch.setattr(kind, "call_of", _method(timed, kind.call_of))
+        monkeypatch.setattr(kind, "call_of", timed(kind.call_of))
     clock = SimpleNamespace(perf_counter_ns=lambda: now_ns, monotonic=time.monotonic)
     monkeypatch.setattr(timing, "time", clock)

@@ -20,6 +20,7 @@ from lokakern.bench.timing import Contender
 from lokakern.device import current_device
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import ErrorBudget, Format, Problem
+from tests.inline_worker import launches_take
 
 load_kernels()
 BF16 = "torch.bf16"
@@ -148,6 +149,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     current_device.cache_clear()
+    launches_take(monkeypatch)
     yield
     current_device.cache_clear()
 

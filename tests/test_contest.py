@@ -32,6 +32,7 @@ from lokakern.errors import DeviceLostError, UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Device, Format, Granularity, Layout, Operand
+from tests.inline_worker import launches_take
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -43,6 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     current_device.cache_clear()
+    launches_take(monkeypatch)
     yield
     current_device.cache_clear()
 

@@ -46,7 +46,7 @@ from lokakern.registry.store import (
 from lokakern.registry.tables import COLUMNS, REFERENCES
 from lokakern.registry.writer import write_file
 from lokakern.types import Device, Environment, Format
-from tests.inline_worker import run_tasks_here
+from tests.inline_worker import launches_take, run_tasks_here
 
 load_kernels()
 SHAPES = ("--shape", "64,32,32", "--shape", "96,32,32")
@@ -547,14 +547,6 @@ def test_elsewhere_only_the_digest_counts(facts: Facts) -> None:
 # --- compare --held-out
 
 
-def slowed(kernel: Kernel) -> Kernel:
-    def launch(*operands: Any) -> None:
-        time.sleep(0.01)  # longer than a busy machine takes for anything else here
-        kernel.launch(*operands)
-
-    return replace(kernel, launch=launch)
-
-
 @pytest.fixture(scope="module")
 def choosy_file(fresh_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By which the unquantized kernel is slow, so that dispatch chooses quantized ones."""
@@ -573,7 +565,7 @@ HELD_OUT = ("compare", "--held-out", "3", "--json", "--quiet", "--db")
 def test_honest_choices_are_held_up(
     command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KERNELS, PLAIN, slowed(KERNELS[PLAIN]))
+    launches_take(monkeypatch, lambda name: 3e4 if name == PLAIN else 1e4)
     ran = command(*HELD_OUT, str(choosy_file))
     assert ran.code == 0, ran.err
     found = ran.json
@@ -590,7 +582,7 @@ def test_honest_choices_are_held_up(
 def test_a_slow_choice_is_found(
     command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(KERNELS, COMPOSED, slowed(KERNELS[COMPOSED]))
+    launches_take(monkeypatch, lambda name: 3e4 if name == COMPOSED else 1e4)
     ran = command(*HELD_OUT, str(choosy_file))
     assert ran.code == 4
     assert len(ran.json["slower"]) == 3
