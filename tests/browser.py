@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_S = 60.0
+PATIENCE_S = 1800.0  # ends what hangs
 OPTIONS = (
     "--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-default-apps",

@@ -757,7 +757,7 @@ def in_a_process(*words: str, **options: Any) -> subprocess.Popen[str]:
 
 def test_the_module_runs_and_prints_json_alone() -> None:
     process = in_a_process("list", "suites", "--json")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=1800)
     assert (process.returncode, err) == (0, "")
     assert [row["suite"] for row in json.loads(out)] == list(SUITES)
 
@@ -766,5 +766,5 @@ def test_a_reader_may_close_the_pipe_early() -> None:
     process = in_a_process("list", "distributions", "--json")
     assert process.stdout is not None
     process.stdout.close()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=1800)
     assert (process.returncode, err) == (0, "")

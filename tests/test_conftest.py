@@ -229,7 +229,7 @@ def session(
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *fake, "tests",
          f"--evidence={file.name}", *words],
-        cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder, env=kept, capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     return ran, file
 

@@ -320,7 +320,7 @@ def ask(python: str, program: str, given: Any) -> Any:
     )
     ran = subprocess.run(
         [python, "-I", "-S", "-B", "-c", load + program],
-        input=json.dumps(given), capture_output=True, text=True, timeout=120, check=False,
+        input=json.dumps(given), capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{python}: {ran.stderr}"
     return json.loads(ran.stdout)

@@ -61,7 +61,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
     }  # fmt: skip
     ran = subprocess.run(
         [sys.executable, "-m", "tests.faults", *words], env=environment, cwd=ROOT, text=True,
-        capture_output=True, timeout=300, check=False,
+        capture_output=True, timeout=1800, check=False,
     )  # fmt: skip
     return ran.stdout + ran.stderr
 
@@ -281,7 +281,8 @@ def test_a_clock_that_goes_back_stops_no_sweep(
         code, _, err = command("sweep", *SHAPES, "--db", database)
     assert code == 0 and "2 times of 2 problems" in err
     seconds = re.search(r"errors in (\d+) s", err)
-    assert seconds is not None and int(seconds[1]) < 60, "an interval is no difference of dates"
+    assert seconds is not None
+    assert 1000 * int(seconds[1]) < DAY_MS, "an interval is no difference of dates"
     rows = rows_as_dicts(database, "timing")
     (run,) = rows_as_dicts(database, "run")
     assert len(rows) == 2 and all(row["measured_utc_ms"] < run["started_utc_ms"] for row in rows)

@@ -299,7 +299,7 @@ def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+                          capture_output=True, text=True, timeout=1800, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     kernel, form, note, read = json.loads(done.stdout)
     assert (kernel, form, read) == (FP8, "row", [])
@@ -805,7 +805,7 @@ ways = {
 for name, each in ways.items():
     store = distributed.FileStore(f"{folder}/{name}", 2)
     distributed.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1800)
     )
     agreement.COMPARED.clear()
     said = "nothing"
@@ -838,7 +838,7 @@ def test_ranks_of_a_job_compare_what_they_answer_from(
         for rank in range(2)
     ]  # fmt: skip
     try:
-        ended = [rank.communicate(timeout=300) for rank in ranks]
+        ended = [rank.communicate(timeout=1800) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -87,7 +87,7 @@ def runner(folder: Path, paths: list[Path]) -> Run:
             "LOKAKERN_DB": str(folder / "user.sqlite"),
         }
         ran = subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True,
-                             capture_output=True, timeout=500, check=False)  # fmt: skip
+                             capture_output=True, timeout=1800, check=False)  # fmt: skip
         assert ran.returncode == code, f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
         return ran
 

@@ -54,7 +54,7 @@ def server() -> Iterator[str]:
 
     def run(program: str, *words: str) -> None:
         subprocess.run([str(PROGRAMS / program), *words], check=True, capture_output=True,
-                       cwd=folder, timeout=60, **as_whom)  # fmt: skip
+                       cwd=folder, timeout=1800, **as_whom)  # fmt: skip
 
     try:
         run("initdb", "-D", str(data), "-U", "lokakern", "--auth=trust", "--no-sync")

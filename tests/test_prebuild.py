@@ -230,7 +230,7 @@ def launch_prebuilt(device: Device, **environment: str) -> dict[str, Any]:
     ran = subprocess.run(
         [sys.executable, ROOT / "tests" / "launch_prebuilt.py", json.dumps(asdict(device))],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
     return dict(json.loads(ran.stdout.splitlines()[-1]))
@@ -584,7 +584,7 @@ assert report.compiled > 10 and not report.failures, report
     subprocess.run(
         [sys.executable, "-c", script, json.dumps(asdict(device))],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **hidden, **cache},
-        check=True, timeout=300,
+        check=True, timeout=1800,
     )  # fmt: skip
     compiled = folders(tmp_path)
     found = launch_prebuilt(device, **cache)

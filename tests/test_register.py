@@ -565,7 +565,7 @@ def in_a_fresh_process(program: str) -> Any:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=ROOT.parent,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -43,7 +43,7 @@ def cross_compile(target: str) -> str:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.cross_compile", target],
         cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=600, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, f"{target}: {ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
     return ran.stdout
