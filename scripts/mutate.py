@@ -1,0 +1,283 @@
+"""Whether the core of the tests notices a changed line.
+
+Draws one-line mutations of the files given: an operator or a comparison flipped, a condition
+negated, a constant off by one, a key misspelled, an argument dropped or swapped, a call left out,
+None returned. Each is made in a copy of the working tree, where the core tests that name the module
+run first, and the others only if those notice nothing. What is drawn follows from the seed.
+
+    python scripts/mutate.py --count 20 lokakern/selection.py registry/*.py
+
+Prints each mutation with the test that noticed it, and those that survived as a diff: each of these
+lacks a test, or computes the same, which only a reader can tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 3600.0  # a mutation that makes a test hang is noticed, too
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One line of a file, changed."""
+
+    path: Path
+    line: int
+    kind: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}: {self.kind}"
+        return f"{where}\n    - {self.before.strip()}\n    + {self.after.strip()}"
+
+    def apply(self, root: Path) -> None:
+        lines = (root / self.path).read_text("utf-8").splitlines(keepends=True)
+        assert lines[self.line - 1] == self.before
+        lines[self.line - 1] = self.after
+        (root / self.path).write_text("".join(lines), "utf-8")
+
+
+def mutations_of(path: Path) -> list[Mutation]:
+    """All that may be drawn of a file."""
+    source = (ROOT / path).read_text("utf-8")
+    lines = source.splitlines(keepends=True)
+    found = []
+    for node, kind, text in _changes(ast.parse(source)):
+        if node.lineno != node.end_lineno:
+            continue
+        line = lines[node.lineno - 1]
+        raw = line.encode()
+        changed = (raw[: node.col_offset] + text.encode() + raw[node.end_col_offset :]).decode()
+        if changed != line:
+            found.append(Mutation(path, node.lineno, kind, line, changed))
+    return found
+
+
+Located = ast.expr | ast.stmt
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple[Located, str, str]]:
+    """A node, what is changed, and the text in its place; no annotations, messages or words."""
+    skipped: set[int] = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            skipped |= {id(child) for child in ast.iter_child_nodes(node)}
+            continue
+        skipped |= {id(part) for part in _not_code(node)}
+        yield from _changes_of(node)
+
+
+def _not_code(node: ast.AST) -> Iterator[ast.AST]:
+    """Parts that no test need notice: types, what errors and logs say, documentation."""
+    if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+        yield node.annotation
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield from node.decorator_list
+    if isinstance(node, ast.FunctionDef):
+        yield from filter(None, [node.returns])
+        if node.name in ("__repr__", "__str__"):
+            yield from node.body
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
+        yield from ast.iter_child_nodes(node)
+    if isinstance(node, ast.Assert) and node.msg is not None:
+        yield node.msg
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        yield node.value
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        yield from ast.iter_child_nodes(node)
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name in ("cast", "TypeVar", "warnings.warn", "field") or "log" in name.lower():
+            yield from ast.iter_child_nodes(node)
+
+
+def _changes_of(node: ast.AST) -> Iterator[tuple[Located, str, str]]:
+    match node:
+        case ast.Compare(ops=[op]):
+            yield node, "comparison", _text(node, ops=[COMPARISONS[type(op)]()])
+        case ast.BinOp(op=op) if type(op) in OPERATORS and not _is_text(node):
+            yield node, "operator", _text(node, op=OPERATORS[type(op)]())
+        case ast.BoolOp(op=op):
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            yield node, "and/or", _text(node, op=other)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield node, "not left out", f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            yield node, "constant", str(not value)
+        case ast.Constant(value=int(value)):
+            yield node, "constant", str(value + 1)
+        case ast.Constant(value=float(value)):
+            yield node, "constant", f"{2 * value + 1}"
+        case ast.Return(value=ast.expr() as value):
+            if ast.unparse(value) != "None":
+                yield node, "returned value", "return None"
+        case ast.Expr(value=ast.Call()):
+            yield node, "call left out", "pass"
+        case ast.Continue():
+            yield node, "continue", "break"
+    match node:  # beside what the above does
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+            yield test, "condition", f"(not ({ast.unparse(test)}))"
+        case ast.comprehension(ifs=[test, *_]):
+            yield test, "condition", f"(not ({ast.unparse(test)}))"
+        case ast.Subscript(slice=ast.Constant(value=str(key)) as at):
+            yield at, "key", repr(f"{key}x")
+        case ast.Dict(keys=keys):
+            for at in keys:
+                if isinstance(at, ast.Constant) and isinstance(at.value, str):
+                    yield at, "key", repr(f"{at.value}x")
+        case ast.Call(args=[first, second, *rest]) if not isinstance(first, ast.Starred):
+            if not isinstance(second, ast.Starred):
+                yield node, "arguments swapped", _text(node, args=[second, first, *rest])
+        case ast.Call(keywords=[*others, ast.keyword(arg=str())]):
+            yield node, "argument left out", _text(node, keywords=others)
+
+
+def _text(node: ast.expr, **changed: object) -> str:
+    other = copy.copy(node)
+    for name, value in changed.items():
+        setattr(other, name, value)
+    text = ast.unparse(other)
+    return text if isinstance(node, ast.Call) else f"({text})"
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    """Whether strings are joined or formatted: words, which are anybody's."""
+    sides = (node.left, node.right)
+    return any(
+        isinstance(side, ast.JoinedStr)
+        or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+        for side in sides
+    )
+
+
+def tests_of(path: Path) -> tuple[list[str], list[str]]:
+    """Test files that name a module, that of its name first; and the others."""
+    parts = path.with_suffix("").parts
+    dotted = ".".join(parts if parts[0] == "lokakern" else ("lokakern", *parts))
+    package, _, name = dotted.rpartition(".")
+    names = re.compile(
+        rf"\b{re.escape(dotted)}\b|from {re.escape(package)} import [^\n]*\b{re.escape(name)}\b"
+    )
+    first, others = [], []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        relative = str(file.relative_to(ROOT))
+        known = names.search(file.read_text("utf-8")) or file.stem == f"test_{name}"
+        (first if known else others).append(relative)
+    first.sort(key=lambda file: (Path(file).stem != f"test_{name}", (ROOT / file).stat().st_size))
+    return first, others
+
+
+def copy_of_tree(folder: Path) -> Path:
+    """Files that git knows or would; links stay links, so that packages are the copy's own."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, files.split("\0")):
+        source, target = ROOT / name, folder / name
+        if not os.path.lexists(source):
+            continue  # removed, and not committed
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
+    return folder
+
+
+def run_tests(root: Path, files: Sequence[str], jobs: int) -> str:
+    """What failed first; empty if nothing did."""
+    if not files:
+        return ""
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not rest", "-p", "no:cacheprovider"]
+    if jobs > 1:
+        words += ["-n", str(jobs), "--dist", "worksteal"]
+    # No bytecode: a changed file of the same size and second would be taken for the old one.
+    environment = os.environ | {
+        "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    try:
+        ran = subprocess.run(
+            [*words, *files], cwd=root, env=environment, capture_output=True, text=True,
+            timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"not done after {LIMIT_S:g} s"
+    if ran.returncode in (0, 5):  # 5: no test was chosen
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.*)$", ran.stdout, re.MULTILINE)
+    return failed[1] if failed else (ran.stdout + ran.stderr).strip()[-300:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path, help="modules, relative to the repository")
+    parser.add_argument("--count", type=int, default=20, help="mutations to draw (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that test (default: 1)")
+    parser.add_argument("--list", action="store_true", help="print what is drawn, and test nothing")
+    parser.add_argument(
+        "--named-only", action="store_true", help="run no test that names no module"
+    )
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE",
+                        help="exit with 1 if a smaller share is noticed, such as 0.9")  # fmt: skip
+    given = parser.parse_args()
+    paths = [path.resolve().relative_to(ROOT) for path in given.files]
+    every = [mutation for path in paths for mutation in mutations_of(path)]
+    drawn = random.Random(given.seed).sample(every, min(given.count, len(every)))
+    print(f"{len(drawn)} of {len(every)} mutations of {len(paths)} files, seed {given.seed}")
+    if given.list:
+        print(*drawn, sep="\n")
+        return 0
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="lokakern-mutations-") as folder:
+        root = copy_of_tree(Path(folder))
+        for number, mutation in enumerate(drawn, 1):
+            begun = time.monotonic()
+            mutation.apply(root)
+            named, others = tests_of(mutation.path)
+            noticed = run_tests(root, named, given.jobs)
+            if not noticed and not given.named_only:
+                noticed = run_tests(root, others, given.jobs)
+            shutil.copy2(ROOT / mutation.path, root / mutation.path)
+            test = noticed.split(" - ")[0]
+            if "::" in test and run_tests(root, [test], 1):
+                print(f"{test} fails where nothing is changed, too", file=sys.stderr)
+                return 2
+            if not noticed:
+                survived.append(mutation)
+            how = f"noticed by {noticed}" if noticed else "SURVIVED"
+            seconds = time.monotonic() - begun
+            print(f"{number}. {mutation}\n    {how} ({seconds:.0f} s)", flush=True)
+    share = 1 - len(survived) / len(drawn)
+    print(f"\n{len(drawn) - len(survived)} of {len(drawn)} noticed ({share:.0%})")
+    if survived:
+        print("survived:", *survived, sep="\n")
+    return int(share < given.at_least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
