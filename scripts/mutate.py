@@ -2,8 +2,8 @@
 
 Draws one-line mutations of the files given: an operator or a comparison flipped, a condition
 negated, a constant off by one, a key misspelled, an argument dropped or swapped, a call left out,
-None returned. Each is made in a copy of the working tree, where the core tests that name the module
-run first, and the others only if those notice nothing. What is drawn follows from the seed.
+None returned. Each is made in a copy of the working tree, where the core tests closest to the
+module run first, and others only if those notice nothing. What is drawn follows from the seed.
 
     python scripts/mutate.py --count 20 lokakern/selection.py registry/*.py
 
@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
+import math
 import os
 import random
 import re
@@ -24,11 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("lokakern", "registry", "bench", "kernels")
+CLOSEST = 4  # test files that run first: most mutations end there
 LIMIT_S = 3600.0  # a mutation that makes a test hang is noticed, too
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -176,21 +181,50 @@ def _is_text(node: ast.BinOp) -> bool:
     )
 
 
-def tests_of(path: Path) -> tuple[list[str], list[str]]:
-    """Test files that name a module, that of its name first; and the others."""
-    parts = path.with_suffix("").parts
-    dotted = ".".join(parts if parts[0] == "lokakern" else ("lokakern", *parts))
-    package, _, name = dotted.rpartition(".")
-    names = re.compile(
-        rf"\b{re.escape(dotted)}\b|from {re.escape(package)} import [^\n]*\b{re.escape(name)}\b"
-    )
-    first, others = [], []
+def tests_of(path: Path) -> list[list[str]]:
+    """Test files in stages: those closest to a module; others that import it; all others.
+
+    What imports only a module that imports it comes after what imports the module itself.
+    """
+    module = _module_of(path)
+    sources = [file for folder in PACKAGES for file in sorted((ROOT / folder).rglob("*.py"))]
+    users = [_module_of(file.relative_to(ROOT)) for file in sources if _mentions(module, file)]
+    scores: dict[Path, float] = {}
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        relative = str(file.relative_to(ROOT))
-        known = names.search(file.read_text("utf-8")) or file.stem == f"test_{name}"
-        (first if known else others).append(relative)
-    first.sort(key=lambda file: (Path(file).stem != f"test_{name}", (ROOT / file).stat().st_size))
-    return first, others
+        scores[file] = float(_mentions(module, file))
+        if not scores[file] and users:
+            scores[file] = sum(min(_mentions(user, file), 50) for user in users) / 51 / len(users)
+        if file.stem == f"test_{path.stem}":
+            scores[file] = math.inf
+    ranked = sorted((file for file in scores if scores[file]), key=lambda file: -scores[file])
+    rest = [file for file in scores if not scores[file]]
+    stages = (ranked[:CLOSEST], ranked[CLOSEST:], rest)
+    return [[str(file.relative_to(ROOT)) for file in stage] for stage in stages]
+
+
+def _module_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts if parts[0] == "lokakern" else ("lokakern", *parts))
+
+
+def _mentions(module: str, file: Path) -> int:
+    """How often a file that imports a module names it, or what it imports from it; else 0."""
+    names, words = _imports(file)
+    return sum(words[name] for name in names.get(module, ()))
+
+
+@functools.cache
+def _imports(file: Path) -> tuple[dict[str, set[str]], Counter[str]]:
+    """Names that a file has from each module, and how often each word is in it."""
+    text = file.read_text("utf-8")
+    names: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = alias.asname or alias.name
+                names.setdefault(node.module, set()).add(name)
+                names.setdefault(f"{node.module}.{alias.name}", set()).add(name)
+    return names, Counter(re.findall(r"\w+", text))
 
 
 def copy_of_tree(folder: Path) -> Path:
@@ -234,16 +268,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path, help="modules, relative to the repository")
-    parser.add_argument("--count", type=int, default=20, help="mutations to draw (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that test (default: 1)")
-    parser.add_argument("--list", action="store_true", help="print what is drawn, and test nothing")
-    parser.add_argument(
-        "--named-only", action="store_true", help="run no test that names no module"
-    )
-    parser.add_argument("--at-least", type=float, default=0.0, metavar="SHARE",
-                        help="exit with 1 if a smaller share is noticed, such as 0.9")  # fmt: skip
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, help="modules, relative to the repository")
+    add("--count", type=int, default=20, help="mutations to draw (default: 20)")
+    add("--seed", type=int, default=0, help="of the draw (default: 0)")
+    add("--jobs", type=int, default=1, help="processes that test (default: 1)")
+    add("--list", action="store_true", help="print what is drawn, and test nothing")
+    add("--stages", type=int, choices=(1, 2, 3), default=3,
+        help="1: run the test files closest to a module only; 2: all that import it,\n"
+        "or what imports it; 3: the whole core (default)")  # fmt: skip
+    add("--at-least", type=float, default=0.0, metavar="SHARE",
+        help="exit with 1 if a smaller share is noticed, such as 0.9")  # fmt: skip
     given = parser.parse_args()
     paths = [path.resolve().relative_to(ROOT) for path in given.files]
     every = [mutation for path in paths for mutation in mutations_of(path)]
@@ -258,10 +293,9 @@ def main() -> int:
         for number, mutation in enumerate(drawn, 1):
             begun = time.monotonic()
             mutation.apply(root)
-            named, others = tests_of(mutation.path)
-            noticed = run_tests(root, named, given.jobs)
-            if not noticed and not given.named_only:
-                noticed = run_tests(root, others, given.jobs)
+            noticed = ""
+            for stage in tests_of(mutation.path)[: given.stages]:
+                noticed = noticed or run_tests(root, stage, given.jobs)
             shutil.copy2(ROOT / mutation.path, root / mutation.path)
             test = noticed.split(" - ")[0]
             if "::" in test and run_tests(root, [test], 1):
