@@ -90,7 +90,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[Located, str, str]]:
     """A node, what is changed, and the text in its place; no annotations, messages or words."""
     skipped: set[int] = set()
     for node in ast.walk(tree):
-        if id(node) in skipped:
+        if id(node) in skipped or _only_says(node):
             skipped |= {id(child) for child in ast.iter_child_nodes(node)}
             continue
         skipped |= {id(part) for part in _not_code(node)}
@@ -115,10 +115,16 @@ def _not_code(node: ast.AST) -> Iterator[ast.AST]:
         yield node.value
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         yield from ast.iter_child_nodes(node)
-    if isinstance(node, ast.Call):
-        name = ast.unparse(node.func)
-        if name in ("cast", "TypeVar", "warnings.warn", "field") or "log" in name.lower():
-            yield from ast.iter_child_nodes(node)
+
+
+def _only_says(node: ast.AST) -> bool:
+    """Whether a call, or a statement that is one, logs, warns, or talks to a type checker."""
+    call = node.value if isinstance(node, ast.Expr) else node
+    if not isinstance(call, ast.Call):
+        return False
+    name = ast.unparse(call.func)
+    logs = re.match(r"_?log(ger)?\.", name) is not None
+    return logs or name in ("cast", "TypeVar", "warnings.warn", "field")
 
 
 def _changes_of(node: ast.AST) -> Iterator[tuple[Located, str, str]]:
