@@ -249,7 +249,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.rest
 def test_the_mean_arrives_and_is_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None:
     for key in ("fp8 torch.float32", "fp8 torch.bfloat16"):
         assert found[0][key] == found[1][key]
