@@ -368,7 +368,7 @@ def test_the_examples_of_chains_are_answered(shipped: None) -> None:
 
 
 def test_the_examples_of_gemm_and_convert_are_taken() -> None:
-    text = str(gemm.__doc__).split("on_miss: ")[1].split("Returns")[0]
+    text = str(gemm.__doc__).split("on_miss: ")[1].split("check: ")[0]
     named = re.findall(r'"(\w+)"', text)
     assert tuple(named) == ON_MISS
     for name in named:

@@ -116,6 +116,7 @@ def count(database: str | Path, table: str) -> int:
 # --- list
 
 
+@pytest.mark.rest
 def test_list_kernels(command: Command, measured: str) -> None:
     ran = command("list", "kernels", "--json", "--db", measured)
     assert (ran.code, ran.err) == (0, "")
@@ -720,6 +721,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize(
     "words", [("sweep", *SHAPE, *FEW), ("explain",), ("compare", *SHAPE), ("list",)], ids=str
@@ -762,6 +764,7 @@ def test_the_module_runs_and_prints_json_alone() -> None:
     assert [row["suite"] for row in json.loads(out)] == list(SUITES)
 
 
+@pytest.mark.rest
 def test_a_reader_may_close_the_pipe_early() -> None:
     process = in_a_process("list", "distributions", "--json")
     assert process.stdout is not None

@@ -234,6 +234,7 @@ def session(
     return ran, file
 
 
+@pytest.mark.rest
 def test_processes_leave_one_row_for_each_kernel_and_module(tmp_path: Path) -> None:
     ran, file = session(tmp_path, "-n", "2")
     assert ran.returncode == 1, ran.stdout + ran.stderr

@@ -136,6 +136,7 @@ def test_python_in_the_docs_runs(
     assert block.expected in (None, capsys.readouterr().out)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("block", runnable("bash"))
 def test_commands_in_the_docs_run(block: Block, elsewhere: Path) -> None:
     """Ours run; of the others, make's targets exist and an installation is believed."""
@@ -161,6 +162,7 @@ def test_suites_in_the_docs_are_suites(tmp_path: Path) -> None:
         assert list(suite_from_file(path).cases(current_device()))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = path.read_text(encoding="utf-8")

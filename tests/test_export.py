@@ -86,6 +86,7 @@ def exported(
     return target, export(union_of([shipped], [more]), target, device)
 
 
+@pytest.mark.rest
 def test_what_is_current_stays_as_it_was(
     shipped: Path, device: Device, exported: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:

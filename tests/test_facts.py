@@ -60,6 +60,7 @@ def test_what_a_file_is_read_by_without_its_models() -> None:
     assert isinstance(stored, StoredFacts) and stored.columns == tables.COLUMNS
 
 
+@pytest.mark.rest
 def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
     """Whose import takes 0.45 s."""
     user = tmp_path / "user.sqlite"

@@ -287,6 +287,7 @@ print(json.dumps([choice.kernel, weight.granularity.value, chain.note, read]))
 """
 
 
+@pytest.mark.rest
 def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
     """The user's is a file that nobody can read, and the shipped ones would be opened first."""
     lokakern.dispatch("gemm", (512, N, K), 0.06)
@@ -822,6 +823,7 @@ for name, each in ways.items():
 """
 
 
+@pytest.mark.rest
 def test_ranks_of_a_job_compare_what_they_answer_from(
     database: Path, file: Path, tmp_path: Path
 ) -> None:

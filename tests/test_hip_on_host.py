@@ -414,6 +414,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
     """In a product of gfx950, waves in one order or the other."""

@@ -356,6 +356,7 @@ def test_a_copy_shares_nothing_with_the_model_that_it_was_made_of() -> None:
             assert torch.equal(model(rows()), fresh(model, inference)(rows()))
 
 
+@pytest.mark.rest
 def test_the_script_that_measures_it_runs_without_a_gpu() -> None:
     script = Path(__file__).parents[1] / "scripts" / "measure_weight_quantizing.py"
     done = subprocess.run(

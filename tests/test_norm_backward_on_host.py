@@ -77,6 +77,7 @@ def test_tails_of_rows_and_columns(m: int) -> None:
             run(Way(norm, "silu", out=out), m, k)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize(
     ("k", "norm"),

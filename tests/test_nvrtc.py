@@ -135,6 +135,7 @@ def test_a_program_travels_to_another_process(program: Program, cache: Path) -> 
     assert travelled.compile(H200) is True
 
 
+@pytest.mark.rest
 def test_kernels_are_listed_where_nothing_can_compile_them() -> None:
     """And say so when they are asked to compile."""
     code = (

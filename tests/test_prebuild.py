@@ -260,6 +260,7 @@ def test_launches_of_real_tensors_find_all_compiled(
     assert found["launches"] >= len(jobs)
 
 
+@pytest.mark.rest
 def test_cuda_programs_are_compiled_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +387,7 @@ class Steps:
         self.steps += 1
 
 
+@pytest.mark.rest
 def test_what_fails_is_reported_and_the_rest_is_built(made: Any) -> None:
     bad = [made.Raises(100), made.Dies(101), made.Exits(102), made.Unpicklable(103)]
     jobs = [*map(made.Fine, range(5)), *bad, *map(made.Fine, range(5, 10)), made.Fine(-1)]

@@ -74,6 +74,7 @@ def test_they_train_on_in_fp8_where_it_was_measured(ran: Ran) -> None:
         assert gradients and all(g.isfinite().all() for g in gradients)
 
 
+@pytest.mark.rest
 def test_they_learn_as_without(ran: Ran) -> None:
     """From the same parameters on the same samples: the converted model, and after `undo`."""
     left = ran["DCNv2"]

@@ -301,6 +301,7 @@ def test_rows_of_libraries_are_shipped(facts: Snapshot) -> None:
     assert timed >= {"fbgemm", "torchao", "deep_gemm", "cublaslt"}
 
 
+@pytest.mark.rest
 def test_pulling_a_library_out_changes_choices_never_correctness(
     installed: dict[str, str], facts: Snapshot
 ) -> None:

@@ -338,6 +338,7 @@ def test_ok_row_without_its_metrics_is_refused(files: list[Path]) -> None:
         Snapshot({**rows, "timing": bare}).timing_cells(H200, family_key(PROBLEM), "graph-hot")
 
 
+@pytest.mark.rest
 def test_sqlalchemy_is_imported_late() -> None:
     """`import lokakern` and the names of cells cost no SQLAlchemy."""
     code = (

@@ -372,6 +372,7 @@ def start_run(database: Path, code: str = KILLED) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.rest
 def test_killed_run_loses_no_committed_row(database: Path) -> None:
     process = start_run(database)
     assert process.stdout is not None
@@ -448,6 +449,7 @@ with tests["begin"](sys.argv[2]) as run:
 """
 
 
+@pytest.mark.rest
 def test_concurrent_runs_both_land(database: Path) -> None:
     processes = [start_run(database, FINISHED) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]

@@ -70,6 +70,7 @@ def working(target: str, *kinds: str) -> list[dict[str, Any]]:
     return chosen
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_registered_kernel_is_compiled(target: str) -> None:
     load_kernels()

@@ -150,6 +150,7 @@ def test_a_norm_that_is_wrong_anywhere_is_a_row(faulty: Any, tmp_path: Path) -> 
     assert report.measured == 2 * 3  # of the two classes that are right, at three seeds
 
 
+@pytest.mark.rest
 def test_reasons_name_the_signal_and_the_stage(faulty: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     size = len(faulty.FAULTS)
@@ -181,6 +182,7 @@ def test_a_casualty_is_not_tried_again_unless_asked(faulty: Any, tmp_path: Path)
     assert (asked.deaths, asked.timed) == (2, 4)
 
 
+@pytest.mark.rest
 def test_a_kernel_is_given_up_after_three_strikes(faulty: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     cases = [case(m) for m in range(8, 16)]
@@ -315,6 +317,7 @@ def test_a_hung_worker_ends_with_a_killed_sweep(faulty: Any, tmp_path: Path) -> 
         time.sleep(0.1)
 
 
+@pytest.mark.rest
 def test_hangs_are_told_from_slow_preparation(
     faulty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
