@@ -259,6 +259,12 @@ def watch_of_gemm(check: str | None, budget: ErrorBudget, site: str) -> Watch | 
     return watch_named(text) if text else None
 
 
+def watch_of_site(check: str | None, limit: float, site: str) -> Watch | None:
+    """The check of the outputs of a site that Probe watches; None: nothing is checked."""
+    found = read_check(check)
+    return None if found is None else Watch(*found, limit, next(_OWNERS), site)
+
+
 def _text(check: tuple[int, int], budget: ErrorBudget | None, owner: int, site: str) -> str:
     limit = None if budget is None else budget.row_err
     if limit is None:
@@ -311,7 +317,13 @@ def results(routes: Iterable[str] | None = None) -> list[dict[str, Any]]:
         wanted = list(_WATCHES.values())
     else:
         wanted = [_WATCHES[t] for t in map(check_of, routes) if t in _WATCHES]
-    for watch in wanted:
+    return rows_of(wanted)
+
+
+def rows_of(watches: Iterable[Watch]) -> list[dict[str, Any]]:
+    """What some checks found, see `results`."""
+    rows = []
+    for watch in watches:
         watch.read(wait=True)
-    rows = [watch.row() for watch in wanted]
+        rows.append(watch.row())
     return sorted(rows, key=lambda row: -row["row_err"] if row["checks"] else 1.0)

@@ -527,6 +527,38 @@ def test_two_conversions_are_told_apart_and_what_is_undone_is_not_checked(book: 
     assert not alarms(lambda: second(inputs(5.0))) and not other.checks
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_probe_compares_what_a_converted_layer_makes(compiled: bool) -> None:
+    model = nn.Sequential(Linear(K, N, dtype=torch.bfloat16), nn.Linear(N, 8).bfloat16())
+    model[0].weight.data.copy_(weight(zero=True))
+    model[0].take_routes((BY_ROW, "", ""), model[0].weight)
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    with lokakern.Probe(model, every=2, check="1:64") as probe:
+
+        def two_steps() -> None:
+            for _ in range(2):
+                called(inputs(5.0)).sum().backward()
+                probe.step()
+
+        (told,) = alarms(two_steps)
+    assert told.startswith("0: row error 0.1") and "budget 0.06" in told and ROW_KERNEL in told
+    converted, other = sorted(probe.checks, key=lambda row: row["site"])
+    assert (converted["checks"], converted["rows"]) == (1, 64)  # one of the two steps is sampled
+    assert converted["row_err"] == pytest.approx(0.19, abs=0.02)
+    assert other["checks"] == 0  # it is no converted layer
+
+
+def test_probe_without_a_check_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(K, N))
+    assert lokakern.Probe(model).checks == []
+    monkeypatch.setenv("LOKAKERN_CHECK", "7:3")
+    (watch,) = lokakern.Probe(model)._watches
+    assert (watch.every, watch.rows, watch.site) == (7, 3, "0")
+    assert lokakern.Probe(model, check="off").checks == []
+    with pytest.raises(BudgetError, match="expected 'every:rows'"):
+        lokakern.Probe(model, check="1000")
+
+
 def test_copies_of_a_layer_keep_its_check() -> None:
     layer = layer_of(zero=True)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

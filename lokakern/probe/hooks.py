@@ -134,7 +134,7 @@ def hook_of(
             return None
         weight: Any = None
         # A parametrized one is made when it is asked for, and with buffers not in a graph.
-        is_due = not has_buffers(module) if is_compiling else switch.weights
+        is_due = not has_buffers(module) if is_compiling else switch.weights or recorder.check
         if is_due:
             weight = weight if is_plain(weight := weight_of(module)) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad

@@ -17,12 +17,15 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.linear import Routed
+from lokakern.linear import Linear, Routed
 from lokakern.probe import files, ranks
 from lokakern.probe.elsewhere import products_elsewhere, roots_under_way
 from lokakern.probe.hooks import Hook, hook_of, hook_of_gradient
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.taps import Recorder, Switch, is_backward_under_way, is_plain
+from lokakern.probe.verdicts import BUDGET
+from lokakern.routed import kernel_at
+from lokakern.sampled_check import Watch, rows_of, watch_of_site
 from lokakern.sites import (
     INNER,
     MIXING,
@@ -99,10 +102,16 @@ class Probe:
             others it is found where a norm's module is given what the site's module returned, or
             comes next in an `nn.Sequential`.
         seed: Of the choice of rows.
+        check: ``"every:rows"``, such as "1:64": of every such sampled step 64 rows of the output of
+            each converted layer are compared with the float32 product, as by ``convert(check=)``,
+            and an `ErrorBudgetWarning` tells of a row error over 0.06, the budget that `report`
+            has unless it is told another; `checks` lists what was found. None: what LOKAKERN_CHECK
+            says now; "off": nothing.
 
     Raises:
         ShapeError: A number of steps is below 1, or a site has no two-dimensional weight.
         UnknownNameError: No site is left, or ``norms`` names none.
+        BudgetError: The check, which may be LOKAKERN_CHECK's, is not ``every:rows``.
     """
 
     def __init__(
@@ -114,6 +123,7 @@ class Probe:
         weights_every: int = 10_000,
         norms: Mapping[str, str] | None = None,
         seed: int = 0,
+        check: str | None = None,
     ) -> None:
         if every < 1 or weights_every < 1:
             raise ShapeError(
@@ -148,6 +158,12 @@ class Probe:
         for name, module in self._modules.items():
             n, k, bias = _shape_of(name, module)
             self._recorders[name] = Recorder(self._switch, n, k, bias, found.get(module, ""))
+        self._watches: list[Watch] = []
+        for name, module in self._modules.items():
+            watch = watch_of_site(check, BUDGET, name)
+            if watch is not None and type(module) in (nn.Linear, Linear):
+                self._recorders[name].check = functools.partial(_compare, watch, module)
+                self._watches.append(watch)
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
         self._steps = self._samples = 0
@@ -240,6 +256,11 @@ class Probe:
             name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items() if r.k
         }
         return ranks.merged(self.sites(), shapes, group)
+
+    @property
+    def checks(self) -> list[dict[str, Any]]:
+        """What ``check=`` found of each site so far, see `lokakern.sampled_check.results`."""
+        return rows_of(self._watches)
 
     def unseen(self) -> dict[str, str]:
         """Sites of which nothing was learned, and products that no site makes, by name, and why.
@@ -429,6 +450,24 @@ class Probe:
             self._first = module.register_forward_pre_hook(Hook(self._first_begins))
         if not recorder.norm:
             self._outputs[id(y)] = (weakref.ref(y), recorder)
+
+
+def _compare(watch: Watch, module: nn.Module, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
+    """Hold the output of a layer against its operands, where it was converted by now.
+
+    Args:
+        watch: The check of the site.
+        module: An `nn.Linear` or `Linear`.
+        x: ``[..., k]``.
+        weight: ``[n, k]``; None: it is not at hand.
+        y: ``[..., n]``.
+    """
+    if isinstance(module, Linear):
+        kernel = kernel_at(module._routes[0], x.shape[:-1].numel())
+        if kernel:
+            right = None if weight is None else weight.detach().t()
+            a, out = (t.reshape(-1, t.shape[-1]) for t in (x, y))
+            watch.see(a, right, out, module.bias, kernel)
 
 
 def _look_back(

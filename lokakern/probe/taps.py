@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -142,6 +143,8 @@ class Recorder:
         number: By which an op in a graph finds it.
         steps: In which it was called.
         unseen: Why a call of it was not looked at; "" if none was.
+        check: Given the operands and the output of the first call of a sampled step; the weight is
+            None where it is not at hand.
     """
 
     _numbers = itertools.count()
@@ -151,6 +154,7 @@ class Recorder:
         self.statistics: SiteStatistics | None = None
         self.number = next(self._numbers)
         self.unseen, self.steps = "", 0
+        self.check: Callable[[Tensor, Tensor | None, Tensor], None] | None = None
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
         self._samples: dict[int, Sample | None] = {}
@@ -195,6 +199,8 @@ class Recorder:
             stash.outputs.append((statistics, sample.rows_of(y)))
             if weight is not None and self.switch.weights and self._calls == 1:
                 self.take_weight(weight)
+            if self.check is not None and self._calls == 1:
+                self.check(x, weight, y)
         return sample
 
     def take_weight(self, weight: Tensor) -> None:
