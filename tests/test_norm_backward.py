@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
-from lokakern.gradients import NormGradients
+from lokakern.gradients import NormGradients, slope
 from lokakern.kernels.torch.norm import normalized
 from lokakern.norm import norm_named
 from lokakern.norm_errors import norm_kernel_error
@@ -24,7 +24,7 @@ from lokakern.normalizing_backward import norm_backward
 from lokakern.numerics import kernel_error
 from lokakern.operands import device_of
 from lokakern.problems import make_problem
-from lokakern.registry.norm_gradients import norm_gradients
+from lokakern.registry.norm_gradients import CURVATURES, JUMPS, norm_gradients
 from lokakern.registry.register import Kernel
 from lokakern.sums import column_sums
 from lokakern.types import (
@@ -190,6 +190,24 @@ def test_the_reference_is_what_autograd_makes_of_the_norm(norm: str, last: str) 
 
 
 # --- kernels
+
+
+@pytest.mark.parametrize("activation", sorted(CURVATURES))
+def test_the_reference_knows_where_slopes_jump_and_how_curved_they_are(activation: str) -> None:
+    step = 2.0**-10
+    z = torch.arange(-8.0, 8.0, step, dtype=torch.float64) + step / 2  # no jump is a point of it
+    slopes = slope(z, activation)
+    steps = slopes.diff()
+    jumped = steps.abs() > 0.1
+    found = [
+        (float(x), abs(float(y)))
+        for x, y in zip((z + step / 2)[:-1][jumped], steps[jumped], strict=True)
+    ]
+    assert found == [
+        (place, pytest.approx(jump, abs=2 * step)) for place, jump in JUMPS.get(activation, ())
+    ]
+    curvature = float((steps[~jumped].abs() / step).max())
+    assert CURVATURES[activation] == pytest.approx(curvature, rel=0.01, abs=1e-9)
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
