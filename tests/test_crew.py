@@ -319,7 +319,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# Rank 0 waits after its first row until rank 1 has one, and rank 1 then waits for its death.
+# Rank 0 waits after its first row until rank 1 has one, and rank 1 then waits for its death. Until
+# then time stands still, and nobody is taken for dead however late a heart beats.
 RANK = """
 import signal, sys, time
 from pathlib import Path
@@ -335,7 +336,11 @@ def stepping(self, name):
         time.sleep(0.05)
     return count
 
+def clock():
+    return time.monotonic() if (folder / "killed").exists() else 0.0
+
 crew.Crew.step = stepping
+crew.Crew.__init__.__kwdefaults__["clock"] = clock
 cli.main()
 """
 
@@ -381,6 +386,7 @@ def test_two_processes_share_a_sweep_and_one_is_killed(tmp_path: Path) -> None:
     assert (tmp_path / "a.sqlite.runs").is_dir() and not database.exists()
     second.send_signal(signal.SIGKILL)
     second.wait()
+    (tmp_path / "killed").touch()
     _, err = first.communicate(timeout=ENDLESS_S)
     assert first.returncode == 0, err
     again = subprocess.run(

@@ -183,7 +183,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(2)
     ]  # fmt: skip
     for worker in workers:
-        _, said = worker.communicate(timeout=240)
+        _, said = worker.communicate(timeout=1800)
         assert worker.returncode == 0, said
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
