@@ -373,7 +373,7 @@ def test_the_examples_of_gemm_and_convert_are_taken() -> None:
     assert tuple(named) == ON_MISS
     for name in named:
         check_on_miss("gemm", name)
-    text = str(lokakern.convert.__doc__).split("weight_scales: ")[1].split("Returns")[0]
+    text = str(lokakern.convert.__doc__).split("weight_scales: ")[1].split("check: ")[0]
     scales = re.findall(r'"([\w]+)"', text)
     assert scales == ["tensor", "row", "128x128", "tensor"]
     model = nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16)
