@@ -113,8 +113,8 @@ def import_(
         say(f"they wait in {imports_folder(target)} and count with caution: `verify` measures some "
             "of them again and decides")  # fmt: skip
     for waiting, words in report.contradicted:
-        say(f"{waiting.path}, {waiting.since}, waits with other contents of the same rows, which "
-            "dispatch reads of neither: `verify` decides, or remove the one that was edited "
+        say(f"{waiting.path}, {waiting.since}, waits too and has other contents of the same rows; "
+            "dispatch reads them from neither: run `verify`, or remove the file that was edited "
             f"({words.split('; ')[0]})")  # fmt: skip
     if report.changed_kernels:
         say(f"of no use to dispatch here, whose source differs: "

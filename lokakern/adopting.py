@@ -1,8 +1,8 @@
 """What `convert` and mods put on a layer, so that each can be undone in any order.
 
-An `nn.Linear` becomes a `Linear`, in place, for the first that needs it, and an `nn.Linear` again
-when nothing of any of them is left. Of several conversions of a layer the newest decides its
-routes; when that is undone, the one before it does.
+The first that needs it makes an `nn.Linear` a `Linear`, in place; when all of them are undone it is
+an `nn.Linear` again. If a layer was converted several times, the newest conversion that was not
+undone decides its routes.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def resize(module: Routed, before: tuple[Chosen, ...], what: str) -> None:
     plain = [c if c in before else c._replace(routes=PLAIN_ROUTES) for c in module._choices]
     if tuple(plain) != module._choices:
         warnings.warn(
-            f"{what} is undone, and the kernels that convert chose since then are not for the "
-            "sizes that are left: products there are not quantized until the conversion is "
-            "refreshed or the model is converted again",
+            f"{what} is undone, but a later conversion chose kernels for the sizes that it had "
+            "made: these products are not quantized until that conversion is refreshed or the "
+            "model is converted again",
             stacklevel=2,
         )
         _keep(module, tuple(plain))

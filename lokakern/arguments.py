@@ -1,7 +1,7 @@
-"""Arguments of callers, as Python's own numbers and as nouns of lokakern; typos are named.
+"""Checks arguments of callers and turns them into Python numbers and types of lokakern.
 
-Numbers of NumPy are taken. What is no number of one value, such as an array or a tensor, is no
-budget: reading one waits for its device.
+NumPy numbers are accepted. Arrays and tensors are not a budget, even of one element: reading a
+tensor waits for its device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Name = TypeVar("Name", bound=StrEnum)
 
 
 def budget_of(given: ErrorBudget | float) -> ErrorBudget:
-    """A budget, of which a bare number limits ``row_err``.
+    """A budget; a bare number limits ``row_err``.
 
     Raises:
         BudgetError: Neither a number nor an ErrorBudget, or not finite, or negative.
@@ -75,7 +75,7 @@ def m_range_of(op: str, given: Any) -> tuple[int, int]:
 
 
 def device_of_torch(given: torch.device) -> Device:
-    """The type of a device of torch that is here.
+    """The type of a local torch device.
 
     Raises:
         DeviceError: It is not here, or is neither a GPU nor a CPU.
@@ -94,12 +94,12 @@ def device_of_torch(given: torch.device) -> Device:
 
 
 def problem_of(op: str, shape: Sequence[int], fields: dict[str, Any]) -> Problem:
-    """`make_problem`, of fields whose values mean something.
+    """`make_problem`, after the values of fields are checked.
 
     Raises:
         UnknownNameError: No such op, field, epilogue of the op, format, granularity or layout.
-        ShapeError: As `make_problem` says; or an alignment that is none.
-        FormatError: A flag that is neither True nor False, or an operand that is none.
+        ShapeError: As `make_problem` says, or an invalid alignment.
+        FormatError: A flag that is neither True nor False, or what should be an operand is not.
     """
     op_named(op if isinstance(op, str) else repr(op))
     named = dict(fields)
@@ -142,7 +142,7 @@ def _operand(op: str, name: str, given: Operand) -> Operand:
 
 
 def _check_epilogue(op: str, given: object) -> None:
-    """Check that some kernel of an op does it; of a norm `make_problem` knows the words."""
+    """Check that some kernel of an op applies it; `make_problem` checks those with a norm."""
     if op in EPILOGUE_OPS and isinstance(given, str):
         return
     load_kernels()

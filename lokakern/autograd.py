@@ -51,8 +51,8 @@ def _gemm_gradients(
 @functools.cache
 def _say_once() -> None:
     warnings.warn(
-        "lokakern.gemm multiplies unquantized where torch.func, torch.jit.trace or forward-mode AD "
-        "looks at each step, and so does what they make of it",
+        "lokakern.gemm multiplies unquantized under torch.func, torch.jit.trace and forward-mode "
+        "AD, and so does what they produce",
         stacklevel=3,
     )
 

@@ -18,7 +18,7 @@ from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
 class Choice:
     """Dispatch's answer at one m; everything but the kernel's name is worked out when asked.
 
-    Its errors are those of the distributions that were measured, not of every input.
+    Its errors are those on the measured distributions, not on every input.
     """
 
     __slots__ = ("_pick", "m", "table")

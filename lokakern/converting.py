@@ -62,8 +62,8 @@ def convert(
     for which nothing that quantizes is faster stays `nn.Linear`'s own, to the bit. Quantized are
     bfloat16 products: of bfloat16 parameters, or under autocast.
 
-    Errors of kernels are those on the distributions that were measured, or on what a report's Probe
-    saw, not on every input that may come: ``check`` compares rows of what does come.
+    Errors of kernels are those on the measured distributions, or on what a report's Probe saw, not
+    on every input: ``check`` compares sampled rows of the inputs that do come.
 
     Convert before DDP, `fully_shard` and torch.compile.
 
@@ -88,11 +88,10 @@ def convert(
             activates and quantizes at m where one was timed. See `lokakern.between`.
         weight_scales: Of "tensor", "row" and "128x128", which scales weights may have; None: any.
             With ["tensor"] FSDP2 can gather them as FP8, see `lokakern.gathering`.
-        check: ``"every:rows"``, such as "1000:64": of every 1000th call of each product in FP8, of
-            gradients too, 64 rows are computed in float32 as well, and an `ErrorBudgetWarning`
-            tells at a later call where they err by more than the budget; see
-            `lokakern.sampled_check` and `Conversion.checks`. None: what LOKAKERN_CHECK says now;
-            "off": nothing.
+        check: ``"every:rows"``, such as "1000:64": at every 1000th call of each FP8 product,
+            gradients included, 64 rows are also computed in float32, and a later call issues an
+            `ErrorBudgetWarning` if their error exceeds the budget; see `lokakern.sampled_check` and
+            `Conversion.checks`. None: what LOKAKERN_CHECK says now; "off": no check.
 
     Returns:
         What was chosen and why, and what undoes it.
@@ -101,8 +100,8 @@ def convert(
         UnknownNameError: No layer is left to convert, or no such distribution or scales.
         ShapeError: ``m_range`` is not two integers in order.
         FormatError: ``report_or_budget`` is none of these, or ``check`` is no text.
-        BudgetError: The budget is not a finite, non-negative number, or the check, which may be
-            LOKAKERN_CHECK's, is not ``every:rows``.
+        BudgetError: The budget is not a finite, non-negative number, or the check, which may come
+            from LOKAKERN_CHECK, is not ``every:rows``.
         DeviceError: The database does not know the device.
     """
     if m_range is not None:
@@ -324,11 +323,11 @@ class Conversion:
                     loss(model(x), target).backward()
             optimizer.step()
 
-        The caller promises that no weight is written to, or replaced, inside: it is not seen. What
-        was made of weights, an FP8 copy for the output and one for the gradient of the input, is
-        dropped at the end. Outside, weights are quantized in each forward and backward pass.
-        Compiled graphs and CUDA graphs quantize at each call here, too, because they are replayed
-        without asking.
+        The caller promises that no weight is written to or replaced inside: lokakern would not see
+        it. The FP8 copies of a weight, one for the output and one for the gradient of the input,
+        are dropped at the end. Outside, weights are quantized in each forward and backward pass.
+        Compiled layers and CUDA graphs quantize at each call even inside, because a replay runs no
+        Python.
         """
         modules = [site.module for site in self.sites.values()]
         before = [module._kept for module in modules]
@@ -450,8 +449,8 @@ class Conversion:
     def undo(self) -> None:
         """Make every layer what it was, with the parameters it has now.
 
-        Conversions and reports of mods can be undone in any order: a layer runs by what the newest
-        of the conversions that are left chose for it. A second call does nothing.
+        Conversions and reports of mods can be undone in any order: the newest remaining conversion
+        decides which kernels a layer runs. A second call does nothing.
         """
         for site in self.sites.values():
             unchoose(site.module, self._key)

@@ -57,10 +57,10 @@ def gemm(
 ) -> Tensor:
     """Multiply ``a`` by ``b`` with the fastest kernel inside ``budget``.
 
-    The kernel's error is inside the budget on the distributions that it was measured on (X1 to X14
-    of ``list distributions``, or those of ``distribution``), not on every input: of columns with a
-    common mean, and a weight whose rows sum to zero, a product may lose all of its digits. Where
-    more is needed, let ``check`` compare rows of the operands at hand, or `Probe` judge the layer.
+    The kernel's error is within the budget on the distributions on which it was measured (X1 to X14
+    of ``list distributions``, or those of ``distribution``), not on every input: with columns that
+    have a common mean, and a weight whose rows sum to zero, a product may lose all of its digits.
+    If you need more, let ``check`` compare rows of the actual operands, or `Probe` judge the layer.
 
     Quantizing is part of it and of its time. A call that needs gradients is differentiated as the
     unquantized product, with unquantized kernels.
@@ -77,10 +77,10 @@ def gemm(
         distribution: Input distributions to judge the error on; None means all realistic ones.
         on_miss: What to do where nothing was measured: "bf16" (the unquantized kernel, logged once
             and kept for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
-        check: ``"every:rows"``, such as "1000:64": of every 1000th call with operands of this kind
-            64 rows are computed in float32, too, and an `ErrorBudgetWarning` tells at a later call
-            where they err by more than the budget (`lokakern.sampled_check`). None: what
-            LOKAKERN_CHECK says, read when operands of a kind first come; "off": nothing.
+        check: ``"every:rows"``, such as "1000:64": at every 1000th call with operands of this kind
+            64 rows are also computed in float32, and a later call issues an `ErrorBudgetWarning` if
+            their error exceeds the budget (`lokakern.sampled_check`). None: what LOKAKERN_CHECK
+            says when operands of this kind first come; "off": no check.
 
     Returns:
         ``[m, n]``, dtype of ``a``.
@@ -89,8 +89,8 @@ def gemm(
         ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
         FormatError: A dtype is not supported, or dtypes differ.
         DeviceError: Operands are on different devices.
-        BudgetError: The budget is not a finite, non-negative number, or the check, which then may
-            be LOKAKERN_CHECK's, is not ``every:rows``.
+        BudgetError: The budget is not a finite, non-negative number, or the check, which may come
+            from LOKAKERN_CHECK, is not ``every:rows``.
         MissError: Nothing was measured and ``on_miss`` is "raise".
         MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
     """

@@ -37,10 +37,9 @@ _MADE_AGAIN = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered"
 @functools.cache
 def _say_once_traced() -> None:
     warnings.warn(
-        "a converted layer of lokakern multiplies unquantized, as nn.Linear, where torch.func, "
-        "torch.jit.trace, torch.fx or forward-mode AD looks at each step, and so does what they "
-        "make of it: undo the conversion (handle.undo()) before, or use torch.compile, which keeps "
-        "kernels",
+        "a converted layer of lokakern multiplies unquantized, as nn.Linear, under torch.func, "
+        "torch.jit.trace, torch.fx and forward-mode AD, and so does what they produce: undo the "
+        "conversion first (handle.undo()), or use torch.compile, which keeps the kernels",
         stacklevel=4,
     )
 

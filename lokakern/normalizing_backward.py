@@ -100,8 +100,8 @@ def norm_backward(
     operands = (dd, y, bias, norm_weight, norm_bias)
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in operands):
         raise UnsupportedError(
-            f"{OP}: an operand requires a gradient, and gradients that it makes have none: detach "
-            "it, use torch.no_grad(), or leave create_graph=True out"
+            f"{OP}: an operand requires a gradient, and the gradients that {OP} returns cannot be "
+            "differentiated: detach it, use torch.no_grad(), or leave out create_graph=True"
         )
     epilogue = worded(
         OP, norm, eps, activation, None, None, False, None,

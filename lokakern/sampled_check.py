@@ -1,13 +1,14 @@
-"""The sampled check: every so often a few rows of an FP8 product are computed in float32, too.
+"""The sampled check: now and then a few rows of an FP8 product are also computed in float32.
 
-A budget is held against errors that were measured on named distributions. The check measures the
-error of the operands that a program really has, on the device that holds them: the host does not
-wait, and the result is read at a later call of the same product. Where the sampled rows err by more
-than the budget, an `ErrorBudgetWarning` says so.
+A budget is compared with errors that were measured on named distributions. The check measures the
+error on the operands that a program really has, on the device that holds them: the host does not
+wait, and a later call of the same product reads the result. If the error of the sampled rows
+exceeds the budget, it issues an `ErrorBudgetWarning`.
 
-A check is text, ``every:rows``: of every ``every``-th call of a product at most ``rows`` rows,
-evenly spread, others each time. The product of a module carries it as the last part of its route
-(`lokakern.routed`), with the site's name and budget, so that a compiled graph holds it, too::
+A check is text, ``every:rows``: at every ``every``-th call of a product at most ``rows`` rows are
+compared, evenly spaced, and different ones each time. The product of a module carries it as the
+last part of its route (`lokakern.routed`), with the site's name and budget, so that a compiled
+graph holds it, too::
 
     row;16:0=...;1:0=...;check=1000:64:0.06:1:layers.0/output
 """

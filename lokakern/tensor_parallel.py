@@ -19,8 +19,8 @@ Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 def _say_once(x: str, weight: str, bias: str) -> None:
     warnings.warn(
         f"a converted layer multiplies a DTensor with placements {x} by a weight with {weight} and "
-        f"a bias with {bias} unquantized: kernels are for ColwiseParallel, RowwiseParallel, and "
-        "rows that are sharded",
+        f"a bias with {bias} unquantized: kernels take ColwiseParallel, RowwiseParallel and "
+        "sharded rows only",
         stacklevel=2,
     )
 

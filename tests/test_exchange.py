@@ -365,8 +365,8 @@ def test_a_contradiction_names_what_waits(
     os.utime(waiting.path, (1_790_000_000, 1_790_000_000))
     code, _, err = command("import", file, "--into", target)
     assert code == 0
-    assert f"{waiting.path}, imported 2026-09-21 14:13 UTC, waits with other contents" in err
-    assert "`verify` decides, or remove the one that was edited (merge: timing row" in err
+    assert f"{waiting.path}, imported 2026-09-21 14:13 UTC, waits too and has other contents" in err
+    assert "run `verify`, or remove the file that was edited (merge: timing row" in err
 
 
 def test_a_rejected_file_does_not_come_back(file: Path, target: Path, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from lokakern.owners import NEVER_CALLED, never_called
 
 
 class RowBatchNorm(nn.BatchNorm1d):
-    """`nn.BatchNorm1d` of rows, ``[batch, columns]``, whose mean lacks a bias that was taken.
+    """`nn.BatchNorm1d` of rows, ``[batch, columns]``, behind a layer whose bias was removed.
 
-    Of ``[batch, channels, length]`` it would normalize channels, where the bias was of the last
-    axis: it raises.
+    Its running mean lacks that bias. It raises for ``[batch, channels, length]``, of which it would
+    normalize channels, where the bias was of the last axis.
 
     Attributes:
         layer: Name of the layer that had the bias.
@@ -31,8 +31,8 @@ class RowBatchNorm(nn.BatchNorm1d):
         if input.dim() != 2:
             raise ShapeError(
                 f"the BatchNorm1d behind {self.layer!r} gets {list(input.shape)}; expected "
-                "[batch, columns], as NoBias took the layer's bias, which is exact for these only. "
-                f"Undo the report, and name {self.layer!r} in NoBias(keep=)"
+                "[batch, columns]: NoBias removed the bias of the layer, which is exact for these "
+                f"only. Undo the report, and name {self.layer!r} in NoBias(keep=)"
             )
 
 
@@ -45,10 +45,10 @@ class NoBias(Mod):
     in the order of registration, unless `keep` says otherwise. ``out_proj`` of
     `nn.MultiheadAttention` keeps its bias, without which attention would fail in evaluation.
 
-    An `nn.BatchNorm1d` that comes next in an `nn.Sequential` subtracts any bias of rows: it is
-    taken off its running mean, and nothing changes. Of inputs ``[batch, channels, length]`` this
-    is not so, and sizes do not tell where there are as many channels as columns: such a norm
-    raises a ShapeError when it is given them.
+    An `nn.BatchNorm1d` that comes next in an `nn.Sequential` subtracts any bias of rows: the bias
+    is subtracted from its running mean, and outputs do not change. They would for inputs ``[batch,
+    channels, length]``, which sizes do not tell apart if there are as many channels as columns, so
+    such a norm raises a ShapeError when it is given them.
 
     Args:
         keep: Names of the layers that keep theirs, such as several prediction layers.

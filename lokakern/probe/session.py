@@ -77,11 +77,11 @@ _HOOKS_GUARDED = _HooksGuarded()
 class Probe:
     """Learns what a model's linear layers see, while the model runs as it is.
 
-    Used as a context manager, or by `start` and `stop`. A step is a call of an optimizer that owns
-    a parameter of the model; until there was one, an uncompiled call of the model, or, where its
-    methods are called instead, of the site that they call first; and after the first `step`, a call
-    of that. The first step is sampled, and then every ``every``-th. A copy of a model that is
-    watched, by ``copy.deepcopy`` or in a file, is not.
+    Used as a context manager, or by `start` and `stop`. A step is a step of an optimizer that owns
+    a parameter of the model. Until there was one, it is an uncompiled call of the model or, where
+    methods of the model are called instead, of the site that they call first. After the first call
+    of `step`, it is a call of `step`. The first step is sampled, and then every ``every``-th. A
+    copy of a watched model, by ``copy.deepcopy`` or in a file, is not watched.
 
     A model that is compiled stays so: a sampled step runs a second graph, compiled once, and after
     the end a third without hooks. Begin before the model is compiled, or what was compiled in this
