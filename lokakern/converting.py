@@ -279,7 +279,9 @@ class Conversion:
         for site in self.sites.values():
             n, k, _, _ = shape_of(site.module)
             texts = tuple(route.text for route in site.routes)
-            is_there = any(c[:2] == (self._key, texts) for c in site.module._choices)
+            is_there = texts in [
+                tuple(map(sampled_check.unchecked, c.routes)) for c in self._chosen_for(site)
+            ]
             routes = site.routes
             if not is_there:
                 routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
@@ -299,8 +301,12 @@ class Conversion:
     @property
     def checks(self) -> list[dict[str, Any]]:
         """What ``check=`` found of each product so far, see `lokakern.sampled_check.results`."""
-        routes = (route for site in self.sites.values() for route in site.module._routes)
-        return sampled_check.results(routes)
+        chosen = (c for site in self.sites.values() for c in self._chosen_for(site))
+        return sampled_check.results(route for c in chosen for route in c.routes)
+
+    def _chosen_for(self, site: Site) -> list[Chosen]:
+        """What a layer keeps of this conversion, whether or not a newer one decides its routes."""
+        return [c for c in site.module._choices if c.key == self._key]
 
     def table(self) -> None:
         """Print a table of the choices."""

@@ -299,6 +299,11 @@ def check_of(route: str) -> str:
     return route.partition(_MARK)[2]
 
 
+def unchecked(route: str) -> str:
+    """A route without its check."""
+    return route.partition(_MARK)[0]
+
+
 def is_due(route: str) -> bool:
     """Whether the next call of a route is to be checked."""
     return is_checked(route) and watch_named(check_of(route)).is_due

@@ -559,6 +559,18 @@ def test_probe_without_a_check_compares_nothing(monkeypatch: pytest.MonkeyPatch)
         lokakern.Probe(model, check="1000")
 
 
+def test_a_check_changes_nothing_that_a_conversion_says_of_its_choices(book: Book) -> None:
+    (_, plain), (model, checked) = converted(zero=True, check="off"), converted(True, check="1:8")
+    assert checked.choices == plain.choices
+    assert any(row["choice"] != "bf16" for row in checked.choices)
+    alarms(lambda: model(inputs(5.0)))
+    newer = lokakern.convert(model, 0.5, device=H200, distribution="X1", check="1:8")
+    model(inputs(5.0))
+    assert checked.choices == plain.choices
+    assert [row["budget"] for row in checked.checks] == [0.06], "not what a newer one found"
+    assert [row["budget"] for row in newer.checks] == [0.5]
+
+
 def test_copies_of_a_layer_keep_its_check() -> None:
     layer = layer_of(zero=True)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
