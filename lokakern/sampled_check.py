@@ -94,13 +94,17 @@ class Watch:
     def read(self, wait: bool = False) -> None:
         """Take in the results that are there; or all, by waiting for the device."""
         while self._pending:
-            event = self._pending[0].event
-            if event is not None:
+            try:
+                found = self._pending.popleft()  # first: threads of replicas share a watch
+            except IndexError:
+                return
+            if found.event is not None:
                 if wait:
-                    event.synchronize()
-                elif not event.query():
+                    found.event.synchronize()
+                elif not found.event.query():
+                    self._pending.appendleft(found)
                     return
-            self._judge(self._pending.popleft())
+            self._judge(found)
 
     def _look(self, a: Tensor | None, b: Tensor | None, out: Tensor, bias: Tensor | None,
               kernel: str) -> None:  # fmt: skip

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import pickle
+import threading
 import types
 import warnings
 from collections import Counter
@@ -353,6 +354,23 @@ def test_a_result_is_read_at_the_first_call_behind_its_event() -> None:
     watch._pending.append(sampled_check._Pending(9 * value, Event(), 4, (4, 8, 8), "late kernel"))
     (message,) = alarms(lambda: watch.read(wait=True))  # who asks for results waits
     assert "row error 0.9" in message
+
+
+def test_threads_share_a_watch_and_each_result_is_judged_once() -> None:
+    """Replicas of a layer have its route, and so its watch."""
+    watch = Watch(100, 4, 0.06, 1, "layer/output")
+
+    class Asked(Event):
+        def query(self) -> bool:
+            other = threading.Thread(target=watch.read)
+            other.start()
+            other.join()
+            return True
+
+    value = torch.tensor(0.09, dtype=torch.float64)
+    watch._pending.append(sampled_check._Pending(value, Asked(), 4, (4, 8, 8), "kernel"))
+    assert len(alarms(watch.read)) == 1
+    assert watch.checks == 1 and not watch._pending
 
 
 def test_a_call_while_a_graph_is_captured_is_not_checked_but_the_next_one_is(
