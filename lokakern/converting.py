@@ -343,9 +343,8 @@ class Conversion:
             yield
         finally:
             for module, kept in zip(modules, before, strict=True):
-                module._kept = kept
-                if kept is None:
-                    del module._kept  # so that nothing is left of a conversion that was undone
+                if kept is None:  # else a block around this one goes on, by routes of now
+                    vars(module).pop("_kept", None)  # nothing is left of what was undone inside
 
     def offload(self, device: torch.device | str = "cpu", *, m_range: MRange | None = None) -> int:
         """Move weights away that are multiplied in FP8, which was made of them, in inference.

@@ -241,6 +241,11 @@ def test_a_choice_that_changes_inside_is_quantized_anew() -> None:
         layer.weight.data.mul_(2.0)
         layer.take_routes(ROUTES, layer.weight)
         assert torch.equal(model(rows()), fresh(model)(rows()))
+        with handle.weights_unchanged():
+            layer.weight.data.mul_(2.0)
+            layer.take_routes(ROUTES, layer.weight)
+        assert torch.equal(model(rows()), fresh(model)(rows()))
+    assert "_kept" not in vars(layer)
 
 
 def test_fused_layers_share_theirs_too(quantized: list[str]) -> None:
