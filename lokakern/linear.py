@@ -63,6 +63,15 @@ def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
     )
 
 
+@functools.cache
+def _say_once_nested() -> None:
+    warnings.warn(
+        "a converted layer multiplies nested tensors unquantized, as nn.Linear: kernels are for "
+        "rows in one dense tensor, such as the values() of a jagged one",
+        stacklevel=3,
+    )
+
+
 def _is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "device_mesh")  # of which a compiler knows, too
 
@@ -129,6 +138,10 @@ class Routed(nn.Module):
         With a scale, nothing of x passes it times the largest number of FP8.
         """
         if self._routes == PLAIN_ROUTES or _is_without_numbers(x):
+            return functional.linear(x, weight, bias)
+        if x.is_nested:
+            if not torch.compiler.is_compiling():
+                _say_once_nested()
             return functional.linear(x, weight, bias)
         if _is_sharded(weight):
             return self._of_shards(x, weight, bias, input_scale)
@@ -427,7 +440,9 @@ class Linear(nn.Linear, Routed):
         Returns:
             None at m where it was not timed, of other dtypes, and where a gradient needs f(x).
         """
-        if x.is_meta or not self.is_frozen or x.shape[-1:] != (self.in_features,):
+        if x.is_meta or x.is_nested or not self.is_frozen:
+            return None
+        if x.shape[-1:] != (self.in_features,):
             return None
         if _is_sharded(self.weight):
             return None

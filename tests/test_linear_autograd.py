@@ -263,6 +263,22 @@ def test_torch_jit_script_is_refused_with_a_remedy_and_changes_nothing(kind: str
     assert torch.equal(torch.jit.script(first)(rows()), first(rows()))
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_multiplied_as_of_linear_and_said_so(layout: torch.layout) -> None:
+    layer = layer_of()
+    plain = plain_of(layer)
+    parts = [rows(m) for m in (16, 5, 32)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of a prototype
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+    linear._say_once_nested.cache_clear()
+    with pytest.warns(UserWarning, match="multiplies nested tensors unquantized") as told:
+        found, expected, _ = [one(nested) for one in (layer, plain, layer)]
+    assert len(told) == 1
+    for y, z in zip(found.unbind(), expected.unbind(), strict=True):
+        assert torch.equal(y, z)
+
+
 def test_gemm_under_torch_func_is_the_unquantized_product() -> None:
     a, w = rows(), rows(N, seed=2)
     prepared = lokakern.prepare_weight(w, 0.06, (16, 4096))
