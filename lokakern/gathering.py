@@ -7,11 +7,12 @@
     Gathering(model)
 
 A weight has one scale, which all ranks have to know before they quantize their rows. Those of all
-weights are found together, by one all-reduce of a number each, at the first gather after an
-optimizer's step. Then a rank sends its rows as bytes, one for each element, and the GEMMs of
-converted layers read what arrives as it is, to the bit what they would have quantized of the whole
-weight. Beside it stands the weight that these bytes mean, in the dtype of FSDP2's policy, for all
-else that reads it. Optimizers, gradients and checkpoints see the parameters as they are without.
+weights are found together, by one all-reduce of a number each, at the first gather of a forward
+pass, so that whatever wrote to weights is seen. Then a rank sends its rows as bytes, one for each
+element, and the GEMMs of converted layers read what arrives as it is, to the bit what they would
+have quantized of the whole weight. Beside it stands the weight that these bytes mean, in the dtype
+of FSDP2's policy, for all else that reads it. Optimizers, gradients and checkpoints see the
+parameters as they are without.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ class Gathering:
             module._gathering = self
             self.keep(module)
         self._steps = 0
+        self._asked: set[nn.Module] = set()  # for whose weights since scales were found
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # of these weights
         reference = weakref.ref(self)
 
@@ -214,13 +216,19 @@ class Gathering:
     def scale_of(self, module: nn.Module, is_rounded: bool) -> Tensor:
         """Of a weight, or of it in bfloat16, ``[1, 1]``.
 
-        Where weights may have changed those of all are found anew.
+        Where weights may have changed those of all are found anew: in each forward pass, because a
+        write through ``data`` moves no version. A backward pass, and what a checkpoint computes
+        again in it, takes those of the forward pass.
         """
         scale: Scale | None = module._weight_scale  # type: ignore[assignment]
         weight = self._weights[module]
-        if scale is None or scale[2:] != (self._steps, id(weight), weight._version):
+        is_backward = torch._C._current_graph_task_id() != -1
+        is_next_pass = module in self._asked and not is_backward
+        is_known = scale is not None and scale[2:] == (self._steps, id(weight), weight._version)
+        if is_next_pass or not is_known:
             self.update()
             scale = module._weight_scale  # type: ignore[assignment]
+        self._asked.update(self._weights if is_backward else (module,))
         assert scale is not None  # by now
         return scale.rounded if is_rounded else scale.value
 
@@ -228,13 +236,13 @@ class Gathering:
     def update(self) -> None:
         """Find the scales of all weights by one all-reduce; every rank must call.
 
-        FSDP2 does so where it has to. Only where rows were written to otherwise than by an
-        optimizer or `load_state_dict`, such as through ``to_local()`` or by a distributed
-        checkpoint that loads in place, it does not know.
+        FSDP2 does so in each forward pass. Only of weights that stay whole from one pass to the
+        next (``reshard_after_forward=False``, without gradients) nothing is gathered, nor found.
 
         Raises:
             RuntimeError: A rank is gone; or what else the process group raises.
         """
+        self._asked.clear()
         weights = self._weights.values()
         mesh = next(iter(weights)).device_mesh
         device = torch.device(mesh.device_type)  # rows may be offloaded

@@ -300,7 +300,7 @@ def test_weights_gathered_as_fp8_are_a_byte_an_element(found: list[dict[str, Any
             with_it, without = one["gathered"][f"{kind} True"], one["gathered"][f"{kind} False"]
             gathers = 12  # forward and backward of six micro-batches
             assert without["sent"] - with_it["sent"] == gathers * elements * (size - 1)
-            assert with_it["reduced"] == [2 * 4] * 3  # of two scales, once for each step
+            assert with_it["reduced"] == [2 * 4] * 6  # of two scales, once for each forward pass
             assert without["reduced"] == []
 
 

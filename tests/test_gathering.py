@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.checkpoint import checkpoint
 
 from lokakern import convert, numerics
 from lokakern.errors import UnknownNameError, UnsupportedError
@@ -119,15 +121,64 @@ def test_weights_of_any_magnitude_are_gathered(value: float) -> None:
     assert torch.equal(layer(rows()).nan_to_num(7.0), expected(rows()).nan_to_num(7.0))
 
 
-def test_what_is_written_past_fsdp_is_known_after_update() -> None:
+@pytest.mark.parametrize("has_backward", [False, True])
+@pytest.mark.parametrize("write", ["data", "local"])
+def test_what_is_written_past_fsdp_is_seen_by_the_next_forward_pass(
+    write: str, has_backward: bool
+) -> None:
     layer = sharded(layer_of())
-    gathering = Gathering(layer)
+    Gathering(layer)
     y = layer(rows())
+    if has_backward:
+        y.sum().backward()
     layer.reshard()
     with torch.no_grad():
-        local(layer).mul_(8.0)  # exact, and so is the scale's
-    gathering.update()
+        written = layer.weight.data if write == "data" else local(layer)
+        written.mul_(8.0)  # exact, and so is the scale's
     assert torch.equal(layer(rows()), 8.0 * y)
+
+
+def test_a_layer_trained_by_hand_learns_as_one_that_an_optimizer_trains() -> None:
+    """Weights grow past the largest number under the scale that they had."""
+    losses = []
+    for by_hand in (False, True):
+        block = sharded(layer_of())
+        model = sharded(nn.Sequential(block))  # reshards the block: backward gathers, too
+        Gathering(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
+        found = []
+        for _ in range(6):
+            loss = (model(rows()).float() - 3.0).square().mean()
+            loss.backward()
+            if by_hand:
+                for p in model.parameters():
+                    p.data.sub_(p.grad, alpha=4.0)  # type: ignore[arg-type]
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < 0.8 * losses[0][0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_scales_are_found_once_in_a_pass(monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    blocks = [sharded(layer_of(k=N)) for _ in range(3)]
+    model = sharded(nn.Sequential(*blocks))
+    Gathering(model)
+    found: list[int] = []
+    reduce = dist.all_reduce
+
+    def counted(x: Tensor, *args: Any, **options: Any) -> Any:
+        found.append(x.numel())
+        return reduce(x, *args, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", counted)
+    for number in range(1, 4):
+        x = rows(k=N).requires_grad_()
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        assert found == [3] * number
 
 
 def test_layers_that_cannot_are_named_with_the_reason() -> None:
