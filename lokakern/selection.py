@@ -49,6 +49,7 @@ AnyDevice = Device | torch.device | str | None
 
 
 _TABLES: dict[Any, Table] = {}
+_PREPARED: dict[Any, Table] = {}  # by m, too: of another m another form of a weight is the fastest
 _LOCK = threading.RLock()
 _SNAPSHOT: Snapshot | None = None
 _CHOICES: Choices | None = None
@@ -113,6 +114,7 @@ def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_re
         _GENERATION += 1
         _FORGOTTEN = False
         _TABLES.clear()
+        _PREPARED.clear()
         for listener in _LISTENERS:
             listener()
 
@@ -207,52 +209,61 @@ def dispatch(
         BudgetError: The budget is not a finite, non-negative number.
         DeviceError: The database does not know the device.
     """
-    # Equal keys of another type, as True and 1.0 are of 1, are no answer to each other.
     key = None
-    if type(shape) is tuple or type(shape) is list:
-        for size in shape:
-            if type(size) is not int:
-                break
+    try:
+        n: Any = None
+        if len(shape) == 3:
+            m, n, k = shape
         else:
-            try:
-                m = shape[0]
-                low = m & -m
-                key = (op, *shape[1:], type(error_budget), error_budget, distribution, device,
-                       regime, low if low < 16 else 16)  # fmt: skip
-                if problem:
-                    given = sorted(problem.items())
-                    key = (*key, *given, *(type(value) for _, value in given))
-                table = _TABLES.get(key)
-                if table is not None and m >= 0:
-                    return Choice(table, m)
-            except (TypeError, IndexError):  # unhashable, or no sizes: what follows says so
-                key = None
+            m, k = shape
+        # Equal keys of another type, as True and 1.0 are of 1, are no answer to each other.
+        if type(m) is type(k) is int and (type(n) is int or len(shape) == 2):
+            low = m & -m
+            key = (op, n, k, type(error_budget), error_budget, distribution, device, regime,
+                   low if low < 16 else 16)  # fmt: skip
+            if problem:
+                values = problem.values()
+                key = (*key, *problem, *values, *map(type, values))
+            table = _TABLES.get(key)
+            if table is None and problem:
+                table = _PREPARED.get((*key, m))
+            if table is not None and m >= 0:
+                return Choice(table, m)
+    except (TypeError, ValueError):  # unhashable, or no sizes: what follows says so
+        key = None
     generation = _GENERATION
     asked = problem_of(op, shape, problem)
     budget = None if error_budget is None else budget_of(error_budget)
     judged = budget, distribution_names(distribution)
-    if (
+    is_form_open = (
         asked.prepared
         and asked.b is not None
         and problem.get("b") is None
         and not asked.a.format.is_fp8
-    ):
-        return _prepared_choice(asked, *judged, device, regime)
-    table = table_for(asked, *judged, device, regime)
+    )
+    if is_form_open:
+        table = _prepared_table(asked, *judged, device, regime)
+    else:
+        table = table_for(asked, *judged, device, regime)
     with _LOCK:
         if key is not None and generation == _GENERATION:
-            _TABLES[key] = table
+            if not is_form_open:
+                _TABLES[key] = table
+            else:
+                if len(_PREPARED) >= _MOST_TABLES:
+                    _PREPARED.clear()
+                _PREPARED[(*key, asked.m)] = table
     return Choice(table, asked.m)
 
 
-def _prepared_choice(
+def _prepared_table(
     problem: Problem,
     budget: ErrorBudget | None,
     distributions: tuple[str, ...] | None,
     device: AnyDevice,
     regime: str | None,
-) -> Choice:
-    """The fastest at this m of all forms in which a weight is prepared."""
+) -> Table:
+    """Of all forms in which a weight is prepared, that of the fastest at this m."""
     target = device_named(device)
     forms = [with_weight(problem, form, target) for form in FORMS]
 
@@ -262,7 +273,7 @@ def _prepared_choice(
         return choice.is_miss, math.inf if choice.latency_us is None else choice.latency_us
 
     best = min(forms, key=rank)
-    return Choice(table_for(best, budget, distributions, target, regime), problem.m)
+    return table_for(best, budget, distributions, target, regime)
 
 
 def distribution_names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -145,6 +145,41 @@ def test_a_prepared_weight_that_is_not_described_has_the_fastest_form(book: Book
     assert ask(prepared=False).is_miss
 
 
+def test_a_warm_question_is_answered_without_its_problem(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a weight in whatever form, at each m that was asked."""
+    book.write(accuracy(ROW, gemm(1), 0.04), accuracy(TENSOR, gemm(1), 0.05))
+    prepared(book), prepared(book, 8192, row=10.0, whole=8.0)
+    asked: list[dict[str, Any]] = [
+        {}, {"prepared": True}, {"m": 8192, "prepared": True}, {"epilogue": "bias", "batch": 2}
+    ]  # fmt: skip
+    cold = [ask(**fields) for fields in asked]
+    assert [choice.kernel for choice in cold[1:3]] == [ROW, TENSOR]
+
+    def build(*_: object) -> None:
+        raise AssertionError("it was built again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selection, "problem_of", build)
+        warm = [ask(**fields) for fields in asked]
+        with pytest.raises(AssertionError, match="built again"):
+            ask(4097, prepared=True)
+    assert [(c.table, c.m) for c in warm] == [(c.table, c.m) for c in cold]
+    selection.use_snapshot(selection.snapshot())
+    assert ask(prepared=True).table is not cold[1].table, "of another snapshot"
+
+
+def test_what_is_kept_of_prepared_weights_is_bounded(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(book)
+    monkeypatch.setattr(selection, "_MOST_TABLES", 3)
+    for m in range(16, 16 * 20, 16):
+        ask(m, prepared=True)
+    assert 0 < len(selection._PREPARED) <= 3
+
+
 def test_the_form_that_was_measured_is_taken_where_others_are_misses(book: Book) -> None:
     problem = gemm(4096, b=WHOLE, prepared=True)
     book.write(time(BF16, problem, 20.0), accuracy(BF16, gemm(1), 0.002))
