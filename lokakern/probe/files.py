@@ -178,6 +178,8 @@ def _site(
         same = x is not None and x.shape == wanted.shape and x.dtype == wanted.dtype
         _ask(same, path, f"{name}.{tensor} is not what n={n} and k={k} ask for")
     norm = str(described["norm"])
+    if norm:
+        norm_named(norm).span(n)
     site = SiteStatistics(
         n, k, torch.device("cpu"), has_bias=described["bias"] is True,
         norm=str(norm_named(norm)) if norm else "",
