@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import threading
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lokakern import Probe
 from lokakern.mods import FuseShared, apply
+from lokakern.probe import elsewhere, session
 from lokakern.probe.elsewhere import BETWEEN, products_elsewhere
 
 SEEDS = (0,)
@@ -115,6 +117,27 @@ def test_products_are_named_where_methods_are_called(way: str) -> None:
     assert set(probe.unseen()) == {"inner.own", "head"}
     work = M * D * D
     assert f" {work / (2 * work + M * D * 3):.1%} of all" in probe.unseen()["inner.own"]
+
+
+def test_a_torch_that_tells_no_roots_is_said_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What backward passes begin from is read from a private function of torch."""
+    model, x = Framework(), torch.randn(M, D)
+
+    def renamed(roots: object) -> None: ...
+
+    for function in (renamed, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.autograd.graph, "_engine_run_backward", function)
+            named = runpy.run_path(str(elsewhere.__file__))
+        monkeypatch.setattr(session, "roots_under_way", named["roots_under_way"])
+        with Probe(model, every=1) as probe:
+            model.loss(x).backward()
+            told = probe.unseen()["(activations)"]
+            assert told.startswith("not known, because torch ") and "call the model itself" in told
+            model(x)
+        assert list(probe.unseen()) == ["inner.own"]
 
 
 def test_a_backward_pass_of_another_model_says_nothing() -> None:

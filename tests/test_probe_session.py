@@ -135,6 +135,17 @@ def test_a_checkpoint_counts_once() -> None:
     check(probe.sites(), [0, 2])
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_of_the_whole_model_is_one_step(use_reentrant: bool) -> None:
+    model = model_of()
+    with Probe(model, every=2) as probe:
+        for step in range(3):
+            x = inputs(step).requires_grad_()
+            checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    site = probe.sites()["0"]
+    assert site.sizes == {M: 2} and site.grad_output.rows_seen == 2 * M
+
+
 def test_calls_without_rows_and_in_other_precisions_do_no_harm() -> None:
     model = model_of()
     with Probe(model, every=1) as probe:
@@ -466,6 +477,7 @@ def test_a_file_of_the_first_version_is_read_without_what_gaussians_were_drawn_f
         lambda h: h["sites"]["0"].update(n=2**20),
         lambda h: h["sites"].update({"\x1b[2J": h["sites"].pop("0")}),
         lambda h: h["sites"]["0"].update(norm="layer; drop"),
+        lambda h: h["sites"]["0"].update(norm="block_rms(7)"),  # which divides no row
         lambda h: h["sites"]["0"].update(sizes=[[64, -1]]),
         lambda h: h["sites"]["0"].update(strides=[3, 1]),
         lambda h: h["sites"].pop("0"),

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd as _Convolution
 from torch.utils._pytree import tree_leaves
+
+from lokakern.errors import UnsupportedError
 
 BETWEEN = "(activations)"  # in the place of a name: no parameter is multiplied
 # Of products: which of their arguments are the factors.
@@ -95,7 +98,15 @@ def roots_under_way(names: Mapping[int, str]) -> list[Tensor]:
 
     Args:
         names: Of the model's parameters, by id.
+
+    Raises:
+        UnsupportedError: This version of torch does not tell.
     """
+    if _RUN_BACKWARD is None or "t_outputs" not in _RUN_BACKWARD.co_varnames:
+        raise UnsupportedError(
+            f"torch {torch.__version__} does not tell what a backward pass began from; expected "
+            "torch.autograd.graph._engine_run_backward(t_outputs, ...)"
+        )
     found = []
     for frame in sys._current_frames().values():  # hooks run in threads of the devices, too
         above: Any = frame
@@ -106,7 +117,10 @@ def roots_under_way(names: Mapping[int, str]) -> list[Tensor]:
     return [x for x in found if _reaches(x.grad_fn, names)]
 
 
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+# Of a private function, which another version of torch need not have.
+_RUN_BACKWARD: CodeType | None = getattr(
+    getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
+)
 
 
 def _reaches(root: Any, names: Mapping[int, str]) -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.errors import ShapeError, UnknownNameError, UnsupportedError
 from lokakern.linear import Linear, Routed
 from lokakern.probe import files, ranks
-from lokakern.probe.elsewhere import products_elsewhere, roots_under_way
+from lokakern.probe.elsewhere import BETWEEN, products_elsewhere, roots_under_way
 from lokakern.probe.hooks import Hook, hook_of, hook_of_gradient
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.taps import Recorder, Switch, is_backward_under_way, is_plain
@@ -172,6 +172,7 @@ class Probe:
         self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
         self._elsewhere: dict[str, str] | None = None
+        self._why_unread = ""
         self._first: Any = None  # the hook of the site that methods of the model call first
 
     def __enter__(self) -> Probe:
@@ -279,8 +280,16 @@ class Probe:
                 for name, recorder in self._recorders.items()
                 if recorder.statistics is None
             }
-            | (self._elsewhere or {})
+            | self._products_elsewhere()
         )
+
+    def _products_elsewhere(self) -> dict[str, str]:
+        if self._elsewhere is None and self._why_unread:
+            return {
+                BETWEEN: f"not known, because {self._why_unread}; call the model itself, and not a "
+                "method of it, in a sampled step"
+            }
+        return self._elsewhere or {}
 
     def report(self, **options: Any) -> ProbeReport:
         """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call.
@@ -393,7 +402,8 @@ class Probe:
         self._turn()
 
     def _forward_begins(self, _module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
+        # A checkpoint of the whole model calls it again.
+        if torch.compiler.is_compiling() or is_backward_under_way():
             return
         self._leave_first()
         self._pass_begins()
@@ -420,7 +430,11 @@ class Probe:
     def _backward_seen(self) -> None:
         if self._is_unread():
             names = {id(p): name for name, p in self.model.named_parameters()}
-            roots = roots_under_way(names)
+            try:
+                roots = roots_under_way(names)
+            except UnsupportedError as error:
+                self._why_unread = str(error)
+                return
             if roots:
                 self._read_graph(roots)
 
