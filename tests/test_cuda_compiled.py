@@ -309,7 +309,6 @@ def measured() -> dict[str, Any]:
             for architecture in architectures()}  # fmt: skip
 
 
-@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> None:
     """As a programmatic launch must, before the first access of memory; and in this order."""
