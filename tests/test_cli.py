@@ -757,6 +757,7 @@ def in_a_process(*words: str, **options: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.rest
 def test_the_module_runs_and_prints_json_alone() -> None:
     process = in_a_process("list", "suites", "--json")
     out, err = process.communicate(timeout=1800)

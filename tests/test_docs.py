@@ -128,6 +128,7 @@ def test_pages_have_no_unknown_marks() -> None:
     assert runnable("bash")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("block", runnable("python"))
 def test_python_in_the_docs_runs(
     block: Block, elsewhere: Path, capsys: pytest.CaptureFixture[str]

@@ -106,6 +106,7 @@ def test_what_is_current_stays_as_it_was(
     assert again.read_bytes() == target.read_bytes()
 
 
+@pytest.mark.rest
 def test_dispatch_answers_the_same(
     shipped: Path, device: Device, exported: tuple[Path, dict[str, int]]
 ) -> None:

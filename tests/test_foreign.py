@@ -73,6 +73,7 @@ def test_damaged_bytes_come_to_nothing(folder: Path, found: list[Mutation]) -> N
     attempt(folder / "base.sqlite", folder, ("bytes", found))
 
 
+@pytest.mark.rest
 @QUICK
 @given(found=mutations(len(STATEMENTS)))
 @example(found=[Mutation(STATEMENTS.index(SCHEMA[0]), 0, 1)])

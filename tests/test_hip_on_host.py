@@ -595,6 +595,7 @@ def norm_problems(fp8: Format) -> Iterator[Problem]:
                            out_granularity=output)  # fmt: skip
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("amd", ["gfx950"], indirect=True)  # both run in the tests above
 def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
     """Through the operands and the check of the bench, on every kernel of the registry here."""

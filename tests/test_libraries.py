@@ -204,6 +204,7 @@ def test_plugins_that_pass_their_trial_and_break_later_stop_nothing(tmp_path: Pa
     assert lines == ["64.0", "cannot say whether it takes it: RuntimeError: not 17"]
 
 
+@pytest.mark.rest
 def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = tmp_path / "asleep"
     program = f"""

@@ -82,6 +82,7 @@ def test_every_mutation_changes_one_line_of_code(
         assert [one for one, other in pairs if one != other] == [mutation.before.rstrip("\n")]
 
 
+@pytest.mark.rest
 def test_tests_of_a_module_run_before_others(mutate: Any) -> None:
     first, importing, others = mutate.tests_of(Path("lokakern/linear.py"))
     assert first[0] == "tests/test_linear.py" and len(first) == mutate.CLOSEST

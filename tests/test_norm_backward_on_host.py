@@ -68,6 +68,7 @@ def test_every_norm_activation_and_output(way: Way) -> None:
     run(way, 140, 512)
 
 
+@pytest.mark.rest
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("m", [1, 130, 259])
 def test_tails_of_rows_and_columns(m: int) -> None:

@@ -152,7 +152,7 @@ def run(
     return Run(kernel, rows, w, epilogue, granularity)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_every_norm_epilogue_and_output(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
@@ -172,7 +172,7 @@ def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
         assert all(taken)
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_long_and_wide_rows(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
@@ -320,7 +320,7 @@ def test_what_overflows_elsewhere_is_added_as_it_is(name: str) -> None:
     assert (values[:, 5] == math.inf).all() and values[:, 6:].isfinite().all()
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_a_static_scale_that_the_norm_bounds_saturates_nothing(name: str, where: str) -> None:
     """Rows with one value that is not 0 come as near to the bound as any."""

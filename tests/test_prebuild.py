@@ -204,6 +204,7 @@ def test_a_batch_is_three_dimensional() -> None:
     assert not jobs_for([make_problem("gemm", (32, 48, 64), batch=5)], H200)  # none takes it
 
 
+@pytest.mark.rest
 def test_a_kernel_that_cannot_be_recorded_is_a_failure() -> None:
     def launch(*_: Any) -> None:
         raise RuntimeError("0 active drivers")
@@ -242,7 +243,7 @@ def problems_launched(device: Device) -> list[Problem]:
 
 
 @pytest.mark.parametrize("device", [H200, MI300X], ids=lambda d: d.architecture)
-@pytest.mark.sample(every=2)
+@pytest.mark.rest
 def test_launches_of_real_tensors_find_all_compiled(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def test_what_is_called_safe_is_safe_on_batches_that_nobody_saw(cases: Any) -> N
     assert sum(j.verdict == "unsafe" for j in tally.judged) > 5  # budgets are where errors are
 
 
-@pytest.mark.sample(every=2)
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(
     ("mean", "budget", "true", "safety"),
     [(1.0, 0.06, 0.053, "safe"), (1.0, 0.05, 0.053, "unsafe"), (2.0, 0.06, 0.084, "unsafe"),

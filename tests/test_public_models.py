@@ -97,6 +97,7 @@ def test_they_learn_as_without(ran: Ran) -> None:
     assert losses["fp8"][-1] < losses["fp8"][0]
 
 
+@pytest.mark.rest
 def test_what_no_linear_layer_multiplies_is_named(ran: Ran) -> None:
     assert ran["DCNv2"]["report"].unseen == {}
     shares = shares_of(ran["DCNMix"])

@@ -21,7 +21,7 @@ from lokakern.registry.register import KERNELS, load_kernels
 from tests.sharing import made_once, shared_folder
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.sample(every=4)  # the first target only, gfx942: each takes 15 s
+pytestmark = pytest.mark.rest  # each target takes 15 s
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = KERNELS_ROOT / "triton" / "resources.json"
 # What multiplies FP8 there, for E4M3 by E4M3; mixed formats differ in the last letters.
@@ -70,7 +70,6 @@ def working(target: str, *kinds: str) -> list[dict[str, Any]]:
     return chosen
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_registered_kernel_is_compiled(target: str) -> None:
     load_kernels()
@@ -132,7 +131,6 @@ def test_quantizers_use_the_conversion_instruction_and_wide_loads(target: str) -
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
-@pytest.mark.rest
 def test_operands_are_copied_asynchronously(target: str) -> None:
     """16-byte cp.async means that the loop along k is pipelined."""
     for kernel in working(target, *GEMMS):
@@ -140,7 +138,6 @@ def test_operands_are_copied_asynchronously(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
-@pytest.mark.rest
 def test_sums_over_tokens_are_pipelined_products(target: str) -> None:
     for kernel in working(target, "token_gradient"):
         assert kernel["async_copies"] >= 8, kernel
@@ -148,7 +145,6 @@ def test_sums_over_tokens_are_pipelined_products(target: str) -> None:
         assert kernel["matrix"] and all(plain in name for name in kernel["matrix"]), kernel
 
 
-@pytest.mark.rest
 def test_promoted_sums_are_added_in_float32() -> None:
     """One addition for every sum a thread holds, where the fast twin has the scales' only."""
     by_name = {k["kernel"]: k for k in working("sm_90", "scaled_gemm")}
@@ -162,7 +158,6 @@ def test_promoted_sums_are_added_in_float32() -> None:
         assert extra >= held, f"{promoted['kernel']}: {extra} more additions for {held} sums"
 
 
-@pytest.mark.rest
 def test_sums_that_are_normalized_are_promoted() -> None:
     """Where FP8 products have one addition more for every sum than bfloat16 ones."""
     found = {k["kernel"]: k for k in working("sm_90", *GEMMS[1:])}

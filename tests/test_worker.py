@@ -196,6 +196,7 @@ def test_a_kernel_is_given_up_after_three_strikes(faulty: Any, tmp_path: Path) -
     assert (later.deaths, later.timed) == (0, 1)
 
 
+@pytest.mark.rest
 def test_an_error_is_brought_by_another_of_the_class(faulty: Any, tmp_path: Path) -> None:
     """The first by name dies at its first error; torch.bf16 brings them all, and once is enough."""
     path = tmp_path / "rows.sqlite"
@@ -218,6 +219,7 @@ def test_an_error_is_brought_by_another_of_the_class(faulty: Any, tmp_path: Path
     assert (again.deaths, again.timed, again.measured) == (0, 0, 0)
 
 
+@pytest.mark.rest
 def test_a_failed_error_is_made_good_by_a_later_sweep(faulty: Any, tmp_path: Path) -> None:
     """A kernel that failed alone hides no other of its class."""
     path = tmp_path / "rows.sqlite"
@@ -227,6 +229,7 @@ def test_a_failed_error_is_made_good_by_a_later_sweep(faulty: Any, tmp_path: Pat
     assert (later.deaths, later.measured) == (1, 3)  # the problem is timed anew, its errors added
 
 
+@pytest.mark.rest
 def test_who_writes_into_its_operands_spoils_nobody_else(faulty: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     swept(path, [case(64)], "faulty_kernels.scribble", "faulty_kernels.segfault", "torch.bf16")
@@ -268,6 +271,7 @@ def test_errors_of_what_is_faster_than_bf16_are_needed(
     assert (report.timed, report.measured) == (2, 6)
 
 
+@pytest.mark.rest
 def test_a_death_between_tasks_blames_nobody() -> None:
     """As when the system ends it while operands are drawn; what is left is done by the next."""
     tasks: dict[int, Any] = {n: TimingTask(case(8 + n), ("torch.bf16",), "eager") for n in range(3)}

@@ -125,6 +125,7 @@ def test_digest_of_a_snapshot(database: Path, benchmark: Any) -> None:
     assert len(benchmark(digest)) == 64
 
 
+@pytest.mark.rest
 def test_merging_a_file_into_another(database: Path, tmp_path: Path, benchmark: Any) -> None:
     """Reading, checking every key, writing, renaming."""
 
