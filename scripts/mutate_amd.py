@@ -125,9 +125,9 @@ def copy_tree(to: Path) -> None:
 
 
 def first_failure(tree: Path, words: str = "") -> str | None:
-    """The first test that fails in a tree, of those whose names have such words, or None."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
-    command += ["-k", words]
+    """The first core test that fails in a tree, of those whose names have such words, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest"]
+    command += ["-p", "no:cacheprovider", *TESTS, "-k", words]
     environment = {name: text for name, text in os.environ.items() if name != "LOKAKERN_TESTS"}
     ran = subprocess.run(
         command, cwd=tree, env=environment | {"PYTHONPATH": str(tree)}, check=False,
