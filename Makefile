@@ -51,6 +51,8 @@ test-all: $(FOR_DEV)
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python scripts/architecture.py
 
 types: $(FOR_DEV)
 	$(BIN)/mypy
@@ -62,7 +64,7 @@ wheel: $(FOR_DEV)
 	$(BIN)/python scripts/check_wheel.py
 
 docs: $(FOR_DOCS)
-	$(BIN)/python -m typer lokakern.bench.cli utils docs --name "python -m lokakern.bench" --title Commands --output docs/commands.md
+	$(BIN)/python -m typer lokakern.bench.cli.main utils docs --name "python -m lokakern.bench" --title Commands --output docs/commands.md
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "see build/docs/index.html"
 

@@ -1,5 +1,5 @@
 """``python -m lokakern.bench``."""
 
-from lokakern.bench.cli import main
+from lokakern.bench.cli.main import main
 
 main()

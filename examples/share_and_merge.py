@@ -8,7 +8,7 @@ the two ways of merging give the same rows.
 import tempfile
 from pathlib import Path
 
-from lokakern.bench.cli import app  # python -m lokakern.bench
+from lokakern.bench.cli.main import app  # python -m lokakern.bench
 from lokakern.device import current_device
 
 

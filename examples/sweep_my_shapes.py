@@ -8,7 +8,7 @@ leave out the last two lines of options for evidence that counts.
 import tempfile
 from pathlib import Path
 
-from lokakern.bench.cli import app  # python -m lokakern.bench
+from lokakern.bench.cli.main import app  # python -m lokakern.bench
 
 SUITE = """
 name = "my-model"

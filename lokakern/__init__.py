@@ -2,32 +2,28 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lokakern.chains import dispatch_chain
-from lokakern.freezing import freeze
-from lokakern.functional import (
-    dequantize,
-    gemm,
-    gemm_norm,
-    norm_quantize,
-    quantize,
-    quantize_transpose,
-    scaled_gemm,
-)
-from lokakern.prebuild import warmup
-from lokakern.preparation import prepare_weight
+from lokakern.build.prebuild import warmup
+from lokakern.chain.dispatch import dispatch_chain
+from lokakern.functional import run as _run  # noqa: F401  # what a `Choice` is called by
+from lokakern.functional.gemm import gemm
+from lokakern.functional.gemm_norm import gemm_norm, norm_quantize
+from lokakern.functional.prepare_weight import prepare_weight
+from lokakern.functional.quantize import dequantize, quantize, quantize_transpose
+from lokakern.functional.scaled_gemm import scaled_gemm
 from lokakern.registry.register import register
-from lokakern.selection import Choice, dispatch
+from lokakern.selection.dispatcher import Choice, dispatch
+from lokakern.selection.frozen.write import freeze
 from lokakern.types import ErrorBudget, QuantizedTensor
+from lokakern.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lokakern import mods
-    from lokakern.converting import convert
-    from lokakern.linear import Linear
-    from lokakern.linear_norm_act import LinearNormAct
+    from lokakern.conversion.convert import convert
+    from lokakern.nn.linear import Linear
+    from lokakern.nn.linear_norm_act import LinearNormAct
     from lokakern.probe.report import ProbeReport
     from lokakern.probe.session import Probe
 
-__version__ = "0.1.0"
 __all__ = [
     "Choice",
     "ErrorBudget",
@@ -54,11 +50,11 @@ __all__ = [
 ]
 
 _LATE = {
-    "Linear": "lokakern.linear",
-    "LinearNormAct": "lokakern.linear_norm_act",
+    "Linear": "lokakern.conversion.convert",  # and what its budget= needs
+    "LinearNormAct": "lokakern.nn.linear_norm_act",
     "Probe": "lokakern.probe.session",
     "ProbeReport": "lokakern.probe.report",
-    "convert": "lokakern.converting",
+    "convert": "lokakern.conversion.convert",
     "mods": "lokakern.mods",
 }
 

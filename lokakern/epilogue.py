@@ -64,7 +64,8 @@ class NormEpilogue(NamedTuple):
     With y the sums, or what is given: ``y += bias``; ``y += residual``; ``z = norm(y) * norm_weight
     + norm_bias``; then ``d = activation(z)``, or ``gate * sigmoid(z)``, or DCN's cross ``x0 * z +
     x``; where `residual_last`, the residual is added here instead. What is NaN stays NaN. Vectors,
-    and rows of matrices, start at multiples of 16 bytes (`lokakern.norm_checks.settled`).
+    and rows of matrices, start at multiples of 16 bytes
+    (`lokakern.functional.norm_checks.settled`).
 
     Attributes:
         norm: Of rows, or of blocks of them.

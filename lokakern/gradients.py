@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lokakern.epilogue import ACTIVATIONS, NormEpilogue
 from lokakern.errors import UnknownNameError
-from lokakern.quantized import QuantizedTensor, empty_data
+from lokakern.quantized_tensor import QuantizedTensor, empty_data
 
 if TYPE_CHECKING:
     from lokakern.types import Problem

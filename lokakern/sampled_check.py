@@ -7,8 +7,8 @@ exceeds the budget, it issues an `ErrorBudgetWarning`.
 
 A check is text, ``every:rows``: at every ``every``-th call of a product at most ``rows`` rows are
 compared, evenly spaced, and different ones each time. The product of a module carries it as the
-last part of its route (`lokakern.routed`), with the site's name and budget, so that a compiled
-graph holds it, too::
+last part of its route (`lokakern.nn.routed_matmul`), with the site's name and budget, so that a
+compiled graph holds it, too::
 
     row;16:0=...;1:0=...;check=1000:64:0.06:1:layers.0/output
 """

@@ -16,8 +16,8 @@ from lokakern.errors import BudgetError
 from lokakern.formats import GROUP as GROUP
 from lokakern.formats import Format as Format
 from lokakern.formats import Granularity as Granularity
-from lokakern.quantized import QuantizedTensor as QuantizedTensor
-from lokakern.quantized import empty_data as empty_data
+from lokakern.quantized_tensor import QuantizedTensor as QuantizedTensor
+from lokakern.quantized_tensor import empty_data as empty_data
 
 
 class Layout(StrEnum):
@@ -316,6 +316,7 @@ def _budget_of(limits: dict[str, float]) -> ErrorBudget:
     return ErrorBudget(**limits)
 
 
-# The default error of a kernel is its worst over these; recipes in lokakern.bench.distributions.
+# The default error of a kernel is its worst over these; recipes in
+# lokakern.workloads.distributions.
 REALISTIC_DISTRIBUTIONS = tuple(f"X{i}" for i in (*range(1, 11), 12, 13, 14))
 REGIMES = ("graph-cold", "graph-hot", "eager")

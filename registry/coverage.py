@@ -14,9 +14,9 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 
 if TYPE_CHECKING:
-    from lokakern.registry.cells import TestResultCell
     from lokakern.registry.register import Kernel
-    from lokakern.registry.snapshot import Snapshot
+    from lokakern.registry.snapshot.cells import TestResultCell
+    from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.types import Device
 
 

@@ -10,7 +10,7 @@ from lokakern.registry import libraries
 from lokakern.registry.digests import kernel_digest
 
 if TYPE_CHECKING:
-    from lokakern.registry.records import KernelRow
+    from lokakern.registry.schema.records import KernelRow
 
 
 def is_current(kernel: KernelRow) -> bool:

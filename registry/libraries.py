@@ -1,10 +1,10 @@
 """Libraries that may be installed, and plugins: whose kernels count here, and why others do not.
 
 None is imported to find out. Its version is read from its metadata; whether it works was tried in
-processes of their own (`bench/trials.py`), because an import or a first call may end a process.
-What they found is kept beside the compiled programs and holds for one state of the library and of
-its adapter, one version of torch and of Python, on one type of device: anything else is tried
-again.
+processes of their own (`bench/report/library_smoke.py`), because an import or a first call may end
+a process. What they found is kept beside the compiled programs and holds for one state of the
+library and of its adapter, one version of torch and of Python, on one type of device: anything else
+is tried again.
 """
 
 from __future__ import annotations

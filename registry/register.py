@@ -17,6 +17,7 @@ from torch import Tensor
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError
 from lokakern.registry import digests, libraries
+from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.types import (
     ACCEPTED,
@@ -413,10 +414,8 @@ def load_parts() -> dict[str, str]:
 
 @functools.cache
 def _import_modules(in_folders: bool) -> dict[str, str]:
-    import lokakern.kernels
-
     unavailable: dict[str, str] = {}
-    names = _module_names(lokakern.kernels.__path__, "lokakern.kernels.")
+    names = _module_names([str(KERNELS_ROOT)], "lokakern.kernels.")
     for name in sorted(name for name in names if (name.count(".") > 2) is in_folders):
         try:
             importlib.import_module(name)

@@ -20,22 +20,22 @@ SHAPE = (32768, 2048, 2048)
 
 USE = f"""
 import pathlib, sys
-import lokakern, lokakern.bench.cli, lokakern.kernels, lokakern.registry
+import lokakern, lokakern.bench.cli.main, lokakern.kernels, lokakern.registry
 
 installed = pathlib.Path(sys.argv[1])
 for module in (lokakern, lokakern.bench, lokakern.kernels, lokakern.registry):
     found = pathlib.Path(list(module.__path__)[0])
     assert found.is_relative_to(installed), f"{{module.__name__}} is {{found}}, not the wheel's"
-from lokakern.bench.resources import resource_rows
+from lokakern.bench.report.resources import resource_rows
 assert resource_rows(), "nothing is recorded of HIP and Triton kernels"
 if len(sys.argv) > 2:
     choice = lokakern.dispatch("gemm", {SHAPE}, 0.06, device=sys.argv[2])
     print(choice.explain())
     assert not choice.is_miss, "the shipped database does not answer"
-    from lokakern import selection
+    from lokakern.selection import dispatcher
     from lokakern.registry.coverage import missing_evidence
     from lokakern.registry.register import KERNELS
-    missing = missing_evidence(selection.snapshot(), KERNELS.values())
+    missing = missing_evidence(dispatcher.snapshot(), KERNELS.values())
     assert KERNELS and not missing, f"the shipped database lacks {{missing}}"
 """
 DEVICE, DATABASE = "NVIDIA H200", "nvidia-h200.sqlite"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from sqlalchemy import Double, Integer, Table
 
-from lokakern.registry.columns import unit_of, what_of
-from lokakern.registry.files import FACTS, SCHEMA_VERSION
-from lokakern.registry.identity import FACT_IDENTITY
-from lokakern.registry.manifest import ENDING, FIELDS
-from lokakern.registry.reader import READERS
-from lokakern.registry.rules import constraints_of, rules_of
-from lokakern.registry.tables import COLUMNS, TABLES, Base, Key
+from lokakern.registry.schema.column_docs import unit_of, what_of
+from lokakern.registry.schema.manifest import ENDING, FIELDS
+from lokakern.registry.schema.row_keys import FACT_IDENTITY
+from lokakern.registry.schema.tables import COLUMNS, TABLES, Base, Key
+from lokakern.registry.schema.value_rules import constraints_of, rules_of
+from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION
+from lokakern.registry.storage.reader import READERS
 
 PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
 
@@ -27,7 +27,7 @@ def text() -> str:
     versions = ", ".join(map(str, READERS))
     parts = [
         "# The database",
-        "<!-- Written by scripts/describe_database.py from registry/tables.py and manifest.py. -->",
+        "<!-- Written by scripts/describe_database.py from registry/schema. -->",
         f"One SQLite file, schema version {SCHEMA_VERSION} (`PRAGMA user_version`; {versions} are "
         "read), application id `LOKA`. Rows are facts, written once. Why it is so: "
         "[DESIGN.md](../DESIGN.md#database).",

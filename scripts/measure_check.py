@@ -19,8 +19,8 @@ import torch
 
 import lokakern
 from lokakern import sampled_check
-from lokakern.linear import Linear
-from lokakern.routed import route_text
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import route_text
 from lokakern.types import Granularity
 
 CALLS = 1000

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 scripts/measure_communication.py [average] [ddp] [fsdp]
 
 Prints a line of JSON for each. `average` is of flat gradients alone, `ddp` trains with each wire of
-`lokakern.communication`, `fsdp` with weights gathered in bfloat16 and as FP8. Without GPUs it runs
-over gloo, in emulation: then times say nothing, and losses do. Layers are ``width`` by ``width``
-with a LayerNorm and ReLU; every rank has samples of its own.
+`lokakern.distributed.ddp_compression`, `fsdp` with weights gathered in bfloat16 and as FP8. Without
+GPUs it runs over gloo, in emulation: then times say nothing, and losses do. Layers are ``width`` by
+``width`` with a LayerNorm and ReLU; every rank has samples of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lokakern.communication import Compression, compress
-from lokakern.converting import convert
-from lokakern.gathering import Gathering
-from lokakern.linear import Linear
-from lokakern.routed import route_text
+from lokakern.conversion.convert import convert
+from lokakern.distributed.ddp_compression import Compression, compress
+from lokakern.distributed.fsdp2_gather import Gathering
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import route_text
 from lokakern.types import Granularity
 
 WARM_STEPS = 5

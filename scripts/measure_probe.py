@@ -292,7 +292,7 @@ def gradients() -> dict[str, Any]:
 
 def replay() -> dict[str, Any]:
     """Verdicts with errors and times of this GPU, into a database."""
-    from lokakern.registry.loading import load_snapshot
+    from lokakern.registry.snapshot.loading import load_snapshot
 
     model, x = _trained_mlp()
     with Probe(model, every=1) as probe:

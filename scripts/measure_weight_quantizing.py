@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lokakern.converting import Conversion, convert
-from lokakern.linear import Linear
-from lokakern.routed import route_text
+from lokakern.conversion.convert import Conversion, convert
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import route_text
 from lokakern.types import Granularity
 
 SHAPES = [(1024, 1024), (512, 1024), (2048, 2048)]  # n, k

@@ -5,7 +5,7 @@ negated, a constant off by one, a key misspelled, an argument dropped or swapped
 None returned. Each is made in a copy of the working tree, where the core tests closest to the
 module run first, and others only if those notice nothing. What is drawn follows from the seed.
 
-    python scripts/mutate.py --count 20 lokakern/selection.py registry/*.py
+    python scripts/mutate.py --count 20 lokakern/selection/dispatcher.py registry/*.py
 
 Prints each mutation with the test that noticed it, and those that survived as a diff: each of these
 lacks a test, or computes the same, which only a reader can tell.

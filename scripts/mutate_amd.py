@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = tuple(f"tests/test_hip_{name}.py" for name in ("instructions", "compiled", "on_host"))
+TESTS = tuple(
+    f"tests/kernels/test_hip_{name}.py" for name in ("instructions", "compiled", "on_host")
+)
 # Tests of a file that others do not include, by words in their names.
 OF_FILE = {
     "quantize.hip": "quantize and not dequantize",

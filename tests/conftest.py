@@ -26,7 +26,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from lokakern.registry.records import TestResultRecord
+    from lokakern.registry.schema.records import TestResultRecord
 
 NEEDS_A_GPU = "needs a GPU"
 # Programs that pip does not have: .ci/run says aloud that they are not there.
@@ -169,8 +169,8 @@ def _seeds_of(item: pytest.Item) -> Sequence[int] | None:
 
 
 def _name_subjects(items: Iterable[pytest.Item]) -> None:
-    from lokakern.registry.records import canonical_seeds
     from lokakern.registry.register import KERNELS, load_kernels
+    from lokakern.registry.schema.records import canonical_seeds
 
     load_kernels()
     found = []
@@ -192,7 +192,7 @@ def results_of(
     reports: Iterable[pytest.TestReport], root: Path
 ) -> dict[Subject, TestResultRecord | None]:
     """How the tests of each subject ended; None where not all of them ran to their end."""
-    from lokakern.registry.records import TestResultRecord
+    from lokakern.registry.schema.records import TestResultRecord
 
     tests: dict[Subject, dict[str, list[pytest.TestReport]]] = {}
     for report in reports:
@@ -255,7 +255,7 @@ class Evidence:
         import torch
 
         from lokakern.errors import DatabaseError
-        from lokakern.registry.store import database_digest
+        from lokakern.registry.storage.run_files import database_digest
 
         self._root = config.rootpath
         self._file = config.invocation_params.dir / Path(config.getoption("evidence"))
@@ -285,9 +285,9 @@ class Evidence:
     def _write(self) -> None:
         from lokakern import device
         from lokakern.errors import DatabaseError
-        from lokakern.registry.records import now_utc_ms
         from lokakern.registry.register import KERNELS, load_kernels
-        from lokakern.registry.store import RunFile
+        from lokakern.registry.schema.records import now_utc_ms
+        from lokakern.registry.storage.run_files import RunFile
 
         load_kernels()
         known = results_of(self._reports, self._root)
@@ -298,7 +298,7 @@ class Evidence:
         architecture = device.current_device("cuda").architecture
         environment = device.current_environment("cuda")
         digest = hashlib.sha256()
-        for path in sorted(Path(__file__).parent.glob("*.py")):
+        for path in sorted(Path(__file__).parent.rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
         try:
             if results:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lokakern.registry.loading import load_snapshot
-from lokakern.registry.reader import read_rows
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.snapshot import TestResultCell
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import TestResultCell
+from lokakern.registry.storage.reader import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFTEST = runpy.run_path(str(ROOT / "tests" / "conftest.py"))

@@ -4,7 +4,7 @@ A comment on the line before a block says how it is treated:
     <!-- needs a GPU -->     skipped where there is none
     <!-- output -->          what some run printed; not run
     <!-- exact output -->    what the block before it must print
-    <!-- serves until Ctrl-C -->    tests/test_explore.py asks it
+    <!-- serves until Ctrl-C -->    tests/bench/explorer/test_explorer.py asks it
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import typer
 from typer.testing import CliRunner
 
 import lokakern
-from lokakern import misses, mods, selection
-from lokakern.bench import operands, sweep
-from lokakern.bench.cli import app
-from lokakern.bench.suite_files import suite_from_file
+from lokakern import mods
+from lokakern.bench.cli.main import app
 from lokakern.device import current_device
-from tests.inline_worker import run_tasks_here
+from lokakern.measure import operands
+from lokakern.selection import dispatcher, misses
+from lokakern.sweep import engine
+from lokakern.workloads.suite_files import suite_from_file
+from tests.support.inline_worker import run_tasks_here
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -41,7 +43,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
 BELIEVED = ("pip", "python3", "source")  # of an installation
 SERVES = "serves until Ctrl-C"
-ELSEWHERE = "run by tests/test_public_models.py"
+ELSEWHERE = "run by tests/bench/models/test_public_models.py"
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def runnable(language: str) -> list[object]:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder to write in, a database of its own, and sweeps of few operands in this process.
 
-    A process for each block would import torch each time; workers: tests/test_worker.py.
+    A process for each block would import torch each time; workers: tests/sweep/test_worker.py.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
@@ -98,17 +100,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(misses, "_COUNTS", type(misses._COUNTS)())
     if not torch.cuda.is_available():
         monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
-        monkeypatch.setattr(sweep, "run_tasks", run_tasks_here)
-    selection.use_snapshot(None)
+        monkeypatch.setattr(engine, "run_tasks", run_tasks_here)
+    dispatcher.use_snapshot(None)
     yield tmp_path
-    selection.use_snapshot(None)
+    dispatcher.use_snapshot(None)
 
 
 def command(words: list[str]) -> str:
     """Run our command line here, and return what it wrote to stdout."""
     ended = CliRunner().invoke(app, words)
     assert ended.exit_code == 0, f"{shlex.join(words)}\n{ended.output}\n{ended.exception}"
-    selection.use_snapshot(None)  # another process reads files again
+    dispatcher.use_snapshot(None)  # another process reads files again
     return ended.stdout
 
 

@@ -31,7 +31,7 @@ from lokakern.nvrtc import Program
 from lokakern.registry.register import KERNELS
 from lokakern.types import Device, Granularity
 
-FEATURES = str(Path(__file__).with_name("cuda_features.cu"))
+FEATURES = str(Path(__file__).with_name("fixtures") / "cuda_features.cu")
 BOX = (("ROWS", 16), ("COLUMNS", 32))
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 SOURCE = '#include "step.cuh"\nextern "C" __global__ void add(float* x) { x[0] += STEP * SCALE; }\n'

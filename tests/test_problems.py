@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lokakern.bench.forms import grad_input_cases, grad_weight_case
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.problems import (
     accuracy_problem,
@@ -17,8 +16,9 @@ from lokakern.problems import (
     scaling_of,
     sums_over_samples,
 )
-from lokakern.registry.identity import problem_key
+from lokakern.registry.schema.row_keys import problem_key
 from lokakern.types import Format, Granularity, Layout, Operand
+from lokakern.workloads.gemm_cases import grad_input_cases, grad_weight_case
 
 E4M3 = Format.E4M3FN
 

@@ -24,25 +24,26 @@ import torch
 from torch import Tensor, nn
 
 import lokakern
-from lokakern import numerics, sampled_check, selection
-from lokakern.bench.forms import grad_weight_case, prepared_weight
-from lokakern.bench.known import distribution_row
-from lokakern.converting import Conversion
+from lokakern import numerics, sampled_check
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.routes import _grad_input_problem
 from lokakern.device import current_device, current_environment
 from lokakern.errors import BudgetError, FormatError
-from lokakern.linear import Linear
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import read_route, route_text
 from lokakern.numerics import measure_errors
 from lokakern.problems import accuracy_problem, make_problem
-from lokakern.registry.loading import load_snapshot
-from lokakern.registry.records import AccuracyRecord, TimingRecord
 from lokakern.registry.register import KERNELS
-from lokakern.registry.store import RunFile
-from lokakern.routed import read_route, route_text
-from lokakern.routes import _grad_input_problem
+from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.sampled_check import ErrorBudgetWarning, Marker, Watch, watch_named
+from lokakern.selection import dispatcher
+from lokakern.sweep.resume import distribution_row
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity
-from tests.test_converting import report_of, rows_of, verdict
-from tests.test_selection import Book, gemm
+from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
+from tests.conversion.test_convert import report_of, rows_of, verdict
+from tests.selection.test_dispatcher import Book, gemm
 
 SEEDS = (0,)
 H200 = "NVIDIA H200"
@@ -60,7 +61,7 @@ def nothing_was_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("LOKAKERN_CHECK", raising=False)
     monkeypatch.setattr(sampled_check, "_WATCHES", {})
     yield
-    selection.use_snapshot(None)
+    dispatcher.use_snapshot(None)
 
 
 def weight(zero: bool) -> Tensor:
@@ -103,7 +104,7 @@ def fp8_is_fast(tmp_path: Path) -> None:
                     kernel_err_row_p99=0.5,
                 )  # fmt: skip
                 run.add_timing(KERNELS[name], problem, distribution_row("X1"), device, environment,
-                               selection.default_regime(device), timing)  # fmt: skip
+                               dispatcher.default_regime(device), timing)  # fmt: skip
             asked = accuracy_problem(problem, Format.E4M3FN)
             for distribution in REALISTIC_DISTRIBUTIONS:
                 for seed in range(3):
@@ -114,7 +115,7 @@ def fp8_is_fast(tmp_path: Path) -> None:
                     )  # fmt: skip
                     run.add_accuracy(KERNELS[name], asked, distribution_row(distribution),
                                      device.architecture, environment, record)  # fmt: skip
-    selection.use_snapshot(load_snapshot([path]))
+    dispatcher.use_snapshot(load_snapshot([path]))
 
 
 gemm_within = functools.partial(lokakern.gemm, budget=0.06, on_miss="raise")
@@ -203,7 +204,7 @@ def test_the_variable_checks_what_no_argument_does(
 ) -> None:
     x, b = inputs(5.0), weight(zero=True).t()
     assert not alarms(lambda: gemm_within(x, b)) and not sampled_check.results()
-    selection.use_snapshot(selection.snapshot())  # as another process
+    dispatcher.use_snapshot(dispatcher.snapshot())  # as another process
     monkeypatch.setenv("LOKAKERN_CHECK", "1:64")
     assert not alarms(lambda: gemm_within(x, b, check="off"))
     assert len(alarms(lambda: gemm_within(x, b))) == 1
@@ -593,7 +594,7 @@ def test_copies_of_a_layer_keep_its_check() -> None:
     layer = layer_of(zero=True)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         sampled_check._WATCHES.clear()
-        lokakern.routed._WAYS.clear()
+        lokakern.nn.routed_matmul._WAYS.clear()
         assert len(alarms(functools.partial(copied, inputs(5.0)))) == 1
 
 

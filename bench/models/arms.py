@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lokakern import selection
-from lokakern.bench.by_library import owner_of
+from lokakern.bench.compare.by_library import owner_of
 from lokakern.bench.models.click_log import ClickLog
 from lokakern.bench.models.everywhere import FP8_MULTIPLE, fits, quantize_everywhere
 from lokakern.bench.models.setting import Interact, Predictor, Setting, Trainer, to_bfloat16
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.nn.module_scan import inner_layers
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.sites import inner_layers
+from lokakern.selection import dispatcher
 from lokakern.types import Granularity
 
 AS_WRITTEN, BASELINE, BUDGETED, PROBED = "as-written", "bf16", "by-budget", "lokakern"
@@ -271,7 +271,7 @@ def only(library: str) -> Iterator[None]:
         yield
         return
     load_kernels()
-    facts = selection.snapshot()
+    facts = dispatcher.snapshot()
     hidden = {
         kernel.name: kernel
         for kernel in KERNELS.values()
@@ -282,12 +282,12 @@ def only(library: str) -> Iterator[None]:
     }
     for name in hidden:
         del KERNELS[name]
-    selection.use_snapshot(facts)  # which forgets what was chosen among all
+    dispatcher.use_snapshot(facts)  # which forgets what was chosen among all
     try:
         yield
     finally:
         KERNELS.update(hidden)
-        selection.use_snapshot(facts)
+        dispatcher.use_snapshot(facts)
 
 
 def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lokakern.bench.models.arms import Built
 from lokakern.bench.models.shares import Shares
-from lokakern.choice import Choice
+from lokakern.selection.choice import Choice
 
 EXPLAINED = 0.10  # of the step's gain; a larger gap is explained
 
@@ -67,8 +67,8 @@ def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
 
 def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
     """What runs in each layer that was called, product by product."""
-    from lokakern.routed import kernel_at
-    from lokakern.sites import shape_of
+    from lokakern.nn.module_scan import shape_of
+    from lokakern.nn.routed_matmul import kernel_at
 
     found = []
     for name, site in built.conversion.sites.items():

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lokakern.bench import timing
 from lokakern.bench.models import arms as ways
 from lokakern.bench.models.arms import Arm, Built
 from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices, rows_of_sites
@@ -30,6 +29,7 @@ from lokakern.bench.models.throughput import (
     stepper,
 )  # fmt: skip
 from lokakern.errors import UnsupportedError
+from lokakern.measure import timing
 from lokakern.probe.loss import LossChange, interval_of
 
 States = dict[tuple[bool, int], ways.State]  # by whether Mods were applied, and seed

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from lokakern.bench.by_library import owner_of
-from lokakern.converting import convert
+from lokakern.bench.compare.by_library import owner_of
+from lokakern.conversion.convert import convert
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
+from lokakern.nn.routed_matmul import PLAIN, route_text
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
-from lokakern.routed import PLAIN, route_text
 from lokakern.types import Granularity
 
 FP8_MULTIPLE = 16  # of the sizes that torch's FP8 product takes

@@ -12,8 +12,8 @@ from lokakern.bench.models.arms import apply_mods
 from lokakern.bench.models.batch import Batch, random_batch
 from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.setting import Setting
-from lokakern.linear import Routed
-from lokakern.sites import shape_of
+from lokakern.nn.linear import Routed
+from lokakern.nn.module_scan import shape_of
 
 # Sweeps time layers on a distribution that somebody says; Probe looks for itself. Most inputs come
 # out of a norm.

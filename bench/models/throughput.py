@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.bench import timing
 from lokakern.bench.models.arms import Built
 from lokakern.bench.models.batch import Batch
 from lokakern.bench.models.click_log import ClickLog
 from lokakern.bench.models.setting import Setting
-from lokakern.evidence import margin_us
+from lokakern.measure import timing
+from lokakern.selection.candidates import margin_us
 
 BATCHES = 4
 FEWEST_ROUNDS, MOST_ROUNDS, RACE_SECONDS = 7, 40, 8.0

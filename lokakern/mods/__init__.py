@@ -4,7 +4,7 @@
 place and reports what changed where; those that are exact keep what the model computes.
 """
 
-from lokakern.mods.block_norm import BlockNorm, BlockRMSNorm
+from lokakern.mods.block_norm import BlockNorm
 from lokakern.mods.editor import Change, Editor, Mod, Report, apply
 from lokakern.mods.hard_swish import HardSwish
 from lokakern.mods.intermediates import KeepIntermediates
@@ -14,6 +14,7 @@ from lokakern.mods.norm_order import NormOrder
 from lokakern.mods.pad import Pad
 from lokakern.mods.residual import HighResidual
 from lokakern.mods.together import BatchEqual, FuseShared
+from lokakern.nn.block_rms_norm import BlockRMSNorm
 
 __all__ = [
     "BatchEqual",

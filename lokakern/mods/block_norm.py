@@ -4,46 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lokakern.errors import ShapeError
 from lokakern.mods.editor import Editor, Mod
+from lokakern.nn.block_rms_norm import BlockRMSNorm
 
 _OF_OTHERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.InstanceNorm1d)
-
-
-class BlockRMSNorm(nn.Module):
-    """``y / sqrt(mean(y^2) + eps)`` over each block of neighboring columns, without parameters.
-
-    Statistics are float32, or float64 of float64; the output has the dtype of the input. The norm
-    that `lokakern.gemm_norm` calls ``block_rms(n)``.
-
-    Args:
-        columns: Of a row.
-        block: Columns that are normalized together; a divisor of ``columns``.
-        eps: Added to the mean of squares.
-    """
-
-    def __init__(self, columns: int, block: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        if block < 1 or columns % block:
-            raise ShapeError(
-                f"BlockRMSNorm: block is {block}; expected a divisor of the {columns} columns"
-            )
-        self.columns, self.block, self.eps = columns, block, eps
-        self.norm_name = f"block_rms({block})"  # by which Probe judges what comes after it
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The same shape and dtype."""
-        blocks = input.reshape(*input.shape[:-1], self.columns // self.block, self.block)
-        wide = blocks if input.dtype is torch.float64 else blocks.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return y.to(input.dtype).reshape(input.shape)
-
-    def extra_repr(self) -> str:
-        """Sizes and eps."""
-        return f"{self.columns}, block={self.block}, eps={self.eps}"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lokakern.errors import FormatError, UnsupportedError
-from lokakern.owners import fast_paths, set_fast_paths
-from lokakern.sites import ModuleFilter, named_modules
+from lokakern.nn.module_scan import ModuleFilter, named_modules
+from lokakern.nn.torch_owners import fast_paths, set_fast_paths
 
 
 class Mod(ABC):
@@ -189,7 +189,7 @@ class Report(Sequence[Change]):
 
     def table(self) -> None:
         """Print a table."""
-        from lokakern.bench.report import print_rows
+        from lokakern.render.terminal import print_rows
 
         rows = [
             {

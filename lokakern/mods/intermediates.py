@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lokakern.mods.block_norm import BlockRMSNorm
 from lokakern.mods.editor import Editor, Mod
+from lokakern.nn.block_rms_norm import BlockRMSNorm
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from lokakern.adopting import adopt, release, retake
-from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
 from lokakern.mods.together import FusedLinear, graph_of
+from lokakern.nn.adoption import adopt, release, retake
+from lokakern.nn.linear import Linear
 
 _KINDS = (nn.Linear, Linear, FusedLinear)
 # What lies anew, whatever it is made of, and modules whose outputs lie as their inputs.

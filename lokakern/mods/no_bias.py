@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
-from lokakern.owners import NEVER_CALLED, never_called
+from lokakern.nn.linear import Linear
+from lokakern.nn.torch_owners import NEVER_CALLED, never_called
 
 
 class RowBatchNorm(nn.BatchNorm1d):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lokakern.errors import UnknownNameError
-from lokakern.mods.block_norm import BlockRMSNorm
 from lokakern.mods.editor import Editor, Mod
+from lokakern.nn.block_rms_norm import BlockRMSNorm
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
 _ACTIVATIONS = (nn.ReLU, nn.SiLU, nn.Hardswish, nn.GELU, nn.Sigmoid, nn.Tanh, nn.ReLU6)

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from lokakern.adopting import adopt, release, resize, retake
 from lokakern.errors import ShapeError
-from lokakern.linear import Linear
 from lokakern.mods.editor import Editor, Mod
-from lokakern.owners import NEVER_CALLED, never_called
-from lokakern.sites import INNER, inner_layers
+from lokakern.nn.adoption import adopt, release, resize, retake
+from lokakern.nn.linear import Linear
+from lokakern.nn.module_scan import INNER, inner_layers
+from lokakern.nn.torch_owners import NEVER_CALLED, never_called
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
-from lokakern.adopting import resize
 from lokakern.errors import UnsupportedError
-from lokakern.linear import Linear, Routed
 from lokakern.mods.editor import Editor, Mod
-from lokakern.sites import Joined
-from lokakern.token_mixing import mix_tokens
+from lokakern.nn.adoption import resize
+from lokakern.nn.linear import Linear, Routed
+from lokakern.nn.module_scan import Joined
+from lokakern.nn.token_mixing import mix_tokens
 
 _PLAIN = (nn.Linear, Linear)
 

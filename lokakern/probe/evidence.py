@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lokakern.probe.learned import LearnedSite
+from lokakern.probe.as_distribution import LearnedSite
 from lokakern.probe.magnitudes import spread_of
 from lokakern.probe.operand import OperandStatistics
 

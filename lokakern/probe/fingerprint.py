@@ -15,11 +15,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lokakern.bench.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.probe.operand import OperandStatistics
 from lokakern.probe.site import SiteStatistics, cancellation_of, terms_of
-from lokakern.registry.progress import tell
+from lokakern.progress import tell
 from lokakern.types import REALISTIC_DISTRIBUTIONS
+from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 
 ROWS, COLUMNS = 512, 256  # of the draws that make a hull
 SEEDS = (0, 1, 2)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lokakern import numerics
 from lokakern.device import current_device
 from lokakern.errors import MeasurementError
+from lokakern.nn.module_scan import Joined, weight_of
 from lokakern.registry.register import fp8_format
-from lokakern.sites import Joined, weight_of
 from lokakern.types import Granularity
 
 # 97.5 % quantiles of Student's t, for 1, 2, ... degrees of freedom; beyond, 1.96 + 2.4 / degrees.

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from lokakern.bench.accuracy import SEEDS, Cell, cells_for, measure_cells
-from lokakern.bench.crew import cores_of_rank
-from lokakern.bench.distributions import learned
-from lokakern.bench.forms import Case
-from lokakern.bench.measure import torch_device
-from lokakern.bench.plan import harness_digest
-from lokakern.bench.sweep import sweep
+from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
-from lokakern.prebuild import prebuild
+from lokakern.measure.accuracy import SEEDS, Cell, cells_for, measure_cells
+from lokakern.measure.time_problem import torch_device
+from lokakern.probe.as_distribution import LearnedSite
 from lokakern.probe.fingerprint import fingerprint_of, nearest
-from lokakern.probe.gemms import Replayed, norms_after, problem_of, problems_to_time
-from lokakern.probe.learned import LearnedSite
+from lokakern.probe.problems import Replayed, norms_after, problem_of, problems_to_time
 from lokakern.probe.site import SiteStatistics
-from lokakern.registry.progress import tell
-from lokakern.registry.records import AccuracyRecord, DistributionRow
+from lokakern.progress import tell
 from lokakern.registry.register import Kernel, kernels_for, load_kernels
+from lokakern.registry.schema.records import AccuracyRecord, DistributionRow
+from lokakern.sweep.engine import sweep
+from lokakern.sweep.plan import harness_digest
+from lokakern.torchrun import cores_of_rank
 from lokakern.types import Device, Problem
+from lokakern.workloads.distributions import learned
+from lokakern.workloads.gemm_cases import Case
 
 ROWS_OF_P99 = 1024  # from which the limit of the 99th percentile is below the largest of rows
 
@@ -130,7 +130,7 @@ def _write(
     records: dict[int, AccuracyRecord],
     device: Device,
 ) -> None:
-    from lokakern.registry.store import RunFile
+    from lokakern.registry.storage.run_files import RunFile
 
     with RunFile.create(
         database, suite="probe", command="probe", harness_digest=harness_digest()

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lokakern import selection
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe.fingerprint import fingerprint_of, moved, outside
 from lokakern.probe.site import SiteStatistics
 from lokakern.probe.site_report import Judged, SiteReport
 from lokakern.probe.verdicts import BUDGET, Verdict, verdicts_of
+from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget
 
 VERSION = 1
@@ -78,8 +78,8 @@ class ProbeReport:
                 for times, or another device's are asked for.
             DeviceError: The database does not know the device.
         """
+        from lokakern.probe.as_distribution import LearnedSite
         from lokakern.probe.evidence import evidence_of  # they bring the bench with them
-        from lokakern.probe.learned import LearnedSite
         from lokakern.probe.replay import compile_ahead, replay_site, time_sites
 
         here = current_device()
@@ -231,7 +231,7 @@ class ProbeReport:
 
     def table(self) -> None:
         """Print a table."""
-        from lokakern.bench.report import print_rows
+        from lokakern.render.terminal import print_rows
 
         where = f", times of {self.device}" if self.device else ""
         unseen = [f"no verdict on {name}: {why}" for name, why in self.unseen.items()]
@@ -277,7 +277,7 @@ class ProbeReport:
         Raises:
             OSError: It cannot be written.
         """
-        from lokakern.bench.probe_page import page_of
+        from lokakern.probe.page import page_of
 
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
 
@@ -285,14 +285,14 @@ class ProbeReport:
 @contextmanager
 def _answering_from(database: str | Path) -> Iterator[None]:
     """Times are those of the shipped files and of this one meanwhile."""
-    from lokakern.registry.loading import load_snapshot
-    from lokakern.registry.places import shipped_databases
+    from lokakern.registry.snapshot.loading import load_snapshot
+    from lokakern.registry.storage.paths import shipped_databases
 
-    selection.use_snapshot(load_snapshot([*shipped_databases(), database]))
+    dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
     try:
         yield
     finally:
-        selection.use_snapshot(None)
+        dispatcher.use_snapshot(None)
 
 
 def _finite(value: Any) -> Any:

@@ -17,16 +17,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError, UnsupportedError
-from lokakern.linear import Linear, Routed
-from lokakern.probe import files, ranks
-from lokakern.probe.elsewhere import BETWEEN, products_elsewhere, roots_under_way
-from lokakern.probe.hooks import Hook, hook_of, hook_of_gradient
-from lokakern.probe.site import SiteStatistics
-from lokakern.probe.taps import Recorder, Switch, is_backward_under_way, is_plain
-from lokakern.probe.verdicts import BUDGET
-from lokakern.routed import kernel_at
-from lokakern.sampled_check import Watch, rows_of, watch_of_site
-from lokakern.sites import (
+from lokakern.nn.linear import Linear, Routed
+from lokakern.nn.module_scan import (
     INNER,
     MIXING,
     ModuleFilter,
@@ -35,6 +27,14 @@ from lokakern.sites import (
     shape_of,
     weight_of,
 )
+from lokakern.nn.routed_matmul import kernel_at
+from lokakern.probe import files, ranks
+from lokakern.probe.attach import Hook, hook_of, hook_of_gradient
+from lokakern.probe.hooks import Recorder, Switch, is_backward_under_way, is_plain
+from lokakern.probe.site import SiteStatistics
+from lokakern.probe.unhooked_products import BETWEEN, products_elsewhere, roots_under_way
+from lokakern.probe.verdicts import BUDGET
+from lokakern.sampled_check import Watch, rows_of, watch_of_site
 from lokakern.types import Granularity
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from lokakern.errors import UnknownNameError
 from lokakern.probe.fingerprint import Fingerprint, nearest, outside
 from lokakern.probe.site import GEMMS
 from lokakern.probe.verdicts import Verdict
-from lokakern.selection import OUTSIDE
+from lokakern.selection.dispatcher import OUTSIDE
 
 MOST_NAMED = 3  # outlying GEMMs whose reasons stand in the name of a distribution
 

@@ -3,8 +3,9 @@
 Errors are those that were replayed, of numerics classes; times are those of a database, of kernels.
 They meet where scales are the same, so that an error emulated here judges a kernel of a GPU that is
 not here. Sums that are never promoted, and libraries that quantize in their own way, have errors of
-their own (`lokakern.probe.gemms.way_of`): only where such a kernel was replayed, on a GPU that has
-it, is there a verdict. For a GEMM whose output is normalized the error is the one after the norm.
+their own (`lokakern.probe.problems.way_of`): only where such a kernel was replayed, on a GPU that
+has it, is there a verdict. For a GEMM whose output is normalized the error is the one after the
+norm.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.evidence import Time, within_noise
-from lokakern.probe.gemms import Replayed, padded, problem_of, way_of, with_bias
+from lokakern.probe.problems import Replayed, padded, problem_of, way_of, with_bias
 from lokakern.probe.reservoir import FEWEST_ROWS
 from lokakern.probe.site import GEMMS, SiteStatistics
-from lokakern.selection import device_named, table_for
+from lokakern.selection.candidates import Time, within_noise
+from lokakern.selection.dispatcher import device_named, table_for
 from lokakern.types import Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
@@ -38,7 +39,7 @@ class ClassVerdict:
 
     Attributes:
         scales: "tensor", "row", ... of both operands, or "1x128 x 128x128"; "row fast" where sums
-            are not promoted, see `lokakern.probe.gemms.way_of`.
+            are not promoted, see `lokakern.probe.problems.way_of`.
         safety: "safe", "unsafe" or "undecided".
         row_err: Its error, on the rows that were sampled.
         row_err_upper: The 95 % upper limit.

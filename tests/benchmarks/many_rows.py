@@ -17,18 +17,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lokakern.bench.known import distribution_row
-from lokakern.registry import identity
-from lokakern.registry.files import DIMENSIONS, FACTS
-from lokakern.registry.records import KernelRow
-from lokakern.registry.tables import (
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.records import KernelRow
+from lokakern.registry.schema.tables import (
     ACCURACY_METRICS,
     COLUMNS,
     REFERENCES,
     TABLES,
     TIMING_METRICS,
 )
-from lokakern.registry.writer import write_tables
+from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
+from lokakern.registry.storage.writer import write_tables
+from lokakern.sweep.resume import distribution_row
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
     Device,
@@ -60,17 +60,17 @@ def dimensions(
     ]  # fmt: skip
     started: dict[str, Any] = {"key": run, "started_utc_ms": NOW, "harness_digest": "unknown"}
     found: dict[str, list[dict[str, Any]]] = {
-        "device": [identity.device_row(DEVICE)],
-        "environment": [identity.environment_row(Environment())],
-        "kernel": [identity.kernel_row(kernel) for kernel in kernels],
+        "device": [row_keys.device_row(DEVICE)],
+        "environment": [row_keys.environment_row(Environment())],
+        "kernel": [row_keys.kernel_row(kernel) for kernel in kernels],
         "problem": [
-            identity.problem_row(
+            row_keys.problem_row(
                 Problem(op="gemm", m=2 ** (i % 12), n=64 + i // 12, k=512, a=a, b=b)
             )
             for i in range(problems)
         ],
         "distribution": [
-            identity.distribution_row(distribution_row(name)) for name in DISTRIBUTIONS
+            row_keys.distribution_row(distribution_row(name)) for name in DISTRIBUTIONS
         ],
         "run": [{**started, "suite": "synthetic", "command": "none", "grade": "full"}],
     }
@@ -114,10 +114,10 @@ def facts(
         table: [known[table][place.get(table, 0)]["key"] for place in places]
         for table in REFERENCES[name].values()
     }
-    for column in identity.FACT_IDENTITY[name]:
+    for column in row_keys.FACT_IDENTITY[name]:
         if column not in columns:
             columns[column] = [place.get(column, CHOSEN.get(column)) for place in places]
-    keys = identity.fact_keys(name, columns)
+    keys = row_keys.fact_keys(name, columns)
     for i in sorted(range(count), key=keys.__getitem__):
         row: dict[str, Any] = {**CHOSEN, **{table: places[i].get(table, 0) + 1
                                for table in REFERENCES[name].values()}}  # fmt: skip
@@ -143,7 +143,7 @@ def import_many(path: Path, target: Path) -> dict[str, float]:
     Returns:
         Rows added, seconds, and the peak of this process's memory, MiB.
     """
-    from lokakern.registry.exchange import import_file
+    from lokakern.registry.sharing.import_merge import import_file
 
     start = time.perf_counter()
     report = import_file(path, target, trusted=True)

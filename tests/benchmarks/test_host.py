@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lokakern
-from lokakern import selection
-from lokakern.registry.loading import load_snapshot
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.selection import dispatcher
 from lokakern.types import Granularity
 
 H200 = "NVIDIA H200"
@@ -20,9 +20,9 @@ H200 = "NVIDIA H200"
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
-    selection.use_snapshot(None)
+    dispatcher.use_snapshot(None)
     yield
-    selection.use_snapshot(None)
+    dispatcher.use_snapshot(None)
 
 
 def test_dict_look_up(benchmark: Any) -> None:
@@ -43,10 +43,10 @@ def test_warm_dispatch(benchmark: Any, shipped: None) -> None:
 
 
 def test_cold_dispatch(benchmark: Any, shipped: None) -> None:
-    facts = selection.snapshot()
+    facts = dispatcher.snapshot()
 
     def cold() -> str:
-        selection.use_snapshot(facts)
+        dispatcher.use_snapshot(facts)
         return lokakern.dispatch("gemm", (32768, 2048, 2048), 0.06, device=H200).kernel
 
     assert benchmark(cold)
@@ -62,14 +62,14 @@ def choices(shipped: None, tmp_path: Path) -> Path:
 
 
 def test_warm_dispatch_of_frozen_choices(benchmark: Any, choices: Path) -> None:
-    selection.use_choices(choices)
+    dispatcher.use_choices(choices)
     choice = benchmark(lokakern.dispatch, "quantize", (4096, 64))
     assert choice.kernel and choice.table.origin is not None
 
 
 def test_loading_frozen_choices(benchmark: Any, choices: Path) -> None:
-    benchmark(selection.use_choices, choices)
-    held = selection.choices()
+    benchmark(dispatcher.use_choices, choices)
+    held = dispatcher.choices()
     assert held is not None and len(held.tables) == 100
 
 
@@ -77,11 +77,11 @@ def test_loading_frozen_choices(benchmark: Any, choices: Path) -> None:
 def test_eager_gemm_unquantized(benchmark: Any, m: int) -> None:
     where = "cuda" if torch.cuda.is_available() else "cpu"
     x, w = (torch.randn(s, 512, device=where).bfloat16() for s in (m, 512))
-    selection.use_snapshot(load_snapshot([]))
+    dispatcher.use_snapshot(load_snapshot([]))
     with torch.no_grad():
         lokakern.gemm(x, w.t())
         benchmark(lokakern.gemm, x, w.t())
-    selection.use_snapshot(None)
+    dispatcher.use_snapshot(None)
 
 
 @pytest.mark.gpu

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from lokakern.registry import identity
-from lokakern.registry.loading import load_snapshot
-from lokakern.registry.merging import merge
-from lokakern.registry.reader import Rows
-from lokakern.registry.records import DistributionRow, KernelRow
-from lokakern.registry.snapshot import family_key
-from lokakern.registry.tables import COLUMNS
-from lokakern.registry.writer import write_file
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.records import DistributionRow, KernelRow
+from lokakern.registry.schema.tables import COLUMNS
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import family_key
+from lokakern.registry.storage.merge import merge
+from lokakern.registry.storage.reader import Rows
+from lokakern.registry.storage.writer import write_file
 from lokakern.types import Environment, Format, Layout, Operand, Problem
 from tests.benchmarks.many_rows import DEVICE, first_dispatch
 
@@ -25,20 +25,20 @@ def many_rows(count: int) -> Rows:
     a = Operand(Format.BFLOAT16)
     b = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
     kernels = [
-        identity.kernel_row(
+        row_keys.kernel_row(
             KernelRow(f"cuda.gemm_{i}", "gemm", "cuda", ("cuda/gemm",), f"{i:064x}", "promoted",
                       "row", "row")
         )
         for i in range(20)
     ]  # fmt: skip
     problems = [
-        identity.problem_row(Problem(op="gemm", m=2**j, n=64 * (i + 1), k=1024, a=a, b=b))
+        row_keys.problem_row(Problem(op="gemm", m=2**j, n=64 * (i + 1), k=1024, a=a, b=b))
         for i in range(-(-count // 240))
         for j in range(12)
     ]
-    device = identity.device_row(DEVICE)
-    environment = identity.environment_row(Environment())
-    distribution = identity.distribution_row(DistributionRow("X1"))
+    device = row_keys.device_row(DEVICE)
+    environment = row_keys.environment_row(Environment())
+    distribution = row_keys.distribution_row(DistributionRow("X1"))
     run: dict[str, Any] = {
         "key": "a" * 32,
         "started_utc_ms": 1_700_000_000_000,
@@ -72,7 +72,7 @@ def many_rows(count: int) -> Rows:
             "operand_digest": hashlib.sha256(str(i // 20).encode()).hexdigest(),
             "measured_utc_ms": 1_700_000_000_000 + i,
         }
-        timings.append({"key": identity.row_key("timing", row), **row})
+        timings.append({"key": row_keys.row_key("timing", row), **row})
     found: dict[str, list[Any]] = {
         "device": [device],
         "environment": [environment],

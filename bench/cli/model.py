@@ -1,0 +1,176 @@
+"""The command `model`: what FP8 gains, and costs, in whole models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lokakern.bench.cli.options import (
+    BudgetOption,
+    DatabaseOption,
+    FormatOption,
+    JsonOption,
+    OutputFormat,
+    reading,
+    say,
+    says_errors,
+)
+
+if TYPE_CHECKING:
+    from lokakern.bench.models.comparison import Comparison, Result
+
+
+@says_errors
+def model(
+    name: Annotated[str, typer.Argument(help="wukong, interformer, dhen or dlrm.")] = "wukong",
+    training: Annotated[
+        bool, typer.Option("--train/--infer", help="Steps of training, or predictions.")
+    ] = True,
+    size: Annotated[
+        str | None, typer.Option(help="Such as small, S, M of wukong; tiny of all.")
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(min=0, help="Of training, before quality is judged. 0: only times."),
+    ] = 200,
+    batch: Annotated[
+        int | None, typer.Option(min=16, help="Samples of a batch. Default: as published.")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Pairs of runs by which quality is judged.")
+    ] = 3,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="bf16 (Mods, compiled: the baseline, always there), as-written, "
+            "torchao-tensorwise, torchao-rowwise, fp8-tensorwise, fp8-rowwise, only-LIBRARY, "
+            "by-budget, lokakern; repeatable. Default: all."
+        ),
+    ] = None,
+    most_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tables are cut to this many rows. Default: a power of ten, all tables within a "
+            "million; as published they fit on no GPU.",
+        ),
+    ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole/--without-tables",
+            help="Whether the timed step looks up embeddings and trains their tables.",
+        ),
+    ] = True,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for loss curves (runs.jsonl, and loss.png with matplotlib)."),
+    ] = None,
+    suite: Annotated[
+        Path | None,
+        typer.Option(
+            help="Only write the model's layers at this batch into a TOML file, for sweep --suite: "
+            "what was not measured runs in bf16, and layers across tokens do in any case."
+        ),
+    ] = None,
+    budget: BudgetOption = 0.06,
+    db: DatabaseOption = None,
+    how: FormatOption = OutputFormat.TABLE,
+    as_json: JsonOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Train a model, or predict with it, in bf16 and in FP8: throughput and quality of each way.
+
+    Nothing is stored in a database; times on a CPU say nothing of a GPU.
+    """
+    import torch
+
+    from lokakern.bench.models.arms import arms_named
+    from lokakern.bench.models.catalog import CATALOG, config_named
+    from lokakern.bench.models.comparison import compare, rows_of
+    from lokakern.bench.models.curves import save_curves
+    from lokakern.bench.models.layers import write_suite
+    from lokakern.bench.models.setting import Setting
+    from lokakern.device import current_device
+    from lokakern.measure.time_problem import torch_device
+    from lokakern.render import terminal
+
+    config = config_named(name, size, most_rows)
+    entry = CATALOG[name]
+    setting = Setting(
+        name, size or entry.default_size, config, batch or entry.samples, training,
+        torch.device(torch_device()), budget,
+    )  # fmt: skip
+    if suite is not None:
+        print(f"{suite}: {write_suite(setting, suite)} different layers")
+        return
+    with reading(db):
+        found = compare(
+            setting, arms_named(tuple(arm or ())), steps=steps, seeds=seeds, whole=whole,
+            say=(lambda _text: None) if quiet else say,
+        )  # fmt: skip
+    what = "training" if training else "predicting"
+    title = f"{name} {setting.size}, {what}, batch {setting.samples}, on {current_device().product}"
+    if out is not None:
+        runs = [run for result in found.results for run in result.runs]
+        for path in save_curves(runs, out, title):
+            print(f"wrote {path}", file=sys.stderr)
+    if as_json or how is OutputFormat.JSON:
+        print(json.dumps(_facts(found), indent=2, default=str))
+        return
+    timer = next(r.pace.timer for r in found.results if r.pace)
+    terminal.print_rows(rows_of(found), how.value, title=title, note=f"time: {timer}")
+    if how is OutputFormat.CSV:
+        return
+    print(_bound_words(found))
+    for result in found.results:
+        _print_choices(result)
+
+
+def _bound_words(found: Comparison) -> str:
+    shares = found.results[0].shares
+    assert shares is not None  # the baseline has been timed
+    parts = ", ".join(f"{kind} {shares.share(kind):.1%}" for kind in shares.us)
+    return (
+        f"of the baseline's step: {parts} ({shares.timer}).\n"
+        f"Amdahl: {shares.bound:.2f}x if GEMMs took half and norms no time, {shares.limit:.2f}x if "
+        f"neither took any.\nA model that knew the teacher would have a normalized entropy of "
+        f"{found.best.normalized_entropy:.4f}, log loss {found.best.log_loss:.5f}, AUC "
+        f"{found.best.auc:.4f} (seed 0)."
+    )
+
+
+def _print_choices(result: Result) -> None:
+    from lokakern.render import terminal
+
+    for note in result.notes:
+        print(f"{result.arm.name}: {note}")
+    if not result.choices:
+        return
+    rows = [
+        {
+            "site": c.site, "gemm": c.gemm, "rows,n,k": f"{c.rows},{c.n},{c.k}",
+            "kernel": c.kernel, "bf16 us": c.bf16_us, "us": c.us, "gain us": c.gain_us,
+            "why": c.why[:80],
+        }
+        for c in result.choices
+    ]  # fmt: skip
+    title = f"{result.arm.name}: choices, and times of the database"
+    terminal.print_rows(rows, "table", title=title, note=result.gap)
+
+
+def _facts(found: Comparison) -> dict[str, object]:
+    from lokakern.bench.models.comparison import rows_of
+
+    setting = found.setting
+    return {
+        "model": setting.name, "size": setting.size, "config": asdict(setting.config),
+        "batch": setting.samples, "training": setting.training, "budget": setting.budget,
+        "rows": rows_of(found), "best": asdict(found.best),
+        "arms": [asdict(result) for result in found.results],
+    }  # fmt: skip

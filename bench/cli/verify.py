@@ -1,0 +1,161 @@
+"""The command `verify`: whether measurements of others can be believed here."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lokakern.bench.cli.options import (
+    FormatOption,
+    JsonOption,
+    OutputFormat,
+    say,
+    says_errors,
+    source_of,
+)
+from lokakern.errors import DatabaseError
+
+if TYPE_CHECKING:
+    from lokakern.bench.exchange.remeasure import Row
+    from lokakern.bench.exchange.verify import Verdict
+
+REJECTED_EXIT = 6
+
+
+@says_errors
+def verify(
+    db: Annotated[
+        str | None,
+        typer.Option("--db", help="Database that was imported into. Default: the user's."),
+    ] = None,
+    count: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Problems whose times are measured again, and errors; 3 of each kind at least.",
+        ),
+    ] = 24,
+    seed: Annotated[
+        int | None, typer.Option(help="Which ones. Default: nobody can foresee it.")
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds after which nothing new is begun, for each file."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    how: FormatOption = OutputFormat.TABLE,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure some rows of imported files again: rows that hold join the database.
+
+    A file with rows that do not is rejected as a whole (exit code 6). Errors can be verified
+    anywhere, by emulation; times on the same GPU type only; what cannot be measured here waits on.
+    """
+    from lokakern.bench.exchange.verify import verify as measure_again
+    from lokakern.registry.quarantine import waiting_for
+    from lokakern.registry.sharing.import_merge import reject, settle
+    from lokakern.registry.snapshot.loading import load_snapshot
+    from lokakern.registry.storage.paths import shipped_databases
+    from lokakern.registry.storage.run_files import RunFile, user_database
+    from lokakern.render import terminal
+    from lokakern.selection import dispatcher
+    from lokakern.sweep.plan import harness_digest
+
+    found = source_of(db) if db else user_database()
+    if not isinstance(found, Path):
+        raise DatabaseError("--db: a server has no imports that wait; expected a path")
+    files = waiting_for(found)
+    if not files:
+        say(f"{found}: no import waits to be verified")
+        return
+    if seed is None:
+        seed = secrets.randbits(32)
+    rejected, printed = False, []
+    failed = False
+    for waiting in files:
+        command = f"python -m lokakern.bench verify --count {count} --seed {seed}"
+        trusted = load_snapshot([*shipped_databases(), *([found] if found.exists() else [])])
+        try:
+            run = RunFile.create(
+                found, suite="verify", harness_digest=harness_digest(), command=command
+            )
+            with run, terminal.TerminalProgress(quiet=quiet) as progress:
+                verdict = measure_again(
+                    run, waiting, trusted, count=count, seed=seed, time_limit_s=time_limit,
+                    progress=progress,
+                )  # fmt: skip
+            if verdict.rejected:
+                reject(waiting, found)
+            else:
+                settle(waiting, found, verdict.accepted, verdict.left)
+        except DatabaseError as error:  # another file may be a good one
+            say(f"{waiting.path} cannot be verified: {error}; remove it, and import it again")
+            failed = True
+            continue
+        finally:
+            dispatcher.use_snapshot(None)
+        rejected |= verdict.rejected
+        printed += _rows_of(verdict)
+        _tell(verdict)
+    terminal.print_rows(printed, "json" if as_json else how.value)
+    say(f"drawn with --seed {seed}")
+    if rejected:
+        raise typer.Exit(REJECTED_EXIT)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _tell(verdict: Verdict) -> None:
+    from lokakern.registry.sqlite_file import FACTS
+
+    accepted, left = (
+        sum(len(rows[name]) for name in FACTS) for rows in (verdict.accepted, verdict.left)
+    )
+    if verdict.rejected:
+        words = "rejected: dispatch does not read it"
+    elif not left:
+        words = f"verified: {accepted} rows are in the database now"
+    elif accepted:
+        words = f"verified in part: {accepted} rows are in the database now, {left} wait"
+    else:
+        words = f"still waits: {left} rows"
+    say(
+        f"{verdict.name}: {words} ({len({row.cell for row, _ in verdict.measured})} measured again)"
+    )
+    for reason in verdict.reasons:
+        say(f"  {reason}")
+
+
+def _rows_of(verdict: Verdict) -> list[dict[str, Any]]:
+    return [
+        {
+            "file": verdict.name,
+            **_worst(row, here),
+            "kernel": row.kernel,
+            "measured": row.here,
+            "problem": str(row.problem),
+            "distribution": row.distribution,
+        }
+        for row, here in {row.cell: (row, here) for row, here in verdict.measured}.values()
+    ]
+
+
+def _worst(row: Row, here: dict[str, float] | str) -> dict[str, Any]:
+    """The column that differs most."""
+    column, there = row.there[0]
+    if isinstance(here, str):
+        return {"what": column, "there": there, "here": here, "here_over_there": None}
+    ratios = {name: here[name] / value for name, value in row.there if value > 0}
+    column = max(ratios, key=lambda name: ratios[name], default=column)
+    ratio = ratios.get(column)
+    value = here[column]
+    return {
+        "what": column,
+        "there": dict(row.there)[column],
+        "here": "infinite" if value == math.inf else value,
+        "here_over_there": None if ratio is None or not math.isfinite(ratio) else ratio,
+    }

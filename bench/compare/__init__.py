@@ -1,0 +1,1 @@
+"""Comparisons, timed now: against baselines, libraries, compiled bf16."""

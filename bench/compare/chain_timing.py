@@ -1,0 +1,322 @@
+"""A chain measured whole: its time in one graph and its error at the end, beside the sums of both.
+
+The chain that dispatch chose, the fastest unquantized one and what torch.compile makes of the whole
+are timed in the same rounds, on the same inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.bench.compare import compiled_baselines as compiled_layers
+from lokakern.chain.candidates import NONE, Chain
+from lokakern.chain.choice import ChainChoice
+from lokakern.chain.runner import ChainRun
+from lokakern.device import l2_bytes
+from lokakern.errors import MeasurementError, UnknownNameError
+from lokakern.kernels.torch import norm as stock
+from lokakern.measure import timing
+from lokakern.measure.accuracy import SEEDS
+from lokakern.measure.norm_operands import draw_epilogue, poison_output, written_parts
+from lokakern.measure.operand_cache import Draw, drawn_on, most_rows
+from lokakern.measure.time_problem import floor_us, torch_device
+from lokakern.measure.timing import Contender, faults_of
+from lokakern.registry import ops
+from lokakern.selection.candidates import margin_us
+from lokakern.selection.dispatcher import default_regime
+from lokakern.types import (
+    Format,
+    NormEpilogue,
+    QuantizedTensor,
+    norm_form,
+)
+
+CHOSEN, UNQUANTIZED = "dispatch_chain", "unquantized"
+COMPILED = {
+    "torch.compile": "default",
+    "torch.compile_max_autotune": "max-autotune-no-cudagraphs",
+}
+TIMED_ON = "X1"
+BETWEEN_LAYERS = 100  # from the seed of a layer's weight to that of the next
+Matrix = Tensor | QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run the chain.
+
+    Attributes:
+        name: `CHOSEN`, `UNQUANTIZED` or one of `COMPILED`.
+        kernels: In the order of launches.
+        summed_us: Sum of the stored times of the layers; None where one is not known.
+        latency_us: Median of the whole; None where it failed.
+        margin_us: Half-width of the 95 % interval of the median.
+        speedup: Its time over that of the chosen chain; above 1 the chosen one is faster.
+        summed_row_err: What the stored errors of the layers come to.
+        row_err: Of the whole against float64: the largest upper limit over distributions and seeds.
+        worst_on: The distribution of that.
+        failed: Why there is no time, or what was wrong.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    summed_us: float | None
+    latency_us: float | None
+    margin_us: float | None
+    speedup: float | None
+    summed_row_err: float | None
+    row_err: float | None
+    worst_on: str
+    failed: str
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """Drawn weights, and what comes after the products, bfloat16 as models have them."""
+
+    weights: tuple[Tensor, ...]
+    epilogues: tuple[NormEpilogue, ...]
+
+    def prepared(self, choice: ChainChoice) -> ChainRun:
+        """Ready to run, with copies of all parameters of its own."""
+        return choice.prepare(
+            [w.clone() for w in self.weights],
+            *[[_copied(getattr(e, name)) for e in self.epilogues]
+              for name in ("bias", "norm_weight", "norm_bias")],
+        )  # fmt: skip
+
+
+def _copied(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
+
+
+def rivals_named(words: Sequence[str]) -> list[str]:
+    """Names in `COMPILED` that begin with one of the words.
+
+    Raises:
+        UnknownNameError: None does.
+    """
+    for word in words:
+        if not any(name.startswith(word) for name in COMPILED):
+            raise UnknownNameError(f"rival {word!r} is unknown; expected {', '.join(COMPILED)}")
+    return [name for name in COMPILED if name.startswith(tuple(words))] if words else []
+
+
+def measure_chain(
+    choice: ChainChoice,
+    *,
+    rivals: Sequence[str] = (),
+    regime: str | None = None,
+    seeds: Sequence[int] = SEEDS,
+    step: Callable[[str], None] = lambda _text: None,
+) -> list[Row]:
+    """Time a choice and its rivals whole, in the same rounds, and measure errors of the whole.
+
+    Args:
+        choice: For the device here.
+        rivals: Names in `COMPILED`.
+        regime: Of times; None means graph-cold on GPUs and eager on CPUs.
+        seeds: Of the inputs whose error is measured.
+        step: Called with what comes next.
+
+    Raises:
+        UnsupportedError: The choice is for another device.
+        MeasurementError: A graph regime on a device without graphs.
+        DeviceLostError: A chain left the device unusable.
+    """
+    regime = regime or default_regime(choice.chain.device)
+    timing.check_regime(regime, torch_device())
+    choices = {CHOSEN: choice}
+    if choice.steps != choice.plain:
+        choices[UNQUANTIZED] = choice.unquantized
+    step("times")
+    contenders = _timed(choices, rivals, regime)
+    errors = {name: _error_of(found, seeds, step) for name, found in choices.items()}
+    first = contenders[0]
+    rows = []
+    for contender in contenders:
+        name = contender.name
+        found = choices.get(name)
+        times = timing.quantiles(contender) if contender.status == "ok" else None
+        ours = timing.quantiles(first) if first.status == "ok" else None
+        error, worst_on, wrong = errors.get(name, (None, "", ""))
+        rows.append(Row(
+            name=name,
+            kernels=found.kernels if found else (),
+            summed_us=found.latency_us if found else None,
+            latency_us=times.p50 if times else None,
+            margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
+            speedup=times.p50 / ours.p50 if times and ours else None,
+            summed_row_err=found.row_err if found else None,
+            row_err=error,
+            worst_on=worst_on,
+            failed=contender.reason or wrong,
+        ))  # fmt: skip
+    timing.release(contenders)
+    return rows
+
+
+def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) -> list[Contender]:
+    """Contenders with their samples, the chosen chain first.
+
+    Every set has inputs, weights and outputs of its own, until their bytes pass 2x the cache.
+    """
+    chain, where = choices[CHOSEN].chain, torch_device()
+    operands = _drawn(chain, TIMED_ON, 0)
+    x = _inputs(chain, TIMED_ON, 0)
+    weights = sum(w.numel() for w in operands.weights)
+    set_bytes = 2 * (chain.m * (chain.layers[0].k + chain.layers[-1].n) + weights)
+    count = 1 if regime == "graph-hot" else math.ceil(2 * l2_bytes() / set_bytes)
+    generator = torch.Generator().manual_seed(1)
+    inputs = [x[torch.randperm(chain.m, generator=generator).to(where)] for _ in range(count)]
+    given = [_as_read(chain, x) for x in inputs]
+    contenders: list[Contender] = []
+    outputs: list[Matrix] = []
+    for name, choice in choices.items():
+        runs = [operands.prepared(choice) for _ in range(count)]
+        outputs = outputs or [run.empty_output() for run in runs]
+        sets = zip(runs, given, outputs, strict=True)
+        contenders.append(Contender(name, [_call_of(*each) for each in sets]))
+    for name in rivals:
+        contenders.append(_compiled(name, chain, operands, inputs))
+    timing.warm(where)
+    floor = sum(floor_us(s.problem) for s in choices[CHOSEN].steps)
+    ready = [contender for contender in contenders if contender.status == "ok"]
+    timing.time_contenders(ready, regime=regime, device=where, floor_us=floor, keep_all=True)
+    for contender in contenders[: len(choices)]:
+        if contender.status != "ok":
+            continue
+        with faults_of(contender, where):
+            for out in outputs:
+                poison_output(out, chain.fp8)
+            contender.run_all()
+            if any(torch.isnan(part.float()).any() for part in written_parts(outputs[0])):
+                raise MeasurementError("outputs were not written, or are NaN")
+    return contenders
+
+
+def _call_of(run: ChainRun, x: Matrix, out: Matrix) -> Callable[[], None]:
+    def call() -> None:
+        run(x, out)
+
+    return call
+
+
+def _compiled(name: str, chain: Chain, operands: _Operands, inputs: Sequence[Tensor]) -> Contender:
+    """The whole chain in bfloat16, as torch.compile makes it of stock modules."""
+    contender = Contender(name, ())
+    with faults_of(contender, torch_device()):
+        compiled = torch.compile(
+            _function_of(operands.epilogues), dynamic=False, backend=compiled_layers.BACKEND,
+            mode=COMPILED[name] if compiled_layers.BACKEND == "inductor" else None,
+        )  # fmt: skip
+        columns = chain.layers[-1].n
+        contender.calls = [
+            functools.partial(compiled, x, x.new_empty((chain.m, columns)), *_parameters(operands))
+            for x in inputs
+        ]
+        contender.calls[0]()  # compiles and tunes, once for all sets
+    return contender
+
+
+def _parameters(operands: _Operands) -> tuple[list[Any], ...]:
+    layers = zip(operands.weights, operands.epilogues, strict=True)
+    given = [(w, e.bias, e.norm_weight, e.norm_bias) for w, e in layers]
+    return tuple([_copied(x) for x in column] for column in zip(*given, strict=True))
+
+
+def _function_of(epilogues: Sequence[NormEpilogue]) -> Callable[..., None]:
+    kinds = [(e.norm, NormEpilogue(activation=e.activation)) for e in epilogues]
+
+    def chain(
+        y: Tensor,
+        out: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        norm_weights: Sequence[Tensor | None],
+        norm_biases: Sequence[Tensor | None],
+    ) -> None:
+        for place, (norm, tail) in enumerate(kinds):
+            y = torch.nn.functional.linear(y, weights[place], biases[place])
+            y = stock._torch_norm(y, norm, norm_weights[place], norm_biases[place])
+            y = stock._tail(y, tail)
+        out.copy_(y)  # inside, so that the last kernel writes there
+
+    return chain
+
+
+def _error_of(
+    choice: ChainChoice, seeds: Sequence[int], step: Callable[[str], None]
+) -> tuple[float, str, str]:
+    """Largest upper limit of the row error, where, and what was wrong; all rows of m are run."""
+    worst, where, wrong = 0.0, "", ""
+    for distribution in choice.chain.distributions:
+        step(f"errors on {distribution}")
+        for errors in _errors(choice, distribution, seeds):
+            if errors.nonfinite_unexpected_count:
+                wrong = f"{errors.nonfinite_unexpected_count} outputs on {distribution} not finite"
+            if errors.row_err_upper > worst or not where:
+                worst, where = errors.row_err_upper, distribution
+    return worst, where, wrong
+
+
+def _errors(
+    choice: ChainChoice, distribution: str, seeds: Sequence[int]
+) -> Iterator[numerics.Errors]:
+    chain = choice.chain
+    for seed in seeds:
+        operands = _drawn(chain, distribution, seed)
+        x = _inputs(chain, distribution, seed)
+        out = operands.prepared(choice)(_as_read(chain, x))
+        exact = x[: most_rows(chain.layers[0].k)].double()  # the rest repeats it
+        for weight, epilogue in zip(operands.weights, operands.epilogues, strict=True):
+            sums = exact @ weight.double().t()
+            exact, _ = ops.normalized(sums, torch.zeros_like(sums), epilogue)
+        value = ops.exact(out)[: len(exact)]
+        yield numerics.measure_errors(value, exact)
+
+
+def _drawn(chain: Chain, distribution: str, seed: int) -> _Operands:
+    """Weights of the distribution; what is added is small, as models begin with it.
+
+    What is large and the same in all rows hides errors: a bias as large as the sums leaves 0.024 of
+    the 0.085 that four layers with BlockNorm and hard-swish come to in FP8.
+    """
+    where, form = torch_device(), Format.BFLOAT16
+    weights, epilogues = [], []
+    for place, layer in enumerate(chain.layers):
+        own = seed + BETWEEN_LAYERS * place
+        draw = Draw(distribution, layer.n, layer.k, own, weight=True)
+        weights.append(drawn_on(draw, layer.n, form, where))
+        drawn = draw_epilogue(norm_form(layer.epilogue), 1, layer.n, where, seed=own)
+        small = {
+            name: getattr(drawn, name) * layer.k**-0.5
+            for name in ("bias", "norm_bias")
+            if getattr(drawn, name) is not None
+        }
+        parts: list[Any] = [
+            x.to(form.dtype) if isinstance(x, Tensor) else x for x in drawn._replace(**small)
+        ]
+        epilogues.append(NormEpilogue(*parts))
+    return _Operands(tuple(weights), tuple(epilogues))
+
+
+def _inputs(chain: Chain, distribution: str, seed: int) -> Tensor:
+    """Rows of the input, the drawn ones over and over."""
+    k = chain.layers[0].k
+    rows = min(most_rows(k), chain.m)
+    draw = Draw(distribution, most_rows(k), k, seed, weight=False)
+    x = drawn_on(draw, rows, Format.BFLOAT16, torch_device())
+    return x[torch.arange(chain.m, device=x.device) % rows]
+
+
+def _as_read(chain: Chain, x: Tensor) -> Matrix:
+    return x if chain.reads is NONE else numerics.quantize(x, chain.fp8, chain.reads)

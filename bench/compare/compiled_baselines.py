@@ -1,0 +1,297 @@
+"""What `compare` also races against: a layer as torch.compile makes it of stock modules.
+
+Linear, norm and what comes after, in bfloat16 with bfloat16 parameters, is compiled once for each
+shape and epilogue, before anything is timed. These kernels are in the registry only while
+`compare` asks for them: they are never swept, and nothing dispatches to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import itertools
+import os
+import tempfile
+import types
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lokakern.build.pool import build
+from lokakern.measure.norm_operands import draw_epilogue
+from lokakern.registry.register import ANY, KERNELS, Kernel, add
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    NormEpilogue,
+    Problem,
+    Rejected,
+    Support,
+    norm_form,
+)
+
+# Graphs are captured by the harness, of the compiled kernels as of all others.
+MODES = {
+    "torch.compiled_norm": "default",
+    "torch.compiled_norm_max_autotune": "max-autotune-no-cudagraphs",
+}
+WORD = "compiled"  # a pattern that holds it asks for them
+# A rounding to bfloat16 is up to 2^-8 of what it rounds, 32 times the 2^-13 that a bound of 1
+# leaves of the magnitude. Here three follow each other: the bias, the sums, and the norm's weights.
+KERNEL_ERR_BOUND = 3 * 32.0 + 1.0
+
+BACKEND = "inductor"
+FEWEST_LAYERS = 4  # from which on it pays to start processes that compile
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "relu": functional.relu,
+    "hardswish": functional.hardswish,
+    "silu": functional.silu,
+}
+_compiled: dict[Any, Callable[..., None]] = {}
+
+
+def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
+    """The layer as a model has it, for torch.compile; what is None is not there."""
+    norm, residual_last = epilogue.norm, epilogue.residual_last
+    activation = _ACTIVATIONS[epilogue.activation]
+
+    def layer(
+        a: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
+        norm_bias: Tensor | None, residual: Tensor | None, gate: Tensor | None,
+        x0: Tensor | None, x: Tensor | None,
+    ) -> None:  # fmt: skip
+        y = functional.linear(a, weight, bias)
+        if residual is not None and not residual_last:
+            y = y + residual
+        if norm.kind == "layer":
+            y = functional.layer_norm(y, y.shape[-1:], norm_weight, norm_bias, norm.eps)
+        elif norm.kind == "rms":
+            y = functional.rms_norm(y, y.shape[-1:], norm_weight, norm.eps)
+        elif norm.kind == "block_rms":
+            blocks = y.reshape(*y.shape[:-1], -1, norm.block)
+            y = functional.rms_norm(blocks, blocks.shape[-1:], None, norm.eps).flatten(-2)
+        if norm.kind in ("block_rms", "none") and norm_weight is not None:
+            y = y * norm_weight
+        if norm.kind != "layer" and norm_bias is not None:
+            y = y + norm_bias
+        if gate is not None:
+            y = gate * torch.sigmoid(y)
+        elif x0 is not None and x is not None:
+            y = x0 * y + x
+        else:
+            y = activation(y)
+        if residual is not None and residual_last:
+            y = y + residual
+        out.copy_(y)  # inside, so that the last kernel writes there
+
+    # torch.compile counts how often it compiled a code object, and stops at eight.
+    code = layer.__code__.replace(co_name=f"layer_{len(_compiled)}")
+    return types.FunctionType(code, globals(), code.co_name, None, layer.__closure__)
+
+
+def _workspace(
+    mode: str, a: Tensor, b: Tensor, out: Tensor, epilogue: NormEpilogue
+) -> tuple[Any, ...]:
+    """The compiled layer, and its parameters in bfloat16; compiles it where that was not done."""
+    dtype = Format.BFLOAT16.dtype
+    parameters = tuple(
+        None if x is None else x.to(dtype)
+        for x in (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
+    )
+    key = (mode, BACKEND, a.shape, b.shape, a.device, epilogue.norm, epilogue.form)
+    if key not in _compiled:
+        compiled = torch.compile(
+            _function_of(epilogue), dynamic=False, backend=BACKEND,
+            mode=mode if BACKEND == "inductor" else None,
+        )  # fmt: skip
+        _launch(a, b, out, epilogue, (compiled, parameters))
+        _compiled[key] = compiled
+    return _compiled[key], parameters
+
+
+def _launch(
+    a: Tensor, b: Tensor, out: Tensor, epilogue: NormEpilogue, workspace: tuple[Any, ...]
+) -> None:
+    compiled, parameters = workspace
+    matrices = epilogue.residual, epilogue.gate, epilogue.x0, epilogue.x
+    compiled(a, b.t(), out, *parameters, *matrices)
+
+
+def _supports(problem: Problem, _device: Device) -> Support:
+    assert problem.b is not None  # an op with two operands
+    formats = {problem.a.format, problem.b.format, problem.out_format}
+    if formats != {Format.BFLOAT16}:
+        return Rejected("takes and writes bfloat16")
+    return Rejected("writes whole tensors, no slices") if problem.out_strided else ACCEPTED
+
+
+def _kernel(name: str, mode: str) -> Kernel:
+    return Kernel(
+        name=name,
+        op="gemm_norm",
+        language="torch",
+        modules=(f"python:{__name__}",),
+        launch=_launch,
+        architectures=ANY,
+        granularity=Granularity.NONE,
+        accumulation="rounded",
+        supports_problem=_supports,
+        workspace=functools.partial(_workspace, mode),
+        kernel_err_bound=KERNEL_ERR_BOUND,
+    )
+
+
+def are_asked_for(globs: Iterable[str]) -> bool:
+    """Whether a pattern names one of them, rather than everybody: compiling takes minutes."""
+    return any(WORD in glob and any(fnmatchcase(name, glob) for name in MODES) for glob in globs)
+
+
+@contextlib.contextmanager
+def registered(wanted: bool = True) -> Iterator[None]:
+    """They are in the registry inside, if they are wanted."""
+    if wanted:
+        for name, mode in MODES.items():
+            add(_kernel(name, mode))
+    try:
+        yield
+    finally:
+        for name in MODES if wanted else ():
+            del KERNELS[name]
+        _compiled.clear()
+
+
+def compile_ahead(
+    problems: Iterable[Problem],
+    names: Iterable[str],
+    where: torch.device,
+    device: Device,
+    note: Callable[[str], None] = lambda _text: None,
+) -> int:
+    """Compile those that are named for all problems, so that nothing compiles between races.
+
+    To tune one layer takes tens of seconds of a core. On a GPU many processes compile first, on all
+    cores, into Inductor's caches on disk, which this process then reads. A shape's second layer
+    comes long after its first, whose products are tuned by then.
+
+    Args:
+        problems: Of any ops.
+        names: Of kernels that take part.
+        where: Torch device.
+        device: The device type there.
+        note: Told what was compiled, and what was not.
+
+    Returns:
+        How many layers are compiled.
+    """
+    wanted = tuple(sorted(set(names) & MODES.keys()))
+    asked = [
+        problem for problem in dict.fromkeys(problems)
+        if wanted and not isinstance(KERNELS[wanted[0]].supports(problem, device), Rejected)
+    ]  # fmt: skip
+    seen: Counter[tuple[int, ...]] = Counter()
+    jobs: list[tuple[int, _Layer]] = []
+    for problem in asked:
+        jobs.append((seen[problem.shape], _Layer(problem, wanted, str(where))))
+        seen[problem.shape] += 1
+    jobs.sort(key=lambda job: (job[0], -job[1].problem.flops))  # the longest are begun first
+    if where.type == "cuda" and len(jobs) >= FEWEST_LAYERS:
+        note(f"compiling {len(jobs)} layers by torch.compile")
+        with _one_thread_each():
+            note(f"layers of torch.compile: {build([job for _, job in jobs], device)}")
+    count = 0
+    for name, problem in itertools.product(wanted, asked):
+        try:
+            _compile(name, problem, where)
+            count += 1
+        except Exception as error:  # the race meets it again, and says so in its entry
+            note(f"not compiled: {name} at {problem}: {type(error).__name__}: {error}"[:500])
+    if where.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    return count
+
+
+def _compile(name: str, problem: Problem, where: torch.device) -> None:
+    """Compile a layer, unless it is, and launch it once, which tunes it."""
+    m, n, k = problem.m, problem.n, problem.k
+    dtype = Format.BFLOAT16.dtype
+    a, weight, out = (torch.zeros(shape, dtype=dtype, device=where)
+                      for shape in ((m, k), (n, k), (m, n)))  # fmt: skip
+    epilogue = draw_epilogue(norm_form(problem.epilogue), m, n, where)
+    _workspace(MODES[name], a, weight.t(), out, epilogue)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer, for a process to compile."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    where: str
+
+    @property
+    def key(self) -> Hashable:
+        return (self.problem, self.names)
+
+    def compile(self, _device: Device) -> bool:
+        _benchmark_one_at_a_time()
+        for name in self.names:
+            _compile(name, self.problem, torch.device(self.where))
+        return False
+
+    def __str__(self) -> str:
+        return str(self.problem)
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes begun inside compile on one core each, unless the user says otherwise."""
+    unset = "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
+    if unset:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if unset:
+            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+
+
+@functools.cache
+def _benchmark_one_at_a_time() -> None:
+    """From now on Inductor waits for other processes that tune: together they would mistime."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    path = Path(tempfile.gettempdir()) / f"lokakern-tuning-{os.getuid()}.lock"
+    lock = path.open("a")
+    kind = type(benchmarker)
+    depth = 0
+
+    def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def locked(*given: Any, **options: Any) -> Any:
+            nonlocal depth
+            if not depth:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            depth += 1
+            try:
+                return method(*given, **options)
+            finally:
+                depth -= 1
+                if not depth:
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+
+        return locked
+
+    for name in ("benchmark", "benchmark_gpu"):  # one calls the other
+        setattr(kind, name, alone(getattr(kind, name)))

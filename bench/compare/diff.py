@@ -1,0 +1,295 @@
+"""Differences: two databases, two GPUs or two spans of time, cell by cell, beyond noise.
+
+A cell is a kernel by name, a problem and a distribution, for times also a regime and, unless two
+GPUs are compared, the GPU. Of several states of a kernel's source the one measured last counts, of
+its rows those of the best grade: the median over runs for times, the largest bound for errors.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from lokakern.progress import tell
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.tables import COLUMNS
+from lokakern.registry.storage.reader import Rows
+from lokakern.selection.candidates import LIMIT_COLUMNS, margin_us, within_noise
+from lokakern.types import Device
+
+# Errors within 1 % are equal: as much as that of the same kernel changes with the seed.
+ERROR_NOISE = 0.01
+LIMITS = tuple(limit for limit in LIMIT_COLUMNS if limit != "sqnr_db")  # which is rel_err in dB
+WORSE = ("slower", "wronger", "fails")
+VERDICTS = (*WORSE, "faster", "more accurate", "works", "only in A", "only in B", "same")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two that are compared.
+
+    Attributes:
+        rows: Of a database.
+        device: Only this GPU's; None: every one's.
+        since_ms: Only what was measured from then on, UTC milliseconds.
+        until_ms: Only what was measured before.
+    """
+
+    rows: Rows
+    device: Device | None = None
+    since_ms: float = -math.inf
+    until_ms: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a side knows of a cell; ``value`` is NaN where the status is not "ok"."""
+
+    status: str
+    digest: str
+    value: float = math.nan
+    p20: float = math.nan
+    p80: float = math.nan
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A cell of both, or of one of them.
+
+    Attributes:
+        verdict: One of `VERDICTS`.
+        what: "time_us", or the name of an error.
+        cell: Kernel, problem's key, distribution's key, regime ("" for errors), and device's key or
+            architecture ("" where two are compared).
+        a: What the first side knows.
+        b: What the second side knows.
+    """
+
+    verdict: str
+    what: str
+    cell: tuple[str, ...]
+    a: Found | None
+    b: Found | None
+
+    @property
+    def effect(self) -> float | None:
+        """The second value over the first, where both have one; None where that is no number."""
+        if self.a is None or self.b is None or not self.a.value > 0:
+            return None
+        ratio = self.b.value / self.a.value
+        return ratio if math.isfinite(ratio) else None
+
+    @property
+    def _order(self) -> tuple[Any, ...]:
+        effect = self.effect
+        size = abs(math.log(effect)) if effect else math.inf
+        return (self.verdict in VERDICTS[-3:], self.verdict == "same", -size, self.what, self.cell)
+
+
+def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]:
+    """Every cell of two sides, the largest effect first; cells that only one has come last.
+
+    Args:
+        a: Before.
+        b: After.
+        limit: The error to compare, one of `LIMITS`.
+    """
+    across = a.device is not None and b.device is not None and a.device != b.device
+    read = []
+    for place, side in enumerate((a, b)):
+        tell("comparing", place / 2)
+        times = _times(side, across)
+        tell("comparing", place / 2 + 0.25)
+        read.append((times, _errors(side, across, limit)))
+    (a_times, a_errors), (b_times, b_errors) = read
+    found = [
+        *_compared("time_us", a_times, b_times),
+        *_compared(limit, a_errors, b_errors),
+    ]
+    tell("comparing", 1)
+    return sorted(found, key=lambda difference: difference._order)
+
+
+def _compared(
+    what: str, a: Mapping[tuple[str, ...], Found], b: Mapping[tuple[str, ...], Found]
+) -> list[Difference]:
+    return [
+        Difference(_verdict(what, a.get(cell), b.get(cell)), what, cell, a.get(cell), b.get(cell))
+        for cell in a.keys() | b.keys()
+    ]
+
+
+def _verdict(what: str, a: Found | None, b: Found | None) -> str:
+    if a is None or b is None:
+        return "only in B" if a is None else "only in A"
+    if a.status != "ok" or b.status != "ok":
+        if b.status == "ok":
+            return "works"
+        worse = "wronger" if b.status == "wrong" else "fails"
+        return "same" if a.status == b.status else worse
+    if what != "time_us":
+        least = min(a.value, b.value)
+        if a.value == b.value or abs(a.value - b.value) <= ERROR_NOISE * least:
+            return "same"
+        return "wronger" if b.value > a.value else "more accurate"
+    if within_noise(a.value, a.margin, b.value, b.margin):
+        return "same"
+    return "slower" if b.value > a.value else "faster"
+
+
+_Cells = dict[tuple[str, ...], list[dict[str, Any]]]
+
+
+def _cells(side: Side, table: str, columns: Sequence[str], where: str, across: bool) -> _Cells:
+    """Rows of a side by cell: of each the state of the kernel that was measured last."""
+    wanted = ("kernel", "run", "problem", "distribution", "status", "measured_utc_ms", where)
+    names = tuple(dict.fromkeys((*wanted, *columns)))
+    pick = itemgetter(*(COLUMNS[table].index(name) for name in names))
+    kernels = _named(side.rows, "kernel", ("name", "digest"))
+    grades = _named(side.rows, "run", ("grade",))
+    only = None
+    if side.device is not None:
+        device = side.device
+        only = row_keys.device_key(device) if where == "device" else device.architecture
+    cells: _Cells = {}
+    for values in map(pick, side.rows[table]):
+        row = dict(zip(names, values, strict=True))
+        here = only is None or row[where] == only
+        if not here or not side.since_ms <= row["measured_utc_ms"] < side.until_ms:
+            continue
+        name, row["digest"] = kernels[row["kernel"]]
+        (row["grade"],) = grades[row["run"]]
+        place = "" if across else row[where]
+        regime = row.get("regime", "")
+        cells.setdefault((name, row["problem"], row["distribution"], regime, place), []).append(row)
+    return {cell: _newest(rows) for cell, rows in cells.items()}
+
+
+def _named(rows: Rows, table: str, columns: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    places = [COLUMNS[table].index(column) for column in columns]
+    return {row[0]: tuple(row[place] for place in places) for row in rows[table]}
+
+
+def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the state measured last; of the good ones those of the best grade, if any."""
+    digest = max(rows, key=lambda row: (row["measured_utc_ms"], row["digest"]))["digest"]
+    rows = [row for row in rows if row["digest"] == digest]
+    good = [row for row in rows if row["status"] == "ok"]
+    if not good or any(row["status"] == "wrong" for row in rows):
+        return [row for row in rows if row["status"] != "ok"]
+    return [row for row in good if row["grade"] == "full"] or good
+
+
+def _failure(rows: list[dict[str, Any]]) -> Found | None:
+    if rows[0]["status"] == "ok":
+        return None
+    last = max(rows, key=lambda row: (row["status"] == "wrong", row["measured_utc_ms"]))
+    return Found(last["status"], last["digest"])
+
+
+def _times(side: Side, across: bool) -> dict[tuple[str, ...], Found]:
+    quantiles = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
+    columns = ("regime", "replay_count", *quantiles)
+    found = {}
+    for cell, rows in _cells(side, "timing", columns, "device", across).items():
+        by_run: dict[str, list[float]] = {}
+        failure = _failure(rows)
+        if failure is not None:
+            found[cell] = failure
+            continue
+        for row in rows:
+            by_run.setdefault(row["run"], []).append(row["latency_us_p50"])
+        found[cell] = Found(
+            "ok",
+            rows[0]["digest"],
+            statistics.median(map(statistics.median, by_run.values())),
+            min(row["latency_us_p20"] for row in rows),
+            max(row["latency_us_p80"] for row in rows),
+            max(
+                margin_us(row["latency_us_p20"], row["latency_us_p80"], row["replay_count"])
+                for row in rows
+            ),
+        )
+    return found
+
+
+def _errors(side: Side, across: bool, limit: str) -> dict[tuple[str, ...], Found]:
+    column = LIMIT_COLUMNS[limit]
+    found = {}
+    for cell, rows in _cells(side, "accuracy", (column,), "architecture", across).items():
+        failure = _failure(rows)
+        bound = 0.0 if failure else max(row[column] for row in rows)
+        found[cell] = failure or Found("ok", rows[0]["digest"], bound)
+    return found
+
+
+def counts_of(found: Iterable[Difference]) -> dict[str, int]:
+    """How many cells there are of each verdict, in the order of `VERDICTS`."""
+    counts = Counter(difference.verdict for difference in found)
+    return {verdict: counts[verdict] for verdict in VERDICTS}
+
+
+def rows_of(found: Iterable[Difference], a: Side, b: Side, *, brief: bool) -> list[dict[str, Any]]:
+    """Differences to print.
+
+    Args:
+        found: Which.
+        a: The first side, for names.
+        b: The second.
+        brief: Only the columns that a person needs in a table.
+    """
+    problems: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for side in (a, b):
+        for row in side.rows["problem"]:
+            if row[0] not in problems:
+                values = dict(zip(COLUMNS["problem"], row, strict=True))
+                problems[row[0]] = str(row_keys.problem_from_row(values))
+        names |= {
+            key: name for key, (name,) in _named(side.rows, "distribution", ("name",)).items()
+        }
+        names |= {key: name for key, (name,) in _named(side.rows, "device", ("product",)).items()}
+    return [_row(difference, problems, names, brief) for difference in found]
+
+
+def _row(
+    found: Difference, problems: Mapping[str, str], names: Mapping[str, str], brief: bool
+) -> dict[str, Any]:
+    kernel, problem, distribution, regime, place = found.cell
+    a, b = found.a, found.b
+    row: dict[str, Any] = {
+        "verdict": found.verdict,
+        "b_over_a": found.effect,
+        "what": found.what,
+        "a": _shown(a),
+        "b": _shown(b),
+        "kernel": kernel,
+        "problem": problems[problem],
+        "distribution": names[distribution],
+        "regime": regime or "-",
+    }
+    if brief:
+        row["b_over_a"] = "-" if found.effect is None else f"{found.effect:.3f}"
+        return row
+    sides: dict[str, Found | None] = {"a": a, "b": b}
+    spreads: dict[str, float | None] = {}
+    for name, side in sides.items():
+        timed = side is not None and found.what == "time_us" and side.status == "ok"
+        for quantile in ("p20", "p80", "margin"):
+            spreads[f"{name}_{quantile}"] = getattr(side, quantile) if timed else None
+    changed = a is not None and b is not None and a.digest != b.digest
+    return row | {"where": names.get(place, place) or "-", **spreads, "kernel_changed": changed}
+
+
+def _shown(found: Found | None) -> float | str:
+    if found is None:
+        return "-"
+    if found.status != "ok":
+        return found.status
+    return found.value if math.isfinite(found.value) else "infinite"

@@ -1,0 +1,1 @@
+"""Export of databases, and verification of imported measurements."""

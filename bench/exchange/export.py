@@ -1,0 +1,79 @@
+"""Export: a database file to ship, without what later changes of kernels made stale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lokakern.errors import DatabaseError
+from lokakern.registry.freshness import is_current
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.manifest import manifest_of, place_of, text_of
+from lokakern.registry.schema.tables import COLUMNS
+from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage.merge import without_unused
+from lokakern.registry.storage.reader import Rows, rows_digest
+from lokakern.registry.storage.writer import locked, publish, synchronize, write_file
+from lokakern.types import Device
+
+
+def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
+    """Write what is known of a GPU type and of kernels as they are now into a new file.
+
+    Left out are facts of kernels whose source changed since, and of other devices; then whatever
+    no fact refers to. The rows that stay are as they were. A manifest goes beside the file.
+
+    Args:
+        merged: Rows of all databases to read.
+        target: The file; what was there before is replaced.
+        device: The GPU type.
+
+    Returns:
+        How many facts were left out, by table.
+
+    Raises:
+        DatabaseError: Nothing is left, or the file cannot be written.
+    """
+    kept = current_rows(merged, device)
+    if not any(kept[name] for name in FACTS):
+        raise DatabaseError(
+            f"export: nothing was measured on {device} of kernels as they are now; sweep first"
+        )
+    with locked(target) as target:
+
+        def write_manifest(beside: Path) -> None:
+            def write(temporary: Path) -> None:
+                write_file(temporary, kept)
+                manifest = manifest_of(temporary, target.name, kept, rows_digest(kept), device)
+                beside.write_text(text_of(manifest), "utf-8")
+                synchronize(beside)
+
+            publish(target, write)
+
+        # Both are written before either is renamed. The file first: with the manifest of another
+        # an import refuses it.
+        publish(place_of(target), write_manifest)
+    return {name: len(merged[name]) - len(kept[name]) for name in FACTS}
+
+
+def current_rows(rows: Rows, device: Device) -> Rows:
+    """Rows of a device and of kernels whose source is as it was when they were measured."""
+    where = {"device": row_keys.device_key(device), "architecture": device.architecture}
+    kernels = {
+        row[0]
+        for row in rows["kernel"]
+        if is_current(row_keys.kernel_from_row(_named("kernel", row)))
+    }
+    kept: Rows = {}
+    for name in FACTS:
+        kept[name] = [
+            row
+            for row in rows[name]
+            if (fact := _named(name, row))["kernel"] in kernels
+            and all(fact[column] == value for column, value in where.items() if column in fact)
+        ]
+    return without_unused(kept, rows)
+
+
+def _named(table: str, row: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(COLUMNS[table], row, strict=True))

@@ -1,0 +1,197 @@
+"""Rows of a file of others that can be measured again here, and what they are judged with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lokakern.device import current_device
+from lokakern.errors import MeasurementError
+from lokakern.measure import timing
+from lokakern.measure.accuracy import Cell
+from lokakern.measure.time_problem import torch_device
+from lokakern.registry.freshness import is_current
+from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.tables import COLUMNS
+from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage.merge import without_unused
+from lokakern.registry.storage.reader import Rows
+from lokakern.selection.candidates import LIMIT_COLUMNS
+from lokakern.sweep import cost
+from lokakern.sweep.resume import distribution_row
+from lokakern.types import REGIMES, Problem, Rejected
+from lokakern.workloads.distributions import DISTRIBUTIONS
+
+if TYPE_CHECKING:
+    from lokakern.registry.schema.records import KernelRow
+    from lokakern.registry.snapshot.snapshot import Snapshot
+
+LONGEST_S = 60.0  # to measure one row; longer ones are not drawn
+TIMES, ERRORS = "timing", "accuracy"
+# Whatever dispatch compares with a budget, and the mean that it is the upper limit of.
+ERROR_COLUMNS = ("row_err", *dict.fromkeys(LIMIT_COLUMNS.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row that could be measured again.
+
+    Attributes:
+        table: "timing" or "accuracy".
+        key: Of the row.
+        kind: What it is judged with: rows of one kind hold or fail together.
+        kernel: That was measured there.
+        here: The kernel that is measured here: the same, or one of its arithmetic.
+        problem: Of both.
+        distribution: Of both.
+        regime: Of times; "" for errors.
+        seed: Of errors.
+        there: What the file says, by column.
+    """
+
+    table: str
+    key: str
+    kind: str
+    kernel: str
+    here: str
+    problem: Problem
+    distribution: str
+    regime: str
+    seed: int
+    there: tuple[tuple[str, float], ...]
+
+    @property
+    def cell(self) -> tuple[object, ...]:
+        """What is measured once, however many rows say something of it."""
+        return self.table, self.here, self.problem, self.distribution, self.regime, self.seed
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What is drawn: a cell; of times a problem, at which kernels are compared."""
+        return (self.problem, self.distribution, self.regime) if self.table == TIMES else self.cell
+
+
+class Foreign:
+    """Rows of a file, with what they refer to.
+
+    Args:
+        rows: Of the file.
+        trusted: What needs no verification: nothing is to be found out of that.
+    """
+
+    def __init__(self, rows: Rows, trusted: Snapshot) -> None:
+        self._rows: Rows = dict(rows) | {name: trusted.unknown(name, rows[name]) for name in FACTS}
+        self._device = current_device()
+        self._parts: dict[str, dict[str, Any]] = {
+            name: {row[0]: build(_named(name, row)) for row in rows[name]}
+            for name, build in _BUILD.items()
+        }
+
+    def divided(self, keys: Set[str]) -> tuple[Rows, Rows]:
+        """Facts of these keys, and the others that are not trusted; each with what it refers to."""
+        some: Rows = {n: [row for row in self._rows[n] if row[0] in keys] for n in FACTS}
+        others: Rows = {n: [row for row in self._rows[n] if row[0] not in keys] for n in FACTS}
+        return without_unused(some, self._rows), without_unused(others, self._rows)
+
+    def repeatable(self) -> list[Row]:
+        """Good rows that can be measured here.
+
+        Of kernels and distributions as they are here. Failures are not among them: what went wrong
+        elsewhere need not go wrong here.
+        """
+        found = [*self._times(), *self._errors()]
+        return sorted(found, key=lambda row: (row.kind, row.key))
+
+    def _times(self) -> Iterator[Row]:
+        """Those of this type of GPU."""
+        regimes = _regimes_here()
+        for row, kernel, problem, distribution in self._good(TIMES):
+            if (
+                self._parts["device"][row["device"]] == self._device
+                and row["regime"] in regimes
+                and _runs(KERNELS[kernel.name], problem)
+                and cost.timing_s(problem, 1, self._device) <= LONGEST_S
+            ):
+                there = (("latency_us_p50", row["latency_us_p50"]),)
+                kind = f"times, {row['regime']}"
+                yield Row(TIMES, row["key"], kind, kernel.name, kernel.name, problem, distribution,
+                          row["regime"], 0, there)  # fmt: skip
+
+    def _errors(self) -> Iterator[Row]:
+        """Those of the same kernel or of one of its arithmetic."""
+        stand_ins: dict[tuple[Any, ...], Kernel | None] = {}
+        for row, kernel, problem, distribution in self._good(ERRORS):
+            asked = (kernel, problem, row["architecture"])
+            if asked not in stand_ins:
+                stand_ins[asked] = self._of_its_arithmetic(*asked)
+            here = stand_ins[asked]
+            if here is None:
+                continue
+            cell = Cell(here, problem, distribution, row["seed"])
+            if cost.error_s(cell, self._device) > LONGEST_S:
+                continue
+            scales = f"{kernel.granularity} x {kernel.b_granularity}, {kernel.accumulation}"
+            yield Row(ERRORS, row["key"], f"errors, {row['architecture']}, {kernel.op}, {scales}",
+                      kernel.name, here.name, problem, distribution, "", row["seed"],
+                      tuple((column, row[column]) for column in ERROR_COLUMNS))  # fmt: skip
+
+    def _good(self, name: str) -> Iterator[tuple[dict[str, Any], KernelRow, Problem, str]]:
+        for values in self._rows[name]:
+            row = _named(name, values)
+            kernel = self._parts["kernel"][row["kernel"]]
+            distribution = self._parts["distribution"][row["distribution"]]
+            known = DISTRIBUTIONS.get(distribution.name)
+            if (
+                row["status"] == "ok"
+                and known is not None
+                and distribution_row(known.name) == distribution
+                and is_current(kernel)
+                and kernel.name in KERNELS
+            ):
+                yield row, kernel, self._parts["problem"][row["problem"]], known.name
+
+    def _of_its_arithmetic(
+        self, kernel: KernelRow, problem: Problem, architecture: str
+    ) -> Kernel | None:
+        if fp8_format(architecture) is not fp8_format(self._device):
+            return None  # a GEMM would be quantized to another format here
+        alike = [
+            other
+            for other in kernels_for(problem.op, self._device)
+            if (other.granularity, other.b_granularity)
+            == (kernel.granularity, kernel.b_granularity)
+            and _runs(other, problem)
+        ]
+        return min(alike, key=lambda other: (
+            other.name != kernel.name, other.accumulation != kernel.accumulation, other.name,
+        ), default=None)  # fmt: skip
+
+
+_BUILD = {
+    "kernel": row_keys.kernel_from_row,
+    "problem": row_keys.problem_from_row,
+    "distribution": row_keys.distribution_from_row,
+    "device": row_keys.device_from_row,
+}
+
+
+def _named(table: str, row: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(COLUMNS[table], row, strict=True))
+
+
+def _runs(kernel: Kernel, problem: Problem) -> bool:
+    device = current_device()
+    return kernel.runs_on(device) and not isinstance(kernel.supports(problem, device), Rejected)
+
+
+def _regimes_here() -> list[str]:
+    possible = []
+    for regime in REGIMES:
+        try:
+            timing.check_regime(regime, torch_device())
+        except MeasurementError:
+            continue
+        possible.append(regime)
+    return possible

@@ -1,0 +1,397 @@
+"""Verify: measure a few of what others measured again, and say whether it can be believed.
+
+Errors are drawn from the same seeds, so that they come out alike wherever they are measured; where
+a kernel does not run, one that emulates its arithmetic takes its place. Times are measured on the
+same GPU type only: a whole problem at a time, every kernel of it that was timed there. Rows of one
+kind (times of a regime, errors of one arithmetic on one architecture) hold by what was drawn of
+them; one kind that fails rejects the file, because whoever makes one row up makes up others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lokakern.bench.exchange.remeasure import ERROR_COLUMNS, ERRORS, TIMES, Foreign, Row
+from lokakern.device import current_device, current_environment
+from lokakern.problems import accuracy_problem, baseline_name
+from lokakern.progress import Progress
+from lokakern.registry.quarantine import Waiting
+from lokakern.registry.register import KERNELS, fp8_format, load_kernels
+from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage.reader import Rows, read_rows
+from lokakern.sweep.resume import distribution_row
+from lokakern.sweep.worker import (
+    CPU_WATCHDOG_S,
+    GPU_WATCHDOG_S,
+    AccuracyTask,
+    Death,
+    Done,
+    Task,
+    TimingTask,
+    run_tasks,
+)
+from lokakern.workloads.suites import Case
+
+if TYPE_CHECKING:
+    from lokakern.registry.snapshot.snapshot import Snapshot
+    from lokakern.registry.storage.run_files import RunFile
+
+# Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at the 90th percentile. A GPU
+# may be slower as a whole, which changes no choice; single times are asked to keep their place.
+WHOLE_FACTOR, PLACE, PLACED_SHARE = 1.25, 0.15, 0.9
+FARTHEST = 0.5  # out of place: one such time is no noise
+WRONGER = 1.05  # of one seed the error is the same but for the order of sums
+SHIFTED = 0.01  # of the row error: by so much may sums in another order shift the mean
+UNSTEADY = 1.25  # p80 over p20 of a time that says little
+FEWEST = 3  # rows of a kind that say something of the others
+STEADY = ("row_err_upper", "row_p99_upper", "rel_err_upper")
+SHOWN = 3  # disagreements that are told
+
+Value = dict[str, float] | str
+Known = Callable[[Row], Mapping[str, float]]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of a file that waited.
+
+    Attributes:
+        name: The first digits of its checksum.
+        rejected: Whether what was measured disagrees.
+        measured: Rows with what was found here, by column; or words where that failed.
+        reasons: Why it is rejected, or what of it waits on.
+        accepted: Rows that belong in the database now.
+        left: Rows that wait on.
+    """
+
+    name: str
+    rejected: bool = False
+    measured: list[tuple[Row, Value]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    accepted: Rows = field(default_factory=dict)
+    left: Rows = field(default_factory=dict)
+
+
+def verify(
+    run: RunFile,
+    waiting: Waiting,
+    trusted: Snapshot,
+    *,
+    count: int,
+    seed: int,
+    time_limit_s: float | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Measure some of a file's rows again and judge it by them; nothing is moved yet.
+
+    Args:
+        run: Gets what is measured: rows like any other.
+        waiting: The file.
+        trusted: What needs no verification.
+        count: Problems whose times are measured, and errors; of each kind `FEWEST` at least.
+        seed: Draws which. Whoever made the file must not know it.
+        time_limit_s: After which nothing new is begun.
+        progress: Where to tell.
+    """
+    load_kernels()
+    foreign = Foreign(read_rows(waiting.path), trusted)
+    rows = foreign.repeatable()
+    asked = _draw(rows, count, random.Random(seed), _known_errors(trusted, rows))
+    found = _Again(run, progress or Progress(), time_limit_s).measure(asked)
+    verdict = Verdict(waiting.name, measured=[(row, found[row]) for row in asked if row in found])
+    held = _judge(verdict, rows, asked)
+    keys = {row.key for row in rows if row.kind in held}
+    verdict.accepted, verdict.left = foreign.divided(keys)
+    left = {name: len(verdict.left[name]) for name in FACTS if verdict.left[name]}
+    if left and not verdict.rejected:
+        words = ", ".join(f"{count} {_WORDS[name]}" for name, count in left.items())
+        verdict.reasons.append(
+            f"{words} cannot be measured here or were not: failures, another GPU, other kernels or "
+            "distributions, or too long"
+        )
+    return verdict
+
+
+_WORDS = {"timing": "times", "accuracy": "errors", "test_result": "results of tests"}
+
+
+def _draw(rows: Sequence[Row], count: int, drawn: random.Random, known: Known) -> list[Row]:
+    """Rows at some places of each kind: half of them the least credible, the others at random.
+
+    A few lies among many truths are drawn too seldom; but those that change a choice claim what
+    nothing that is known resembles.
+    """
+    asked: list[Row] = []
+    for table in sorted({row.table for row in rows}):
+        kinds: dict[str, dict[object, list[Row]]] = {}
+        for row in rows:
+            if row.table == table:
+                kinds.setdefault(row.kind, {}).setdefault(row.place, []).append(row)
+        each = max(FEWEST, math.ceil(count / max(len(kinds), 1)))
+        doubt = _gain if table == TIMES else functools.partial(_smallness, known)
+        for groups in kinds.values():
+            first = _doubtful(groups, doubt)[: math.ceil(each / 2)]
+            others = sorted(groups.keys() - set(first), key=str)
+            chosen = [*first, *drawn.sample(others, min(each - len(first), len(others)))]
+            asked += [row for place in chosen for row in groups[place]]
+    return asked
+
+
+def _doubtful(
+    groups: Mapping[object, Sequence[Row]], doubt: Callable[[Sequence[Row]], float]
+) -> list[object]:
+    """Places, the least credible first, and of every distribution one before the next of any."""
+    ranks: dict[str, int] = {}
+    found = []
+    for place in sorted(groups, key=lambda place: (-doubt(groups[place]), str(place))):
+        distribution = groups[place][0].distribution
+        ranks[distribution] = ranks.get(distribution, 0) + 1
+        found.append((ranks[distribution], place))
+    return [place for _, place in sorted(found, key=lambda pair: pair[0])]
+
+
+def _gain(rows: Sequence[Row]) -> float:
+    """How much faster than the unquantized kernel the fastest other is said to be."""
+    base = baseline_name(rows[0].problem)
+    times = [(row.here == base, row.there[0][1]) for row in rows]
+    plain = max((us for is_plain, us in times if is_plain), default=0.0)
+    return plain / min(us for _, us in times)
+
+
+def _smallness(known: Known, rows: Sequence[Row]) -> float:
+    """How much smaller than what is known of such arithmetic there.
+
+    Of limits that vary little from one problem to another: a mean is near zero by chance.
+    """
+    worst = known(rows[0])
+    return max(
+        worst[column] / max(dict(row.there)[column], 1e-30) for row in rows for column in STEADY
+    )
+
+
+def _known_errors(facts: Snapshot, rows: Sequence[Row]) -> Known:
+    """Worst trusted errors of a row's arithmetic on its distribution; else the file's medians."""
+    alike: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for row in rows:
+        if row.table == ERRORS:
+            alike.setdefault((row.kind, row.distribution), []).append(dict(row.there))
+
+    @functools.cache
+    def medians(kind: str, distribution: str) -> dict[str, float]:
+        found = alike[kind, distribution]
+        return {column: statistics.median(one[column] for one in found) for column in found[0]}
+
+    def known(row: Row) -> Mapping[str, float]:
+        kernel = KERNELS[row.kernel]
+        problem = accuracy_problem(row.problem, fp8_format(current_device()))
+        scales = str(kernel.granularity), str(kernel.b_granularity)
+        worst = facts.worst_errors(problem, *scales, row.distribution)
+        return worst or medians(row.kind, row.distribution)
+
+    return known
+
+
+class _Again:
+    """Measures rows.
+
+    Args:
+        run: Where to.
+        progress: Where to tell.
+        time_limit_s: After which nothing new is begun.
+    """
+
+    def __init__(self, run: RunFile, progress: Progress, time_limit_s: float | None) -> None:
+        self._run, self._progress = run, progress
+        self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+        self._device, self._environment = current_device(), current_environment()
+        self._found: dict[tuple[Task, str], Value] = {}
+        self._deaths: dict[tuple[Task, str], int] = {}
+        self._unsteady = 0
+
+    def measure(self, asked: Sequence[Row]) -> dict[Row, Value]:
+        """What is found here, without what gave no answer: nobody's fault, or no time was left."""
+        tasks = _tasks_of(asked)
+        self._progress.begin("verify", len(tasks))
+        watchdog_s = GPU_WATCHDOG_S if self._device.is_gpu else CPU_WATCHDOG_S
+        for kind in (TimingTask, AccuracyTask):
+            some = {number: task for number, task in enumerate(tasks) if isinstance(task, kind)}
+            run_tasks(some, self._done, self._died, watchdog_s=watchdog_s, deadline=self._deadline)
+        if self._unsteady:
+            self._progress.note(f"{self._unsteady} times are no evidence: this machine is too busy")
+        places = {row: (_whole(_task_of(row)), row.here) for row in asked}
+        return {row: self._found[place] for row, place in places.items() if place in self._found}
+
+    def _done(self, _number: int, task: Task, event: Done) -> None:
+        for name, record in zip(_kernels_of(task), event.records, strict=True):
+            value = self._value_of(record)
+            self._write(task, name, record)
+            if value is not None:
+                self._found[_whole(task), name] = value
+        self._progress.step(str(_problem_of(task)))
+
+    def _value_of(self, record: TimingRecord | AccuracyRecord) -> Value | None:
+        if record.status == "wrong":
+            return f"wrong: {record.reason}"
+        if record.status != "ok":
+            return None
+        if isinstance(record, AccuracyRecord):
+            assert record.errors is not None
+            return {column: float(getattr(record.errors, column)) for column in ERROR_COLUMNS}
+        p20, p50, p80 = record.latency_us_p20, record.latency_us_p50, record.latency_us_p80
+        assert p20 is not None and p50 is not None and p80 is not None
+        if p80 > UNSTEADY * p20:
+            self._unsteady += 1
+            return None
+        return {"latency_us_p50": p50}
+
+    def _died(self, _number: int, task: Task, death: Death) -> Task | None:
+        if death.kernel is None:
+            return None
+        place = (_whole(task), death.kernel)
+        self._deaths[place] = self._deaths.get(place, 0) + 1
+        if self._deaths[place] < 2:
+            return task  # once may be anybody's fault
+        if isinstance(task, TimingTask):
+            record: Any = TimingRecord(status=death.status, reason=death.reason)
+        else:
+            record = AccuracyRecord(
+                status=death.status, reason=death.reason, seed=task.seed, rows=0
+            )
+        self._write(task, death.kernel, record)
+        if death.status == "crashed":
+            self._found[place] = f"crashed: {death.reason}"
+        if isinstance(task, AccuracyTask):
+            return None
+        left = tuple(name for name in task.kernels if name != death.kernel)
+        return replace(task, kernels=left) if left else None
+
+    def _write(self, task: Task, name: str, record: TimingRecord | AccuracyRecord) -> None:
+        if isinstance(task, TimingTask):
+            assert isinstance(record, TimingRecord)
+            case = task.case
+            self._run.add_timing(
+                KERNELS[name], case.problem, distribution_row(case.distribution), self._device,
+                self._environment, task.regime, record,
+            )  # fmt: skip
+        else:
+            assert isinstance(record, AccuracyRecord)
+            self._run.add_accuracy(
+                KERNELS[name], task.problem, distribution_row(task.distribution),
+                self._device.architecture, self._environment, record,
+            )  # fmt: skip
+
+
+def _task_of(row: Row) -> Task:
+    if row.table == TIMES:
+        return TimingTask(Case(row.problem, row.distribution), (row.here,), row.regime)
+    return AccuracyTask(row.here, row.problem, row.distribution, row.seed)
+
+
+def _tasks_of(rows: Iterable[Row]) -> list[Task]:
+    """Each once; kernels at one problem are timed together."""
+    tasks: dict[Task, list[str]] = {}
+    for row in rows:
+        names = tasks.setdefault(_whole(_task_of(row)), [])
+        if row.here not in names:
+            names.append(row.here)
+    return [
+        replace(task, kernels=tuple(names)) if isinstance(task, TimingTask) else task
+        for task, names in tasks.items()
+    ]
+
+
+def _whole(task: Task) -> Task:
+    """A task, whichever of its kernels are asked for."""
+    return replace(task, kernels=()) if isinstance(task, TimingTask) else task
+
+
+def _kernels_of(task: Task) -> tuple[str, ...]:
+    return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
+
+
+def _problem_of(task: Task) -> object:
+    return task.case.problem if isinstance(task, TimingTask) else task.problem
+
+
+def _judge(verdict: Verdict, rows: Sequence[Row], asked: Sequence[Row]) -> set[str]:
+    """Kinds that hold; says of the verdict whether one fails."""
+    held = set()
+    for kind in sorted({row.kind for row in rows}):
+        of_kind = [row for row in rows if row.kind == kind]
+        found = [(row, value) for row, value in verdict.measured if row.kind == kind]
+        failed = [f"{row.here} at {row.problem} on {row.distribution}: {value}"
+                  for row, value in found if isinstance(value, str)]  # fmt: skip
+        values = [(row, value) for row, value in found if not isinstance(value, str)]
+        check = _misplaced if of_kind[0].table == TIMES else _wronger
+        against = [*_told(failed, "kernels that fail"), *check(values)]
+        if against:
+            verdict.rejected = True
+            verdict.reasons += [f"{kind}: {words}" for words in against]
+        answered = {row.place for row, _ in values}
+        drawn = {row.place for row in asked if row.kind == kind}
+        if against:
+            continue
+        if len(answered) >= max(min(FEWEST, len({row.place for row in of_kind})), len(drawn) / 2):
+            held.add(kind)
+        else:
+            verdict.reasons.append(
+                f"{kind}: {len(answered)} of {len(drawn)} gave an answer; half of them, and at "
+                f"least {FEWEST}, would say more"
+            )
+    return held
+
+
+def _told(words: list[str], what: str) -> list[str]:
+    """The first of many, and how many more there are."""
+    more = [f"and {len(words) - SHOWN} more {what}"] if len(words) > SHOWN else []
+    return words[:SHOWN] + more
+
+
+def _wronger(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
+    """Errors that are larger here, any of those that a budget may limit."""
+    wronger = []
+    for row, here in found:
+        there = dict(row.there)
+        slack = {"mean_shift_upper": SHIFTED * there["row_err"]}
+        larger = [
+            column
+            for column, value in here.items()
+            if value > WRONGER * there[column] + slack.get(column, 0.0)
+        ]
+        if larger:
+            column = max(larger, key=lambda name: here[name] / max(there[name], 1e-30))
+            wronger.append(
+                f"{row.kernel} at {row.problem} on {row.distribution}, seed {row.seed}: {column} "
+                f"is {here[column]:.4g} here, {there[column]:.4g} there"
+            )
+    return _told(wronger, "larger errors")
+
+
+def _misplaced(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
+    """Times that differ as a whole, or do not keep their place among the others."""
+    if not found:
+        return []
+    logs = [(math.log(here["latency_us_p50"] / row.there[0][1]), row) for row, here in found]
+    middle = statistics.median(log for log, _ in logs)
+    against = []
+    if abs(middle) > math.log(WHOLE_FACTOR):
+        against.append(f"they are {math.exp(middle):.2f} of those there, in the median")
+    apart = [(log - middle, row) for log, row in logs if abs(log - middle) > math.log1p(PLACE)]
+    if not apart:
+        return against
+    farthest, row = max(apart, key=lambda pair: abs(pair[0]))
+    is_far = abs(farthest) > math.log1p(FARTHEST)
+    if is_far or len(apart) > (1 - PLACED_SHARE) * len(logs):
+        against.append(
+            f"{len(apart)} of {len(logs)} are more than {PLACE:.0%} out of place, {row.kernel} at "
+            f"{row.problem} by {math.expm1(farthest):+.0%}"
+        )
+    return against

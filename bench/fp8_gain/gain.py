@@ -1,0 +1,288 @@
+"""Whether FP8 is worth it: of somebody's products what dispatch would choose, and what that gains.
+
+Times are those that were measured on a device; what was never measured is said to be so, and is
+part of no sum. Predictions may multiply weights that were quantized once, in the form that is
+fastest; training quantizes both operands anew. A gain is over the unquantized kernel as it was
+timed beside the choice, as `explain` says it of that problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lokakern.bench.fp8_gain.products import Product
+from lokakern.registry.register import fp8_format
+from lokakern.selection import dispatcher
+from lokakern.selection.choice import Choice
+from lokakern.types import Device, ErrorBudget, Format, Problem
+from lokakern.workloads.gemm_cases import (
+    grad_input_cases,
+    grad_weight_case,
+    prepared_cases,
+    unquantized_case,
+)
+
+NEVER = "never measured"
+# Of a GEMM, what a suite of a user's own calls it.
+FORMS = {"grad_input": ("grad_input",), "grad_weight": ("grad_weight",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One GEMM of a product.
+
+    Attributes:
+        product: Of which.
+        gemm: "output", "grad_input" or "grad_weight".
+        state: "measured", "interpolated" between measured m, or `NEVER`.
+        kernel: The choice; "" where nothing was measured.
+        us: Its time, with what it quantizes; None where nothing was measured.
+        bf16_us: Of the unquantized kernel.
+        row_err: The worst stored bound of the choice; None where it is not known.
+        why: In a few words.
+    """
+
+    product: Product
+    gemm: str
+    state: str
+    kernel: str
+    us: float | None
+    bf16_us: float | None
+    row_err: float | None
+    why: str
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times as fast as bf16."""
+        return None if self.us is None or self.bf16_us is None else self.bf16_us / self.us
+
+    @property
+    def gain_us(self) -> float | None:
+        """What all its calls save together."""
+        if self.us is None or self.bf16_us is None:
+            return None
+        return self.product.count * (self.bf16_us - self.us)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the choice is not the unquantized kernel."""
+        return bool(self.gain_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What all products come to.
+
+    Attributes:
+        rows: One for each GEMM of each product.
+        device: Whose times these are.
+        budget: Within which the choices are.
+    """
+
+    rows: tuple[Row, ...]
+    device: Device
+    budget: ErrorBudget
+
+    @property
+    def measured(self) -> list[Row]:
+        """Those that were measured."""
+        return [row for row in self.rows if row.us is not None]
+
+    @property
+    def flops_share(self) -> float:
+        """Of all FLOPs, the share of what was measured."""
+        total = sum(row.product.flops for row in self.rows)
+        return sum(row.product.flops for row in self.measured) / total
+
+    @property
+    def bf16_us(self) -> float:
+        """Of all calls of what was measured."""
+        return sum(row.product.count * (row.bf16_us or 0.0) for row in self.measured)
+
+    @property
+    def us(self) -> float:
+        """The same by the choices."""
+        return sum(row.product.count * (row.us or 0.0) for row in self.measured)
+
+    def total(self) -> dict[str, Any]:
+        """Sums, as JSON holds them; null where nothing was measured."""
+        known = bool(self.measured)
+        return {
+            "products": len(self.rows),
+            "measured": len(self.measured),
+            "interpolated": sum(row.state == "interpolated" for row in self.rows),
+            "quantized": sum(row.is_quantized for row in self.rows),
+            "measured_flops_share": self.flops_share,
+            "bf16_us": self.bf16_us if known else None,
+            "us": self.us if known else None,
+            "gain_us": self.bf16_us - self.us if known else None,
+            "speedup": self.bf16_us / self.us if known else None,
+        }
+
+    def words(self) -> str:
+        """The sums in two lines."""
+        total, count = self.total(), len(self.rows)
+        what = "GEMMs" if any(row.gemm != "output" for row in self.rows) else "products"
+        if not self.measured:
+            return f"None of {count} {what} was ever measured on {self.device}: nothing is known."
+        between = total["interpolated"]
+        how = f" ({between} between measured m)" if between else ""
+        first = (
+            f"{total['measured']} of {count} {what} were measured{how}, "
+            f"{self.flops_share:.1%} of the FLOPs: {self.bf16_us:.1f} us in bf16, {self.us:.1f} us "
+            f"by these choices, {total['speedup']:.2f}x as fast, {total['quantized']} of them in "
+            "FP8."
+        )
+        if total["measured"] == count:
+            return first
+        return f"{first}\nNever measured, and in no sum: {count - total['measured']}."
+
+    def missing(self) -> dict[tuple[int, int, int], list[str]]:
+        """By m, n and k, the forms that were never measured; batches are left out."""
+        found: dict[tuple[int, int, int], list[str]] = {}
+        is_training = any(row.gemm != "output" for row in self.rows)
+        of_output = ("gemm",) if is_training else ("gemm", "prepared")
+        for row in self.rows:
+            p = row.product
+            if row.us is None and p.batch == 1 and p.format is Format.BFLOAT16:
+                found.setdefault((p.m, p.n, p.k), []).extend(FORMS.get(row.gemm, of_output))
+        return found
+
+
+def worth(
+    products: Sequence[Product],
+    *,
+    budget: ErrorBudget,
+    device: Device,
+    distributions: tuple[str, ...] | None = None,
+    regime: str | None = None,
+    gemms: Sequence[str] = ("output",),
+    step: Callable[[str], None] = lambda _text: None,
+) -> Worth:
+    """Ask dispatch about every product.
+
+    Args:
+        products: Which.
+        budget: Largest accepted error.
+        device: Whose times count; need not be here.
+        distributions: Errors are judged on; None: what a product says, else all realistic ones.
+        regime: Of the times; None: the device's usual.
+        gemms: Of each product; with gradients, weights are quantized anew each time.
+        step: Told of each product.
+
+    Raises:
+        UnknownNameError: Unknown regime or distribution.
+    """
+    is_training = len(gemms) > 1
+    known: dict[tuple[Any, ...], Row] = {}  # layers are often alike
+    rows = []
+    for product in products:
+        for gemm in gemms:
+            judged = distributions or product.distributions.get(gemm)
+            alike = (product.m, product.n, product.k, product.bias, product.batch, product.format)
+            key = (gemm, judged, *alike)
+            if key not in known:
+                choices = [
+                    [_choice(problem, budget, judged, device, regime) for problem in problems]
+                    for problems in _problems(product, gemm, device, is_training)
+                ]
+                known[key] = _row(product, gemm, choices)
+            found = known[key]
+            rows.append(
+                Row(product, gemm, found.state, found.kernel, found.us, found.bf16_us,
+                    found.row_err, found.why)
+            )  # fmt: skip
+        step(product.layer)
+    return Worth(tuple(rows), device, budget)
+
+
+def _problems(
+    product: Product, gemm: str, device: Device, is_training: bool
+) -> list[list[Problem]]:
+    """What a GEMM may be computed as; first with the bias, then without where that is not known."""
+    m, n, k, form, batch = product.m, product.n, product.k, product.format, product.batch
+    if gemm == "grad_weight":
+        return [[grad_weight_case(m, n, k, form, batch=batch).problem]]
+    fp8 = fp8_format(device)
+    if gemm == "grad_input":
+        return [[next(iter(grad_input_cases(m, n, k, fp8, form, batch=batch))).problem]]
+    found = []
+    for bias in (True, False) if product.bias else (False,):
+        cases = [unquantized_case(m, n, k, "X1", form, bias=bias, batch=batch)]
+        if not is_training and batch == 1:
+            cases += prepared_cases(m, n, k, "X1", fp8, form, bias=bias)
+        found.append([case.problem for case in cases])
+    return found
+
+
+def _choice(
+    problem: Problem,
+    budget: ErrorBudget,
+    distributions: tuple[str, ...] | None,
+    device: Device,
+    regime: str | None,
+) -> Choice:
+    table = dispatcher.table_for(problem, budget, distributions, device, regime, is_choice=False)
+    return Choice(table, problem.m)
+
+
+def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
+    for place, choices in enumerate(ways):
+        timed = [(choice, plain) for choice in choices if (plain := _bf16_us(choice)) is not None]
+        if not timed:
+            continue
+        choice, plain = min(timed, key=lambda pair: (not _quantizes(pair[0]), pair[0].latency_us))
+        if not _quantizes(choice):
+            choice, plain = timed[0]  # the weight as it is
+        state = "interpolated" if choice.interpolated else "measured"
+        us = choice.latency_us or plain
+        quantized = _quantizes(choice)
+        why = (
+            f"row_err {choice.errors['row_err']:.4f}{_where(choice)}, worst on {_worst(choice)}"
+            if quantized and choice.errors
+            else _why_plain([c for c, _ in timed])
+        )
+        if place:
+            why += "; times without the bias"
+        return Row(product, gemm, state, choice.kernel, us if quantized else plain, plain,
+                   choice.errors.get("row_err"), why)  # fmt: skip
+    return Row(product, gemm, NEVER, "", None, None, None, ways[0][0].pick.note)
+
+
+def _quantizes(choice: Choice) -> bool:
+    return choice.kernel != choice.table.baseline
+
+
+def _bf16_us(choice: Choice) -> float | None:
+    """Of the unquantized kernel, where dispatch has an answer."""
+    table = choice.table
+    if choice.is_miss or choice.latency_us is None:
+        return None
+    base = next((c for c in table.candidates if c.name == table.baseline), None)
+    found = base.time_at(choice.m) if base is not None else None
+    return None if found is None else found[0].latency_us
+
+
+def _where(choice: Choice) -> str:
+    n = choice.pick.candidate.errors_of_n if choice.pick.candidate else 0
+    return f" at most, by n={n}" if n else ""
+
+
+def _worst(choice: Choice) -> str:
+    return choice.pick.candidate.worst_distribution if choice.pick.candidate else ""
+
+
+def _why_plain(choices: Sequence[Choice]) -> str:
+    """Why nothing is quantized: the reason against the fastest kernel that quantizes."""
+    against: list[tuple[float, str]] = []
+    for choice in choices:
+        for candidate in choice.table.candidates:
+            time = candidate.time_at(choice.m)
+            reason = choice.rejected.get(candidate.name)
+            if time is not None and reason is not None and not candidate.unquantized:
+                against.append((time[0].latency_us, f"{candidate.name}: {reason}"))
+    if not against:
+        return "no kernel that quantizes was measured"
+    return min(against)[1]

@@ -1,0 +1,247 @@
+"""What the database holds of a device: how much of each op and suite, and how fresh it is."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from lokakern.problems import accuracy_problem
+from lokakern.progress import tell
+from lokakern.registry.libraries import named
+from lokakern.registry.register import Kernel, fp8_format, kernels_for
+from lokakern.registry.schema.tables import GRADES
+from lokakern.selection.candidates import FRESHNESS
+from lokakern.selection.dispatcher import default_regime
+from lokakern.sweep.staleness import Ages, ErrorClass, fresher
+from lokakern.types import Device, Problem, Rejected
+from lokakern.workloads.suites import SUITES
+
+if TYPE_CHECKING:
+    from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What is held of a part of all problems.
+
+    Attributes:
+        part: An op, of all its problems that were timed on the device; or a suite, of its own.
+        of: "times", or the "errors" that belong to problems that were timed.
+        problems: How many there are, or for how many there are errors.
+        covered: Problems of which every kernel that takes them has a row that is no older than the
+            kernel; a failure is one.
+        share: `covered` of `problems`.
+        untimed: Problems without any row.
+        kernels: That have rows.
+        rows: How many there are, each of them one of the next four.
+        fresh: As `lokakern.selection.candidates.freshness_of` says, like `usable` and `stale`.
+        older: Stale or usable, but nobody reads them: a fresher one of the same is there.
+        missing: Kernels, added up over the other problems, that take one and have no row of it.
+        seeds: Of errors.
+        grade: "full", "quick" or both.
+        newest: When the last row was measured, UTC.
+    """
+
+    part: str
+    of: str
+    problems: int
+    covered: int | None
+    share: float | None
+    untimed: int | None
+    kernels: int
+    rows: int
+    fresh: int
+    usable: int
+    stale: int
+    older: int
+    missing: int | None
+    seeds: str | None
+    grade: str
+    newest: str
+
+    def as_row(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Rows:
+    """Rows, counted."""
+
+    words: Counter[str] = field(default_factory=Counter)  # of `FRESHNESS`, or "older"
+    kernels: set[str] = field(default_factory=set)
+    seeds: set[int] = field(default_factory=set)
+    grades: set[str] = field(default_factory=set)
+    newest_utc_ms: int = 0
+
+    def add(self, cell: TimingCell | AccuracyCell, word: str) -> None:
+        self.words[word] += 1
+        self.kernels.add(cell.kernel.name)
+        self.grades.add(cell.grade)
+        self.newest_utc_ms = max(self.newest_utc_ms, cell.measured_utc_ms)
+
+    def join(self, other: _Rows) -> None:
+        self.words += other.words
+        self.kernels |= other.kernels
+        self.seeds |= other.seeds
+        self.grades |= other.grades
+        self.newest_utc_ms = max(self.newest_utc_ms, other.newest_utc_ms)
+
+    def holding(
+        self, part: str, of: str, problems: int, lacking: Iterable[Lack | None] = ()
+    ) -> Holding:
+        covered = untimed = missing = None
+        if of == "times":
+            lacks = list(lacking)
+            covered = sum(lack == (0, 0) for lack in lacks)
+            untimed = lacks.count(None)
+            missing = sum(lack[0] for lack in lacks if lack is not None)
+        day = datetime.fromtimestamp(self.newest_utc_ms / 1000, UTC)
+        return Holding(
+            part=part,
+            of=of,
+            problems=problems,
+            covered=covered,
+            share=None if covered is None or not problems else covered / problems,
+            untimed=untimed,
+            kernels=len(self.kernels),
+            rows=self.words.total(),
+            **{word: self.words[word] for word in (*FRESHNESS, "older")},
+            missing=missing,
+            seeds=", ".join(map(str, sorted(self.seeds))) if of == "errors" else None,
+            grade=" and ".join(grade for grade in GRADES if grade in self.grades) or "-",
+            newest=f"{day:%Y-%m-%d}" if self.newest_utc_ms else "never",
+        )
+
+
+Lack = tuple[int, int]  # kernels that take a problem: without a row of it, and with stale ones only
+
+
+class Holdings:
+    """What a snapshot holds of a device in a regime, which is by default that of dispatch."""
+
+    def __init__(self, facts: Snapshot, device: Device, regime: str | None = None) -> None:
+        self._facts, self._device = facts, device
+        self._ages = Ages(facts, device, regime or default_regime(device))
+        self._rows: dict[Problem, _Rows] = {}
+        for cell, word in self._ages.timings:
+            best = self._ages.times[cell.problem][cell.kernel.name]
+            here = self._rows.setdefault(cell.problem, _Rows())
+            here.add(cell, word if word == best else "older")
+        self._lacks: dict[Problem, Lack] = {}
+        self._kernels = functools.cache(self._registered)
+
+    def of_ops(self) -> list[Holding]:
+        """Times and errors of each op that was timed."""
+        problems: dict[str, list[Problem]] = {}
+        for problem in self._rows:
+            problems.setdefault(problem.op, []).append(problem)
+        errors = self._errors()
+        found = []
+        every = sorted({*problems, *errors})
+        for place, op in enumerate(every, 1):
+            tell("counting rows of ops", place / (len(every) + 1))
+            if op in problems:
+                found.append(self._times(op, problems[op]))
+            if op in errors:
+                rows, asked = errors[op]
+                found.append(rows.holding(op, "errors", len(asked)))
+        tell("counting rows of ops", 1)
+        return found
+
+    def of_suites(self) -> list[Holding]:
+        """Times of each suite that has problems for the device."""
+        found = []
+        for place, suite in enumerate(SUITES.values(), 1):
+            tell("counting rows of suites", place / len(SUITES))
+            problems = [case.problem for case in suite.cases(self._device)]
+            if problems:
+                found.append(self._times(f"suite {suite.name}", problems))
+        return found
+
+    def _times(self, part: str, problems: Sequence[Problem]) -> Holding:
+        rows = _Rows()
+        for problem in dict.fromkeys(problems):  # a suite may have one under two distributions
+            if problem in self._rows:
+                rows.join(self._rows[problem])
+        return rows.holding(part, "times", len(problems), map(self._lack, problems))
+
+    def _registered(self, op: str) -> list[Kernel]:
+        """Kernels of an op that may take a problem, if no library that they need is absent."""
+        return [
+            kernel
+            for kernel in kernels_for(op, self._device)
+            if not any(named(library).why_not_here() for library in kernel.libraries)
+        ]
+
+    def _lack(self, problem: Problem) -> Lack | None:
+        """None where there is no row at all."""
+        if problem not in self._rows:
+            return None
+        found = self._lacks.get(problem)
+        if found is None:
+            here = self._ages.times[problem]
+            # Who has a row that counts needs not be asked: that takes nine tenths of the time.
+            words = [
+                here.get(kernel.name)
+                for kernel in self._kernels(problem.op)
+                if here.get(kernel.name) not in ("fresh", "usable")
+                and not isinstance(kernel.supports(problem, self._device), Rejected)
+            ]
+            found = self._lacks[problem] = (words.count(None), words.count("stale"))
+        return found
+
+    def errors(self) -> Iterator[tuple[Problem, AccuracyCell, str]]:
+        """Errors that belong to problems that were timed, with the problem they are stored under.
+
+        And a word of `FRESHNESS`, or "older" where a fresher one of the same is there.
+        """
+        fp8 = fp8_format(self._device)
+        asked = dict.fromkeys(accuracy_problem(problem, fp8) for problem in self._rows)
+        classes: dict[ErrorClass, None] = dict.fromkeys(
+            (row.granularity, row.b_granularity, row.accumulation) for row in self._facts.kernels
+        )
+        for problem in asked:
+            for which in classes:
+                cells = self._ages.errors(problem, which)
+                best: dict[tuple[str, str, int], str] = {}
+                for cell, word in cells:
+                    place = (cell.distribution, cell.parameters, cell.seed)
+                    best[place] = fresher(best.get(place), word)
+                for cell, word in cells:
+                    place = (cell.distribution, cell.parameters, cell.seed)
+                    yield problem, cell, word if word == best[place] else "older"
+
+    def _errors(self) -> dict[str, tuple[_Rows, set[Problem]]]:
+        """By the op of the kernel that brought them, with the problems they are stored under."""
+        found: dict[str, tuple[_Rows, set[Problem]]] = {}
+        for problem, cell, word in self.errors():
+            rows, problems = found.setdefault(cell.kernel.op, (_Rows(), set()))
+            rows.add(cell, word)
+            rows.seeds.add(cell.seed)
+            problems.add(problem)
+        return found
+
+
+def totals(holdings: Sequence[Holding]) -> dict[str, str]:
+    """What ops come to, in words: times, errors, grades, when; and each suite."""
+    words: dict[str, str] = {}
+    for of in ("times", "errors"):
+        parts = [h for h in holdings if h.of == of and not h.part.startswith("suite ")]
+        counts = {name: sum(getattr(h, name) for h in parts) for name in (*FRESHNESS, "older")}
+        if not counts["older"]:
+            del counts["older"]
+        rows = sum(h.rows for h in parts)
+        each = ", ".join(f"{count} {name}" for name, count in counts.items())
+        words[of] = f"{rows} of {sum(h.problems for h in parts)} problems: {each}"
+        words[of] = words[of] if rows else "none"
+    words["grades"] = " and ".join(g for g in GRADES if any(g in h.grade for h in holdings)) or "-"
+    measured = [h.newest for h in holdings if h.rows]
+    words["last measured"] = max(measured, default="never")
+    for h in holdings:
+        if h.part.startswith("suite "):
+            words[h.part] = f"{h.covered} of {h.problems} problems covered ({h.share:.0%})"
+    return words

@@ -1,0 +1,290 @@
+"""Try installed libraries and plugins, each in processes of its own: who imports, who computes.
+
+A process imports the library, then times each of its kernels on a small problem that it takes and
+checks what was written, as a sweep does. Before each step it says what it begins: when it dies or
+is silent for too long, its last word names the culprit, and another process goes on with the
+kernels that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from lokakern.device import current_device
+from lokakern.registry import libraries, register
+from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
+from lokakern.registry.register import KERNELS, Kernel
+from lokakern.types import Device, Format, Granularity, Rejected
+
+# Longest silence, in seconds: a library may compile its kernels at the first launch.
+PATIENCE_S = 300.0
+POLL_S = 0.2
+MOST_PROCESSES = 16  # that kernels of a library may end
+LONGEST_WORD = 8192  # bytes
+RIGHT, IDLE = "right", "idle"  # what is said of a kernel; all else is a fault
+# Of a kernel the first that it takes: one tile of most, a usual layer, long sums.
+SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
+BACKWARD = (2048, 512, 256)  # gradients, and groups, where a kernel takes nothing of those
+EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
+NORMS = ("layer+affine", "rms+affine")  # of rows, where they stay bfloat16
+
+
+def known() -> list[Library]:
+    """Libraries that have an adapter, and plugins that are installed, by name."""
+    register.load_kernels()
+    found = LIBRARIES | libraries.plugins()
+    return [found[name] for name in sorted(found)]
+
+
+def state_of(library: Library, device: Device) -> tuple[str, str]:
+    """One word on a library on a device, and why.
+
+    "not installed", "unsuitable" (another version), "untried", "broken", "partly" (some kernels
+    are), or "usable".
+    """
+    absent = library.why_not_here()
+    trial = libraries.trial_of(library, device) if absent is None else None
+    if absent is not None or trial is None:
+        why = absent or f"installed, and never tried on {device}"
+        never = f"; written, never run: {library.never_run}" if library.never_run else ""
+        state = "untried" if absent is None else "unsuitable" if library.here else "not installed"
+        return state, why + never
+    if trial.why:
+        return "broken", trial.why
+    if trial.kernels:
+        return "partly", "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
+    if not trial.right:
+        return (
+            "usable",
+            f"tried: it imports; no kernel of it takes what it was tried with on {device}",
+        )
+    return "usable", f"tried: it imports, and {trial.right} of its kernels were right"
+
+
+def untried(device: Device) -> list[Library]:
+    """Those that are here, in a version that is taken, and of which no trial is kept."""
+    return [library for library in known() if state_of(library, device)[0] == "untried"]
+
+
+def doubtful(device: Device) -> list[Library]:
+    """Those, and what did not work when it was tried."""
+    states = ("untried", "broken", "partly")
+    return [library for library in known() if state_of(library, device)[0] in states]
+
+
+def try_all(
+    wanted: Sequence[Library], say: Callable[[str], None], patience_s: float = PATIENCE_S
+) -> None:
+    """Try libraries on the device here, one after the other, and keep how it ended.
+
+    Args:
+        wanted: Libraries that are installed.
+        say: Called with a line before each.
+        patience_s: Longest silence of a process, in seconds.
+    """
+    for library in wanted:
+        say(f"trying {library.name}: it is imported, and each kernel launched, in another process")
+        libraries.keep_trial(library, current_device(), _try(library, patience_s))
+    if wanted:
+        register.load_tried()
+
+
+def _try(library: Library, patience_s: float) -> Trial:
+    """Try a library in as many processes as it takes."""
+    kernels: dict[str, str] = {}
+    for _ in range(MOST_PROCESSES):
+        end = _run(library.name, tuple(kernels), patience_s)
+        kernels |= end.kernels
+        if not end.at:
+            faults = {name: why for name, why in kernels.items() if why not in (RIGHT, IDLE)}
+            return Trial(end.why, faults, list(kernels.values()).count(RIGHT))
+        kernels[end.at] = end.why
+    return Trial(f"ended {MOST_PROCESSES} processes; the last one: {end.why}"[:LONGEST_WHY])
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a process ended: its words on kernels, what ended it, and at which kernel."""
+
+    kernels: dict[str, str]
+    why: str
+    at: str = ""
+
+
+def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
+    reading, writing = os.pipe()
+    code = (
+        f"from lokakern.bench.report.library_smoke import main; main({name!r}, {done!r}, {writing})"
+    )
+    paths = [path or os.getcwd() for path in sys.path]  # it finds what this process would
+    with tempfile.TemporaryFile() as printed, os.fdopen(reading, "rb", buffering=0) as pipe:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=printed,
+            stderr=printed, pass_fds=(writing,), start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+        os.close(writing)
+        kernels: dict[str, str] = {}
+        at = ""
+        try:
+            for word in _words(pipe, process, patience_s):
+                match word:
+                    case ["launch", str(kernel)]:
+                        at = kernel
+                    case ["done", str(kernel), str(why)]:
+                        at, kernels[kernel] = "", libraries.words_of(why)
+                    case ["end", str(why)]:
+                        return _End(kernels, libraries.words_of(why), at)
+            silent = False
+        except TimeoutError:
+            silent = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
+            code_of_exit = process.wait()
+        how = f"no sign of life for {patience_s:g} s" if silent else _words_of_exit(code_of_exit)
+        step = f"when {at} was launched" if at else "when it was imported"
+        return _End(kernels, libraries.words_of(f"{how} {step}{_last_line(printed)}"), at)
+
+
+def _words(
+    pipe: IO[bytes], process: subprocess.Popen[bytes], patience_s: float
+) -> Iterator[list[Any]]:
+    """What it says, until it is dead and all is read.
+
+    Raises:
+        TimeoutError: It is silent for too long, or closed what it talks through and lives on.
+    """
+    text, last = b"", time.monotonic()
+    while time.monotonic() - last < patience_s:
+        alive = process.poll() is None
+        if not select.select([pipe], [], [], POLL_S if alive else 0)[0]:
+            if not alive:
+                return
+            continue
+        read = os.read(pipe.fileno(), LONGEST_WORD)
+        if not read:
+            try:
+                process.wait(max(1.0, last + patience_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError from None
+            return
+        last = time.monotonic()
+        *lines, text = (text + read).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                word = json.loads(line)
+                if isinstance(word, list):
+                    yield word
+        text = text[-LONGEST_WORD:]
+    raise TimeoutError
+
+
+def _words_of_exit(code: int) -> str:
+    if code >= 0:
+        return f"the process exited with {code}"
+    try:
+        return f"the process was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"the process was killed by signal {-code}"
+
+
+def _last_line(printed: IO[bytes]) -> str:
+    printed.seek(0, os.SEEK_END)
+    printed.seek(max(0, printed.tell() - LONGEST_WORD))
+    lines = printed.read().decode(errors="replace").split("\n")
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {said}" if said else ""
+
+
+# --- in the process
+
+
+def main(name: str, done: Sequence[str], pipe: int) -> None:
+    """Try a library and say how it goes; never returns.
+
+    Args:
+        name: Of the library.
+        done: Kernels that are tried already.
+        pipe: Where words go: ["launch", kernel], ["done", kernel, why], ["end", why].
+    """
+
+    def say(*words: str) -> None:
+        os.write(pipe, json.dumps(words).encode()[:LONGEST_WORD] + b"\n")
+
+    why = ""
+    try:
+        libraries.trying = name
+        register.load_own()
+        library = libraries.named(name)
+        if library.is_plugin:
+            register.import_plugin(library)
+        else:
+            libraries.import_modules(library)
+        mine = [k for k in KERNELS.values() if k.library == name and not k.parts]
+        if not mine:
+            why = "registers no kernel"
+        for kernel in mine:
+            if kernel.name not in done:
+                say("launch", kernel.name)
+                # What it raises past this ends the process at this kernel, not at its library.
+                say("done", kernel.name, _outcome_of(kernel))
+    except BaseException as error:  # SystemExit, too: it ends whoever imports the library
+        why = _first_line(error)
+    say("end", why)
+    os._exit(0)  # what libraries do at exit is not what is tried
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:LONGEST_WHY]
+
+
+def _outcome_of(kernel: Kernel) -> str:
+    """What is wrong with what it computes, or that nothing is, or that no problem suits it."""
+    from lokakern.measure.time_problem import time_case
+    from lokakern.problems import make_problem
+    from lokakern.registry.register import fp8_format
+    from lokakern.selection.dispatcher import default_regime
+    from lokakern.workloads.gemm_cases import (
+        Case,
+        fused_case,
+        grad_input_cases,
+        grad_weight_case,
+        main_grad_case,
+        shape_cases,
+    )
+    from lokakern.workloads.norm_cases import epilogue_cases
+
+    device = current_device()
+    fp8 = fp8_format(device)
+    cases = [*shape_cases(SHAPES, fp8)]
+    for epilogue in EPILOGUES:
+        cases += epilogue_cases(list(SHAPES), epilogue, fp8)
+    cases += grad_input_cases(*BACKWARD, fp8)
+    cases += [grad_weight_case(*BACKWARD), main_grad_case(*BACKWARD, fp8, fp8)]
+    cases.append(fused_case(*BACKWARD, Granularity.ROW, "X1", fp8, batch=4))
+    for norm in NORMS:
+        problem = make_problem(
+            "norm_quantize", (2048, 512), epilogue=norm, out_format=Format.BFLOAT16
+        )
+        cases.append(Case(problem, "X1"))
+    for case in cases:
+        try:
+            if isinstance(kernel.supports(case.problem, device), Rejected):
+                continue
+        except Exception as error:
+            return f"cannot say what it supports: {_first_line(error)}"
+        (record,) = time_case(case, [kernel], device, default_regime(device))
+        return RIGHT if record.status == "ok" else f"{record.status}: {record.reason}"
+    return IDLE

@@ -1,0 +1,175 @@
+"""What ``list`` shows: kernels with their evidence, suites, distributions, devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lokakern.bench.report import library_smoke
+from lokakern.bench.report.coverage import Holdings, totals
+from lokakern.bench.report.wins import wins_of
+from lokakern.device import current_device, current_environment
+from lokakern.registry.coverage import coverage_of
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.storage.run_files import shipped_databases, user_database
+from lokakern.selection import dispatcher
+from lokakern.workloads.distributions import DISTRIBUTIONS
+from lokakern.workloads.suites import SUITES
+
+Row = dict[str, Any]
+
+
+# What fits a terminal of 100 columns; names of kernels tell the rest.
+BRIEF = {
+    "kernels": ("kernel", "state", "architectures", "why"),
+    "libraries": ("library", "version", "state", "won", "why"),
+    "coverage": (
+        "part", "of", "problems", "covered", "untimed", "fresh", "usable", "stale", "missing"
+    ),
+}  # fmt: skip
+
+
+def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> list[Row]:
+    """Rows of a listing.
+
+    Args:
+        what: "kernels", "libraries", "suites", "distributions", "device" or "coverage".
+        brief: Only the columns that a person needs in a table.
+        device: Of which device or coverage, such as "NVIDIA H200"; None is the one here.
+
+    Raises:
+        DeviceError: The database does not know the device.
+    """
+    listings: dict[str, Callable[[], list[Row]]] = {
+        "kernels": _kernels,
+        "libraries": _libraries,
+        "suites": _suites,
+        "distributions": _distributions,
+        "device": functools.partial(_device, device),
+        "coverage": functools.partial(_coverage, device),
+    }
+    rows = listings[what]()
+    if brief and what in BRIEF:
+        return [{column: row[column] for column in BRIEF[what]} for row in rows]
+    return rows
+
+
+def _kernels() -> list[Row]:
+    """A row for each kernel and what is known of it alike, with the architectures of that."""
+    unavailable = load_kernels()
+    kernels = [kernel for _, kernel in sorted(KERNELS.items())]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for found in coverage_of(dispatcher.snapshot(), kernels):
+        alike.setdefault((found.kernel, found.state, found.why), []).append(found.architecture)
+    rows = [
+        {
+            "kernel": name,
+            "op": KERNELS[name].op,
+            "scales": KERNELS[name].granularity.value,
+            "accumulation": KERNELS[name].accumulation,
+            "state": state,
+            "architectures": ", ".join(architectures),
+            "why": why,
+        }
+        for (name, state, why), architectures in alike.items()
+    ]
+    for module, why in unavailable.items():
+        unknown = dict.fromkeys(("op", "scales", "accumulation"), "-")
+        rows.append(
+            {
+                "kernel": f"({module})",
+                **unknown,
+                "state": "unavailable",
+                "architectures": "-",
+                "why": f"cannot be imported here: {why}",
+            }
+        )
+    return rows
+
+
+def _libraries() -> list[Row]:
+    """A row for each adapter and plugin; `won` counts problems timed here that it is fastest at."""
+    device = current_device()
+    won = wins_of(dispatcher.snapshot(), device)
+    unavailable = load_kernels()
+    rows = []
+    for library in library_smoke.known():
+        state, why = library_smoke.state_of(library, device)
+        failure = unavailable.get(f"plugin {library.name}")
+        if state in ("usable", "partly") and failure is not None:
+            state, why = "broken", failure  # it was not when it was tried alone
+        kernels = [k.name for k in KERNELS.values() if k.library == library.name and not k.parts]
+        rows.append(
+            {
+                "library": library.name,
+                "kind": "plugin" if library.is_plugin else "adapter",
+                "package": library.here[0].name if library.here else library.packages[0].name,
+                "version": library.here[1] if library.here else "-",
+                "state": state,
+                "kernels": len(kernels),
+                "won": won.get(library.name, 0),
+                "why": why,
+            }
+        )
+    return rows
+
+
+def _suites() -> list[Row]:
+    device = current_device()
+    return [
+        {"suite": s.name, "problems": len(s.cases(device)), "what": s.title}
+        for s in SUITES.values()
+    ]
+
+
+def _distributions() -> list[Row]:
+    return [
+        {
+            "distribution": d.name,
+            "default": d.realistic,
+            "parameters": ", ".join(f"{k}={v:g}" for k, v in d.parameters),
+            "what": d.title,
+        }
+        for d in DISTRIBUTIONS.values()
+    ]
+
+
+def _device(name: str | None) -> list[Row]:
+    facts = dispatcher.snapshot()
+    device = current_device() if name is None else facts.find_device(name)
+    pairs: dict[str, Any] = {
+        "product": device.product,
+        "vendor": device.vendor,
+        "architecture": device.architecture,
+        "compute units": device.compute_units,
+        "memory GiB": device.memory_gib,
+        "partition": device.partition,
+    }
+    if device == current_device():  # what software another one has is not known
+        environment = current_environment()
+        pairs |= {
+            "driver": environment.driver,
+            "toolkit": environment.toolkit,
+            "torch": environment.torch,
+            "triton": environment.triton,
+            "power cap W": environment.power_cap_w,
+        }
+    pairs |= {
+        "user database": str(user_database()),
+        "shipped databases": ", ".join(path.name for path in shipped_databases()) or "none",
+        "devices in them": ", ".join(sorted(d.product for d in facts.devices)) or "none",
+        "snapshot digest": facts.digest,
+    }
+    pairs["regime"] = dispatcher.default_regime(device)
+    held = Holdings(facts, device)
+    pairs |= totals([*held.of_ops(), *held.of_suites()])
+    return [{"what": what, "value": value} for what, value in pairs.items()]
+
+
+def _coverage(name: str | None) -> list[Row]:
+    """A row for the times and one for the errors of each op that was timed; one for each suite."""
+    facts = dispatcher.snapshot()
+    device = current_device() if name is None else facts.find_device(name)
+    held = Holdings(facts, device)
+    return [holding.as_row() for holding in (*held.of_ops(), *held.of_suites())]

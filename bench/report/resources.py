@@ -1,0 +1,93 @@
+"""What ``list kernels --resources`` shows: what HIP and Triton kernels take of AMD's GPUs.
+
+Read from snapshots that tests hold against the compilers: no compiler and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lokakern.errors import DatabaseError
+from lokakern.registry.digests import KERNELS_ROOT
+
+Row = dict[str, Any]
+
+# A snapshot and the module that writes it.
+SNAPSHOTS = {
+    KERNELS_ROOT / "hip" / "resources.json": "tests.kernels.test_hip_compiled",
+    KERNELS_ROOT / "triton" / "resources.json": "tests.kernels.test_triton_compiled",
+}
+# Column to the name in a snapshot.
+COLUMNS = {
+    "vgpr": "vector_registers",  # with those for accumulation
+    "agpr": "accumulation_registers",
+    "sgpr": "scalar_registers",
+    "lds_bytes": "local_bytes",
+    "scratch_bytes": "scratch_bytes",
+    "occupancy": "occupancy",
+    "mfma_share": "matrix_share",
+}
+# What fits a terminal of 100 columns.
+BRIEF = ("kernel", "variant", "architecture", "matrix", "vgpr", "occupancy", "mfma_share")
+NOTE = (
+    "occupancy in waves of a SIMD; mfma_share is counted, in the main loop only "
+    "(kernels/hip/README.md); "
+    "--format csv has all columns"
+)
+
+
+def resource_rows(*, brief: bool = False) -> list[Row]:
+    """A row for each kernel, architecture and variant that was compiled.
+
+    Args:
+        brief: Only the columns that a person needs in a table, instructions without what is common.
+
+    Raises:
+        DatabaseError: A snapshot is missing or malformed.
+    """
+    rows = [row for path, writer in SNAPSHOTS.items() for row in _rows_of(path, writer)]
+    rows.sort(key=lambda row: (row["kernel"], row["architecture"]))
+    return [_brief(row) for row in rows] if brief else rows
+
+
+def _brief(row: Row) -> Row:
+    short = {column: row[column] for column in BRIEF}
+    if short["matrix"] is not None:
+        words = short["matrix"].replace("v_mfma_", "").replace("f32_", "")
+        short["matrix"] = words.replace("_", " ")  # lines break there
+    return short
+
+
+def _rows_of(path: Path, writer: str) -> list[Row]:
+    try:
+        return list(_read(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DatabaseError(
+            f"snapshot {str(path)!r} cannot be read: {type(error).__name__}: {error}; install "
+            f"lokakern again, or in a checkout write it with python -m {writer}"
+        ) from None
+
+
+def _read(recorded: dict[str, Any]) -> Iterator[Row]:
+    compiler = recorded.pop("compiler")
+    for architecture, variants in recorded.items():
+        for variant, found in variants.items():
+            for kernel in found["kernels"]:
+                # The variant's first word is the function, which most kernels are named after.
+                function, _, rest = variant.partition(" ")
+                yield {
+                    "kernel": kernel,
+                    "variant": rest if function in kernel else variant,
+                    "architecture": architecture,
+                    "matrix": _matrix(found["matrix"]),
+                    **{column: found[name] for column, name in COLUMNS.items()},
+                    "compiler": compiler,
+                }
+
+
+def _matrix(instructions: dict[str, int]) -> str | None:
+    """Instructions with their number, such as "16 v_mfma_f32_32x32x16_fp8_fp8"."""
+    return ", ".join(f"{count} {name}" for name, count in instructions.items()) or None

@@ -1,0 +1,66 @@
+"""The table a sweep ends with: every kernel at every problem, its time and its worst error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lokakern.device import current_device
+from lokakern.problems import accuracy_problem
+from lokakern.registry.freshness import is_current
+from lokakern.registry.register import fp8_format
+from lokakern.registry.schema.row_keys import family_key, problem_key
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import TimingCell
+from lokakern.selection.dispatcher import default_regime
+from lokakern.types import Problem
+from lokakern.workloads.suites import Case
+
+
+def summary_rows(
+    database: str | Path, cases: list[Case], regime: str | None
+) -> list[dict[str, Any]]:
+    """One row per problem and kernel, fastest first within a problem.
+
+    Columns: problem, kernel, median time in microseconds, the worst stored bound of the row error
+    and the distribution it is on, largest kernel error, status.
+    """
+    facts = load_snapshot([database])
+    device = current_device()
+    regime = regime or default_regime(device)
+    cells: dict[Problem, list[TimingCell]] = {}
+    asked_for = dict.fromkeys(case.problem for case in cases)
+    for family in dict.fromkeys(map(family_key, asked_for)):
+        for cell in facts.timing_cells(device, family, regime):
+            cells.setdefault(cell.problem, []).append(cell)
+    rows = []
+    for problem in asked_for:
+        found = []
+        asked = problem_key(accuracy_problem(problem, fp8_format(device)))
+        for cell in cells.get(problem, ()):
+            kernel = cell.kernel
+            errors = [
+                (c.row_err_upper, c.distribution)
+                for c in facts.accuracy_cells_of_class(
+                    device.architecture, asked,
+                    kernel.granularity, kernel.b_granularity, kernel.accumulation,
+                )
+                if c.status == "ok" and is_current(c.kernel)
+            ]  # fmt: skip
+            worst = max(errors, default=(None, "not measured"))
+            found.append(
+                {
+                    "problem": str(problem),
+                    "kernel": cell.kernel.name,
+                    "time us": cell.latency_us_p50 if cell.status == "ok" else "-",
+                    "worst row_err": "-" if worst[0] is None else worst[0],
+                    "on": worst[1],
+                    "kernel_err": cell.kernel_err if cell.status == "ok" else "-",
+                    "status": cell.status
+                    if cell.status == "ok"
+                    else f"{cell.status}: {cell.reason}",
+                }
+            )
+        found.sort(key=lambda row: (isinstance(row["time us"], str), row["time us"], row["kernel"]))
+        rows += found
+    return rows

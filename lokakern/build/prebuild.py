@@ -1,0 +1,472 @@
+"""Compile ahead: many kernels at a time, in processes of their own, with no GPU.
+
+`jobs_for` launches kernels on meta tensors, which have shapes and no memory, and collects what
+would be compiled; `build` compiles it into the caches that later launches read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
+from lokakern.device import current_device, current_environment
+from lokakern.epilogue import ACTIVATIONS
+from lokakern.errors import DeviceError, ShapeError, UnsupportedError
+from lokakern.gradients import empty_gradients
+from lokakern.jit import Job, record
+from lokakern.problems import (
+    NORM_VECTORS,
+    bias_format,
+    epilogue_of,
+    has_column_sums,
+    is_plain,
+    make_problem,
+    row_length,
+)
+from lokakern.registry.ops import NORM_OPS
+from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
+from lokakern.types import (
+    Device,
+    Epilogue,
+    ErrorBudget,
+    Granularity,
+    Layout,
+    NormEpilogue,
+    Operand,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    empty_data,
+    norm_form,
+)
+from lokakern.build.pool import BuildReport, build, check_workers
+from lokakern.progress import Progress
+
+_META = torch.device("meta")
+_REASON = 500  # characters of a failure's reason
+
+
+def warmup(
+    problems: Iterable[Problem | Sequence[int]],
+    budget: ErrorBudget | float | None = None,
+    *,
+    device: Device | str | None = None,
+    workers: int | None = None,
+) -> BuildReport:
+    """Compile now, in parallel, what the public functions would compile at their first calls.
+
+    Nothing is launched. A first call afterwards finds its kernels in the caches on disk
+    (``TRITON_CACHE_DIR``, which must not be moved meanwhile) and loads them into its process;
+    Triton 3.6 then also compiles, in C, a launcher for each new list of argument types. Operands
+    are taken to be contiguous and 16-byte aligned; others are compiled when met, as ever.
+
+    Args:
+        problems: `Problem`s, or shapes ``(m, n, k)`` of a `gemm` on bfloat16 operands with
+            ``weight.t()`` on the right.
+        budget: What `gemm`, `scaled_gemm` and `gemm_norm` will be called with: the kernels that
+            `dispatch` chooses are compiled, at the problem's m and over the whole range of m that
+            was measured. What was never measured has the unquantized kernel, and nothing to
+            compile. None compiles every registered kernel that accepts a problem, at its m.
+        device: A product such as "NVIDIA H200", or a `Device`, which need not be here; None means
+            the GPU here.
+        workers: Processes; None means one for each CPU core this process may use.
+
+    Returns:
+        Counts, and each failure with its reason; printable.
+
+    Raises:
+        DeviceError: There is no GPU here and none is named, the database does not know the name,
+            or it is no GPU's.
+        ShapeError: A shape is not three integers, or ``problems`` is no list.
+        BudgetError: The budget is not a finite, non-negative number.
+        ValueError: Fewer than one worker.
+    """
+    check_workers(workers)
+    target = gpu_named(device)
+    limits = None if budget is None else budget_of(budget)
+    try:
+        given = list(problems)
+    except TypeError:
+        raise ShapeError(
+            f"warmup: problems is {problems!r}; expected a list of Problems or of (m, n, k)"
+        ) from None
+    asked = [x if isinstance(x, Problem) else make_problem("gemm", x) for x in given]
+    if limits is None:
+        jobs = jobs_for(asked, target)
+    else:
+        jobs = _record([pair for p in asked for pair in _chosen(p, limits, target)], target)
+    return build(jobs, target, workers)
+
+
+def prebuild(
+    problems: Iterable[Problem],
+    device: Device,
+    only: Sequence[str] = (),
+    workers: int | None = None,
+    progress: Progress | None = None,
+    *,
+    again: bool = True,
+) -> BuildReport:
+    """Compile every kernel that a sweep of these problems launches on a device.
+
+    Finding out what that is takes 15 s for the 2065 problems of suite lrm.
+
+    Args:
+        problems: What will be measured.
+        device: The GPU type; it need not be here.
+        only: Words of kernel names; empty for all kernels.
+        workers: Processes; None means one for each CPU core this process may use.
+        progress: Where to tell.
+        again: Find it out even if the same was built before, and the caches are where they were.
+    """
+    load_kernels()
+    named = [k for _, k in sorted(KERNELS.items())
+             if not only or any(word in k.name for word in only)]  # fmt: skip
+    asked = list(dict.fromkeys(problems))
+    mark = _mark_of(device, named)
+    names = {hashlib.sha256(repr(problem).encode()).hexdigest()[:16] for problem in asked}
+    before = _read_mark(mark)
+    if not again and names <= before:
+        return BuildReport()
+    report = build(jobs_for(asked, device, named), device, workers, progress)
+    if not report.failures:
+        _write_mark(mark, before | names)
+    return report
+
+
+def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
+    """The file that names the problems for which everything was compiled.
+
+    Its own name is of all that this depends on, but the problems.
+    """
+    from lokakern.nvrtc import cache_folder  # whose filelock takes time at every import
+
+    here = current_environment()
+    words = [repr(device), here.torch, here.triton, here.toolkit, here.libraries]
+    words += [str(cache_folder()), os.environ.get("TRITON_CACHE_DIR", "")]
+    words += [f"{kernel.name} {kernel.digest}" for kernel in kernels]
+    digest = hashlib.sha256("\n".join(words).encode()).hexdigest()
+    return cache_folder().parent / "prebuilt" / digest
+
+
+def _read_mark(mark: Path) -> set[str]:
+    """Problems for which everything was compiled; none where compiled programs are gone."""
+    try:
+        count, *problems = mark.read_text("ascii").split()
+        return set(problems) if int(count) <= _compiled_count() else set()
+    except (OSError, ValueError):
+        return set()
+
+
+def _compiled_count() -> int:
+    """How much lies in the caches: one that was emptied has less."""
+    from lokakern.nvrtc import cache_folder
+
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    folders = (cache_folder(), triton)
+    return sum(len(os.listdir(folder)) for folder in folders if folder.is_dir())
+
+
+def _write_mark(mark: Path, problems: set[str]) -> None:
+    with contextlib.suppress(OSError):  # then it is found out again
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        beside = mark.with_name(f".{mark.name}.{os.getpid()}")
+        beside.write_text("\n".join([str(_compiled_count()), *sorted(problems)]), "ascii")
+        beside.replace(mark)
+
+
+def jobs_for(
+    problems: Iterable[Problem], device: Device, kernels: Iterable[Kernel] | None = None
+) -> list[Job]:
+    """What problems would compile on a device, each compilation once.
+
+    Args:
+        problems: Of any ops.
+        device: The GPU type; it need not be here.
+        kernels: Which to ask, whatever their ops; None means all that are registered.
+
+    Returns:
+        Jobs for `build`. A kernel that cannot tell what it compiles leaves one that fails with
+        the reason.
+    """
+    given = None if kernels is None else list(kernels)
+    pairs = [
+        (kernel, problem)
+        for problem in dict.fromkeys(problems)
+        for kernel in (kernels_for(problem.op, device) if given is None else given)
+        if not isinstance(kernel.supports(problem, device), Rejected)
+    ]
+    return _record(pairs, device)
+
+
+def gpu_named(device: Device | str | None) -> Device:
+    if device is None:
+        found = current_device()
+        if not found.is_gpu:
+            raise DeviceError(
+                "warmup: there is no GPU here; name the one to compile for, such as "
+                "device='NVIDIA H200'"
+            )
+        return found
+    found = dispatcher.device_named(device)
+    if not found.is_gpu:
+        raise DeviceError(f"warmup: {found} is no GPU; nothing is compiled for it")
+    return found
+
+
+def _chosen(
+    problem: Problem, budget: ErrorBudget, device: Device
+) -> Iterable[tuple[Kernel, Problem]]:
+    """What dispatch takes at a problem and, m being free at run time, at every other m.
+
+    m itself is in no compilation, but decides tiles: each winner is asked at the problem's m, at
+    the measured m, and at powers of two and 1.5 times those between.
+    """
+    multiplies = problem.op in ("gemm", "scaled_gemm", "gemm_norm")  # the others take none
+    limits = budget if multiplies else None
+    table = dispatcher.table_for(problem, limits, None, device)
+    load_kernels()
+    largest = max([problem.m, *table.measured_m])
+    steps = {size for power in range(1, 32) for size in (2**power, 3 * 2 ** (power - 1))}
+    sizes = {problem.m, *table.measured_m, *(size for size in steps if size <= largest)}
+    for m in sorted(sizes):
+        name = table.winners[bisect_right(table.breakpoints, m) - 1]
+        if name in KERNELS:
+            yield KERNELS[name], replace(problem, m=m)
+
+
+def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job]:
+    with record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
+        for kernel, problem in itertools.chain.from_iterable(_own(*pair, device) for pair in pairs):
+            if not _compiles(kernel) or not problem.m:  # an empty output launches nothing
+                continue
+            try:
+                operands = meta_operands(problem)
+                # As `functional` does: a gemm's workspace depends on a and b alone.
+                seen = operands[:2] if problem.op == "gemm" else operands
+                extra = () if is_plain(problem) else (_meta_epilogue(problem),)
+                kernel.launch(*operands, kernel.workspace(*seen, *extra), *extra)
+            except Exception as error:  # a row of the report; other kernels can be built
+                reason = f"{type(error).__name__}: {error}"[:_REASON]
+                recording.add(_Unrecorded(kernel.name, str(problem), reason))
+        return list(recording.jobs.values())
+
+
+def _own(kernel: Kernel, problem: Problem, device: Device) -> Iterator[tuple[Kernel, Problem]]:
+    """What of a kernel is lokakern's: of a library's GEMM behind quantizers, these.
+
+    A library compiles by itself, and who only compiles here need not survive launching it.
+    """
+    if not kernel.libraries:
+        yield kernel, problem
+        return
+    quantizers = [KERNELS[name] for name in kernel.parts if KERNELS[name].op == "quantize"]
+    if not quantizers or problem.b is None:
+        return
+    fp8 = fp8_format(device)
+    turned = {Layout.ROW: Layout.COLUMN, Layout.COLUMN: Layout.ROW}
+    weight = replace(problem.b, layout=turned.get(problem.b.layout, problem.b.layout))
+    sides = [(problem.m, problem.a, quantizers[0])]
+    if not problem.prepared:
+        sides.append((problem.n, weight, quantizers[-1]))
+    for rows, operand, quantizer in sides:
+        yield (
+            quantizer,
+            Problem(op="quantize", m=rows, n=1, k=problem.k, a=operand, out_format=fp8,
+                    out_granularity=quantizer.granularity),
+        )  # fmt: skip
+
+
+def _compiles(kernel: Kernel) -> bool:
+    """Whether any part of a kernel is more than torch, which comes compiled."""
+    parts = [KERNELS[name] for name in kernel.parts] or [kernel]
+    return any(part.language != "torch" for part in parts)
+
+
+class _OutputsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Skips torch's part of a composition: what writes into a given tensor is not computed.
+
+    Not every FP8 GEMM of torch has a meta implementation, and none has anything to compile.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        outputs = [kwargs[x.name] for x in func._schema.arguments if x.is_out and x.name in kwargs]
+        if outputs:
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Unrecorded:
+    """A kernel that could not be launched on meta tensors."""
+
+    kernel: str
+    problem: str
+    reason: str
+
+    @property
+    def key(self) -> Hashable:
+        return (self.kernel, self.reason)
+
+    def compile(self, _device: Device) -> bool | None:
+        raise UnsupportedError(f"cannot be launched on meta tensors: {self.reason}")
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.problem}"
+
+
+def meta_operands(problem: Problem) -> tuple[Any, ...]:
+    """Operands of one launch without memory, laid out as `lokakern.bench` lays them out.
+
+    Returns:
+        What `Kernel` says an op is launched with, less the workspace and an `Epilogue`.
+
+    Raises:
+        UnsupportedError: Nothing says how a batch of scales lies in memory, but of scaled GEMMs.
+    """
+    m, n, k = problem.m, problem.n, problem.k
+    batch = () if problem.batch == 1 else (problem.batch,)
+    out_dtype = problem.out_format.dtype
+    if problem.op == "quantize":
+        data = empty_data(m, k, out_dtype, _META)
+        return _matrix(batch, m, k, problem.a), data, _scale(problem.out_granularity, batch, m, k)
+    if problem.op == "quantize_transpose":
+        x, granularity = _matrix(batch, m, k, problem.a), problem.out_granularity
+        data, data_t = (empty_data(*shape, out_dtype, _META) for shape in ((m, k), (k, m)))
+        sums = torch.empty(k, device=_META) if has_column_sums(problem) else None
+        made = (data, _scale(granularity, batch, m, k), data_t, _scale(granularity, batch, k, m))
+        return x, *made, sums
+    if problem.op == "scaled_gemm" and problem.b is not None:  # groups lie below each other
+        rows, columns = problem.batch * m, problem.batch * n
+        a, b = _matrix((), rows, k, problem.a), _matrix((), k, columns, problem.b)
+        left = problem.a.granularity.empty_scale(rows, k, _META)
+        right = problem.b.granularity.empty_scale(columns, k, _META)
+        return a, left, b, right.mT, _output((), rows, n, problem), _bias(problem)
+    if problem.op in NORM_OPS:
+        return _norm_operands(problem)
+    if problem.op == "norm_backward":
+        epilogue = _meta_norm_epilogue(problem, k)
+        dd, y = (_matrix((), m, k, problem.a) for _ in range(2))
+        return dd, y, empty_gradients(problem, epilogue, _META), epilogue
+    a = _matrix(batch, m, k, problem.a)
+    if problem.op == "dequantize":
+        out = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
+        return a, _scale(problem.a.granularity, batch, m, k), out
+    assert problem.b is not None  # an op with two operands
+    out, bias = _output(batch, m, n, problem), _bias(problem)
+    b = _matrix(batch, k, n, problem.b)
+    if not problem.prepared:
+        return a, b, out, bias
+    source = _matrix(batch, n, k, Operand(problem.a.format))
+    scale = None
+    if problem.b.granularity is not Granularity.NONE:
+        scale = _scale(problem.b.granularity, batch, n, k)
+    return a, QuantizedTensor(b.mT, scale, problem.b.granularity, True, source), out, bias
+
+
+def _norm_operands(problem: Problem) -> tuple[Any, ...]:
+    """Of an op with a norm: a, b if there is one, the output and the epilogue."""
+    m, n, k = problem.m, problem.n, problem.k
+    left: Tensor | QuantizedTensor = _matrix((), m, k, problem.a)
+    if problem.a.granularity is not Granularity.NONE:
+        left = _quantized(m, k, problem.a.format.dtype, problem.a.granularity)
+    given: tuple[Any, ...] = (left,)
+    if problem.b is not None:
+        right: Tensor | QuantizedTensor = _matrix((), k, n, problem.b)
+        if problem.b.granularity is not Granularity.NONE:
+            source = _matrix((), n, k, Operand(problem.a.format)) if problem.prepared else None
+            right = _quantized(n, k, problem.b.format.dtype, problem.b.granularity, source, True)
+        given = (left, right)
+    columns = row_length(problem.op, (m, n, k))
+    out: Tensor | QuantizedTensor = torch.empty((m, columns), dtype=torch.bfloat16, device=_META)
+    if problem.out_format.is_fp8:
+        out = _quantized(m, columns, problem.out_format.dtype, problem.out_granularity)
+    return *given, out, _meta_norm_epilogue(problem, columns)
+
+
+def _quantized(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    granularity: Granularity,
+    source: Tensor | None = None,
+    transposed: bool = False,
+) -> QuantizedTensor:
+    scale = granularity.empty_scale(rows, columns, _META)
+    data = empty_data(rows, columns, dtype, _META)
+    return QuantizedTensor(data, scale, granularity, transposed, source)
+
+
+def _meta_norm_epilogue(problem: Problem, columns: int) -> NormEpilogue:
+    form = norm_form(problem.epilogue)
+    matrix = torch.empty((problem.m, columns), dtype=torch.bfloat16, device=_META)
+    vector = torch.empty(columns, dtype=NORM_VECTORS.dtype, device=_META)
+    cross = matrix if form.last == "cross" else None
+    return NormEpilogue(
+        form.norm,
+        vector if form.bias else None,
+        vector if form.affine else None,
+        vector if form.affine else None,
+        form.last if form.last in ACTIVATIONS else "none",
+        matrix if form.residual or form.residual_last else None,
+        form.residual_last,
+        matrix if form.last == "gate" else None,
+        cross,
+        cross,
+    )
+
+
+def _output(batch: tuple[int, ...], rows: int, columns: int, problem: Problem) -> Tensor:
+    if problem.out_format.is_fp8:
+        return empty_data(rows, columns, problem.out_format.dtype, _META)
+    return torch.empty((*batch, rows, columns), dtype=problem.out_format.dtype, device=_META)
+
+
+def _bias(problem: Problem) -> Tensor | None:
+    if not problem.epilogue.startswith("bias"):
+        return None
+    return torch.empty(problem.n, dtype=bias_format(problem).dtype, device=_META)
+
+
+def _meta_epilogue(problem: Problem) -> Epilogue:
+    cross = None
+    if problem.epilogue.endswith("cross"):
+        shape = (problem.batch * problem.m, problem.n)
+        cross = torch.empty(shape, dtype=torch.bfloat16, device=_META)
+    scale = torch.empty((1, 1), device=_META) if problem.out_format.is_fp8 else None
+    return epilogue_of(problem, cross, cross, scale)
+
+
+def _matrix(batch: tuple[int, ...], rows: int, columns: int, operand: Operand) -> Tensor:
+    dtype = operand.format.dtype
+    if operand.format.is_fp8 and not batch:
+        if operand.layout is Layout.COLUMN:
+            return empty_data(columns, rows, dtype, _META).mT
+        return empty_data(rows, columns, dtype, _META)
+    if operand.layout is Layout.COLUMN:
+        return torch.empty((*batch, columns, rows), dtype=dtype, device=_META).mT
+    if operand.layout is Layout.STRIDED:
+        return torch.empty((*batch, rows, 2 * columns), dtype=dtype, device=_META)[..., ::2]
+    return torch.empty((*batch, rows, columns), dtype=dtype, device=_META)
+
+
+def _scale(granularity: Granularity, batch: tuple[int, ...], rows: int, columns: int) -> Tensor:
+    if batch:
+        raise UnsupportedError(f"no layout is defined for {granularity.value} scales of a batch")
+    return granularity.empty_scale(rows, columns, _META)

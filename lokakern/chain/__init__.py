@@ -1,0 +1,1 @@
+"""`dispatch_chain`: kernels and output formats of consecutive layers, chosen together."""

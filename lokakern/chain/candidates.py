@@ -1,0 +1,324 @@
+"""What was measured of each layer of a chain: the ways that `chain_search` puts together.
+
+Between two layers the tensor is bfloat16, or FP8 with scales of rows, of 1x128, or with one that is
+known beforehand, where the norm bounds the output. One scale for all is as well read as one for
+each row: the weight's scales need not be one for all, too.
+
+A layer's stored error is that on unquantized operands, so that what is rounded between two layers
+is in the error of the one that reads it. The one that writes it counts as if it wrote bfloat16, and
+where it rounds more coarsely than scales as the reader's would, with what that adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lokakern.chain.search import Way
+from lokakern.epilogue import ACTIVATIONS
+from lokakern.problems import baseline_name, make_problem
+from lokakern.registry.register import KERNELS, fp8_format, kernels_for
+from lokakern.selection import dispatcher, misses
+from lokakern.selection.candidates import Candidate, Time
+from lokakern.types import (
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    Rejected,
+    norm_form,
+)
+
+NONE, TENSOR, ROW = Granularity.NONE, Granularity.TENSOR, Granularity.ROW
+GROUP, BLOCK = Granularity.GROUP, Granularity.BLOCK
+SCALED = (TENSOR, ROW, GROUP)  # between layers
+WEIGHTS = {TENSOR: (TENSOR,), ROW: (ROW,), GROUP: (BLOCK, GROUP)}  # read with such an input
+CONVERSIONS = ("quantize", "dequantize")
+# Of a small relative error that an activation is given, what it hands on, squared: mean(f'(z)^2)
+# over mean(f(z)^2) of normal z.
+GAINS = {"none": 1.0, "relu": 1.0, "hardswish": 1.081, "silu": 1.067}
+
+
+class Layer(NamedTuple):
+    """Output and input columns, and what `Problem.epilogue` says."""
+
+    n: int
+    k: int
+    epilogue: str = "none"
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a scale of the whole output is known before the output is."""
+        form = norm_form(self.epilogue)
+        return form.norm.kind != "none" and form.last in ACTIVATIONS and not form.residual_last
+
+
+class Form(NamedTuple):
+    """Of a tensor between layers: scales as they are written, and as they are read."""
+
+    written: Granularity
+    read: Granularity
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What is asked for.
+
+    Attributes:
+        layers: From the first to the last.
+        m: Rows of all.
+        device: Where.
+        distributions: What errors are judged on.
+        regime: Of times.
+        reads: Scales of the first layer's input; NONE for bfloat16.
+        writes: The same of the last layer's output.
+        prepared: Whether weights are quantized ahead; else they stay bfloat16, as do the tensors
+            between layers.
+    """
+
+    layers: tuple[Layer, ...]
+    m: int
+    device: Device
+    distributions: tuple[str, ...]
+    regime: str | None
+    reads: Granularity = NONE
+    writes: Granularity = NONE
+    prepared: bool = True
+
+    @property
+    def fp8(self) -> Format:
+        return fp8_format(self.device)
+
+    def problem(
+        self, place: int, takes: Granularity, weight: Granularity, writes: Granularity
+    ) -> Problem:
+        """A layer whose kernel is given an input and a weight with such scales."""
+        n, k, epilogue = self.layers[place]
+        a = None if takes is NONE else Operand(self.fp8, takes)
+        b = None if weight is NONE else Operand(self.fp8, weight, Layout.COLUMN)
+        out = Format.BFLOAT16 if writes is NONE else self.fp8
+        return make_problem(
+            "gemm_norm", (self.m, n, k), a=a, b=b, prepared=takes is NONE and weight is not NONE,
+            epilogue=epilogue, out_format=out, out_granularity=writes,
+        )  # fmt: skip
+
+    def is_last(self, place: int) -> bool:
+        return place == len(self.layers) - 1
+
+    def gain(self, place: int) -> float:
+        """Of a layer's squared error what arrives at the end, as a multiple of it."""
+        later = (norm_form(layer.epilogue).last for layer in self.layers[place + 1 :])
+        return math.prod(GAINS[last] for last in later)
+
+    def wanted(self, place: int) -> Granularity:
+        """What a layer writes where nothing is quantized that need not be."""
+        return self.writes if self.is_last(place) else NONE
+
+
+class Step(NamedTuple):
+    """One launch of a chain.
+
+    Attributes:
+        place: Of the layer.
+        problem: What it computes.
+        kernel: Name.
+        time: None where it was not measured.
+        interpolated: Whether the time is.
+        row_err: Worst stored bound of the layer by itself; None where it was not measured.
+        share: Of the square of the whole's error; 0 of what converts, whose rounding is in the
+            error of the layer that reads it; None where it is not known.
+    """
+
+    place: int
+    problem: Problem
+    kernel: str
+    time: Time | None = None
+    interpolated: bool = False
+    row_err: float | None = None
+    share: float | None = None
+
+
+def ways_of(chain: Chain, place: int) -> list[Way]:
+    """Every way to do a layer of which time and error are known; what does it is a tuple of steps.
+
+    A kernel that multiplies bfloat16 is one of them, if its error is known.
+    """
+    steps = [s for problem in _problems(chain, place) for s in _measured(chain, place, problem)]
+    errors = {_numerics(s): s.row_err for s in steps if s.row_err is not None}
+    readings = {takes: list(_readings(chain, place, takes)) for takes in (NONE, *SCALED)}
+    found = []
+    for step in steps:
+        for (reads, before), writes in itertools.product(
+            readings[step.problem.a.granularity], _handed(chain, step)
+        ):
+            square = _counted(step, writes, errors, chain.is_last(place))
+            if square is None:
+                continue
+            share = square * chain.gain(place)
+            whole = (*before, step._replace(share=share))
+            us = sum(s.time.latency_us for s in whole if s.time is not None)
+            found.append(Way(reads, writes, us, share, whole))
+    return found
+
+
+def _numerics(step: Step, writes: Granularity | None = None) -> tuple[object, ...]:
+    """What decides the error of a layer, with another output if that is given."""
+    kernel = KERNELS.get(step.kernel)
+    scales: tuple[object, ...] = (step.kernel,)
+    if kernel is not None:
+        scales = (kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    return (*scales, step.problem.out_granularity if writes is None else writes)
+
+
+def _counted(
+    step: Step, writes: Form, errors: dict[tuple[object, ...], float], is_last: bool
+) -> float | None:
+    """The square of a layer's error as the next one finds it, see above; None where not known."""
+    own = step.row_err
+    if own is None:
+        return None
+    plain, as_read = (errors.get(_numerics(step, scales)) for scales in (NONE, writes.read))
+    if is_last or writes.written is NONE or plain is None or as_read is None:
+        return own**2
+    return plain**2 + max(0.0, own**2 - as_read**2)
+
+
+def unquantized_steps(chain: Chain) -> tuple[Step, ...]:
+    """The fastest unquantized kernels, one after the other; measured or not they are legal."""
+    steps: list[Step] = []
+    if chain.reads is not NONE:
+        layer = chain.layers[0]
+        a = Operand(chain.fp8, chain.reads)
+        problem = make_problem("dequantize", (chain.m, layer.k), a=a)
+        steps += _conversion(chain, 0, problem) or [Step(0, problem, _any_kernel(problem, chain))]
+    for place in range(len(chain.layers)):
+        problem = chain.problem(place, NONE, NONE, chain.wanted(place))
+        known = list(_measured(chain, place, problem, unquantized=True))
+        base = baseline_name(problem)
+        assert base is not None  # of bfloat16 operands there is one
+        best = min(known, key=_by_time, default=Step(place, problem, base))
+        square = None if best.row_err is None else best.row_err**2 * chain.gain(place)
+        steps.append(best._replace(share=square))
+    return tuple(steps)
+
+
+def worth_measuring(chain: Chain, known: Iterable[Way]) -> list[Problem]:
+    """What no time or no error is known of: the unquantized layers, and FP8 throughout.
+
+    Scales of rows and of 1x128; where a norm bounds an output, rows are written under one scale.
+    """
+    there = {step.problem for way in known for step in way.what}
+    unquantized = [s.problem for s in unquantized_steps(chain) if s.time is None]
+    found = [p for p in unquantized if p.op not in CONVERSIONS]
+    for place, layer in enumerate(chain.layers if chain.prepared else ()):
+        for scales in (ROW, GROUP):
+            takes = chain.reads if place == 0 else scales
+            if takes not in (NONE, scales):
+                continue
+            inner = TENSOR if scales is ROW and layer.is_bounded else scales
+            writes = chain.writes if chain.is_last(place) else inner
+            found.append(chain.problem(place, takes, WEIGHTS[scales][0], writes))
+    return [
+        problem for problem in dict.fromkeys(found)
+        if problem not in there and misses.why_not_measurable(problem) is None
+        and _any_kernel(problem, chain)
+    ]  # fmt: skip
+
+
+def _problems(chain: Chain, place: int) -> Iterator[Problem]:
+    """All forms in which a layer may be asked for."""
+    if chain.is_last(place):
+        outputs = [chain.writes]
+    elif chain.prepared:
+        outputs = [NONE, ROW, GROUP, *([TENSOR] if chain.layers[place].is_bounded else [])]
+    else:
+        outputs = [NONE]
+    for writes in outputs:
+        yield chain.problem(place, NONE, NONE, writes)
+        for scales, weights in WEIGHTS.items() if chain.prepared else ():
+            for weight in weights:
+                yield chain.problem(place, NONE, weight, writes)
+                yield chain.problem(place, scales, weight, writes)
+
+
+def _readings(
+    chain: Chain, place: int, takes: Granularity
+) -> Iterator[tuple[Form, tuple[Step, ...]]]:
+    """Forms that a layer's kernel may find its input in, with what converts it before."""
+    yield Form(takes, takes), ()
+    k = chain.layers[place].k
+    if takes is NONE:
+        if place == 0 and chain.reads is not NONE:
+            problem = make_problem("dequantize", (chain.m, k), a=Operand(chain.fp8, chain.reads))
+            for step in _conversion(chain, place, problem):
+                yield Form(chain.reads, chain.reads), (step,)
+        return
+    if place > 0 and takes is not TENSOR:
+        yield Form(TENSOR, takes), ()
+    problem = make_problem("quantize", (chain.m, k), out_format=chain.fp8, out_granularity=takes)
+    for step in _conversion(chain, place, problem):
+        yield Form(NONE, NONE), (step,)
+
+
+def _handed(chain: Chain, step: Step) -> list[Form]:
+    """Forms in which the next layer may read what this one writes."""
+    writes = step.problem.out_granularity
+    if writes is TENSOR and not chain.is_last(step.place):
+        return [Form(TENSOR, scales) for scales in SCALED]
+    return [Form(writes, writes)]
+
+
+def _conversion(chain: Chain, place: int, problem: Problem) -> list[Step]:
+    """The fastest kernel that converts the input of a layer; all write the same bytes."""
+    found = [s._replace(share=0.0) for s in _measured(chain, place, problem)]
+    return [min(found, key=_by_time)] if found else []
+
+
+def _measured(
+    chain: Chain, place: int, problem: Problem, *, unquantized: bool = False
+) -> Iterator[Step]:
+    """Kernels that were timed at a problem.
+
+    Args:
+        chain: For what, and where.
+        place: Of the layer.
+        problem: In which form.
+        unquantized: Only kernels that quantize nothing they read.
+    """
+    table = dispatcher.table_for(
+        problem, None, chain.distributions, chain.device, chain.regime, is_choice=False
+    )
+    for candidate in table.candidates:
+        found = candidate.time_at(problem.m)
+        if found is None or (unquantized and not candidate.unquantized):
+            continue
+        if candidate.unquantized and problem.prepared:
+            continue  # it reads the weight that was quantized, as it reads one that was not
+        if not _takes(candidate, problem, chain.device):
+            continue
+        row_err = candidate.errors.get("row_err")
+        yield Step(place, problem, candidate.name, *found, row_err)
+
+
+def _takes(candidate: Candidate, problem: Problem, device: Device) -> bool:
+    kernel = candidate.kernel  # None of another machine's, whose times say that it does
+    return kernel is None or not isinstance(kernel.supports(problem, device), Rejected)
+
+
+def _by_time(step: Step) -> tuple[float, str]:
+    return (step.time.latency_us if step.time else math.inf, step.kernel)
+
+
+def _any_kernel(problem: Problem, chain: Chain) -> str:
+    """A kernel that takes a problem; "" without any."""
+    found = (
+        kernel.name
+        for kernel in kernels_for(problem.op, chain.device)
+        if not isinstance(kernel.supports(problem, chain.device), Rejected)
+    )
+    return next(found, "")

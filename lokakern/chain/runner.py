@@ -1,0 +1,228 @@
+"""A chain that was chosen, on weights: what is done once, and what is launched at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.chain.candidates import GROUP, NONE, ROW, TENSOR, Chain, Step
+from lokakern.epilogue import norm_form
+from lokakern.errors import FormatError, ShapeError, UnsupportedError
+from lokakern.functional.checks import check_matrix, check_same_device
+from lokakern.functional.norm_checks import check_epilogue, norm_of, settled, static_scale_of
+from lokakern.functional.quantize import quantize
+from lokakern.registry.register import Kernel, kernel_named
+from lokakern.scratch import owned
+from lokakern.selection.arguments import device_of
+from lokakern.types import (
+    Granularity,
+    NormEpilogue,
+    Problem,
+    QuantizedTensor,
+    alignment_of,
+    empty_data,
+)
+
+Matrix = Tensor | QuantizedTensor
+Parameters = tuple[Any, Any, Any, Any]  # weight, bias, norm weight and norm bias of a layer
+
+
+@dataclass(slots=True)
+class _Launch:
+    """One kernel on its operands; without a left one it reads the input, or writes the output."""
+
+    run: Callable[[Any, Any], None]
+    left: Matrix | None
+    out: Matrix | None
+
+
+class ChainRun:
+    """Runs a chain: ``run(x)``.
+
+    What is between layers is kept and written again by every call, so that calls must follow each
+    other: on one stream, and one at a time. A CUDA graph may be captured of them. Gradients are not
+    computed.
+    """
+
+    def __init__(
+        self, chain: Chain, steps: Sequence[Step], parameters: Sequence[Parameters], eps: float
+    ) -> None:
+        self._chain = chain
+        device = _check(chain, parameters)
+        self._device = device
+        self._epilogues = [
+            _epilogue_of(chain, place, given, eps) for place, given in enumerate(parameters)
+        ]
+        self._static = self._static_scale(len(chain.layers) - 1, chain.writes)
+        given = self._empty(chain.layers[0].k, chain.reads, None)  # of the input's shape
+        written: Matrix = given
+        final = self._empty(chain.layers[-1].n, chain.writes, self._static)
+        self._launches: list[_Launch] = []
+        for number, step in enumerate(steps):
+            is_last = number == len(steps) - 1
+            problem, kernel = step.problem, kernel_named(step.kernel)
+            scales = problem.out_granularity
+            columns = problem.k if problem.b is None else problem.n
+            scale = self._static_scale(step.place, scales) if problem.b is not None else None
+            out = final if is_last else self._empty(columns, scales, scale)
+            left = _read_as(written, problem.a.granularity)
+            weight = None if problem.b is None else _weight(problem, parameters[step.place][0])
+            run = _runner(kernel, left, weight, out, self._epilogues[step.place])
+            self._launches.append(
+                _Launch(run, None if written is given else left, None if is_last else out)
+            )
+            written = out
+
+    def __call__(self, x: Matrix, out: Matrix | None = None) -> Matrix:
+        """The chain's output, ``[m, n]``: bfloat16, or a `QuantizedTensor`.
+
+        Args:
+            x: ``[m, k]``, row-major: bfloat16, or from `quantize` where the chain reads FP8.
+            out: Where to write; None allocates. As this returns it.
+
+        Raises:
+            ShapeError: ``x`` or ``out`` is of another shape, or lies otherwise.
+            FormatError: It is of another format.
+            UnsupportedError: A gradient is asked for.
+        """
+        chain = self._chain
+        self._check("x", x, chain.layers[0].k, chain.reads)
+        if out is None:
+            out = self._empty(chain.layers[-1].n, chain.writes, self._static)
+        else:
+            self._check("out", out, chain.layers[-1].n, chain.writes)
+        tensors = (y for y in (x, out) if isinstance(y, Tensor))
+        if torch.is_grad_enabled() and any(y.requires_grad for y in tensors):
+            raise UnsupportedError("a chain has no gradient; use torch.no_grad()")
+        for launch in self._launches:
+            launch.run(
+                x if launch.left is None else launch.left, out if launch.out is None else launch.out
+            )
+        return out
+
+    def empty_output(self) -> Matrix:
+        """What a call may be given as ``out``."""
+        return self._empty(self._chain.layers[-1].n, self._chain.writes, self._static)
+
+    def _static_scale(self, place: int, scales: Granularity) -> Tensor | None:
+        if scales is not TENSOR:
+            return None
+        columns = self._chain.layers[place].n
+        return static_scale_of(
+            "chain", self._epilogues[place], columns, self._chain.fp8, self._device
+        )
+
+    def _empty(self, columns: int, scales: Granularity, scale: Tensor | None) -> Matrix:
+        rows, device = self._chain.m, self._device
+        if scales is NONE:
+            return torch.empty((rows, columns), dtype=torch.bfloat16, device=device)
+        data = empty_data(rows, columns, self._chain.fp8.dtype, device)
+        if scale is None:
+            scale = scales.empty_scale(rows, columns, device)
+        return QuantizedTensor(data, scale, scales)
+
+    def _check(self, name: str, x: Matrix, columns: int, scales: Granularity) -> None:
+        """All that its first kernel relies on, of whatever a call is given."""
+        wanted = torch.bfloat16 if scales is NONE else self._chain.fp8.dtype
+        data = x.data if isinstance(x, QuantizedTensor) else x
+        found = x.granularity if isinstance(x, QuantizedTensor) else NONE
+        if not isinstance(data, Tensor) or data.dtype is not wanted or found is not scales:
+            kind = data.dtype if isinstance(data, Tensor) else type(x).__name__
+            raise FormatError(
+                f"chain: {name} is {kind} with {found.value} scales; expected {wanted} with "
+                f"{scales.value} scales"
+            )
+        shape, device = (self._chain.m, columns), self._device
+        if tuple(data.shape) != shape or data.device != device:
+            raise ShapeError(
+                f"chain: {name} is {list(data.shape)} on {data.device}; expected {list(shape)} on "
+                f"{device}: a chain is chosen for one m"
+            )
+        right = not x.transposed if isinstance(x, QuantizedTensor) else data.is_contiguous()
+        alignment = 16 if scales is not NONE else alignment_of(2 * columns)
+        step = data.stride(0) * data.element_size() if shape[0] > 1 else 0
+        if not right or (data.data_ptr() | step) % alignment:
+            lies = "contiguous" if scales is NONE else "as quantize lays it out"
+            raise ShapeError(
+                f"chain: {name} has strides {data.stride()}; expected it row-major, {lies}, every "
+                f"row aligned to {alignment} bytes"
+            )
+
+
+def _check(chain: Chain, parameters: Sequence[Parameters]) -> torch.device:
+    """See that weights fit; the device they are on."""
+    for place, (layer, (weight, *_)) in enumerate(zip(chain.layers, parameters, strict=True)):
+        name = f"weight of layer {place + 1}"
+        check_matrix("chain", name, weight)
+        if weight.dtype is not torch.bfloat16:
+            raise FormatError(f"chain: {name} is {weight.dtype}; expected torch.bfloat16")
+        if tuple(weight.shape) != (layer.n, layer.k) or not weight.is_contiguous():
+            raise ShapeError(
+                f"chain: {name} is {list(weight.shape)} with strides {weight.stride()}; expected "
+                f"{[layer.n, layer.k]}, row-major"
+            )
+        check_same_device("chain", **{"first weight": parameters[0][0], name: weight})
+    device: torch.device = parameters[0][0].device
+    if device_of(parameters[0][0]) != chain.device:
+        raise UnsupportedError(
+            f"chain: weights are on {device}; the chain is for {chain.device.product}"
+        )
+    return device
+
+
+def _epilogue_of(chain: Chain, place: int, given: Parameters, eps: float) -> NormEpilogue:
+    layer = chain.layers[place]
+    form = norm_form(layer.epilogue)
+    names = ("weight", "bias", "norm_weight", "norm_bias")
+    check_same_device("chain", **dict(zip(names, given, strict=True)))
+    _, bias, norm_weight, norm_bias = (None if x is None else x.detach() for x in given)
+    norm = norm_of("chain", form.norm, eps)
+    epilogue = NormEpilogue(norm, bias, norm_weight, norm_bias, form.last)
+    if epilogue.name() != layer.epilogue:
+        raise ShapeError(
+            f"chain: layer {place + 1} is {layer.epilogue!r}, and what is given makes it "
+            f"{epilogue.name()!r}; give a bias where it says bias, and a weight or a bias of the "
+            "norm where it says affine"
+        )
+    check_epilogue("chain", epilogue, chain.m, layer.n)
+    return settled(epilogue)
+
+
+def _weight(problem: Problem, weight: Tensor) -> Matrix:
+    """The right operand ``[k, n]``, quantized ahead where the problem has it so."""
+    assert problem.b is not None  # an op with two operands
+    if problem.b.granularity is NONE:
+        return weight.detach().t()
+    return quantize(weight.detach(), problem.b.granularity, out_format=problem.b.format).t()
+
+
+def _read_as(written: Matrix, scales: Granularity) -> Matrix:
+    """What a layer writes as the next reads it: one scale for all is one for each row as well."""
+    if not isinstance(written, QuantizedTensor) or written.granularity is scales:
+        return written
+    assert written.granularity is TENSOR and scales in (ROW, GROUP) and written.scale is not None
+    rows, columns = written.data.shape
+    spread = scales.empty_scale(rows, columns, written.device).copy_(written.scale)
+    return QuantizedTensor(written.data, spread, scales)
+
+
+@owned()
+def _runner(
+    kernel: Kernel, a: Matrix, b: Matrix | None, out: Matrix, epilogue: NormEpilogue
+) -> Callable[[Any, Any], None]:
+    """A launch of its left operand and its output; the workspace is made here, once."""
+    launch = kernel.launch
+    if kernel.op == "quantize":
+        assert isinstance(out, QuantizedTensor)  # what it writes
+        scratch = kernel.workspace(a, out.data, out.scale)
+        return lambda a, out: launch(a, out.data, out.scale, scratch)
+    if kernel.op == "dequantize":
+        assert isinstance(a, QuantizedTensor)  # what it reads
+        scratch = kernel.workspace(a.data, a.scale, out)
+        return lambda a, out: launch(a.data, a.scale, out, scratch)
+    scratch = kernel.workspace(a, b, out, epilogue)
+    return lambda a, out: launch(a, b, out, epilogue, scratch)

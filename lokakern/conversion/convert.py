@@ -1,0 +1,578 @@
+"""`convert`: gives the linear layers of a model kernels of their own, chosen once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lokakern import sampled_check
+from lokakern.conversion.routes import (
+    FORMS,
+    GEMMS,
+    Judge,
+    MRange,
+    Route,
+    activating_route,
+    routes_of,
+)
+from lokakern.device import current_device
+from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
+from lokakern.nn.adoption import Chosen, adopt, choose, unchoose
+from lokakern.nn.linear import Linear, Routed, set_converter
+from lokakern.nn.module_scan import (
+    INNER,
+    MIXING,
+    ModuleFilter,
+    inner_layers,
+    named_modules,
+    shape_of,
+)
+from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at
+from lokakern.nn.static_handoff import (
+    BoundedSequential,
+    activations_between,
+    forget,
+    is_affordable,
+    scales_between,
+    tell,
+)
+from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
+from lokakern.probe.report import ProbeReport
+from lokakern.probe.unhooked_products import matrices_elsewhere
+from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of, m_range_of
+from lokakern.selection.dispatcher import AnyDevice
+from lokakern.types import Device, ErrorBudget, Granularity
+
+Wanted = ProbeReport | ErrorBudget | float | None
+
+
+def convert(
+    model: nn.Module,
+    report_or_budget: Wanted,
+    *,
+    filter: ModuleFilter | None = None,
+    inference: bool = False,
+    device: AnyDevice = None,
+    distribution: str | Sequence[str] | None = None,
+    m_range: MRange | None = None,
+    between: bool = True,
+    weight_scales: Sequence[Granularity | str] | None = None,
+    check: str | None = None,
+) -> Conversion:
+    """Give each linear layer of a model the fastest kernels within a budget, in place.
+
+    Every `nn.Linear` becomes a `lokakern.Linear`: the same object, with the same parameters, hooks
+    and names. Its output, and the gradients of its input and weight, are chosen apart, by range of
+    m, from what was measured on the device; choices change only by `Conversion.refresh`. A product
+    for which nothing that quantizes is faster stays `nn.Linear`'s own, to the bit. Quantized are
+    bfloat16 products: of bfloat16 parameters, or under autocast.
+
+    Errors of kernels are those on the measured distributions, or on what a report's Probe saw, not
+    on every input: ``check`` compares sampled rows of the inputs that do come.
+
+    Convert before DDP, `fully_shard` and torch.compile.
+
+    Args:
+        model: Any module, or a linear layer itself.
+        report_or_budget: A `ProbeReport`: kernels that are safe at each site are taken where they
+            are fast. Or the largest accepted row error of each product, a number or an
+            `ErrorBudget`, by the errors in the database. None quantizes nothing.
+        filter: ``(module, name) -> bool``, which layers are converted; None: all.
+        inference: Whether weights are quantized now, once and for all, and nothing is trained:
+            later changes of a weight are not seen, but for `load_state_dict` of the model. Of
+            weights in bfloat16 that stay so, those of fused layers are put together, those of
+            padded layers padded, and those whose k is no multiple of 8 turned for inputs that are
+            transposed (`lokakern.nn.weight_layout.laid_out`): copies, in buffers.
+        device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
+            such a device is not, its choices run in emulation: slowly, and rounded alike.
+        distribution: With a budget, the input distributions to judge errors on.
+        m_range: Smallest and largest number of rows to choose for; None: all that were measured.
+        between: Whether a layer in an `nn.Sequential` gets its input in FP8: behind BlockNorm and
+            an activation under the scale that the norm bounds it by, where the budget is a row
+            error of 0.05 or more; in inference behind an activation alone, which a kernel then
+            activates and quantizes at m where one was timed. See `lokakern.nn.static_handoff`.
+        weight_scales: Of "tensor", "row" and "128x128", which scales weights may have; None: any.
+            With ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
+        check: ``"every:rows"``, such as "1000:64": at every 1000th call of each FP8 product,
+            gradients included, 64 rows are also computed in float32, and a later call issues an
+            `ErrorBudgetWarning` if their error exceeds the budget; see `lokakern.sampled_check` and
+            `Conversion.checks`. None: what LOKAKERN_CHECK says now; "off": no check.
+
+    Returns:
+        What was chosen and why, and what undoes it.
+
+    Raises:
+        UnknownNameError: No layer is left to convert, or no such distribution or scales.
+        ShapeError: ``m_range`` is not two integers in order.
+        FormatError: ``report_or_budget`` is none of these, or ``check`` is no text.
+        BudgetError: The budget is not a finite, non-negative number, or the check, which may come
+            from LOKAKERN_CHECK, is not ``every:rows``.
+        DeviceError: The database does not know the device.
+    """
+    if m_range is not None:
+        m_range = m_range_of("convert", m_range)
+    names = dispatcher.distribution_names(distribution)
+    marker = sampled_check.Marker(check)
+    forms = FORMS if weight_scales is None else tuple(_form_named(x) for x in weight_scales)
+    found, skipped = _sites_of(model, filter)
+    seen = report_or_budget.unseen if isinstance(report_or_budget, ProbeReport) else {}
+    if not found:
+        reasons = "".join(f"; {name}: {why}" for name, why in skipped.items())
+        raise UnknownNameError(
+            f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
+            f"filter= accepts{reasons}"
+        )
+    elsewhere = matrices_elsewhere(model, is_seen=bool(seen)) | seen
+    skipped |= {name: why for name, why in elsewhere.items() if name not in found}
+    conversion = Conversion(found, skipped, inference, device, names, m_range, forms, marker)
+    conversion._model = weakref.ref(model)
+    conversion._between = between
+    conversion.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
+    conversion._owners = fast_paths(model)
+    conversion.refresh(report_or_budget)
+    return conversion
+
+
+@dataclass
+class Site:
+    """A layer that was converted.
+
+    Attributes:
+        name: In the model.
+        module: Itself.
+        routes: Of its products, in order: output, grad_input, grad_weight.
+    """
+
+    name: str
+    module: Routed
+    routes: tuple[Route, ...] = field(default=(), repr=False)
+
+
+class Conversion:
+    """What `lokakern.convert` did to a model.
+
+    Attributes:
+        sites: By name.
+        skipped: What was left alone, by name, with the reason: linear layers; and products that no
+            linear layer makes, as a report of Probe saw them, or else parameters of modules that
+            may multiply by them.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        skipped: dict[str, str],
+        inference: bool,
+        device: AnyDevice,
+        distributions: tuple[str, ...] | None,
+        m_range: MRange | None,
+        forms: Sequence[Granularity],
+        marker: sampled_check.Marker,
+    ) -> None:
+        self._modules, self.skipped, self._inference = modules, skipped, inference
+        self._marker = marker
+        self._device, self._distributions = device, distributions
+        self._m_range, self._forms = m_range, forms
+        self.sites: dict[str, Site] = {}
+        self.sequences: list[nn.Module] = []
+        self._untimed: set[tuple[int, int, str]] = set()  # n, k and activation of those who read it
+        self._model: weakref.ref[nn.Module] | None = None
+        self._key = uuid.uuid4().hex  # of what it chose, in layers, which are copied and saved
+        self._between = True
+        self._owners: list[nn.Module] = []
+
+    def refresh(self, report_or_budget: Wanted) -> list[str]:
+        """Choose anew, by another report or budget, or after a sweep.
+
+        Compiled graphs of what changed are compiled again. In inference weights are quantized anew.
+
+        Returns:
+            The products whose choice changed, as ``site/gemm``.
+
+        Raises:
+            FormatError: It is neither a report nor a budget.
+            UnknownNameError: The conversion was undone.
+        """
+        if not self._modules:
+            raise UnknownNameError("refresh: the conversion was undone; convert the model again")
+        for site in self.sites.values():
+            if isinstance(site.module, Linear):
+                site.module.bring_back()  # for kernels of the device that it runs on
+        chosen = self._chosen(report_or_budget)  # all or none: nothing was changed so far
+        changed = []
+        for name, module in self._modules.items():
+            adopt(module)
+            assert isinstance(module, Routed)  # of which sites are
+            site = self.sites.setdefault(name, Site(name, module))
+            old = dict.fromkeys((r.gemm for r in chosen[name]), "")
+            old |= {r.gemm: r.text for r in site.routes}
+            changed += [f"{name}/{r.gemm}" for r in chosen[name] if r.text != old[r.gemm]]
+            site.routes = chosen[name]
+            budget = _judge_of(report_or_budget, name, None).budget
+            routes = tuple(
+                self._marker.mark(r.text, budget, f"{name}/{r.gemm}") for r in chosen[name]
+            )
+            choose(module, Chosen(self._key, routes, self._inference))
+        set_fast_paths(self._owners)
+        self._hand_over(report_or_budget)
+        return changed
+
+    def _hand_over(self, wanted: Wanted) -> None:
+        """Tell sequences which inputs they can hand over in FP8."""
+        budget = _judge_of(wanted, "", None).budget
+        self._untimed.clear()
+        for sequence in self.sequences:
+            assert isinstance(sequence, nn.Sequential)  # the class may be ours by now
+            weight = next(sequence.parameters(), None) if self._between else None
+            scales, activating = ("",) * len(sequence), [""] * len(sequence)
+            if weight is not None:
+                device = self._device_for(weight)
+                if is_affordable(budget):
+                    scales = scales_between(sequence, device)
+                found = activations_between(sequence, scales) if self._inference else {}
+                for place, (name, reader) in found.items():
+                    k = reader.in_features
+                    route = activating_route(device, k, name, m_range=self._m_range)
+                    if not route:
+                        self._untimed.add((reader.out_features, k, name))
+                    elif has_activator(route, reader._routes[0], k):
+                        activating[place] = route
+            forget(sequence, self._key)
+            is_told = isinstance(sequence, BoundedSequential)  # by another conversion
+            if is_told or (type(sequence) is nn.Sequential and (any(scales) or any(activating))):
+                tell(sequence, scales, activating, self._key)
+
+    @property
+    def handed_over(self) -> list[str]:
+        """Names of sites that get their input in FP8, at m for which kernels were timed."""
+        names = {id(site.module): site.name for site in self.sites.values()}
+        found = [
+            names[id(module)]
+            for sequence in self.sequences
+            if isinstance(sequence, BoundedSequential) and sequence.is_as_known
+            for module, *known in zip(
+                sequence, sequence._scales, ("", *sequence._activating[:-1]), strict=True
+            )
+            if any(known) and id(module) in names  # of others' another conversion tells
+        ]
+        return list(dict.fromkeys(found))
+
+    def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
+        found: dict[str, tuple[Route, ...]] = {}
+        known: dict[Any, tuple[Route, ...]] = {}  # layers are often alike
+        for name, module in self._modules.items():
+            assert isinstance(module, nn.Linear | Routed)  # of which sites are
+            n, k, has_bias, weight = shape_of(module)
+            device = self._device_for(weight)
+            judge = _judge_of(wanted, name, self._distributions)
+            if getattr(module, "is_mixing", False):
+                found[name] = tuple(Route(gemm, PLAIN, MIXING) for gemm in GEMMS)
+                continue
+            key = (n, k, has_bias, device, judge)
+            if key not in known:
+                known[key] = routes_of(
+                    n, k, judge, device, has_bias=has_bias, inference=self._inference,
+                    m_range=self._m_range, forms=self._forms,
+                )  # fmt: skip
+            found[name] = known[key]
+        return found
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """Plain data: one row for each product of each site."""
+        rows = []
+        for site in self.sites.values():
+            n, k, _, _ = shape_of(site.module)
+            texts = tuple(route.text for route in site.routes)
+            is_there = texts in [
+                tuple(map(sampled_check.unchecked, c.routes)) for c in self._chosen_for(site)
+            ]
+            routes = site.routes
+            if not is_there:
+                routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
+            for route in routes:
+                timed = [c for c in route.choices if c.latency_us is not None]
+                rows.append(
+                    {
+                        "site": site.name, "gemm": route.gemm, "n": n, "k": k,
+                        "choice": _summary(route),
+                        "m": [_rows_of(route, c) for c in timed],
+                        "us": [c.latency_us for c in timed],
+                        "why": route.why,
+                    }
+                )  # fmt: skip
+        return rows
+
+    @property
+    def checks(self) -> list[dict[str, Any]]:
+        """What ``check=`` found of each product so far, see `lokakern.sampled_check.results`."""
+        chosen = (c for site in self.sites.values() for c in self._chosen_for(site))
+        return sampled_check.results(route for c in chosen for route in c.routes)
+
+    def _chosen_for(self, site: Site) -> list[Chosen]:
+        """What a layer keeps of this conversion, whether or not a newer one decides its routes."""
+        return [c for c in site.module._choices if c.key == self._key]
+
+    def table(self) -> None:
+        """Print a table of the choices."""
+        from lokakern.render.terminal import print_rows
+
+        rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
+        note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
+        print_rows(rows, "table", title=repr(self), note=note)
+
+    def _device_for(self, weight: Tensor) -> Device:
+        given = _device_of(weight) if self._device is None else self._device
+        return dispatcher.device_named(given)
+
+    @contextlib.contextmanager
+    def weights_unchanged(self) -> Iterator[None]:
+        """Quantize each weight once inside, as for the micro-batches of one optimizer step.
+
+            with handle.weights_unchanged():
+                for x, target in micro_batches:
+                    loss(model(x), target).backward()
+            optimizer.step()
+
+        The caller promises that no weight is written to or replaced inside: lokakern would not see
+        it. The FP8 copies of a weight, one for the output and one for the gradient of the input,
+        are dropped at the end. Outside, weights are quantized in each forward and backward pass.
+        Compiled layers and CUDA graphs quantize at each call even inside, because a replay runs no
+        Python.
+        """
+        modules = [site.module for site in self.sites.values()]
+        before = [module._kept for module in modules]
+        for module in modules:
+            module._kept = {} if module._kept is None else module._kept
+        try:
+            yield
+        finally:
+            for module, kept in zip(modules, before, strict=True):
+                if kept is None:  # else a block around this one goes on, by routes of now
+                    vars(module).pop("_kept", None)  # nothing is left of what was undone inside
+
+    def offload(self, device: torch.device | str = "cpu", *, m_range: MRange | None = None) -> int:
+        """Move weights away that are multiplied in FP8, which was made of them, in inference.
+
+        Keys and values of a state_dict stay, `load_state_dict` quantizes anew, and `refresh` and
+        `undo` bring weights back. Nothing else may read these weights, and graphs are captured
+        afterwards. At other m than those asked for such a layer multiplies in bfloat16 by what its
+        FP8 weight means: its error is less than that of the FP8 product, and the weight is made
+        bfloat16 at each call. Layers stay that are fused, share a weight, or run in bfloat16 at one
+        of these m.
+
+        Args:
+            device: Where to.
+            m_range: Smallest and largest number of rows that matter; None: all that were measured.
+
+        Returns:
+            Bytes that the weights' device has again.
+
+        Raises:
+            UnsupportedError: The conversion is not for inference, or nothing can be moved there.
+            ShapeError: ``m_range`` is not two integers in order.
+        """
+        place = torch.device(device)
+        if not self._inference or place.type == "meta":
+            raise UnsupportedError(
+                f"offload to {place}: expected a device that holds weights, and a conversion with "
+                "inference=True, whose weights are not trained"
+            )
+        if m_range is not None:
+            m_range = m_range_of("offload", m_range)
+        stay = self._read_elsewhere()
+        freed = 0
+        for site in self.sites.values():
+            module = site.module
+            if not isinstance(module, Linear) or not site.routes or id(module) in stay:
+                continue
+            at = [c.problem.m for c in site.routes[0].choices if c.latency_us is not None]
+            if m_range is not None:
+                at = [*m_range, *(m for m in at if m_range[0] <= m <= m_range[1])]
+            if at and all(kernel_at(site.routes[0].text, m) for m in at):
+                freed += module.offload(place)
+        return freed
+
+    def _read_elsewhere(self) -> set[int]:
+        """Modules whose weight another reads, too."""
+        model = None if self._model is None else self._model()
+        found: set[int] = set()
+        users: Counter[int] = Counter()
+        for module in model.modules() if model is not None else ():
+            users.update(id(p) for p in module.parameters(recurse=False))
+        for module in self._modules.values():
+            weight = shape_of(module)[3]
+            is_whole = not hasattr(weight, "to_local") and (
+                weight.untyped_storage().nbytes() == weight.nbytes
+            )
+            if users[id(weight)] > 1 or not is_whole:
+                found.add(id(module))
+        return found
+
+    def explain(self, name: str | None = None) -> str:
+        """Why each product of a site, or of all, got what it got, kernel by kernel.
+
+        Raises:
+            UnknownNameError: There is no such site.
+        """
+        if name is not None and name not in self.sites:
+            raise UnknownNameError(
+                f"explain: no site {name!r}; expected one of {', '.join(self.sites)}"
+            )
+        sites = self.sites.values() if name is None else [self.sites[name]]
+        return "\n".join(f"{s.name}: {r.explain()}" for s in sites for r in s.routes)
+
+    def suite(self, m: Sequence[int], name: str = "model") -> str:
+        """What was not measured of this model, as a suite: TOML for ``sweep --suite FILE``.
+
+        Args:
+            m: Numbers of rows to measure at.
+            name: Of the suite.
+
+        Returns:
+            "" where everything was measured.
+        """
+        missing: dict[tuple[int, int], list[str]] = {}
+        for site in self.sites.values():
+            if site.module.is_mixing:
+                continue
+            n, k, _, _ = shape_of(site.module)
+            forms = missing.setdefault((n, k), [])
+            forms += [
+                form
+                for route in site.routes[: 1 if self._inference else None]
+                for form in _FORMS[route.gemm]
+                if not route.choices and form not in forms
+            ]
+        layers = [
+            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
+            for (n, k), forms in missing.items()
+            if forms
+        ]
+        layers += [
+            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nactivation = {json.dumps(activation)}\n"
+            'forms = ["activate"]\n'
+            for n, k, activation in sorted(self._untimed)
+        ]
+        return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
+
+    def undo(self) -> None:
+        """Make every layer what it was, with the parameters it has now.
+
+        Conversions and reports of mods can be undone in any order: the newest remaining conversion
+        decides which kernels a layer runs. A second call does nothing.
+        """
+        for site in self.sites.values():
+            unchoose(site.module, self._key)
+        for sequence in self.sequences:
+            assert isinstance(sequence, nn.Sequential)
+            forget(sequence, self._key)
+        set_fast_paths(self._owners)
+        self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        routes = [route for site in self.sites.values() for route in site.routes]
+        count = sum(bool(route.text) for route in routes)
+        handed = len(self.handed_over)
+        words = f", {handed} inputs handed over in FP8" if handed else ""
+        products = f"{count} of {len(routes)} products quantized"
+        return f"Conversion({len(self.sites)} sites, {products}{words})"
+
+
+_RESIZED = "a mod was undone, and these sizes with it: refresh, or convert the model again"
+# Of a product, what a suite of a user's own calls it.
+_FORMS = {
+    "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
+}  # fmt: skip
+
+
+def _sites_of(
+    model: nn.Module, accepts: ModuleFilter | None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    found: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
+    inner, uncalled = inner_layers(model), never_called(model)
+
+    def is_wanted(module: nn.Module, name: str) -> bool:
+        is_linear = isinstance(module, nn.Linear | Routed)
+        return is_linear and (accepts is None or accepts(module, name))
+
+    for name, module in named_modules(model, is_wanted):
+        reason = NEVER_CALLED if id(module) in uncalled else _why_not(module, id(module) in inner)
+        if reason:
+            skipped[name] = reason
+        else:
+            found[name] = module
+    return found, skipped
+
+
+def _form_named(name: Granularity | str) -> Granularity:
+    if name not in FORMS:
+        raise UnknownNameError(
+            f"convert: weight_scales names {name!r}; expected some of {', '.join(FORMS)}"
+        )
+    return Granularity(name)
+
+
+def _why_not(module: nn.Module, is_inner: bool) -> str:
+    if is_inner:
+        return INNER
+    if not isinstance(module, Routed) and type(module) is not nn.Linear:
+        return f"it is a {type(module).__name__}, which may do more than nn.Linear"
+    weight = shape_of(module)[3]
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"its weight is {weight.dtype}; expected torch.float32 or torch.bfloat16"
+    if isinstance(weight, nn.UninitializedParameter):
+        return "its weight is not initialized; run the model once"
+    return ""
+
+
+def _device_of(weight: Tensor) -> Device:
+    if weight.device.type == "meta":
+        return current_device()
+    return current_device(weight.device.type, weight.device.index or 0)
+
+
+def _judge_of(wanted: Wanted, name: str, distributions: tuple[str, ...] | None) -> Judge:
+    if isinstance(wanted, ProbeReport):
+        verdicts = tuple(v for v in wanted.verdicts if v.site == name)
+        return Judge(wanted.budget, None, verdicts)
+    if wanted is None:
+        return Judge(None)
+    if isinstance(wanted, bool) or not isinstance(wanted, Real | ErrorBudget):
+        raise FormatError(
+            f"convert: report_or_budget is {type(wanted).__name__}; expected a ProbeReport, a "
+            "number (the largest row error, 0.06 admits E4M3), an ErrorBudget or None"
+        )
+    return Judge(budget_of(wanted), distributions)
+
+
+def _rows_of(route: Route, choice: Any) -> int:
+    """Samples of a choice: of a weight's gradient they are what is summed over."""
+    problem = choice.problem
+    return int(problem.k if route.gemm == "grad_weight" else problem.m)
+
+
+def _summary(route: Route) -> str:
+    """Kernels over the measured m, each once."""
+    names = dict.fromkeys(
+        kernel_at(route.text, _rows_of(route, c)) or "bf16" for c in route.choices
+    )
+    return ", ".join(names) or "bf16"
+
+
+set_converter(convert)

@@ -1,0 +1,382 @@
+"""Routes of a site: for each of its GEMMs the kernels by range of m, from what was measured.
+
+A weight is quantized once for all m, so that a route has one kind of its scales: the one with which
+the measured m in the range gain most. In training the times are those of GEMMs that quantize both
+operands, because a weight changes with every step; in inference those of weights prepared ahead.
+The gradient of a weight sums over m: what was measured is known at some m, and between two of them
+that agree.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from lokakern.errors import UnsupportedError
+from lokakern.nn.routed_matmul import PLAIN, Segments, emulation_of, route_text
+from lokakern.probe.problems import way_of
+from lokakern.probe.verdicts import Verdict
+from lokakern.problems import make_problem
+from lokakern.registry.register import Kernel, fp8_format
+from lokakern.selection import dispatcher
+from lokakern.selection.candidates import Candidate
+from lokakern.selection.choice import Choice
+from lokakern.selection.table import Pick, Table
+from lokakern.selection.weight_forms import FORMS as FORMS
+from lokakern.selection.weight_forms import with_weight
+from lokakern.types import (
+    Device,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    Rejected,
+    alignment_of,
+)
+from lokakern.workloads.gemm_cases import grad_weight_case
+from lokakern.workloads.norm_cases import activate_case
+
+GEMMS = ("output", "grad_input", "grad_weight")
+ANY_M = 2**31  # more than any m
+SAMPLES = (1024, 2048, 8192, 20480)  # at which gradients of weights are swept, besides those of m
+MRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The kernels of one GEMM of a site.
+
+    Attributes:
+        gemm: "output", "grad_input" or "grad_weight".
+        text: What modules hold of it, see `lokakern.nn.routed_matmul`; "" where nothing is
+            quantized.
+        why: In a few words.
+        choices: The evidence at each m that was measured; empty where nothing was.
+    """
+
+    gemm: str
+    text: str
+    why: str
+    choices: tuple[Choice, ...] = ()
+
+    def explain(self) -> str:
+        """The choice at every measured m, with the reason for each kernel that lost."""
+        return "\n".join([f"{self.gemm}: {self.why}", *(c.explain() for c in self.choices)])
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Who says what a kernel may err: a budget, or verdicts of Probe.
+
+    Attributes:
+        budget: Largest accepted error; None admits no kernel that quantizes.
+        distributions: On which stored errors are judged; None: all realistic ones.
+        verdicts: By GEMM, whose errors count instead of stored ones; None: stored ones count.
+    """
+
+    budget: ErrorBudget | None
+    distributions: tuple[str, ...] | None = None
+    verdicts: tuple[Verdict, ...] | None = None
+
+    def candidates(
+        self, problem: Problem, gemm: str, device: Device
+    ) -> tuple[Table, list[Candidate]]:
+        """What was measured of a problem, and its candidates with the errors that count."""
+        table = dispatcher.table_for(
+            problem, self.budget, self.distributions, device, is_choice=False
+        )
+        if self.verdicts is None:
+            return table, list(table.candidates)
+        verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
+        return table, [_judged(c, verdict, device) for c in table.candidates]
+
+    def table(self, problem: Problem, gemm: str, device: Device) -> Table:
+        """The table of these candidates."""
+        table, candidates = self.candidates(problem, gemm, device)
+        return table if self.verdicts is None else _rebuilt(table, candidates)
+
+
+def routes_of(
+    n: int, k: int, judge: Judge, device: Device, *, has_bias: bool = False,
+    inference: bool = False, m_range: MRange | None = None, forms: Sequence[Granularity] = FORMS,
+) -> tuple[Route, ...]:  # fmt: skip
+    """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
+
+    Args:
+        n: Outputs.
+        k: Inputs.
+        judge: Says which errors are small enough.
+        device: Whose times count.
+        has_bias: Whether the output has a bias; times without are taken where none were measured.
+        inference: Whether weights are quantized once and for all, and nothing has a gradient.
+        m_range: Smallest and largest m to choose for; None: all that were measured.
+        forms: Scales that a weight may have.
+    """
+    reason = "no budget" if judge.budget is None else ""
+    if dispatcher.choices() is not None:
+        reason = "answers are frozen, and those of modules are not among them"
+    if reason:
+        return tuple(Route(gemm, PLAIN, f"{reason}: nothing is quantized") for gemm in GEMMS)
+    epilogues = ("bias", "none") if has_bias else ("none",)
+    first = Route("output", PLAIN, "nothing was measured")
+    for epilogue in epilogues:
+        problem_at = _output_problem(n, k, epilogue)
+        first = _route("output", problem_at, judge, device, inference, m_range, forms)
+        if first.choices:
+            break
+    if inference:
+        return (first, *(Route(gemm, PLAIN, "inference has none") for gemm in GEMMS[1:]))
+    problem_at = _grad_input_problem(n, k)
+    second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
+    return first, second, _grad_weight_route(n, k, judge, device, first, m_range)
+
+
+def activating_route(
+    device: Device, k: int, activation: str, *, m_range: MRange | None = None
+) -> str:
+    """Kernels that activate rows of k columns and quantize them, from one measured m to the next.
+
+    Each is exact but for its roundings, and all round alike: the fastest is taken. "" where none
+    was measured but in several launches.
+    """
+    problem = activate_case(16, k, activation, "X1", fp8_format(device)).problem
+    table = dispatcher.table_for(problem, None, None, device, is_choice=False)
+    segments: Segments = [(0, PLAIN)]
+    for m in _sizes(table, m_range):
+        timed = [
+            (found[0].latency_us, c.name)
+            for c in table.candidates
+            if c.kernel is not None
+            and c.kernel.language != "torch"
+            and (found := c.time_at(m)) is not None
+            and not isinstance(c.kernel.supports(replace(problem, m=m), device), Rejected)
+        ]
+        segments.append((m, min(timed)[1] if timed else PLAIN))
+    segments.append((segments[-1][0] + 1, PLAIN))
+    return route_text(Granularity.ROW, segments, [(0, PLAIN)])
+
+
+def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
+    return lambda m: make_problem("gemm", (m, n, k), epilogue=epilogue)
+
+
+def _grad_input_problem(n: int, k: int) -> Callable[[int], Problem]:
+    """``dX[m, k] = dY[m, n] W[n, k]``, W as the forward pass stores it."""
+    a = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * n))
+    b = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * k))
+    return lambda m: make_problem("gemm", (m, k, n), a=a, b=b)
+
+
+def _route(
+    gemm: str,
+    problem_at: Callable[[int], Problem],
+    judge: Judge,
+    device: Device,
+    is_prepared: bool,
+    m_range: MRange | None,
+    forms: Sequence[Granularity],
+) -> Route:
+    """Of a product with a weight: of all kinds of its scales the one that gains most."""
+    best: tuple[float, Granularity, Table, Table] | None = None
+    for form in forms:
+        aligned, other = (
+            _of_forms(problem_at(m), gemm, (form,), judge, device, is_prepared) for m in (16, 17)
+        )
+        gain = _mean_log_gain(aligned, m_range)
+        if gain < 0 and (best is None or gain < best[0]):
+            best = gain, form, aligned, other
+    if best is None:
+        known = (Granularity.ROW,) if is_prepared else FORMS
+        every = _of_forms(problem_at(16), gemm, known, judge, device, is_prepared)
+        if not every.measured_m:
+            return Route(gemm, PLAIN, every.pick(16).note or "nothing was measured")
+        sizes = _sizes(every, m_range)
+        return Route(gemm, PLAIN, _why_plain(every, sizes), _choices(every, sizes))
+    gain, form, aligned, other = best
+    sizes = _sizes(aligned, m_range)
+    segments = [_segments(table, m_range) for table in (aligned, other)]
+    text = route_text(form, segments[0], segments[1])
+    why = f"{math.exp(-gain):.2f}x as fast in geometric mean over m={_words(sizes)}"
+    return Route(gemm, text, why, _choices(aligned, sizes))
+
+
+def _of_forms(
+    problem: Problem, gemm: str, forms: Sequence[Granularity], judge: Judge, device: Device,
+    is_prepared: bool,
+) -> Table:  # fmt: skip
+    """Candidates that read a weight quantized ahead, with these kinds of scales."""
+    asked = with_weight(problem, forms[0], device) if is_prepared else problem
+    table, candidates = judge.candidates(asked, gemm, device)
+    kept, rejected = [], list(table.rejected)
+    for candidate in candidates:
+        reason = None
+        if not candidate.unquantized:
+            reason = _why_not(candidate.kernel, forms, problem, device)
+        if reason is None:
+            kept.append(candidate)
+        else:
+            rejected.append((candidate.name, reason))
+    return _rebuilt(table, kept, rejected)
+
+
+def _why_not(
+    kernel: Kernel | None, forms: Sequence[Granularity], problem: Problem, device: Device
+) -> str | None:
+    if kernel is None:
+        return "is in the database but not registered here"
+    form = kernel.b_granularity
+    if form not in forms:
+        return f"reads a weight with {form} scales, and another gains more"
+    answer = kernel.supports(with_weight(problem, form, device), device)
+    if isinstance(answer, Rejected):
+        return f"reads no weight quantized ahead: {answer.reason}"
+    return None
+
+
+def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Candidate:
+    """A candidate with the errors that Probe replayed."""
+    kernel = candidate.kernel
+    if candidate.unquantized or kernel is None:
+        return candidate
+    way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    found = None if verdict is None else verdict.of(way)
+    errors: dict[str, float] = {}
+    reason = ""
+    if found is None:
+        reason = f"Probe did not replay {way}"
+    elif found.architecture not in ("", device.architecture):
+        reason = f"Probe replayed {way} on {found.architecture}"
+    elif found.safety == "undecided":
+        reason = f"undecided: {found.reason}"
+    else:
+        errors = {
+            "row_err": found.row_err_upper,
+            "row_p99": found.row_p99,
+            "mean_shift": found.mean_shift,
+        }
+    where = "the site" if errors else ""
+    return replace(
+        candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_of_n=0
+    )
+
+
+def _rebuilt(
+    table: Table, candidates: Sequence[Candidate], rejected: Sequence[tuple[str, str]] | None = None
+) -> Table:
+    """A table with other candidates, which decides anew."""
+    given: dict[str, Any] = {name: [] for name in ("breakpoints", "winners", "kernels", "misses")}
+    kept = table.rejected if rejected is None else tuple(rejected)
+    return replace(table, candidates=tuple(candidates), rejected=kept, **given)
+
+
+def _sizes(table: Table, m_range: MRange | None) -> list[int]:
+    low, high = m_range or (0, ANY_M)
+    return [m for m in table.measured_m if low <= m <= high]
+
+
+def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
+    """Mean of log(time chosen / time unquantized); 0 where nothing was measured."""
+    base = next((c for c in table.candidates if c.name == table.baseline), None)
+    gains = []
+    for m in _sizes(table, m_range):
+        pick, plain = table.pick(m), base.time_at(m) if base else None
+        if pick.time is not None and plain is not None:
+            gains.append(math.log(pick.time.latency_us / plain[0].latency_us))
+    return sum(gains) / len(gains) if gains else 0.0
+
+
+def _segments(table: Table, m_range: MRange | None) -> Segments:
+    found: Segments = []
+    for start, kernel, missed in zip(table.breakpoints, table.kernels, table.misses, strict=True):
+        quantizes = kernel is not None and kernel.quantizes and not missed
+        name = kernel.name if quantizes and kernel is not None and _runs(kernel, table) else ""
+        if not found or found[-1][1] != name:
+            found.append((start, name))
+    return found if m_range is None else _within(found, m_range)
+
+
+def _within(segments: Segments, m_range: MRange) -> Segments:
+    """Nothing quantized outside a range."""
+    low, high = m_range
+    starts = [start for start, _ in segments]
+    first = segments[bisect_right(starts, low) - 1][1]
+    inner = [(start, name) for start, name in segments if low < start <= high]
+    return [(0, ""), (max(low, 1), first), *inner, (high + 1, "")]
+
+
+def _runs(kernel: Kernel, table: Table) -> bool:
+    """Whether it, or on another device its emulation, can be launched here."""
+    if table.callable_here:
+        return True
+    try:
+        return emulation_of(kernel) is not None
+    except UnsupportedError:
+        return False
+
+
+def _choices(table: Table, sizes: Sequence[int]) -> tuple[Choice, ...]:
+    return tuple(Choice(table, m) for m in sizes)
+
+
+def _why_plain(table: Table, sizes: Sequence[int]) -> str:
+    """Why nothing is quantized, at the largest m: there it would pay first."""
+    if not sizes:
+        return f"measured only outside the range (m={_words(table.measured_m)})"
+    return f"at m={sizes[-1]} {_reasons(table.pick(sizes[-1]))}"
+
+
+def _reasons(pick: Pick) -> str:
+    reasons = [
+        f"{name}: {why}"
+        for name, why in sorted(pick.rejected, key=lambda x: "not installed" in x[1])
+        if "another gains more" not in why
+    ]
+    return "; ".join(["no kernel that quantizes is better", *reasons[:2]])
+
+
+def _words(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}..{sizes[-1]}"
+
+
+def _grad_weight_route(
+    n: int, k: int, judge: Judge, device: Device, output: Route, m_range: MRange | None
+) -> Route:
+    """``dW[n, k] = dY[m, n]^T X[m, k]``: a table for each number of samples m."""
+    gemm = "grad_weight"
+    low, high = m_range or (1, ANY_M)
+    known = sorted({*SAMPLES, *(choice.m for choice in output.choices)})
+    tables = {
+        m: judge.table(grad_weight_case(m, n, k).problem, gemm, device)
+        for m in known
+        if low <= m <= high and m % 16 == 0
+    }
+    choices = [c for c in (Choice(table, n) for table in tables.values()) if c.latency_us]
+    if not choices:
+        return Route(gemm, PLAIN, f"nothing was measured at n={n} k={k} on {device.product}")
+    names = {c.problem.k: _quantizing(c) for c in choices}
+    segments: Segments = [(0, "")]
+    for (m, name), (_, then) in pairwise([*names.items(), (ANY_M, "")]):
+        if segments[-1][1] != name:
+            segments.append((m, name))
+        if name and name != then:  # between two that disagree nothing is known
+            segments.append((m + 1, ""))
+    text = route_text(Granularity.NONE, segments, [(0, "")])
+    fast = [m for m, name in names.items() if name]
+    if fast:
+        why = f"quantized at m={_words(fast)}"
+    else:
+        why = f"at m={max(names)} {_reasons(choices[-1].pick)}"
+    return Route(gemm, text, why, tuple(choices))
+
+
+def _quantizing(choice: Choice) -> str:
+    """Name of the kernel, if it quantizes."""
+    kernel = choice.table.kernels[bisect_right(choice.table.breakpoints, choice.m) - 1]
+    is_chosen = kernel is not None and kernel.quantizes and not choice.is_miss
+    return kernel.name if is_chosen and kernel is not None else ""

@@ -1,0 +1,1 @@
+"""FP8 communication: gradients under DDP, weights under FSDP2."""

@@ -1,0 +1,373 @@
+"""`gemm`: check once, choose once, then allocate and launch; its autograd and its compiled op."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.errors import BudgetError, ShapeError, UnsupportedError
+from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_traced
+from lokakern.sampled_check import watch_of_gemm
+from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of, device_of
+from lokakern.selection.kernel_policy import (
+    after_miss,
+    check_on_miss,
+)
+from lokakern.selection.table import Table
+from lokakern.types import (
+    ErrorBudget,
+    Granularity,
+    QuantizedTensor,
+)
+
+_PLANS: dict[Any, Table] = {}
+dispatcher.on_new_snapshot(_PLANS.clear)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    *,
+    budget: ErrorBudget | float | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    distribution: str | Sequence[str] | None = None,
+    on_miss: str = "bf16",
+    check: str | None = None,
+) -> Tensor:
+    """Multiply ``a`` by ``b`` with the fastest kernel inside ``budget``.
+
+    The kernel's error is within the budget on the distributions on which it was measured (X1 to X14
+    of ``list distributions``, or those of ``distribution``), not on every input: with columns that
+    have a common mean, and a weight whose rows sum to zero, a product may lose all of its digits.
+    If you need more, let ``check`` compare rows of the actual operands, or `Probe` judge the layer.
+
+    Quantizing is part of it and of its time. A call that needs gradients is differentiated as the
+    unquantized product, with unquantized kernels.
+
+    Args:
+        a: Left operand, ``[m, k]``, bfloat16 or float32, any strides.
+        b: Right operand, ``[k, n]``, same dtype and device as ``a``; ``weight.t()`` is the fast
+            layout. Or a weight from `prepare_weight`, which is not quantized again.
+        budget: Largest accepted row error against a float64 product, or an `ErrorBudget`, over
+            measured distributions. None means the unquantized kernel, or the budget a weight was
+            prepared for.
+        bias: ``[n]``, dtype of ``a``, added before the output is rounded.
+        out: Where to write, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
+        distribution: Input distributions to judge the error on; None means all realistic ones.
+        on_miss: What to do where nothing was measured: "bf16" (the unquantized kernel, logged once
+            and kept for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
+        check: ``"every:rows"``, such as "1000:64": at every 1000th call with operands of this kind
+            64 rows are also computed in float32, and a later call issues an `ErrorBudgetWarning` if
+            their error exceeds the budget (`lokakern.sampled_check`). None: what LOKAKERN_CHECK
+            says when operands of this kind first come; "off": no check.
+
+    Returns:
+        ``[m, n]``, dtype of ``a``.
+
+    Raises:
+        ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
+        FormatError: A dtype is not supported, or dtypes differ.
+        DeviceError: Operands are on different devices.
+        BudgetError: The budget is not a finite, non-negative number, or the check, which may come
+            from LOKAKERN_CHECK, is not ``every:rows``.
+        MissError: Nothing was measured and ``on_miss`` is "raise".
+        MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
+    """
+    if torch.compiler.is_compiling():
+        return _traced_gemm(a, b, budget, bias, out, distribution, on_miss, check)
+    if is_traced():
+        product = _plain_gemm(a, b, bias)
+        return product if out is None else out.copy_(product)
+    if torch.is_grad_enabled() and _needs_grad(a, b, bias, out):
+        return _differentiable_gemm(a, b, budget, bias, out, distribution, on_miss, check)
+    try:
+        m, k = a.shape
+        low = m & -m
+        key = (
+            a.dtype, k, a.stride(), a.device, a.data_ptr() & 15, low if low < 16 else 16, m > 1,
+            b.signature if type(b) is QuantizedTensor
+            else (b.dtype, b.shape, b.stride(), b.device, b.data_ptr() & 15),  # type: ignore[union-attr]
+            budget, type(budget), distribution, on_miss, check,
+            None if bias is None else (bias.dtype, bias.shape, bias.stride(), bias.device),
+            None if out is None else (out.dtype, out.shape[1:], out.stride(), out.device),
+        )  # fmt: skip
+        table = _PLANS.get(key)
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
+        key, table = None, None  # a wrong argument: the checks say which
+    if table is None:
+        generation = dispatcher.generation()
+        table = _plan(a, b, budget, bias, out, distribution, on_miss, check)
+        if len(_PLANS) > 4096:
+            _PLANS.clear()
+        if key is not None and generation == dispatcher.generation():
+            _PLANS[key] = table
+    m = a.shape[0]
+    if out is None:
+        out = a.new_empty((m, table.problem.n))
+    elif out.shape[0] != m:
+        raise ShapeError(f"gemm: out is {list(out.shape)}; expected [{m}, {table.problem.n}]")
+    if not m or not table.problem.n:
+        return out
+    place = bisect_right(table.breakpoints, m) - 1
+    if table.misses[place] and table.budget is not None:
+        kernel = after_miss(table, m, on_miss)
+        if kernel is None:
+            return gemm(a, b, budget=table.budget, bias=bias, out=out, on_miss="raise",
+                        distribution=table.distributions, check=check)  # fmt: skip
+    else:
+        kernel = table.kernels[place]
+    assert kernel is not None  # a table for the device here has an unquantized kernel at least
+    kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+    if table.watch is not None and kernel.quantizes:
+        right = _unquantized(b) if type(b) is QuantizedTensor else b
+        table.watch.see(a, right, out, bias, kernel.name)  # type: ignore[arg-type]
+    return out
+
+
+def _unquantized(b: QuantizedTensor) -> Tensor | None:
+    """What a prepared weight was made of."""
+    return b.source.t() if b.transposed and b.source is not None else b.source
+
+
+def _needs_grad(a: Any, b: Any, bias: Any, out: Any) -> bool:
+    if any(getattr(x, "requires_grad", False) for x in (a, bias, out)):
+        return True
+    weight = b.source if type(b) is QuantizedTensor else b
+    return getattr(weight, "requires_grad", False)
+
+
+def _plan(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    budget: ErrorBudget | float | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    distribution: str | Sequence[str] | None,
+    on_miss: str,
+    check: str | None,
+) -> Table:
+    """Check everything a warm call relies on, and build the table it reads."""
+    check_on_miss("gemm", on_miss)
+    problem = gemm_problem(a, b, bias, out)
+    if budget is None and isinstance(b, QuantizedTensor):
+        budget = b.budget
+    names = dispatcher.distribution_names(distribution)
+    if budget is None:  # needs no measurement, and none that cannot be read stands in its way
+        return dispatcher.unquantized_table(problem, device_of(a))
+    limits = budget_of(budget)
+    table = dispatcher.table_for(problem, limits, names, device_of(a))
+    site = f"gemm n={problem.n} k={problem.k} {problem.a.format.value}"
+    watch = watch_of_gemm(check, limits, site + (" prepared" if problem.prepared else ""))
+    if watch is not None:
+        table = copy.copy(table)  # others of this problem may not be checked
+        table.watch = watch
+    return table
+
+
+class _Differentiable(torch.autograd.Function):
+    """The gradient of the unquantized product, by unquantized kernels."""
+
+    @staticmethod
+    def forward(a: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        result: Tensor = call()
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, weight = ctx.saved_tensors
+        return (*_gemm_gradients(grad, a, weight, ctx.needs_input_grad), None)
+
+
+def _gemm_gradients(
+    grad: Tensor, a: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``a @ weight + bias`` for a, weight ``[k, n]`` and bias."""
+    return (
+        grad @ weight.t() if needs[0] else None,
+        a.t() @ grad if needs[1] else None,
+        grad.sum(0) if needs[2] else None,
+    )
+
+
+@functools.cache
+def _say_once() -> None:
+    warnings.warn(
+        "lokakern.gemm multiplies unquantized under torch.func, torch.jit.trace and forward-mode "
+        "AD, and so does what they produce",
+        stacklevel=3,
+    )
+
+
+def _plain_gemm(a: Tensor, b: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
+    """The unquantized product in torch's steps, which can be transformed and traced.
+
+    Raises:
+        UnsupportedError: There is no unquantized b.
+    """
+    weight = _weight_of(b)
+    if weight.dtype != a.dtype:
+        raise UnsupportedError(
+            "gemm: torch.func and torch.jit.trace see the unquantized product, and b has no "
+            "source: pass the weight itself, or call gemm outside of them"
+        )
+    _say_once()
+    return a @ weight if bias is None else torch.addmm(bias, a, weight)
+
+
+def _weight_of(b: Tensor | QuantizedTensor) -> Tensor:
+    if not isinstance(b, QuantizedTensor):
+        return b
+    source = b.data if b.source is None else b.source
+    return source.t() if b.transposed else source
+
+
+def _differentiable_gemm(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    budget: ErrorBudget | float | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    distribution: str | Sequence[str] | None,
+    on_miss: str,
+    check: str | None,
+) -> Tensor:
+    if out is not None:
+        raise UnsupportedError(
+            "gemm: out= cannot be differentiated; drop it or use torch.no_grad()"
+        )
+    weight = _weight_of(b)
+
+    def call() -> Tensor:
+        return gemm(a, b, budget=budget, bias=bias, distribution=distribution, on_miss=on_miss,
+                    check=check)  # fmt: skip
+
+    result: Tensor = _Differentiable.apply(a, weight, bias, call)  # type: ignore[no-untyped-call]
+    return result
+
+
+# Under torch.compile the product is one opaque op: a look-up made while tracing would bake the
+# kernel for one m into the graph.
+_LIBRARY = torch.library.Library("lokakern", "DEF")
+_LIBRARY.define(
+    "gemm(Tensor a, Tensor b, Tensor? b_scale, Tensor? source, Tensor? bias, str granularity, "
+    "float[] limits, str[] distributions, str on_miss, str? check=None) -> Tensor"
+)
+_LIMITS = ("row_err", "row_p99", "rel_err", "sqnr_db", "mean_rel_err", "mean_shift")
+
+
+def _traced_gemm(
+    a: Tensor,
+    b: Tensor | QuantizedTensor,
+    budget: ErrorBudget | float | None,
+    bias: Tensor | None,
+    out: Tensor | None,
+    distribution: str | Sequence[str] | None,
+    on_miss: str,
+    check: str | None,
+) -> Tensor:
+    if budget is None and isinstance(b, QuantizedTensor):
+        budget = b.budget
+    # No ErrorBudget is made here: up to torch 2.11 Dynamo cannot trace the hash of a tuple.
+    limits: list[float] = []
+    if isinstance(budget, ErrorBudget):
+        given = [getattr(budget, name) for name in _LIMITS]
+        limits = [math.nan if limit is None else limit for limit in given]
+    elif budget is not None:
+        if isinstance(budget, bool) or budget != budget:
+            raise BudgetError(f"budget is {budget!r}; expected a number or an ErrorBudget")
+        limits = [budget]  # of row_err, checked further when the op runs
+    names = [distribution] if isinstance(distribution, str) else list(distribution or ())
+    n = b.shape[1]
+    check_bias("gemm", bias, n, a.dtype)
+    check_out("gemm", out, (a.shape[0], n), a.dtype)
+    if isinstance(b, QuantizedTensor):
+        if not b.transposed:
+            raise ShapeError("gemm: b is a QuantizedTensor stored [k, n]; pass quantize(w).t()")
+        parts = (b.data, b.scale, b.source, bias, b.granularity.value)
+    else:
+        parts = (b, None, None, bias, Granularity.NONE.value + "/tensor")
+    result: Tensor = torch.ops.lokakern.gemm(a, *parts, limits, names, on_miss, check)
+    return result if out is None else out.copy_(result)
+
+
+def _gemm_op(
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor | None,
+    source: Tensor | None,
+    bias: Tensor | None,
+    granularity: str,
+    limits: list[float],
+    distributions: list[str],
+    on_miss: str,
+    check: str | None = None,
+) -> Tensor:
+    given = {n: v for n, v in zip(_LIMITS, limits, strict=False) if not math.isnan(v)}
+    budget = ErrorBudget(**given) if given else None
+    right: Tensor | QuantizedTensor = b
+    if not granularity.endswith("/tensor"):
+        right = QuantizedTensor(b, b_scale, Granularity(granularity), True, source, budget)
+    with torch.no_grad():
+        return gemm(a, right, budget=budget, bias=bias, on_miss=on_miss, check=check,
+                    distribution=tuple(distributions) or None)  # fmt: skip
+
+
+_LIBRARY.impl("gemm", _gemm_op, "CompositeExplicitAutograd")
+
+
+def _gemm_fake(
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor | None,
+    source: Tensor | None,
+    bias: Tensor | None,
+    granularity: str,
+    limits: list[float],
+    distributions: list[str],
+    on_miss: str,
+    check: str | None = None,
+) -> Tensor:
+    n = b.shape[1] if granularity.endswith("/tensor") else b.shape[0]
+    return a.new_empty((a.shape[0], n))
+
+
+def _save_for_gemm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, _scale, source, bias, granularity = inputs[:6]
+    plain = granularity.endswith("/tensor")
+    ctx.plain = plain
+    ctx.has_source = source is not None
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(a, b if plain else (b if source is None else source).t())
+
+
+def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad
+    weight_needs = needs[1] if ctx.plain or not ctx.has_source else needs[3]
+    left, right = ctx.saved_tensors
+    a, weight, bias = _gemm_gradients(
+        grad, left, right, (needs[0], weight_needs, ctx.has_bias and needs[4])
+    )
+    if weight is not None and not ctx.plain:
+        weight = weight.t()
+    b, source = (None, weight) if ctx.has_source else (weight, None)
+    return (a, b, None, source, bias, *[None] * 5)
+
+
+torch.library.register_fake("lokakern::gemm", _gemm_fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "lokakern::gemm", _gemm_backward, setup_context=_save_for_gemm, lib=_LIBRARY
+)

@@ -1,0 +1,379 @@
+"""What a call with a norm asks for: its epilogue, its output and its problem, checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.epilogue import ACTIVATIONS
+from lokakern.errors import FormatError, ShapeError, UnknownNameError
+from lokakern.functional.checks import (
+    check_matrix,
+    check_out,
+    check_same_device,
+    checked_scale,
+    gemm_problem,
+    granularity_named,
+    operand_of,
+)
+from lokakern.norm import KINDS, Norm, largest, norm_named
+from lokakern.numerics import SMALLEST_SCALE
+from lokakern.problems import format_named
+from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.registry.register import fp8_format
+from lokakern.selection.arguments import device_of
+from lokakern.types import (
+    Format,
+    Granularity,
+    Layout,
+    NormEpilogue,
+    Problem,
+    QuantizedTensor,
+)
+
+VECTORS = ("bias", "norm_weight", "norm_bias")  # of a `NormEpilogue`
+MATRICES = ("residual", "gate", "x0", "x")
+Cross = tuple[Tensor, Tensor]
+
+
+def worded(
+    op: str,
+    norm: str | Norm,
+    eps: float | None,
+    activation: str | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    residual_last: bool,
+    cross: Cross | None,
+    **vectors: Tensor | None,
+) -> NormEpilogue:
+    """The epilogue of a call; its tensors are not looked at yet.
+
+    Raises:
+        UnknownNameError: No such norm or activation, or words that exclude each other.
+        ShapeError: ``cross`` is not two.
+        FormatError: One of the two is no tensor.
+    """
+    activation = "none" if activation is None else activation
+    if activation not in ACTIVATIONS:
+        raise UnknownNameError(
+            f"{op}: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)} "
+            "(a sigmoid gate is gate=)"
+        )
+    last = {
+        "activation": activation != "none",
+        "gate": gate is not None,
+        "cross": cross is not None,
+    }
+    given = [name for name, is_there in last.items() if is_there]
+    if len(given) > 1:
+        raise UnknownNameError(f"{op}: {' and '.join(given)} are given; choose one")
+    if residual_last and residual is None:
+        raise UnknownNameError(f"{op}: residual_last is True and residual is None; pass residual=")
+    if cross is not None and (not isinstance(cross, tuple | list) or len(cross) != 2):
+        raise ShapeError(f"{op}: cross is {type(cross).__name__}; expected (x0, x)")
+    if cross is not None and not all(isinstance(x, Tensor) for x in cross):
+        found = ", ".join(type(x).__name__ for x in cross)
+        raise FormatError(f"{op}: cross is ({found}); expected (x0, x), both of them tensors")
+    x0, x = (None, None) if cross is None else cross
+    return NormEpilogue(
+        norm_of(op, norm, eps), activation=activation, residual=residual,
+        residual_last=bool(residual_last), gate=gate, x0=x0, x=x, **vectors,
+    )  # fmt: skip
+
+
+def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
+    """The norm that a call names, or gives; an eps beside it comes first.
+
+    Raises:
+        UnknownNameError: There is none such.
+    """
+    name: Any = norm
+    if isinstance(norm, Norm):
+        eps = norm.eps if eps is None else eps
+        name = str(norm) if isinstance(norm.kind, str) else None
+    if not isinstance(name, str):
+        raise UnknownNameError(
+            f"{op}: norm is {norm!r}; expected a name ({', '.join(KINDS[:2])}, block_rms(n) or "
+            "none) or a lokakern.norm.Norm"
+        )
+    try:
+        found = norm_named(name, 1e-5 if eps is None else eps)
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{op}: {error.args[0]}") from None
+    if isinstance(norm, Norm) and norm[:2] != found[:2]:  # what its name does not say
+        raise UnknownNameError(
+            f"{op}: norm is {norm!r}; expected a kind of {', '.join(KINDS)}, and a block of "
+            "columns, an int, with block_rms alone"
+        )
+    return found
+
+
+def shown_name(name: str) -> str:
+    """Of a tensor of an epilogue, in messages."""
+    return f"{name} of cross" if name in ("x0", "x") else name
+
+
+def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> None:
+    """Check the tensors of an epilogue, and whether the norm fits a row.
+
+    Raises:
+        ShapeError: A tensor, or the norm's blocks, do not fit.
+        FormatError: A dtype is not supported, or dtypes differ.
+    """
+    try:
+        epilogue.norm.span(columns)
+    except ShapeError as error:
+        raise ShapeError(f"{op}: {error}") from None
+    found: dict[str, torch.dtype] = {}
+    for name in VECTORS:
+        x = getattr(epilogue, name)
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
+        if x.layout is not torch.strided:
+            raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor")
+        if x.dtype not in (torch.bfloat16, torch.float32):
+            raise FormatError(
+                f"{op}: {name} is {x.dtype}; expected torch.bfloat16 or torch.float32"
+            )
+        if tuple(x.shape) != (columns,) or (columns > 1 and x.stride(0) != 1):
+            raise ShapeError(
+                f"{op}: {name} is {list(x.shape)} with strides {x.stride()}; expected [{columns}], "
+                "contiguous"
+            )
+        found[name] = x.dtype
+    if len(set(found.values())) > 1:
+        words = ", ".join(f"{name} is {dtype}" for name, dtype in found.items())
+        raise FormatError(f"{op}: {words}; convert them to one dtype")
+    for name in MATRICES:
+        x = getattr(epilogue, name)
+        if x is None:
+            continue
+        shown = shown_name(name)
+        check_matrix(op, shown, x)
+        contiguous = x.stride(1) == 1 or columns <= 1
+        if tuple(x.shape) != (rows, columns) or x.dtype != torch.bfloat16 or not contiguous:
+            raise ShapeError(
+                f"{op}: {shown} is {list(x.shape)} {x.dtype} with strides {x.stride()}; expected "
+                f"{[rows, columns]} torch.bfloat16, columns contiguous"
+            )
+
+
+def in_place(x: Tensor) -> bool:
+    """Whether a vector, or every row of a matrix, starts at a multiple of 16 bytes."""
+    row_bytes = x.stride(0) * x.element_size() if x.dim() == 2 and x.shape[0] > 1 else 0
+    return not (x.data_ptr() | row_bytes) & ROW_BYTES - 1
+
+
+def settled(epilogue: NormEpilogue) -> NormEpilogue:
+    """The same values where kernels can read 16 bytes at once: copies of what lies askew."""
+    moved: dict[str, Any] = {}
+    for name in (*VECTORS, *MATRICES):
+        x = getattr(epilogue, name)
+        if x is not None and not in_place(x):
+            moved[name] = _settled(x)
+    return epilogue._replace(**moved) if moved else epilogue
+
+
+def _settled(x: Tensor) -> Tensor:
+    pitch = -(-x.shape[-1] * x.element_size() // ROW_BYTES) * ROW_BYTES // x.element_size()
+    return x.new_empty((*x.shape[:-1], pitch))[..., : x.shape[-1]].copy_(x)
+
+
+def out_kind(
+    op: str,
+    out_format: Format | str | None,
+    out_granularity: Granularity | str | None,
+    out_scale: Tensor | float | str | None,
+    x: Tensor,
+    usual: Granularity | None,
+) -> tuple[Format, Granularity]:
+    """Format and granularity of an output.
+
+    Args:
+        op: Who asks, for the messages.
+        out_format: None means the device's E4M3 where anything tells of scales, else bfloat16.
+        out_granularity: None means "tensor" with ``out_scale``, else "row".
+        out_scale: Whatever it is.
+        x: A tensor on the device.
+        usual: The granularity of an op that always quantizes; None for one that need not.
+
+    Raises:
+        FormatError: They do not go together.
+    """
+    scaled = out_granularity is not None or out_scale is not None or usual is not None
+    if out_format is not None:
+        form = format_named(op, out_format)
+    else:
+        form = fp8_format(device_of(x)) if scaled else Format.BFLOAT16
+    if not form.is_fp8:
+        if form is not Format.BFLOAT16 or usual is not None:
+            wanted = "an FP8 format" if usual is not None else "'bfloat16' or an FP8 format"
+            raise FormatError(f"{op}: out_format is {form.value!r}; expected {wanted}")
+        if scaled:
+            raise FormatError(
+                f"{op}: out_format is 'bfloat16', which has no scales; leave out_granularity and "
+                "out_scale out, or ask for an FP8 format"
+            )
+        return form, Granularity.NONE
+    if out_granularity is None:
+        out_granularity = Granularity.ROW if out_scale is None else Granularity.TENSOR
+    granularity = granularity_named(op, out_granularity)
+    if granularity in (Granularity.BLOCK, Granularity.MX):
+        raise FormatError(
+            f"{op}: granularity is {granularity.value!r}; expected tensor, row or 1x128"
+        )
+    if (granularity is Granularity.TENSOR) is (out_scale is None):
+        raise FormatError(
+            f"{op}: granularity is {granularity.value!r} and out_scale is "
+            f"{'not given' if out_scale is None else 'given'}; a scale of the whole tensor, and no "
+            "other, must be known before any output is: a number, a tensor, or 'static'"
+        )
+    return form, granularity
+
+
+def static_scale_of(
+    op: str, epilogue: NormEpilogue, columns: int, form: Format, device: torch.device
+) -> Tensor:
+    """`lokakern.norm.static_scale` of an epilogue, on the device: nothing waits for it.
+
+    Raises:
+        FormatError: Nothing bounds the output.
+    """
+    unbounded = {
+        "norm 'none'": epilogue.norm.kind == "none",
+        "gate": epilogue.gate is not None,
+        "cross": epilogue.x0 is not None,
+        "residual_last": epilogue.residual is not None and epilogue.residual_last,
+    }
+    reasons = [name for name, is_there in unbounded.items() if is_there]
+    if reasons:
+        raise FormatError(
+            f"{op}: out_scale is 'static', and with {' and '.join(reasons)} nothing bounds the "
+            "output; pass a number or a tensor, or a granularity whose scales are measured"
+        )
+    most = torch.full((1,), largest(epilogue.norm, columns), dtype=torch.float32, device=device)
+    if epilogue.norm_weight is not None:
+        most = most * epilogue.norm_weight.detach().float().abs()
+    if epilogue.norm_bias is not None:
+        most = most + epilogue.norm_bias.detach().float().abs()
+    return (most.amax() / form.maximum).clamp_min(SMALLEST_SCALE).reshape(1, 1)
+
+
+def scale_of(
+    op: str,
+    out_scale: Tensor | float | str,
+    epilogue: NormEpilogue,
+    columns: int,
+    form: Format,
+    device: torch.device,
+) -> Tensor:
+    """The scale of the whole output, float32 ``[1, 1]``.
+
+    Raises:
+        FormatError: It is no scale, or nothing bounds the output.
+        ShapeError: It is a tensor of another shape or dtype.
+    """
+    if isinstance(out_scale, str):
+        if out_scale != "static":
+            raise FormatError(
+                f"{op}: out_scale is {out_scale!r}; expected a number, a tensor, or 'static'"
+            )
+        return static_scale_of(op, epilogue, columns, form, device)
+    return checked_scale(op, out_scale, device)
+
+
+def _tensors_of(epilogue: NormEpilogue, out_scale: object) -> dict[str, Tensor | None]:
+    """By their names in messages."""
+    found = {"out_scale": out_scale if isinstance(out_scale, Tensor) else None}
+    for name in (*VECTORS, *MATRICES):
+        found[shown_name(name)] = getattr(epilogue, name)
+    return found
+
+
+def gemm_norm_problem(
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    epilogue: NormEpilogue,
+    out: Tensor | None,
+    kind: tuple[Format, Granularity],
+    out_scale: Tensor | float | str | None,
+) -> Problem:
+    """The problem of ``gemm_norm`` on these operands.
+
+    Raises:
+        ShapeError: They do not multiply, or another tensor does not fit them.
+        FormatError: A format does not fit.
+        DeviceError: They are on different devices.
+    """
+    op = "gemm_norm"
+    if isinstance(a, QuantizedTensor):
+        problem = _quantized_problem(a, b)
+        left = a.data
+    else:
+        check_matrix(op, "a", a)
+        if a.dtype != torch.bfloat16:
+            raise FormatError(
+                f"{op}: a is {a.dtype}; expected torch.bfloat16 (convert with .bfloat16()) or a "
+                "QuantizedTensor"
+            )
+        problem = gemm_problem(a, b, op=op)
+        left = a
+    check_epilogue(op, epilogue, problem.m, problem.n)
+    form, granularity = kind
+    if form.is_fp8 and out is not None:
+        raise FormatError(f"{op}: out is given and the output is {form.value}; out is for bfloat16")
+    if out is not None:
+        check_matrix(op, "out", out)
+    strided = check_out(op, out, (problem.m, problem.n), torch.bfloat16)
+    check_same_device(op, a=left, out=out, **_tensors_of(epilogue, out_scale))
+    return replace(
+        problem, op=op, epilogue=epilogue.name(), out_format=form, out_granularity=granularity,
+        out_strided=strided,
+    )  # fmt: skip
+
+
+def _quantized_problem(a: QuantizedTensor, b: Tensor | QuantizedTensor) -> Problem:
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, QuantizedTensor) or x.scale is None:
+            found = "a QuantizedTensor without scales" if x is a else type(x).__name__
+            raise FormatError(
+                f"gemm_norm: a is a QuantizedTensor and {name} is {found}; expected both quantized "
+                "(b is quantize(weight).t()), or a of bfloat16"
+            )
+    assert isinstance(b, QuantizedTensor)  # checked above
+    if a.transposed or not b.transposed:
+        raise ShapeError("gemm_norm: a must be quantize(x) and b quantize(weight).t()")
+    (m, k), (rows, n) = a.shape, b.shape
+    if rows != k or k == 0:
+        raise ShapeError(
+            f"gemm_norm: a is {[m, k]} and b is {list(b.shape)}; b must be [{k}, n], k at least 1"
+        )
+    check_same_device("gemm_norm", a=a.data, b=b.data)
+    return Problem(
+        op="gemm_norm", m=m, n=n, k=k,
+        a=replace(operand_of(a.data), granularity=a.granularity),
+        b=replace(operand_of(b.data), granularity=b.granularity, layout=Layout.COLUMN),
+    )  # fmt: skip
+
+
+def norm_quantize_problem(
+    x: Tensor,
+    epilogue: NormEpilogue,
+    kind: tuple[Format, Granularity],
+    out_scale: Tensor | float | str | None,
+) -> Problem:
+    """The problem of ``norm_quantize``; raises as `gemm_norm_problem`."""
+    op = "norm_quantize"
+    check_epilogue(op, epilogue, *x.shape)
+    check_same_device(op, x=x, **_tensors_of(epilogue, out_scale))
+    rows, columns = x.shape
+    return Problem(
+        op=op, m=rows, n=1, k=columns, a=operand_of(x), epilogue=epilogue.name(),
+        out_format=kind[0], out_granularity=kind[1],
+    )  # fmt: skip

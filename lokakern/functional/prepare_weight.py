@@ -1,0 +1,119 @@
+"""Weights quantized once, in the form that serves a whole range of m best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lokakern.errors import FormatError, ShapeError
+from lokakern.functional.checks import check_matrix, operand_of
+from lokakern.functional.quantize import quantize
+from lokakern.problems import make_problem
+from lokakern.registry.register import fp8_format
+from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of, device_of, m_range_of
+from lokakern.selection.dispatcher import CHOSEN_FORMS
+from lokakern.selection.frozen.lookup import Weight
+from lokakern.selection.table import Table
+from lokakern.selection.weight_forms import FORMS, with_weight
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    ErrorBudget,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    QuantizedTensor,
+    alignment_of,
+)
+
+
+def prepare_weight(
+    w: Tensor,
+    budget: ErrorBudget | float,
+    m_range: tuple[int, int],
+    *,
+    distribution: str | Sequence[str] | None = None,
+) -> QuantizedTensor:
+    """Quantize a weight once, in the form that serves a whole range of m best.
+
+    Each form (tensor, row, 128x128 scales) is judged by what `dispatch` would choose with it over
+    the measured m in the range; the least geometric mean of times wins. Where FP8 never pays, the
+    weight stays as it is. The result refers to ``w`` and does not follow later changes of it.
+
+    Args:
+        w: ``[n, k]``, as in a linear layer, bfloat16 or float32, row-major.
+        budget: What `gemm` on it may err on measured distributions; also its default budget there.
+        m_range: Smallest and largest m expected.
+        distribution: Input distributions to judge the error on; None means all realistic ones.
+
+    Returns:
+        ``[k, n]``: the right operand of `gemm`.
+
+    Raises:
+        ShapeError: ``w`` is not a row-major matrix, or the range is not two integers in order.
+        BudgetError: The budget is not a finite, non-negative number.
+    """
+    check_matrix("prepare_weight", "w", w)
+    least, largest = m_range_of("prepare_weight", m_range)
+    limits = budget_of(budget)
+    weight = operand_of(w)
+    if weight.format.is_fp8:
+        raise FormatError(f"prepare_weight: w is {w.dtype}; expected bfloat16 or float32")
+    if weight.layout is not Layout.ROW:
+        raise ShapeError(
+            f"prepare_weight: w has strides {w.stride()}; expected a row-major [n, k] weight"
+        )
+    device = device_of(w)
+    names = dispatcher.distribution_names(distribution)
+    n, k = w.shape
+    judged = names or REALISTIC_DISTRIBUTIONS
+    asked = Weight(n, k, weight.format, limits, judged, least, largest)
+    held = dispatcher.choices()
+    form = _fastest_form(asked, device, names) if held is None else held.form(asked, device)
+    CHOSEN_FORMS[device, asked] = form
+    if form is Granularity.NONE:
+        return QuantizedTensor(w, None, form, True, None, limits)
+    quantized = quantize(w.detach(), form, out_format=fp8_format(device))
+    return QuantizedTensor(quantized.data, quantized.scale, form, True, w, limits)
+
+
+def _fastest_form(
+    asked: Weight, device: Device, distributions: tuple[str, ...] | None
+) -> Granularity:
+    """Scales with which FP8 pays most; NONE where it never does."""
+    best = (0.0, "", Granularity.NONE)
+    a = Operand(asked.format, alignment=alignment_of(asked.k * asked.format.dtype.itemsize))
+    plain = make_problem("gemm", (asked.least_m, asked.n, asked.k), a=a)
+    for granularity in FORMS:
+        problem = with_weight(plain, granularity, device)
+        gain = _mean_log_gain(problem, asked, device, distributions)
+        best = min(best, (gain, granularity.value, granularity), key=lambda way: way[:2])
+    return best[2]
+
+
+def _mean_log_gain(
+    problem: Problem, asked: Weight, device: Device, distributions: tuple[str, ...] | None
+) -> float:
+    """Mean of log(time chosen / time unquantized) over the range's ends and measured m."""
+
+    def table_at(m: int) -> Table:
+        return dispatcher.table_for(
+            replace(problem, m=m), asked.budget, distributions, device, is_choice=False
+        )
+
+    low, high = asked.least_m, asked.largest_m
+    table = table_at(low)
+    sizes = {low, high, *(m for m in table.measured_m if low <= m <= high)}
+    total = 0.0
+    for m in sizes:
+        pick = table_at(m).pick(m)
+        base = next((c for c in table.candidates if c.name == table.baseline), None)
+        base_time = base.time_at(m) if base else None
+        if pick.time is not None and base_time is not None:
+            total += math.log(pick.time.latency_us / base_time[0].latency_us)
+    return total / len(sizes)

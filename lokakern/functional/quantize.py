@@ -1,0 +1,272 @@
+"""Quantizing tensors: check, choose a kernel, allocate, launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from lokakern.errors import FormatError, ShapeError
+from lokakern.functional.checks import (
+    check_matrix,
+    check_same_device,
+    granularity_named,
+    operand_of,
+)
+from lokakern.problems import format_named
+from lokakern.registry.register import fp8_format
+from lokakern.selection.arguments import device_of
+from lokakern.selection.kernel_policy import Chooser, fastest_within
+from lokakern.types import Format, Granularity, Problem, QuantizedTensor, empty_data
+
+
+def quantize(
+    x: Tensor,
+    granularity: Granularity | str = Granularity.ROW,
+    *,
+    out_format: Format | str | None = None,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> QuantizedTensor:
+    """Quantize to FP8: ``x ~ data * scale``, exactly as DESIGN.md says, on the fastest kernel.
+
+    Args:
+        x: ``[rows, columns]``, bfloat16 or float32; columns are the axis a GEMM sums over. The
+            transpose of a contiguous tensor is read as it lies and written row-major.
+        granularity: "tensor", "row", "1x128", "128x128" or "1x32", whose scales are powers of two
+            in one byte each (MX).
+        out_format: "e4m3fn", "e5m2", "e4m3fnuz" or "e5m2fnuz"; None means the device's E4M3.
+        power_of_two: Whether each scale is rounded up to a power of two; not of a whole tensor.
+        scale: For granularity "tensor" a scale from before (static), float32 with one element, from
+            2^-126 to 2^125: what does not fit saturates. The result shares its memory.
+        amax: With `scale`, float32 with one element, raised to the largest finite magnitude of
+            ``x``, of which the next scale is made (delayed). Set it to 0 to begin anew.
+
+    Raises:
+        ShapeError: ``x`` is not two-dimensional, or `scale` or `amax` has not one element.
+        FormatError: The dtype, format or granularity is not supported, or does not go with the
+            other options.
+        DeviceError: Tensors are on different devices.
+    """
+    options = {"power_of_two": power_of_two, "scale": scale, "amax": amax}
+    return quantize_by(fastest_within(None), x, granularity, out_format, **options)
+
+
+Both = tuple[QuantizedTensor, QuantizedTensor]
+BothAndSums = tuple[QuantizedTensor, QuantizedTensor, Tensor]
+
+
+@overload
+def quantize_transpose(
+    x: Tensor,
+    granularity: Granularity | str = ...,
+    *,
+    out_format: Format | str | None = ...,
+    power_of_two: bool = ...,
+    scale: Tensor | None = ...,
+    amax: Tensor | None = ...,
+    column_sums: Literal[False] = ...,
+) -> Both: ...
+
+
+@overload
+def quantize_transpose(
+    x: Tensor,
+    granularity: Granularity | str = ...,
+    *,
+    out_format: Format | str | None = ...,
+    power_of_two: bool = ...,
+    scale: Tensor | None = ...,
+    amax: Tensor | None = ...,
+    column_sums: Literal[True],
+) -> BothAndSums: ...
+
+
+def quantize_transpose(
+    x: Tensor,
+    granularity: Granularity | str = Granularity.GROUP,
+    *,
+    out_format: Format | str | None = None,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    column_sums: bool = False,
+) -> Both | BothAndSums:
+    """Quantize ``x`` and its transpose, which the GEMMs of a backward pass read, in one go.
+
+    Args:
+        x: As `quantize` takes it.
+        granularity: Of both; "1x128" scales, for one, run along the columns of each.
+        out_format: As of `quantize`, as are the other options.
+        power_of_two: As of `quantize`.
+        scale: As of `quantize`.
+        amax: As of `quantize`.
+        column_sums: Whether the sums of the columns of ``x`` are wanted, the gradient of a bias
+            where ``x`` is that of an output. `lokakern.sums` gives their order, in which they have
+            the same bits on every kernel, and a bound of their error.
+
+    Returns:
+        What `quantize` makes of ``x`` and of ``x.t()``, and the sums if wanted: float32
+        ``[columns]``.
+
+    Raises:
+        LokakernError: As `quantize`.
+    """
+    return quantize_transpose_by(
+        fastest_within(None), x, granularity, out_format,
+        column_sums=column_sums, power_of_two=power_of_two, scale=scale, amax=amax,
+    )  # fmt: skip
+
+
+def quantize_by(
+    choose: Chooser,
+    x: Tensor,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    **options: Any,
+) -> QuantizedTensor:
+    """`quantize` by the kernel that is chosen."""
+    problem, scale, amax = _posed("quantize", x, granularity, out_format, **options)
+    made = _Made(x, problem, scale)
+    if made.empty:
+        return made.tensor()
+    kernel = choose(problem, x)
+    workspace = kernel.workspace(x, made.data, made.scale)
+    if amax is not None:
+        workspace = (amax, *workspace[1:])
+    kernel.launch(x.detach(), made.data, made.scale, workspace)
+    return made.tensor()
+
+
+def quantize_transpose_by(
+    choose: Chooser,
+    x: Tensor,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    *,
+    column_sums: bool = False,
+    **options: Any,
+) -> Both | BothAndSums:
+    """`quantize_transpose` by the kernel that is chosen."""
+    problem, scale, amax = _posed("quantize_transpose", x, granularity, out_format, **options)
+    sums = None
+    if column_sums:
+        words = [] if problem.epilogue == "none" else [problem.epilogue]
+        problem = replace(problem, epilogue="+".join([*words, "column_sums"]))
+        sums = torch.empty(problem.k, dtype=torch.float32, device=x.device)
+    made, turned = _Made(x, problem, scale), _Made(x.t(), problem, None)
+    if made.empty:
+        both = made.tensor(), turned.tensor()
+        return both if sums is None else (*both, sums.zero_())
+    kernel = choose(problem, x)
+    outputs = (made.data, made.scale, turned.data, turned.scale, sums)
+    workspace = kernel.workspace(x, *outputs)
+    if amax is not None:
+        workspace = (amax, *workspace[1:])
+    kernel.launch(x.detach(), *outputs, workspace)
+    both = made.tensor(), turned.tensor()
+    return both if sums is None else (*both, sums)
+
+
+class _Made:
+    """What a quantizer writes, allocated."""
+
+    __slots__ = ("data", "empty", "granularity", "scale")
+
+    def __init__(self, x: Tensor, problem: Problem, scale: Tensor | None) -> None:
+        rows, columns = x.shape
+        self.granularity = problem.out_granularity
+        self.data = empty_data(rows, columns, problem.out_format.dtype, x.device)
+        self.empty = not (rows and columns)
+        if scale is None:
+            scale = self.granularity.empty_scale(rows, columns, x.device)
+            if self.empty:
+                scale.fill_(1.0)
+        self.scale = scale
+
+    def tensor(self) -> QuantizedTensor:
+        return QuantizedTensor(self.data, self.scale, self.granularity)
+
+
+def _posed(
+    op: str,
+    x: Tensor,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    *,
+    power_of_two: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> tuple[Problem, Tensor | None, Tensor | None]:
+    """The problem that a call poses, and its scale and amax as kernels take them."""
+    check_matrix(op, "x", x)
+    if Format.of(x.dtype).is_fp8:
+        raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 or torch.float32")
+    form = fp8_format(device_of(x)) if out_format is None else format_named(op, out_format)
+    if not form.is_fp8:
+        raise FormatError(f"{op}: out_format is {form.value!r}; expected an FP8 format")
+    granularity = granularity_named(op, granularity)
+    by_tensor = granularity is Granularity.TENSOR
+    if power_of_two and by_tensor:
+        raise FormatError(
+            f"{op}: power_of_two with granularity 'tensor'; expected row, 1x128 or 128x128"
+        )
+    if amax is not None and scale is None:
+        raise FormatError(f"{op}: amax without scale; give the scale to quantize by, too")
+    # Scales of 1x32 are powers of two, asked for or not.
+    chosen = power_of_two and granularity is not Granularity.MX
+    epilogue = "power_of_two" if chosen else "none"
+    if scale is not None:
+        if not by_tensor:
+            raise FormatError(
+                f"{op}: scale with granularity {granularity.value!r}; a given scale is one of "
+                "the whole tensor, granularity 'tensor'"
+            )
+        check_same_device(op, x=x, scale=scale, amax=amax)
+        scale = _single(op, "scale", scale)
+        amax = None if amax is None else _single(op, "amax", amax)
+        epilogue = "static" if amax is None else "delayed"
+    rows, columns = x.shape
+    problem = Problem(
+        op=op, m=rows, n=1, k=columns, a=operand_of(x), epilogue=epilogue, out_format=form,
+        out_granularity=granularity,
+    )  # fmt: skip
+    return problem, scale, amax
+
+
+def _single(op: str, name: str, x: Tensor) -> Tensor:
+    if x.numel() != 1 or x.dtype is not torch.float32:
+        raise ShapeError(
+            f"{op}: {name} is {list(x.shape)} {x.dtype}; expected one element of torch.float32"
+        )
+    return x.detach().view(1, 1)
+
+
+def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:
+    """``data * scale`` in float32, rounded to ``out_format``, in the orientation of ``x``.
+
+    Raises:
+        FormatError: ``out_format`` is neither bfloat16 nor float32, or ``x`` has no scales.
+    """
+    return dequantize_by(fastest_within(None), x, out_format)
+
+
+def dequantize_by(choose: Chooser, x: QuantizedTensor, out_format: Format | str) -> Tensor:
+    form = format_named("dequantize", out_format)
+    if form.is_fp8:
+        raise FormatError(f"dequantize: out_format is {form.value!r}; expected bfloat16 or float32")
+    if not isinstance(x, QuantizedTensor) or x.scale is None:
+        raise FormatError(
+            f"dequantize: x is {type(x).__name__}; expected a QuantizedTensor with scales"
+        )
+    rows, columns = x.data.shape
+    out = torch.empty((rows, columns), dtype=form.dtype, device=x.device)
+    if rows and columns:
+        operand = replace(operand_of(x.data), granularity=x.granularity)
+        problem = Problem(op="dequantize", m=rows, n=1, k=columns, a=operand, out_format=form)
+        kernel = choose(problem, x.data)
+        kernel.launch(x.data, x.scale, out, kernel.workspace(x.data, x.scale, out))
+    return out.t() if x.transposed else out

@@ -1,0 +1,315 @@
+"""`scaled_gemm`: the product of quantized operands, and what is done to it before it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lokakern.epilogue import ACTIVATIONS
+from lokakern.errors import FormatError, ShapeError, UnknownNameError
+from lokakern.functional.checks import (
+    check_bias,
+    check_matrix,
+    check_out,
+    check_same_device,
+    checked_scale,
+    operand_of,
+)
+from lokakern.problems import format_named
+from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.registry.register import fp8_format
+from lokakern.selection.arguments import device_of
+from lokakern.selection.kernel_policy import Chooser, fastest_within
+from lokakern.types import (
+    GROUP,
+    PLAIN,
+    Epilogue,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Problem,
+    QuantizedTensor,
+    empty_data,
+)
+
+Quantized = QuantizedTensor | Sequence[QuantizedTensor]
+
+
+def scaled_gemm(
+    a: Quantized,
+    b: QuantizedTensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    cross: tuple[Tensor, Tensor] | None = None,
+    out_scale: Tensor | float | None = None,
+    accumulate: bool = False,
+    out: Tensor | None = None,
+    out_format: Format | str | None = None,
+    groups: int = 1,
+    offsets: Tensor | None = None,
+    budget: ErrorBudget | float | None = None,
+    batch_invariant: bool = False,
+) -> Tensor | QuantizedTensor:
+    """Multiply quantized operands, ``f(a @ b + bias)``, with the fastest kernel for them.
+
+    Args:
+        a: ``[m, k]``, from `quantize`; or slices of it along k, that is, tensors of m rows, of
+            which all but the last hold a multiple of 128 columns. Slices have 1x128 scales, or
+            share one tensor of scales.
+        b: ``[k, n]``, from ``quantize(weight).t()``. Granularities that go together: tensor x
+            tensor, row x row, 1x128 x 128x128, 1x128 x 1x128, 1x32 x 1x32.
+        bias: ``[n]``, dtype of the output, bfloat16 for an FP8 output.
+        activation: f: "none", "relu", "hardswish" or "silu".
+        cross: f of DCN instead: ``(x0, x)`` make it ``x0 * (a @ b + bias) + x``. Both ``[m, n]``,
+            bfloat16, columns contiguous.
+        out_scale: Decode scale of an FP8 output, known ahead: a number, or float32 ``[1, 1]``.
+        accumulate: Add to what is in ``out``, float32.
+        out: Where to write, ``[m, n]``, columns contiguous; may be a slice.
+        out_format: "bfloat16", "float32", or an FP8 format. None means what fits: the device's
+            E4M3 with ``out_scale``, float32 with ``accumulate``, else bfloat16.
+        groups: Weights that b holds one after the other, ``quantize(weights).t()`` of
+            ``[groups * n, k]``; each takes ``m / groups`` rows of a.
+        offsets: Where each group's rows begin and end instead, int32 ``[groups + 1]`` on the
+            device, ascending from 0 or more to at most m; nothing is written into other rows.
+        budget: Limits on the error against the unquantized product; among the kernels within it
+            the fastest is taken, the most accurate where none is.
+        batch_invariant: Take only kernels that give a row the same bits whatever the others are.
+
+    Returns:
+        ``[m, n]``: ``out`` where it is given; else a QuantizedTensor of scale ``out_scale`` in an
+        FP8 format, a tensor in others.
+
+    Raises:
+        ShapeError: The operands do not multiply, or another argument does not fit them.
+        FormatError: A granularity or format does not fit, or ``out_scale`` is no number a scale can
+            be (a tensor's value is not read: it is on the device).
+        DeviceError: Operands are on different devices.
+        UnknownNameError: No such activation.
+        UnsupportedError: No kernel multiplies these operands here.
+    """
+    return multiply(
+        a, b, fastest_within(budget), bias=bias, activation=activation, cross=cross,
+        out_scale=out_scale, accumulate=accumulate, out=out, out_format=out_format, groups=groups,
+        offsets=offsets, batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def multiply(
+    a: Quantized,
+    b: QuantizedTensor,
+    choose: Chooser,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    cross: tuple[Tensor, Tensor] | None = None,
+    out_scale: Tensor | float | None = None,
+    accumulate: bool = False,
+    out: Tensor | None = None,
+    out_format: Format | str | None = None,
+    groups: int = 1,
+    offsets: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor | QuantizedTensor:
+    """`scaled_gemm` with a kernel that somebody chooses."""
+    slices = _checked_operands(a, b)
+    first = slices[0]
+    m, k = first.shape[0], b.shape[0]
+    groups = _group_count(m, b, groups, offsets)
+    n = b.shape[1] // groups
+    form = _out_format(out_format, out_scale, accumulate, first)
+    if accumulate and out is None:
+        raise ShapeError("scaled_gemm: accumulate adds to out, and out is None; pass out=")
+    x0, x = _checked_cross(cross, (m, n), activation)
+    check_same_device(
+        "scaled_gemm", a=first.data, b=b.data, bias=bias, out=out, offsets=offsets, x0=x0, x=x,
+        out_scale=out_scale if isinstance(out_scale, Tensor) else None,
+        **{f"a[{i}]": x.data for i, x in enumerate(slices) if i},
+    )  # fmt: skip
+    strided = check_out("scaled_gemm", out, (m, n), form.dtype)
+    if form.is_fp8 and out is not None:  # the rows of such an output are padded
+        strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
+    check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
+    scale = None if out_scale is None else checked_scale("scaled_gemm", out_scale, first.device)
+    epilogue = PLAIN
+    extra: tuple[Epilogue, ...] = ()
+    if (
+        activation != "none"
+        or cross
+        or out_scale is not None
+        or accumulate
+        or groups > 1
+        or offsets is not None
+        or batch_invariant
+    ):
+        epilogue = Epilogue(activation, x0, x, scale, accumulate, groups, offsets, batch_invariant)
+        extra = (epilogue,)
+    alignment = min(operand_of(x.data).alignment for x in slices)
+    problem = Problem(
+        op="scaled_gemm", m=-(-m // groups), n=n, k=k, batch=groups,
+        a=replace(operand_of(first.data), granularity=first.granularity, alignment=alignment),
+        b=replace(operand_of(b.data), granularity=b.granularity, layout=Layout.COLUMN),
+        epilogue=epilogue.name(bias is not None), out_format=form, out_strided=strided,
+        out_granularity=Granularity.TENSOR if form.is_fp8 else Granularity.NONE,
+        accumulate=accumulate,
+    )  # fmt: skip
+    result: Tensor | QuantizedTensor | None = out
+    if out is None:
+        if form.is_fp8:
+            assert scale is not None  # an FP8 output has one
+            out = empty_data(m, n, form.dtype, first.device)
+            result = QuantizedTensor(out, scale, Granularity.TENSOR)
+        else:
+            result = out = torch.empty((m, n), dtype=form.dtype, device=first.device)
+    if m and n:
+        needs = {
+            "offsets": offsets is not None,
+            "k_slices": len(slices) > 1,
+            "batch_invariant": batch_invariant,
+        }
+        kernel = choose(problem, first.data, frozenset(name for name in needs if needs[name]))
+        operands = (*_left(slices), *b.transpose, out, bias)
+        kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
+    assert result is not None
+    return result
+
+
+def _left(slices: Sequence[QuantizedTensor]) -> tuple[object, object]:
+    """A and its scales as a launcher gets them."""
+    if len(slices) == 1:
+        return slices[0].data, slices[0].scale
+    return tuple(x.data for x in slices), tuple(x.scale for x in slices)
+
+
+def _checked_operands(a: Quantized, b: QuantizedTensor) -> Sequence[QuantizedTensor]:
+    slices = [a] if isinstance(a, QuantizedTensor) else a
+    listed = isinstance(slices, list | tuple)
+    if not listed or not slices:
+        found = "no slices" if listed else type(a).__name__
+        raise FormatError(
+            f"scaled_gemm: a is {found}; expected a QuantizedTensor with scales, or a list of them"
+        )
+    names = ["a"] if slices[0] is a else [f"a[{i}]" for i in range(len(slices))]
+    for name, x in (*zip(names, slices, strict=True), ("b", b)):
+        if not isinstance(x, QuantizedTensor) or x.scale is None:
+            raise FormatError(
+                f"scaled_gemm: {name} is {type(x).__name__}; expected a QuantizedTensor with scales"
+            )
+    if any(x.transposed for x in slices) or not b.transposed:
+        raise ShapeError("scaled_gemm: a must be quantize(x) and b quantize(weight).t()")
+    m, k = slices[0].shape[0], sum(x.shape[1] for x in slices)
+    if b.shape[0] != k:
+        found = f"a is {[m, k]}" if len(slices) == 1 else f"slices of a make {[m, k]}"
+        raise ShapeError(f"scaled_gemm: {found} and b is {list(b.shape)}; b must be [{k}, n]")
+    if k == 0:
+        raise ShapeError(f"scaled_gemm: a is {[m, k]}; k must be at least 1")
+    if len(slices) > 1:
+        _check_slices(slices)
+    return slices
+
+
+def _check_slices(slices: Sequence[QuantizedTensor]) -> None:
+    first = slices[0]
+    for place, x in enumerate(slices):
+        name = f"a[{place}]"
+        if (x.format, x.granularity) != (first.format, first.granularity):
+            raise FormatError(
+                f"scaled_gemm: a[0] is {first.format.value}/{first.granularity.value} and {name} "
+                f"{x.format.value}/{x.granularity.value}; slices must be quantized alike"
+            )
+        if x.shape[0] != first.shape[0]:
+            raise ShapeError(
+                f"scaled_gemm: a[0] has {first.shape[0]} rows and {name} {x.shape[0]}; slices are "
+                "[m, some of k]"
+            )
+        if not x.shape[1]:
+            raise ShapeError(f"scaled_gemm: {name} has no columns; leave it out")
+        if place < len(slices) - 1 and x.shape[1] % GROUP:
+            raise ShapeError(
+                f"scaled_gemm: {name} has {x.shape[1]} columns; all slices but the last must hold "
+                f"a multiple of {GROUP}"
+            )
+        assert x.scale is not None and first.scale is not None  # checked above
+        shared = x.scale.data_ptr() == first.scale.data_ptr()
+        if first.granularity is not Granularity.GROUP and not shared:
+            raise FormatError(
+                f"scaled_gemm: a[0] and {name} have different {first.granularity.value} scales; "
+                "slices share one tensor of scales, or have 1x128 scales"
+            )
+
+
+def _group_count(m: int, b: QuantizedTensor, groups: int, offsets: Tensor | None) -> int:
+    if offsets is not None:
+        usable = isinstance(offsets, Tensor) and offsets.dim() == 1 and len(offsets) > 1
+        if not usable or offsets.dtype != torch.int32 or offsets.stride(0) != 1:
+            found = (
+                f"{list(offsets.shape)} {offsets.dtype}"
+                if isinstance(offsets, Tensor)
+                else type(offsets).__name__
+            )
+            raise ShapeError(
+                f"scaled_gemm: offsets is {found}; expected contiguous int32 [groups + 1]"
+            )
+        if groups not in (1, len(offsets) - 1):
+            raise ShapeError(
+                f"scaled_gemm: groups is {groups} and offsets tell of {len(offsets) - 1}; "
+                "leave groups out"
+            )
+        groups = len(offsets) - 1
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise ShapeError(f"scaled_gemm: groups is {groups!r}; expected an integer >= 1")
+    if b.shape[1] % groups or (offsets is None and m % groups):
+        rows = "" if offsets is not None else f"a has {m} rows and "
+        raise ShapeError(
+            f"scaled_gemm: {rows}b has {b.shape[1]} columns for {groups} groups; both must be "
+            "multiples of it (pass offsets= where groups have different numbers of rows)"
+        )
+    return groups
+
+
+def _out_format(
+    given: Format | str | None, out_scale: object, accumulate: bool, a: QuantizedTensor
+) -> Format:
+    if given is not None:
+        form = format_named("scaled_gemm", given)
+    elif out_scale is not None:
+        form = fp8_format(device_of(a.data))
+    else:
+        form = Format.FLOAT32 if accumulate else Format.BFLOAT16
+    if form.is_fp8 is (out_scale is None):
+        need = "needs out_scale=, its decode scale" if form.is_fp8 else "takes no out_scale"
+        raise FormatError(f"scaled_gemm: out_format is {form.value!r}, which {need}")
+    if accumulate and form is not Format.FLOAT32:
+        raise FormatError(
+            f"scaled_gemm: out_format is {form.value!r}; accumulate adds to float32 only"
+        )
+    return form
+
+
+def _checked_cross(
+    cross: tuple[Tensor, Tensor] | None, shape: tuple[int, int], activation: str
+) -> tuple[Tensor | None, Tensor | None]:
+    if activation not in ACTIVATIONS:
+        raise UnknownNameError(
+            f"scaled_gemm: activation is {activation!r}; expected one of {', '.join(ACTIVATIONS)}"
+        )
+    if cross is None:
+        return None, None
+    if activation != "none":
+        raise UnknownNameError(
+            f"scaled_gemm: activation is {activation!r} and cross is given; choose one"
+        )
+    if not isinstance(cross, tuple | list) or len(cross) != 2:
+        raise ShapeError("scaled_gemm: cross must be (x0, x)")
+    for name, x in zip(("x0", "x"), cross, strict=True):
+        check_matrix("scaled_gemm", name, x)
+        if tuple(x.shape) != shape or x.dtype != torch.bfloat16 or x.stride(1) != 1 < shape[1]:
+            raise ShapeError(
+                f"scaled_gemm: {name} of cross is {list(x.shape)} {x.dtype} with strides "
+                f"{x.stride()}; expected {list(shape)} torch.bfloat16, columns contiguous"
+            )
+    return cross[0], cross[1]

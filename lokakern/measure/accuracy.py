@@ -1,0 +1,479 @@
+"""The Error contract: every kernel against float64, on every distribution, over three seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.measure.norm_backward_operands import draw_normal, gradients_error, launched
+from lokakern.measure.norm_errors import norm_kernel_error
+from lokakern.measure.norm_operands import (
+    draw_epilogue,
+    empty_output,
+    fitting_scale,
+    poison_output,
+)
+from lokakern.measure.prefetch import Drawer, Key, draws_of
+from lokakern.measure.tiled_compare import compare_bytes
+from lokakern.measure.timing import Contender, faults_of, status_and_reason
+from lokakern.problems import accuracy_problem, sums_over_samples
+from lokakern.registry import ops
+from lokakern.registry.norm_gradients import norm_gradients
+from lokakern.registry.ops import NORM_OPS
+from lokakern.registry.register import Kernel, fp8_format
+from lokakern.registry.schema.records import AccuracyRecord
+from lokakern.types import (
+    GROUP,
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    Epilogue,
+    Format,
+    Granularity,
+    NormEpilogue,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    empty_data,
+    norm_form,
+)
+
+SEEDS = (0, 1, 2)
+# Operands hold at most so many elements where that leaves rows enough for the 99th percentile and
+# its limit (299): at k = 123200 drawing 2048 rows for 13 distributions and 3 seeds would take an
+# hour of one core. Rows come in steps of 128, as some kernels want of n.
+DRAWN_ELEMENTS = 2**23
+FEWEST_ROWS = 384
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kernel's error at one problem, for one distribution and seed: a row to be.
+
+    ``stand_ins`` are other kernels of its numerics class, which can take its place.
+    """
+
+    kernel: Kernel
+    problem: Problem
+    distribution: str
+    seed: int
+    stand_ins: tuple[Kernel, ...] = ()
+
+
+def cells_for(
+    pairs: Iterable[tuple[Kernel, Problem]],
+    device: Device,
+    distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
+    seeds: Sequence[int] = SEEDS,
+) -> list[Cell]:
+    """What must be measured so that dispatch can judge kernels at problems they accept.
+
+    Kernels of one numerics class have one error: the first by name is measured, the others can
+    stand in for it.
+    """
+    classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
+    for kernel, problem in pairs:
+        asked = accuracy_problem(problem, fp8_format(device))
+        if not _is_stand_in(problem, asked) and isinstance(
+            kernel.supports(asked, device), Rejected
+        ):
+            continue
+        key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
+        classes.setdefault(key, {})[kernel.name] = kernel
+    cells = []
+    for (problem, *_), members in classes.items():
+        first, *others = (members[name] for name in sorted(members))
+        cells += [
+            Cell(first, problem, distribution, seed, tuple(others))
+            for distribution in distributions
+            for seed in seeds
+        ]
+    return cells
+
+
+def _is_stand_in(problem: Problem, asked: Problem) -> bool:
+    """Whether an error is stored under the problem of unquantized operands, of quantized ones."""
+    return problem.op != asked.op or problem.a.format is not asked.a.format
+
+
+def rows_drawn(rows: int, k: int) -> int:
+    """Rows of an operand that are drawn to measure an error, of those a problem has."""
+    return min(rows, max(FEWEST_ROWS, DRAWN_ELEMENTS // k // GROUP * GROUP))
+
+
+def measure_cells(
+    cells: Sequence[Cell],
+    torch_device: torch.device,
+    device: Device,
+    begin: Callable[[int, bool], bool],
+    done: Callable[[int, AccuracyRecord], None],
+    alive: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure cells, in an order that shares draws.
+
+    Draws are made on the CPU in a pool of threads, a few groups ahead.
+
+    Args:
+        cells: What to measure.
+        torch_device: Where.
+        device: The device type there.
+        begin: Called with a cell's place and True before its kernel is launched, and False before
+            operands are drawn for it and those after it; what returns False ends the measuring.
+        done: Called with a cell's place and its record.
+        alive: Called while draws are waited for.
+
+    Raises:
+        DeviceLostError: The kernel of the cell last begun left the device unusable.
+    """
+    groups: dict[Key, list[int]] = {}
+    for place, cell in enumerate(cells):
+        problem = cell.problem
+        n = 0 if problem.b is None else rows_drawn(problem.n, problem.k)
+        m, along_k = rows_drawn(problem.m, problem.k), sums_over_samples(problem)
+        key = (cell.distribution, cell.seed, problem.k, m, n, along_k)
+        groups.setdefault(key, []).append(place)
+    ordered = sorted(groups)
+    pool = ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 16)))
+    try:
+        drawn = Drawer(pool, ordered, alive)
+        for place, key in enumerate(ordered):
+            drawn.ahead(place)
+            if not begin(groups[key][0], False):
+                return
+            try:
+                (x, digest), *others = (drawn.get(draw) for draw in draws_of(key))
+                x, w = x.to(torch_device), None
+                for w, other in others:
+                    w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
+                if key[-1]:  # drawn by sample
+                    x, w = x.t(), None if w is None else w.t()
+                group = _Group(x, w, device, digest)
+            except Exception as error:  # memory above all; another group may fit
+                status, reason = status_and_reason(error)
+                for cell_place in groups[key]:
+                    cell = cells[cell_place]
+                    done(cell_place, AccuracyRecord(status=status, reason=reason, seed=cell.seed,
+                                                    rows=0))  # fmt: skip
+            else:
+                for cell_place in groups[key]:
+                    if not begin(cell_place, True):
+                        return
+                    done(cell_place, group.measure(cells[cell_place]))
+            drawn.forget(place)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a kernel with a norm is given but its output, and what it should make of that.
+
+    Attributes:
+        operands: a and b, or rows.
+        epilogue: What comes after them.
+        reference: Outputs of the unquantized operands.
+        exact: Outputs of what the kernel multiplies.
+        size: The scale of its rounding errors.
+        shares: Of a, that quantizing flushed and saturated.
+    """
+
+    operands: tuple[Any, ...]
+    epilogue: NormEpilogue
+    reference: Tensor
+    exact: Tensor
+    size: Tensor
+    shares: tuple[float, float] = (0.0, 0.0)
+
+
+class _Group:
+    """All cells on one draw: references and exact quantizations are made once."""
+
+    def __init__(self, x: Tensor, w: Tensor | None, device: Device, digest: str) -> None:
+        self.wide_x, self.wide_w, self.device, self.digest = x, w, device, digest
+        self._cache: dict[Any, Any] = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def x(self, form: Format) -> Tensor:
+        return self._once(("x", form), lambda: self.wide_x.to(form.dtype))  # type: ignore[no-any-return]
+
+    def w(self, form: Format) -> Tensor:
+        assert self.wide_w is not None  # asked for by ops with two operands only
+        wide = self.wide_w
+        return self._once(("w", form), lambda: wide.to(form.dtype))  # type: ignore[no-any-return]
+
+    def quantized(
+        self, which: str, source: Format, form: Format, granularity: Granularity
+    ) -> QuantizedTensor:
+        operand = self.x(source) if which == "x" else self.w(source)
+        return self._once(  # type: ignore[no-any-return]
+            (which, source, form, granularity),
+            lambda: numerics.quantize(operand, form, granularity),
+        )
+
+    def measure(self, cell: Cell) -> AccuracyRecord:
+        """The record of a cell, whatever happens.
+
+        Raises:
+            DeviceLostError: Its kernel left the device unusable.
+        """
+        contender = Contender(cell.kernel.name, ())
+        found: list[AccuracyRecord] = []
+        with faults_of(contender, self.wide_x.device):
+            found.append(self._measure(cell))
+        return (
+            found[0]
+            if found
+            else AccuracyRecord(
+                status=contender.status,
+                reason=contender.reason,
+                seed=cell.seed,
+                rows=self.wide_x.shape[0],
+            )
+        )
+
+    def _measure(self, cell: Cell) -> AccuracyRecord:
+        if cell.kernel.op == "gemm":
+            return self._gemm(cell)
+        if cell.kernel.op == "scaled_gemm":
+            return self._scaled_gemm(cell)
+        if cell.kernel.op in NORM_OPS:
+            return self._norm(cell)
+        if cell.kernel.op == "norm_backward":
+            return self._norm_backward(cell)
+        return self._dequantize(cell) if cell.kernel.op == "dequantize" else self._quantize(cell)
+
+    def _gemm(self, cell: Cell) -> AccuracyRecord:
+        kernel, form = cell.kernel, cell.problem.a.format
+        a, w = self.x(form), self.w(form)
+        out = torch.full(
+            (a.shape[0], w.shape[0]), math.nan, dtype=cell.problem.out_format.dtype, device=a.device
+        )
+        b = w.t()
+        kernel.launch(a, b, out, None, kernel.workspace(a, b))
+        shares = (0.0, 0.0)
+        if kernel.quantizes:
+            fp8 = fp8_format(self.device)
+            key: Any = (form, fp8, fp8, kernel.granularity, kernel.b_granularity)
+            if kernel.quantized_as is not None:
+                left, right = kernel.quantized_as("x", a), kernel.quantized_as("w", w)
+                key = (form, kernel.quantized_as)
+            else:
+                left = self.quantized("x", form, fp8, kernel.granularity)
+                right = self.quantized("w", form, fp8, kernel.b_granularity)
+            shares = numerics.flushed_and_saturated_shares(a, left)
+            exact, size = self._once(key, lambda: _exact(left, right.t()))
+        else:
+            exact, size = self._once(("plain", form), lambda: _exact(a, b))
+        reference, _ = self._once(("plain", form), lambda: _exact(a, b))
+        return self._record(cell, out, reference, exact, size, shares)
+
+    def _scaled_gemm(self, cell: Cell) -> AccuracyRecord:
+        problem, source = cell.problem, Format.BFLOAT16
+        assert problem.b is not None  # an op with two operands
+        formats = (problem.a.format, problem.b.format)
+        if problem.op == "gemm":  # the error of its class, see `accuracy_problem`
+            formats = (fp8_format(self.device),) * 2
+        left = self.quantized("x", source, formats[0], cell.kernel.granularity)
+        right = self.quantized("w", source, formats[1], cell.kernel.b_granularity)
+        a, w, form = self.x(source), self.w(source), problem.out_format
+        key = (source, *formats, left.granularity, right.granularity)
+        exact, size = self._once(key, lambda: _exact(left, right.t()))
+        reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
+        out_scale: Tensor | None = None
+        extra: tuple[Epilogue, ...] = ()
+        if form.is_fp8:  # under a scale that fits, as a static one is meant to
+            out = empty_data(a.shape[0], w.shape[0], form.dtype, a.device)
+            out.view(torch.uint8).fill_(form.nan_byte)
+            largest = exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().clamp_min(1e-30)
+            out_scale = (largest / form.maximum).float().view(1, 1)
+            extra = (Epilogue(out_scale=out_scale),)
+        else:
+            out = torch.full(exact.shape, math.nan, dtype=form.dtype, device=a.device)
+        operands = (left.data, left.scale, *right.transpose, out, None)
+        cell.kernel.launch(*operands, cell.kernel.workspace(*operands, *extra), *extra)
+        shares = numerics.flushed_and_saturated_shares(a, left)
+        return self._record(cell, out, reference, exact, size, shares, out_scale)
+
+    def _norm(self, cell: Cell) -> AccuracyRecord:
+        """After the norm, and what of the epilogue is left in the problem."""
+        problem, kernel = cell.problem, cell.kernel
+        layer = self._layer(cell)
+        (rows, columns), device = layer.exact.shape, layer.exact.device
+        form, granularity, scale = problem.out_format, problem.out_granularity, None
+        if form.is_fp8 and granularity is Granularity.TENSOR:
+            scale = fitting_scale(layer.epilogue, columns, form, lambda: layer.exact)
+        out = empty_output(form, granularity, rows, columns, device, scale)
+        poison_output(out, form)
+        given = (*layer.operands, out, layer.epilogue)
+        kernel.launch(*given, kernel.workspace(*given))
+        error = norm_kernel_error(out, layer.exact, layer.size, form.unit_roundoff)
+        value = out if isinstance(out, Tensor) else numerics.dequantize(out, torch.float64)
+        return self._judged(cell, value, layer.reference, error, layer.shares)
+
+    def _norm_backward(self, cell: Cell) -> AccuracyRecord:
+        """Of dy as the next GEMM reads it, of gradients that were drawn."""
+        problem, dd = cell.problem, self.x(Format.BFLOAT16)
+        epilogue = draw_epilogue(norm_form(problem.epilogue), len(dd), problem.k, dd.device)
+        y = draw_normal(dd)
+        made = launched(cell.kernel, dd, y, replace(problem, m=len(dd)), epilogue)
+        exact = norm_gradients(dd, y, epilogue)
+        error = gradients_error(made, slice(0, len(dd)), exact.dy, exact.size)
+        value, shares = made.dy, (0.0, 0.0)
+        if made.quantized is not None:
+            value = numerics.dequantize(made.quantized, torch.float64)
+            shares = numerics.flushed_and_saturated_shares(exact.dy.float(), made.quantized)
+        assert value is not None  # one or the other is written
+        return self._judged(cell, value, exact.dy, error, shares)
+
+    def _layer(self, cell: Cell) -> _Layer:
+        problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
+        x, n = self.x(source), problem.n
+        columns = problem.k if problem.b is None else n
+        epilogue = draw_epilogue(norm_form(problem.epilogue), len(x), columns, x.device)
+        if problem.b is None:
+            exact, size = ops.norm_rows(x)
+            exact, size = ops.normalized(exact, size, epilogue)
+            return _Layer((x,), epilogue, exact, exact, size)
+        w = self._weight(n)
+        exact, size = self._once(("plain", source, n), lambda: _exact(x, w.t()))
+        reference, size = ops.normalized(exact, size, epilogue)
+        if kernel.granularity is Granularity.NONE:
+            return _Layer((x, w.t()), epilogue, reference, reference, size)
+        fp8 = fp8_format(self.device)
+        formats = (problem.a.format, problem.b.format) if problem.a.format.is_fp8 else (fp8, fp8)
+        left = self.quantized("x", source, formats[0], kernel.granularity)
+        right = self._quantized_weight(n, formats[1], kernel.b_granularity)
+        key = (*formats, left.granularity, right.granularity, n)
+        exact, size = self._once(key, lambda: _exact(left, right))
+        exact, size = ops.normalized(exact, size, epilogue)
+        operands = (x, w.t()) if kernel.quantizes else (left, right)
+        shares = numerics.flushed_and_saturated_shares(x, left)
+        return _Layer(operands, epilogue, reference, exact, size, shares)
+
+    def _weight(self, n: int) -> Tensor:
+        """The weight ``[n, k]``; fewer rows are drawn of long ones, but a norm takes whole rows."""
+        w = self.w(Format.BFLOAT16)
+        return w if len(w) >= n else w[torch.arange(n, device=w.device) % len(w)]
+
+    def _quantized_weight(self, n: int, form: Format, granularity: Granularity) -> QuantizedTensor:
+        return self._once(  # type: ignore[no-any-return]
+            ("whole", n, form, granularity),
+            lambda: numerics.quantize(self._weight(n), form, granularity).t(),
+        )
+
+    def _record(
+        self,
+        cell: Cell,
+        out: Tensor,
+        reference: Tensor,
+        exact: Tensor,
+        size: Tensor,
+        shares: tuple[float, float],
+        out_scale: Tensor | None = None,
+    ) -> AccuracyRecord:
+        roundoff = cell.problem.out_format.unit_roundoff
+        error = numerics.kernel_error(out, exact, size, roundoff, out_scale)
+        value = out if out_scale is None else out.double() * out_scale
+        return self._judged(cell, value, reference, error, shares)
+
+    def _judged(
+        self,
+        cell: Cell,
+        value: Tensor,
+        reference: Tensor,
+        error: numerics.KernelError,
+        shares: tuple[float, float],
+    ) -> AccuracyRecord:
+        errors = numerics.measure_errors(value, reference)
+        reason = ""
+        if errors.nonfinite_unexpected_count:
+            reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
+        elif error.maximum > cell.kernel.bound_at(cell.problem):
+            reason = f"kernel_err {error.maximum:.3g} > {cell.kernel.bound_at(cell.problem):g}"
+        return AccuracyRecord(
+            status="wrong" if reason else "ok",
+            reason=reason,
+            seed=cell.seed,
+            rows=value.shape[0],
+            errors=errors,
+            kernel_err=error.maximum,
+            kernel_err_row_p99=error.row_p99,
+            flushed_share=shares[0],
+            saturated_share=shares[1],
+            operand_digest=self.digest,
+        )
+
+    def _quantize(self, cell: Cell) -> AccuracyRecord:
+        problem, kernel = cell.problem, cell.kernel
+        x = self.x(problem.a.format)
+        form, granularity = problem.out_format, kernel.granularity
+        expected, made = [], []
+        by_power = "power_of_two" in kernel.epilogues
+        for source in (x, x.t()) if kernel.op == "quantize_transpose" else (x,):
+            if source is x and not by_power:
+                exact = self.quantized("x", problem.a.format, form, granularity)
+            else:
+                exact = numerics.quantize(source, form, granularity, power_of_two_scale=by_power)
+            rows, columns = source.shape
+            data = empty_data(rows, columns, form.dtype, x.device)
+            data.view(torch.uint8).fill_(0xA5)
+            scale = granularity.empty_scale(rows, columns, x.device).fill_(math.nan)
+            expected.append(exact)
+            made.append((data, scale))
+        (data, scale), fitting = made[0], expected[0].scale
+        if not kernel.epilogues & {"none", "power_of_two"} and fitting is not None:
+            scale.copy_(fitting)  # it is given
+        outputs: list[Tensor | None] = [out for pair in made for out in pair]
+        if kernel.op == "quantize_transpose":
+            outputs.append(None)  # sums of columns are not quantized
+        kernel.launch(x, *outputs, kernel.workspace(x, *outputs))
+        reason = "".join(
+            compare_bytes(*pair, exact.data, exact.scale)
+            for pair, exact in zip(made, expected, strict=True)
+        )
+        found = QuantizedTensor(data, scale, kernel.granularity)
+        reference = x.to(torch.float64)
+        value = numerics.dequantize(found, torch.float64)
+        flushed, saturated = numerics.flushed_and_saturated_shares(x, found)
+        return AccuracyRecord(
+            status="wrong" if reason else "ok",
+            reason=reason,
+            seed=cell.seed,
+            rows=x.shape[0],
+            errors=numerics.measure_errors(value, reference),
+            kernel_err=math.inf if reason else 0.0,
+            kernel_err_row_p99=math.inf if reason else 0.0,
+            flushed_share=flushed,
+            saturated_share=saturated,
+            operand_digest=self.digest,
+        )
+
+    def _dequantize(self, cell: Cell) -> AccuracyRecord:
+        problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
+        quantized = self.quantized("x", source, problem.a.format, problem.a.granularity)
+        out = torch.full(
+            quantized.data.shape,
+            math.nan,
+            dtype=problem.out_format.dtype,
+            device=self.wide_x.device,
+        )
+        operands = (quantized.data, quantized.scale, out)
+        kernel.launch(*operands, kernel.workspace(*operands))
+        exact = ops.exact(quantized)
+        reference = self.x(source).to(torch.float64)
+        shares = numerics.flushed_and_saturated_shares(self.x(source), quantized)
+        return self._record(cell, out, reference, exact, torch.zeros_like(exact), shares)
+
+
+def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    return ops.product(a, b), ops.magnitude(a, b)

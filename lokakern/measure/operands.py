@@ -1,0 +1,558 @@
+"""Operands of a measurement: drawn once, laid out as many cold sets, with exact references."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.device import l2_bytes
+from lokakern.errors import MeasurementError
+from lokakern.measure.operand_cache import digest_of, drawn_on, plan_of
+from lokakern.measure.tiled_compare import (
+    Piece,
+    compare_bytes,
+    compare_sums,
+    pieces_to_check,
+    product_of_piece,
+)
+from lokakern.measure.timing import MOST_CALLED
+from lokakern.numerics import KernelError
+from lokakern.problems import (
+    bias_format,
+    epilogue_of,
+    has_column_sums,
+    is_plain,
+    scaling_of,
+    sums_over_samples,
+)
+from lokakern.registry import ops
+from lokakern.registry.register import Kernel, fp8_format
+from lokakern.types import (
+    GROUP,
+    PLAIN,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Problem,
+    QuantizedTensor,
+    empty_data,
+)
+
+CHECKED_ELEMENTS = 2**24  # of outputs, after timing; at least one whole set up to this size
+CHECKED_SETS = MOST_CALLED  # of the thousand that a tiny problem has
+
+QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # how many tensors they make
+GIVEN_SCALES = ("static", "delayed")
+
+Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case64:
+    """Exact product and product of magnitudes of the drawn rows, float64."""
+
+    exact: Tensor
+    magnitude: Tensor
+
+
+class Operands:
+    """Everything a problem's candidates are timed on.
+
+    Every set holds its own copy of every operand, weight, scale and output, so that a replay over
+    all sets finds none of it in the cache. Rows repeat the drawn ones in an order of each set;
+    where samples run along k (gradients of weights) both operands repeat theirs along k, in the
+    same order. Outputs of a weight repeat in one order.
+
+    A float32 output that is added to begins at `before`, an FP8 output has a scale that fits the
+    drawn rows, both the same in every set.
+
+    Args:
+        problem: What is computed.
+        distribution: Name of the input distribution.
+        device: Torch device.
+        target: The device type (formats follow it).
+        cold: Whether to make enough sets to pass 2x the last-level cache; else one set.
+        seed: Of all that is drawn, and of the order of rows.
+
+    Raises:
+        MeasurementError: No operands are made of such a problem (strided ones, batches of
+            quantized ones).
+        ShapeError: m is 0.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        distribution: str,
+        device: torch.device,
+        target: Device,
+        *,
+        cold: bool,
+        seed: int = 0,
+    ) -> None:
+        _refuse(problem)
+        self.problem = problem
+        self.seed = seed
+        self.device = device
+        self.target = target
+        self.along_k = sums_over_samples(problem)
+        # Operands that come quantized are quantized from bfloat16.
+        self.form = problem.a.format if problem.op in ("gemm", *QUANTIZERS) else Format.BFLOAT16
+        plan = plan_of(problem, distribution, seed)
+        self.x = drawn_on(plan.x, plan.x_rows, self.form, device)
+        self.w: Tensor | None = None
+        self.digest = digest_of(plan.x, plan.x_rows, self.form)
+        self.columns: Tensor | None = None  # output column -> row of w, where not the same
+        if plan.w is not None:
+            self.w = drawn_on(plan.w, plan.w_rows, self.form, device)
+            other = digest_of(plan.w, plan.w_rows, self.form)
+            self.digest = f"{self.digest[:8]}{other[:8]}"
+            if not self.along_k and (problem.batch > 1 or problem.n > plan.w_rows):
+                self.w, self.columns = _repeated(self.w, problem.batch, problem.n)
+        generator = torch.Generator().manual_seed(seed + 1)
+        self._amax: dict[tuple[str, int], Tensor] = {}  # what a delayed quantizer raises in a set
+        self._quantized: dict[Any, QuantizedTensor] = {}
+        self._references: dict[Any, Case64] = {}
+        set_bytes = max(problem.bytes_moved, 1)
+        count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
+        total = problem.batch * (problem.k if self.along_k else problem.m)
+        self.bias: Tensor | None = None
+        self.cross: tuple[Tensor, Tensor] | None = None
+        self.before: Tensor | None = None
+        self.out_scale: Tensor | None = None
+        self._draw_epilogue(generator)
+        # Rows under one scale stay together; elsewhere their order is fresh in every set.
+        fixed = problem.a.granularity is Granularity.BLOCK
+        self.order = [
+            torch.arange(total) % plan.x_rows
+            if fixed
+            else self._fresh_order(plan.x_rows, total, generator)
+            for _ in range(count)
+        ]
+        self.sets = [self._make_set(order.to(device)) for order in self.order]
+        # What a launcher gets after its workspace, for each set.
+        self.epilogues = [self._epilogue() for _ in self.sets]
+
+    def _draw_epilogue(self, generator: torch.Generator) -> None:
+        """What comes after the sums, the same in every set."""
+        problem = self.problem
+        if problem.epilogue.startswith("bias"):
+            bias = torch.randn(problem.n, generator=generator)
+            self.bias = bias.to(bias_format(problem).dtype).to(self.device)
+        if problem.epilogue.endswith("cross"):
+            self.cross = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
+        if problem.accumulate:
+            self.before = self._normal(2, Format.FLOAT32)
+        if problem.op == "scaled_gemm":
+            self.out_scale = self._fitting_scale()
+
+    def _normal(self, place: int, form: Format) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(3 * self.seed + place)
+        shape = (self.problem.batch * self.problem.m, self.problem.n)
+        return torch.randn(shape, generator=generator, device=self.device).to(form.dtype)
+
+    def _fitting_scale(self) -> Tensor | None:
+        """Decode scale of an FP8 output: of the largest of the drawn rows' products."""
+        if not self.problem.out_format.is_fp8:
+            return None
+        assert self.problem.b is not None  # a scaled GEMM
+        exact = self._scaled_case().exact
+        largest = float(exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+        scale = largest / self.problem.out_format.maximum if largest else 1.0
+        return torch.full((1, 1), scale, dtype=torch.float32, device=self.device)
+
+    def _epilogue(self) -> tuple[Any, ...]:
+        if is_plain(self.problem):
+            return ()
+        x0, x = (None, None) if self.cross is None else (y.clone() for y in self.cross)
+        scale = None if self.out_scale is None else self.out_scale.clone()
+        return (epilogue_of(self.problem, x0, x, scale),)
+
+    @staticmethod
+    def _fresh_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
+        pieces = [torch.randperm(rows, generator=generator) for _ in range(-(-total // rows))]
+        return torch.cat(pieces)[:total]
+
+    def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
+        """The drawn rows ("x") or the weight ("w"), exactly quantized."""
+        power_of_two = self.problem.op in QUANTIZERS and scaling_of(self.problem) == "power_of_two"
+        key = (which, form, granularity)
+        if key not in self._quantized:
+            source = self.x if which == "x" else self.w
+            assert source is not None  # "w" is asked for by ops with two operands only
+            self._quantized[key] = numerics.quantize(
+                source, form, granularity, power_of_two_scale=power_of_two
+            )
+        return self._quantized[key]
+
+    def quantized_by(self, kernel: Kernel, which: str, rows: Tensor) -> QuantizedTensor:
+        """Rows of x or of w as a kernel of op gemm must quantize them; a prepared weight as it is.
+
+        Args:
+            kernel: One that quantizes.
+            which: "x" or "w".
+            rows: ``[rows, k]``; those drawn are quantized once.
+        """
+        form = fp8_format(self.target)
+        granularity = kernel.granularity if which == "x" else kernel.b_granularity
+        given = which == "w" and self.problem.prepared
+        if kernel.quantized_as is not None and not given:
+            return kernel.quantized_as(which, rows)
+        if rows is (self.x if which == "x" else self.w):
+            return self.quantized(which, form, granularity)
+        return numerics.quantize(rows, form, granularity)
+
+    def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A copy of quantized rows, repeated as the index says; None for as they are."""
+        if index is None:
+            index = torch.arange(len(quantized.data), device=self.device)
+        data = empty_data(len(index), quantized.data.shape[1], quantized.data.dtype, self.device)
+        data.view(torch.uint8).copy_(quantized.data.view(torch.uint8)[index])
+        assert quantized.scale is not None  # made by `quantized`
+        scale = quantized.granularity.empty_scale(len(index), data.shape[1], self.device)
+        match quantized.granularity:
+            case Granularity.TENSOR:
+                return data, scale.copy_(quantized.scale)
+            case Granularity.BLOCK:
+                return data, scale.copy_(quantized.scale[index[::GROUP] // GROUP])
+        return data, scale.copy_(quantized.scale[index])
+
+    def _weight(self) -> Tensor:
+        """A copy of the weight, ``[n, k]``, or ``[batch, n, k]``."""
+        assert self.w is not None  # an op with two operands
+        weight = self.w.clone() if self.columns is None else self.w[self.columns]
+        batch = self.problem.batch
+        return weight if batch == 1 else weight.view(batch, self.problem.n, self.problem.k)
+
+    def _make_set(self, order: Tensor) -> tuple[Any, ...]:
+        """Operands of one call, outputs last; see `Kernel` for the order."""
+        problem = self.problem
+        m, n, k = problem.m, problem.n, problem.k
+        out_dtype = problem.out_format.dtype
+        if problem.op in QUANTIZERS:
+            x = self.x[order]
+            if problem.a.layout is Layout.COLUMN:
+                x = x.t().contiguous().t()
+            granularity = problem.out_granularity
+            made = [
+                out
+                for shape in ((m, k), (k, m))[: QUANTIZERS[problem.op]]
+                for out in (
+                    empty_data(*shape, out_dtype, self.device),
+                    granularity.empty_scale(*shape, self.device),
+                )
+            ]
+            if scaling_of(problem) in GIVEN_SCALES:  # one that fits, as it is meant to
+                fitting = self.quantized("x", problem.out_format, granularity).scale
+                assert fitting is not None  # made by `quantized`
+                made[1].copy_(fitting)
+            if problem.op == "quantize":
+                return x, *made
+            sums = has_column_sums(problem)
+            return x, *made, torch.empty(k, device=self.device) if sums else None
+        if problem.op == "dequantize":
+            quantized = self.quantized("x", problem.a.format, problem.a.granularity)
+            data, scale = self._tiled(quantized, order)
+            return data, scale, torch.empty((m, k), dtype=out_dtype, device=self.device)
+        assert problem.b is not None  # the other two ops have two operands
+        front = () if problem.batch == 1 else (problem.batch,)
+        bias = None if self.bias is None else self.bias.clone()
+        if problem.op == "scaled_gemm":
+            rows = problem.batch * m
+            if self.before is not None:
+                out = self.before.clone()
+            elif out_dtype.itemsize == 1:
+                out = empty_data(rows, n, out_dtype, self.device)
+            else:
+                out = torch.empty((rows, n), dtype=out_dtype, device=self.device)
+            left = self.quantized("x", problem.a.format, problem.a.granularity)
+            right = self.quantized("w", problem.b.format, problem.b.granularity)
+            data, scale = self._tiled(right, self.columns)
+            return *self._tiled(left, order), data.t(), scale.t(), out, bias
+        out = torch.empty((*front, m, n), dtype=out_dtype, device=self.device)
+        if self.along_k:
+            assert self.w is not None  # an op with two operands
+            a = self.x[order].view(*front, k, m).transpose(-1, -2)
+            return a, self.w[order].view(*front, k, n), out, bias
+        a = self.x[order].view(*front, m, k)
+        if problem.a.layout is Layout.COLUMN:
+            a = a.transpose(-1, -2).contiguous().transpose(-1, -2)
+        weight = self._weight()
+        if problem.prepared:
+            right = self.quantized("w", problem.b.format, problem.b.granularity)
+            data, scale = self._tiled(right, self.columns)
+            return a, QuantizedTensor(data, scale, right.granularity, True, weight), out, bias
+        b = weight.transpose(-1, -2)
+        return a, b.contiguous() if problem.b.layout is Layout.ROW else b, out, bias
+
+    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
+        """A launch on one set, with a workspace of its own."""
+        given, extra = self.sets[number], self.epilogues[number]
+        seen = given[:2] if kernel.op == "gemm" else given
+        workspace = kernel.workspace(*seen, *extra)
+        if self.problem.epilogue == "delayed":
+            self._amax[kernel.name, number] = workspace[0]
+        return functools.partial(kernel.launch, *given, workspace, *extra)
+
+    def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """What a launch writes."""
+        if self.problem.op in QUANTIZERS:
+            given = scaling_of(self.problem) in GIVEN_SCALES
+            outputs = operands[1], *operands[3 if given else 2 :]
+            return tuple(out for out in outputs if out is not None)
+        return (operands[2],) if self.problem.op in ("gemm", "dequantize") else (operands[4],)
+
+    def fingerprint(self) -> list[int]:
+        """Sums of the bytes of what the first and the last set read, which no kernel may change."""
+        sums = []
+        for number in (0, -1):
+            operands = self.sets[number]
+            written = {id(out) for out in self.outputs(operands)}
+            extra = [x for epilogue in self.epilogues[number] for x in epilogue]
+            for operand in (*operands, *extra):
+                parts = [operand]
+                if isinstance(operand, QuantizedTensor):
+                    parts = [operand.data, operand.scale, operand.source]
+                sums += [_byte_sum(x) for x in parts
+                         if isinstance(x, Tensor) and id(x) not in written]  # fmt: skip
+        return sums
+
+    def poison(self) -> None:
+        """Fill every output with what no kernel may leave there, or with what is added to.
+
+        What is raised begins at 0.
+        """
+        for amax in self._amax.values():
+            amax.zero_()
+        for operands in self.sets:
+            for out in self.outputs(operands):
+                if self.before is not None:
+                    out.copy_(self.before)
+                elif out.dtype.itemsize == 1:
+                    nan = self.problem.out_format.nan_byte  # which quantizing writes, too
+                    out.view(torch.uint8).fill_(nan if self.out_scale is not None else 0xA5)
+                else:
+                    out.fill_(math.nan)
+
+    def reference(self, kernel: Kernel) -> Case64:
+        """Exact result of the drawn rows as the kernel sees them, without a bias.
+
+        Row by row of x and of w: what every output repeats, so its size is bounded by the draw's.
+        """
+        problem = self.problem
+        if problem.op == "scaled_gemm":
+            return self._scaled_case()
+        key = (kernel.granularity, kernel.b_granularity, kernel.quantized_as)
+        if key not in self._references:
+            if problem.op != "gemm":
+                exact = ops.exact(self.quantized("x", problem.a.format, problem.a.granularity))
+                self._references[key] = Case64(exact, torch.zeros_like(exact))
+            elif kernel.quantizes:
+                assert self.w is not None  # an op with two operands
+                left = self.quantized_by(kernel, "x", self.x)
+                right = self.quantized_by(kernel, "w", self.w).t()
+                self._references[key] = case_of(left, right)
+            else:
+                assert self.w is not None  # an op with two operands
+                self._references[key] = case_of(self.x, self.w.t())
+        return self._references[key]
+
+    def _scaled_case(self) -> Case64:
+        a, b = self.problem.a, self.problem.b
+        assert b is not None  # an op with two operands
+        if not self._references:
+            left = self.quantized("x", a.format, a.granularity)
+            right = self.quantized("w", b.format, b.granularity).t()
+            self._references["scaled"] = case_of(left, right)
+        return self._references["scaled"]
+
+    def _expectation(self, kernel: Kernel, number: int) -> Expectation:
+        """What a kernel must have written into a set: for a piece, exact values and magnitudes."""
+        problem = self.problem
+        if self.along_k:
+            # Every set repeats the rows in an order of its own: only the operands say what it is.
+            a, b = self.sets[number][:2]
+            if kernel.quantizes:
+                a = self.quantized_by(kernel, "x", a)
+                b = self.quantized_by(kernel, "w", b.t()).t()
+
+            def expect(piece: Piece) -> tuple[Tensor, Tensor]:
+                return product_of_piece(a, b, piece)
+
+            return expect
+        case = self.reference(kernel)
+        rows = self.order[number].to(self.device).view(problem.batch, -1)
+
+        def gather(piece: Piece) -> tuple[Tensor, Tensor]:
+            index: Any = rows[piece.batch, piece.rows]
+            if self.columns is not None:
+                across = self.columns.view(problem.batch, problem.n)[piece.batch]
+                index = (index[:, :, None], across[:, None, :])
+            return case.exact[index].flatten(0, 1), case.magnitude[index].flatten(0, 1)
+
+        return gather
+
+    def check(self, kernel: Kernel) -> tuple[KernelError, str]:
+        """Kernel error over the sets just written, and what is wrong ("" if nothing is).
+
+        Of an output larger than CHECKED_ELEMENTS the first, the last and random pieces are
+        compared, and the rest only searched for what was not written. ``row_p99`` is the largest
+        of the pieces'.
+        """
+        worst = KernelError(0.0, 0.0)
+        checked = 0
+        for number, operands in enumerate(self.sets[:CHECKED_SETS]):
+            if checked and checked >= CHECKED_ELEMENTS:
+                break
+            checked += self.outputs(operands)[0].numel()
+            if self.problem.op in QUANTIZERS:
+                wrong = self._check_bytes(operands, self.order[number].to(self.device))
+                wrong = wrong or self._check_amax(kernel, number)
+                if wrong:
+                    return KernelError(math.inf, math.inf), wrong
+                continue
+            found, unwritten = self._check_set(kernel, number)
+            worst = KernelError(
+                max(worst.maximum, found.maximum), max(worst.row_p99, found.row_p99)
+            )
+            if unwritten:
+                return KernelError(math.inf, math.inf), unwritten
+        bound = kernel.bound_at(self.problem)
+        if worst.maximum > bound:
+            return worst, f"kernel_err {worst.maximum:.3g} > {bound:g}"
+        return worst, ""
+
+    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
+        problem = self.problem
+        (out,) = self.outputs(self.sets[number])
+        out = out if out.dim() == 3 else self._by_group(out)
+        checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
+        expected = self._expectation(kernel, number)
+        maximum = row_p99 = 0.0
+        for piece in checked:
+            exact, magnitude = expected(piece)
+            exact, magnitude = self._finished(exact, magnitude, number, piece)
+            found = numerics.kernel_error(
+                piece.of(out).flatten(0, 1), exact, magnitude, problem.out_format.unit_roundoff,
+                self.out_scale,
+            )  # fmt: skip
+            maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
+        if rest and self._all_finite():  # then so is every sum in float64
+            for piece in rest:
+                left = piece.of(out)
+                left = left.float() if problem.out_format.is_fp8 else left
+                count = int(torch.isnan(left).sum())
+                if count:
+                    return KernelError(math.inf, math.inf), (
+                        f"{count} outputs of batch {piece.batch.start}, rows from "
+                        f"{piece.rows.start}, were not written or are NaN"
+                    )
+        return KernelError(maximum, row_p99), ""
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""
+        strides = (x.stride(0), x.stride(1))
+        shape = (self.problem.batch, self.problem.m, x.shape[1])
+        return x.as_strided(shape, (self.problem.m * strides[0], *strides))
+
+    def _finished(
+        self, exact: Tensor, magnitude: Tensor, number: int, piece: Piece
+    ) -> tuple[Tensor, Tensor]:
+        """What comes after the sums, in one piece of a set's output."""
+        epilogue = self.epilogues[number][0] if self.epilogues[number] else PLAIN
+        before = self.before
+        if epilogue.x0 is not None and epilogue.x is not None:
+            x0, x = (piece.of(self._by_group(y)).flatten(0, 1) for y in (epilogue.x0, epilogue.x))
+            epilogue = epilogue._replace(x0=x0, x=x)
+        if before is not None:
+            before = piece.of(self._by_group(before)).flatten(0, 1)
+        return ops.finished(exact, magnitude, self.bias, epilogue, before)
+
+    def _all_finite(self) -> bool:
+        given = [x for x in (self.x, self.w, self.bias) if x is not None]
+        return all(bool(torch.isfinite(x).all()) for x in given)
+
+    def _check_bytes(self, operands: tuple[Any, ...], index: Tensor) -> str:
+        x, data, scale, *turned = operands
+        granularity = self.problem.out_granularity
+        power_of_two = scaling_of(self.problem) == "power_of_two"
+        exact = functools.partial(
+            numerics.quantize, out_format=self.problem.out_format, granularity=granularity,
+            power_of_two_scale=power_of_two,
+        )  # fmt: skip
+        if turned:
+            expected = exact(x.t())
+            data_t, scale_t, sums = turned
+            wrong = compare_bytes(data_t, scale_t, expected.data, expected.scale)
+            if wrong:
+                return f"transposed: {wrong}"
+            wrong = "" if sums is None else compare_sums(sums, x)
+            if wrong:
+                return wrong
+        if granularity is Granularity.BLOCK:  # rows under one scale: quantize them as they lie
+            expected = exact(x)
+            exact_data, exact_scale = expected.data, expected.scale
+        else:
+            expected = self.quantized("x", self.problem.out_format, granularity)
+            exact_data = expected.data.view(torch.uint8)[index]
+            assert expected.scale is not None  # made by `quantized`
+            per_row = granularity is not Granularity.TENSOR
+            exact_scale = expected.scale[index] if per_row else expected.scale
+        return compare_bytes(data, scale, exact_data, exact_scale)
+
+    def _check_amax(self, kernel: Kernel, number: int) -> str:
+        if self.problem.epilogue != "delayed":
+            return ""
+        found = float(self._amax[kernel.name, number])
+        x = self.x.float()  # every set holds all of its rows
+        exact = float(torch.where(torch.isfinite(x), x.abs(), 0.0).amax())
+        return "" if found == exact else f"amax is {found}, not {exact}"
+
+
+def case_of(left: Any, right: Any) -> Case64:
+    return Case64(ops.product(left, right), ops.magnitude(left, right))
+
+
+def _byte_sum(x: Tensor) -> int:
+    whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    return int(whole.sum(dtype=torch.int64))
+
+
+def _refuse(problem: Problem) -> None:
+    operands = [problem.a] if problem.b is None else [problem.a, problem.b]
+    if any(operand.layout is Layout.STRIDED for operand in operands):
+        raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
+    if problem.op != "gemm" or problem.prepared:
+        if problem.batch != 1 and problem.op != "scaled_gemm":
+            raise MeasurementError(
+                f"{problem}: batches are measured of unquantized gemm and of scaled_gemm only"
+            )
+        usual = [Layout.ROW, Layout.COLUMN]
+        if problem.prepared or problem.op in QUANTIZERS:  # what is not quantized lies either way
+            usual[0] = problem.a.layout
+        if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
+            raise MeasurementError(
+                f"{problem}: quantized operands are measured with a row-major and b column-major"
+            )
+
+
+def _repeated(w: Tensor, batch: int, n: int) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a weight of more rows than were drawn, and which row comes where.
+
+    One scale covers 128 rows, so what is left beyond whole blocks stands as distinct rows at the
+    end: quantizing the distinct rows quantizes the weight.
+    """
+    index = torch.arange(batch * n, device=w.device) % len(w)
+    rest = batch * n % GROUP
+    if rest:
+        w = torch.cat([w, w[index[-rest:]]])
+        index[-rest:] = torch.arange(len(w) - rest, len(w), device=w.device)
+    return w, index

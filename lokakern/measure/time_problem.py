@@ -1,0 +1,170 @@
+"""Time one problem's candidates against each other, then check what each wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lokakern.device import current_device
+from lokakern.measure import timing
+from lokakern.measure.operands import Operands
+from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.timing import Contender, faults_of, status_and_reason
+from lokakern.registry.register import Kernel
+from lokakern.registry.schema.records import TimingRecord
+from lokakern.types import Device, Problem
+from lokakern.workloads.suites import Case
+
+# Ceilings of an H200, for choosing how long a replay is; elsewhere they only have to be near.
+FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US = 4.3e6, 1.979e9, 1.5
+
+# What is told of a measurement while it runs: a kernel's place in the list (None: none of them
+# runs), and what happens to it.
+Announce = Callable[[int | None, str], None]
+
+
+def _nothing(_place: int | None, _what: str) -> None:
+    pass
+
+
+def torch_device() -> torch.device:
+    """The device that `current_device` describes."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if current_device().is_gpu
+        else (torch.device("cpu"))
+    )
+
+
+def floor_us(problem: Problem) -> float:
+    """Least time of a problem on an H200, in microseconds: bytes, FLOPs, and one launch."""
+    moved = problem.bytes_moved / FLOOR_BYTES_PER_US
+    return max(moved, problem.flops / FLOOR_FLOPS_PER_US) + FLOOR_LAUNCH_US
+
+
+def contender_of(operands: Operands, kernel: Kernel, name: str | None = None) -> Contender:
+    """A kernel on operand sets, each with its own workspace, ready to be timed."""
+    calls = [operands.call_of(kernel, number) for number in range(len(operands.sets))]
+    return Contender(name or kernel.name, calls)
+
+
+def time_case(
+    case: Case,
+    kernels: Sequence[Kernel],
+    device: Device,
+    regime: str,
+    *,
+    seed: int = 0,
+    announce: Announce = _nothing,
+) -> list[TimingRecord]:
+    """Time a problem's kernels against each other, then check what each writes.
+
+    Args:
+        case: The problem, and the distribution it is timed under.
+        kernels: Those that accept it.
+        device: The device type here.
+        regime: Timing regime.
+        seed: Of operands and order.
+        announce: Called before anything of a kernel is launched.
+
+    Returns:
+        One record for each kernel.
+
+    Raises:
+        DeviceLostError: A kernel, the one last announced, left the device unusable.
+    """
+    where = torch_device()
+    problem = case.problem
+    announce(None, "operands are made")
+    try:
+        operands = operands_of(
+            problem, case.distribution, where, device, cold=regime != "graph-hot", seed=seed
+        )
+    except Exception as error:  # memory above all; another problem may fit
+        status, reason = status_and_reason(error)
+        return [TimingRecord(status=status, reason=reason) for _ in kernels]
+    fingerprint = operands.fingerprint()
+    contenders = []
+    for place, kernel in enumerate(kernels):
+        announce(place, "its workspace is made")
+        contender = Contender(kernel.name, ())
+        with faults_of(contender, where):  # allocating may fail like any launch
+            contender = contender_of(operands, kernel)
+        contenders.append(contender)
+    places = {id(contender): place for place, contender in enumerate(contenders)}
+
+    def inspect(contender: Contender) -> None:
+        if operands.fingerprint() != fingerprint:
+            raise _OverwrittenError(places[id(contender)])
+
+    try:
+        timing.time_contenders(
+            [contender for contender in contenders if contender.status == "ok"],
+            regime=regime, device=where, floor_us=floor_us(problem), seed=seed,
+            announce=lambda contender: announce(places[id(contender)], "it is timed"),
+            inspect=inspect,
+        )  # fmt: skip
+    except _OverwrittenError as error:
+        at = error.place
+        timing.release(contenders)
+        del operands, contenders
+        others = [*kernels[:at], *kernels[at + 1 :]]
+
+        def told(place: int | None, what: str) -> None:
+            announce(place if place is None or place < at else place + 1, what)
+
+        records = time_case(case, others, device, regime, seed=seed, announce=told)
+        culprit = TimingRecord(status="wrong", reason="it changes what it should only read")
+        return [*records[:at], culprit, *records[at:]]
+    records = []
+    for place, (kernel, contender) in enumerate(zip(kernels, contenders, strict=True)):
+        announce(place, "its outputs are checked")
+        records.append(_record(kernel, contender, operands, regime, where))
+        announce(None, "the next kernel's turn comes")
+    timing.release(contenders)
+    return records
+
+
+class _OverwrittenError(BaseException):  # past `faults_of`: what the rivals read is spoiled
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def write_again(operands: Operands, contender: Contender) -> None:
+    """Poison the outputs, and do once more what was timed, so that it can be checked."""
+    operands.poison()
+    if operands.before is None:
+        contender.run_all()
+        return
+    for call in contender.calls[: timing.MOST_CALLED]:  # once each: a graph may hold a call twice
+        call()
+
+
+def _record(
+    kernel: Kernel, contender: Contender, operands: Operands, regime: str, where: torch.device
+) -> TimingRecord:
+    """Replay what was timed on poisoned outputs, check them, and put the row together."""
+    error, wrong = None, ""
+    if contender.status == "ok":
+        with faults_of(contender, where):
+            write_again(operands, contender)
+            error, wrong = operands.check(kernel)
+    if error is None:
+        return TimingRecord(status=contender.status, reason=contender.reason)
+    found = timing.quantiles(contender)
+    return TimingRecord(
+        status="wrong" if wrong else "ok",
+        reason=wrong,
+        latency_us_p20=found.p20,
+        latency_us_p50=found.p50,
+        latency_us_p80=found.p80,
+        replay_count=found.replay_count,
+        void_count=found.void_count,
+        calls_per_replay=contender.calls_per_replay,
+        clock_mhz=found.clock_mhz,
+        kernel_err=error.maximum,
+        kernel_err_row_p99=error.row_p99,
+        timer=timing.timer_name(regime, contender),
+        operand_digest=operands.digest,
+    )

@@ -1,0 +1,1 @@
+"""Modules whose products run on chosen kernels."""

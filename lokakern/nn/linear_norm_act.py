@@ -1,0 +1,93 @@
+"""`LinearNormAct`: a linear layer, a norm and an activation as one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lokakern.epilogue import ACTIVATIONS
+from lokakern.errors import UnknownNameError
+from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.linear import Linear
+from lokakern.norm import Norm, norm_named
+
+_FUNCTIONS = {
+    "relu": functional.relu, "hardswish": functional.hardswish, "silu": functional.silu,
+}  # fmt: skip
+
+
+class LinearNormAct(Linear):
+    """``activation(norm(x @ weight.t() + bias + residual))``, the usual layer of these models.
+
+    Keys of a state_dict are those of `nn.Linear`, and ``norm.weight`` and ``norm.bias`` where the
+    norm has them. `lokakern.convert` chooses its products as those of any `Linear`; what is behind
+    them is torch's, which torch.compile makes one kernel.
+
+    Args:
+        in_features: k.
+        out_features: n.
+        bias: As of `nn.Linear`.
+        device: As of `nn.Linear`.
+        dtype: As of `nn.Linear`.
+        norm: "layer", "rms", "block_rms(n)" with n a divisor of the outputs, which has no
+            parameters, or "none".
+        activation: "relu", "hardswish", "silu", or None.
+        eps: Of the norm.
+        budget: As of `Linear`.
+        distribution: As of `Linear`.
+
+    Raises:
+        UnknownNameError: No such norm or activation.
+        ShapeError: Blocks do not divide the outputs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm: str = "layer",
+        activation: str | None = "relu",
+        eps: float = 1e-5,
+        budget: Any = None,
+        distribution: str | Sequence[str] | None = None,
+    ) -> None:
+        name = "none" if activation is None else activation
+        if name not in ACTIVATIONS:
+            raise UnknownNameError(
+                f"LinearNormAct: activation is {activation!r}; expected one of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        super().__init__(
+            in_features, out_features, bias, device, dtype, budget=budget, distribution=distribution
+        )
+        self.norm = _module_of(norm_named(norm, eps), out_features, device, dtype)
+        self.activation = name
+
+    def forward(
+        self, input: Tensor, input_scale: str = "", residual: Tensor | None = None
+    ) -> Tensor:
+        """``[..., n]``; a residual is added to what is normalized."""
+        y = super().forward(input, input_scale)
+        z = self.norm(y if residual is None else y + residual)
+        return z if self.activation == "none" else _FUNCTIONS[self.activation](z)
+
+    def extra_repr(self) -> str:
+        """As of `Linear`, and the activation."""
+        return f"{super().extra_repr()}, activation={self.activation}"
+
+
+def _module_of(norm: Norm, columns: int, device: Any, dtype: torch.dtype | None) -> nn.Module:
+    if norm.kind == "none":
+        return nn.Identity()
+    if norm.kind == "block_rms":
+        return BlockRMSNorm(columns, norm.block, norm.eps)
+    kind = nn.LayerNorm if norm.kind == "layer" else nn.RMSNorm
+    return kind(columns, eps=norm.eps, device=device, dtype=dtype)

@@ -1,0 +1,45 @@
+"""Pages of HTML that need nothing else: no network, no other file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+
+def rendered(
+    template: Path, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
+) -> str:
+    """A template with the style sheet of all pages, as ``style``.
+
+    Values come from outside: all are escaped.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= filters or {}
+    style = Markup(Path(__file__).with_name("page.css").read_text("utf-8"))
+    return environment.from_string(template.read_text("utf-8")).render(style=style, **values)
+
+
+def script_of(text: str) -> Markup:
+    """Our own script, as the content of an element: nothing in it ends that."""
+    return Markup(text.replace("</script", r"<\/script").replace("<!--", r"<\!--"))
+
+
+def json_of(value: Any) -> Markup:
+    """JSON as the content of a script element: whatever is in the data, nothing in it ends that."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Markup(text.replace("<", r"\u003c"))
+
+
+def hash_of(script: str) -> str:
+    """By which a page's Content-Security-Policy knows a script that may run."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

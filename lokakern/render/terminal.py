@@ -1,0 +1,173 @@
+"""Tables, JSON and CSV on stdout; progress on stderr."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+from rich.table import Table as RichTable
+
+from lokakern.progress import Progress
+
+FORMATS = ("table", "json", "csv")
+A_MOMENT_S = 0.5
+NO_WIDTH = 100_000  # columns: as wide as it likes
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, Any]],
+    how: str,
+    *,
+    title: str = "",
+    note: str = "",
+    spare: Sequence[str] = (),
+) -> None:
+    """Print rows of equal columns.
+
+    Args:
+        rows: Column name (with its unit) to value, None where there is none.
+        how: "table", "json" or "csv".
+        title: Above a table.
+        note: Below a table.
+        spare: Columns that a table leaves out, the first first, where the terminal is too narrow.
+    """
+    if how == "json":
+        print(json.dumps(list(rows), indent=2, default=str, allow_nan=False))
+        return
+    columns = list(rows[0]) if rows else []
+    if how == "csv":
+        writer = csv.DictWriter(sys.stdout, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        return
+    # A pipe has no width: print whole lines there.
+    width = None if sys.stdout.isatty() else 220
+    console = Console(width=width, highlight=False, markup=False)  # texts of errors hold brackets
+    left_out: list[str] = []
+    table = _table_of(rows, columns, title)
+    for name in spare if sys.stdout.isatty() else ():
+        natural = Measurement.get(console, console.options.update(width=NO_WIDTH), table)
+        if natural.maximum <= console.width:
+            break
+        if name in columns:
+            columns.remove(name)
+            left_out.append(name)
+            table = _table_of(rows, columns, title)
+    console.print(table)
+    if left_out:
+        console.print(f"(too narrow for {', '.join(left_out)}; --format csv or json has all)")
+    if note:
+        console.print(note)
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], title: str) -> RichTable:
+    table = RichTable(title=title or None, title_justify="left", show_edge=False)
+    for column in columns:
+        numbers = all(isinstance(row[column], (int, float, type(None))) for row in rows)
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1 else f"{value:.2f}"
+    return str(value)
+
+
+class Waiting:
+    """A bar with the time left of what is told (`registry.progress`), on stderr.
+
+    Only on a terminal, and only of what takes longer than a moment.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar: RichProgress | None = None
+        self._what, self._began = "", 0.0
+
+    def __call__(self, what: str, share: float) -> None:
+        """Take in how far something is."""
+        if not self._console.is_terminal:
+            return
+        now = time.monotonic()
+        if what != self._what or share >= 1:
+            self.close()
+            self._what, self._began = what, now
+        elif self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=100 * share)
+        elif now - self._began > A_MOMENT_S:
+            self._bar = RichProgress(
+                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+                TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True,
+            )  # fmt: skip
+            self._bar.add_task(what, total=100, completed=round(100 * share))
+            self._bar.start()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class TerminalProgress(Progress):
+    """A bar with the time left, on stderr; where that is no terminal, notes only."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        console = Console(stderr=True)
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[what]}"),
+            console=console,
+            disable=quiet or not console.is_terminal,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> TerminalProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False)
+
+    def begin(self, phase: str, total: int) -> None:
+        self._task = self._bar.add_task(phase, total=total or None, what="")  # 0: nobody knows
+
+    def step(self, text: str) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, advance=1, what=text[:60])
+
+    def reach(self, done: int, text: str = "") -> None:
+        if self._task is not None:
+            words: dict[str, Any] = {"what": text[:60]} if text else {}
+            self._bar.update(self._task, completed=done, **words)

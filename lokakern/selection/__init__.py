@@ -1,0 +1,1 @@
+"""Dispatch: the fastest kernel within an error budget, chosen from measurements."""

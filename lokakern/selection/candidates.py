@@ -1,0 +1,525 @@
+"""Evidence: from the rows of a snapshot to what is known of each kernel at a problem."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lokakern.device import current_environment
+from lokakern.problems import accuracy_problem, baseline_name
+from lokakern.registry.freshness import is_current
+from lokakern.registry.libraries import named
+from lokakern.registry.register import KERNELS, Kernel, fp8_format
+from lokakern.types import Device, Environment, Granularity, Problem, Rejected
+
+if TYPE_CHECKING:
+    from lokakern.registry.schema.records import KernelRow
+    from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
+
+# Times within 3 % are equal. Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at
+# the 90th percentile; of 1318 choices 10 differed, 2 of them unmarked with a floor of 1 %; 6 and 1
+# with 3 %.
+TIE_FLOOR = 0.03
+TIE_CEILING = 0.05  # and beyond 5 % they differ, however few the replays
+FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
+FEWEST_SEEDS = 3  # of which a bound is the worst; fewer are no evidence
+# At n of `WIDE` and more a row's error is that of any other such n at the same k: in the shipped
+# file it differs by 13 % at most (row_p99: 19 %), whichever is the larger. See DESIGN.md. What is
+# not quantized is a library's product, which may sum in other kernels where this does not divide n:
+# cuBLAS' errors at n = 900 are up to 1.4 times those at 904.
+WIDE, ERRORS_OF_ANOTHER_N, ALIGNMENT_OF_N = 256, 1.25, 8
+CARRIED = ("row_err", "row_p99", "rel_err")
+LIMIT_COLUMNS = {
+    "row_err": "row_err_upper",
+    "row_p99": "row_p99_upper",
+    "rel_err": "rel_err_upper",
+    "sqnr_db": "rel_err_upper",
+    "mean_rel_err": "mean_rel_err_upper",
+    "mean_shift": "mean_shift_upper",
+}
+
+
+def margin_us(p20: float, p80: float, count: int) -> float:
+    """Half-width of the 95 % interval of a median, from its quantiles (normal approximation)."""
+    deviation = (p80 - p20) / 1.683  # p80 - p20 of a unit normal
+    return 1.96 * 1.2533 * deviation / math.sqrt(max(count, 1))
+
+
+def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:
+    """Whether two times cannot be told apart."""
+    least = min(a_us, b_us)
+    noise = max(TIE_FLOOR * least, math.hypot(a_margin, b_margin))
+    return abs(a_us - b_us) <= min(noise, TIE_CEILING * least)
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Median over runs at one m."""
+
+    latency_us: float
+    margin_us: float
+    freshness: str
+    run_count: int
+    is_verified: bool = True  # measured here, or by others and some of it again here
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel with everything measured of it at a problem without m."""
+
+    name: str
+    kernel: Kernel | None
+    granularity: Granularity
+    times: dict[int, Time]
+    failed: dict[int, str]  # m where it was tried and never ended well, with the reason
+    errors: dict[str, float]  # limit name -> worst bound; empty where not known
+    worst_distribution: str
+    error_unknown: str  # why errors is empty
+    unquantized: bool
+    errors_verified: bool = True
+    has_doubts: bool = False  # whether a time is not verified
+    failed_here: frozenset[int] = frozenset()  # of failed: not by hearsay
+    errors_of_n: int = 0  # where errors were measured, if not at this n
+    set_aside: tuple[str, ...] = ()  # what others say against it, and we know better
+
+    def time_at(self, m: int) -> tuple[Time, bool] | None:
+        """Time at m, and whether it is interpolated; None outside what was measured.
+
+        Nor is there one between measured m when it failed at one of them.
+        """
+        if self.has_doubts or len(self.failed) > len(
+            self.failed_here
+        ):  # between two of ours comes before what others say of that m
+            ours = {x: time for x, time in self.times.items() if time.is_verified}
+            found = self._among(ours, m, self.failed_here)
+            if found is not None:
+                return found
+        return self._among(self.times, m, self.failed)
+
+    def _among(
+        self, times: dict[int, Time], m: int, failed: Iterable[int]
+    ) -> tuple[Time, bool] | None:
+        found = times.get(m)
+        if found is not None:
+            return found, False
+        below = max((x for x in times if x < m), default=None)
+        above = min((x for x in times if x > m), default=None)
+        if below is None or above is None or any(below < x < above for x in failed):
+            return None
+        low, high = times[below], times[above]
+        share = (m - below) / (above - below)
+        worse = max(low.freshness, high.freshness, key=FRESHNESS.index)
+        return (
+            Time(
+                low.latency_us + share * (high.latency_us - low.latency_us),
+                low.margin_us + share * (high.margin_us - low.margin_us),
+                worse,
+                min(low.run_count, high.run_count),
+                low.is_verified and high.is_verified,
+            ),
+            True,
+        )
+
+
+def _worse(limit: str, a: float, b: float) -> float:
+    return min(a, b) if limit == "sqnr_db" else max(a, b)
+
+
+def candidate_of(
+    name: str,
+    cells: list[TimingCell],
+    problem: Problem,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+    memory: Memory,
+) -> Candidate | str:
+    """The candidate, or the reason why a kernel is none at any m."""
+    kernel = KERNELS.get(name)
+    if local and kernel is None:
+        return "is in the database but not registered here"
+    for library in kernel.libraries if kernel is not None else ():
+        absent = named(library).why_not_here()
+        if absent is not None:
+            return absent
+    if kernel is not None and local:
+        answer = kernel.supports(problem, device)
+        if isinstance(answer, Rejected) and not cells:
+            return answer.reason
+    if not cells:
+        return "not measured here"
+    graded = _graded(cells, local, facts)
+    is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
+    current = [c for c, fresh in graded if fresh != "stale"]
+    bad = _unsafe((c for c in current if not (is_baseline and c.tier)), lambda c: c.problem)
+    is_ours = any(c.status == "ok" and not c.tier for c in current)
+    set_aside: list[str] = []
+    if bad is not None:
+        words = f"{bad.status} at m={bad.m}: {bad.reason}"
+        if not bad.tier or not is_ours:
+            return words + _hearsay(bad)
+        set_aside.append(words)
+        graded = [(c, fresh) for c, fresh in graded if not c.tier or c.status != "ok"]
+    good, failed, ours = _outcomes(graded)
+    times = _times(good)
+    if not times:
+        never = "not measured since the kernel changed"
+        return failed[max(failed)] if failed else never
+    row = _class_of(kernel, cells)
+    granularity = Granularity(row.granularity)
+    unquantized = (
+        granularity is Granularity.NONE
+        and kernel is not None
+        and baseline_name(problem) is not None
+    )
+    found = _errors_or_reason(row, problem, distributions, device, local, facts, memory)
+    unknown = found if isinstance(found, str) else ""
+    bounds = Bounds({}, "") if isinstance(found, str) else found
+    wrong = _wrong(row, problem, bounds.n, device, local, facts)
+    if wrong is not None:
+        words, cell = wrong
+        if not (cell.tier and (is_baseline or (is_ours and bounds.is_verified))):
+            return words + _hearsay(cell)
+        set_aside.append(words)
+    set_aside += [bounds.set_aside] if bounds.set_aside else []
+    return Candidate(
+        name, kernel, granularity, times, failed, bounds.errors, bounds.worst_distribution, unknown,
+        unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()), ours,
+        bounds.n, tuple(set_aside),
+    )  # fmt: skip
+
+
+def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:
+    """A row with the numerics class of a kernel: its own, whatever a database says."""
+    row = min(cells, key=lambda cell: bool(cell.tier)).kernel
+    if kernel is None:
+        return row
+    return replace(
+        row,
+        granularity=str(kernel.granularity),
+        b_granularity=str(kernel.b_granularity),
+        accumulation=kernel.accumulation,
+    )
+
+
+Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
+
+
+def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
+    """A wrong result or a crash: at one place, so not to be trusted at another.
+
+    One of ours, if there is any; else what others say, and nobody verified.
+    """
+    found = list(cells)
+    return _bad([c for c in found if not c.tier], place) or _bad(found, place)
+
+
+def _bad(found: list[Cell], place: Callable[[Cell], Any]) -> Cell | None:
+    """The first wrong result or crash that nothing makes up for.
+
+    A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven. What
+    others say of a place, and nobody verified, changes nothing where we know better.
+    """
+    for cell in found:
+        if cell.status not in ("wrong", "crashed"):
+            continue
+        ended_well = [
+            c
+            for c in found
+            if c.status == "ok"
+            and place(c) == place(cell)
+            and c.kernel.digest == cell.kernel.digest
+            and (not c.tier or cell.tier)
+        ]
+        if cell.tier and any(not c.tier for c in ended_well):
+            continue
+        later = any(c.measured_utc_ms > cell.measured_utc_ms for c in ended_well)
+        if cell.status == "wrong" or not later:
+            return cell
+    return None
+
+
+def _hearsay(cell: TimingCell | AccuracyCell) -> str:
+    return " (imported and not verified)" if cell.tier else ""
+
+
+def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
+    """Versions that decide what a kernel's source turns into; of all parts of a composition."""
+    tools: tuple[str, ...] = ()
+    languages = {module.split("/")[0] for module in kernel.modules}
+    if "triton" in languages:
+        tools += (environment.triton,)
+    if "cuda" in languages:
+        tools += (environment.libraries,)
+    if languages - {"triton", "cuda", "compositions", "norm_compositions"}:
+        tools += (environment.torch, environment.toolkit)
+    return tools
+
+
+def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
+    """fresh: digest and toolchain equal; usable: toolchain differs; stale: digest differs."""
+    if not is_current(cell.kernel):
+        return "stale"
+    if not local:
+        return "fresh"  # for a device that is not here only the digest counts
+    then = facts.environment(cell.environment)
+    same = _toolchain(cell.kernel, then) == _toolchain(cell.kernel, current_environment())
+    return "fresh" if same else "usable"
+
+
+def _graded(
+    cells: Iterable[TimingCell], local: bool, facts: Snapshot
+) -> list[tuple[TimingCell, str]]:
+    return [(cell, freshness_of(cell, local, facts)) for cell in cells]
+
+
+def _outcomes(
+    graded: list[tuple[TimingCell, str]],
+) -> tuple[list[tuple[TimingCell, str]], dict[int, str], frozenset[int]]:
+    """Cells with times; the m where the best word is a failure, with its reason; those of ours.
+
+    Our word is better than what nobody verified, then the freshest.
+    """
+
+    def rank(cell: TimingCell, fresh: str) -> tuple[bool, int]:
+        return bool(cell.tier), FRESHNESS.index(fresh)
+
+    good: list[tuple[TimingCell, str]] = []
+    failed: dict[int, str] = {}
+    ours: set[int] = set()
+    for m in {cell.m for cell, _ in graded}:
+        here = [(cell, fresh) for cell, fresh in graded if cell.m == m]
+        ok = [(cell, fresh) for cell, fresh in here if cell.status == "ok"]
+        bad = [(cell, fresh) for cell, fresh in here if cell.status != "ok" and fresh != "stale"]
+        best = min((rank(*pair) for pair in ok), default=(True, len(FRESHNESS)))
+        worse = [cell for cell, fresh in bad if rank(cell, fresh) < best]
+        if worse:
+            failed[m] = f"{worse[0].status}: {worse[0].reason}{_hearsay(worse[0])}"
+            ours |= {m} if not worse[0].tier else set()
+        else:
+            good += ok
+    return good, failed, frozenset(ours)
+
+
+def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
+    """Per m: the median over runs of the freshest cells of the best grade."""
+    by_m: dict[int, list[tuple[TimingCell, str]]] = {}
+    for cell, fresh in graded:
+        by_m.setdefault(cell.m, []).append((cell, fresh))
+    times = {}
+    for m, found in by_m.items():
+        best = min(_rank(cell, fresh) for cell, fresh in found)
+        chosen = [(c, fresh) for c, fresh in found if _rank(c, fresh) == best]
+        # One run may have timed a problem under several distributions; it counts once.
+        by_run: dict[str, list[float]] = {}
+        for c, _ in chosen:
+            by_run.setdefault(c.run, []).append(c.latency_us_p50)
+        p50 = statistics.median(map(statistics.median, by_run.values()))
+        margin = max(margin_us(c.latency_us_p20, c.latency_us_p80, c.replay_count)
+                     for c, _ in chosen)  # fmt: skip
+        times[m] = Time(p50, margin, chosen[0][1], len(by_run), not chosen[0][0].tier)
+    return times
+
+
+def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]:
+    """The least is the best: what nobody verified comes after what was measured here."""
+    return fresh == "stale", bool(cell.tier), FRESHNESS.index(fresh), cell.grade != "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Worst bounds by limit, and the distribution that is worst in row error."""
+
+    errors: dict[str, float]
+    worst_distribution: str
+    is_verified: bool = True
+    n: int = 0  # where they were measured, if at another n
+    set_aside: str = ""  # the worst larger row error that others claim, where ours decide
+
+
+# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
+# problems share; of one snapshot, device and choice of distributions.
+Memory = dict[tuple[str, str, str, str], Bounds | str]
+
+
+def _errors_or_reason(
+    kernel: KernelRow,
+    problem: Problem,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+    memory: Memory,
+) -> Bounds | str:
+    """Worst bounds of a kernel's numerics class, or why there are none.
+
+    Ours at the problem come first, then ours of another n, and only then what others say.
+    """
+    from lokakern.registry.schema.row_keys import problem_key
+
+    asked = problem_key(accuracy_problem(problem, fp8_format(device)))
+    place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    if place in memory:
+        return memory[place]
+    found: Bounds | str = ""
+    for ours_only in (True, False) if facts.has_doubts else (True,):
+        where = (distributions, device, local, facts, ours_only)
+        found = _bounds_or_reason(kernel, problem, asked, *where)
+        if isinstance(found, str) and not _is_tried(kernel, asked, device, facts, ours_only):
+            found = _of_another_n(kernel, problem, *where) or found
+        if isinstance(found, Bounds):
+            break
+    if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_doubts:
+        heard = _bounds_or_reason(kernel, problem, asked, *where[:-1], False)
+        if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
+            words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
+            found = replace(found, set_aside=words)
+    memory[place] = found
+    return found
+
+
+def _wrong(
+    kernel: KernelRow, problem: Problem, other_n: int, device: Device, local: bool, facts: Snapshot
+) -> tuple[str, AccuracyCell] | None:
+    """Where a kernel itself wrote what it must not, on whatever distribution, in whatever grade.
+
+    With errors of another n at any n. Ours, if there is one; else what others say.
+    """
+    from lokakern.registry.schema.row_keys import problem_key
+
+    stored = accuracy_problem(problem, fp8_format(device))
+    places = [(problem_key(stored), "")]
+    if other_n:
+        places += [(key, f" at n={n}") for n, key in facts.accuracies_like(stored)]
+    heard = None
+    for key, where in places:
+        own = facts.accuracy_cells(device.architecture, kernel.name, key)
+        current = (c for c in own if freshness_of(c, local, facts) != "stale")
+        bad = _unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
+        if bad is not None:
+            found = f"{bad.status} on {bad.distribution}{where}: {bad.reason}", bad
+            if not bad.tier:
+                return found
+            heard = heard or found
+    return heard
+
+
+def _is_tried(
+    kernel: KernelRow, asked: str, device: Device, facts: Snapshot, ours_only: bool
+) -> bool:
+    """Whether any error of the class is stored there: be they too few, they still count."""
+    scales = (kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    cells = facts.accuracy_cells_of_class(device.architecture, asked, *scales)
+    return any(not (ours_only and c.tier) for c in cells)
+
+
+def _of_another_n(
+    kernel: KernelRow,
+    problem: Problem,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+    ours_only: bool,
+) -> Bounds | None:
+    """Bounds of the nearest n at which a row's error is the same, and somewhat more."""
+    asked = accuracy_problem(problem, fp8_format(device))
+    if asked.op != "gemm" or asked.n < WIDE:
+        return None
+    step = ALIGNMENT_OF_N if Granularity(kernel.granularity) is Granularity.NONE else 1
+    if asked.n % step:
+        return None
+    others = [(n, key) for n, key in facts.accuracies_like(asked) if n >= WIDE and n % step == 0]
+    for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
+        other = replace(problem, n=n)
+        found = _bounds_or_reason(
+            kernel, other, key, distributions, device, local, facts, ours_only
+        )
+        if isinstance(found, Bounds):
+            errors = {limit: ERRORS_OF_ANOTHER_N * found.errors[limit] for limit in CARRIED}
+            errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
+            return replace(found, errors=errors, n=n, set_aside="")
+    return None
+
+
+def _bounds_or_reason(
+    kernel: KernelRow,
+    problem: Problem,
+    asked: str,
+    distributions: tuple[str, ...],
+    device: Device,
+    local: bool,
+    facts: Snapshot,
+    ours_only: bool,
+) -> Bounds | str:
+    """Worst bounds over distributions; or why there are none.
+
+    Kernels of one numerics class have one error, so that any of them may bring the rows; that each
+    is right was checked at every problem it was timed at. Where ours have seeds enough, they
+    decide. Elsewhere rows of others that nobody verified join them, unless `ours_only`: all of
+    them, and they count as much as the worst that is known here of such arithmetic on the
+    distribution, at least.
+    """
+    cells = facts.accuracy_cells_of_class(
+        device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
+    )
+    usable = [(c, freshness_of(c, local, facts)) for c in cells if c.status == "ok"]
+    usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
+    bounds: dict[str, float] = {}
+    worst_name, worst_value = "", -1.0
+    missing, incomparable = [], []
+    is_verified = True
+    set_aside, claimed = "", 0.0
+    for distribution in distributions:
+        here = [
+            (c, fresh)
+            for c, fresh in usable
+            if c.distribution == distribution
+            and c.parameters == facts.parameters_of(device.architecture, distribution)
+        ]
+        chosen: list[AccuracyCell] = []
+        ranked = [(_rank(c, fresh), c) for c, fresh in here if not (ours_only and c.tier)]
+        for rank in sorted({rank for rank, _ in ranked}):
+            chosen += [c for its_rank, c in ranked if its_rank == rank]
+            if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
+                break  # a younger rank with too few seeds is joined by the next, not hidden
+        else:
+            missing.append(distribution)
+            continue
+        known: dict[str, float] = {}
+        heard = [c for c, _ in here if c.tier]
+        if any(c.tier for c in chosen):
+            is_verified = False
+            chosen += heard
+            known = facts.worst_errors(
+                accuracy_problem(problem, fp8_format(device)),
+                kernel.granularity, kernel.b_granularity, distribution,
+            )  # fmt: skip
+            if not known:
+                incomparable.append(distribution)
+                continue
+        else:
+            larger = max((c.row_err_upper for c in heard), default=0.0)
+            if larger > max(claimed, *(c.row_err_upper for c in chosen)):
+                set_aside, claimed = f"row_err {larger:.4g} on {distribution}", larger
+        for limit, column in LIMIT_COLUMNS.items():
+            value = max([getattr(c, column) for c in chosen] + [known.get(column, 0.0)])
+            if limit == "sqnr_db":
+                value = -20 * math.log10(value) if value > 0 else math.inf
+            bounds[limit] = _worse(limit, bounds.get(limit, value), value)
+            if limit == "row_err" and value > worst_value:
+                worst_name, worst_value = distribution, value
+    if missing and cells and not usable:
+        return "error is stale: the kernel changed since it was measured"
+    if missing:
+        return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
+    if incomparable:
+        return (
+            f"error on {', '.join(incomparable)} is only imported, and nothing is known here to "
+            "compare it with: `python -m lokakern.bench verify` measures some of it again"
+        )
+    return Bounds(bounds, worst_name, is_verified, set_aside=set_aside)

@@ -1,0 +1,156 @@
+"""Dispatch's answer at one m."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lokakern.device import current_device
+from lokakern.errors import UnsupportedError
+from lokakern.registry.register import Kernel
+from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
+from lokakern.selection.table import Pick, Table
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
+
+# `lokakern.functional.run.run`, which is above this package and always imported with lokakern.
+_runner: Callable[..., Any] | None = None
+
+
+def set_runner(run: Callable[..., Any]) -> None:
+    """Say what runs a kernel on tensors when a `Choice` is called."""
+    global _runner
+    _runner = run
+
+
+class Choice:
+    """Dispatch's answer at one m; everything but the kernel's name is worked out when asked.
+
+    Its errors are those on the measured distributions, not on every input.
+    """
+
+    __slots__ = ("_pick", "m", "table")
+
+    def __init__(self, table: Table, m: int) -> None:
+        self.table = table
+        self.m = m
+        self._pick: Pick | None = None
+
+    @property
+    def pick(self) -> Pick:
+        if self._pick is None:
+            self._pick = self.table.pick(self.m)
+        return self._pick
+
+    @property
+    def kernel(self) -> str:
+        """Name of the chosen kernel."""
+        table = self.table
+        return table.winners[bisect_right(table.breakpoints, self.m) - 1]
+
+    @property
+    def problem(self) -> Problem:
+        return replace(self.table.problem, m=self.m)
+
+    @property
+    def latency_us(self) -> float | None:
+        """Median time in microseconds, measured or interpolated; None if not measured."""
+        return self.pick.time.latency_us if self.pick.time else None
+
+    @property
+    def interpolated(self) -> bool:
+        return self.pick.interpolated
+
+    @property
+    def is_miss(self) -> bool:
+        """Whether the database could not answer and the unquantized kernel was taken."""
+        return bool(self.pick.note)
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Kernels whose time cannot be told from the winner's."""
+        return self.pick.tied
+
+    @property
+    def rejected(self) -> dict[str, str]:
+        """Every other kernel, with its reason."""
+        return dict(self.pick.rejected)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Worst stored bounds of the winner over the distributions asked for."""
+        return dict(self.pick.candidate.errors) if self.pick.candidate else {}
+
+    @property
+    def callable(self) -> bool:
+        """Whether the kernel can run here."""
+        return self.table.callable_here and self._kernel() is not None
+
+    def _kernel(self) -> Kernel | None:
+        table = self.table
+        return table.kernels[bisect_right(table.breakpoints, self.m) - 1]
+
+    def explain(self) -> str:
+        """The winner with its rows, and every rejected kernel with its reason."""
+        pick, table = self.pick, self.table
+        within = f" within {table.budget}" if table.budget else ""
+        if pick.time is None:
+            how = "not measured" if table.origin is None or pick.note else "frozen"
+            how = f"{pick.name or 'no kernel'}, {how}"
+        else:
+            how = f"{pick.name}, {pick.time.latency_us:.2f} us"
+            kind = "interpolated" if pick.interpolated else "measured"
+            runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
+            how += f" ({kind}, {runs}, {table.regime}"
+            how += "" if pick.time.freshness == "fresh" else f", {pick.time.freshness}"
+            how += "" if pick.time.is_verified else ", imported and not verified"
+            how += ")"
+        lines = [f"{self.problem} on {table.device.product}{within}: {how}"]
+        if pick.note:
+            lines.append(f"  miss: {pick.note}")
+        if table.origin is not None:
+            lines.append(f"  answers are those of {table.origin}")
+        if pick.tied:
+            lines.append(f"  tied with {', '.join(pick.tied)}: larger errors lose a tie")
+        if self.errors:
+            words = ", ".join(f"{k} {v:.4g}" for k, v in self.errors.items() if math.isfinite(v))
+            worst = pick.candidate.worst_distribution if pick.candidate else ""
+            lines.append(f"  error: {words} (row_err worst on {worst})")
+        if pick.candidate and pick.candidate.errors_of_n:
+            lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
+                         f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
+        if pick.candidate and not pick.candidate.errors_verified:
+            lines.append("  error: imported and not verified: the worse of it and of what is known "
+                         "here of such arithmetic")  # fmt: skip
+        if pick.candidate:
+            lines += [f"  set aside, imported and not verified: {words}"
+                      for words in pick.candidate.set_aside]  # fmt: skip
+        if len(table.distributions) < len(REALISTIC_DISTRIBUTIONS):
+            lines.append(f"  judged on {', '.join(table.distributions)} only")
+        width = max((len(name) for name, _ in pick.rejected), default=0)
+        lines += [f"  {name:<{width}}  rejected: {why}" for name, why in sorted(pick.rejected)]
+        return "\n".join(lines)
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """Run the chosen kernel on operands, as the public function of the op would.
+
+        Raises:
+            UnsupportedError: The choice is for another device.
+        """
+        kernel = self._kernel()
+        if kernel is None and self.pick.note and self.table.callable_here:
+            raise UnsupportedError(f"{self.problem}: {self.pick.note}")
+        if not self.table.callable_here or kernel is None:
+            raise UnsupportedError(
+                f"{self.kernel or 'this choice'} is for {self.table.device.product}; "
+                f"here is {current_device().product}; dispatch without device= to run it"
+            )
+        assert _runner is not None
+        return _runner(kernel, *operands, **options)
+
+    def __repr__(self) -> str:
+        time = "not measured" if self.table.origin is None or self.is_miss else "frozen"
+        time = time if self.latency_us is None else f"{self.latency_us:.2f} us"
+        return f"Choice({self.kernel!r}, {self.problem}, {time})"

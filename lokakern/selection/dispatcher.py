@@ -1,0 +1,476 @@
+"""Dispatch: the fastest kernel whose error one can afford, from what was measured, with reasons.
+
+A pure function of (snapshot, usable kernels, op, problem, budget, distribution, regime). What is
+computed for a problem without its m is kept as a `Table`: sorted breakpoints of m and the winner
+between them, so that a warm answer is one dict look-up and one bisection.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lokakern.device import current_device, devices_here
+from lokakern.errors import ChoicesError, DeviceError, UnknownNameError
+from lokakern.problems import baseline_name
+from lokakern.registry.register import KERNELS, kernels_for, load_kernels
+from lokakern.selection import rank_agreement
+from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
+from lokakern.selection.candidates import Candidate, Memory, candidate_of
+from lokakern.selection.choice import Choice as Choice
+from lokakern.selection.frozen import file_format
+from lokakern.selection.frozen.lookup import Choices, Weight
+from lokakern.selection.neighbors import measured_instead, sizes_of
+from lokakern.selection.table import LooseTable, Table
+from lokakern.selection.weight_forms import FORMS, with_weight
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    REGIMES,
+    Device,
+    ErrorBudget,
+    Granularity,
+    Problem,
+    alignment_of,
+)
+
+if TYPE_CHECKING:
+    from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
+
+# A distribution like none that is measured: no error is ever known under it, so that kernels which
+# quantize are rejected by the same rule as any without a cell, and the unquantized one is taken.
+# What follows after a colon says why.
+OUTSIDE = "outside"
+AnyDevice = Device | torch.device | str | None
+
+
+_TABLES: dict[Any, Table] = {}
+_PREPARED: dict[Any, Table] = {}  # by m, too: of another m another form of a weight is the fastest
+_LOCK = threading.RLock()
+_SNAPSHOT: Snapshot | None = None
+_CHOICES: Choices | None = None
+_IS_ENVIRONMENT_READ = False
+_GENERATION = 0
+_MOST_TABLES = 4096  # callers that invent budgets must not fill the memory
+_FORGOTTEN = False  # whether tables were dropped because there were more
+# Scales that `prepare_weight` chose for weights, which `freeze` writes; NONE leaves a weight.
+CHOSEN_FORMS: dict[tuple[Device, Weight], Granularity] = {}
+
+
+def snapshot() -> Snapshot:
+    """What dispatch reads: shipped files and the user's database, loaded at first use."""
+    global _SNAPSHOT
+    with _LOCK:
+        if _SNAPSHOT is None:
+            from lokakern.registry.snapshot.loading import load_snapshot
+
+            _SNAPSHOT = load_snapshot()
+        return _SNAPSHOT
+
+
+def use_snapshot(new: Snapshot | None) -> None:
+    """Answer from another snapshot from now on; None reads the files again at the next use.
+
+    Frozen choices are left; with None those of the environment count again.
+    """
+    _answer_from(new, None, new is not None)
+
+
+def choices() -> Choices | None:
+    """The frozen choices that dispatch answers from; None where it reads databases.
+
+    Those that LOKAKERN_CHOICES named at first use, or `use_choices` since.
+
+    Raises:
+        ChoicesError: The file that LOKAKERN_CHOICES names cannot be used here.
+    """
+    global _CHOICES, _IS_ENVIRONMENT_READ
+    with _LOCK:
+        if not _IS_ENVIRONMENT_READ:
+            named = os.environ.get("LOKAKERN_CHOICES")
+            _CHOICES = file_format.load(named) if named else None
+            _IS_ENVIRONMENT_READ = True
+        return _CHOICES
+
+
+def use_choices(path: str | Path | None) -> None:
+    """Answer from a file of `lokakern.freeze` and no database from now on.
+
+    Args:
+        path: The file; None reads databases again, whatever LOKAKERN_CHOICES says.
+
+    Raises:
+        ChoicesError: The file cannot be used here; what was answered from before stays.
+    """
+    _answer_from(_SNAPSHOT, None if path is None else file_format.load(path), True)
+
+
+def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_read: bool) -> None:
+    global _SNAPSHOT, _CHOICES, _IS_ENVIRONMENT_READ, _GENERATION, _FORGOTTEN
+    with _LOCK:
+        _SNAPSHOT, _CHOICES, _IS_ENVIRONMENT_READ = facts, held, is_environment_read
+        _GENERATION += 1
+        _FORGOTTEN = False
+        _TABLES.clear()
+        _PREPARED.clear()
+        CHOSEN_FORMS.clear()
+        for listener in _LISTENERS:
+            listener()
+
+
+def on_new_snapshot(clear: Callable[[], None]) -> None:
+    """Call ``clear`` whenever the snapshot changes: for caches that are built on tables."""
+    _LISTENERS.append(clear)
+
+
+def chosen() -> list[Table]:
+    """The tables that were asked for a kernel since the snapshot was loaded.
+
+    Raises:
+        ChoicesError: There were more than are kept.
+    """
+    with _LOCK:
+        if _FORGOTTEN:
+            raise ChoicesError(
+                f"more than {_MOST_TABLES} choices were made here, and not all are kept; freeze in "
+                "a process that does nothing but run the model"
+            )
+        return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
+
+
+def device_named(device: AnyDevice) -> Device:
+    """The device of a product's name, or of torch's; None for the one here.
+
+    Raises:
+        DeviceError: Neither the database nor the frozen choices know the device, or torch's is not
+            here.
+    """
+    if device is None or isinstance(device, Device):
+        return device or current_device()
+    if isinstance(device, torch.device):
+        return device_of_torch(device)
+    if not isinstance(device, str) or device.partition(":")[0] in ("cuda", "cpu", "meta"):
+        raise DeviceError(
+            f"device is {device!r}; expected a product such as 'NVIDIA H200', a torch.device, a "
+            "lokakern.types.Device, or None for the one here"
+        )
+    held = choices()
+    return snapshot().find_device(device) if held is None else held.find_device(device)
+
+
+_LISTENERS: list[Callable[[], None]] = []
+
+
+def dispatch(
+    op: str,
+    shape: Sequence[int],
+    error_budget: ErrorBudget | float | None = None,
+    *,
+    distribution: str | Sequence[str] | None = None,
+    device: AnyDevice = None,
+    regime: str | None = None,
+    **problem: Any,
+) -> Choice:
+    """The fastest kernel whose error is within the budget, from what was measured.
+
+    1. Candidates: registered kernels that accept the problem here; for a device that is not here,
+       the kernels of the database's rows (the Choice is then not callable).
+    2. Error: the worst stored bound over the distributions asked for, which is none for operands
+       of other kinds. A kernel with a missing cell, or a wrong result, is rejected.
+    3. Time: measured, or between measured m of the same (n, k) interpolated and marked.
+    4. Least time wins. Within noise the lower error wins, then the name; so an FP8 kernel is
+       chosen only where it is faster than the unquantized one beyond noise.
+
+    Of a weight that is prepared (``prepared=True``) and not described (``b=``), each form that
+    `prepare_weight` makes is asked, with scales of the tensor, of rows and of 128x128 blocks; the
+    fastest at this m is the answer, and `Choice.problem` says which it is.
+
+    Args:
+        op: A key of `registry.ops.OPS`, such as "gemm", "scaled_gemm", "gemm_norm" or "quantize".
+        shape: ``(m, n, k)``, or ``(m, k)`` for ops with one operand.
+        error_budget: A limit on row_err, or an `ErrorBudget`. None means the unquantized kernel
+            (of several, the fastest; for ops that have none, the fastest of all). Numbers of NumPy
+            are taken, arrays and tensors are not.
+        distribution: Name (or names) of the input distributions to judge the error on; None means
+            all realistic ones.
+        device: A product such as "NVIDIA H200", a `torch.device` that is here, or a `Device`; None
+            means the one here.
+        regime: "graph-cold", "graph-hot" or "eager"; None means graph-cold on GPUs and eager on
+            CPUs, which have no graphs.
+        problem: Fields of `Problem` that differ from the usual, such as ``prepared=True`` or
+            ``epilogue="bias"``.
+
+    Raises:
+        UnknownNameError: Unknown op, regime or distribution; or a field, epilogue, format,
+            granularity or layout that no problem of the op has.
+        ShapeError: The shape does not fit the op.
+        FormatError: A flag that is neither True nor False, or an operand that is none.
+        BudgetError: The budget is not a finite, non-negative number.
+        DeviceError: The database does not know the device.
+    """
+    key = None
+    try:
+        n: Any = None
+        if len(shape) == 3:
+            m, n, k = shape
+        else:
+            m, k = shape
+        # Equal keys of another type, as True and 1.0 are of 1, are no answer to each other.
+        if type(m) is type(k) is int and (type(n) is int or len(shape) == 2):
+            low = m & -m
+            key = (op, n, k, type(error_budget), error_budget, distribution, device, regime,
+                   low if low < 16 else 16)  # fmt: skip
+            if problem:
+                values = problem.values()
+                key = (*key, *problem, *values, *map(type, values))
+            table = _TABLES.get(key)
+            if table is None and problem:
+                table = _PREPARED.get((*key, m))
+            if table is not None and m >= 0:
+                return Choice(table, m)
+    except (TypeError, ValueError):  # unhashable, or no sizes: what follows says so
+        key = None
+    generation = _GENERATION
+    asked = problem_of(op, shape, problem)
+    budget = None if error_budget is None else budget_of(error_budget)
+    judged = budget, distribution_names(distribution)
+    is_form_open = (
+        asked.prepared
+        and asked.b is not None
+        and problem.get("b") is None
+        and not asked.a.format.is_fp8
+    )
+    if is_form_open:
+        table = _prepared_table(asked, *judged, device, regime)
+    else:
+        table = table_for(asked, *judged, device, regime)
+    with _LOCK:
+        if key is not None and generation == _GENERATION:
+            if not is_form_open:
+                _TABLES[key] = table
+            else:
+                if len(_PREPARED) >= _MOST_TABLES:
+                    _PREPARED.clear()
+                _PREPARED[(*key, asked.m)] = table
+    return Choice(table, asked.m)
+
+
+def _prepared_table(
+    problem: Problem,
+    budget: ErrorBudget | None,
+    distributions: tuple[str, ...] | None,
+    device: AnyDevice,
+    regime: str | None,
+) -> Table:
+    """Of all forms in which a weight is prepared, that of the fastest at this m."""
+    target = device_named(device)
+    forms = [with_weight(problem, form, target) for form in FORMS]
+
+    def rank(form: Problem) -> tuple[bool, float]:
+        table = table_for(form, budget, distributions, target, regime, is_choice=False)
+        choice = Choice(table, problem.m)
+        return choice.is_miss, math.inf if choice.latency_us is None else choice.latency_us
+
+    best = min(forms, key=rank)
+    return table_for(best, budget, distributions, target, regime)
+
+
+def distribution_names(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Names as a tuple; None for all realistic ones.
+
+    Raises:
+        UnknownNameError: Neither a name nor names.
+    """
+    if given is None or isinstance(given, str):
+        return None if given is None else (given,)
+    names = tuple(given) if isinstance(given, Iterable) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UnknownNameError(f"distribution is {given!r}; expected a name such as 'X3', or names")
+    return names
+
+
+def generation() -> int:
+    """Counts snapshots: what was built on an earlier one must not be kept."""
+    return _GENERATION
+
+
+def table_for(
+    problem: Problem,
+    budget: ErrorBudget | None,
+    distributions: tuple[str, ...] | None = None,
+    device: AnyDevice = None,
+    regime: str | None = None,
+    needs: frozenset[str] = frozenset(),
+    *,
+    is_choice: bool = True,
+) -> Table:
+    """The frozen answers for a problem at every m with the same power-of-two divisors.
+
+    Only kernels that do what ``needs`` says (`registry.register.NEEDS`) are considered. With
+    ``is_choice`` the answer is what is run, and `lokakern.freeze` keeps it.
+
+    Raises:
+        UnknownNameError: Unknown regime or distribution.
+        DeviceError: The database does not know the device.
+        DisagreementError: Another rank of this job would choose from something else.
+    """
+    global _FORGOTTEN
+    m_alignment = alignment_of(problem.m)
+    _check_regime(regime)
+    device = device_named(device)
+    key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs)
+    with _LOCK:
+        table = _TABLES.get(key)
+        if table is None:
+            if len(_TABLES) > _MOST_TABLES:
+                _TABLES.clear()
+                _FORGOTTEN = True
+            table = _TABLES[key] = _build(problem, budget, distributions, device, regime, needs)
+        if is_choice and not table.is_choice:
+            table.is_choice = True
+            if _CHOICES is not None:
+                _CHOICES.tell(table)
+        return table
+
+
+def loose_table(
+    problem: Problem, device: AnyDevice, regime: str | None, memory: Memory
+) -> LooseTable:
+    """What `table_for` rests on, for `LooseTable.pick` at any m and within any budget.
+
+    Judged on all realistic distributions; nothing of it is kept but in ``memory``, which goes from
+    one problem to the next of the same device and snapshot.
+
+    Raises:
+        ChoicesError: Answers are frozen, so that nothing is known of what they rest on.
+        UnknownNameError: Unknown regime.
+        DeviceError: The database does not know the device.
+    """
+    held = choices()
+    if held is not None:
+        raise ChoicesError(
+            f"answers are those of {held}, which does not tell what they rest on; unset "
+            "LOKAKERN_CHOICES to read databases"
+        )
+    _check_regime(regime)
+    target = device_named(device)
+    found = _build(problem, None, None, target, regime, frozenset(), LooseTable, memory)
+    assert isinstance(found, LooseTable)
+    return found
+
+
+def unquantized_table(problem: Problem, device: Device) -> Table:
+    """The answer without a budget, from no measurement at all: the unquantized kernel."""
+    load_kernels()
+    base = baseline_name(problem)
+    return Table(
+        problem=problem,
+        device=device,
+        budget=None,
+        distributions=REALISTIC_DISTRIBUTIONS,
+        regime=default_regime(device),
+        candidates=(),
+        rejected=(),
+        baseline=base,
+        baseline_kernel=KERNELS.get(base) if base else None,
+        callable_here=True,
+        m_alignment=alignment_of(problem.m),
+    )
+
+
+def default_regime(device: Device) -> str:
+    """graph-cold on GPUs; CPUs have no graphs."""
+    return "graph-cold" if device.is_gpu else "eager"
+
+
+def _check_regime(regime: str | None) -> None:
+    if regime is not None and not (isinstance(regime, str) and regime in REGIMES):
+        raise UnknownNameError(
+            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
+        )
+
+
+def _build(
+    problem: Problem,
+    budget: ErrorBudget | None,
+    distributions: tuple[str, ...] | None,
+    target: Device,
+    regime: str | None,
+    needs: frozenset[str],
+    kind: type[Table] = Table,
+    memory: Memory | None = None,
+) -> Table:
+    held = choices()
+    local = target in devices_here()
+    if regime is None:
+        regime = default_regime(target)
+    if local:
+        rank_agreement.check(
+            target, lambda: str(held) if held else f"snapshot {snapshot().keys_digest}"
+        )
+    if held is not None:
+        judged = distributions or REALISTIC_DISTRIBUTIONS
+        return held.table(problem, budget, judged, target, regime, needs)
+    from lokakern.registry.snapshot.snapshot import family_key
+
+    facts = snapshot()
+    if distributions is None:
+        distributions = REALISTIC_DISTRIBUTIONS
+    else:
+        known = {*REALISTIC_DISTRIBUTIONS, *facts.distribution_names, OUTSIDE}
+        for name in distributions:
+            if name.partition(":")[0] != OUTSIDE and name not in known:
+                raise UnknownNameError(
+                    f"distribution {name!r} was never measured; "
+                    f"expected one of {', '.join(sorted(known))}"
+                )
+    cells: dict[str, list[TimingCell]] = {}
+    for cell in facts.timing_cells(target, family_key(problem), regime):
+        cells.setdefault(cell.kernel.name, []).append(cell)
+    rejected: list[tuple[str, str]] = []
+    candidates: list[Candidate] = []
+    base = baseline_name(problem)
+    memory = {} if memory is None else memory
+    load_kernels()
+    names = set(cells)
+    if local:
+        names |= {k.name for k in kernels_for(problem.op, target)}
+    for name in sorted(names):
+        reason = KERNELS[name].lacks(needs) if name in KERNELS else None
+        if reason is not None:
+            rejected.append((name, reason))
+            continue
+        found = candidate_of(
+            name, cells.get(name, []), problem, distributions, target, local, facts, memory
+        )
+        if isinstance(found, str):
+            rejected.append((name, found))
+        else:
+            candidates.append(found)
+    instead = ""
+    if not candidates:
+        instead = measured_instead(facts, problem, target, regime)
+        if cells:
+            reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
+            instead = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}"
+    return kind(
+        problem=problem,
+        device=target,
+        budget=budget,
+        distributions=distributions,
+        regime=regime,
+        candidates=tuple(candidates),
+        rejected=tuple(rejected),
+        baseline=base,
+        baseline_kernel=KERNELS.get(base) if base else None,
+        callable_here=local,
+        m_alignment=alignment_of(problem.m),
+        needs=needs,
+        instead=instead,
+    )

@@ -1,0 +1,1 @@
+"""Frozen choices: a file of dispatch's answers, used without a database."""

@@ -1,0 +1,143 @@
+"""Frozen choices: the answers of a file that `lokakern.freeze` wrote, and of no database."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from lokakern.device import devices_here
+from lokakern.errors import DeviceError
+from lokakern.problems import baseline_name
+from lokakern.registry.register import KERNELS
+from lokakern.selection.table import FrozenTable, Origin, Table
+from lokakern.types import Device, ErrorBudget, Format, Granularity, Problem, alignment_of
+
+logger = logging.getLogger("lokakern")
+
+
+class Weight(NamedTuple):
+    """What `prepare_weight` is asked, but for the weight's values."""
+
+    n: int
+    k: int
+    format: Format
+    budget: ErrorBudget
+    distributions: tuple[str, ...]
+    least_m: int
+    largest_m: int
+
+
+class Key(NamedTuple):
+    """What a table answers."""
+
+    problem: Problem  # with m = 0
+    m_alignment: int
+    budget: ErrorBudget | None
+    distributions: tuple[str, ...]
+    regime: str
+    needs: frozenset[str]
+
+    @classmethod
+    def of(cls, table: Table) -> Key:
+        return cls(
+            replace(table.problem, m=0), table.m_alignment, table.budget, table.distributions,
+            table.regime, table.needs,
+        )  # fmt: skip
+
+
+class Choices:
+    """What a file holds.
+
+    Attributes:
+        origin: The file.
+        digest: Of what is in it, SHA-256 in hex.
+        device: Where it was frozen.
+    """
+
+    def __init__(
+        self,
+        origin: Origin,
+        digest: str,
+        device: Device,
+        tables: dict[Key, FrozenTable],
+        forms: dict[Weight, Granularity],
+    ) -> None:
+        self.origin = origin
+        self.digest = digest
+        self.device = device
+        self._tables = tables
+        self._forms = forms
+        self._told: set[str] = set()
+
+    def __str__(self) -> str:
+        return f"frozen choices {self.digest}"
+
+    @property
+    def tables(self) -> list[FrozenTable]:
+        return list(self._tables.values())
+
+    def table(
+        self,
+        problem: Problem,
+        budget: ErrorBudget | None,
+        distributions: tuple[str, ...],
+        device: Device,
+        regime: str,
+        needs: frozenset[str],
+    ) -> Table:
+        """The frozen table, or one that knows nothing: its answer is what runs unmeasured."""
+        unit = alignment_of(problem.m)
+        key = Key(replace(problem, m=0), unit, budget, distributions, regime, needs)
+        found = self._tables.get(key) if device == self.device else None
+        if found is not None:
+            return found
+        base = baseline_name(problem)
+        return Table(
+            problem=problem, device=device, budget=budget, distributions=distributions,
+            regime=regime, candidates=(), rejected=(), baseline=base,
+            baseline_kernel=KERNELS.get(base) if base else None,
+            callable_here=device in devices_here(), m_alignment=unit, needs=needs,
+            origin=self.origin,
+        )  # fmt: skip
+
+    def tell(self, table: Table) -> None:
+        """Log, once for a family of problems, that it is not in the file.
+
+        Only what has no unquantized kernel, whose misses nobody else logs.
+        """
+        if table.baseline is None and not isinstance(table, FrozenTable) and table.callable_here:
+            self._tell(str(replace(table.problem, m=0)), table.winners[0] or "no kernel")
+
+    def _tell(self, family: str, instead: str) -> None:
+        if family not in self._told:
+            self._told.add(family)
+            words = "%s: not among the choices of %s; using %s. To mend it, %s"
+            logger.warning(words, family, self.origin, instead, self.origin.remedy)
+
+    def form(self, asked: Weight, device: Device) -> Granularity:
+        """Scales of a prepared weight; NONE, which leaves it as it is, where nothing is known."""
+        found = self._forms.get(asked) if device == self.device else None
+        if found is None:
+            sizes = f"n={asked.n} k={asked.k} m={asked.least_m} to {asked.largest_m}"
+            family = f"prepare_weight {sizes} {asked.format} within {asked.budget}"
+            self._tell(family, "the weight as it is")
+        return found or Granularity.NONE
+
+    def find_device(self, name: str) -> Device:
+        """The device of the file, by its product.
+
+        Raises:
+            DeviceError: It is another.
+        """
+        if _plain(name) != _plain(self.device.product):
+            raise DeviceError(
+                f"device is {name!r}, and answers are those of {self.origin}, for "
+                f"{self.device.product!r}; unset LOKAKERN_CHOICES to ask the database"
+            )
+        return self.device
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

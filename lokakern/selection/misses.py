@@ -1,0 +1,167 @@
+"""Misses: problems that dispatch was asked and nothing was measured for, and how to measure them.
+
+Counted in memory, appended to a file of the user at exit, read by ``sweep --from-misses``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lokakern.errors import LokakernError, MeasurementError
+from lokakern.problems import make_problem
+from lokakern.registry.schema.row_keys import problem_from_row, problem_row
+from lokakern.types import Device, Layout, Operand, Problem, alignment_of
+
+LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; older ones were asked for long enough
+MOST_COUNTED = 10_000  # jagged batches come in every m: enough is known by then
+_COUNTS: Counter[tuple[Problem, str]] = Counter()
+
+
+def record(problem: Problem, device: Device) -> None:
+    """Count a miss."""
+    if not _COUNTS:
+        atexit.register(save)
+    key = (problem, device.product)
+    if key in _COUNTS or len(_COUNTS) < MOST_COUNTED:
+        _COUNTS[key] += 1
+
+
+def ledger_path() -> Path:
+    """Where misses are kept: ``misses.jsonl`` beside the user's database."""
+    from lokakern.registry.storage.run_files import user_database
+
+    return user_database().with_name("misses.jsonl")
+
+
+def save() -> None:
+    """Append the counted misses to the ledger; if it cannot be written, only they are lost."""
+    lines = "".join(
+        json.dumps({"problem": _plain(problem), "device": device, "count": count}) + "\n"
+        for (problem, device), count in _COUNTS.items()
+    )
+    _COUNTS.clear()
+    try:
+        path = ledger_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > LARGEST_FILE_BYTES:
+            path.unlink()
+        # One write of whole lines to a file opened for appending: processes do not mix.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "a") as file:
+            file.write(lines)
+    except (OSError, LokakernError):
+        return
+
+
+def _plain(problem: Problem) -> dict[str, Any]:
+    return {name: value for name, value in problem_row(problem).items() if name != "key"}
+
+
+_UNREADABLE = (
+    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, LokakernError
+)  # fmt: skip
+
+
+def _problem_of(row: dict[str, Any]) -> Problem:
+    problem = problem_from_row(row)
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch}
+    if any(type(size) is not int or size < 1 for size in sizes.values()):
+        raise ValueError(f"sizes are {sizes}")
+    make_problem(problem.op, problem.shape)  # knows the op, and how many sizes it has
+    return problem
+
+
+def read() -> list[tuple[Problem, int]]:
+    """Problems of the ledger that can be measured, with their counts, most frequent first."""
+    counts: Counter[Problem] = Counter()
+    try:
+        text = ledger_path().read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            problem = _problem_of(row["problem"])
+            if why_not_measurable(problem) is None:
+                counts[problem] += int(row["count"])
+        except _UNREADABLE:
+            continue  # a torn line, or a file of another program
+    return counts.most_common()
+
+
+def parse(text: str) -> Problem:
+    """A problem as `sweep_command` writes it.
+
+    Raises:
+        MeasurementError: The text is no problem.
+    """
+    try:
+        return _problem_of(json.loads(text))
+    except _UNREADABLE as error:
+        raise MeasurementError(
+            f"--problem is {text!r}, which is no problem ({error}); expected what a miss printed"
+        ) from None
+
+
+def sweep_command(problem: Problem) -> str:
+    """The command that measures a problem."""
+    sizes = ",".join(map(str, problem.shape))
+    if problem.op == "gemm" and problem == make_problem(problem.op, problem.shape):
+        return f"python -m lokakern.bench sweep --shape {sizes}"
+    return f"python -m lokakern.bench sweep --problem {shlex.quote(json.dumps(_plain(problem)))}"
+
+
+def why_not_measurable(problem: Problem) -> str | None:
+    """Why a sweep cannot lay operands out as the problem has them; None if it can."""
+    natural = _natural_alignment(problem.m, problem.k, problem.a)
+    if problem.a.layout is not Layout.ROW or problem.a.alignment != natural:
+        return "a is not row-major and aligned as an allocation of its own is"
+    if problem.b is not None and problem.b.layout is not Layout.COLUMN:
+        return "b is not weight.t() of a row-major weight"
+    if problem.b is not None:
+        natural = _natural_alignment(problem.n, problem.k, problem.b)
+        if problem.b.alignment != natural:
+            return "b is not aligned as an allocation of its own is"
+    return "out is a slice" if problem.out_strided else None
+
+
+def _natural_alignment(rows: int, columns: int, operand: Operand) -> int:
+    if operand.format.is_fp8:  # whose rows are padded
+        return 16
+    return alignment_of(columns * operand.format.dtype.itemsize) if rows > 1 else 16
+
+
+def measure(problem: Problem) -> None:
+    """Sweep one problem in a process of its own, into the user's database.
+
+    Raises:
+        MeasurementError: The sweep failed or cannot lay the operands out so, or torch.distributed
+            is up (ranks would then choose differently).
+    """
+    command = sweep_command(problem)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise MeasurementError(
+            f'{problem.op}: on_miss="measure" is refused while torch.distributed is initialized, '
+            f"because ranks would choose different kernels; run {command} before"
+        )
+    reason = why_not_measurable(problem)
+    if reason is not None:
+        raise MeasurementError(
+            f"{problem.op}: {problem} cannot be measured: {reason}; copy it first"
+        )
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:]], capture_output=True, text=True, check=False
+    )
+    if done.returncode not in (0, 5):  # 5: some kernel's row is not ok, which is an answer too
+        raise MeasurementError(
+            f"{problem.op}: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )

@@ -1,0 +1,115 @@
+"""Ranks of one job choose alike: each compares what it chooses from with the first of its kind.
+
+Not by a collective, in which ranks that dispatch would wait for ranks that never do, but through
+the job's store: the first rank with a type of GPU leaves its digests there, the others compare.
+GPU types are compared each for itself: they choose different kernels, and should.
+
+Once, when a process answers for its device first: what it answers from is loaded then and stays. A
+snapshot that is loaded later in the job (`selection.use_snapshot`) is not compared: how often that
+was done is nothing that ranks must share, so that there is nothing to compare it with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from lokakern.device import current_environment
+from lokakern.errors import DisagreementError
+from lokakern.registry import libraries
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.schema.row_keys import device_key
+from lokakern.types import Device
+
+logger = logging.getLogger("lokakern")
+COMPARED: set[Device] = set()
+SHOWN = 12  # characters of a digest
+
+
+class Store(Protocol):
+    """What is asked of a store of torch.distributed."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+def check(device: Device, answers: Callable[[], str]) -> None:
+    """Compare with the ranks of this job that have such a device, at the first call; else nothing.
+
+    Args:
+        device: One that is here.
+        answers: A kind and a digest of what is answered from; called only in a job of many ranks.
+
+    Raises:
+        DisagreementError: A rank that came before would choose from something else.
+    """
+    if device in COMPARED:
+        return
+    distributed: Any = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() > 1:
+        mine = {"answers": answers(), "kernels": f"kernels {usable_digest(device)}"}
+        who = f"rank {distributed.get_rank()} on {socket.gethostname()}"
+        try:
+            compare(distributed.distributed_c10d._get_default_store(), device, who, mine)
+        except RuntimeError as error:  # of the store, without which the job will not live long
+            logger.warning("%s could not compare what it chooses kernels from: %s", who, error)
+    COMPARED.add(device)
+
+
+def compare(store: Store, device: Device, who: str, mine: dict[str, str]) -> None:
+    """Compare digests with those of the first who called with this store and device.
+
+    Raises:
+        DisagreementError: They differ.
+    """
+    given = json.dumps({"who": who, **mine})
+    there = json.loads(store.compare_set(f"lokakern/answers/{device_key(device)}", "", given))
+    differing = [name for name in mine if mine[name] != there.get(name)]
+    if not differing:
+        return
+    words = {"answers": "what was measured or frozen", "kernels": "the kernels that run here"}
+    raise DisagreementError(
+        f"{who} would choose other kernels than {there.get('who')} on {device.product}: they "
+        f"differ in {' and '.join(words[name] for name in differing)} ("
+        + "; ".join(f"{_short(mine[x])} here, {_short(there.get(x))} there" for x in differing)
+        + "); give all ranks the same LOKAKERN_DB and the same software, or write one file with "
+        "lokakern.freeze(FILE) and set LOKAKERN_CHOICES=FILE on all"
+    )
+
+
+def _short(words: str | None) -> str:
+    kind, _, digest = (words or "nothing").rpartition(" ")
+    return f"{kind} {digest[:SHOWN]}".strip()
+
+
+def usable_digest(device: Device) -> str:
+    """SHA-256, in hex, of the kernels that run on a device here, and of what compiles them.
+
+    Versions count, too: what was measured under others loses against what was not.
+    """
+    load_kernels()
+    here = current_environment()
+    words = [here.torch, here.toolkit, here.triton, here.libraries]
+    words += [f"{k.name} {_digest(k)}" for _, k in sorted(KERNELS.items()) if _runs(k, device)]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
+
+
+def _digest(kernel: Kernel) -> str:
+    try:
+        return kernel.digest
+    except (OSError, ValueError, SyntaxError):  # of a plugin without source files
+        return "unknown"
+
+
+def _runs(kernel: Kernel, device: Device) -> bool:
+    parts = [kernel, *(KERNELS[name] for name in kernel.parts if name in KERNELS)]
+    return kernel.runs_on(device) and all(
+        libraries.why_not(part.library, device, part.name) is None for part in parts if part.library
+    )

@@ -1,0 +1,363 @@
+"""Tables: the frozen answers for one problem without its m, measured or read from a file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from lokakern.registry.register import Kernel, kernels_for
+from lokakern.sampled_check import Watch
+from lokakern.selection.candidates import Candidate, Time, within_noise
+from lokakern.selection.neighbors import sizes_of
+from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The decision at one m."""
+
+    candidate: Candidate | None
+    time: Time | None = None
+    interpolated: bool = False
+    tied: tuple[str, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name if self.candidate else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The file of frozen choices that a table answers from.
+
+    Attributes:
+        path: As it was named.
+        frozen_utc_ms: When it was written.
+        snapshot: Digest of the snapshot that was answered from then.
+        unverified_count: Tables that rested on imports that nobody had verified.
+    """
+
+    path: str
+    frozen_utc_ms: int
+    snapshot: str
+    unverified_count: int = 0
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.frozen_utc_ms / 1000, UTC)
+        words = f"{self.path}, frozen {when:%Y-%m-%d %H:%M} UTC from snapshot {self.snapshot[:12]}"
+        if self.unverified_count:
+            words += f", {self.unverified_count} of its choices by imports that were not verified"
+        return words
+
+    @property
+    def remedy(self) -> str:
+        """What to do where it has no answer."""
+        return (
+            f"run it where the database is and write the file again: lokakern.freeze({self.path!r})"
+        )
+
+
+@dataclass(eq=False)
+class Table:
+    """Everything needed to answer for one problem without m; built once, then only read."""
+
+    problem: Problem  # at any m
+    device: Device
+    budget: ErrorBudget | None
+    distributions: tuple[str, ...]
+    regime: str
+    candidates: tuple[Candidate, ...]
+    rejected: tuple[tuple[str, str], ...]
+    baseline: str | None
+    baseline_kernel: Kernel | None
+    callable_here: bool
+    m_alignment: int
+    needs: frozenset[str] = frozenset()
+    breakpoints: list[int] = field(default_factory=list)
+    winners: list[str] = field(default_factory=list)
+    kernels: list[Kernel | None] = field(default_factory=list)
+    misses: list[bool] = field(default_factory=list)
+    instead: str = ""  # of no candidate: what was measured of the same sizes, and what to ask
+    origin: Origin | None = None  # None where a database was read
+    is_choice: bool = False  # whether it was asked for a kernel, and not only for what is known
+    watch: Watch | None = None  # who checks the products of `gemm`
+
+    def __post_init__(self) -> None:
+        self._freeze()
+
+    @property
+    def measured_m(self) -> list[int]:
+        names = {m for c in self.candidates for m in c.times}
+        return sorted(names)
+
+    @property
+    def rests_on_imports(self) -> bool:
+        """Whether an answer might be another but for what others say and nobody verified."""
+        return any(
+            c.has_doubts or (not c.errors_verified and c.name in self.winners)
+            for c in self.candidates
+        )
+
+    def _freeze(self) -> None:
+        """Find where the winner changes: at measured m, and where interpolated times cross."""
+        starts = [0]
+        measured = self.measured_m
+        for low, high in itertools.pairwise(measured):
+            starts += self._changes(low, high)
+        if measured:
+            starts += [measured[0], measured[-1], measured[-1] + 1]
+        previous: tuple[str, bool] | None = None
+        for start in sorted(set(starts)):
+            pick = self.pick(start)
+            state = (pick.name, bool(pick.note))
+            if state != previous:
+                self.breakpoints.append(start)
+                self.winners.append(pick.name)
+                self.kernels.append(pick.candidate.kernel if pick.candidate else None)
+                self.misses.append(bool(pick.note))
+                previous = state
+
+    def _changes(self, low: int, high: int) -> list[int]:
+        """First m of each piece between two measured m, by sampling and bisection."""
+        samples = sorted({low + (high - low) * i // 16 for i in range(17)})
+        changes = [low, *([low + 1] if low + 1 < high else [])]
+        for left, right in itertools.pairwise(samples):
+            first, last = self.pick(left).name, self.pick(right).name
+            while first != last and right - left > 1:
+                middle = (left + right) // 2
+                if self.pick(middle).name == first:
+                    left = middle
+                else:
+                    right = middle
+            if first != last:
+                changes.append(right)
+        return changes
+
+    def pick(self, m: int) -> Pick:
+        """The decision at m, with reasons; see `dispatch` for the rules."""
+        rejected = list(self.rejected)
+        timed: list[tuple[Candidate, Time, bool]] = []
+        problem = replace(self.problem, m=self.like(m))
+        for candidate in self.candidates:
+            found = candidate.time_at(m)
+            reason = self._reason_against(candidate, problem, found[0] if found else None)
+            if reason is None and found is None:
+                measured = sorted(candidate.times)
+                reason = f"not measured at m={m} (measured: {_range_words(measured)})"
+                if candidate.failed:
+                    worst = min(candidate.failed, key=lambda x: abs(x - m))
+                    reason += f"; at m={worst} {candidate.failed[worst]}"
+            if reason is not None:
+                rejected.append((candidate.name, reason))
+            elif found is not None:
+                timed.append((candidate, *found))
+        base = next((c for c in self.candidates if c.name == self.baseline), None)
+        if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
+            note = self._miss_words(m)
+            if self.baseline_kernel is not None:
+                answer = self.baseline_kernel.supports(problem, self.device)
+                if isinstance(answer, Rejected):
+                    note = f"not even {self.baseline} takes it: {answer.reason}"
+                    return Pick(None, note=note, rejected=tuple(rejected))
+            return Pick(base or _unmeasured(self.baseline, self.baseline_kernel), note=note,
+                        rejected=tuple(rejected))  # fmt: skip
+        if not timed:
+            return self._default(m, problem, rejected)
+        best = min(timed, key=lambda item: (item[1].latency_us, item[0].name))
+        tied = [
+            item
+            for item in timed
+            if within_noise(item[1].latency_us, item[1].margin_us,
+                            best[1].latency_us, best[1].margin_us)
+        ]  # fmt: skip
+        plain = next((t.latency_us for c, t, _ in timed if c.name == self.baseline), math.inf)
+        tied = [
+            item for item in tied if item[0].name == self.baseline or item[1].latency_us <= plain
+        ]
+        limit = next(iter(self.budget.limits)) if self.budget else "row_err"
+
+        def order(item: tuple[Candidate, Time, bool]) -> tuple[bool, float, str]:
+            error = item[0].errors.get(limit, math.inf)
+            error = -error if limit == "sqnr_db" else error
+            return (not item[0].unquantized, error, item[0].name)
+
+        winner, time, interpolated = min(tied, key=order)
+        for candidate, other, _ in timed:
+            if candidate.name != winner.name:
+                tie = any(candidate.name == item[0].name for item in tied)
+                words = "tied, larger error or later name" if tie else "slower"
+                rejected.append((candidate.name, f"{words}: {_us_words(other)}"))
+        names = tuple(sorted(item[0].name for item in tied if item[0].name != winner.name))
+        return Pick(winner, time, interpolated, names, tuple(rejected))
+
+    def like(self, m: int) -> int:
+        """An m near m with the divisors this table is for; kernels are asked about that."""
+        unit = self.m_alignment
+        if unit == 16:
+            return max(m // 16, 1) * 16
+        return m // (2 * unit) * 2 * unit + unit
+
+    def _reason_against(
+        self, candidate: Candidate, problem: Problem, time: Time | None
+    ) -> str | None:
+        refusal = self._refusal(candidate, problem)
+        if refusal is not None:
+            return refusal
+        if candidate.name == self.baseline or (candidate.unquantized and problem.op == "gemm_norm"):
+            return None  # there are many unquantized kernels with a norm, each as legal as any
+        if self.budget is None:
+            return "no budget: only unquantized kernels" if self.baseline else None
+        error = candidate.errors
+        if not error:
+            slower = ""
+            if time is not None and self._is_behind(time, problem.m):
+                slower = f"slower: {_us_words(time)}; "
+            return slower + candidate.error_unknown
+        for limit, allowed in self.budget.limits.items():
+            if limit not in error:  # of another n, or replayed
+                return f"{limit} is not known at n={problem.n}"
+            found = error[limit]
+            passed = found >= allowed if limit == "sqnr_db" else found <= allowed
+            if not passed:
+                sign = "<" if limit == "sqnr_db" else ">"
+                return (
+                    f"{limit} {found:.4f} {sign} {allowed:g} "
+                    f"(worst on {candidate.worst_distribution}{_floor_words(limit, allowed)})"
+                )
+        return None
+
+    def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
+        """Why a kernel does not take a problem, whatever was measured of it."""
+        if candidate.kernel is None:
+            return None
+        answer = candidate.kernel.supports(problem, self.device)
+        return answer.reason if isinstance(answer, Rejected) else None
+
+    def _is_behind(self, time: Time, m: int) -> bool:
+        """Whether the unquantized kernel is faster: then a larger error is no answer anyway."""
+        base = next((c for c in self.candidates if c.name == self.baseline), None)
+        found = base.time_at(m) if base is not None else None
+        return found is not None and time.latency_us > found[0].latency_us
+
+    def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
+        """No measured kernel is left: the most accurate measured one, else one that accepts.
+
+        None of a library's: nothing is known of what it does at this problem.
+        """
+        note = self._miss_words(m)
+        limit = next(iter(self.budget.limits)) if self.budget is not None else "row_err"
+        if self.budget is not None and any(
+            c.time_at(m) and limit not in c.errors and self._refusal(c, problem) is None
+            for c in self.candidates
+        ):
+            note = f"no error is known of what was timed there: nothing is within {self.budget}"
+        usable = [
+            c
+            for c in self.candidates
+            if limit in c.errors and c.time_at(m) and self._refusal(c, problem) is None
+        ]
+        if self.budget is not None and usable:
+            sign = -1 if limit == "sqnr_db" else 1
+            best = min(usable, key=lambda c: (sign * c.errors[limit], c.name))
+            return Pick(best, note=f"no kernel is within {self.budget}; the most accurate is taken",
+                        rejected=tuple(rejected))  # fmt: skip
+        if self.callable_here:
+            for kernel in sorted(
+                kernels_for(problem.op, self.device),
+                key=lambda k: (
+                    k.language == "torch",
+                    self.device.architecture in k.unmeasured,
+                    len(k.parts),
+                    k.name,
+                ),
+            ):
+                if kernel.libraries:
+                    continue
+                answer = kernel.supports(problem, self.device)
+                if not isinstance(answer, Rejected) and kernel.lacks(self.needs) is None:
+                    return Pick(_unmeasured(kernel.name, kernel), note=note,
+                                rejected=tuple(rejected))  # fmt: skip
+        return Pick(None, note=note, rejected=tuple(rejected))
+
+    def _miss_words(self, m: int) -> str:
+        if self.origin is not None:
+            return f"not among the choices of {self.origin}"
+        measured = self.measured_m
+        if measured and measured[0] <= m <= measured[-1]:
+            kept = (c.times for c in self.candidates if self.baseline in (None, c.name))
+            at = sorted({x for times in kept for x in times})
+            what = f"{self.baseline} was not" if self.baseline else "nothing that counts was"
+            return f"{what} measured at m={m} (measured: {_range_words(at)})"
+        if measured:
+            return f"m={m} is outside what was measured ({_range_words(measured)})"
+        return self.instead or (
+            f"nothing was measured at {sizes_of(self.problem)}, {self.regime}, on "
+            f"{self.device.product}"
+        )
+
+
+class FrozenTable(Table):
+    """A table read from a file: who wins where, and nothing of why."""
+
+    def _freeze(self) -> None:
+        """Breakpoints and winners were given."""
+
+    @property
+    def measured_m(self) -> list[int]:
+        """Where the answer changes: all that is known of what was measured."""
+        return self.breakpoints[1:]
+
+    def pick(self, m: int) -> Pick:
+        place = bisect_right(self.breakpoints, m) - 1
+        name = self.winners[place]
+        note = f"dispatch had no answer for it in {self.origin}" if self.misses[place] else ""
+        return Pick(_unmeasured(name, self.kernels[place]) if name else None, note=note)
+
+
+class LooseTable(Table):
+    """A table that is asked with `pick` only: at few m, but within many budgets.
+
+    To find where the winner changes between measured m takes most of the time of another table.
+    """
+
+    _refusals: dict[tuple[str, int], str | None]
+
+    def _freeze(self) -> None:
+        """`breakpoints` and `winners` stay empty."""
+        self._refusals = {}
+
+    def within(self, budget: ErrorBudget | None) -> LooseTable:
+        """What is known is the same; what is allowed is not."""
+        table = replace(self, budget=budget)
+        table._refusals = self._refusals
+        return table
+
+    def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
+        key = (candidate.name, problem.m)
+        if key not in self._refusals:
+            self._refusals[key] = super()._refusal(candidate, problem)
+        return self._refusals[key]
+
+
+def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
+    return Candidate(name, kernel, Granularity.NONE, {}, {}, {}, "", "not measured here", True)
+
+
+def _us_words(time: Time) -> str:
+    """A time that was compared, and whether it is hearsay."""
+    return f"{time.latency_us:.2f} us" + ("" if time.is_verified else ", imported and not verified")
+
+
+def _range_words(measured: list[int]) -> str:
+    return ", ".join(map(str, measured)) if measured else "never"
+
+
+def _floor_words(limit: str, allowed: float) -> str:
+    if limit == "row_err" and allowed < 0.035:
+        return "; the floor of E4M3 x E4M3 is about 0.035"
+    return ""

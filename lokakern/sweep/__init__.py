@@ -1,0 +1,1 @@
+"""Sweeps: measuring every kernel of a suite into a database."""

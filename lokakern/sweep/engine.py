@@ -1,0 +1,448 @@
+"""Sweep: time every candidate of every problem, then measure every error, row by row into a run.
+
+What is already in the database for the same kernel digest, problem, device and environment is not
+measured again, so an interrupted sweep goes on where it stopped. Everything is launched in a
+disposable process (`lokakern.sweep.worker`): a kernel that crashes or hangs becomes a row. Several
+ranks may share a sweep (`lokakern.sweep.ranks`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lokakern.build.prebuild import prebuild
+from lokakern.device import current_device, current_environment
+from lokakern.errors import MeasurementError, UnknownNameError
+from lokakern.measure import timing
+from lokakern.measure.accuracy import Cell
+from lokakern.measure.time_problem import torch_device
+from lokakern.progress import Progress
+from lokakern.registry.register import KERNELS
+from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.selection.dispatcher import default_regime
+from lokakern.sweep import cost
+from lokakern.sweep.plan import (
+    Found,
+    Plan,
+    digest_of,
+    estimate_s,
+    harness_digest,
+    kernels_digest,
+    time_costs,
+)
+from lokakern.sweep.plan import candidates as candidates
+from lokakern.sweep.ranks import Alone, Share
+from lokakern.sweep.resume import Job, Known, Races, distribution_row, read_by_dispatch
+from lokakern.sweep.staleness import Ages
+from lokakern.sweep.worker import (
+    CPU_WATCHDOG_S,
+    GPU_WATCHDOG_S,
+    AccuracyTask,
+    Death,
+    Done,
+    Task,
+    TimingTask,
+    run_tasks,
+    start_server,
+)
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Problem
+from lokakern.workloads.suites import Case
+
+if TYPE_CHECKING:
+    from lokakern.registry.storage.run_files import RunFile
+
+ERRORS = ("all", "needed", "none")
+# A kernel that crashed or hung at so many problems is launched no more: each costs a new worker,
+# and a hang the watchdog's patience as well.
+STRIKES = 3
+# Problems from which on it pays to compile on all cores first: those processes take 4 s to start.
+FEWEST_PREBUILT = 16
+
+
+@dataclass
+class SweepReport:
+    """What a sweep did.
+
+    ``job_s`` holds what each problem took, in seconds, with its number of candidates; ``stale``,
+    where only what is stale was asked for, the places of cases whose times were.
+    """
+
+    timed: int = 0
+    measured: int = 0
+    skipped: int = 0
+    problems: int = 0
+    deaths: int = 0
+    failures: list[str] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    out_of_time: bool = False
+    estimated_s: float = 0.0
+    seconds: float = 0.0
+    stale: list[int] = field(default_factory=list)
+    job_s: list[tuple[Problem, int, float]] = field(default_factory=list)
+
+    def counts(self) -> dict[str, Any]:
+        """What other ranks are told."""
+        return {name: value for name, value in vars(self).items() if name != "job_s"}
+
+    @classmethod
+    def of_all(cls, counts: Sequence[dict[str, Any]]) -> SweepReport:
+        """What all ranks did: the first found out what was there, the others only measured."""
+        every = cls(**counts[0])
+        for other in counts[1:]:
+            for name in ("timed", "measured", "problems", "deaths", "failures"):
+                setattr(every, name, getattr(every, name) + other[name])
+            every.given_up += [words for words in other["given_up"] if words not in every.given_up]
+            every.out_of_time |= other["out_of_time"]
+            every.seconds = max(every.seconds, other["seconds"])
+        return every
+
+
+def sweep(
+    cases: Sequence[Case],
+    *,
+    database: str | Path,
+    suite: str,
+    command: str,
+    regime: str | None = None,
+    grade: str = "full",
+    time_limit_s: float | None = None,
+    only: Sequence[str] = (),
+    fresh: bool = False,
+    retry: bool = False,
+    only_stale: bool = False,
+    distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
+    errors: str = "all",
+    watchdog_s: float | None = None,
+    strikes: int = STRIKES,
+    progress: Progress | None = None,
+    crew: Alone | None = None,
+) -> SweepReport:
+    """Measure cases on the device here and merge the rows into a database.
+
+    Args:
+        cases: Problems with the distribution each is timed under.
+        database: File or URL the rows go to; created if missing.
+        suite: Name kept with the run.
+        command: How to do it again; kept with the run.
+        regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
+        grade: "full" or "quick".
+        time_limit_s: Stop beginning new work after so many seconds; what is done is kept.
+        only: Words of kernel names; empty for all kernels.
+        fresh: Measure also what the database holds already.
+        retry: Measure also what crashed or hung before.
+        only_stale: Measure only what was measured before a kernel or the toolchain changed, and
+            not since, by this database and the shipped ones, which dispatch reads, too.
+        distributions: Whose errors are measured.
+        errors: "all", "none", or "needed": only of numerics classes that have a kernel which is, at
+            some problem, no slower than the unquantized one (of ops that have none: at most 1.5x
+            behind the fastest). Others are never chosen.
+        watchdog_s: Longest silence of a launched kernel; None means 60 on GPUs, 600 on CPUs.
+        strikes: Crashes and hangs after which a kernel is launched no more.
+        progress: Where to tell.
+        crew: The ranks that share the sweep, all with the same arguments; None for this one alone.
+
+    Returns:
+        What this rank did.
+
+    Raises:
+        DatabaseError: The database cannot be read or written.
+        MeasurementError: The regime is not possible here, no worker can be started, or ranks have
+            different devices, software or cases.
+        UnknownNameError: ``errors`` is none of those.
+    """
+    from lokakern.registry.storage.run_files import RunFile, collect_runs
+
+    if errors not in ERRORS:
+        raise UnknownNameError(f"errors is {errors!r}; expected one of {', '.join(ERRORS)}")
+    begun = time.monotonic()
+    deadline = None if time_limit_s is None else begun + time_limit_s
+    device, environment = current_device(), current_environment()
+    regime = regime or default_regime(device)
+    timing.check_regime(regime, torch_device())
+    if watchdog_s is None:
+        watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
+    progress, crew = progress or Progress(), crew or Alone()
+    report = SweepReport()
+    if device.is_gpu:  # elsewhere nothing is planned for seconds
+        start_server()
+    crew.agree({
+        "device": repr(device), "environment": repr(environment), "kernels": kernels_digest(),
+        "cases": digest_of(map(str, cases)), "regime": regime,
+        "arguments": str((tuple(only), errors, grade, fresh, retry, only_stale, strikes,
+                          tuple(distributions))),
+    })  # fmt: skip
+    plan = Plan(cases, only, device, distributions if errors != "none" else ())
+
+    @functools.cache
+    def known() -> Known:
+        return Known(database, device, environment, regime, grade, fresh, retry)
+
+    def look() -> dict[str, Any]:
+        for why in collect_runs(database).skipped.values():
+            progress.note(f"left for later, with what it holds: {why}")
+        ages = Ages(read_by_dispatch(database), device, regime) if only_stale else None
+        return asdict(plan.look(known(), {} if retry else known().given_up(strikes), ages))
+
+    def look_at_times() -> dict[str, Any]:
+        """Whose errors are needed, now that every time is there."""
+        races = Races(device, known(), plan.jobs, todo)
+        for place, name, latency_us in itertools.chain(*(crew.results("times") if todo else ())):
+            races.add(todo[place].case.problem, name, latency_us)
+        needed = races.needed()
+        count = sum(races.is_needed(cell, needed) for cell in plan.cells)
+        return {"cells": [c for c in left if races.is_needed(plan.cells[c[0]], needed)],
+                "needed": count}  # fmt: skip
+
+    found = Found(**crew.plan("times", look))
+    plan.use(found.given_up)
+    if plan.digest() != found.plan:  # places in it would mean something else here
+        raise MeasurementError(
+            f"rank {crew.rank} finds other kernels for these problems than the rank that plans; "
+            "see that plugins, libraries and GPUs are the same everywhere"
+        )
+    report.given_up = found.why
+    todo, left = [plan.jobs[place] for place in found.todo], found.cells
+    report.skipped = sum(len(job.kernels) for job in plan.jobs)
+    report.skipped -= sum(len(job.kernels) for job in todo)
+    if only_stale:
+        places = {case: place for place, case in enumerate(cases)}
+        report.stale = [places[job.case] for job in todo]
+
+    def choose_errors() -> list[Any]:
+        cells, count = left, len(plan.cells)
+        if errors == "needed":
+            chosen = crew.plan("errors", look_at_times)
+            cells, count = chosen["cells"], chosen["needed"]
+        report.skipped += count - len(cells)
+        return cells
+
+    if not todo:
+        left = choose_errors()
+        if not left:
+            return report
+    if only_stale:
+        progress.note(f"stale: {len(todo)} of {len(plan.jobs)} problems, and {len(left)} of "
+                      f"{len(plan.cells)} errors")  # fmt: skip
+    report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / crew.world
+    count = sum(len(job.kernels) for job in todo)
+    progress.note(
+        f"{count} times at {len(todo)} problems and "
+        f"{'at most ' if errors == 'needed' and todo else ''}{len(left)} errors: "
+        f"about {_duration(report.estimated_s)}"
+        + (f" on {crew.world} ranks" if crew.world > 1 else "")
+    )
+    if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
+        problems = [job.case.problem for job in todo]
+        crew.once("prebuild", lambda: _prebuild(problems, device, only, progress))
+    run = RunFile.create(
+        database, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
+    )
+    with run:
+        session = _Session(
+            run, device, environment, regime, report, progress, crew, watchdog_s, deadline, strikes
+        )
+        if todo:
+            session.time(todo)
+            left = choose_errors()
+        session.measure(plan.wanted(left))
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+def _prebuild(
+    problems: Sequence[Problem], device: Device, only: Sequence[str], progress: Progress
+) -> None:
+    prebuild(problems, device, only, progress=progress, again=False)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 10 else f"{minutes} min"
+
+
+@dataclass
+class _Session:
+    """Hands tasks to workers, writes what comes back, and goes on after a death."""
+
+    run: RunFile
+    device: Device
+    environment: Environment
+    regime: str
+    report: SweepReport
+    progress: Progress
+    crew: Alone
+    watchdog_s: float
+    deadline: float | None
+    strikes: int
+    phase: str = ""
+    tasks: dict[int, Task] = field(default_factory=dict)
+    results: list[tuple[int, str, float]] = field(default_factory=list)  # times that are ok
+    struck: Counter[str] = field(default_factory=Counter)
+    stand_ins: dict[AccuracyTask, tuple[str, ...]] = field(default_factory=dict)
+
+    def time(self, jobs: Sequence[Job]) -> None:
+        def task(place: int) -> Task:
+            job = jobs[place]
+            return TimingTask(job.case, tuple(k.name for k in job.kernels), self.regime)
+
+        self._work("times", time_costs(jobs, self.device), task)
+
+    def measure(self, cells: Sequence[Cell]) -> None:
+        def task(place: int) -> Task:
+            cell = cells[place]
+            made = AccuracyTask(cell.kernel.name, cell.problem, cell.distribution, cell.seed)
+            self.stand_ins[made] = tuple(kernel.name for kernel in cell.stand_ins)
+            return made
+
+        self._work("errors", [cost.error_s(cell, self.device) for cell in cells], task)
+
+    def _work(self, phase: str, costs: Sequence[float], task: Callable[[int], Task]) -> None:
+        """Do this rank's shares of a phase."""
+        if self.report.out_of_time or not costs:
+            return
+        self.phase = phase
+        self.progress.begin(phase, len(costs))
+        shares = self.crew.shares(phase, costs, self.progress.reach)
+        share: Share | None = None
+
+        def more() -> bool:
+            """The next share, when the last is done."""
+            nonlocal share
+            if share is not None:
+                share.done(self.results)
+            share = next(shares, None)
+            if share is None:
+                return False
+            self.results = []
+            self.tasks |= {place: task(place) for place in share.places}
+            for name in [name for name, count in self.struck.items() if count >= self.strikes]:
+                self._give_up(name)
+            return bool(self.tasks) or more()
+
+        self.tasks = {}
+        self.report.out_of_time = not run_tasks(
+            self.tasks, self._done, self._died,
+            watchdog_s=self.watchdog_s, deadline=self.deadline, more=more,
+        )  # fmt: skip
+        while share is not None:  # time ran out: nobody need wait for the rest
+            share.done(self.results)
+            share, self.results = next(shares, None), []
+
+    def _done(self, number: int, task: Task, done: Done) -> None:
+        if isinstance(task, TimingTask):
+            for name, record in zip(task.kernels, done.records, strict=True):
+                assert isinstance(record, TimingRecord)
+                self._write_timing(name, task, record)
+                if record.status == "ok" and record.latency_us_p50 is not None:
+                    self.results.append((number, name, record.latency_us_p50))
+            self.report.problems += 1
+            self.report.job_s.append((task.case.problem, len(task.kernels), done.seconds))
+            self.progress.reach(self.crew.step(self.phase), str(task.case.problem))
+        else:
+            (record,) = done.records
+            assert isinstance(record, AccuracyRecord)
+            self._write_accuracy(task, record)
+            if record.status != "ok":
+                self._replace(number, task)
+            self.progress.reach(self.crew.step(self.phase), f"{task.distribution} {task.problem}")
+
+    def _died(self, number: int, task: Task, death: Death) -> Task | None:
+        self.report.deaths += 1
+        if isinstance(task, TimingTask):
+            return self._died_timing(task, death)
+        failed = AccuracyRecord(
+            status=death.status if death.kernel else "error",
+            reason=death.reason,
+            seed=task.seed,
+            rows=0,
+        )
+        self._write_accuracy(task, failed)
+        if death.kernel is None:
+            return None
+        self._strike(death.kernel)
+        # Its other cells at this problem would end the same way, in this sweep and the next.
+        same = [n for n, t in self.tasks.items()
+                if isinstance(t, AccuracyTask)
+                and (t.kernel, t.problem) == (task.kernel, task.problem)]  # fmt: skip
+        for other in same:
+            doomed = self.tasks.pop(other)
+            assert isinstance(doomed, AccuracyTask)
+            reason = f"not launched: on {task.distribution} seed {task.seed} {death.reason}"[:500]
+            self._write_accuracy(doomed, replace(failed, reason=reason, seed=doomed.seed))
+            self._replace(other, doomed)
+        self._replace(number, task)
+        return None
+
+    def _died_timing(self, task: TimingTask, death: Death) -> Task | None:
+        if death.kernel is None:  # nobody's fault: the next sweep tries again
+            for name in task.kernels:
+                self._write_timing(name, task, TimingRecord(status="error", reason=death.reason))
+            return None
+        record = TimingRecord(status=death.status, reason=death.reason)
+        self._write_timing(death.kernel, task, record)
+        self._strike(death.kernel)
+        left = tuple(
+            name
+            for name in task.kernels
+            if name != death.kernel and self.struck[name] < self.strikes
+        )
+        return replace(task, kernels=left) if left else None
+
+    def _replace(self, number: int, task: AccuracyTask) -> None:
+        """Let the next kernel of the numerics class bring the error."""
+        others = [n for n in self.stand_ins.get(task, ()) if self.struck[n] < self.strikes]
+        if others:
+            stand_in = replace(task, kernel=others[0])
+            self.stand_ins[stand_in] = tuple(others[1:])
+            self.tasks[number] = stand_in
+
+    def _strike(self, name: str) -> None:
+        self.struck[name] += 1
+        if self.struck[name] == self.strikes:
+            self.report.given_up.append(f"{name}: crashed or hung {self.strikes} times")
+            self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        """Launch a kernel no more."""
+        for number, task in list(self.tasks.items()):
+            if isinstance(task, AccuracyTask):
+                if task.kernel == name:
+                    del self.tasks[number]
+                    self._replace(number, task)
+            elif name in task.kernels:
+                left = tuple(other for other in task.kernels if other != name)
+                if left:
+                    self.tasks[number] = replace(task, kernels=left)
+                else:
+                    del self.tasks[number]
+
+    def _write_timing(self, name: str, task: TimingTask, record: TimingRecord) -> None:
+        problem = task.case.problem
+        self.run.add_timing(
+            KERNELS[name], problem, distribution_row(task.case.distribution),
+            self.device, self.environment, self.regime, record,
+        )  # fmt: skip
+        self.report.timed += 1
+        if record.status != "ok":
+            self.report.failures.append(f"{name}: {problem}: {record.status}: {record.reason}")
+
+    def _write_accuracy(self, task: AccuracyTask, record: AccuracyRecord) -> None:
+        self.run.add_accuracy(
+            KERNELS[task.kernel], task.problem, distribution_row(task.distribution),
+            self.device.architecture, self.environment, record,
+        )  # fmt: skip
+        self.report.measured += 1
+        if record.status != "ok":
+            self.report.failures.append(
+                f"{task.kernel}: {task.problem} on {task.distribution} seed {task.seed}: "
+                f"{record.status}: {record.reason}"
+            )

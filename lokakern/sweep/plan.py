@@ -1,0 +1,173 @@
+"""What a sweep has to do: plain values, so that the rank that finds out can tell the others."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lokakern.measure.accuracy import Cell, cells_for
+from lokakern.registry.register import KERNELS, Kernel, kernels_for
+from lokakern.sweep import cost
+from lokakern.sweep.resume import Job, Known
+from lokakern.sweep.staleness import Ages
+from lokakern.types import Device, Problem, Rejected
+from lokakern.workloads.suites import Case
+
+
+def candidates(problem: Problem, device: Device, only: Sequence[str] = ()) -> list[Kernel]:
+    """Registered kernels that accept a problem; ``only`` keeps those whose name holds a word."""
+    return [
+        kernel
+        for kernel in kernels_for(problem.op, device)
+        if not isinstance(kernel.supports(problem, device), Rejected)
+        and (not only or any(word in kernel.name for word in only))
+    ]
+
+
+def digest_of(words: Iterable[str]) -> str:
+    """SHA-256 of some words, in their order."""
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
+
+
+def kernels_digest() -> str:
+    """Digest of all registered kernels as they are now."""
+    return digest_of(f"{name} {kernel.digest}" for name, kernel in sorted(KERNELS.items()))
+
+
+def harness_digest() -> str:
+    """Digest of the measuring code: rows of different harnesses can be told apart."""
+    lokakern = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for folder in ("measure", "sweep", "workloads"):
+        for path in sorted((lokakern / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(lokakern)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is left to measure: places of jobs, and cells by place, kernel and its stand-ins.
+
+    ``given_up`` are digests of kernels that are launched no more, ``why`` words about them, and
+    ``plan`` is the digest of all jobs and cells.
+    """
+
+    todo: list[int]
+    cells: list[tuple[int, str, list[str]]]
+    given_up: list[str]
+    why: list[str]
+    plan: str
+
+
+class Plan:
+    """The jobs and cells of a sweep.
+
+    The same arguments make the same on every rank, but for what the database says: `look` asks it,
+    on one of them, and `use` takes the answer.
+
+    Attributes:
+        jobs: Problems with the kernels that may be launched.
+        cells: Errors of these.
+    """
+
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        only: Sequence[str],
+        device: Device,
+        distributions: Sequence[str],
+    ) -> None:
+        self._device, self._distributions = device, distributions
+        self._every = [(case, candidates(case.problem, device, only)) for case in cases]
+        self.jobs: list[Job] = []
+        self.cells: list[Cell] = []
+
+    def look(self, known: Known, given_up: Mapping[str, int], ages: Ages | None = None) -> Found:
+        """What a database leaves to do.
+
+        Args:
+            known: The database.
+            given_up: Digests of kernels that crashed or hung, with how often.
+            ages: Of evidence; then only what has some, and none that is fresh, is left to do. A
+                problem with one such kernel is left whole: its kernels race, or say nothing of who
+                is faster.
+        """
+        why = []
+        for kernel in {kernel: None for _, kernels in self._every for kernel in kernels}:
+            if _of_the_script(kernel):
+                why.append(f"{kernel.name}: a worker cannot import the script that registers it; "
+                           "move it to a module")  # fmt: skip
+            elif kernel.digest in given_up:
+                times = given_up[kernel.digest]
+                why.append(f"{kernel.name}: crashed or hung {times} times before")
+        self.use(given_up)
+        todo = [n for n, job in enumerate(self.jobs) if not known.has_timings(job)]
+        remaining = [known.remaining(cell) for cell in self.cells]
+        if ages is not None:
+            todo = [n for n in todo if ages.is_stale(self.jobs[n])]
+            remaining = [None if left is None else ages.stale_part(left) for left in remaining]
+        return Found(
+            todo=todo,
+            cells=[
+                (n, left.kernel.name, [kernel.name for kernel in left.stand_ins])
+                for n, left in enumerate(remaining)
+                if left is not None
+            ],
+            given_up=list(given_up),
+            why=why,
+            plan=self.digest(),
+        )
+
+    def digest(self) -> str:
+        """Of all jobs and cells: equal where places mean the same."""
+        jobs = (f"{job.case} {[kernel.name for kernel in job.kernels]}" for job in self.jobs)
+        cells = (
+            f"{cell.kernel.name} {cell.problem} {cell.distribution} {cell.seed}"
+            for cell in self.cells
+        )
+        return digest_of([*jobs, *cells])
+
+    def use(self, given_up: Iterable[str]) -> None:
+        """Make the jobs and cells, without kernels of such digests."""
+        without = set(given_up)
+        self.jobs = []
+        for case, kernels in self._every:
+            usable = [k for k in kernels if not _of_the_script(k) and k.digest not in without]
+            if usable:
+                self.jobs.append(Job(case, tuple(usable)))
+        pairs = [(kernel, job.case.problem) for job in self.jobs for kernel in job.kernels]
+        asked = self._distributions
+        self.cells = cells_for(pairs, self._device, asked) if asked else []
+
+    def wanted(self, left: Iterable[Sequence[Any]]) -> list[Cell]:
+        """Cells of what `Found.cells` holds."""
+        return [
+            replace(
+                self.cells[place],
+                kernel=KERNELS[name],
+                stand_ins=tuple(KERNELS[other] for other in others),
+            )
+            for place, name, others in left
+        ]
+
+
+def _of_the_script(kernel: Kernel) -> bool:
+    return "python:__main__" in kernel.modules
+
+
+def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, errors: str) -> float:
+    """About how long one GPU will take, in seconds."""
+    share = cost.NEEDED_SHARE if errors == "needed" else 1.0
+    return (
+        (cost.BEGIN_S if device.is_gpu else 0.0)
+        + sum(time_costs(todo, device))
+        + share * sum(cost.error_s(cell, device) for cell in cells)
+    )
+
+
+def time_costs(todo: Sequence[Job], device: Device) -> list[float]:
+    """About how long each job takes, in seconds."""
+    return [cost.timing_s(job.case.problem, len(job.kernels), device) for job in todo]

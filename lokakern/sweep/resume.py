@@ -1,0 +1,171 @@
+"""What a database already holds of a sweep, and which kernels are worth an error."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lokakern.measure.accuracy import Cell
+from lokakern.measure.timing import DROP_FACTOR
+from lokakern.problems import accuracy_problem, baseline_name
+from lokakern.registry.register import KERNELS, Kernel, fp8_format
+from lokakern.registry.schema.records import DistributionRow
+from lokakern.registry.schema.row_keys import (
+    device_key,
+    distribution_key,
+    environment_key,
+    family_key,
+    problem_key,
+)
+from lokakern.selection.candidates import TIE_CEILING
+from lokakern.types import Device, Environment, Granularity, Problem
+from lokakern.workloads.distributions import distribution_named
+from lokakern.workloads.suites import Case
+
+if TYPE_CHECKING:
+    from lokakern.registry.snapshot.snapshot import Snapshot
+
+NumericsKey = tuple[Problem, Granularity, Granularity, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One problem to be timed."""
+
+    case: Case
+    kernels: tuple[Kernel, ...]
+
+
+@functools.cache
+def distribution_row(name: str) -> DistributionRow:
+    """The database's row of a distribution."""
+    recipe = distribution_named(name)
+    return DistributionRow.of(recipe.name, dict(recipe.parameters), realistic=recipe.realistic)
+
+
+def read_by_dispatch(database: str | Path) -> Snapshot:
+    """What dispatch reads where a database is the user's: the shipped files, too."""
+    from lokakern.registry.snapshot.loading import load_snapshot
+    from lokakern.registry.storage.reader import is_there
+    from lokakern.registry.storage.run_files import shipped_databases
+
+    return load_snapshot([*shipped_databases(), *([database] if is_there(database) else [])])
+
+
+class Races:
+    """Times at each problem, from this sweep and from before it: who is worth an error."""
+
+    def __init__(
+        self, device: Device, known: Known, jobs: Sequence[Job], todo: Sequence[Job]
+    ) -> None:
+        self._times: dict[Problem, dict[str, float]] = {}
+        self._known, self._device = known, device
+        new = set(map(id, todo))
+        self._before = [job for job in jobs if id(job) not in new]
+
+    def add(self, problem: Problem, name: str, latency_us: float) -> None:
+        self._times.setdefault(problem, {})[name] = latency_us
+
+    def needed(self) -> set[NumericsKey]:
+        """Numerics classes of which somebody might choose a kernel at some problem."""
+        for job in self._before:
+            self._times.setdefault(job.case.problem, {}).update(self._known.times(job))
+        found = set()
+        for problem, times in self._times.items():
+            base = baseline_name(problem)
+            if base in times:  # whatever is faster, for a faster one may be in no budget
+                limit = (1 + TIE_CEILING) * times[base]
+            else:
+                limit = DROP_FACTOR * min(times.values())
+            racing = [name for name, us in times.items() if us <= limit]
+            if racing != [base]:  # else there is nothing to choose between
+                found |= {self.numerics_of(KERNELS[name], problem) for name in racing}
+        return found
+
+    def numerics_of(self, kernel: Kernel, problem: Problem) -> NumericsKey:
+        asked = accuracy_problem(problem, fp8_format(self._device))
+        return (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
+
+    def is_needed(self, cell: Cell, needed: set[NumericsKey]) -> bool:
+        return self.numerics_of(cell.kernel, cell.problem) in needed
+
+
+class Known:
+    """What the database already holds for the device and environment here."""
+
+    def __init__(
+        self,
+        database: str | Path,
+        device: Device,
+        environment: Environment,
+        regime: str,
+        grade: str,
+        fresh: bool,
+        retry: bool,
+    ) -> None:
+        from lokakern.registry.snapshot.loading import load_snapshot
+        from lokakern.registry.storage.reader import is_there
+
+        self._snapshot = None
+        if not fresh and is_there(database):
+            self._snapshot = load_snapshot([database])
+        self._target, self._regime, self._grade = device, regime, grade
+        self._device, self._environment = device_key(device), environment_key(environment)
+        self._retry = retry
+
+    def given_up(self, strikes: int) -> dict[str, int]:
+        """Digests of kernels that crashed or hung so often here, with how often."""
+        if self._snapshot is None:
+            return {}
+        found = self._snapshot.casualties(self._target, self._environment)
+        return {digest: count for digest, count in found.items() if count >= strikes}
+
+    def has_timings(self, job: Job) -> bool:
+        """Whether all candidates of a problem are there: they are timed together or not at all."""
+        facts = self._snapshot
+        if facts is None:
+            return False
+        problem = problem_key(job.case.problem)
+        distribution = distribution_key(distribution_row(job.case.distribution))
+        return all(
+            facts.has_timing(
+                kernel.digest, problem, distribution, self._device, self._environment,
+                self._regime, self._grade, retry=self._retry,
+            )
+            for kernel in job.kernels
+        )  # fmt: skip
+
+    def times(self, job: Job) -> dict[str, float]:
+        """Medians of the candidates of a problem that is known."""
+        if self._snapshot is None:
+            return {}
+        problem = job.case.problem
+        digests = {kernel.digest for kernel in job.kernels}
+        cells = self._snapshot.timing_cells(self._target, family_key(problem), self._regime)
+        return {
+            cell.kernel.name: cell.latency_us_p50
+            for cell in cells
+            if cell.m == problem.m and cell.status == "ok" and cell.kernel.digest in digests
+        }
+
+    def remaining(self, cell: Cell) -> Cell | None:
+        """What is left of a cell: without kernels that failed before; None if it is measured.
+
+        Kernels of a numerics class have one error: any of them may have brought it.
+        """
+        facts = self._snapshot
+        if facts is None:
+            return cell
+        asked = (
+            problem_key(cell.problem), distribution_key(distribution_row(cell.distribution)),
+            self._target.architecture, self._environment, cell.seed, self._grade,
+        )  # fmt: skip
+        members = (cell.kernel, *cell.stand_ins)
+        if any(facts.has_accuracy(k.digest, *asked, ok_only=True) for k in members):
+            return None
+        left = [k for k in members
+                if not facts.has_accuracy(k.digest, *asked, retry=self._retry)]  # fmt: skip
+        return replace(cell, kernel=left[0], stand_ins=tuple(left[1:])) if left else None

@@ -1,0 +1,124 @@
+"""How old evidence is: what a kernel's change, or another toolchain, has left behind.
+
+Of several rows of a kernel at a problem dispatch reads the freshest, under whatever distribution
+they were timed; kernels of a numerics class have one error. So a problem is stale where no row of
+some kernel is fresh, and one that is, however it ended, makes up for all that are older.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lokakern.device import devices_here
+from lokakern.errors import UnknownNameError
+from lokakern.measure.accuracy import Cell
+from lokakern.registry.schema.row_keys import problem_key
+from lokakern.selection.candidates import FRESHNESS, freshness_of
+from lokakern.sweep.resume import Job, distribution_row
+from lokakern.types import Device, Problem
+from lokakern.workloads.distributions import distribution_named
+from lokakern.workloads.suites import Case
+
+if TYPE_CHECKING:
+    from lokakern.registry.schema.records import KernelRow
+    from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
+
+ErrorClass = tuple[str, str, str]  # granularity, b_granularity and accumulation of a `KernelRow`
+
+
+def fresher(one: str | None, other: str) -> str:
+    """The better of two words of `FRESHNESS`; None is none."""
+    return other if one is None else min(one, other, key=FRESHNESS.index)
+
+
+class Ages:
+    """How fresh everything is that dispatch could read of a device in a regime.
+
+    Attributes:
+        timings: Every timing with its freshness.
+        times: At each problem that was timed, the freshest word on each kernel, by name.
+    """
+
+    def __init__(self, facts: Snapshot, device: Device, regime: str) -> None:
+        self._facts, self._device = facts, device
+        self._local = device in devices_here()
+        self._words: dict[tuple[KernelRow, str], str] = {}
+        self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
+        self._problem_key = functools.cache(problem_key)  # asked for many classes of each
+        self.timings = [(cell, self._word(cell)) for cell in facts.timings_on(device, regime)]
+        self.times: dict[Problem, dict[str, str]] = {}
+        for cell, word in self.timings:
+            here = self.times.setdefault(cell.problem, {})
+            here[cell.kernel.name] = fresher(here.get(cell.kernel.name), word)
+
+    def _word(self, cell: TimingCell | AccuracyCell) -> str:
+        """`freshness_of`, which depends on nothing else of a cell."""
+        key = (cell.kernel, cell.environment)
+        if key not in self._words:
+            self._words[key] = freshness_of(cell, self._local, self._facts)
+        return self._words[key]
+
+    def errors(self, asked: Problem, which: ErrorClass) -> list[tuple[AccuracyCell, str]]:
+        """Every error of a numerics class, with its freshness.
+
+        Args:
+            asked: What `accuracy_problem` makes of a problem.
+            which: The class.
+        """
+        key = (asked, which)
+        if key not in self._errors:
+            cells = self._facts.accuracy_cells_of_class(
+                self._device.architecture, self._problem_key(asked), *which
+            )
+            self._errors[key] = [(cell, self._word(cell)) for cell in cells]
+        return self._errors[key]
+
+    def is_stale(self, job: Job) -> bool:
+        """Whether some kernel of a job was timed at its problem, and no such time is fresh."""
+        here: Mapping[str, str] = self.times.get(job.case.problem, {})
+        return any(here.get(kernel.name, "fresh") != "fresh" for kernel in job.kernels)
+
+    def stale_part(self, cell: Cell) -> Cell | None:
+        """What of a cell could replace errors that are not fresh; None where there is no need.
+
+        Kernels that have a fresh word of their own, which was not good, are left out.
+        """
+        kernel = cell.kernel
+        which = (str(kernel.granularity), str(kernel.b_granularity), kernel.accumulation)
+        asked = (cell.distribution, distribution_row(cell.distribution).parameters, cell.seed)
+        rows = [
+            (row, word)
+            for row, word in self.errors(cell.problem, which)
+            if (row.distribution, row.parameters, row.seed) == asked
+        ]
+        if not rows or any(word == "fresh" and row.status == "ok" for row, word in rows):
+            return None
+        tried = {row.kernel.name for row, word in rows if word == "fresh"}
+        left = [k for k in (kernel, *cell.stand_ins) if k.name not in tried]
+        return replace(cell, kernel=left[0], stand_ins=tuple(left[1:])) if left else None
+
+
+def cases_timed(facts: Snapshot, device: Device, regime: str) -> list[Case]:
+    """Every problem that was timed on a device, once, under what its newest times were drawn from.
+
+    Without times of distributions that nobody can draw here, such as recorded ones.
+    """
+    newest: dict[Problem, tuple[int, str]] = {}
+    for cell in facts.timings_on(device, regime):
+        if _is_drawn(cell.distribution):
+            found = (cell.measured_utc_ms, cell.distribution)
+            newest[cell.problem] = max(newest.get(cell.problem, found), found)
+    cases = (Case(problem, distribution) for problem, (_, distribution) in newest.items())
+    return sorted(cases, key=str)
+
+
+@functools.cache
+def _is_drawn(name: str) -> bool:
+    try:
+        distribution_named(name)
+    except UnknownNameError:
+        return False
+    return True

@@ -1,0 +1,445 @@
+"""The disposable process that measures: a kernel may crash it, hang it or lose its device.
+
+The measuring process is forked from a server that has everything imported, so that a new one costs
+milliseconds where importing torch costs seconds. Before it launches anything of a kernel it writes
+so into a journal, memory that outlives it; what it finds it sends through a pipe. When it dies or
+stops to answer, the journal names the culprit, what was sent is kept, and a new one goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import ModuleType, TracebackType
+from typing import Any
+
+from lokakern.device import current_device
+from lokakern.errors import DeviceLostError, MeasurementError
+from lokakern.measure.accuracy import Cell, measure_cells
+from lokakern.measure.operand_cache import finish_draws
+from lokakern.measure.time_problem import time_case, torch_device
+from lokakern.measure.timing import warm
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.types import Problem
+from lokakern.workloads.suites import Case
+
+# Longest silence: a first launch may compile for seconds, and a CPU may multiply for minutes.
+GPU_WATCHDOG_S, CPU_WATCHDOG_S = 60.0, 600.0
+PREPARING_FACTOR = 10.0  # while nothing of a kernel runs: drawing a few GiB takes minutes
+POLL_S = 0.5
+GRACE_S = 30.0  # the driver may take seconds to end a killed process
+DRAWN_AHEAD = 64  # timing tasks whose operands are drawn together, on all cores, before any runs
+NOBODY = -1
+# Before each of the workers that follow one which died before it began: a GPU needs seconds to be
+# rid of a killed process.
+STILLBORN_PAUSES_S = (0.0, 1.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TimingTask:
+    """A problem's candidates, to be timed against each other; kernels by name."""
+
+    case: Case
+    kernels: tuple[str, ...]
+    regime: str
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyTask:
+    """One error of one kernel, by name."""
+
+    kernel: str
+    problem: Problem
+    distribution: str
+    seed: int
+
+
+Task = TimingTask | AccuracyTask
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A task is done: one record for each of its kernels, in their order."""
+
+    task: int
+    records: tuple[TimingRecord | AccuracyRecord, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A worker ended before its tasks.
+
+    ``task`` is None if it was at none; ``kernel`` is None if nothing of a kernel ran. ``status`` is
+    the row's: "crashed", "timeout" or "out_of_memory".
+    """
+
+    task: int | None
+    kernel: str | None
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A worker has no task left, and waits for `Worker.give`."""
+
+
+class _Page(ctypes.Structure):
+    """The journal: which kernel of which task runs, and a count that moves while all is well."""
+
+    _fields_ = (
+        ("beats", ctypes.c_int64),
+        ("task", ctypes.c_int64),
+        ("kernel", ctypes.c_int64),
+        ("what", ctypes.c_char * 40),
+    )
+
+
+class Worker:
+    """A process on some tasks; used as a context manager, which ends it.
+
+    Args:
+        tasks: By number; all timings or all accuracies.
+        watchdog_s: Longest silence while something of a kernel runs, in seconds.
+        deadline: `time.monotonic` after which it begins nothing new; None: never.
+    """
+
+    def __init__(
+        self, tasks: Mapping[int, Task], *, watchdog_s: float, deadline: float | None = None
+    ) -> None:
+        context = _context()
+        self._tasks = dict(tasks)
+        self._watchdog_s = watchdog_s
+        self._page: Any = context.RawValue(_Page)
+        self._page.task = self._page.kernel = NOBODY
+        self._connection, theirs = context.Pipe()
+        self._process: ForkServerProcess = context.Process(
+            target=_serve,
+            args=(theirs, self._page, self._tasks, _modules_of_users(), deadline),
+            daemon=True,
+        )
+        with _main_module_hidden():
+            self._process.start()
+        theirs.close()
+        self._finished = False
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._kill()
+        self._connection.close()
+
+    def give(self, tasks: Mapping[int, Task] | None) -> None:
+        """More tasks for an idle worker, which begins them at once; None ends it."""
+        self._tasks = dict(tasks or {})
+        with contextlib.suppress(OSError):  # it died while it waited: `events` says so
+            self._connection.send(None if tasks is None else self._tasks)
+
+    def events(self) -> Iterator[Done | Death | Idle]:
+        """What it reports, in order; ends after a death, and when it was given None."""
+        beats, silence_s, last = -1, 0.0, time.monotonic()
+        while True:
+            ready = connection.wait([self._connection, self._process.sentinel], timeout=POLL_S)
+            # Counted in polls: a sweep that was stopped for an hour did not listen for an hour.
+            now = time.monotonic()
+            silence_s, last = silence_s + min(now - last, 2 * POLL_S), now
+            if self._connection in ready:
+                yield from self._received()
+                if self._finished:
+                    return
+                silence_s = 0.0
+            elif ready:  # dead, and everything it sent is read
+                yield self._death(*_exit_words(self._process))
+                return
+            if self._page.beats != beats:
+                beats, silence_s = self._page.beats, 0.0
+            elif silence_s > self._patience_s():
+                yield from self._silenced()
+                return
+
+    def _received(self) -> Iterator[Done | Death | Idle]:
+        try:
+            message = self._connection.recv()
+        except Exception:  # cut off by its death, or written to by a wild kernel
+            self._process.join(POLL_S)
+            words = ("crashed", "the process sent what nobody can read")
+            if not self._process.is_alive():
+                words = _exit_words(self._process)
+            yield self._death(*words)
+            self._finished = True
+            return
+        if isinstance(message, Done | Idle):
+            yield message
+        elif isinstance(message, str):  # it lost its device and says why
+            yield self._death("crashed", message)
+            self._finished = True
+        else:  # None: it ends
+            self._finished = True
+
+    def _silenced(self) -> Iterator[Done | Death]:
+        """Kill it; what it still had to say counts."""
+        patience_s = self._patience_s()
+        death = self._death("timeout", f"no sign of life for {patience_s:g} s while {self._what()}")
+        self._kill()
+        with contextlib.suppress(Exception):  # cut off by its death
+            while self._connection.poll():
+                message = self._connection.recv()
+                if isinstance(message, Done):
+                    yield message
+                    if message.task == death.task:  # it was slow, not dead
+                        return
+        yield death
+
+    def _patience_s(self) -> float:
+        idle = self._page.kernel == NOBODY
+        return self._watchdog_s * (PREPARING_FACTOR if idle else 1.0)
+
+    def _what(self) -> str:
+        return bytes(self._page.what).decode(errors="replace")
+
+    def _death(self, status: str, reason: str) -> Death:
+        number = None if self._page.task == NOBODY else int(self._page.task)
+        kernel = None
+        if number is not None and self._page.kernel != NOBODY:
+            kernel = _kernels_of(self._tasks[number])[self._page.kernel]
+        if status != "timeout" and number is not None:
+            reason = f"{reason} while {self._what()}"
+        return Death(number, kernel, status, reason[:500])
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.join(GRACE_S)  # beyond it the driver holds the process; leave it behind
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lokakern.sweep.preload"])
+    return context
+
+
+def start_server() -> None:
+    """Let what workers are forked from import what it needs, while their tasks are planned."""
+    _context()
+    with _main_module_hidden():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """A worker needs nothing of the program that sweeps, and must not run it a second time."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _exit_words(process: ForkServerProcess) -> tuple[str, str]:
+    """Status and reason of a row."""
+    code = process.exitcode
+    if code is None:
+        return "crashed", "the process stopped talking"
+    if code >= 0:
+        return "crashed", f"the process exited with {code}"
+    if code == -signal.SIGKILL:  # nobody here did: the system does when memory is exhausted
+        return "out_of_memory", "the process was killed by SIGKILL"
+    try:
+        return "crashed", f"the process was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return "crashed", f"the process was killed by signal {-code}"
+
+
+def _kernels_of(task: Task) -> tuple[str, ...]:
+    return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
+
+
+def _modules_of_users() -> tuple[str, ...]:
+    """Modules outside lokakern that registered kernels."""
+    names = {module for kernel in KERNELS.values() for module in kernel.modules}
+    return tuple(sorted(n.removeprefix("python:") for n in names if n.startswith("python:")))
+
+
+def _serve(
+    pipe: Connection,
+    page: Any,
+    tasks: Mapping[int, Task],
+    modules: Sequence[str],
+    deadline: float | None,
+) -> None:
+    """Body of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    try:
+        load_kernels()
+        for module in modules:
+            importlib.import_module(module)
+        device = torch_device()
+        warm(device)
+        while tasks:
+            timings = {n: task for n, task in tasks.items() if isinstance(task, TimingTask)}
+            errors = {n: task for n, task in tasks.items() if isinstance(task, AccuracyTask)}
+            _time(pipe, page, timings, deadline)
+            _measure(pipe, page, errors, deadline)
+            pipe.send(Idle())
+            tasks = pipe.recv()
+        pipe.send(None)
+    except (BrokenPipeError, EOFError):  # nobody listens any more
+        pass
+    except DeviceLostError as error:
+        pipe.send(str(error))
+    pipe.close()
+    os._exit(0)  # a device in trouble may hang what libraries do at exit
+
+
+def _end_with_the_parent() -> None:
+    """A worker whose sweep was killed would hold the GPU for as long as its kernel hangs."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _announce(page: Any, task: int, kernel: int, what: str) -> None:
+    # The name is cleared first: whoever looks in between blames nobody rather than another.
+    page.kernel = NOBODY
+    page.task = task
+    page.what = what.encode()[:40]
+    page.kernel = kernel
+    page.beats += 1
+
+
+def _time(
+    pipe: Connection, page: Any, tasks: Mapping[int, TimingTask], deadline: float | None
+) -> None:
+    device = current_device()
+    numbers = list(tasks)
+    for place, number in enumerate(numbers):
+        if deadline is not None and time.monotonic() > deadline:
+            return
+        if place % DRAWN_AHEAD == 0:
+            _announce(page, number, NOBODY, "operands are drawn")
+            chunk = [tasks[n].case for n in numbers[place : place + DRAWN_AHEAD]]
+            finish_draws(chunk, lambda: _beat(page))
+        task, begun = tasks[number], time.monotonic()
+
+        def announce(kernel: int | None, what: str, number: int = number) -> None:
+            _announce(page, number, NOBODY if kernel is None else kernel, what)
+
+        records = time_case(
+            task.case,
+            [KERNELS[name] for name in task.kernels],
+            device,
+            task.regime,
+            announce=announce,
+        )
+        _announce(page, NOBODY, NOBODY, "the next task begins")
+        pipe.send(Done(number, tuple(records), time.monotonic() - begun))
+
+
+def _measure(
+    pipe: Connection, page: Any, tasks: Mapping[int, AccuracyTask], deadline: float | None
+) -> None:
+    if not tasks:
+        return
+    numbers = list(tasks)
+    cells = [Cell(KERNELS[t.kernel], t.problem, t.distribution, t.seed) for t in tasks.values()]
+    last = time.monotonic()
+
+    def begin(place: int, launches: bool) -> bool:
+        what = "its error is measured" if launches else "operands are drawn"
+        _announce(page, numbers[place], 0 if launches else NOBODY, what)
+        return deadline is None or time.monotonic() <= deadline
+
+    def done(place: int, record: AccuracyRecord) -> None:
+        nonlocal last
+        _announce(page, NOBODY, NOBODY, "the next task begins")
+        seconds, last = time.monotonic() - last, time.monotonic()
+        pipe.send(Done(numbers[place], (record,), seconds))
+
+    measure_cells(cells, torch_device(), current_device(), begin, done, lambda: _beat(page))
+
+
+def _beat(page: Any) -> None:
+    page.beats += 1
+
+
+def run_tasks(
+    tasks: dict[int, Task],
+    done: Callable[[int, Task, Done], None],
+    died: Callable[[int, Task, Death], Task | None],
+    *,
+    watchdog_s: float,
+    deadline: float | None = None,
+    more: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Have workers do tasks until none is left: one worker, and another whenever one dies.
+
+    Args:
+        tasks: By number; emptied. ``done`` and ``died`` may add and remove tasks.
+        done: Called with the records of a task.
+        died: Called when a worker died at a task; returns what is still to be done of it.
+        watchdog_s: See `Worker`.
+        deadline: See `Worker`.
+        more: Called when none is left: adds some, and says whether it did.
+
+    Returns:
+        Whether all was done; False when time ran out.
+
+    Raises:
+        MeasurementError: Workers die before they begin anything.
+    """
+
+    def is_over() -> bool:
+        return deadline is not None and time.monotonic() > deadline
+
+    finished = False
+
+    def is_work_left() -> bool:
+        nonlocal finished
+        finished = not tasks and not more()
+        return not finished
+
+    stillborn = 0
+    while not is_over() and is_work_left():
+        with Worker(tasks, watchdog_s=watchdog_s, deadline=deadline) as worker:
+            for event in worker.events():
+                if isinstance(event, Done):
+                    done(event.task, tasks.pop(event.task), event)
+                elif isinstance(event, Idle):
+                    worker.give(tasks if not is_over() and is_work_left() else None)
+                elif event.task is None or event.task not in tasks:
+                    stillborn += 1
+                    if stillborn == len(STILLBORN_PAUSES_S):
+                        raise MeasurementError(
+                            f"{stillborn} workers ended before they began to measure: "
+                            f"{event.reason}; what they printed says why"
+                        )
+                    time.sleep(STILLBORN_PAUSES_S[stillborn])
+                    break
+                else:
+                    left = died(event.task, tasks.pop(event.task), event)
+                    if left is not None:
+                        tasks[event.task] = left
+                stillborn = 0
+    return finished or not is_work_left()

@@ -1,0 +1,347 @@
+"""Suites of a user's own model, from TOML.
+
+    name = "my-model"
+    title = "layers of my model"           # default: the name of the file
+
+    [[layer]]                              # Y[m, n] = X[m, k] W[n, k]^T + bias[n]
+    m = [2048, 8192]                       # or one integer
+    n = 512
+    k = 1024
+    distribution = "X5"                    # of X; default X1
+    bias = true                            # default false
+    format = "float32"                     # of X, W and Y; default bfloat16
+    name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
+    count = 3                              # likewise, how often a step multiplies so; default 1
+    forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
+
+    [[layer]]
+    m = 27
+    n = 27
+    k = 128
+    batch = 2048                           # products at once; default 1
+    forms = ["gemm", "grad_input"]
+
+    [[layer]]
+    m = 8192
+    n = 2048
+    k = 2048
+    activation = "relu"                    # before the product: for form "activate" alone
+    forms = ["prepared", "activate"]
+
+Forms are the problems a layer poses: ``gemm`` on unquantized operands, ``prepared`` with W
+quantized ahead (tensor, row and 128x128 scales), ``scaled_gemm`` on quantized operands and
+``quantize`` of X (tensor, row and 1x128 scales), and the gradients, timed on X12: ``grad_input``
+(W as stored, and prepared with row and 128x128 scales) and ``grad_weight``. ``activate`` is the
+activation before X is quantized by rows, both in one kernel (relu, hardswish or silu). The default
+is gemm, prepared and quantize; of a batch it is gemm, because no quantized form takes one. ``bias``
+is of gemm and prepared. A scaled GEMM writes bfloat16, so a float32 layer has none; nor has it one
+that is activated.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lokakern.epilogue import ACTIVATIONS
+from lokakern.errors import SuiteError, UnknownNameError
+from lokakern.types import Format
+from lokakern.workloads.distributions import distribution_named
+from lokakern.workloads.gemm_cases import (
+    LEFT_SCALES,
+    PREPARED_BACKWARD_FORMS,
+    PREPARED_FORMS,
+    Case,
+    grad_input_cases,
+    grad_weight_case,
+    prepared_cases,
+    quantize_case,
+    scaled_gemm_cases,
+    unquantized_case,
+)
+from lokakern.workloads.norm_cases import activate_case
+from lokakern.workloads.suites import SUITES, Suite
+
+LARGEST_FILE_BYTES = 2**20
+MOST_CASES = 100_000
+LARGEST_SIZE = 2**31 - 1
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")
+FILE_KEYS = ("name", "title", "layer")
+FORMATS = (Format.BFLOAT16, Format.FLOAT32)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A ``[[layer]]``, checked."""
+
+    name: str
+    count: int
+    m: tuple[int, ...]
+    n: int
+    k: int
+    distribution: str
+    bias: bool
+    batch: int
+    format: Format
+    forms: tuple[str, ...]
+    activation: str = ""
+
+
+Maker = Callable[[Layer, int, Format], Iterator[Case]]
+
+
+def _gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    yield unquantized_case(
+        m, layer.n, layer.k, layer.distribution, layer.format, bias=layer.bias, batch=layer.batch
+    )
+
+
+def _prepared(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    n, k, distribution = layer.n, layer.k, layer.distribution
+    return prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+
+
+def _scaled_gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    return scaled_gemm_cases(m, layer.n, layer.k, layer.distribution, fp8)
+
+
+def _quantize(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    for granularity in LEFT_SCALES:
+        yield quantize_case(m, layer.k, granularity, layer.distribution, fp8, layer.format)
+
+
+def _grad_input(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    return grad_input_cases(m, layer.n, layer.k, fp8, layer.format, batch=layer.batch)
+
+
+def _grad_weight(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    yield grad_weight_case(m, layer.n, layer.k, layer.format, batch=layer.batch)
+
+
+def _activate(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+    yield activate_case(m, layer.k, layer.activation, layer.distribution, fp8)
+
+
+# The cases of a form at one m, and how many they are at most.
+FORMS: dict[str, tuple[Maker, int]] = {
+    "gemm": (_gemm, 1),
+    "prepared": (_prepared, len(PREPARED_FORMS)),
+    "scaled_gemm": (_scaled_gemm, len(LEFT_SCALES)),
+    "quantize": (_quantize, len(LEFT_SCALES)),
+    "grad_input": (_grad_input, 1 + len(PREPARED_BACKWARD_FORMS)),
+    "grad_weight": (_grad_weight, 1),
+    "activate": (_activate, 1),
+}
+DEFAULT_FORMS = ("gemm", "prepared", "quantize")
+BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
+
+
+def suite_named(name: str) -> Suite:
+    """The suite of that name, or of a file whose name ends in ``.toml``.
+
+    Raises:
+        UnknownNameError: There is none.
+        SuiteError: The file cannot be read, or is no suite.
+    """
+    if name.endswith(".toml"):
+        return suite_from_file(Path(name))
+    try:
+        return SUITES[name]
+    except KeyError:
+        raise UnknownNameError(
+            f"suite {name!r} is unknown; expected one of {', '.join(SUITES)}, "
+            "or a file that ends in .toml"
+        ) from None
+
+
+def suite_from_file(path: str | Path) -> Suite:
+    """The suite that a TOML file describes; the module says how.
+
+    Raises:
+        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, asks for more than
+            100 000 problems, or has an entry that is unknown, missing or no such value.
+    """
+    path = Path(path)
+    table = _table_of(path)
+    title = _text(table, "title", f"suite {path}") if "title" in table else path.name
+    layers = _layers_of(table, path)
+    count = sum(len(layer.m) * FORMS[form][1] for layer in layers for form in layer.forms)
+    if count > MOST_CASES:
+        raise SuiteError(
+            f"suite {path}: asks for {count} problems; expected at most {MOST_CASES}, fewer sizes "
+            "of m, or fewer forms"
+        )
+
+    def build(fp8: Format) -> Iterator[Case]:
+        for layer in layers:
+            for m in layer.m:
+                for form in layer.forms:
+                    yield from FORMS[form][0](layer, m, fp8)
+
+    return Suite(table["name"], title, build)
+
+
+def layers_from_file(path: str | Path) -> list[Layer]:
+    """The layers that a TOML file describes.
+
+    Raises:
+        SuiteError: As `suite_from_file`.
+    """
+    path = Path(path)
+    return _layers_of(_table_of(path), path)
+
+
+def _table_of(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # too many brackets
+        raise SuiteError(f"suite {path}: is not TOML: {error}") from None
+    check_keys(table, FILE_KEYS, f"suite {path}")
+    name = _text(table, "name", f"suite {path}")
+    if not NAME.fullmatch(name) or name in SUITES:
+        raise SuiteError(
+            f"suite {path}: name is {name!r}; expected letters, digits, blanks, dots, dashes and "
+            f"underscores, at most 100, and not {', '.join(SUITES)}"
+        )
+    return table
+
+
+def _layers_of(table: dict[str, Any], path: Path) -> list[Layer]:
+    entries = table.get("layer")
+    if not isinstance(entries, list) or not entries:
+        raise SuiteError(f"suite {path}: found no [[layer]]; expected at least one")
+    return [_layer(entry, i, f"suite {path}, layer {i}") for i, entry in enumerate(entries, 1)]
+
+
+def read_text(path: Path) -> str:
+    """A small file of text.
+
+    Raises:
+        SuiteError: It cannot be read, is larger than 1 MiB, or is not UTF-8.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise SuiteError(f"suite {path}: cannot be read: {reason}") from None
+    if len(data) > LARGEST_FILE_BYTES:
+        raise SuiteError(f"suite {path}: is larger than {LARGEST_FILE_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except ValueError as error:
+        raise SuiteError(f"suite {path}: is not text in UTF-8: {error}") from None
+
+
+def check_keys(table: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    unknown = sorted(table.keys() - set(keys))
+    if unknown:
+        raise SuiteError(f"{where}: has no entry {unknown[0]!r}; expected one of {', '.join(keys)}")
+
+
+def _text(table: dict[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        found = "missing" if value is None else shown(value)
+        raise SuiteError(f"{where}: {key} is {found}; expected a line of text")
+    return value
+
+
+def shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def size_of(value: object, key: str, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
+        found = "missing" if value is None else shown(value)
+        raise SuiteError(f"{where}: {key} is {found}; expected an integer from 1 to {LARGEST_SIZE}")
+    return value
+
+
+LAYER_KEYS = (
+    "m", "n", "k", "distribution", "bias", "batch", "format", "activation", "forms", "name",
+    "count",
+)  # fmt: skip
+
+
+def _layer(entry: object, place: int, where: str) -> Layer:
+    if not isinstance(entry, dict):
+        raise SuiteError(f"{where}: is {shown(entry)}; expected a table, [[layer]]")
+    check_keys(entry, LAYER_KEYS, where)
+    given = entry.get("m")
+    many = given if isinstance(given, list) else [given]
+    if not many:
+        raise SuiteError(f"{where}: m is empty; expected one integer or more")
+    batch = size_of(entry.get("batch", 1), "batch", where)
+    bias = entry.get("bias", False)
+    if not isinstance(bias, bool):
+        raise SuiteError(f"{where}: bias is {shown(bias)}; expected true or false")
+    form = entry.get("format", Format.BFLOAT16.value)
+    if form not in [known.value for known in FORMATS]:
+        known = ", ".join(known.value for known in FORMATS)
+        raise SuiteError(f"{where}: format is {shown(form)}; expected one of {known}")
+    forms = _forms(entry, batch, Format(form), where)
+    activation = entry.get("activation", "")
+    known = ", ".join(ACTIVATIONS[1:])
+    if activation not in ("", *ACTIVATIONS[1:]):
+        raise SuiteError(f"{where}: activation is {shown(activation)}; expected one of {known}")
+    if ("activate" in forms) != bool(activation):
+        raise SuiteError(
+            f"{where}: activation is {shown(activation)} and forms are {', '.join(forms)}; form "
+            f"'activate' goes with an activation, one of {known}"
+        )
+    return Layer(
+        name=_text(entry, "name", where) if "name" in entry else f"layer {place}",
+        count=size_of(entry.get("count", 1), "count", where),
+        m=tuple(dict.fromkeys(size_of(size, "m", where) for size in many)),
+        n=size_of(entry.get("n"), "n", where),
+        k=size_of(entry.get("k"), "k", where),
+        distribution=_distribution(entry.get("distribution", "X1"), where),
+        bias=bias,
+        batch=batch,
+        format=Format(form),
+        forms=forms,
+        activation=activation,
+    )
+
+
+def _distribution(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise SuiteError(f"{where}: distribution is {shown(value)}; expected a name such as X1")
+    try:
+        return distribution_named(value).name
+    except UnknownNameError as error:
+        raise SuiteError(f"{where}: {error}") from None
+
+
+def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple[str, ...]:
+    default = DEFAULT_FORMS if batch == 1 else ("gemm",)
+    forms = entry.get("forms", list(default))
+    if not isinstance(forms, list) or not forms:
+        raise SuiteError(f"{where}: forms is {shown(forms)}; expected a list of {_words(FORMS)}")
+    for name in forms:
+        if not isinstance(name, str) or name not in FORMS:
+            raise SuiteError(
+                f"{where}: forms holds {shown(name)}; expected some of {_words(FORMS)}"
+            )
+        if batch != 1 and name not in BATCHED_FORMS:
+            raise SuiteError(
+                f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
+                f"{_words(BATCHED_FORMS)}"
+            )
+        if form is Format.FLOAT32 and name in ("scaled_gemm", "activate"):
+            verb = "writes" if name == "scaled_gemm" else "reads"
+            raise SuiteError(f"{where}: form {name!r} {verb} bfloat16; leave it out of float32")
+    return tuple(dict.fromkeys(forms))
+
+
+def _words(names: Any) -> str:
+    return ", ".join(names)

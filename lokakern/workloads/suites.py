@@ -1,0 +1,243 @@
+"""Suites: named lists of problems, each with the distribution it is timed under."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lokakern.problems import make_problem
+from lokakern.registry.register import ANY, fp8_format
+from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
+from lokakern.workloads import published_models
+from lokakern.workloads.gemm_cases import (
+    LEFT_SCALES,
+    WIDE_RANGE,
+    dequantize_case,
+    fused_case,
+    grad_input_cases,
+    grad_weight_case,
+    main_grad_case,
+    quantize_case,
+    scaled_gemm_cases,
+    unquantized_case,
+    whole_gemm_cases,
+)
+from lokakern.workloads.gemm_cases import PREPARED_FORMS as PREPARED_FORMS
+from lokakern.workloads.gemm_cases import Case as Case
+from lokakern.workloads.gemm_cases import gemm_cases as gemm_cases
+from lokakern.workloads.gemm_cases import shape_cases as shape_cases
+from lokakern.workloads.norm_backward_cases import SHAPES as BACKWARD_SHAPES
+from lokakern.workloads.norm_backward_cases import norm_backward_cases
+from lokakern.workloads.norm_cases import (
+    chained_cases,
+    gemm_norm_cases,
+    grouped_norm_cases,
+    norm_quantize_cases,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A named list of cases; formats follow the device (fnuz on CDNA 3).
+
+    One for some architectures has no case elsewhere.
+    """
+
+    name: str
+    title: str
+    build: Callable[[Format], Iterable[Case]]
+    architectures: frozenset[str] = ANY
+
+    def cases(self, device: Device) -> list[Case]:
+        if self.architectures != ANY and device.architecture not in self.architectures:
+            return []
+        return list(dict.fromkeys(self.build(fp8_format(device))))
+
+
+def _smoke(fp8: Format) -> Iterator[Case]:
+    for m in (512, 2048):
+        yield from gemm_cases(m, 256, 256, "X1", fp8)
+    yield quantize_case(256, 256, Granularity.BLOCK, "X1", fp8)
+    yield dequantize_case(512, 256, Granularity.ROW, "X1", fp8)
+
+
+# m x (n, k): small and large batches of the layer sizes of recommendation models.
+ANCHOR_M = (2048, 8192, 32768)
+ANCHOR_N_K = (
+    (128, 128), (256, 256), (512, 512), (1024, 1024), (2048, 2048),
+    (256, 1024), (1024, 256), (512, 2048), (2048, 512),
+)  # fmt: skip
+
+
+def _anchors(fp8: Format) -> Iterator[Case]:
+    for m in ANCHOR_M:
+        for n, k in ANCHOR_N_K:
+            yield from gemm_cases(m, n, k, "X1", fp8)
+            yield from whole_gemm_cases(m, n, k, "X1", fp8, bias=True)
+            yield quantize_case(n, k, Granularity.BLOCK, "X1", fp8)
+            yield dequantize_case(m, k, Granularity.ROW, "X1", fp8)
+            yield from gemm_norm_cases(m, n, k, "X1", fp8)
+    for granularity in (Granularity.TENSOR, Granularity.GROUP, Granularity.BLOCK):
+        yield dequantize_case(8192, 1024, granularity, "X1", fp8)
+    for n, k in ((512, 512), (1024, 1024), (2048, 2048)):
+        wide = Operand(Format.FLOAT32, Granularity.NONE, Layout.ROW)
+        yield Case(make_problem("gemm", (8192, n, k), a=wide), "X1")
+
+
+GROUPED_NORM_SHAPES = ((2048, 512, 512), (8192, 1024, 1024), (32768, 512, 2048), (32768, 2048, 512))
+CHAINED_N_K = ((512, 512),)  # of layers that follow each other
+LONG_ROWS = 2048  # from which on a norm may be left to a kernel of its own
+
+
+def _norms(fp8: Format) -> Iterator[Case]:
+    for m in ANCHOR_M:
+        for n, k in ANCHOR_N_K:
+            yield from gemm_norm_cases(m, n, k, "X1", fp8)
+        for n, k in CHAINED_N_K:
+            yield from chained_cases(m, n, k, "X1", fp8)
+    for m, n, k in GROUPED_NORM_SHAPES:
+        yield from grouped_norm_cases(m, n, k, "X1", fp8)
+    long = [(m, n) for m in ANCHOR_M for n, _ in ANCHOR_N_K if n >= LONG_ROWS]
+    for m, k in (*QUANTIZER_SHAPES, *long):
+        yield from norm_quantize_cases(m, k, "X1", fp8)
+    for m, k in BACKWARD_SHAPES:
+        yield from norm_backward_cases(m, k, fp8)
+
+
+# Where the operands of a scaled GEMM are given, only the GEMM's own time differs from `gemm`.
+SCALED_M = 2048
+SCALED = (Granularity.ROW, Granularity.GROUP)
+TENSOR_QUANTIZE_M = (2048, 20480)
+
+
+def _lrm(fp8: Format) -> Iterator[Case]:
+    quantized: set[tuple[int, int]] = set()
+    in_one_scale: set[int] = set()
+    for layer in published_models.LAYERS:
+        n, k, distribution, bias = layer.n, layer.k, layer.distribution, layer.bias
+        sizes = layer.sizes()
+        for batch, m in sizes:
+            if batch != 1:
+                yield unquantized_case(m, n, k, distribution, bias=bias, batch=batch)
+                continue
+            yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
+            if m in (SCALED_M, sizes[-1][1]):
+                yield from scaled_gemm_cases(m, n, k, distribution, fp8, SCALED)
+            if (m, k) not in quantized:  # layers that share it share its cost, too
+                quantized.add((m, k))
+                for granularity in SCALED:
+                    yield quantize_case(m, k, granularity, distribution, fp8)
+            if m in TENSOR_QUANTIZE_M and m * k not in in_one_scale:
+                in_one_scale.add(m * k)
+                yield quantize_case(m, k, Granularity.TENSOR, distribution, fp8)
+    yield from _fused(fp8)
+
+
+def _fused(fp8: Format) -> Iterator[Case]:
+    """What a scaled GEMM does besides multiplying."""
+    row = Granularity.ROW
+    for name in published_models.RELU_TO_FP8:
+        layer = published_models.layer_named(name)
+        for _, m in layer.sizes(published_models.FUSED_BATCHES):
+            yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, "bias+relu",
+                             out_fp8=True)  # fmt: skip
+    for names, epilogue in (
+        (published_models.CROSS, "bias+cross"),
+        (published_models.SILU, "bias+silu"),
+    ):
+        for name in names:
+            layer = published_models.layer_named(name)
+            for _, m in layer.sizes(published_models.FUSED_BATCHES)[:2]:
+                yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, epilogue)
+    for name in published_models.GROUPED:
+        layer = published_models.layer_named(name)
+        batch, m = layer.sizes((SCALED_M,))[0]
+        scales = SCALED if layer.k % GROUP == 0 and layer.batch else (row,)
+        for granularity in scales:
+            yield fused_case(m, layer.n, layer.k, granularity, layer.distribution, fp8,
+                             batch=batch)  # fmt: skip
+
+
+def _lrm_backward(fp8: Format) -> Iterator[Case]:
+    for layer in published_models.LAYERS:
+        for batch, m in layer.sizes(published_models.BACKWARD_BATCHES):
+            yield from grad_input_cases(m, layer.n, layer.k, fp8, batch=batch)
+        wide = layer.per_sample > 1
+        batches = (
+            published_models.WIDE_GRAD_WEIGHT_BATCHES if wide else published_models.BACKWARD_BATCHES
+        )
+        for batch, m in layer.sizes(batches):
+            yield grad_weight_case(m, layer.n, layer.k, batch=batch)
+    for name, samples in published_models.MAIN_GRAD.items():
+        layer = published_models.layer_named(name)
+        for _, m in layer.sizes(samples):
+            for form in (WIDE_RANGE[fp8], fp8):
+                yield main_grad_case(m, layer.n, layer.k, form, fp8)
+
+
+# Projections to few outputs: the bytes of a are what they cost.
+NARROW_M = (131072, 327680)
+NARROW_N = (1, 8, 16, 24, 32, 64)
+NARROW_K = (64, 128, 192, 720)
+
+
+def _narrow(fp8: Format) -> Iterator[Case]:
+    for m in NARROW_M:
+        for k in NARROW_K:
+            for n in NARROW_N:
+                yield from scaled_gemm_cases(m, n, k, "X5", fp8, (Granularity.ROW,))
+            yield quantize_case(m, k, Granularity.ROW, "X5", fp8)
+
+
+QUANTIZER_SHAPES = ((2048, 512), (8192, 1024), (32768, 2048))
+
+
+def _quantizers(fp8: Format) -> Iterator[Case]:
+    scaled = {
+        "none": (*LEFT_SCALES, Granularity.BLOCK),
+        "power_of_two": (Granularity.ROW, Granularity.GROUP, Granularity.BLOCK),
+        "static": (Granularity.TENSOR,),
+        "delayed": (Granularity.TENSOR,),
+    }
+    for (m, k), (epilogue, granularities) in itertools.product(QUANTIZER_SHAPES, scaled.items()):
+        for granularity in granularities:
+            fields: dict[str, Any] = {
+                "out_format": fp8, "out_granularity": granularity, "epilogue": epilogue
+            }  # fmt: skip
+            turned = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
+            yield Case(make_problem("quantize", (m, k), **fields), "X1")
+            yield Case(make_problem("quantize", (m, k), a=turned, **fields), "X1")
+            yield Case(make_problem("quantize_transpose", (m, k), **fields), "X1")
+    for m, k in QUANTIZER_SHAPES:
+        fields = {"out_format": fp8, "out_granularity": Granularity.GROUP}
+        problem = make_problem("quantize_transpose", (m, k), epilogue="column_sums", **fields)
+        yield Case(problem, "X1")
+
+
+MX_GPUS = frozenset({"sm_100", "gfx950"})
+
+
+def _mx(fp8: Format) -> Iterator[Case]:
+    for m in ANCHOR_M:
+        for n, k in ANCHOR_N_K:
+            yield from scaled_gemm_cases(m, n, k, "X1", fp8, (Granularity.MX,))
+    for m, k in QUANTIZER_SHAPES:
+        yield quantize_case(m, k, Granularity.MX, "X1", fp8)
+        yield dequantize_case(m, k, Granularity.MX, "X1", fp8)
+
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite("smoke", "one small GEMM at two m: seconds on a CPU", _smoke),
+        Suite("anchors", "27 GEMM shapes measured against today's libraries", _anchors),
+        Suite("lrm", "layers of published recommendation models", _lrm),
+        Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
+        Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
+        Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
+        Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
+        Suite("mx", "scales of 1x32, for GPUs that multiply with them", _mx, MX_GPUS),
+    )
+}

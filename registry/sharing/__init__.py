@@ -1,0 +1,1 @@
+"""Import of other people's databases: validation, quarantine, download."""

@@ -1,0 +1,357 @@
+"""Import and merge files of others: all or nothing, the sources unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lokakern.errors import DatabaseError
+from lokakern.registry.freshness import is_current
+from lokakern.registry.locks import private_folder
+from lokakern.registry.quarantine import Tier, Waiting, place_for, waiting_for
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.manifest import manifest_beside
+from lokakern.registry.schema.tables import COLUMNS, TABLES
+from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
+from lokakern.registry.sharing.validate import Checked, check
+from lokakern.registry.snapshot.facts import check_agreement, has_all, unknown_keys
+from lokakern.registry.snapshot.image import facts_of
+from lokakern.registry.sqlite_file import FACTS, shown
+from lokakern.registry.storage import paths
+from lokakern.registry.storage.merge import MergeReport, merge_rows, union
+from lokakern.registry.storage.reader import READERS, Rows, Source, read_rows, resolve
+from lokakern.registry.storage.union import Part, own_part, write_union
+from lokakern.registry.storage.writer import locked, publish, replace_file, synchronize
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import did, by table.
+
+    Attributes:
+        added: Rows that were new.
+        known: Rows that were there.
+        left_out: Rows that no measurement refers to.
+        changed_kernels: Kernels of the file whose source is another one here.
+        contradicted: What waits with other contents of the same rows, with one of them. One of the
+            two was edited, and dispatch reads such rows of neither.
+    """
+
+    added: dict[str, int]
+    known: dict[str, int]
+    left_out: dict[str, int]
+    changed_kernels: tuple[str, ...]
+    contradicted: tuple[tuple[Waiting, str], ...] = ()
+
+
+def import_file(
+    path: Path,
+    target: Path,
+    *,
+    trusted: bool = False,
+    sha256: str | None = None,
+    guards: Guards = GUARDS,
+) -> ImportReport:
+    """Add the measurements of a file to a database.
+
+    Args:
+        path: The file; a manifest beside it has to agree.
+        target: What it is added to; made if it is missing.
+        trusted: Whether rows go into the database at once, as if measured here; else they wait
+            beside it (`registry.trust`).
+        sha256: That the file has to have, in hex.
+        guards: What the file may cost.
+
+    Raises:
+        DatabaseError: The file is not what it was said to be, cannot be read, holds what no row
+            may, or contradicts the target or the shipped files. The target is as it was.
+    """
+    with open_guarded(path, guards) as opened:
+        _check_sha256(opened, sha256)
+        manifest = manifest_beside(path)
+        if manifest is not None:
+            manifest.check_file(opened)
+        checked = check(opened)
+        if manifest is not None:
+            manifest.check_counts(opened, checked.counts)
+        part, left_out = _measured(opened, checked)
+        added, contradicted = _add(part, target) if trusted else _let_wait(part, target)
+    brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
+    known = {name: brought[name] - added[name] for name in TABLES}
+    return ImportReport(added, known, left_out, _changed(part), contradicted)
+
+
+def _check_sha256(opened: Foreign, sha256: str | None) -> None:
+    if sha256 is not None and sha256.lower().removeprefix("sha256:") != opened.sha256:
+        raise DatabaseError(
+            f"database {opened.name} has SHA-256 {opened.sha256}; expected {sha256} (--sha256); it "
+            "was changed or is another file: ask for it again"
+        )
+
+
+def _part(opened: Foreign, checked: Checked) -> Part:
+    facts = {name: checked.counts[name] for name in FACTS}
+    return Part(opened.name, opened.copy, opened.version, checked.dimensions, facts)
+
+
+def _measured(opened: Foreign, checked: Checked) -> tuple[Part, dict[str, int]]:
+    """A part without what no fact refers to, and how much that is."""
+    kept = {
+        name: {number: row for number, row in rows.items() if number in checked.used[name]}
+        for name, rows in checked.dimensions.items()
+    }
+    left_out = dict.fromkeys(TABLES, 0) | {
+        name: len(rows) - len(kept[name]) for name, rows in checked.dimensions.items()
+    }
+    return replace(_part(opened, checked), dimensions=kept), left_out
+
+
+_Added = tuple[dict[str, int], tuple[tuple[Waiting, str], ...]]
+
+
+def _add(part: Part, target: Path) -> _Added:
+    """Add a part to a file.
+
+    Returns:
+        How many rows were new to it, by table, and that nothing that waits was looked at.
+    """
+    with locked(target) as target, ExitStack() as stack:
+        known = [stack.enter_context(own_part(target))] if target.exists() else []
+        had, has = _counts(known), dict.fromkeys(TABLES, 0)
+        shipped = [stack.enter_context(own_part(path)) for path in _shipped_with(target)]
+        if shipped:
+            _counts([*shipped, part])  # reading contradictions together would fail ever after
+
+        def write(temporary: Path) -> None:
+            has.update(write_union(temporary, [*known, part]))
+            if has == had:  # nothing new: the file is let alone
+                raise _NothingNew
+
+        with suppress(_NothingNew):
+            publish(target, write)
+    return {name: has[name] - had[name] for name in TABLES}, ()
+
+
+def _let_wait(part: Part, database: Path) -> _Added:
+    """Put a part beside a database, unless all of it is known.
+
+    What waits already stands in nobody's way: which of two contradictory files was edited is for
+    `verify` to say.
+
+    Returns:
+        How many rows are new, by table, and what waits and contradicts them.
+    """
+    with locked(database) as place, private_folder() as folder:
+        alone = folder / "alone.sqlite"
+        write_union(alone, [part])
+        _check_rejected(alone, place)
+        with alone.open("rb") as file:
+            target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
+        own = [place] if place.exists() else []
+        known = []
+        for path in (*own, *_shipped_with(place)):
+            known.append(facts_of(path))
+            check_agreement(known[-1], facts_of(alone), part.name)
+        contradicted = []
+        for waiting in waiting_for(place):
+            with suppress(DatabaseError):  # what cannot be read is left out by dispatch, too
+                others = facts_of(waiting.path)
+                try:
+                    check_agreement(others, facts_of(alone), part.name)
+                    known.append(others)
+                except DatabaseError as error:
+                    contradicted.append((waiting, str(error)))
+        added = _counts([part])
+        if known:
+            added = {name: len(unknown_keys(facts_of(alone), name, known)) for name in TABLES}
+        if any(added.values()) and not target.exists():
+            _make_folder(target.parent)
+            publish(target, lambda temporary: shutil.copyfile(alone, temporary))
+    return added, tuple(contradicted)
+
+
+def _check_rejected(alone: Path, database: Path) -> None:
+    """A file that was rejected does not come back, in one that has more neither.
+
+    One that has only some of its rows may be what it was made from, and is let in.
+
+    Raises:
+        DatabaseError: It is one.
+    """
+    for rejected in waiting_for(database, Tier.REJECTED):
+        if has_all(facts_of(alone), facts_of(rejected.path)):
+            raise DatabaseError(
+                f"import: all rows of {str(rejected.path)!r}, {rejected.since}, are in the file; "
+                "`verify` rejected them, because some disagree with what was measured here; leave "
+                "them out, or, to try them again, remove that file"
+            )
+
+
+def _shipped_with(database: Path) -> list[Path]:
+    """Shipped files, where dispatch reads them with a database."""
+    try:
+        is_read = database == Path(os.path.realpath(paths.user_database()))
+    except DatabaseError:  # LOKAKERN_DB is a server
+        return []
+    return paths.shipped_databases() if is_read else []
+
+
+def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None:
+    """Move rows of an import into its database; what is left waits on.
+
+    Killed in between, the file waits as it was, and what the database has too is trusted.
+
+    Args:
+        waiting: The file that both are of.
+        database: That it was imported into.
+        accepted: Rows to move.
+        left: All others, without any of which the file is removed.
+
+    Raises:
+        DatabaseError: Somebody else settled it, or a row contradicts the database.
+    """
+    with locked(database) as place:
+        _check_waits(waiting)
+        if any(accepted[name] for name in FACTS):
+            old = [read_rows(place)] if place.exists() else []
+            replace_file(place, union([*old, accepted]))
+        if any(left[name] for name in FACTS):
+            replace_file(waiting.path, left)
+        else:
+            waiting.path.unlink()
+            synchronize(waiting.path.parent)
+
+
+def reject(waiting: Waiting, database: Path) -> Path:
+    """Put a file that waits where dispatch does not read it.
+
+    Raises:
+        DatabaseError: Somebody else settled it, or it cannot be moved.
+    """
+    with locked(database):
+        _check_waits(waiting)
+        target = waiting.path.parent.parent / Tier.REJECTED / waiting.path.name
+        _make_folder(target.parent)
+        os.replace(waiting.path, target)
+        return target
+
+
+def _check_waits(waiting: Waiting) -> None:
+    if not waiting.path.exists():
+        raise DatabaseError(
+            f"import {waiting.name} does not wait any more: another `verify` was faster; nothing "
+            "was changed"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DatabaseError(
+            f"folder {str(folder)!r} cannot be made: {error.strerror}; choose another database "
+            "(--into, LOKAKERN_DB)"
+        ) from None
+
+
+def _counts(parts: Sequence[Part]) -> dict[str, int]:
+    """How many rows a union has, by table."""
+    if len(parts) < 2:
+        counts = dict.fromkeys(TABLES, 0)
+        for part in parts:
+            counts |= part.counts
+            counts |= {name: len(rows) for name, rows in part.dimensions.items()}
+        return counts
+    with private_folder() as folder:
+        return write_union(folder / "union.sqlite", parts)
+
+
+class _NothingNew(Exception):
+    """Ends a publication that would change nothing."""
+
+
+def _changed(part: Part) -> tuple[str, ...]:
+    rows = [
+        dict(zip(COLUMNS["kernel"], row, strict=True)) for row in part.dimensions["kernel"].values()
+    ]
+    kernels = [row_keys.kernel_from_row(row) for row in rows]
+    return tuple(sorted({kernel.name for kernel in kernels if not is_current(kernel)}))
+
+
+def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUARDS) -> MergeReport:
+    """Write the union of databases into a new one.
+
+    The order of the sources does not matter, nor whether one is there twice: the rows are the
+    same, and with one version of SQLite the bytes.
+
+    Args:
+        sources: Files or URLs; never changed.
+        out: A file that is not there, or the URL of a server, to which the rows are added.
+        guards: What each source may cost.
+
+    Returns:
+        Rows of the union, by table, and how many more the sources had together.
+
+    Raises:
+        DatabaseError: A source cannot be read or holds what no row may, one key has two contents,
+            or `out` is there. Nothing was written.
+    """
+    place = resolve(out)
+    if not isinstance(place, Path):
+        return merge_rows([read_foreign(source, guards) for source in sources], place)
+    _refuse_existing(place)
+    has: dict[str, int] = {}
+    with locked(place) as place, ExitStack() as stack:
+        _refuse_existing(place)
+        parts, brought = [], dict.fromkeys(TABLES, 0)
+        for source in sources:
+            opened = stack.enter_context(open_guarded(source, guards))
+            checked = check(opened)
+            brought = {name: brought[name] + checked.counts[name] for name in TABLES}
+            parts.append(_part(opened, checked))
+        publish(place, lambda temporary: has.update(write_union(temporary, parts)))
+    return MergeReport(has, {name: brought[name] - has[name] for name in TABLES})
+
+
+def _refuse_existing(place: Path) -> None:
+    if place.exists():
+        raise DatabaseError(
+            f"merge: {shown(place)} is there; expected the name of a new file; remove it, or add "
+            "to it with `import --into`"
+        )
+
+
+def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
+    """Every row of a database of others, as `reader.read_rows` gives them.
+
+    Raises:
+        DatabaseError: It cannot be read, or holds what no row may.
+    """
+    with checked_file(source, guards) as (opened, _):
+        return READERS[opened.version](opened.connection)
+
+
+@contextmanager
+def checked_file(source: Source, guards: Guards = GUARDS) -> Iterator[tuple[Foreign, Checked]]:
+    """A database of others, open, with every row checked.
+
+    Raises:
+        DatabaseError: It cannot be read, or holds what no row may.
+    """
+    with open_guarded(source, guards) as opened:
+        yield opened, check(opened)
+
+
+def union_of(trusted: Sequence[Source], foreign: Sequence[Source]) -> Rows:
+    """Rows of databases of ours and of others, merged in memory.
+
+    Raises:
+        DatabaseError: One cannot be read, holds what no row may, or contradicts another.
+    """
+    parts = [*map(read_rows, trusted), *map(read_foreign, foreign)]
+    return parts[0] if len(parts) == 1 else union(parts)

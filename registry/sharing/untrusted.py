@@ -1,0 +1,301 @@
+"""Files of others, opened so that they can neither write, run anything, hang nor fill the memory.
+
+A file is copied to a place that nobody else reads or writes, its header looked at, opened read-only
+and immutable behind SQLite's limits, an authorizer and a deadline, and its schema compared with
+ours to the letter before any of its text is compiled. Then `registry/sharing/validate.py` reads
+every row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sqlite3
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import sqlalchemy
+from sqlalchemy import URL, Connection
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from lokakern.errors import DatabaseError
+from lokakern.registry.locks import private_folder
+from lokakern.registry.schema.tables import TABLES, sqlite_statements
+from lokakern.registry.sqlite_file import REMAKE, check_beside, check_header, shown
+from lokakern.registry.storage.reader import (
+    Source,
+    read_rows,
+    resolve,
+    short,
+    version_of,
+)
+from lokakern.registry.storage.writer import write_file
+
+_CHUNK_BYTES = 1 << 20
+_OPERATIONS = 10_000  # of SQLite's machine between two looks at the clock: well under 1 ms
+_LIMITS = {
+    "LENGTH": 1 << 19,  # bytes of a text, and of a row: of a run with the longest command, 270 KiB
+    "SQL_LENGTH": 50_000,  # the longest statement of our schema has 3 400
+    "COLUMN": 64,
+    "EXPR_DEPTH": 100,
+    "COMPOUND_SELECT": 2,
+    "VDBE_OP": 25_000,
+    "FUNCTION_ARG": 8,
+    "ATTACHED": 0,
+    "LIKE_PATTERN_LENGTH": 100,
+    "VARIABLE_NUMBER": 100,
+    "TRIGGER_DEPTH": 1,
+    "WORKER_THREADS": 0,
+}
+_OPTIONS = {"DEFENSIVE": True, "ENABLE_TRIGGER": False, "ENABLE_VIEW": False}
+_READABLE = frozenset(TABLES) | {"sqlite_master", "sqlite_schema"}
+_FUNCTIONS = frozenset({"hex", "length", "lower"})
+_PRAGMAS = frozenset({"quick_check", "read_uncommitted", "user_version"})
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What a file of others may cost.
+
+    Attributes:
+        largest_bytes: Of the file.
+        deadline_s: Seconds to read it in; for each MiB of the file ``deadline_s_per_mib`` more.
+        deadline_s_per_mib: See ``deadline_s``.
+        most_facts: Rows of a table of facts.
+        most_dimensions: Rows of any other table; these are held in memory.
+        most_characters: Of all texts of such a table.
+    """
+
+    largest_bytes: int = 1 << 30
+    deadline_s: float = 60.0
+    deadline_s_per_mib: float = 0.5
+    most_facts: int = 5_000_000
+    most_dimensions: int = 200_000
+    most_characters: int = 1 << 27
+
+
+GUARDS = Guards()
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A guarded file, open. Nothing is known of its rows yet.
+
+    Attributes:
+        name: What errors call it.
+        sha256: Of the file's bytes, in hex.
+        size_bytes: Of the file.
+        version: Of its schema.
+        copy: The private copy.
+        connection: Reads the copy.
+        guards: What it may cost.
+    """
+
+    name: str
+    sha256: str
+    size_bytes: int
+    version: int
+    copy: Path
+    connection: Connection
+    guards: Guards
+
+    @property
+    def driver(self) -> sqlite3.Connection:
+        """The driver's own connection."""
+        found = self.connection.connection.driver_connection
+        assert isinstance(found, sqlite3.Connection)
+        return found
+
+    def limit_rows(self, size_bytes: int | None = None) -> None:
+        """From now on refuse longer rows; None: longer ones than any table of ours has."""
+        size = _LIMITS["LENGTH"] if size_bytes is None else size_bytes
+        self.driver.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, size)
+
+
+@contextmanager
+def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
+    """Open a database of others for reading. Whatever goes wrong inside is a `DatabaseError`.
+
+    Rows of a server are first written into a private file, whose constraints they have to meet.
+
+    Raises:
+        DatabaseError: No finished lokakern database, too large, damaged, or with anything beside
+            our tables; or reading it took too long.
+    """
+    found = resolve(source)
+    name = shown(found)
+    with private_folder() as folder:
+        copy = folder / "copy.sqlite"
+        if isinstance(found, Path):
+            digest = _copy(found, copy, name, guards)
+        else:
+            _take(found, copy, name)
+            digest = hashlib.sha256(copy.read_bytes()).hexdigest()
+        check_header(copy, name)
+        _check_encoding(copy, name)
+        size = copy.stat().st_size
+        deadline = guards.deadline_s + guards.deadline_s_per_mib * size / 2**20
+        engine = sqlalchemy.create_engine(
+            "sqlite://", creator=lambda: _connect(copy, deadline), poolclass=NullPool
+        )
+        try:
+            with engine.connect() as connection:
+                opened = Foreign(
+                    name, digest, size, version_of(connection), copy, connection, guards
+                )
+                _check_entries(opened)
+                yield opened
+        except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
+            raise _unreadable(name, error, deadline) from error
+        finally:
+            engine.dispose()
+
+
+def _unreadable(name: str, error: Exception, deadline: float) -> DatabaseError:
+    words = short(error)
+    if words == "interrupted":
+        words = f"not done after {deadline:.0f} s"
+    return DatabaseError(
+        f"database {name} cannot be read: {words}; expected a whole SQLite file "
+        f"(SQLite here is {sqlite3.sqlite_version}, 3.37 or later is needed); {REMAKE}"
+    )
+
+
+def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
+    """Copy a file.
+
+    Returns:
+        SHA-256 of its bytes, in hex.
+
+    Raises:
+        DatabaseError: It is no file, cannot be read, or is too large.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        # A pipe would wait for its writer, and a device never end.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as source, copy.open("xb") as target:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise DatabaseError(f"database {name} is not a file; expected a SQLite file")
+            while chunk := source.read(_CHUNK_BYTES):
+                size += len(chunk)
+                if size > guards.largest_bytes:
+                    raise DatabaseError(
+                        f"database {name} is larger than {guards.largest_bytes} bytes; expected at "
+                        "most that of a file of others; ask for one of fewer rows (`export`)"
+                    )
+                digest.update(chunk)
+                target.write(chunk)
+        check_beside(path, name)
+    except FileNotFoundError:
+        waits = Path(f"{path}.imports").is_dir()
+        remedy = "check the path, or make one with `python -m lokakern.bench sweep`"
+        if waits:
+            remedy = "what was imported waits beside it: run `verify`, or `import --trust`"
+        raise DatabaseError(f"database {name} is not there; {remedy}") from None
+    except OSError as error:
+        raise DatabaseError(
+            f"database {name} cannot be read: {error.strerror}; check the path, and the room in "
+            f"{tempfile.gettempdir()!r} (TMPDIR)"
+        ) from error
+    return digest.hexdigest()
+
+
+def _take(server: URL, copy: Path, name: str) -> None:
+    """Write the rows of a server into a file.
+
+    Raises:
+        DatabaseError: They cannot be read, or are not such as a file may hold.
+    """
+    try:
+        write_file(copy, read_rows(server))
+    except DatabaseError as error:
+        raise DatabaseError(str(error).replace(repr(str(copy)), name)) from error
+    except (ValueError, KeyError, TypeError) as error:  # keys that are no digits, or refer nowhere
+        raise DatabaseError(
+            f"database {name} holds rows that lokakern did not write ({error}); remove them there"
+        ) from error
+
+
+def _check_encoding(path: Path, name: str) -> None:
+    with path.open("rb") as file:
+        encoding = file.read(60)[56:]
+    if encoding != b"\0\0\0\1":
+        raise DatabaseError(
+            f"database {name} has text encoding {encoding.hex()}; expected 00000001 (UTF-8), which "
+            f"lokakern writes; {REMAKE}"
+        )
+
+
+def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:
+    # Unquoted, a "?" in the name would end it and turn read-only into writable.
+    connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
+    for limit, value in _LIMITS.items():
+        connection.setlimit(getattr(sqlite3, f"SQLITE_LIMIT_{limit}"), value)
+    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
+        connection.execute(f"PRAGMA {pragma}")
+    if hasattr(connection, "setconfig"):  # Python 3.12
+        for option, value in _OPTIONS.items():
+            connection.setconfig(getattr(sqlite3, f"SQLITE_DBCONFIG_{option}"), value)
+    ends = time.monotonic() + deadline_s
+    connection.set_progress_handler(lambda: time.monotonic() > ends, _OPERATIONS)
+    connection.set_authorizer(_authorize)
+    return connection
+
+
+def _authorize(
+    action: int, first: str | None, second: str | None, _database: str | None, inner: str | None
+) -> int:
+    """Only what our own questions need; `inner` is the view or trigger that asks."""
+    allowed = inner is None and (
+        action == sqlite3.SQLITE_SELECT
+        or (action == sqlite3.SQLITE_READ and first in _READABLE)
+        or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS)
+        or (action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS)
+    )
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+
+Entries = dict[tuple[str, str, str], str | None]
+
+
+def _check_entries(opened: Foreign) -> None:
+    """All of the schema is ours to the letter: constraints, too, which SQLite would run."""
+    found, expected = _entries(opened.driver), _expected_entries(opened.version)
+    for entry in sorted(found.keys() | expected.keys()):
+        if entry not in found or entry not in expected or found[entry] != expected[entry]:
+            kind, name, _ = entry
+            if entry not in found:
+                words = f"{kind} {name} is missing; expected it"
+            elif entry not in expected:
+                words = f"{name} is there, a {kind}; expected nothing of that name"
+            else:
+                words = f"{kind} {name} is declared as {found[entry]!r}; expected {expected[entry]}"
+            raise DatabaseError(
+                f"database {opened.name} does not have the schema of version {opened.version}: "
+                f"{words}; {REMAKE}"
+            )
+
+
+def _entries(connection: sqlite3.Connection) -> Entries:
+    found = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
+    return {
+        (str(kind), str(name), str(table)): None if sql is None else " ".join(str(sql).split())
+        for kind, name, table, sql in found
+    }
+
+
+@functools.cache
+def _expected_entries(version: int) -> Entries:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for statement in sqlite_statements(version):
+            connection.execute(statement)
+        return _entries(connection)

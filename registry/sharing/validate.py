@@ -1,0 +1,415 @@
+"""Whether the rows of a file of others are what they must be.
+
+Values are looked at a column at a time, which is ten times as fast as a row at a time; CHECK
+constraints are those of the models, asked of the file in SQL. Keys are computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lokakern.errors import DatabaseError, LokakernError
+from lokakern.progress import tell
+from lokakern.registry.ops import EPILOGUE_OPS, OPS
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.records import canonical_json, now_utc_ms
+from lokakern.registry.schema.tables import (
+    COLUMNS,
+    KEYS_IN_BYTES_SINCE,
+    REFERENCES,
+    TABLES,
+    tables_of,
+)
+from lokakern.registry.schema.value_rules import Rule, constraints_of, rules_of
+from lokakern.registry.sharing import plausibility
+from lokakern.registry.sharing.untrusted import Foreign
+from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
+from lokakern.registry.storage.sql import breaches_text, rows_text
+from lokakern.types import Granularity, Problem, norm_form
+
+# A batch is in memory at once, however long its rows are: at most 320 MB.
+BATCH_ROWS, FACT_BYTES = 20_000, 1 << 14  # facts have 300 bytes, at most 14 KiB
+FEW_ROWS = 500  # of what facts refer to
+# A kernel's files are looked for by these: none outside of kernels/ may be read.
+MODULE = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_]+)*|python:[\w.]+|package:[\w.+=!~-]+")
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found in a file whose every row is right.
+
+    Attributes:
+        dimensions: By table and id, rows in the order of `tables.COLUMNS`, keys as hex digits.
+        counts: Rows, by table.
+        used: Ids that facts refer to, by table of dimensions.
+    """
+
+    dimensions: dict[str, dict[int, tuple[Any, ...]]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    used: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in DIMENSIONS})
+
+
+def check(opened: Foreign) -> Checked:
+    """Read every row of a file of others.
+
+    Raises:
+        DatabaseError: A page is damaged, or a value is not what it must be: with its table, key and
+            what was expected.
+    """
+    complaint = _quick_check(opened)
+    now_ms = now_utc_ms()
+    checked = Checked()
+    keys: dict[str, dict[int, str]] = {}
+    for name in tables_of(opened.version):
+        rules = rules_of(name, now_ms)
+        if name in DIMENSIONS:
+            checked.dimensions[name] = found = _dimension(opened, name, rules)
+            keys[name] = {number: row[0] for number, row in found.items()}
+            checked.counts[name] = len(found)
+        else:
+            possible = _POSSIBLE.get(name, _Possible)(opened, checked.dimensions)
+            checked.counts[name] = _facts(opened, name, rules, keys, checked.used, possible)
+        _check_constraints(opened, name)
+    opened.limit_rows()
+    checked.counts |= {name: 0 for name in TABLES if name not in checked.counts}
+    if complaint is not None:
+        raise complaint
+    return checked
+
+
+def _quick_check(opened: Foreign) -> DatabaseError | None:
+    """SQLite's own opinion. What it says of single values is kept: we name the row."""
+    found = [str(row[0]) for row in opened.driver.execute("PRAGMA quick_check(5)")]
+    if found == ["ok"]:
+        return None
+    complaint = DatabaseError(
+        f"database {opened.name} is damaged: {found[0].splitlines()[0][:200]}; expected a file as "
+        "SQLite wrote it; ask for it again"
+    )
+    of_values = ("CHECK constraint failed", "NULL value in", "non-", "NUMERIC value in")
+    if not all(words.startswith(of_values) for words in found):
+        raise complaint
+    return complaint
+
+
+def _brief(value: Any) -> str:
+    words = repr(value)
+    return words if len(words) <= 100 else f"{words[:97]}..."
+
+
+def _wrong(opened: Foreign, table: str, key: Any, found: str, expected: str) -> DatabaseError:
+    shown = key.hex() if isinstance(key, bytes) else _brief(key).strip("'")
+    return DatabaseError(
+        f"database {opened.name}: {table} row {shown}: {found}; expected {expected}; the file was "
+        "damaged or edited, or is of a newer lokakern: ask for it again"
+    )
+
+
+def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows as the driver gives them; those of facts by key."""
+    is_fact = name in FACTS
+    most = opened.guards.most_facts if is_fact else opened.guards.most_dimensions
+    opened.limit_rows(FACT_BYTES if is_fact else None)
+    count = 0
+    try:
+        cursor = opened.driver.execute(rows_text(name, *more))
+        while batch := cursor.fetchmany(BATCH_ROWS if is_fact else FEW_ROWS):
+            count += len(batch)
+            if count > most:
+                raise DatabaseError(
+                    f"database {opened.name}: {name} has more than {most} rows; expected at most "
+                    "that of a file of others; ask for one of fewer rows (`export`)"
+                )
+            yield batch
+    except Exception as error:
+        if "decode" not in str(error):
+            raise
+        raise _not_text(opened, name) from error
+
+
+def _not_text(opened: Foreign, name: str) -> DatabaseError:
+    """Which text is not UTF-8: the driver does not say."""
+    opened.driver.text_factory = bytes
+    columns = COLUMNS[name]
+    for row in opened.driver.execute(rows_text(name)):
+        for column, value in zip(columns[1:], row[1:], strict=True):
+            if isinstance(value, bytes):
+                try:
+                    value.decode()
+                except UnicodeDecodeError:
+                    return _wrong(opened, name, row[0], f"{column} is {_brief(value)}",
+                                  "UTF-8")  # fmt: skip
+    return DatabaseError(
+        f"database {opened.name}: {name} holds what is not UTF-8; ask for it again"
+    )
+
+
+def _check_columns(
+    opened: Foreign, name: str, columns: Mapping[str, Sequence[Any]], rules: Mapping[str, Rule]
+) -> None:
+    for column, rule in rules.items():
+        place = rule.breach(columns[column])
+        if place is not None:
+            found = f"{column} is {_brief(columns[column][place])}"
+            raise _wrong(opened, name, columns["key"][place], found, str(rule))
+
+
+def _digits(opened: Foreign, name: str, found: Sequence[Any]) -> list[str]:
+    """Keys as hex digits."""
+    in_bytes = opened.version >= KEYS_IN_BYTES_SINCE
+    place = Rule(bytes if in_bytes else str, False, longest=64).breach(found)
+    if place is not None:
+        expected = "bytes" if in_bytes else "64 hex digits"
+        raise _wrong(opened, name, found[place], f"key is {_brief(found[place])}", expected)
+    return [key.hex() for key in found] if in_bytes else list(found)
+
+
+_FROM_ROW: dict[str, Callable[[Mapping[str, row_keys.Value]], object]] = {
+    "device": row_keys.device_from_row,
+    "environment": row_keys.environment_from_row,
+    "kernel": row_keys.kernel_from_row,
+    "problem": row_keys.problem_from_row,
+    "distribution": row_keys.distribution_from_row,
+}
+
+
+def _dimension(opened: Foreign, name: str, rules: Mapping[str, Rule]) -> dict[int, tuple[Any, ...]]:
+    """Rows by id, each with the key of its content and read as what it stands for."""
+    found: dict[int, tuple[Any, ...]] = {}
+    seen: set[str] = set()
+    characters = 0
+    for batch in _batches(opened, name, "id"):
+        columns = dict(zip(("id", *COLUMNS[name]), zip(*batch, strict=True), strict=True))
+        _check_columns(opened, name, columns, {"id": Rule(int, False), **rules})
+        characters += sum(len(v) for row in batch for v in row if isinstance(v, str))
+        if characters > opened.guards.most_characters:
+            raise DatabaseError(
+                f"database {opened.name}: {name} has more than {opened.guards.most_characters} "
+                "characters; expected at most that of a file of others; ask for one of fewer rows"
+            )
+        keys = _digits(opened, name, columns["key"])
+        for key, row in zip(keys, batch, strict=True):
+            _check_content(
+                opened, name, key, dict(zip(COLUMNS[name], (key, *row[2:]), strict=True))
+            )
+            if row[0] in found or key in seen:
+                raise _wrong(opened, name, key, f"id {row[0]} or the key is there twice", "it once")
+            found[row[0]] = (key, *row[2:])
+            seen.add(key)
+    return found
+
+
+def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) -> None:
+    try:
+        if row_keys.row_key(name, row) != key:
+            raise _wrong(opened, name, key, "it does not have the key of its content", "that")
+        if name in _FROM_ROW:
+            _FROM_ROW[name](row)
+    except DatabaseError as error:
+        if str(error).startswith("database "):
+            raise
+        raise _wrong(
+            opened, name, key, str(error).split("; ")[0], "what this lokakern reads"
+        ) from None
+    if name == "problem":
+        reason = _why_no_problem(row_keys.problem_from_row(row))
+        if reason is not None:
+            raise _wrong(opened, name, key, reason, "a problem of an op of this lokakern")
+    if name == "distribution" and not _is_canonical(row["parameters"]):
+        found = f"parameters is {_brief(row['parameters'])}"
+        raise _wrong(opened, name, key, found, "a JSON object, canonical")
+    if name == "kernel":
+        modules = [module for module in row["modules"].split(",") if module]
+        strange = [module for module in modules if not MODULE.fullmatch(module)]
+        if strange:
+            raise _wrong(opened, name, key, f"modules has {_brief(strange[0])}",
+                         "names of files in kernels/, python:... or package:...")  # fmt: skip
+
+
+def _why_no_problem(problem: Problem) -> str | None:
+    """Why nobody can pose it, so that whoever looked at it would stumble."""
+    if problem.op not in OPS:
+        return f"op is {problem.op!r}"
+    multiplies = len(OPS[problem.op].axes) == 3
+    if (problem.b is not None) is not multiplies:
+        return f"b of {problem.op} is {problem.b}"
+    if problem.m < 0 or min(problem.n, problem.k, problem.batch) < 1:
+        return f"sizes are m={problem.m} n={problem.n} k={problem.k} batch={problem.batch}"
+    if problem.op in EPILOGUE_OPS:
+        try:
+            length = problem.n if multiplies else problem.k
+            norm_form(problem.epilogue).norm.span(length)
+        except LokakernError as error:
+            return f"epilogue is {problem.epilogue!r} ({error})"
+    return None
+
+
+def _is_canonical(parameters: str) -> bool:
+    try:
+        found = json.loads(parameters)
+        return isinstance(found, dict) and canonical_json(found) == parameters
+    except (ValueError, RecursionError, DatabaseError):
+        return False
+
+
+def _facts(
+    opened: Foreign,
+    name: str,
+    rules: Mapping[str, Rule],
+    keys: Mapping[str, Mapping[int, str]],
+    used: Mapping[str, set[int]],
+    possible: _Possible,
+) -> int:
+    """Check a table of facts.
+
+    Returns:
+        How many rows it has.
+    """
+    count, last = 0, ""
+    for batch in _batches(opened, name):
+        columns: dict[str, Sequence[Any]] = dict(
+            zip(COLUMNS[name], zip(*batch, strict=True), strict=True)
+        )
+        _check_columns(opened, name, columns, rules)
+        given = dict(columns)
+        present = _digits(opened, name, columns["key"])
+        for table in REFERENCES[name].values():
+            strangers = set(columns[table]) - keys[table].keys()
+            if strangers:
+                place = next(i for i, v in enumerate(columns[table]) if v in strangers)
+                raise _wrong(opened, name, columns["key"][place],
+                             f"it refers to {table} {columns[table][place]}, which is not there",
+                             f"an id of table {table}")  # fmt: skip
+            used[table].update(columns[table])
+            columns[table] = [keys[table][number] for number in columns[table]]
+        possible.check(given)
+        expected = row_keys.fact_keys(name, columns)
+        if present != expected:
+            place = next(i for i, pair in enumerate(zip(present, expected, strict=True))
+                         if pair[0] != pair[1])  # fmt: skip
+            raise _wrong(opened, name, columns["key"][place],
+                         "it does not have the key of its content", expected[place])  # fmt: skip
+        _check_order(opened, name, last, present)
+        last = present[-1]
+        count += len(batch)
+        # Keys are hashes, in order: how far the last one is, is how much has been seen.
+        tell(f"checking {name}", int(last[:8], 16) / 16**8)
+    tell(f"checking {name}", 1)
+    return count
+
+
+class _Possible:
+    """What physics allows of facts: nothing is said of most."""
+
+    def __init__(
+        self, opened: Foreign, dimensions: Mapping[str, Mapping[int, tuple[Any, ...]]]
+    ) -> None:
+        self._opened, self._dimensions = opened, dimensions
+        self._known: dict[tuple[Any, ...], float] = {}
+        self._problems: dict[int, Problem] = {}
+
+    def _least(self, *given: Any) -> float:
+        """`_find_least`, once."""
+        if given not in self._known:
+            self._known[given] = self._find_least(*given)
+        return self._known[given]
+
+    def _find_least(self, *given: Any) -> float:
+        raise NotImplementedError
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Refuse rows, by column, that cannot have been measured."""
+
+    def _row(self, table: str, number: int) -> dict[str, Any]:
+        return dict(zip(COLUMNS[table], self._dimensions[table][number], strict=True))
+
+    def _of_each(
+        self, table: str, name: str, columns: Mapping[str, Sequence[Any]]
+    ) -> Iterator[Any]:
+        """A column of a table, for each fact."""
+        place = COLUMNS[table].index(name)
+        return (self._dimensions[table][number][place] for number in columns[table])
+
+    def _problem(self, number: int) -> Problem:
+        if number not in self._problems:
+            self._problems[number] = row_keys.problem_from_row(self._row("problem", number))
+        return self._problems[number]
+
+
+class _PossibleTimes(_Possible):
+    """No time is shorter than the FLOPs and the bytes take."""
+
+    def _find_least(self, problem: int, device: int, regime: str) -> float:
+        found = row_keys.device_from_row(self._row("device", device))
+        return plausibility.least_us(self._problem(problem), found, regime)
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        wanted = ("problem", "device", "regime", "latency_us_p20", "key")
+        for problem, device, regime, us, key in zip(*map(columns.get, wanted), strict=True):
+            if us is not None and us < (least := self._least(problem, device, regime)):
+                raise _wrong(self._opened, "timing", key, f"latency_us_p20 is {us:g}",
+                             f"at least {least:.3g}, which {self._problem(problem)} takes on "
+                             f"{self._row('device', device)['product']}")  # fmt: skip
+
+
+class _PossibleErrors(_Possible):
+    """No error of values of every size is smaller than rounding leaves, nor its upper limit."""
+
+    def _find_least(self, problem: int, distribution: str, quantizes: bool) -> float:
+        return plausibility.least_error(self._problem(problem), distribution, quantizes)
+
+    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        names = self._of_each("distribution", "name", columns)
+        quantize = [g != Granularity.NONE for g in self._of_each("kernel", "granularity", columns)]
+        places = zip(columns["problem"], names, quantize, columns["key"], strict=True)
+        measured = zip(*map(columns.get, _ERRORS), strict=True)
+        limits = zip(*(columns[f"{name}_upper"] for name in _ERRORS), strict=True)
+        for (*place, key), errors, uppers in zip(places, measured, limits, strict=True):
+            for name, error, upper in zip(_ERRORS, errors, uppers, strict=True):
+                if error is None or upper is None:
+                    continue
+                if name != "mean_shift" and error < (least := self._least(*place)):
+                    raise _wrong(self._opened, "accuracy", key, f"{name} is {error:g}",
+                                 f"at least {least:.3g}, which rounding leaves")  # fmt: skip
+                if upper < abs(error):
+                    raise _wrong(self._opened, "accuracy", key, f"{name}_upper is {upper:g}",
+                                 f"at least {name}, which is {error:g}")  # fmt: skip
+
+
+_ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
+_POSSIBLE: dict[str, type[_Possible]] = {"timing": _PossibleTimes, "accuracy": _PossibleErrors}
+
+
+def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> None:
+    """Ascending, each once: what merging and looking up rely on."""
+    for key in keys:
+        if key <= last:
+            raise _wrong(opened, name, key, f"it comes after {last}", "keys in order, each once")
+        last = key
+
+
+def _check_constraints(opened: Foreign, name: str) -> None:
+    """CHECK constraints, asked of rows whose types were looked at."""
+    checks = constraints_of(name)
+    if not checks:
+        return
+    every = " AND ".join(f"({check})" for check in checks)
+    found = _first(opened, breaches_text(name, every))
+    if found is None:
+        return
+    for check in checks:
+        row = _first(opened, breaches_text(name, check))
+        if row is not None:
+            raise _wrong(opened, name, row[0], "it breaks a constraint", check)
+    raise _wrong(opened, name, found[0], "it breaks a constraint", every)
+
+
+def _first(opened: Foreign, statement: str) -> tuple[Any, ...] | None:
+    cursor = opened.driver.execute(statement)
+    found: tuple[Any, ...] | None = cursor.fetchone()
+    cursor.close()
+    return found

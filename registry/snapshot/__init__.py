@@ -1,0 +1,1 @@
+"""The read side of dispatch: all measurements of a device, in memory."""

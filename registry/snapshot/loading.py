@@ -1,0 +1,92 @@
+"""Loading what dispatch reads: the shipped files, the user's, and what waits to be verified."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lokakern.errors import DatabaseError
+from lokakern.registry.quarantine import Doubts, Waiting, waiting_for
+from lokakern.registry.snapshot.facts import check_agreement, set_disputed_apart, united
+from lokakern.registry.snapshot.image import facts_of
+from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
+from lokakern.registry.storage import paths as places
+
+if TYPE_CHECKING:
+    from lokakern.registry.snapshot.facts import Part
+
+logger = logging.getLogger("lokakern")
+
+
+def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
+    """Read database files into memory, merged by key.
+
+    Args:
+        paths: Files, all of which must exist, and nothing that waits beside them; by default the
+            shipped files and, if there is one, the user's, with what waits beside it to be
+            verified.
+
+    Raises:
+        DatabaseError: A file cannot be read, or files contradict each other.
+    """
+    with without_garbage_collection():
+        if paths is not None:
+            return Snapshot(united([facts_of(path) for path in paths]), [*map(str, paths)])
+        user = places.user_database()
+        # Before the database, into which it may be moved meanwhile: then both have it.
+        waiting = _read_waiting(waiting_for(user))
+        paths = [*places.shipped_databases(), *([user] if user.exists() else [])]
+        trusted = [facts_of(path) for path in paths]
+        waiting = _agreeing(waiting, trusted)
+        others = [part for _, part in waiting]
+        # Before they are united, which takes from each what another has.
+        doubts = Doubts(trusted, others) if others else None
+        sources = [str(path) for path in (*paths, *(found.path for found, _ in waiting))]
+        return Snapshot(united([*trusted, *others]), sources, doubts)
+
+
+def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Part]]:
+    found = []
+    for one in waiting:
+        try:
+            found.append((one, facts_of(one.path)))
+        except DatabaseError as error:
+            if one.path.exists():  # else it was verified meanwhile
+                _leave_out(one, error)
+    return found
+
+
+def _agreeing(
+    waiting: Sequence[tuple[Waiting, Part]], trusted: Sequence[Part]
+) -> list[tuple[Waiting, Part]]:
+    """What contradicts nothing that is trusted, without what two tell differently.
+
+    A file of others must stop neither dispatch nor one another.
+    """
+    found: list[tuple[Waiting, Part]] = []
+    for one, part in waiting:
+        try:
+            for known in trusted:
+                check_agreement(known, part)
+        except DatabaseError as error:
+            _leave_out(one, error)
+        else:
+            found.append((one, part))
+    of = {id(part): one for one, part in found}
+    for one_part, other_part, count in set_disputed_apart([part for _, part in found]):
+        one, other = of[id(one_part)], of[id(other_part)]
+        logger.warning(
+            "%s (%s) and %s (%s), which wait to be verified, differ in %d rows of the same keys: "
+            "one was edited, and these rows are left out; run `verify`, or remove one of the two",
+            one.path, one.since, other.path, other.since, count,
+        )  # fmt: skip
+    return found
+
+
+def _leave_out(waiting: Waiting, error: DatabaseError) -> None:
+    logger.warning(
+        "%s, which was imported and waits to be verified, is left out: %s; remove it, and import "
+        "it again", waiting.path, error,
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Rows of a snapshot, as what they stand for: devices, kernels, problems, and cells of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from lokakern.errors import DatabaseError
+from lokakern.registry.freshness import is_current
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.records import DistributionRow, KernelRow
+from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
+from lokakern.registry.snapshot.facts import Facts, GivenFacts, Row
+from lokakern.types import Device, Environment, Problem
+
+if TYPE_CHECKING:
+    from lokakern.registry.quarantine import Doubts
+
+UPPERS = (
+    "row_err_upper",
+    "row_p99_upper",
+    "rel_err_upper",
+    "mean_rel_err_upper",
+    "mean_shift_upper",
+    "kernel_err",
+)
+_LATENCIES = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
+
+
+class Lookup:
+    """Rows of databases, by key.
+
+    Attributes:
+        sources: The files they were read from.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, Sequence[Row]] | Facts,
+        sources: Sequence[str] = (),
+        doubts: Doubts | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self._doubts = doubts or None
+        self._facts = GivenFacts(rows) if isinstance(rows, Mapping) else rows
+        self._columns = self._facts.columns
+        self._by_key = self._facts.dimensions
+        self._built: dict[str, dict[str, Any]] = {name: {} for name in self._by_key}
+        self._place = {
+            name: {column: place for place, column in enumerate(columns)}
+            for name, columns in self._columns.items()
+        }
+
+    @property
+    def has_doubts(self) -> bool:
+        """Whether anything waits to be verified."""
+        return self._doubts is not None
+
+    @cached_property
+    def devices(self) -> list[Device]:
+        """Devices anything was timed on, by vendor, product and partition."""
+        found = (self._device(key) for key in self._by_key["device"])
+        return sorted(found, key=lambda d: (d.vendor, d.product, d.partition != "none", str(d)))
+
+    @cached_property
+    def kernels(self) -> list[KernelRow]:
+        """Kernels anything is known of, each state of their source, by name and digest."""
+        found = (
+            self._dimension("kernel", key, row_keys.kernel_from_row)
+            for key in self._by_key["kernel"]
+        )
+        return sorted(found, key=lambda row: (row.name, row.digest))
+
+    @cached_property
+    def distributions(self) -> list[DistributionRow]:
+        """Distributions anything was measured under, by name and parameters."""
+        found = (self._distribution(key) for key in self._by_key["distribution"])
+        return sorted(found, key=lambda d: (d.name, d.parameters, d.realistic))
+
+    @cached_property
+    def distribution_names(self) -> frozenset[str]:
+        """Names of `distributions`."""
+        return frozenset(found.name for found in self.distributions)
+
+    def environment(self, key: str) -> Environment:
+        """The environment of a cell.
+
+        Raises:
+            DatabaseError: There is none of that key.
+        """
+        found: Environment = self._dimension("environment", key, row_keys.environment_from_row)
+        return found
+
+    def _is_current(self, key: str) -> bool:
+        return is_current(self._dimension("kernel", key, row_keys.kernel_from_row))
+
+    def _tier(self, name: str, key: str) -> str:
+        return self._doubts.tier_of(name, key) if self._doubts else ""
+
+    def _picker(self, name: str, *columns: str) -> Callable[[Row], Row]:
+        """What gives some columns of a row, at least two."""
+        return itemgetter(*(self._place[name][column] for column in columns))
+
+    def _column(self, name: str, column: str) -> dict[str, Any]:
+        place = self._place[name][column]
+        return {key: row[place] for key, row in self._by_key[name].items()}
+
+    def _dimension(
+        self, name: str, key: str, build: Callable[[Mapping[str, row_keys.Value]], Any]
+    ) -> Any:
+        built = self._built[name]
+        if key not in built:
+            row = self._by_key[name].get(key)
+            if row is None:
+                raise DatabaseError(f"{name} {key!r} is in no database read")
+            built[key] = build(dict(zip(self._columns[name], row, strict=True)))
+        return built[key]
+
+    def _device(self, key: str) -> Device:
+        found: Device = self._dimension("device", key, row_keys.device_from_row)
+        return found
+
+    def _problem(self, key: str) -> Problem:
+        found: Problem = self._dimension("problem", key, row_keys.problem_from_row)
+        return found
+
+    def _distribution(self, key: str) -> DistributionRow:
+        build = row_keys.distribution_from_row
+        found: DistributionRow = self._dimension("distribution", key, build)
+        return found
+
+    def _timing_cell(self, values: tuple[Any, ...]) -> TimingCell:
+        row = dict(zip(self._columns["timing"], values, strict=True))
+        run = self._dimension("run", row["run"], dict)
+        return TimingCell(
+            kernel=self._dimension("kernel", row["kernel"], row_keys.kernel_from_row),
+            problem=self._problem(row["problem"]),
+            distribution=self._distribution(row["distribution"]).name,
+            environment=row["environment"],
+            grade=run["grade"],
+            status=row["status"],
+            reason=row["reason"],
+            **_metrics("timing", row, (*_LATENCIES, "kernel_err")),
+            replay_count=row["replay_count"] or 0,
+            run=row["run"],
+            started_utc_ms=run["started_utc_ms"],
+            measured_utc_ms=row["measured_utc_ms"],
+            tier=self._tier("timing", row["key"]),
+        )
+
+    def _accuracy_cell(self, values: tuple[Any, ...]) -> AccuracyCell:
+        row = dict(zip(self._columns["accuracy"], values, strict=True))
+        run = self._dimension("run", row["run"], dict)
+        distribution = self._distribution(row["distribution"])
+        return AccuracyCell(
+            kernel=self._dimension("kernel", row["kernel"], row_keys.kernel_from_row),
+            distribution=distribution.name,
+            parameters=distribution.parameters,
+            realistic=distribution.realistic,
+            environment=row["environment"],
+            grade=run["grade"],
+            seed=row["seed"],
+            status=row["status"],
+            reason=row["reason"],
+            **_metrics("accuracy", row, UPPERS),
+            run=row["run"],
+            started_utc_ms=run["started_utc_ms"],
+            measured_utc_ms=row["measured_utc_ms"],
+            tier=self._tier("accuracy", row["key"]),
+        )
+
+    def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
+        row = dict(zip(self._columns["test_result"], values, strict=True))
+        run = self._dimension("run", row["run"], dict)
+        kernel = self._dimension("kernel", row["kernel"], row_keys.kernel_from_row)
+        kept = {name: value for name, value in row.items() if name not in ("key", "kernel")}
+        return TestResultCell(kernel=kernel, started_utc_ms=run["started_utc_ms"], **kept)
+
+
+def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:
+    missing = [metric for metric in metrics if row[metric] is None]
+    if missing and row["status"] == "ok":
+        raise DatabaseError(
+            f"{name} row {row['key']} is 'ok' without {', '.join(missing)}; its file was edited: "
+            "ask for it again"
+        )
+    return {metric: float("nan") if row[metric] is None else row[metric] for metric in metrics}

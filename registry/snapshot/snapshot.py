@@ -1,0 +1,500 @@
+"""Everything measured, in memory: one immutable snapshot of shipped and user databases.
+
+Rows stay where they are (`registry/snapshot/image.py`, `registry/snapshot/facts.py`); cells are
+built for the few that a question is about.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import gc
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from lokakern.errors import DeviceError
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.row_keys import family_key
+from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
+from lokakern.registry.snapshot.facts import Facts, Row
+from lokakern.registry.snapshot.lookup import UPPERS, Lookup
+from lokakern.registry.sqlite_file import FACTS, KEY_BYTES, STATUSES
+from lokakern.types import Device, Problem
+
+if TYPE_CHECKING:
+    from lokakern.registry.quarantine import Doubts
+
+__all__ = [
+    "AccuracyCell",
+    "Snapshot",
+    "TestResultCell",
+    "TimingCell",
+    "family_key",
+]
+
+_MAY_PASS = frozenset({"error", "out_of_memory"})  # worth another try
+_CASUALTIES = frozenset({"crashed", "timeout"})
+_FAILURES = frozenset(STATUSES) - {"ok"}
+_TRIED_AGAIN = {False: _MAY_PASS, True: _MAY_PASS | _CASUALTIES}  # by `retry`
+_WHERE = {  # what else tells measurements of a kernel at a problem apart
+    "timing": ("device", "environment", "regime"),
+    "accuracy": ("architecture", "environment", "seed"),
+}
+_MOST_KEPT = 64
+_WIDE = 256  # columns of an output, from which the error of a row depends on their number no more
+
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
+
+
+class _Good(NamedTuple):
+    """Of an accuracy that is ok; distribution and kernel are keys."""
+
+    is_trusted: bool
+    started_utc_ms: int
+    distribution: str
+    kernel: str
+
+
+class Snapshot(Lookup):
+    """What dispatch reads. Immutable: later merges do not change it."""
+
+    def __init__(
+        self,
+        rows: Mapping[str, Sequence[Row]] | Facts,
+        sources: Sequence[str] = (),
+        doubts: Doubts | None = None,
+    ) -> None:
+        super().__init__(rows, sources, doubts)
+        self._parameters: dict[tuple[str, str], str] = {}
+        # Of a few problems: one question of dispatch asks after each kernel at the same.
+        self._accuracies: dict[str, dict[Row, list[Row]]] = {}
+        self._statuses: dict[tuple[str, str], dict[Row, set[str]]] = {}
+        self._good: dict[str, list[_Good]] = {}
+        self._worst: dict[Row, dict[str, float]] = {}
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{self._facts.count(name)} {name}" for name in ("timing", "accuracy"))
+        return f"Snapshot({counts} rows of {', '.join(self.sources) or 'no file'})"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hex, of the sorted rows; equal to `database_digest` of the merged files.
+
+        Where something waits to be verified also of what, since dispatch makes a difference.
+        """
+        from lokakern.registry.storage.reader import by_key, sorted_digest
+
+        dimensions = {name: by_key(rows.values()) for name, rows in self._by_key.items()}
+        with without_garbage_collection():
+            facts = {name: self._facts.rows(name) for name in FACTS}
+            rows = sorted_digest({**dimensions, **facts})
+        if self._doubts is None:
+            return rows
+        return hashlib.sha256(f"{rows} {self._doubts.digest}".encode()).hexdigest()
+
+    @cached_property
+    def keys_digest(self) -> str:
+        """SHA-256, in hex, of what `digest` is of, but of keys only: of a million in 0.1 s.
+
+        What was measured has one key, whoever has it: a key is of a run, of which there is one.
+        """
+        digest = hashlib.sha256()
+        for name in FACTS:
+            digest.update(name.encode() + self._facts.keys(name))
+        if self._doubts is not None:
+            digest.update(self._doubts.digest.encode())
+        return digest.hexdigest()
+
+    def unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
+        """Those of a table of facts that are not here, whose first value is their key."""
+        if not rows:
+            return []
+        asked = np.array([bytes.fromhex(row[0]) for row in rows], dtype=f"S{KEY_BYTES}")
+        known = np.isin(asked, np.frombuffer(self._facts.keys(name), dtype=f"S{KEY_BYTES}"))
+        return [row for row, is_known in zip(rows, known, strict=True) if not is_known]
+
+    def parameters_of(self, architecture: str, name: str) -> str:
+        """Canonical JSON of a distribution's parameters, as its newest good row there has them.
+
+        When a default changes, what was measured under the old one no longer counts. Rows of
+        kernels as they are now come before others, and trusted ones before these: what somebody
+        else has hides nothing.
+        """
+        place = (architecture, name)
+        return _kept(self._parameters, place, lambda: self._find_parameters(*place))
+
+    def _find_parameters(self, architecture: str, name: str) -> str:
+        variants = {
+            key: found.parameters
+            for key in self._by_key["distribution"]
+            if (found := self._distribution(key)).name == name
+        }
+        if len({*variants.values()}) > 1:
+            all_good = _kept(self._good, architecture, lambda: self._read_good_on(architecture))
+            good = [row for row in all_good if row.distribution in variants]
+            newest = next((row for row in good if self._is_current(row.kernel)), None)
+            return variants[(newest or good[0]).distribution] if good else ""
+        good_there = {"architecture": architecture, "status": "ok"}
+        for key, parameters in variants.items():
+            if self._facts.has("accuracy", distribution=key, **good_there):
+                return parameters
+        return ""
+
+    def _read_good_on(self, architecture: str) -> list[_Good]:
+        """Good accuracies but for their numbers, trusted ones first and then the newest."""
+        started = self._column("run", "started_utc_ms")
+        columns = ("run", "distribution", "kernel", *(["key"] if self._doubts else []))
+        good = self._facts.picked("accuracy", columns, architecture=architecture, status="ok")
+        found = {
+            _Good(
+                not any(self._tier("accuracy", k) for k in key), started[run], distribution, kernel
+            )
+            for run, distribution, kernel, *key in good
+        }
+
+        def newest(row: _Good) -> tuple[bool, int, str]:
+            parameters = self._distribution(row.distribution).parameters
+            return row.is_trusted, row.started_utc_ms, parameters
+
+        return sorted(found, key=newest, reverse=True)
+
+    def worst_errors(
+        self, problem: Problem, granularity: str, b_granularity: str, distribution: str
+    ) -> dict[str, float]:
+        """Worst trusted bounds of kernels that scale alike, at about any shape of a problem's op.
+
+        On whatever architecture, with whatever accumulation; of kernels as they are now. Not of far
+        narrower outputs: the error of a row of one element is up to 20 times that of a row of 32.
+
+        Args:
+            problem: Of the op, n, the formats and layout of its operands, and the format of its
+                output.
+            granularity: Of a's scales.
+            b_granularity: Of b's scales.
+            distribution: Name; whatever its parameters were.
+
+        Returns:
+            By column of `AccuracyCell`; empty where nothing was measured.
+        """
+        form = (problem.op, problem.a.format, problem.a.layout, problem.out_format)
+        fewest = min(problem.n, _WIDE) / 2
+        asked = (form, fewest, (granularity, b_granularity), distribution)
+        return _kept(self._worst, asked, lambda: self._read_worst(*asked))
+
+    def _read_worst(
+        self, form: tuple[str, ...], fewest: float, scales: tuple[str, str], name: str
+    ) -> dict[str, float]:
+        alike = self._picker("kernel", "granularity", "b_granularity")
+        kernels = {
+            key
+            for key, row in self._by_key["kernel"].items()
+            if alike(row) == scales and self._is_current(key)
+        }
+        problems = set()
+        for key in self._by_key["problem"]:
+            found = self._problem(key)
+            its = (found.op, found.a.format, found.a.layout, found.out_format)
+            if its == form and found.n >= fewest:
+                problems.add(key)
+        worst: dict[str, float] = {}
+        columns = ("key", "kernel", "problem", *UPPERS)
+        for distribution in self._by_key["distribution"]:
+            if self._distribution(distribution).name != name:
+                continue
+            good = {"distribution": distribution, "status": "ok"}
+            for key, kernel, problem, *bounds in self._facts.picked("accuracy", columns, **good):
+                known = kernel in kernels and problem in problems
+                if known and not self._tier("accuracy", key):
+                    for column, bound in zip(UPPERS, bounds, strict=True):
+                        worst[column] = max(worst.get(column, 0.0), bound)
+        return worst
+
+    def find_device(self, name: str) -> Device:
+        """The device of a product name, exact ("NVIDIA H200") or normalized ("nvidia-h200").
+
+        Of several with that name one wins on which anything was timed by us or verified, then the
+        whole device over a partition, then the one with most of these timings.
+
+        Raises:
+            DeviceError: Nothing was measured on such a device.
+        """
+        matches = [d for d in self.devices if d.product == name] or [
+            d for d in self.devices if _normalized(d.product) == _normalized(name)
+        ]
+        if not matches:
+            known = ", ".join(sorted({repr(d.product) for d in self.devices})) or "none"
+            asked, products = _normalized(name), {_normalized(d.product): d for d in self.devices}
+            near = [known for known in products if asked and asked in known]
+            near += difflib.get_close_matches(asked, products, 1)
+            meant = f"did you mean {products[near[0]].product!r}? " if near else ""
+            raise DeviceError(
+                f"device {name!r} is in no database; {meant}known are {known}; measure it with "
+                "`python -m lokakern.bench sweep` there"
+            )
+        if len(matches) == 1:
+            return matches[0]
+        trusted = {device: self._trusted_timings(device) for device in matches}
+        return max(
+            matches,
+            key=lambda d: (
+                trusted[d] > 0, d.partition == "none", trusted[d], row_keys.device_key(d),
+            ),
+        )  # fmt: skip
+
+    def _trusted_timings(self, device: Device) -> int:
+        on_it = {"device": row_keys.device_key(device)}
+        doubted = 0
+        if self._doubts:
+            keys = (key for (key,) in self._facts.picked("timing", ["key"], **on_it))
+            doubted = self._doubts.count("timing", keys)
+        return self._facts.count("timing", **on_it) - doubted
+
+    def timing_cells(self, device: Device, family: str, regime: str) -> list[TimingCell]:
+        """Timings of every kernel and m, by kernel, m and run.
+
+        Args:
+            device: Where.
+            family: `family_key` of a problem: the problem without its m.
+            regime: "graph-cold", "graph-hot" or "eager".
+        """
+        problems = self._families.get(tuple(json.loads(family)), ())
+        asked = (row_keys.device_key(device), regime)
+        where = self._picker("timing", "device", "regime")
+        rows = self._facts.at("timing", problems)
+        return sorted(
+            (self._timing_cell(row) for row in rows if where(row) == asked),
+            key=lambda c: (c.kernel.name, c.m, c.started_utc_ms, c.run, c.distribution),
+        )
+
+    def timed_like(self, device: Device, problem: Problem) -> set[tuple[Problem, str]]:
+        """What was timed with success on a device at a problem's op, n and k, and in which regime.
+
+        Of kernels as they are now. Each problem without its m, which is 0.
+        """
+        problems = self._shapes.get((problem.op, problem.n, problem.k), ())
+        pick = self._picker("timing", "device", "status", "kernel", "problem", "regime")
+        here = row_keys.device_key(device)
+        return {
+            (replace(self._problem(key), m=0), regime)
+            for where, status, kernel, key, regime in map(pick, self._facts.at("timing", problems))
+            if (where, status) == (here, "ok") and self._is_current(kernel)
+        }
+
+    def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
+        """Every timing on a device in a regime."""
+        key = row_keys.device_key(device)
+        yield from map(self._timing_cell, self._facts.rows("timing", device=key, regime=regime))
+
+    def accuracy_cells(
+        self, architecture: str, kernel_name: str, problem_key: str
+    ) -> list[AccuracyCell]:
+        """Accuracies of every state of a kernel at a problem, by distribution, run and seed."""
+        rows = self._accuracies_at(problem_key).get((architecture, kernel_name), ())
+        return sorted(
+            map(self._accuracy_cell, rows),
+            key=lambda c: (c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters),
+        )
+
+    def accuracies_like(self, problem: Problem) -> list[tuple[int, str]]:
+        """Problems with accuracies that differ from one by nothing but n: n, and the key."""
+        return self._accuracies_by_form.get(_without_n(problem), [])
+
+    @cached_property
+    def _accuracies_by_form(self) -> dict[tuple[Any, ...], list[tuple[int, str]]]:
+        found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+        for key in {key for (key,) in self._facts.picked("accuracy", ["problem"])}:
+            problem = self._problem(key)
+            found.setdefault(_without_n(problem), []).append((problem.n, key))
+        return found
+
+    def accuracy_cells_of_class(
+        self,
+        architecture: str,
+        problem_key: str,
+        granularity: str,
+        b_granularity: str,
+        accumulation: str,
+    ) -> list[AccuracyCell]:
+        """Accuracies at a problem of all kernels that scale and accumulate alike.
+
+        By distribution, run, seed and kernel. The arguments after `problem_key` are fields of
+        `KernelRow`.
+        """
+        asked = (architecture, granularity, b_granularity, accumulation)
+        return sorted(
+            map(self._accuracy_cell, self._accuracies_at(problem_key).get(asked, ())),
+            key=lambda c: (
+                c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters,
+                c.kernel.name, c.kernel.digest,
+            ),
+        )  # fmt: skip
+
+    @cached_property
+    def test_results(self) -> list[TestResultCell]:
+        """How tests of kernels ended, by kernel, architecture, suite and time."""
+        return sorted(
+            map(self._test_result_cell, self._facts.rows("test_result")),
+            key=lambda c: (
+                c.kernel.name, c.architecture, c.suite, c.started_utc_ms, c.measured_utc_ms, c.run,
+                c.kernel.digest,
+            ),
+        )  # fmt: skip
+
+    def timing_outcomes(self) -> set[tuple[str, str, Device, str, str]]:
+        """How timings ended: kernel name, its digest, device, status and reason."""
+        found = {*self._facts.picked("timing", ("kernel", "device", "status", "reason"))}
+        name_of, digest_of = self._column("kernel", "name"), self._column("kernel", "digest")
+        return {
+            (name_of[kernel], digest_of[kernel], self._device(device), status, reason)
+            for kernel, device, status, reason in found
+        }
+
+    def has_timing(
+        self,
+        kernel_digest: str,
+        problem_key: str,
+        distribution_key: str,
+        device_key: str,
+        environment_key: str,
+        regime: str,
+        grade: str = "full",
+        *,
+        retry: bool = False,
+    ) -> bool:
+        """Whether the same was timed before; a full row serves for a quick one.
+
+        A crash or a hang counts as timed, unless it is to be tried again.
+        """
+        asked = (kernel_digest, distribution_key, device_key, environment_key, regime)
+        return self._has("timing", problem_key, asked, grade, _TRIED_AGAIN[retry])
+
+    def has_accuracy(
+        self,
+        kernel_digest: str,
+        problem_key: str,
+        distribution_key: str,
+        architecture: str,
+        environment_key: str,
+        seed: int,
+        grade: str = "full",
+        *,
+        retry: bool = False,
+        ok_only: bool = False,
+    ) -> bool:
+        """Whether the same error was measured before, as `has_timing` says; or with success."""
+        asked = (kernel_digest, distribution_key, architecture, environment_key, seed)
+        again = _FAILURES if ok_only else _TRIED_AGAIN[retry]
+        return self._has("accuracy", problem_key, asked, grade, again)
+
+    def _has(self, name: str, problem: str, asked: Row, grade: str, but: frozenset[str]) -> bool:
+        read = functools.partial(self._read_statuses_at, name, problem)
+        found = _kept(self._statuses, (name, problem), read)
+        return any(found.get((*asked, of), set()) - but for of in ("full", grade))
+
+    def _read_statuses_at(self, name: str, problem: str) -> dict[Row, set[str]]:
+        digest_of, grade_of = self._column("kernel", "digest"), self._column("run", "grade")
+        pick = self._picker(name, "kernel", "run", "status", "distribution", *_WHERE[name])
+        found: dict[Row, set[str]] = {}
+        for kernel, run, status, *rest in map(pick, self._facts.at(name, [problem])):
+            found.setdefault((digest_of[kernel], *rest, grade_of[run]), set()).add(status)
+        return found
+
+    def casualties(self, device: Device, environment_key: str) -> dict[str, int]:
+        """At how many problems each kernel digest crashed or hung there and did not end well later.
+
+        Timed on the device, or measured for errors on its architecture.
+        """
+        digest_of = self._column("kernel", "digest")
+        last: dict[Row, tuple[int, str]] = {}
+        for name, place, here in (
+            ("timing", "device", row_keys.device_key(device)),
+            ("accuracy", "architecture", device.architecture),
+        ):
+            there = {"environment": environment_key, place: here}
+            problems = {
+                problem
+                for status in _CASUALTIES
+                for (problem,) in self._facts.picked(name, ["problem"], status=status, **there)
+            }
+            pick = self._picker(name, "kernel", "problem", "status", "measured_utc_ms", *there)
+            for kernel, problem, status, when, *where in map(pick, self._facts.at(name, problems)):
+                if where == [*there.values()]:
+                    key = (name, digest_of[kernel], problem)
+                    last[key] = max(last.get(key, (0, "")), (when, status))
+        return Counter(
+            digest for (_, digest, _), (_, status) in last.items() if status in _CASUALTIES
+        )
+
+    @cached_property
+    def _shapes(self) -> dict[Row, list[str]]:
+        """Keys of problems by op, n and k."""
+        pick = self._picker("problem", "op", "n", "k")
+        shapes: dict[Row, list[str]] = {}
+        for key, row in self._by_key["problem"].items():
+            shapes.setdefault(pick(row), []).append(key)
+        return shapes
+
+    @cached_property
+    def _families(self) -> dict[Row, list[str]]:
+        """Keys of problems by `family_key`, not yet in JSON: 60k of them in 0.05 s."""
+        pick = self._picker("problem", *sorted({*self._columns["problem"]} - {"key", "m"}))
+        families: dict[Row, list[str]] = {}
+        for key, row in self._by_key["problem"].items():
+            families.setdefault(pick(row), []).append(key)
+        return families
+
+    def _accuracies_at(self, problem: str) -> dict[Row, list[Row]]:
+        return _kept(self._accuracies, problem, lambda: self._read_accuracies_at(problem))
+
+    def _read_accuracies_at(self, problem: str) -> dict[Row, list[Row]]:
+        """Rows at a problem, by architecture and the kernel's name; and by its numerics class."""
+        name_of = self._column("kernel", "name")
+        pick = self._picker("kernel", "granularity", "b_granularity", "accumulation")
+        kernels = self._by_key["kernel"]
+        place = self._picker("accuracy", "architecture", "kernel")
+        index: dict[Row, list[Row]] = {}
+        for row in self._facts.at("accuracy", [problem]):
+            architecture, kernel = place(row)
+            index.setdefault((architecture, name_of[kernel]), []).append(row)
+            index.setdefault((architecture, *pick(kernels[kernel])), []).append(row)
+        return index
+
+
+def _kept(cache: dict[Key, Kept], key: Key, read: Callable[[], Kept]) -> Kept:
+    """What was read before; of few questions, so that a cache never grows to the whole file."""
+    found = cache.get(key)
+    if found is None:
+        if len(cache) >= _MOST_KEPT:
+            cache.clear()
+        found = cache[key] = read()
+    return found
+
+
+def _without_n(problem: Problem) -> tuple[Any, ...]:
+    return tuple(getattr(problem, f.name) for f in fields(problem) if f.name != "n")
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Rows hold no cycles; walking them again and again would take a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

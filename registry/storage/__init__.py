@@ -1,0 +1,1 @@
+"""Database files: reading, writing, merging."""

@@ -1,0 +1,242 @@
+"""Differences: what is faster, slower, wronger or missing, and only beyond noise."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.bench.cli.main import app
+from lokakern.bench.compare.diff import VERDICTS, Side, counts_of, differences
+from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.tables import COLUMNS, TABLES
+from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
+from lokakern.registry.storage.reader import Rows
+from lokakern.registry.storage.writer import write_file
+from lokakern.selection.candidates import within_noise
+from lokakern.types import Device
+from tests.registry.storage.test_run_files import (
+    ACCURATE,
+    DEVICE,
+    ENVIRONMENT,
+    ERRORS,
+    KERNEL,
+    OK,
+    PROBLEM,
+    X1,
+)
+
+H100 = Device("nvidia", "NVIDIA H100", "sm_90", 132, 80)
+NOW = 1_700_000_000_000
+DAY = 24 * 3600 * 1000
+
+
+def rows(*facts: dict[str, Any]) -> Rows:
+    """A database of times (`us`) and errors (`err`); of what is not said, the usual."""
+    from dataclasses import asdict, replace
+
+    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in TABLES}
+
+    def keep(name: str, row: dict[str, Any]) -> str:
+        found[name][row["key"]] = row
+        return str(row["key"])
+
+    for number, fact in enumerate(facts):
+        run = {"key": f"{number:032x}", "started_utc_ms": NOW, "suite": "s", "command": "c",
+               "harness_digest": "h", "grade": fact.get("grade", "full")}  # fmt: skip
+        kernel = replace(KERNEL, name=fact.get("kernel", "k"), digest=fact.get("digest", "d" * 64))
+        device = fact.get("device", DEVICE)
+        row: dict[str, Any] = {
+            "run": keep("run", run),
+            "kernel": keep("kernel", row_keys.kernel_row(kernel)),
+            "problem": keep("problem", row_keys.problem_row(replace(PROBLEM, m=fact.get("m", 1)))),
+            "distribution": keep("distribution", row_keys.distribution_row(X1)),
+            "environment": keep("environment", row_keys.environment_row(ENVIRONMENT)),
+        }
+        status = fact.get("status", "ok")
+        common = {"status": status, "reason": "" if status == "ok" else "x",
+                  "measured_utc_ms": fact.get("at", NOW)}  # fmt: skip
+        if "err" in fact:
+            errors = asdict(replace(ERRORS, row_err=fact["err"], row_err_upper=fact["err"]))
+            row |= asdict(ACCURATE) | errors | common
+            row |= {"architecture": device.architecture, "seed": fact.get("seed", 0)}
+            keep("accuracy", {"key": row_keys.row_key("accuracy", row), **row})
+            continue
+        us, spread = fact.get("us", 10.0), fact.get("spread", 0.0)
+        row |= asdict(OK) | common | {"regime": "graph-cold"}
+        row |= {"device": keep("device", row_keys.device_row(device)), "latency_us_p50": us,
+                "latency_us_p20": us - spread, "latency_us_p80": us + spread}  # fmt: skip
+        keep("timing", {"key": row_keys.row_key("timing", row), **row})
+    return {
+        name: sorted(tuple(row[c] for c in COLUMNS[name]) for row in table.values())
+        for name, table in found.items()
+    }
+
+
+def verdicts(a: Rows, b: Rows, **sides: Any) -> list[str]:
+    return [found.verdict for found in differences(Side(a), Side(b), **sides)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ({"us": 10.0}, {"us": 9.0}, "faster"),
+        ({"us": 10.0}, {"us": 11.0}, "slower"),
+        ({"us": 10.0}, {"us": 10.25}, "same"),  # within the floor of 3 %
+        ({"us": 10.0}, {"us": 10.4}, "slower"),
+        ({"us": 10.0, "spread": 5.0}, {"us": 10.4, "spread": 5.0}, "same"),  # within their spread
+        ({"us": 10.0, "spread": 9.0}, {"us": 10.6, "spread": 9.0}, "slower"),  # beyond 5 % always
+        ({"us": 10.0}, {"status": "crashed"}, "fails"),
+        ({"us": 10.0}, {"status": "wrong"}, "wronger"),
+        ({"status": "timeout"}, {"us": 10.0}, "works"),
+        ({"status": "timeout"}, {"status": "timeout"}, "same"),
+        ({"err": 0.04}, {"err": 0.05}, "wronger"),
+        ({"err": 0.04}, {"err": 0.0403}, "same"),
+        ({"err": 0.05}, {"err": 0.04}, "more accurate"),
+        ({"err": 0.0}, {"err": 0.0}, "same"),
+        ({"err": 0.0}, {"err": 1e-9}, "wronger"),
+    ],
+    ids=str,
+)
+def test_a_cell_is_compared(before: dict[str, Any], after: dict[str, Any], verdict: str) -> None:
+    assert verdicts(rows(before), rows(after)) == [verdict]
+
+
+def test_what_is_infinite_is_still_json(diff: Callable[..., Ran]) -> None:
+    code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}), "--json")
+    (row,) = json.loads(out, parse_constant=pytest.fail)
+    assert code == 6 and (row["verdict"], row["b_over_a"], row["b"]) == (
+        "wronger",
+        None,
+        "infinite",
+    )
+
+
+def test_noise_is_that_of_dispatch() -> None:
+    for us in (9.4, 9.55, 9.69, 9.71, 10.29, 10.31, 10.45, 10.6):
+        a, b = rows({"us": 10.0, "spread": 1.0}), rows({"us": us, "spread": 1.0})
+        margin = differences(Side(a), Side(b))[0].a
+        assert margin is not None
+        tied = within_noise(10.0, margin.margin, us, margin.margin)
+        assert (verdicts(a, b) == ["same"]) == tied
+
+
+def test_which_rows_count() -> None:
+    """The state measured last, its best grade, the median over runs; of errors the largest."""
+    a = rows({"us": 10.0})
+    old = {"us": 20.0, "digest": "e" * 64, "at": NOW - 1}
+    quick = {"us": 30.0, "grade": "quick"}
+    others = [{"us": us} for us in (9.9, 10.0, 40.0)]
+    found = differences(Side(a), Side(rows(*others, old, quick)))
+    assert [d.verdict for d in found] == ["same"]
+    assert found[0].b is not None and found[0].b.value == 10.0
+    assert verdicts(a, rows({**old, "at": NOW + 1}, *others)) == ["slower"]
+    assert verdicts(rows({"err": 0.04}), rows({"err": 0.01}, {"err": 0.05, "seed": 1})) == [
+        "wronger"
+    ]
+
+
+def test_the_largest_effect_comes_first_and_the_missing_last() -> None:
+    a = rows({"m": 1}, {"m": 2}, {"m": 3}, {"m": 4}, {"m": 6}, {"m": 8, "err": 0.1})
+    b = rows({"m": 1, "us": 15.0}, {"m": 2, "us": 5.0}, {"m": 3}, {"m": 5},
+             {"m": 6, "status": "error"}, {"m": 8, "err": 0.4})  # fmt: skip
+    found = differences(Side(a), Side(b))
+    assert [d.verdict for d in found] == ["fails", "wronger", "faster", "slower", "only in A",
+                                          "only in B", "same"]  # fmt: skip
+    assert [d.effect for d in found] == [None, 4.0, 0.5, 1.5, None, None, 1.0]
+    assert counts_of(found) == dict.fromkeys(VERDICTS, 1) | {"more accurate": 0, "works": 0}
+    back = differences(Side(b), Side(a))
+    assert sorted(d.verdict for d in back) == ["faster", "more accurate", "only in A", "only in B",
+                                               "same", "slower", "works"]  # fmt: skip
+
+
+Ran = tuple[int, str, str]
+
+
+@pytest.fixture
+def diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    def run(*words: str | Rows) -> Ran:
+        arguments = []
+        for number, word in enumerate(words):
+            if not isinstance(word, str):
+                path = tmp_path / f"{number}.sqlite"
+                path.unlink(missing_ok=True)
+                write_file(path, word)
+                word = str(path)
+            arguments.append(word)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app(["diff", *arguments], prog_name="python -m lokakern.bench")
+        found = capsys.readouterr()
+        return int(ended.value.code or 0), found.out, found.err
+
+    return run
+
+
+def test_two_files(diff: Callable[..., Ran]) -> None:
+    a, b = rows({"m": 1}, {"m": 2}), rows({"m": 1, "us": 15.0}, {"m": 2})
+    code, out, err = diff(a, b, "--json")
+    (row,) = json.loads(out)
+    assert code == 6 and err.startswith("2 cells: 1 slower, 1 same")
+    assert (row["verdict"], row["b_over_a"], row["a"], row["b"]) == ("slower", 1.5, 10.0, 15.0)
+    assert row["where"] == "NVIDIA H200" and row["a_p20"] == row["a_p80"] == 10.0
+    code, out, _ = diff(b, a, "--format", "csv", "--all")
+    assert code == 0, "nothing is worse"
+    assert [r["verdict"] for r in csv.DictReader(io.StringIO(out))] == ["faster", "same"]
+    code, out, _ = diff(a, b)
+    assert code == 6 and "slower" in out and "1.500" in out and "m=1 n=512" in out
+
+
+def test_a_table_shows_the_largest_effects(diff: Callable[..., Ran]) -> None:
+    a, b = (rows(*({"m": m, "us": us} for m in range(1, 61))) for us in (10.0, 5.0))
+    code, out, err = diff(a, b)
+    assert code == 0 and out.count("faster") == 50 and "and 10 more: --format csv" in err
+    assert len(json.loads(diff(a, b, "--json")[1])) == 60
+    assert diff(a, a) == (0, "", "60 cells: 60 same\n")
+
+
+def test_two_gpus(diff: Callable[..., Ran]) -> None:
+    both = rows({"us": 10.0}, {"us": 12.0, "device": H100}, {"err": 0.04})
+    code, out, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "nvidia-h100",
+                          "--json", "--all")  # fmt: skip
+    assert code == 6 and "1 slower, 1 same" in err
+    assert {row["where"] for row in json.loads(out)} == {"-"}
+    code, _, err = diff(both, rows({"us": 13.0, "device": H100}), "--device", "NVIDIA H100")
+    assert code == 6 and err.startswith("2 cells: 1 slower, 1 only in A")  # errors have no device
+    code, _, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "no such")
+    assert code == 1 and "device 'no such' is in no database" in err
+
+
+def test_two_spans_of_time(diff: Callable[..., Ran]) -> None:
+    both = rows({"us": 10.0, "at": NOW - DAY}, {"us": 12.0, "at": NOW + DAY})
+    code, _, err = diff(both, "--before", "2023-11-15")
+    assert code == 6 and "1 slower" in err
+    code, _, err = diff(both, "--after", "2023-11-14T00:00", "--before", "2023-11-14T00:00+00:00")
+    assert code == 6 and "1 slower" in err
+    code, _, err = diff(both, "--before", "2030-01-01")
+    assert code == 0 and "1 only in A" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((), "expected a second database"),
+        (("--from-device", "NVIDIA H200"), "go together"),
+        (("--before", "yesterday"), "'yesterday' is no date"),
+        (("--after", "tomorrow"), "for --after: 'tomorrow' is no date"),
+        (("--before", "2023-01-01", "--limit", "sqnr"), "'sqnr' is not one of"),
+    ],
+)
+def test_usage(diff: Callable[..., Ran], words: tuple[str, ...], error: str) -> None:
+    code, _, err = diff(rows({}), *words)
+    assert code == 2 and error in " ".join(err.replace("│", " ").split())
+
+
+def test_every_table_has_a_place_in_the_rows_of_these_tests() -> None:
+    assert {*rows({}, {"err": 0.1})} == {*DIMENSIONS, *FACTS}

@@ -1,0 +1,151 @@
+"""Export: the file that ships keeps every answer and nothing that no choice rests on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lokakern.bench.exchange.export import current_rows, export
+from lokakern.errors import DatabaseError
+from lokakern.registry.freshness import is_current
+from lokakern.registry.register import kernels_for
+from lokakern.registry.schema.row_keys import kernel_from_row
+from lokakern.registry.schema.tables import COLUMNS, REFERENCES
+from lokakern.registry.sharing.import_merge import union_of
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage.reader import Rows, read_rows
+from lokakern.registry.storage.run_files import (
+    KernelRow,
+    RunFile,
+    TestResultRecord,
+    TimingRecord,
+    merge,
+    shipped_databases,
+)
+from lokakern.selection import dispatcher
+from lokakern.types import Device, Environment, ErrorBudget
+from lokakern.workloads.suites import SUITES
+
+H200 = "NVIDIA H200"
+OK = TimingRecord(
+    status="ok", latency_us_p20=10.0, latency_us_p50=20.0, latency_us_p80=30.0, replay_count=5,
+    void_count=0, calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.4, timer="t",
+    operand_digest="0" * 16,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Path:
+    (found,) = [path for path in shipped_databases() if path.name == "nvidia-h200.sqlite"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def device(shipped: Path) -> Device:
+    return load_snapshot([shipped]).find_device(H200)
+
+
+def with_more(path: Path, device: Device) -> Path:
+    """A database with rows of a kernel that changed since, and of another device."""
+    from lokakern.sweep.resume import distribution_row
+
+    kernel = kernels_for("gemm")[0]
+    stale = replace(KernelRow.of(kernel), digest="0" * 64)
+    problem = SUITES["smoke"].cases(device)[0].problem
+    other = Device("nvidia", "another GPU", "sm_100", 1, 1)
+    with RunFile.create(path, suite="s", command="c", harness_digest="h") as run:
+        for row, where in ((stale, device), (KernelRow.of(kernel), other)):
+            run.add_timing(row, problem, distribution_row("X1"), where, Environment(),
+                           "graph-cold", OK)  # fmt: skip
+        result = TestResultRecord(seeds="0", passed_count=1, failed_count=0, skipped_count=0)
+        run.add_test_result(KernelRow.of(kernel), other.architecture, "t", Environment(), result)
+    return path
+
+
+def as_they_are_now(rows: Rows) -> dict[str, int]:
+    """How many facts are of kernels whose source did not change."""
+    fresh = {
+        row[0] for row in rows["kernel"]
+        if is_current(kernel_from_row(dict(zip(COLUMNS["kernel"], row, strict=True))))
+    }  # fmt: skip
+    place = {name: COLUMNS[name].index("kernel") for name in FACTS}
+    return {name: sum(row[place[name]] in fresh for row in rows[name]) for name in FACTS}
+
+
+@pytest.fixture(scope="module")
+def exported(
+    shipped: Path, device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, int]]:
+    """What is exported of the shipped file and of one with more, and what was left out."""
+    folder = tmp_path_factory.mktemp("exported")
+    more = with_more(folder / "more.sqlite", device)
+    target = folder / "out" / "h200.sqlite"
+    return target, export(union_of([shipped], [more]), target, device)
+
+
+@pytest.mark.rest
+def test_what_is_current_stays_as_it_was(
+    shipped: Path, device: Device, exported: tuple[Path, dict[str, int]], tmp_path: Path
+) -> None:
+    target, left_out = exported
+    before, after = read_rows(shipped), read_rows(target)
+    assert {name: len(after[name]) for name in FACTS} == as_they_are_now(before)
+    for name in after:
+        assert set(after[name]) <= set(before[name])
+    stale = {name: len(before[name]) - len(after[name]) for name in FACTS}
+    assert left_out == {"timing": stale["timing"] + 2, "accuracy": stale["accuracy"],
+                        "test_result": stale["test_result"] + 1}  # fmt: skip
+    for name in FACTS:
+        for place, table in REFERENCES[name].items():
+            assert {row[place] for row in after[name]} <= {row[0] for row in after[table]}
+    again = tmp_path / "again.sqlite"
+    assert set(export(union_of([], [target]), again, device).values()) == {0}
+    assert again.read_bytes() == target.read_bytes()
+
+
+@pytest.mark.rest
+def test_dispatch_answers_the_same(
+    shipped: Path, device: Device, exported: tuple[Path, dict[str, int]]
+) -> None:
+    target, _ = exported
+    problems = [c.problem for c in SUITES["anchors"].cases(device) if c.problem.op == "gemm"]
+
+    def answers(path: Path) -> list[tuple[str, dict[str, float]]]:
+        dispatcher.use_snapshot(load_snapshot([path]))
+        try:
+            tables = [
+                (dispatcher.table_for(p, ErrorBudget.of(0.06), None, device), p.m) for p in problems
+            ]
+            choices = [dispatcher.Choice(table, m) for table, m in tables]
+            return [(c.kernel, c.errors) for c in choices]
+        finally:
+            dispatcher.use_snapshot(None)
+
+    assert answers(target) == answers(shipped)
+
+
+def test_a_file_of_20000_times_and_errors_may_be_shipped(shipped: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed.sqlite"
+    merge([shipped], packed)
+    rows = read_rows(packed)
+    facts = len(rows["timing"]) + len(rows["accuracy"])
+    assert packed.stat().st_size / facts * 40_000 <= 10 * 2**20
+
+
+def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:
+    more = with_more(tmp_path / "more.sqlite", replace(device, product="NVIDIA H100"))
+    with pytest.raises(DatabaseError, match="export: nothing was measured on NVIDIA H200 of ker"):
+        export(
+            union_of([more], []), tmp_path / "out.sqlite", replace(device, architecture="sm_90a")
+        )
+    assert not (tmp_path / "out.sqlite").exists()
+
+
+def test_no_fact_of_another_device_stays(device: Device, tmp_path: Path) -> None:
+    rows = read_rows(with_more(tmp_path / "more.sqlite", device))
+    assert [len(current_rows(rows, device)[name]) for name in FACTS] == [0, 0, 0]
+    other = Device("nvidia", "another GPU", "sm_100", 1, 1)
+    assert [len(current_rows(rows, other)[name]) for name in FACTS] == [1, 0, 1]

@@ -1,0 +1,198 @@
+"""Databases in Datasette, asked in this process: no port is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import socket
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.bench.explorer import server
+from lokakern.bench.explorer.queries import QUESTIONS
+from lokakern.device import current_device, current_environment
+from lokakern.errors import DatabaseError, UnsupportedError
+from lokakern.problems import make_problem
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.schema.records import DistributionRow, TimingRecord
+from lokakern.registry.schema.tables import TABLES
+from lokakern.registry.storage.paths import shipped_databases
+from lokakern.registry.storage.run_files import RunFile
+
+pytest.importorskip("datasette")
+(SHIPPED,) = shipped_databases()
+NAME = SHIPPED.stem
+Get = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return server.explorer_of([SHIPPED])
+
+
+@pytest.fixture(scope="module")
+def get(found: Any) -> Iterator[Get]:
+    with asyncio.Runner() as runner:
+
+        def ask(path: str, **parameters: str) -> Any:
+            return runner.run(found.client.get(f"/{NAME}{path}", params=parameters))
+
+        yield ask
+
+
+def rows_of(get: Get, name: str, **parameters: str) -> list[dict[str, Any]]:
+    answer = get(f"/{name}.json", _shape="array", **parameters)
+    assert answer.status_code == 200, answer.text
+    rows: list[dict[str, Any]] = answer.json()
+    return rows
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_question_has_an_answer_in_the_shipped_file(get: Get, name: str) -> None:
+    answer = get(f"/{name}.json", _shape="objects").json()
+    assert answer["ok"], answer
+    assert answer["rows"]
+    columns = set(answer["rows"][0])
+    if name != "runs":
+        assert "kernel" in columns or "fastest_fp8" in columns
+    assert QUESTIONS[name].title in get(f"/{name}", **{"m": "1"}).text
+
+
+def test_the_fastest_kernel_is_the_one_that_dispatch_chooses(get: Get) -> None:
+    """The README's shape: among kernels that are there, one that is 1.4 times as fast as bf16."""
+    rows = rows_of(get, "fastest", m="32768", n="2048", k="2048", device="NVIDIA H200")
+    (row,) = [r for r in rows if r["prepared"] and "/row/" in r["b"] and r["epilogue"] == "none"]
+    assert row["row_err"] <= 0.06
+    assert row["x_bf16"] == pytest.approx(row["bf16_us"] / row["us"])
+    assert row["x_bf16"] > 1.3
+    strict = rows_of(get, "fastest", m="32768", n="2048", k="2048", budget="0.01")
+    assert {r["kernel"] for r in strict} == {"torch.bf16"}
+    assert not rows_of(get, "fastest", device="no such GPU")
+
+
+def test_fp8_loses_only_where_it_is_slower(get: Get) -> None:
+    rows = rows_of(get, "fp8_loses")
+    assert rows and all(row["fp8_us"] > row["bf16_us"] for row in rows)
+    ratios = [row["times_as_long"] for row in rows]
+    assert ratios == sorted(ratios, reverse=True)
+
+
+def test_a_kernel_that_became_slower_is_named(tmp_path: Path) -> None:
+    """Twice as slow, 4 % slower and faster since a day; what was measured once has no before."""
+    path = tmp_path / "twice.sqlite"
+    noon = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp() * 1000)
+    day = 24 * 3600 * 1000
+    load_kernels()
+    before = {16: 10.0, 32: 10.0, 48: 10.0}
+    for when, times in ((noon, before), (noon + day, {16: 20.0, 32: 10.4, 48: 5.0, 64: 10.0})):
+        with RunFile.create(path, suite="s", command="c", harness_digest="h") as run:
+            for m, us in times.items():
+                timed(run, m, us, when)
+    (regressed,) = slower_since(path, "2026-11-22")
+    assert (regressed["kernel"], regressed["m"]) == ("torch.bf16", 16)
+    assert (regressed["before_us"], regressed["after_us"]) == (10.0, 20.0)
+    assert regressed["times_as_long"] == 2.0
+    assert regressed["measured_before"] == "2026-11-21 12:00:00"
+    assert regressed["measured_after"] == "2026-11-22 12:00:00"
+    assert [row["m"] for row in slower_since(path, "")] == [16]  # the newest day of all
+    assert not slower_since(path, "2026-11-21") and not slower_since(path, "2026-11-23")
+    assert not slower_since(path, "no day")
+
+
+def timed(run: RunFile, m: int, us: float, when_ms: int) -> None:
+    record = TimingRecord(
+        status="ok", latency_us_p20=us, latency_us_p50=us, latency_us_p80=us, replay_count=9,
+        void_count=0, calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.5,
+        measured_utc_ms=when_ms,
+    )  # fmt: skip
+    run.add_timing(
+        KERNELS["torch.bf16"], make_problem("gemm", (m, 64, 64)), DistributionRow.of("X1"),
+        current_device("cpu"), current_environment("cpu"), "eager", record,
+    )  # fmt: skip
+
+
+def slower_since(path: Path, day: str) -> list[dict[str, Any]]:
+    found = server.explorer_of([path])
+    answer = asyncio.run(
+        found.client.get(f"/{path.stem}/regressed.json", params={"_shape": "array", "since": day})
+    )
+    assert answer.status_code == 200, answer.text
+    rows: list[dict[str, Any]] = answer.json()
+    return rows
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_table_has_facets_and_says_what_its_columns_hold(get: Get, table: str) -> None:
+    answer = get(f"/{table}.json", _facet_size="3").json()
+    facets = answer["facet_results"]
+    assert "facets_timed_out" not in answer or not answer["facets_timed_out"]
+    assert set(facets) == set(server._FACETS.get(table, ()))
+    assert all(facet["results"] for facet in facets.values())
+    page = get(f"/{table}").text
+    shown = re.findall(r"<dt>(\w+)</dt>", page)
+    assert shown == [column.name for column in TABLES[table].columns]
+
+
+def test_facets_name_what_rows_refer_to(get: Get) -> None:
+    facets = get("/timing.json").json()["facet_results"]
+    assert facets["device"]["results"][0]["label"] == "NVIDIA H200"
+    assert "torch.bf16" in {result["label"] for result in facets["kernel"]["results"]}
+
+
+def test_nothing_can_be_written(found: Any, get: Get) -> None:
+    before = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
+    refused = get(".json", sql="DELETE FROM timing")
+    assert refused.status_code == 400
+    assert "SELECT" in refused.json()["error"]
+    database = found.get_database(NAME)
+    assert not database.is_mutable
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        asyncio.run(database.execute_fn(lambda c: c.execute("DELETE FROM timing")))
+    assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == before
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "a.sqlite" for folder in ("x", "y")]
+    assert list(server._names_of([*files, tmp_path / "b.sqlite"])) == ["a", "a-2", "b"]
+
+
+def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as connection:
+        connection.execute("CREATE TABLE timing (a)")
+    with pytest.raises(DatabaseError, match="application id"):
+        server.explorer_of([other])
+    with pytest.raises(DatabaseError, match="is not there"):
+        server.explorer_of([tmp_path / "none.sqlite"])
+
+
+@pytest.mark.parametrize("name", ["a#1", "a?mode=rw&x=", "a%41"])
+def test_a_path_that_means_another_in_a_uri_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DatabaseError, match="copy it to one without"):  # before it is looked for
+        server.explorer_of([tmp_path / f"{name}.sqlite"])
+
+
+def test_without_datasette_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasette.app", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):
+        server.explorer_of([SHIPPED])
+
+
+def test_it_listens_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[str, int]] = []
+
+    def taken(self: socket.socket, place: tuple[str, int]) -> None:
+        bound.append(place)
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "bind", taken)
+    with pytest.raises(UnsupportedError, match=r"port 8001 of 127.0.0.1 .*in use; --port 0"):
+        server.listen(8001)
+    assert bound == [("127.0.0.1", 8001)]

@@ -1,0 +1,335 @@
+"""`explain` of many products: files, models and Probes, against the shipped measurements."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lokakern
+from lokakern.bench.cli.main import app
+from lokakern.bench.fp8_gain.products import products_from_file
+from lokakern.errors import SuiteError
+from lokakern.selection import dispatcher
+from lokakern.types import Format
+from lokakern.workloads.suite_files import suite_from_file
+
+H200 = ("--device", "NVIDIA H200")
+Run = Callable[..., tuple[int, str, str]]
+FACTORIES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 512, bias=False)
+
+    def forward(self, x, times=1):
+        for _ in range(times):
+            x = self.second(x)
+        return self.first(x) @ x.t()[:, :8]
+
+class Reader(Net):
+    def forward(self, x):
+        return super().forward(x, int(x.new_ones(1).item()))
+
+class Fails(Net):
+    def forward(self, x):
+        raise KeyError("no such table")
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512), nn.Linear(512, 256)
+
+    def forward(self, x):
+        return self.first(x).sum() + self.second(x).sum()
+
+def fused():
+    from lokakern import mods
+    model = Pair()
+    mods.apply(model, [mods.FuseShared()])
+    return model, torch.zeros(8192, 512)
+def fused_alone(): return fused()[0]
+def net(): return Net(), {"x": torch.zeros(8192, 512), "times": 3}
+def reader(): return Reader(), torch.zeros(16, 512)
+def alone(): return Net()
+def fails(): return Fails(), (torch.zeros(2, 512),)
+def sized(size): return Net()
+def seven(): return 7
+def none(): return nn.ReLU(), torch.zeros(2)
+number = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _snapshot() -> Iterator[None]:
+    dispatcher.use_snapshot(None)
+    yield
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def explain(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app(("explain", *map(str, words)), prog_name="python -m lokakern.bench")
+        found = capsys.readouterr()
+        return int(ended.value.code or 0), found.out, found.err
+
+    return explain
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "somebodys.py").write_text(FACTORIES)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "somebodys"
+    for name in ("somebodys", "broken"):
+        sys.modules.pop(name, None)
+
+
+def shapes_file(folder: Path, *lines: str) -> Path:
+    path = folder / "shapes.csv"
+    path.write_text("\n".join(["m,n,k,count,layer", *lines]) + "\n")
+    return path
+
+
+def test_layers_and_their_sum(run: Run, tmp_path: Path) -> None:
+    """Each layer is what `explain` says of it alone, and the sum holds what was measured only."""
+    path = shapes_file(tmp_path, "32768,2048,2048,3,big", "8192,512,512,,small", "64,77,99,,odd")
+    code, out, _ = run("--shapes", path, *H200, "--json")
+    assert code == 0
+    found = json.loads(out)
+    big, small, odd = found["layers"]
+    choice = lokakern.dispatch("gemm", (8192, 512, 512), 0.06, device="NVIDIA H200")
+    assert (small["kernel"], small["us"]) == (choice.kernel, choice.latency_us)
+    assert small["kernel"] == "torch.bf16"
+    assert small["gain_us"] == 0
+    assert "slower" in small["why"]
+    assert big["speedup"] > 1.3
+    assert big["gain_us"] == pytest.approx(3 * (big["bf16_us"] - big["us"]))
+    assert odd["state"] == "never measured"
+    assert (odd["us"], odd["kernel"], odd["gain_us"]) == (None, None, None)
+    total = found["total"]
+    assert (total["products"], total["measured"], total["quantized"]) == (3, 2, 1)
+    assert total["bf16_us"] == pytest.approx(3 * big["bf16_us"] + small["bf16_us"])
+    assert total["us"] == pytest.approx(3 * big["us"] + small["us"])
+    flops = [2 * r["m"] * r["n"] * r["k"] * r["count"] for r in found["layers"]]
+    assert total["measured_flops_share"] == pytest.approx(sum(flops[:2]) / sum(flops))
+
+
+def test_a_table_says_what_is_not_known(run: Run, tmp_path: Path) -> None:
+    path = shapes_file(tmp_path, "8192,512,512,,small", "64,77,99,,odd")
+    code, out, err = run("--shapes", path, *H200)
+    assert code == 0
+    assert "1 of 2 products were measured" in out
+    assert "Never measured, and in no sum: 1." in out
+    assert "\x1b" not in out + err  # neither is a terminal here
+    assert err == "--missing FILE writes what was never measured into a file for sweep --suite\n"
+
+
+def test_csv_has_all_columns(run: Run, tmp_path: Path) -> None:
+    _, out, err = run("--shapes", shapes_file(tmp_path, "8192,512,512,,a"), *H200,
+                      "--format", "csv")  # fmt: skip
+    (row,) = csv.DictReader(io.StringIO(out))
+    assert row["layer"] == "a"
+    assert float(row["bf16_us"]) > 0
+    assert "1 of 1 products were measured, 100.0% of the FLOPs" in err
+
+
+def test_csv_as_spreadsheets_write_it(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "sheet.csv"
+    path.write_bytes(b"\xef\xbb\xbfm,n,k\r8192,512,512\r")
+    code, out, _ = run("--shapes", path, *H200, "--json")
+    assert code == 0 and json.loads(out)["layers"][0]["m"] == 8192
+    for text in ("m,n,k\n" + "9" * 5000 + ",1,1", "m,n,k\n" + "x" * 200_000 + ",1,1"):
+        path.write_text(text)
+        code, _, err = run("--shapes", path, *H200)
+        assert code and str(path) in err
+
+
+def test_a_strict_budget_leaves_bf16(run: Run, tmp_path: Path) -> None:
+    path = shapes_file(tmp_path, "32768,2048,2048,1,big")
+    _, out, _ = run("--shapes", path, *H200, "--budget", "0.01", "--json")
+    (row,) = json.loads(out)["layers"]
+    assert (row["kernel"], row["speedup"]) == ("torch.bf16", 1.0)
+    assert "row_err" in row["why"]
+
+
+def test_between_measured_m_is_marked(run: Run, tmp_path: Path) -> None:
+    path = shapes_file(tmp_path, "16384,2048,2048,1,between")
+    _, out, _ = run("--shapes", path, *H200, "--json")
+    found = json.loads(out)
+    assert found["layers"][0]["state"] == "interpolated"
+    assert found["total"]["interpolated"] == 1
+
+
+def test_training_asks_for_gradients(run: Run, tmp_path: Path) -> None:
+    path = shapes_file(tmp_path, "8192,2048,2048,1,layer")
+    _, out, _ = run("--shapes", path, *H200, "--training", "--json")
+    rows = {row["gemm"]: row for row in json.loads(out)["layers"]}
+    assert list(rows) == ["output", "grad_input", "grad_weight"]
+    choice = lokakern.dispatch("gemm", (8192, 2048, 2048), 0.06, device="NVIDIA H200")
+    assert rows["output"]["kernel"] == choice.kernel  # of a weight that is quantized anew
+    assert rows["output"]["us"] == choice.latency_us
+
+
+def test_what_is_missing_becomes_a_suite(run: Run, tmp_path: Path) -> None:
+    path, suite = shapes_file(tmp_path, "8192,512,512,,a", "64,77,99,2,b"), tmp_path / "more.toml"
+    code, _, err = run("--shapes", path, *H200, "--missing", suite)
+    assert (code, "sweep --suite" in err) == (0, True)
+    cases = suite_from_file(suite).build(Format.E4M3FN)
+    assert {case.problem.shape for case in cases} == {(64, 77, 99)}
+    code, _, err = run("--shapes", path, *H200, "--missing", tmp_path / "no" / "more.toml")
+    assert code == 1
+    assert "cannot be written: No such file or directory" in err
+
+
+def test_suites_and_json_are_shapes_too(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.toml"
+    suite.write_text(
+        'name = "mine"\n[[layer]]\nm = [16, 32]\nn = 8\nk = 64\nbias = true\ncount = 3\n'
+        '[[layer]]\nname = "dots"\nm = 27\nn = 27\nk = 128\nbatch = 4\nforms = ["gemm"]\n'
+    )
+    first, second, dots = products_from_file(suite)
+    assert [(p.layer, p.m, p.count, p.bias) for p in (first, second)] == [
+        ("layer 1", 16, 3, True), ("layer 1", 32, 3, True)
+    ]  # fmt: skip
+    assert (dots.layer, dots.batch, dots.flops) == ("dots", 4, 2 * 27 * 27 * 128 * 4)
+    listed = tmp_path / "shapes.json"
+    listed.write_text('[[16, 8, 64], {"m": 16, "n": 8, "k": 64, "count": 2, "layer": "x"}]')
+    one, two = products_from_file(listed)
+    assert (one.layer, one.count, two.layer, two.count) == ("row 1", 1, "x", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.csv", "", "expected a header such as m,n,k"),
+        ("a.csv", "8,8,8\n", "its first line is '8,8,8'; expected a header"),
+        ("a.csv", "m,n,k\n", "holds 0 products"),
+        ("a.csv", "m,n,k\n8,8\n", "row 1: k is missing; expected an integer"),
+        ("a.csv", "m,n,k\n8,8,x\n", "row 1: k is 'x'; expected an integer"),
+        ("a.csv", "m,n,k\n8,8,8,8\n", "row 1: has 4 values for 3 columns"),
+        ("a.csv", "m,n,k,o\n8,8,8,8\n", "row 1: has no entry 'o'; expected one of m, n, k"),
+        ("a.json", "{", "is not JSON"),
+        ("a.json", "{}", "expected a list"),
+        ("a.json", "[[1, 2]]", "row 1: expected m, n and k"),
+        ("a.json", '[{"m": 0, "n": 1, "k": 1}]', "row 1: m is 0; expected an integer from 1"),
+        ("a.txt", "", r"ends in \.toml, \.csv, \.json"),
+    ],
+)
+def test_files_that_are_no_shapes(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SuiteError, match=words):
+        products_from_file(tmp_path / name)
+
+
+def test_a_model_on_the_meta_device(run: Run, factories: str) -> None:
+    code, out, err = run("--model", f"{factories}:net", *H200, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [(r["layer"], r["m"], r["count"]) for r in found["layers"]] == [
+        ("second", 8192, 3), ("first", 8192, 1)
+    ]  # fmt: skip
+    assert all(r["state"] == "measured" for r in found["layers"])
+    share = 4 * 512 / (4 * 512 + 8)  # of 4 layers, and a product with 8 columns
+    assert f"Linear layers, as under autocast to bfloat16, are {share:.1%}" in found["notes"][0]
+
+
+def test_layers_that_are_multiplied_as_one_are_one(run: Run, factories: str) -> None:
+    for words in ((f"{factories}:fused",), (f"{factories}:fused_alone", "--rows", 8192)):
+        code, out, err = run("--model", *words, *H200, "--json")
+        assert code == 0 and "somebodys" not in err
+        rows = json.loads(out)["layers"]
+        assert [(r["layer"], r["m"], r["n"], r["k"]) for r in rows] == [
+            ("fusedlinear_0", 8192, 768, 512)
+        ]
+
+
+def test_a_model_that_reads_values_is_called_on_the_cpu(run: Run, factories: str) -> None:
+    code, out, err = run("--model", f"{factories}:reader", *H200, "--json")
+    assert code == 0
+    assert {row["m"] for row in json.loads(out)["layers"]} == {16}
+    assert "reader runs on the CPU, with all its memory: on the meta device calling Reader" in err
+    assert "somebodys.py:" in err
+
+
+def test_a_model_without_an_example_needs_rows(run: Run, factories: str) -> None:
+    code, out, _ = run("--model", f"{factories}:alone", "--rows", 8192, *H200, "--json")
+    assert code == 0
+    assert [row["m"] for row in json.loads(out)["layers"]] == [8192, 8192]
+    assert run("--model", f"{factories}:alone", *H200)[0] == 1
+    code, _, err = run("--model", f"{factories}:net", "--rows", 8, *H200)
+    assert (code, "returns an example, which says how many rows" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("somebodys", "expected package.module:factory"),
+        ("nobodys:net", "'nobodys' was not found; run this in the folder that holds it"),
+        ("broken:net", "'broken' needs 'no_such_package', which was not found"),
+        ("somebodys:nett", "has no 'nett'; it has fused, fused_alone, net"),
+        ("somebodys:number", "is of type int, which cannot be called"),
+        ("somebodys:sized", "cannot be called: missing a required argument: 'size'"),
+        ("somebodys:seven", "returned int; expected a function"),
+        ("somebodys:alone", "say with --rows"),
+        ("somebodys:fails", "calling Fails raised KeyError: 'no such table'"),
+        ("somebodys:none", "no nn.Linear of somebodys:none was called"),
+    ],
+)
+def test_factories_that_do_not_do(run: Run, factories: str, spec: str, words: str) -> None:
+    code, out, err = run("--model", spec, *H200)
+    assert (code, out) == (1, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_probe_is_judged_by_what_its_operands_are_like(run: Run, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512))
+    with lokakern.Probe(model, every=1) as probe:
+        for _ in range(2):
+            model(torch.randn(2048, 512)).square().mean().backward()
+    probe.save(tmp_path / "probe")
+    code, out, _ = run("--probe", tmp_path / "probe", *H200, "--json")
+    assert code == 0
+    (row,) = json.loads(out)["layers"]
+    assert (row["layer"], row["m"], row["n"], row["k"], row["count"]) == ("0", 2048, 512, 512, 2)
+    assert row["state"] == "measured"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--shapes", "a.csv", "--model", "a:b"),
+        ("--shapes", "a.csv", "--shape", "8,8,8"),
+        ("quantize", "--shapes", "a.csv"),
+        ("--shapes", "a.csv", "--rows", "8"),
+        ("--training",),
+        ("--missing", "a.toml"),
+        ("--format", "csv"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_do_not_go_together(run: Run, words: tuple[str, ...]) -> None:
+    assert run(*words)[0] == 2
+
+
+def test_a_machine_without_measurements_names_devices(run: Run, tmp_path: Path) -> None:
+    _, out, err = run("--shapes", shapes_file(tmp_path, "8,8,8,,a"))
+    if not torch.cuda.is_available():
+        assert "None of 1 products was ever measured on" in out
+        assert "give --device, of 'NVIDIA H200'" in err

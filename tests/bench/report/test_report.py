@@ -1,0 +1,341 @@
+"""The report of a device: what it holds is dispatch's, and its page works in a real browser."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lokakern import dispatch
+from lokakern.bench.cli.main import app
+from lokakern.bench.report import charts, survey
+from lokakern.bench.report.survey import Survey, survey_of
+from lokakern.bench.report.survey_page import page_of
+from lokakern.problems import make_problem
+from lokakern.progress import Progress
+from lokakern.registry.sharing.plausibility import least_us
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.render.html import hash_of
+from lokakern.selection import dispatcher
+from lokakern.types import Format, Granularity, Operand, Problem
+from tests.probe.test_page import HOSTILE
+from tests.probe.test_page import Page as Parsed
+from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
+from tests.support import browser
+from tests.support.sharing import made_once, shared_folder
+
+needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="needs Chromium")
+SHIPPED_OPS = 8  # of the file of an H200; more when it has more
+DRAWN = ("winners", "gains", "light", "fronts", "accuracy", "coverage", "freshness")
+# All that is drawn when a page is opened.
+READY = " && ".join(f"document.querySelector('#{name} :is(svg, canvas, p)')" for name in DRAWN)
+
+
+FACTS: Snapshot | None = None  # of `small`
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_bundle() -> Iterator[None]:
+    """What takes seconds to put together is put together by one process."""
+    make = charts.bundle
+    path = shared_folder("report") / "bundle.js"
+    made_once(path, lambda to: to.write_text(make(), encoding="utf-8"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "bundle", lambda: path.read_text(encoding="utf-8"))
+        yield
+
+
+def quantizing(m: int, k: int) -> Problem:
+    return make_problem(
+        "quantize", (m, k), out_format=Format.E4M3FN, out_granularity=Granularity.ROW
+    )
+
+
+def scaled(m: int, n: int, k: int) -> Problem:
+    row = Operand(Format.E4M3FN, Granularity.ROW)
+    return make_problem("scaled_gemm", (m, n, k), a=row, b=replace(row, layout="column-major"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survey]:
+    """Three ops: gemm at four shapes, one of them where FP8 loses; tensor scales err too much."""
+    book = Book(tmp_path_factory.mktemp("report") / "rows.sqlite")
+    rows: list[Any] = []
+    for n, k, us in ((512, 512, 10.0), (512, 2048, 30.0), (2048, 2048, 90.0), (64, 512, 5.0)):
+        for m in (2048, 8192):
+            problem = gemm(m, n, k)
+            plain = us * m / 2048
+            fast = plain * (1.5 if n == 64 else 0.6)
+            rows += [time(BF16, problem, plain), time(ROW, problem, fast),
+                     time(TENSOR, problem, fast * 0.9)]  # fmt: skip
+        rows += [accuracy(BF16, problem, 0.003), accuracy(ROW, problem, 0.04),
+                 accuracy(TENSOR, problem, 0.2, only=("X14",)),
+                 accuracy(TENSOR, problem, 0.041, without=("X14",))]  # fmt: skip
+    rows.append(time("torch.scaled_mm_row", scaled(2048, 2048, 2048), 40.0))
+    rows += [time("cuda.quantize_row", quantizing(m, 512), m / 1e3) for m in (2048, 8192)]
+    book.write(*rows)
+    with pytest.MonkeyPatch.context() as patch:
+        facts = dispatcher.snapshot()
+        patch.setattr(f"{__name__}.FACTS", facts)
+        yield survey_of(facts, H200)
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture(autouse=True)
+def answers_from_the_same(small: Survey) -> None:
+    dispatcher.use_snapshot(FACTS)
+
+
+def at(survey: Survey, **wanted: Any) -> dict[str, Any]:
+    (row,) = [row for row in survey.choices if all(row[name] == wanted[name] for name in wanted)]
+    return row
+
+
+@pytest.mark.rest
+def test_choices_are_those_of_dispatch(small: Survey) -> None:
+    assert small.budgets == ("none", "0.03", "0.045", "0.06", "0.08", "0.12")
+    gemms = [row for row in small.choices if row["op"] == "gemm"]
+    assert len(gemms) == 8 * len(small.budgets)
+    for row in gemms:
+        budget = None if row["budget"] == "none" else float(row["budget"])
+        choice = dispatch("gemm", (row["m"], row["n"], row["k"]), budget, device=H200)
+        assert (row["kernel"], row["us"]) == (choice.kernel, choice.latency_us)
+        assert row["row_err"] == choice.errors["row_err"]
+    assert {row["kernel"] for row in gemms} == {BF16, ROW}
+
+
+def test_the_time_without_fp8_is_found_where_rows_are_odd() -> None:
+    """Bfloat16 rows of 479 are aligned by 2 bytes, the FP8 of a prepared weight by 16."""
+    weight = Operand(Format.E4M3FN, Granularity.ROW, "column-major")
+    prepared = make_problem("gemm", (2048, 512, 479), prepared=True, b=weight)
+    assert survey._plain_us(prepared, {prepared: 70.0}) == 70.0
+    assert survey._plain_us(scaled(2048, 512, 479), {gemm(2048, 512, 479): 60.0}) == 60.0
+
+
+def test_a_gain_is_over_what_is_unquantized(small: Survey) -> None:
+    wide = {"op": "gemm", "m": 2048, "n": 2048, "k": 2048}
+    row = at(small, budget="0.06", **wide)
+    assert (row["kernel"], row["plain_us"], row["us"]) == (ROW, 90.0, 54.0)
+    assert row["speedup"] == pytest.approx(90 / 54, rel=1e-3)
+    least = least_us(gemm(2048, 2048, 2048), H200, "graph-cold")
+    assert row["light"] == pytest.approx(least / 54, rel=1e-3)
+    assert at(small, budget="0.03", **wide)["speedup"] == 1
+    # Quantized operands are compared with the product of unquantized ones.
+    assert at(small, budget="none", **wide | {"op": "scaled_gemm"})["speedup"] == 90 / 40
+    quantizer = at(small, op="quantize", m=2048, budget="none")
+    assert quantizer["plain_us"] is quantizer["speedup"] is None and quantizer["light"] > 0
+
+
+def test_what_cannot_be_answered_says_why(small: Survey) -> None:
+    row = at(small, op="quantize", m=2048, budget="0.06")
+    assert (row["kernel"], row["letter"], row["us"]) == ("no answer", "-", None)
+    assert not row["answered"] and "no error is known" in row["note"]
+
+
+def test_nothing_beats_a_front_in_time_and_error(small: Survey) -> None:
+    here = [row for row in small.times if (row["op"], row["m"]) == ("gemm", 2048)]
+    narrow = {row["kernel"]: row["front"] for row in here if row["n"] == 64}
+    wide = {row["kernel"]: row["front"] for row in here if row["n"] == 2048}
+    assert narrow == {BF16: True, ROW: False, TENSOR: False}
+    assert wide == {BF16: True, ROW: True, TENSOR: True}
+
+
+def test_errors_and_holdings_are_counted(small: Survey) -> None:
+    errors = {(row["arithmetic"], row["distribution"]): row for row in small.errors}
+    assert errors["tensor x tensor, promoted", "X14"]["row_err"] == 0.2
+    assert errors["tensor x tensor, promoted", "X1"]["typical_row_err"] == 0.041
+    assert {row["op"] for row in small.errors} == {"gemm"}
+    times = {row["part"]: row["rows"] for row in small.holdings if row["of"] == "times"}
+    assert (times["gemm"], times["scaled_gemm"], times["quantize"]) == (24, 1, 2)
+    held = charts.held_rows(small)
+    assert sum(row["count"] for row in held["freshness"]) == sum(
+        row["rows"] for row in small.holdings if not row["part"].startswith("suite ")
+    )
+
+
+def scripts_of(text: str) -> list[str]:
+    return re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+
+
+def test_a_page_runs_its_own_scripts_only(small: Survey) -> None:
+    text = page_of(small)
+    parsed = Parsed(text)
+    assert parsed.open == []
+    tags = [tag for tag, _ in parsed.tags]
+    assert not {"link", "img", "iframe", "object", "embed"} & {*tags}
+    data, *scripts = scripts_of(text)
+    policy = next(a["content"] for _, a in parsed.tags if a.get("http-equiv"))
+    assert policy is not None and policy.startswith("default-src 'none'")
+    assert policy.endswith(f"script-src {' '.join(map(hash_of, scripts))}")
+    assert len(scripts) == 2 and "unsafe-eval" not in policy
+    assert [op["op"] for op in json.loads(data)["ops"]] == ["gemm", "quantize", "scaled_gemm"]
+    labels = {a.get("aria-label") for tag, a in parsed.tags if a.get("role") == "img"}
+    assert len(labels) == len(DRAWN) and None not in labels
+
+
+def hostile_of(survey: Survey) -> Survey:
+    """The same with names and reasons that want to be run."""
+    names = {BF16: HOSTILE, ROW: "</script><script>window.ran = 1</script><!--"}
+
+    def bad(row: dict[str, Any]) -> dict[str, Any]:
+        kernel = names.get(row.get("kernel", ""), row.get("kernel"))
+        spoiled = {"kernel": kernel, "key": f"A  {kernel}", "note": HOSTILE,
+                   "form": HOSTILE if row.get("op") == "gemm" else row.get("form"),
+                   "kind": '"]);window.ran=1;//', "arithmetic": "'+(window.ran=1)+'",
+                   "part": HOSTILE}  # fmt: skip
+        return row | {name: value for name, value in spoiled.items() if name in row}
+
+    return replace(
+        survey,
+        device=replace(survey.device, product=HOSTILE),
+        ops=[bad(op) for op in survey.ops],
+        choices=[bad(row) for row in survey.choices],
+        times=[bad(row) for row in survey.times],
+        errors=[bad(row) for row in survey.errors],
+        holdings=[bad(row) for row in survey.holdings],
+    )
+
+
+def test_names_of_anybody_end_no_element(small: Survey) -> None:
+    text = page_of(hostile_of(small))
+    assert len(scripts_of(text)) == 3 and Parsed(text).open == []
+    assert json.loads(scripts_of(text)[0])["device"] == HOSTILE
+
+
+@needs_chromium
+def test_a_page_is_used_in_a_browser(small: Survey, tmp_path: Path) -> None:
+    path, hostile = tmp_path / "small.html", tmp_path / "hostile.html"
+    path.write_text(page_of(small), encoding="utf-8")
+    hostile.write_text(page_of(hostile_of(small)), encoding="utf-8")
+    with browser.opened(tmp_path / "profile") as page:
+        page.open(path)
+        page.until(READY)
+        assert (
+            page.run("document.querySelectorAll('#winners svg .role-mark.mark-text text').length")
+            == 4
+        )
+        status = "document.getElementById('status').textContent"
+        assert f"most often with {ROW} (3)" in page.run(status)
+        # By keyboard: the budget becomes a smaller one, the map is of bfloat16, the table sorts.
+        page.run("document.querySelector('#asked [name=budget]').focus()")
+        for _ in range(2):
+            page.press("ArrowUp")
+        page.until(f"{status}.includes('within 0.03') && {status}.includes('{BF16} (4)')")
+        page.run("document.querySelector('#choices thead button').focus()")
+        page.press("Enter")
+        sorted_by = "document.querySelector('#choices th[aria-sort=ascending]').textContent"
+        assert page.run(sorted_by) == "Op"
+        page.run("""{const f = document.getElementById('filters');
+            f.elements.text.value = 'scaled_mm_row'; f.elements.op.value = 'gemm';
+            f.dispatchEvent(new Event('input', {bubbles: true}))}""")
+        rows = "Array.from(document.querySelectorAll('#choices tbody tr'))"
+        assert page.run(f"{rows}.length") == 6
+        assert page.run(f"{rows}.every((row) => row.textContent.includes('{ROW}'))")
+        tree = page.call("Accessibility.getFullAXTree")["nodes"]
+        images = {n["name"]["value"] for n in tree
+                  if n.get("role", {}).get("value") == "image" and not n["ignored"]}  # fmt: skip
+        assert {"Map of the winning kernel", "Error against time"} <= images
+        page.open(hostile)
+        page.until(READY)
+        assert page.run("document.title").startswith(HOSTILE)
+        names = "document.querySelectorAll('#winners-legend li span')"
+        assert HOSTILE in page.run(f"Array.from({names}, (name) => name.textContent)")
+        assert page.run("window.ran") is None
+        assert (page.errors, page.requests) == ([], [])
+
+
+@needs_chromium
+def test_the_shipped_file_is_shown_whole(tmp_path: Path) -> None:
+    out = tmp_path / "h200.html"
+    dispatcher.use_snapshot(None)
+    done = CliRunner().invoke(app, ["report", "--device", "NVIDIA H200", "--out", str(out)])
+    assert done.exit_code == 0, done.stderr
+    size = out.stat().st_size
+    assert 100_000 < size < 5_000_000
+    (shipped,) = dispatcher.snapshot().sources
+    with sqlite3.connect(f"file:{shipped}?mode=ro&immutable=1", uri=True) as database:
+        ops = {op for (op,) in database.execute(
+            "select distinct problem.op from timing join problem on problem.id = timing.problem"
+        )}  # fmt: skip
+    assert len(ops) >= SHIPPED_OPS
+    with browser.opened(tmp_path / "profile") as page:
+        for theme, width in (("light", 1400), ("dark", 420)):
+            page.show(width, theme=theme)
+            page.open(out)
+            page.until(READY)
+            assert page.run("document.documentElement.scrollWidth") == width
+        told = page.run(
+            "Array.from(document.querySelector('#asked [name=op]').options, (o) => o.value)"
+        )
+        assert {*told} == ops
+        for op in sorted(ops):
+            page.run(f"""{{document.getElementById('winners').replaceChildren();
+                const s = document.querySelector('#asked [name=op]'); s.value = '{op}';
+                s.dispatchEvent(new Event('change', {{bubbles: true}}))}}""")
+            page.until("document.querySelector('#winners svg .role-mark.mark-text text')")
+        assert (page.errors, page.requests) == ([], [])
+    columns = json.loads(scripts_of(out.read_text(encoding="utf-8"))[0])["tables"]["choices"]
+    usual = {"op": "gemm", "form": "a=bfloat16 b=bfloat16 out=bfloat16", "budget": "0.06"}
+    shown = {
+        (row["m"], row["n"], row["k"]): (row["kernel"], row["us"])
+        for row in rows_of(columns)
+        if row.items() >= usual.items()
+    }
+    for shape in ((8192, 512, 512), (2048, 4096, 4096), (2048, 2048, 17280)):
+        choice = dispatch("gemm", shape, 0.06, device="NVIDIA H200")
+        assert shown[shape] == (choice.kernel, round(choice.latency_us or 0, 2))
+
+
+def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    values = {
+        name: found.get("values") or [found["words"][place] for place in found["at"]]
+        for name, found in columns.items()
+    }
+    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+
+def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:
+    one = replace(small, ops=[op for op in small.ops if op["op"] == "gemm"])
+    done = charts.save_pictures(one, tmp_path / "png", Progress())
+    found = sorted(path.name for path in (tmp_path / "png").iterdir())
+    names = ["fronts", "gains", "light", "typical", "winners", "worst"]
+    assert found == ["coverage.png", "freshness.png", *(f"gemm-{name}.png" for name in names)]
+    assert done == len(found)
+    for path in (tmp_path / "png").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_choices_are_printed_without_a_page(small: Survey) -> None:
+    run = CliRunner().invoke
+    done = run(app, ["report", "--device", "NVIDIA H200", "--budget", "0.05", "--json"])
+    rows = json.loads(done.stdout)
+    assert len(rows) == len(small.choices) / len(small.budgets)
+    assert {row["kernel"] for row in rows if row["op"] == "gemm"} == {BF16, ROW}
+
+
+def test_what_is_missing_is_said_in_a_line(
+    small: Survey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CliRunner().invoke
+    nowhere = run(app, ["report", "--out", str(tmp_path / "a.html")])  # the CPU here was not timed
+    assert nowhere.exit_code == 1 and "nothing was timed on" in nowhere.stderr
+    assert run(app, ["report", "--probe", "a", "--png", "b"]).exit_code == 2
+    imported = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "vl_convert":
+            raise ImportError(name)
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    done = run(app, ["report", "--device", "NVIDIA H200", "--out", str(tmp_path / "a.html")])
+    assert done.exit_code == 1 and "pip install 'lokakern[explore]'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,105 @@
+"""`list kernels --resources`: every kernel for AMD's GPUs, from snapshots that may be spoiled."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lokakern.bench.cli.main import app
+from lokakern.bench.report import resources
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.render import terminal
+
+ARCHITECTURES = {"gfx942", "gfx950"}
+PRODUCTS = ("scaled_gemm", "gemm_norm", "gemm_block_norm")
+SHORT = json.dumps({"compiler": "clang", "gfx942": {"quantize": {"kernels": ["hip.quantize_row"]}}})
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        app(("list", "kernels", "--resources", *words), prog_name="python -m lokakern.bench")
+    found = capsys.readouterr()
+    return int(ended.value.code or 0), found.out, found.err
+
+
+def test_every_kernel_is_listed_for_every_amd_gpu_it_claims(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_kernels()
+    code, out, err = run(capsys, "--json")
+    assert (code, err) == (0, "")
+    claimed = {
+        (kernel.name, architecture)
+        for kernel in KERNELS.values()
+        if kernel.language in ("hip", "triton") and not kernel.parts
+        for architecture in kernel.architectures & ARCHITECTURES
+    }
+    rows = json.loads(out)
+    assert {(row["kernel"], row["architecture"]) for row in rows} == claimed
+    names = [(row["kernel"], row["architecture"], row["variant"]) for row in rows]
+    assert len(set(names)) == len(names)
+
+
+def test_products_are_in_a_loop_and_nothing_is_in_scratch() -> None:
+    for row in resources.resource_rows():
+        assert row["scratch_bytes"] == 0, row
+        assert 0 <= row["agpr"] <= row["vgpr"] <= 512 and 1 <= row["occupancy"] <= 8, row
+        if row["kernel"].partition(".")[2].startswith(PRODUCTS):
+            assert "v_mfma_" in row["matrix"] and 0 < row["mfma_share"] < 1, row
+        else:
+            assert row["matrix"] is None and row["mfma_share"] is None, row
+
+
+def test_tables_csv_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(run(capsys, "--json")[1])
+    read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))
+    assert read == [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
+    table = run(capsys)[1]
+    assert all(row["kernel"] in table and row["variant"] in table for row in rows)
+    assert "16 scale 16x16x128 f8f6f4" in table
+
+
+def test_a_table_fits_100_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "Console", lambda **given: Console(**given | {"width": 100}))
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 100
+    assert [word for word in out.splitlines()[0].split() if word.isidentifier()] == [
+        *resources.BRIEF
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "FileNotFoundError"),
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError: 'compiler'"),
+        ('{"compiler": "clang", "gfx942": 1}', "AttributeError"),
+        (SHORT, "KeyError: 'matrix'"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_read_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    text: str | None,
+    why: str,
+) -> None:
+    path = tmp_path / "resources.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(resources, "SNAPSHOTS", {path: "tests.kernels.test_hip_compiled"})
+    code, out, err = run(capsys)
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"DatabaseError: snapshot {str(path)!r} cannot be read: {why}")
+    assert "python -m tests.kernels.test_hip_compiled" in err

@@ -1,0 +1,574 @@
+"""`convert`: what is chosen from rows made by hand, and what becomes of a model."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lokakern
+from lokakern.conversion import convert as converting
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.routes import _grad_input_problem
+from lokakern.errors import (
+    BudgetError,
+    DeviceError,
+    FormatError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from lokakern.nn import linear
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import kernel_at
+from lokakern.probe.report import ProbeReport
+from lokakern.probe.site_report import Judged
+from lokakern.probe.verdicts import ClassVerdict, Verdict
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.selection import dispatcher
+from lokakern.types import ErrorBudget, Format, Granularity, Problem
+from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
+from lokakern.workloads.suite_files import suite_from_file
+from tests.selection.test_dispatcher import BF16, TENSOR, Book, accuracy, gemm, time
+from tests.selection.test_dispatcher import ROW as ROW_KERNEL
+
+SEEDS = (0,)
+H200 = "NVIDIA H200"
+N, K = 64, 48
+BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
+
+
+def rows_of(problem: Problem, *, bf16: float, errors: bool = True, **kernels: float) -> list[Any]:
+    """Times of bf16 and of others, and an error of 0.04, which is of every m."""
+    names = {"row": ROW_KERNEL, "tensor": TENSOR, "block": BLOCK_KERNEL}
+    rows = [time(BF16, problem, bf16)]
+    for name, us in kernels.items():
+        rows.append(time(names[name], problem, us))
+        if errors:
+            rows.append(accuracy(names[name], problem, 0.04, only=("X1",)))
+    return rows
+
+
+def measured() -> list[Any]:
+    """The output is worth it from m = 256 on, the input's gradient everywhere, its weight's at 256.
+
+    Without a bias, and of weights that are not prepared.
+    """
+    rows = []
+    for m, bf16, row in ((16, 2.0, 4.0), (256, 4.0, 3.0), (1024, 16.0, 8.0)):
+        rows += rows_of(gemm(m, N, K), bf16=bf16, row=row, errors=m == 16)
+        problem = _grad_input_problem(N, K)(m)
+        rows += rows_of(problem, bf16=bf16, row=bf16 / 2, errors=m == 16)
+    for m, row in ((16, 9.0), (256, 5.0), (1024, 9.0)):
+        rows += rows_of(grad_weight_case(m, N, K).problem, bf16=8.0, row=row)
+    return rows
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Book:
+    return Book(tmp_path_factory.mktemp("book") / "rows.sqlite").write(*measured())
+
+
+@pytest.fixture
+def known(written: Book) -> Iterator[Book]:
+    written.use()
+    yield written
+    dispatcher.use_snapshot(None)
+
+
+convert = functools.partial(lokakern.convert, distribution="X1")
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 1)).to(dtype)
+
+
+def kernels(conversion: Conversion, site: str, gemm: str, sizes: tuple[int, ...]) -> list[str]:
+    route = next(r for r in conversion.sites[site].routes if r.gemm == gemm)
+    return [kernel_at(route.text, m) for m in sizes]
+
+
+# ---- what is chosen ----
+
+
+def test_each_product_gets_what_was_measured_of_it(known: Book) -> None:
+    found = convert(model_of(), 0.06, device=H200)
+    names = kernels(found, "0", "output", (8, 16, 17, 256, 300, 1024, 1040))
+    assert names == ["", "", "", *[ROW_KERNEL] * 3, ""]
+    assert kernels(found, "0", "grad_input", (8, 16, 1024)) == ["", ROW_KERNEL, ROW_KERNEL]
+    sizes = (16, 240, 256, 272, 1024)  # samples, which are summed: only where they were measured
+    assert kernels(found, "0", "grad_weight", sizes) == ["", "", ROW_KERNEL, "", ""]
+    assert not any(r.text for r in found.sites["2"].routes)
+    assert "nothing was measured" in found.sites["2"].routes[0].why
+
+
+def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
+    """Of kernels with others none is taken, however fast at one m: a weight is quantized once."""
+    fast = {16: 3.0, 256: 3.0, 1024: 3.0}
+    rows = []
+    for m in fast:
+        block = 2.0 if m == 16 else 5.0
+        rows += rows_of(gemm(m, N, K), bf16=6.0, errors=m == 16, row=fast[m], block=block)
+    book.write(*rows)
+    found = convert(model_of(), 0.06, device=H200)
+    assert kernels(found, "0", "output", (16, 256, 1024)) == [ROW_KERNEL] * 3
+    assert "reads a weight with 128x128 scales, and another gains more" in found.explain("0")
+    found = convert(model_of(), 0.06, device=H200, m_range=(1, 20))
+    assert kernels(found, "0", "output", (16, 256)) == [BLOCK_KERNEL, ""]
+
+
+def test_weights_may_be_given_one_kind_of_scales(book: Book) -> None:
+    book.write(*rows_of(gemm(256, N, K), bf16=6.0, row=2.0, tensor=3.0))
+    assert kernels(convert(model_of(), 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
+    found = convert(model_of(), 0.06, device=H200, weight_scales=["tensor"])
+    assert kernels(found, "0", "output", (256,)) == [TENSOR]
+    found.refresh(None)
+    assert found.refresh(0.06) and kernels(found, "0", "output", (256,)) == [TENSOR]
+    found = convert(model_of(), 0.06, device=H200, weight_scales=["128x128"])
+    assert kernels(found, "0", "output", (256,)) == [""]
+
+
+def test_a_bias_is_asked_for_and_does_without(book: Book) -> None:
+    with_bias = gemm(256, N, K, epilogue="bias")
+    rows = rows_of(gemm(256, N, K), bf16=4.0, row=2.0)
+    book.write(*rows, *rows_of(with_bias, bf16=2.0, errors=False, row=4.0))
+    assert kernels(convert(model_of(), 0.06, device=H200), "0", "output", (256,)) == [""]
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    assert kernels(convert(model, 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
+
+
+def test_inference_asks_for_prepared_weights_and_freezes_them(book: Book) -> None:
+    weight = prepared_weight(Format.E4M3FN, Granularity.ROW)
+    prepared = gemm(256, N, K, b=weight, prepared=True)
+    book.write(
+        *rows_of(gemm(256, N, K), bf16=4.0, row=9.0),
+        *rows_of(prepared, bf16=4.0, row=2.0, errors=False),
+    )
+    assert not any(r.text for r in convert(model_of(), 0.06, device=H200).sites["0"].routes)
+    model = model_of()
+    found = convert(model, 0.06, device=H200, inference=True)
+    assert kernels(found, "0", "output", (256,)) == [ROW_KERNEL]
+    assert [r.text for r in found.sites["0"].routes[1:]] == ["", ""]
+    x = torch.randn(256, K).bfloat16()
+    with torch.no_grad():
+        y = model(x)
+        model[0].weight.mul_(2.0)
+        assert torch.equal(model(x), y)
+        found.refresh(0.06)
+        assert not torch.equal(model(x), y)
+        found.undo()
+    assert not list(model.buffers())
+
+
+def frozen_model(book: Book) -> tuple[nn.Module, Conversion]:
+    prepared = gemm(256, N, K, b=prepared_weight(Format.E4M3FN, Granularity.ROW), prepared=True)
+    book.write(
+        *rows_of(gemm(256, N, K), bf16=4.0, row=9.0),
+        *rows_of(prepared, bf16=4.0, row=2.0, errors=False),
+    )
+    model = model_of()
+    return model, convert(model, 0.06, device=H200, inference=True)
+
+
+def test_a_weight_that_is_multiplied_in_fp8_may_be_elsewhere(book: Book) -> None:
+    """Nothing reads it: it might be NaN."""
+    model, found = frozen_model(book)
+    layer, x = model[0], torch.randn(256, K).bfloat16()
+    with torch.no_grad():
+        exact, few = layer(x), torch.nn.functional.linear(x[:7], layer.weight, layer.bias)
+    state = model.state_dict()
+    found.offload()
+    assert layer.is_offloaded and model.state_dict().keys() == state.keys()
+    layer.weight.data.fill_(float("nan"))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for call in (layer, compiled):
+            assert torch.equal(call(x), exact)
+            # At m that was not measured: bfloat16, by what the FP8 weight means.
+            error = (call(x[:7]) - few).norm() / few.norm()
+            assert 0.01 < error < 0.04
+    with pytest.raises(UnsupportedError, match="without gradients only"):
+        model(x)  # whose bias would get one
+    with pytest.raises(UnsupportedError, match="without gradients only"):
+        model.requires_grad_(False)(x.requires_grad_())
+    with pytest.raises(UnsupportedError, match="without gradients only"):
+        model(torch.randn(256, K))
+
+
+def test_what_was_moved_away_loads_and_comes_back(book: Book) -> None:
+    model, found = frozen_model(book)
+    assert found.offload() == 0  # from the CPU to the CPU
+    layer, x = model[0], torch.randn(256, K).bfloat16()
+    before = layer.weight.detach().clone()
+    with torch.no_grad():
+        y = layer(x)
+        model.load_state_dict({name: 2 * v for name, v in model.state_dict().items()})
+        assert torch.equal(layer(x), 2 * y) and layer.is_offloaded
+        found.refresh(0.06)
+        assert torch.equal(layer(x), 2 * y) and not layer.is_offloaded
+        found.offload()
+        found.undo()
+    assert torch.equal(layer.weight, 2 * before) and type(layer) is nn.Linear
+    assert "is_offloaded" not in vars(layer)
+
+
+def test_what_was_moved_away_is_chosen_anew_for_where_it_runs(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = frozen_model(book)
+    found._device, place = None, converting._device_of
+
+    def device_of(weight: Tensor) -> Any:
+        assert not model[0].is_offloaded, "the weight is on the CPU, the layer on a GPU"
+        return dispatcher.device_named(H200) if weight.ndim else place(weight)
+
+    monkeypatch.setattr(converting, "_device_of", device_of)
+    found.offload()
+    assert model[0].is_offloaded and found.refresh(0.06) == []
+
+
+def test_weights_stay_that_are_trained_or_shared_or_multiplied_in_bfloat16(book: Book) -> None:
+    prepared = prepared_weight(Format.E4M3FN, Granularity.ROW)
+    small = gemm(16, N, K, b=prepared, prepared=True)
+    book.write(*rows_of(small, bf16=2.0, errors=False, row=4.0))
+    model, found = frozen_model(book)
+    with pytest.raises(UnsupportedError, match="inference=True"):
+        convert(model_of(), 0.06, device=H200).offload()
+    with pytest.raises(UnsupportedError, match="offload to meta"):
+        found.offload("meta")
+    with pytest.raises(ShapeError, match="m_range"):
+        found.offload(m_range=(9, 1))
+    found.offload()
+    assert not model[0].is_offloaded, "at m = 16 bfloat16 is faster"
+    found.offload(m_range=(200, 256))
+    assert model[0].is_offloaded
+    other = nn.Embedding(N, K)
+    tied = model_of()
+    other.weight = tied[0].weight
+    model = nn.ModuleList([*tied, other])
+    found = convert(model, 0.06, device=H200, inference=True)
+    found.offload()
+    assert tied[0].is_frozen and not tied[0].is_offloaded
+    encoder = nn.TransformerEncoderLayer(K, 2, N, batch_first=True)
+    found = convert(encoder, 0.06, device=H200, inference=True)
+    found.offload(m_range=(256, 256))
+    assert encoder.linear1.is_offloaded  # the fast path, which would read it, is not taken
+    with torch.no_grad():
+        encoder.bfloat16().eval()(torch.randn(256, 1, K).bfloat16())
+
+
+@pytest.mark.parametrize("budget", [None, 0.03])
+def test_without_a_budget_or_under_the_floor_nothing_is_quantized(
+    known: Book, budget: float | None
+) -> None:
+    found = convert(model_of(), budget, device=H200)
+    assert not any(row["choice"] != "bf16" for row in found.choices)
+    reason = "no budget" if budget is None else "row_err 0.0400 > 0.03"
+    assert reason in found.choices[0]["why"]
+
+
+def test_frozen_answers_quantize_nothing(known: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "choices", lambda: object())
+    found = convert(model_of(), 0.06, device=None)
+    assert "answers are frozen" in found.choices[0]["why"]
+
+
+# ---- reports of Probe ----
+
+
+def verdict(gemm: str, scales: str, safety: str, row_err: float, site: str = "0") -> Verdict:
+    found = ClassVerdict(scales, safety, row_err, row_err, row_err, reason="few rows")
+    return Verdict(site, gemm, (256, N, K), "", safety, "", "", 0.002, None, "", (), (found,))
+
+
+def report_of(*verdicts: Verdict) -> ProbeReport:
+    judged = [Judged(verdict, {}, {}, 1) for verdict in verdicts]
+    return ProbeReport(judged, ErrorBudget(row_err=0.06), None)
+
+
+def test_a_report_judges_each_product_by_what_it_replayed(book: Book) -> None:
+    """Errors of gradients need not be in the database."""
+    rows = []
+    for problem in (gemm(256, N, K), _grad_input_problem(N, K)(256)):
+        rows += [time(BF16, problem, 4.0), time(ROW_KERNEL, problem, 2.0)]
+    book.write(*rows)
+    assert not any(r.text for r in convert(model_of(), 0.06, device=H200).sites["0"].routes)
+    report = report_of(
+        verdict("output", "row", "safe", 0.04), verdict("grad_input", "row", "unsafe", 0.2)
+    )
+    found = convert(model_of(), report, device=H200)
+    assert kernels(found, "0", "output", (256,)) == [ROW_KERNEL]
+    assert kernels(found, "0", "grad_input", (256,)) == [""]
+    assert "row_err 0.2000 > 0.06 (worst on the site" in found.explain("0")
+    undecided = report_of(verdict("output", "row", "undecided", 0.04))
+    assert found.refresh(undecided) == ["0/output"]
+    assert "undecided: few rows" in found.explain("0")
+    assert found.refresh(report_of(verdict("output", "tensor", "safe", 0.04))) == []
+    assert "Probe did not replay row" in found.explain("0")
+
+
+def test_sums_that_are_not_promoted_need_a_verdict_of_their_own(book: Book) -> None:
+    """By a replay on the same kind of GPU: what is off elsewhere says nothing here."""
+    fast = "cuda.quantize_row+torch.scaled_mm_row_fast"
+    problem = gemm(256, N, K)
+    times = [(BF16, 4.0), (ROW_KERNEL, 2.0), (fast, 1.0)]
+    book.write(*(time(name, problem, us) for name, us in times))
+    (row,) = verdict("output", "row", "safe", 0.04).classes
+    row = replace(row, mean_shift=1e-4)
+    for found, wanted in (
+        ((), ROW_KERNEL),
+        ((replace(row, scales="row fast", architecture="sm_90"),), fast),
+        ((replace(row, scales="row fast", architecture="sm_100"),), ROW_KERNEL),
+        ((replace(row, scales="row fast", architecture="sm_90", row_err_upper=0.1),), ROW_KERNEL),
+        ((replace(row, scales="row fast", architecture="sm_90", mean_shift=0.1),), ROW_KERNEL),
+    ):
+        judged = replace(verdict("output", "row", "safe", 0.04), classes=(row, *found))
+        report = ProbeReport(
+            [Judged(judged, {}, {}, 1)], ErrorBudget(row_err=0.06, mean_shift=0.01), None
+        )
+        conversion = convert(model_of(), report, device=H200)
+        assert kernels(conversion, "0", "output", (256,)) == [wanted]
+        if "sm_100" in [c.architecture for c in found]:
+            assert "Probe replayed row fast on sm_100" in conversion.explain("0")
+
+
+def test_a_probe_of_a_model_converts_it(known: Book) -> None:
+    """As a user does: on a machine with no GPU, for one."""
+    model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))
+    patch = pytest.MonkeyPatch()
+    patch.setattr("lokakern.problems.ACCURACY_ROWS", 128)
+    with lokakern.Probe(model) as probe:
+        model(torch.randn(256, K)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = probe.report(budget=0.06, seeds=(0, 1, 2))
+    patch.undo()
+    found = convert(model, report, device=H200)
+    row = next(v for v in report if v.site == "0" and v.gemm == "output").of("row")
+    assert row is not None
+    is_safe = row.safety == "safe"
+    assert kernels(found, "0", "output", (256,)) == [ROW_KERNEL if is_safe else ""]
+    assert is_safe
+
+
+# ---- what is done to a model ----
+
+
+def test_a_model_is_converted_in_place_and_back(known: Book) -> None:
+    model = model_of()
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    parts = list(model.modules()), list(model.parameters()), list(model.state_dict())
+    x = torch.randn(256, K).bfloat16()
+    before = model(x)
+    found = convert(model, 0.06, device=H200)
+    assert type(model[0]) is Linear and isinstance(model[0], nn.Linear)
+    assert (list(model.modules()), list(model.parameters()), list(model.state_dict())) == parts
+    after = model(x)
+    assert not torch.equal(after, before)  # quantized: emulated, as no H200 is here
+    assert torch.allclose(after.float(), before.float(), atol=0.1)
+    assert torch.equal(model(x[:7]), nn.Sequential(*model)(x[:7]))
+    found.undo()
+    assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert torch.equal(model(x), before)
+    assert not [name for name in vars(model[0]) if name.startswith("_routes")]
+    assert len(seen) == 5 and len(found) == 0
+    with pytest.raises(UnknownNameError, match="was undone"):
+        found.refresh(0.06)
+
+
+def test_on_a_machine_that_was_not_measured_it_is_torchs_model_to_the_bit(known: Book) -> None:
+    model, plain = model_of(), model_of()
+    found = convert(model, 0.06)
+    assert "nothing was measured" in found.choices[0]["why"]
+    x = torch.randn(1024, K).bfloat16()
+    for m in (model, plain):
+        m(x).sum().backward()
+    assert torch.equal(model(x), plain(x))
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_choices_change_only_by_refresh(known: Book) -> None:
+    model = model_of()
+    found = convert(model, 0.06, device=H200)
+    before = model[0]._routes
+    dispatcher.use_snapshot(load_snapshot([]))  # a sweep, or another database
+    with pytest.raises(DeviceError):
+        found.refresh(0.06)
+    assert model[0]._routes == before  # all or nothing
+    known.use()
+    assert found.refresh(0.06) == []
+    assert found.refresh(0.03) == ["0/output", "0/grad_input", "0/grad_weight"]
+    assert model[0]._routes == ("", "", "")
+    assert found.refresh(0.06) == ["0/output", "0/grad_input", "0/grad_weight"]
+    assert model[0]._routes == before
+
+
+def test_a_compiled_model_follows_a_refresh_without_a_break(known: Book) -> None:
+    torch._dynamo.reset()
+    model = model_of()
+    found = convert(model, 0.06, device=H200)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(256, K).bfloat16()
+    assert torch.equal(compiled(x), model(x))
+    found.refresh(None)
+    assert torch.equal(compiled(x), model_of()(x))
+    found.undo()
+    assert torch.equal(compiled(x), model_of()(x))
+
+
+def test_a_run_under_autocast_follows_refreshes_in_its_midst_compiled_or_not(known: Book) -> None:
+    torch._dynamo.reset()
+    found: dict[str, list[float]] = {}
+    for way in ("eager", "compiled", "never"):
+        model = model_of(torch.float32)
+        handle = convert(model, 0.06, device=H200)
+        counter = CompileCounterWithBackend("aot_eager")
+        called = model
+        if way == "compiled":
+            called = torch.compile(model, backend=counter, fullgraph=True)  # type: ignore[assignment]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        found[way] = []
+        for step in range(9):
+            if step % 3 == 0 and step and way != "never":
+                assert handle.refresh(0.06 if step == 6 else None)
+            with torch.autocast("cpu", torch.bfloat16):
+                y = called(torch.randn(256, K, generator=torch.Generator().manual_seed(step)))
+            loss = (y.float() - 1.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[way].append(loss.item())
+        if way == "compiled":
+            assert counter.frame_count <= 3  # once for each choice, or less
+    assert found["compiled"] == found["eager"]
+    assert found["eager"][:3] == found["never"][:3] and found["eager"][3] != found["never"][3]
+    assert found["eager"][-1] < found["eager"][0]
+
+
+def test_shared_layers_are_one_site(known: Book) -> None:
+    shared = nn.Linear(K, N)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    assert list(convert(model, 0.06, device=H200).sites) == ["a"]
+    assert type(model["b"]) is Linear
+
+
+class Odd(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2.0
+
+
+def test_what_is_left_alone_says_why(known: Book, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(K, N), Odd(N, N), nn.Linear(N, N).half(), nn.Linear(N, 1))
+    found = convert(model, 0.06, device=H200, filter=lambda module, name: name != "3")
+    assert list(found.sites) == ["0"] and set(found.skipped) == {"1", "2"}
+    assert [type(m) for m in model] == [Linear, Odd, nn.Linear, nn.Linear]
+    found.table()
+    out = capsys.readouterr().out
+    assert "it is a Odd, which may do more" in out and "its weight is torch.float16" in out
+    assert ROW_KERNEL in out and "grad_weight" in out
+    attention = nn.MultiheadAttention(16, 2)
+    with pytest.raises(UnknownNameError, match=r"out_proj: nn\.MultiheadAttention reads its"):
+        convert(attention, 0.06, device=H200)
+
+
+def test_rows_are_plain_data(known: Book) -> None:
+    first, *_ = convert(model_of(), 0.06, device=H200).choices
+    assert first == {
+        "site": "0", "gemm": "output", "n": N, "k": K, "choice": f"bf16, {ROW_KERNEL}",
+        "m": [16, 256, 1024], "us": [2.0, 3.0, 8.0],
+        "why": "1.39x as fast in geometric mean over m=16..1024",
+    }  # fmt: skip
+
+
+def test_what_was_not_measured_is_a_suite_to_sweep(known: Book, tmp_path: Path) -> None:
+    found = convert(model_of(), 0.06, device=H200)
+    file = tmp_path / "model.toml"
+    file.write_text(found.suite([256, 2048], "mine"))
+    problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
+    for m in (256, 2048):
+        assert gemm(m, 1, N) in problems and gemm(m, N, K) not in problems
+        assert grad_weight_case(m, 1, N).problem in problems
+        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)}
+    model = nn.Sequential(nn.Linear(K, N))
+    assert convert(model, 0.06, device=H200).suite([256]) == ""
+
+
+def test_a_layer_may_choose_for_itself() -> None:
+    layer = Linear(K, N, budget=0.06, dtype=torch.bfloat16)  # this CPU was never measured
+    assert layer._routes == ("", "", "")
+    with pytest.raises(BudgetError):
+        Linear(K, N, budget=-1.0)
+
+
+def test_parameters_of_others_are_named_or_what_probe_saw_of_them(known: Book) -> None:
+    class Mix(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.experts = nn.Linear(K, N), nn.Parameter(torch.randn(2, N, 4))
+            self.shift = nn.Parameter(torch.zeros(2, N, 1))
+            self.more = nn.ParameterList([torch.randn(4, 4)])
+
+    found = convert(Mix(), 0.06, device=H200)
+    assert set(found.skipped) == {"experts", "more.0"}
+    assert found.skipped["experts"].startswith("a Mix holds [2, 64, 4]; products of an nn.Linear")
+    report = ProbeReport([], ErrorBudget(row_err=0.06), None, unseen={"experts": "2 products"})
+    found = convert(Mix(), report, device=H200)
+    assert found.skipped == {"experts": "2 products"}
+
+
+def test_what_is_no_bfloat16_says_once_that_it_stays_unquantized(known: Book) -> None:
+    linear._say_once.cache_clear()
+    model = model_of(torch.float32)
+    convert(model, 0.06, device=H200)
+    with pytest.warns(UserWarning, match="torch.float32 by a weight in torch.float32 unquantized"):
+        model(torch.randn(256, K))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(256, K))
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"report_or_budget": "0.06"}, FormatError, "is str; expected a ProbeReport, a number"),
+    ({"report_or_budget": True}, FormatError, "is bool"),
+    ({"report_or_budget": float("nan")}, BudgetError, "nan"),
+    ({"device": "NVIDIA H9000"}, DeviceError, "H9000"),
+    ({"m_range": (4, 2)}, ShapeError, r"m_range is \(4, 2\); expected"),
+    ({"weight_scales": ["1x128"]}, UnknownNameError, "names '1x128'; expected some of tensor, row"),
+    ({"m_range": 4}, ShapeError, "m_range is 4"),
+    ({"distribution": 3}, UnknownNameError, "distribution is 3"),
+    ({"filter": lambda module, name: False}, UnknownNameError, "has no layer to convert"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "words"), BAD)
+def test_what_cannot_be_says_so_and_leaves_the_model(
+    known: Book, wrong: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    model = model_of()
+    arguments: dict[str, Any] = {"report_or_budget": 0.06, "device": H200, **wrong}
+    with pytest.raises(error, match=words):
+        convert(model, arguments.pop("report_or_budget"), **arguments)
+    assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
+
+
+def test_explain_of_an_unknown_site(known: Book) -> None:
+    with pytest.raises(UnknownNameError, match="no site '7'; expected one of 0, 2"):
+        convert(model_of(), 0.06, device=H200).explain("7")

@@ -1,0 +1,593 @@
+"""`gemm_norm` and `norm_quantize`: what they compute, what they refuse, and what they choose."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import lokakern
+from lokakern import norm, numerics
+from lokakern.errors import (
+    BudgetError,
+    DeviceError,
+    FormatError,
+    LokakernError,
+    MissError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from lokakern.functional import gemm_norm
+from lokakern.functional.norm_checks import in_place, settled
+from lokakern.functional.run import run
+from lokakern.norm import Norm, norm_named
+from lokakern.registry.register import KERNELS
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.selection import dispatcher, kernel_policy, misses
+from lokakern.types import ErrorBudget, Granularity, NormEpilogue, QuantizedTensor
+
+M, N, K = 40, 128, 96
+
+
+@pytest.fixture(autouse=True)
+def empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
+    dispatcher.use_snapshot(load_snapshot([]))
+    kernel_policy.LOGGED.clear()
+    yield
+    dispatcher.use_snapshot(None)
+    misses._COUNTS.clear()
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+X, W = drawn(M, K, seed=1), drawn(N, K, seed=2)
+BIAS, WEIGHT, SHIFT = (drawn(N, seed=seed) for seed in (3, 4, 5))
+BESIDE = [drawn(M, N, seed=seed) for seed in (6, 7)]
+SUMS = X.double() @ W.t().double()
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, share: float = 0.02) -> None:
+    """Within a share of the largest of each row: bfloat16 loses up to four times 2^-9 of it."""
+    largest = wanted.abs().amax(1, keepdim=True).clamp_min(1e-3)
+    worst = float(((found.double() - wanted).abs() / largest).nan_to_num(nan=math.inf).max())
+    assert worst <= share, worst
+
+
+# --- what they compute
+
+
+def test_layer_and_rms_are_those_of_torch() -> None:
+    parts = (WEIGHT.double(), SHIFT.double())
+    wanted = F.layer_norm(SUMS + BIAS.double(), (N,), *parts, 1e-5)
+    found = lokakern.gemm_norm(
+        X, W.t(), norm="layer", bias=BIAS, norm_weight=WEIGHT, norm_bias=SHIFT
+    )
+    assert isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16
+    close(found, wanted)
+    wanted = F.rms_norm(SUMS, (N,), parts[0], 1e-2)
+    close(lokakern.gemm_norm(X, W.t(), norm="rms", norm_weight=WEIGHT, eps=1e-2), wanted)
+    close(lokakern.gemm_norm(X, W.t(), norm=Norm("rms", 0, 1e-2), norm_weight=WEIGHT), wanted)
+    blocks = F.rms_norm(SUMS.view(M, -1, 32), (32,), None, 1e-5).view(M, N)
+    close(lokakern.gemm_norm(X, W.t(), norm="block_rms(32)"), blocks)
+    close(lokakern.gemm_norm(X, W.t(), norm="none", bias=BIAS), SUMS + BIAS.double())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_comes_after_the_norm(wide: bool) -> None:
+    one, two = BESIDE
+    z = F.layer_norm(SUMS, (N,), WEIGHT.double())
+    weight = WEIGHT.float() if wide else WEIGHT
+    before = F.layer_norm(SUMS + one.double(), (N,), WEIGHT.double())
+    for options, wanted in (
+        ({"activation": "relu"}, torch.relu(z)),
+        ({"activation": "hardswish"}, F.hardswish(z)),
+        ({"activation": "silu"}, F.silu(z)),
+        ({"activation": "none"}, z),
+        ({"gate": one}, one.double() * torch.sigmoid(z)),
+        ({"cross": (one, two)}, one.double() * z + two.double()),
+        ({"residual": one}, before),
+        ({"residual": one, "residual_last": True}, z + one.double()),
+        ({"residual": one, "activation": "silu"}, F.silu(before)),
+        ({"residual": two, "residual_last": True, "gate": one},
+         one.double() * torch.sigmoid(z) + two.double()),
+    ):  # fmt: skip
+        found = lokakern.gemm_norm(X, W.t(), norm="layer", norm_weight=weight, **options)
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "1x128"])
+def test_quantized_operands_are_normalized_in_float32(granularity: str) -> None:
+    a = lokakern.quantize(X, granularity)
+    b = lokakern.quantize(W, granularity).t()
+    exact = numerics.dequantize(a, torch.float64) @ numerics.dequantize(b, torch.float64)
+    found = lokakern.gemm_norm(a, b, norm="layer", activation="silu")
+    close(found, F.silu(F.layer_norm(exact, (N,))), 2.0**-8)
+    block = lokakern.gemm_norm(
+        lokakern.quantize(X, "1x128"), lokakern.quantize(W, "128x128").t(), norm="rms"
+    )
+    close(block, F.rms_norm(SUMS, (N,)), 0.2)
+
+
+def test_fp8_outputs_are_quantized_exactly_as_quantize_does() -> None:
+    """From float32 outputs; the next layer takes them as they are."""
+    a, b = lokakern.quantize(X), lokakern.quantize(W).t()
+    exact = (numerics.dequantize(a) @ numerics.dequantize(b)).float()
+    d = norm.normalize(exact, Norm("block_rms", 64))
+    for granularity in ("row", "1x128"):
+        found = lokakern.gemm_norm(a, b, norm="block_rms(64)", out_granularity=granularity)
+        wanted = lokakern.quantize(d, granularity)
+        assert isinstance(found, QuantizedTensor) and found.granularity == granularity
+        assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert found.scale is not None and torch.equal(found.scale, wanted.scale)  # type: ignore[arg-type]
+        following = lokakern.gemm_norm(found, lokakern.quantize(drawn(64, N)).t(), norm="rms") if (
+            granularity == "row") else None  # fmt: skip
+        assert following is None or following.shape == (M, 64)
+    found = lokakern.gemm_norm(a, b, norm="block_rms(64)", out_scale=torch.tensor(0.02))
+    assert isinstance(found, QuantizedTensor) and found.granularity is Granularity.TENSOR
+    wanted = lokakern.quantize(d, "tensor", scale=torch.tensor([[0.02]]))
+    assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    name=st.sampled_from(["layer", "rms", "block_rms(64)", "block_rms(128)"]),
+    activation=st.sampled_from([None, "relu", "hardswish", "silu"]),
+    seed=st.integers(0, 2**31), affine=st.booleans(), quantized=st.booleans(),
+)  # fmt: skip
+def test_a_static_scale_saturates_nothing(
+    name: str, activation: str | None, seed: int, affine: bool, quantized: bool
+) -> None:
+    """And is what `lokakern.norm.static_scale` says, whatever the rows."""
+    weight, shift = drawn(2, N, seed=seed) if affine else (None, None)
+    spikes = torch.eye(K).bfloat16()[:16] * 3e4
+    x = torch.cat([drawn(24, K, seed=seed) * 1e3, spikes])
+    w = torch.zeros(N, K).bfloat16()
+    w[:K] = torch.eye(K)
+    a, b = (lokakern.quantize(x), lokakern.quantize(w).t()) if quantized else (x, w.t())
+    found = lokakern.gemm_norm(
+        a, b, norm=name, norm_weight=weight, norm_bias=shift, activation=activation,
+        out_scale="static", eps=0.0,
+    )  # fmt: skip
+    assert isinstance(found, QuantizedTensor) and found.scale is not None
+    wanted = norm.static_scale(norm.norm_named(name), N, found.format, weight, shift)
+    assert float(found.scale) == pytest.approx(wanted, rel=1e-6)
+    z = norm.normalize(x.double() @ w.t().double(), norm.norm_named(name, 0.0), weight, shift)
+    functions = {"relu": F.relu, "hardswish": F.hardswish, "silu": F.silu}
+    z = functions[activation](z) if activation else z
+    assert z.nan_to_num().abs().max() <= wanted * found.format.maximum * (1 + 1e-6)
+    if not quantized:
+        error = (numerics.dequantize(found).double() - z).nan_to_num().abs()
+        assert (error <= z.nan_to_num().abs() * 0.08 + wanted / 64 + 0.02).all()
+
+
+def test_norm_quantize_is_norm_and_quantize() -> None:
+    x = drawn(33, 200, seed=9)
+    weight, shift = drawn(2, 200, seed=10)
+    residual = drawn(33, 200, seed=11)
+    d = norm.normalize((x + residual.float()), Norm("layer"), weight, shift)
+    d = F.silu(d)
+    for granularity in ("row", "1x128"):
+        found = lokakern.norm_quantize(
+            x, norm="layer", norm_weight=weight, norm_bias=shift, residual=residual,
+            activation="silu", granularity=granularity,
+        )  # fmt: skip
+        wanted = lokakern.quantize(d, granularity)
+        assert torch.equal(found.data.view(torch.uint8), wanted.data.view(torch.uint8))
+        assert found.scale is not None and torch.equal(found.scale, wanted.scale)  # type: ignore[arg-type]
+    by_bound = lokakern.norm_quantize(x, norm="rms", out_scale="static")
+    assert by_bound.granularity is Granularity.TENSOR and by_bound.scale is not None
+    assert float(by_bound.scale) == pytest.approx(math.sqrt(200) / 448)
+    strided = torch.stack([x, x], 2)[:, :, 0]
+    assert not strided.is_contiguous()
+    again = lokakern.norm_quantize(strided, norm="rms", out_scale="static")
+    assert torch.equal(again.data.view(torch.uint8), by_bound.data.view(torch.uint8))
+
+
+def test_odd_sizes_views_and_slices() -> None:
+    for m, n, k in ((1, 1, 1), (3, 77, 5), (17, 130, 33)):
+        x, w = drawn(m, 2 * k, seed=m)[:, ::2], drawn(n, k, seed=n)
+        wanted = F.layer_norm(x.double() @ w.t().double(), (n,))
+        close(lokakern.gemm_norm(x, w.t(), norm="layer"), wanted, 0.03)
+        close(lokakern.gemm_norm(x, w.t().contiguous(), norm="layer"), wanted, 0.03)
+        whole = torch.full((m, 3 * n), 7.0).bfloat16()
+        out = whole[:, n : 2 * n]
+        assert lokakern.gemm_norm(x, w.t(), norm="layer", out=out) is out
+        close(out, wanted, 0.03)
+        assert (whole[:, :n] == 7).all() and (whole[:, 2 * n :] == 7).all()
+        q = lokakern.gemm_norm(x, w.t(), norm="layer", out_granularity="1x128")
+        close(numerics.dequantize(q), wanted, 0.1)  # type: ignore[arg-type]
+
+
+def test_rows_of_zeros_and_nan() -> None:
+    x = X.clone()
+    x[3], x[5, 7] = 0.0, math.nan
+    for options in ({}, {"out_granularity": "row"}, {"out_scale": "static"}):
+        found = lokakern.gemm_norm(x, W.t(), norm="layer", activation="silu", **options)
+        values = numerics.dequantize(found) if isinstance(found, QuantizedTensor) else found
+        assert (values[3] == 0).all() and values[5].isnan().all()
+        assert values[[0, 1, 2, 4, 6]].isfinite().all()
+        rows = x.clone()
+        q = lokakern.norm_quantize(rows, norm="block_rms(32)")
+        nan = numerics.dequantize(q)[5].isnan()
+        assert nan[:32].all() and not nan[32:].any()
+
+
+def test_no_rows() -> None:
+    x, vector = X[:0], drawn(N)
+    assert lokakern.gemm_norm(x, W.t(), norm="layer", bias=vector).shape == (0, N)
+    found = lokakern.gemm_norm(x, W.t(), norm="rms", out_granularity="row")
+    assert isinstance(found, QuantizedTensor) and found.shape == (0, N)
+    found = lokakern.norm_quantize(x, norm="rms", granularity="1x128")
+    assert found.shape == (0, K)
+    a, b = lokakern.quantize(x), lokakern.quantize(W).t()
+    assert lokakern.gemm_norm(a, b, norm="rms", out_scale=1.0).shape == (0, N)
+
+
+# --- plans
+
+
+def test_a_plan_serves_every_m_and_checks_what_changes_with_it() -> None:
+    gemm_norm._PLANS.clear()
+    options: dict[str, Any] = {"norm": "layer", "residual": BESIDE[0], "budget": 0.06}
+    lokakern.gemm_norm(X, W.t(), **options)
+    (key,) = gemm_norm._PLANS
+    lokakern.gemm_norm(X[:24], W.t(), **{**options, "residual": BESIDE[0][:24]})
+    assert list(gemm_norm._PLANS) == [key]
+    with pytest.raises(ShapeError, match=r"residual is \[40, 128\]; expected \[24, 128\]"):
+        lokakern.gemm_norm(X[:24], W.t(), **options)
+    out = torch.empty(40, N).bfloat16()
+    lokakern.gemm_norm(X, W.t(), norm="layer", out=out)
+    with pytest.raises(ShapeError, match=r"out is \[40, 128\]; expected \[24, 128\]"):
+        lokakern.gemm_norm(X[:24], W.t(), norm="layer", out=out)
+    before = len(gemm_norm._PLANS)
+    for other in ({"norm": "rms"}, {"norm": "layer", "eps": 1e-3}, {"norm": "layer", "bias": BIAS}):
+        lokakern.gemm_norm(X, W.t(), **other)
+    assert len(gemm_norm._PLANS) == before + 3
+    dispatcher.use_snapshot(load_snapshot([]))
+    assert not gemm_norm._PLANS
+
+
+def test_a_prepared_weight_keeps_the_unquantized_kernel_legal() -> None:
+    kept = lokakern.prepare_weight(W, 0.06, (1, 4096))
+    assert kept.scale is None  # nothing was measured: FP8 never pays
+    wanted = F.layer_norm(SUMS, (N,))
+    close(lokakern.gemm_norm(X, kept, norm="layer"), wanted)
+    prepared = QuantizedTensor(
+        *((q := lokakern.quantize(W)).data, q.scale), Granularity.ROW, True, W, ErrorBudget(0.06)
+    )
+    close(lokakern.gemm_norm(X, prepared, norm="layer"), wanted)
+    fused = KERNELS["torch.quantize_row+torch.norm_emulated_row"]
+    found = run(fused, X, prepared, norm="layer")
+    whole = run(fused, X, W.t(), norm="layer")
+    assert torch.equal(found, whole)
+
+
+def test_running_one_kernel() -> None:
+    unfused = run(KERNELS["torch.norm_unfused"], X, W.t(), norm="rms", bias=BIAS)
+    close(unfused, F.rms_norm(SUMS + BIAS.double(), (N,)))
+    kernel = KERNELS["torch.norm_quantize"]
+    found = run(kernel, X, norm="rms", granularity="1x128")
+    assert found.granularity is Granularity.GROUP
+    with pytest.raises(UnsupportedError, match="takes row x row scales, not none x none"):
+        run(KERNELS["torch.norm_emulated_row"], X, W.t(), norm="rms")
+
+
+# --- choosing
+
+
+def test_a_miss_is_logged_raised_or_kept(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = lokakern.gemm_norm(X, W.t(), norm="layer")
+    assert not caplog.records and not misses._COUNTS
+    for _ in range(3):
+        assert torch.equal(lokakern.gemm_norm(X, W.t(), norm="layer", budget=0.06), wanted)
+    (record,) = caplog.records
+    assert "using torch.norm_unfused. Measure it with: " in record.getMessage()
+    assert "sweep --problem" in record.getMessage()
+    ((problem, _),) = misses._COUNTS
+    assert (problem.op, problem.epilogue) == ("gemm_norm", "layer")
+    assert misses.parse(misses.json.dumps(misses._plain(problem))) == problem
+    with pytest.raises(MissError, match=r"gemm_norm: .* nothing was measured at n=128 k=96"):
+        lokakern.gemm_norm(X, W.t(), norm="layer", budget=0.06, on_miss="raise")
+    x, w = lokakern.quantize(X), lokakern.quantize(W).t()
+    for a, b, budget in ((X, W.t(), None), (x, w, None), (x, w, 1e-9)):
+        with pytest.raises(MissError, match=r"nothing was measured at n=128 k=96"):
+            lokakern.gemm_norm(a, b, norm="layer", budget=budget, on_miss="raise")
+
+
+def test_a_budget_never_raises_what_fp8_cannot_meet() -> None:
+    for budget in (0.0, 1e-9, 0.06, ErrorBudget(sqnr_db=200.0)):
+        for options in ({}, {"out_granularity": "row"}):
+            lokakern.gemm_norm(X, W.t(), norm="layer", budget=budget, **options)
+        lokakern.gemm_norm(
+            lokakern.quantize(X), lokakern.quantize(W).t(), norm="layer", budget=budget
+        )
+    for wrong in (-1.0, math.nan, "x", True):
+        with pytest.raises(BudgetError):
+            lokakern.gemm_norm(X, W.t(), norm="layer", budget=wrong)
+
+
+def test_dispatch_knows_the_ops() -> None:
+    choice = lokakern.dispatch(
+        "gemm_norm", (M, N, K), 0.06, epilogue="bias+layer+affine", out_format="e4m3fn"
+    )
+    assert choice.is_miss and choice.kernel == "torch.norm_unfused"
+    assert "out=e4m3fn/row" in choice.explain()
+    options = {"norm": "layer", "bias": BIAS, "norm_weight": WEIGHT, "out_format": "e4m3fn"}
+    assert isinstance(choice(X, W.t(), **options), QuantizedTensor)
+    choice = lokakern.dispatch("norm_quantize", (M, K), epilogue="rms")
+    assert choice.kernel == "torch.norm_quantize"
+    assert isinstance(choice(X, norm="rms"), QuantizedTensor)
+
+
+# --- gradients
+
+
+def test_gradients_are_those_of_the_unquantized_product() -> None:
+    names = ("bias", "norm_weight", "norm_bias", "residual", "gate")
+
+    def made() -> list[torch.Tensor]:
+        tensors = (X, W, BIAS, WEIGHT, SHIFT, *BESIDE)
+        return [x.clone().requires_grad_() for x in tensors]
+
+    ours, theirs = made(), made()
+    beside = dict(zip(names, ours[2:], strict=True))
+    y = lokakern.gemm_norm(ours[0], ours[1].t(), norm="layer", **beside, budget=0.06)
+    assert isinstance(y, torch.Tensor) and y.requires_grad
+    upstream = drawn(M, N, seed=12)
+    y.backward(upstream)
+    wide = [x.detach().double().requires_grad_() for x in theirs]
+    x, w, bias, weight, shift, residual, gate = wide
+    z = F.layer_norm(x @ w.t() + bias + residual, (N,), weight, shift)
+    (gate * torch.sigmoid(z)).backward(upstream.double())
+    for mine, exact in zip(ours, wide, strict=True):
+        assert mine.grad is not None and exact.grad is not None
+        assert mine.grad.dtype == mine.dtype
+        error = (mine.grad.double() - exact.grad).norm() / exact.grad.norm()
+        assert error < 0.02
+    with torch.no_grad():
+        assert not lokakern.gemm_norm(ours[0], ours[1].t(), norm="layer").requires_grad
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    x = X.clone().requires_grad_()
+    y = lokakern.gemm_norm(x, W.t(), norm="rms", cross=(BESIDE[0], BESIDE[1]))
+    assert isinstance(y, torch.Tensor)
+    y.float().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    prepared = QuantizedTensor(W, None, Granularity.NONE, True)
+    lokakern.gemm_norm(x, prepared, norm="rms").sum().backward()  # type: ignore[union-attr]
+
+
+def test_what_has_no_gradient_says_so() -> None:
+    x = X.clone().requires_grad_()
+    a, b = lokakern.quantize(X), lokakern.quantize(W).t()
+    weight = WEIGHT.clone().requires_grad_()
+    for call, words in (
+        (lambda: lokakern.gemm_norm(x, W.t(), norm="rms", out_granularity="row"), "FP8 output"),
+        (lambda: lokakern.gemm_norm(x, W.t(), norm="rms", out_format="e4m3fn"), "FP8 output"),
+        (lambda: lokakern.gemm_norm(a, b, norm="rms", norm_weight=weight), "a is quantized"),
+        (lambda: lokakern.gemm_norm(x, W.t(), norm="rms", out=BESIDE[0].clone()), "out="),
+        (lambda: lokakern.norm_quantize(x, norm="rms"), "FP8"),
+    ):
+        with pytest.raises(UnsupportedError, match=words) as caught:
+            call()
+        assert "torch.no_grad()" in str(caught.value)
+
+
+# --- what they refuse
+
+
+Q, QW = lokakern.quantize(X), lokakern.quantize(W).t()
+REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
+    (UnknownNameError, "gemm_norm: norm 'batch' is unknown; expected layer", {"norm": "batch"}),
+    (UnknownNameError, "norm is 7; expected a name", {"norm": 7}),
+    (UnknownNameError, "eps is -1", {"eps": -1.0}),
+    (UnknownNameError, r"norm is Norm\(kind='layer', block=32, .* with block_rms alone",
+     {"norm": Norm("layer", 32)}),
+    (UnknownNameError, "kind='none', block=8", {"norm": Norm("none", 8)}),
+    (UnknownNameError, r"norm is Norm\(kind='rms', block='32'", {"norm": Norm("rms", "32")}),  # type: ignore[arg-type]
+    (UnknownNameError, "block='32'", {"norm": Norm("block_rms", "32")}),  # type: ignore[arg-type]
+    (UnknownNameError, r"block_rms\(0\)' is unknown", {"norm": Norm("block_rms")}),
+    (UnknownNameError, r"block_rms\(True\)' is unknown", {"norm": Norm("block_rms", True)}),
+    (UnknownNameError, "'batch' is unknown; expected layer", {"norm": Norm("batch")}),
+    (UnknownNameError, r"kind='block_rms\(32\)'", {"norm": Norm("block_rms(32)")}),
+    (UnknownNameError, "kind=7", {"norm": Norm(7)}),  # type: ignore[arg-type]
+    (UnknownNameError, "activation is 'gelu'; expected one of none, relu", {"activation": "gelu"}),
+    (UnknownNameError, "activation and gate are given; choose one",
+     {"activation": "silu", "gate": BESIDE[0]}),
+    (UnknownNameError, "gate and cross are given", {"gate": BESIDE[0], "cross": tuple(BESIDE)}),
+    (UnknownNameError, "residual_last is True and residual is None", {"residual_last": True}),
+    (UnknownNameError, "on_miss is 'x'", {"on_miss": "x"}),
+    (UnknownNameError, "distribution is 7", {"distribution": 7, "budget": 0.06}),
+    (ShapeError, r"block_rms\(96\) of 128 columns: blocks must divide", {"norm": "block_rms(96)"}),
+    (ShapeError, r"cross is Tensor; expected \(x0, x\)", {"cross": BESIDE[0]}),
+    (FormatError, r"cross is \(Tensor, NoneType\); expected \(x0, x\), both",
+     {"cross": (BESIDE[0], None)}),
+    (FormatError, r"cross is \(NoneType, Tensor\)", {"cross": (None, BESIDE[0])}),
+    (FormatError, r"cross is \(NoneType, NoneType\)", {"cross": (None, None)}),
+    (FormatError, r"cross is \(Tensor, int\)", {"cross": [BESIDE[0], 3]}),
+    (ShapeError, r"cross is tuple; expected \(x0, x\)", {"cross": (BESIDE[0],)}),
+    (ShapeError, r"x of cross is \[40, 64\]", {"cross": (BESIDE[0], BESIDE[1][:, :64])}),
+    (ShapeError, r"bias is \[64\] .* expected \[128\]", {"bias": BIAS[:64]}),
+    (ShapeError, "norm_weight is .* contiguous", {"norm_weight": drawn(256)[::2]}),
+    (FormatError, "norm_bias is torch.float64", {"norm_bias": SHIFT.double()}),
+    (FormatError, "bias is torch.bfloat16, norm_weight is torch.float32; convert",
+     {"bias": BIAS, "norm_weight": WEIGHT.float()}),
+    (FormatError, "bias is int", {"bias": 7}),
+    (FormatError, "bias is torch.sparse_coo; expected a dense", {"bias": BIAS.to_sparse()}),
+    (ShapeError, r"residual is \[40, 128\] torch.float32", {"residual": BESIDE[0].float()}),
+    (ShapeError, "gate is .* columns contiguous", {"gate": drawn(N, M).t()}),
+    (FormatError, "residual is int", {"residual": 7}),
+    (FormatError, "format is 'e3m4'", {"out_format": "e3m4"}),
+    (FormatError, "out_format is 'float32'; expected 'bfloat16' or", {"out_format": "float32"}),
+    (FormatError, "'bfloat16', which has no scales",
+     {"out_format": "bfloat16", "out_granularity": "row"}),
+    (FormatError, "'128x128'; expected tensor, row or 1x128", {"out_granularity": "128x128"}),
+    (FormatError, "'tensor' and out_scale is not given", {"out_granularity": "tensor"}),
+    (FormatError, "'row' and out_scale is given", {"out_granularity": "row", "out_scale": 1.0}),
+    (FormatError, "out_scale is -1.0", {"out_scale": -1.0}),
+    (FormatError, "out_scale is 'best'; expected a number", {"out_scale": "best"}),
+    (ShapeError, r"out_scale is \[2\]", {"out_scale": torch.ones(2)}),
+    (FormatError, "with norm 'none' nothing bounds", {"norm": "none", "out_scale": "static"}),
+    (FormatError, "with gate nothing bounds", {"gate": BESIDE[0], "out_scale": "static"}),
+    (FormatError, "with cross and residual_last nothing bounds",
+     {"cross": tuple(BESIDE), "residual": BESIDE[0], "residual_last": True,
+      "out_scale": "static"}),
+    (ShapeError, r"out is \[40, 64\]", {"out": BESIDE[0][:, :64]}),
+    (FormatError, "out is int; expected a torch.Tensor", {"out": 3}),
+    (FormatError, "out is list; expected a torch.Tensor", {"out": [3]}),
+    (FormatError, "out is torch.sparse_coo; expected a dense", {"out": BESIDE[0].to_sparse()}),
+    (UnsupportedError, "out requires a gradient", {"out": BESIDE[0].clone().requires_grad_()}),
+    (FormatError, "out is given and the output is e4m3fn",
+     {"out": BESIDE[0], "out_format": "e4m3fn"}),
+    (FormatError, "a is torch.float32; expected torch.bfloat16", {"a": X.float()}),
+    (FormatError, "a is list", {"a": [1]}),
+    (FormatError, "a is torch.sparse_coo; expected a dense", {"a": X.to_sparse()}),
+    (FormatError, "b is torch.sparse_coo; expected a dense", {"b": W.t().to_sparse()}),
+    (ShapeError, r"b must be \[96, n\] \(pass weight.t\(\)\)", {"b": W}),
+    (FormatError, "a is torch.bfloat16 and b is torch.float32", {"b": W.t().float()}),
+    (FormatError, "a is a QuantizedTensor and b is Tensor; expected both", {"a": Q}),
+    (FormatError, "b is quantized without its source", {"b": QW}),
+    (ShapeError, r"a must be quantize\(x\)", {"a": QW, "b": QW}),
+    (ShapeError, r"b must be \[128, n\]", {"a": lokakern.quantize(drawn(4, 128)), "b": QW}),
+    (DeviceError, "bias is on meta", {"bias": torch.empty(N, device="meta").bfloat16()}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "words", "given"), REFUSED, ids=[w for _, w, _ in REFUSED])
+def test_messages_say_what_was_found_and_what_to_do(
+    kind: type[LokakernError], words: str, given: dict[str, Any]
+) -> None:
+    """The same when asked again: no plan is left behind that lets it through."""
+    options = {"norm": "layer", **given}
+    a, b = options.pop("a", X), options.pop("b", W.t())
+    for _ in range(2):
+        with pytest.raises(kind, match=words) as caught:
+            lokakern.gemm_norm(a, b, **options)
+        assert str(caught.value).startswith(("gemm_norm: ", "distribution is "))
+
+
+def test_norm_quantize_refuses_alike() -> None:
+    for kind, words, wrong in (
+        (FormatError, "x is torch.float32", {"x": X.float()}),
+        (ShapeError, r"x is \[96\]", {"x": X[0]}),
+        (FormatError, "out_format is 'bfloat16'; expected an FP8", {"out_format": "bfloat16"}),
+        (FormatError, "granularity is '128x128'", {"granularity": "128x128"}),
+        (ShapeError, r"residual is \[40, 128\]", {"residual": BESIDE[0]}),
+        (FormatError, "nothing bounds", {"norm": "none", "out_scale": "static"}),
+        (FormatError, r"cross is \(Tensor, NoneType\)", {"cross": (X, None)}),
+        (UnknownNameError, "kind='layer', block=32", {"norm": Norm("layer", 32)}),
+        (FormatError, "x is torch.sparse_coo", {"x": X.to_sparse()}),
+        (DeviceError, "x0 of cross is on meta",
+         {"cross": (torch.empty_like(X, device="meta"), X)}),
+    ):  # fmt: skip
+        options: dict[str, Any] = {"x": X, "norm": "layer", **wrong}
+        x = options.pop("x")
+        with pytest.raises(kind, match=words) as caught:
+            lokakern.norm_quantize(x, **options)
+        assert str(caught.value).startswith("norm_quantize: ")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    m=st.integers(1, 20), n=st.integers(1, 140), k=st.integers(1, 40), seed=st.integers(0, 999),
+    name=st.sampled_from(["layer", "rms", "none"]),
+    last=st.sampled_from(["none", "relu", "silu", "hardswish", "gate", "cross"]),
+    residual=st.sampled_from([None, False, True]),
+    granularity=st.sampled_from([None, "row", "1x128"]),
+)  # fmt: skip
+def test_any_call_is_right_on_every_kernel_here(
+    m: int, n: int, k: int, seed: int, name: str, last: str, residual: bool | None,
+    granularity: str | None,
+) -> None:  # fmt: skip
+    """All kernels that run anywhere agree, as far as their roundings let them."""
+    x, w = drawn(m, k, seed=seed), drawn(n, k, seed=seed + 1)
+    one, two = drawn(m, n, seed=seed + 2), drawn(m, n, seed=seed + 3)
+    options: dict[str, Any] = {"norm": name, "out_granularity": granularity}
+    options |= {"gate": {"gate": one}, "cross": {"cross": (one, two)}}.get(
+        last, {"activation": last}
+    )
+    if residual is not None:
+        options |= {"residual": two, "residual_last": residual}
+    a, b = lokakern.quantize(x), lokakern.quantize(w).t()
+    exact = numerics.dequantize(a), numerics.dequantize(b)
+    found = []
+    for kernel in ("torch.norm_emulated_row", "torch.emulated_row+torch.norm_quantize"):
+        found.append(run(KERNELS[kernel], a, b, **options))
+    rounded = (exact[0].bfloat16(), exact[1].bfloat16())
+    found.append(run(KERNELS["torch.norm_unfused"], *rounded, **options))
+    first, *others = (
+        numerics.dequantize(y).double() if isinstance(y, QuantizedTensor) else y.double()
+        for y in found
+    )
+    largest = first.abs().amax() + 1e-6
+    if name == "none":  # terms of few sums may cancel, the roundings of operands do not
+        terms = exact[0].double().abs() @ exact[1].double().abs()
+        largest = max(largest, 0.2 * terms.amax())
+    spread = exact[0].double() @ exact[1].double()
+    if name == "layer" and float(spread.var(1, correction=0).min()) < 1e-2:
+        return  # rows that hardly vary: rounding the sums is most of what is left
+    for other in others:
+        assert float((other - first).abs().max() / largest) <= (
+            0.06 if granularity is None else 0.2
+        )
+
+
+def test_every_public_option_is_documented() -> None:
+    for function in (lokakern.gemm_norm, lokakern.norm_quantize):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        names += tuple(function.__kwdefaults__ or ())
+        for name in itertools.chain(names):
+            assert f"{name}:" in (function.__doc__ or ""), name
+
+
+def test_an_out_that_requires_grad_is_written_where_none_is_computed() -> None:
+    out = BESIDE[0].clone().requires_grad_()
+    with torch.no_grad():
+        assert lokakern.gemm_norm(X, W.t(), norm="layer", out=out) is out
+    with pytest.raises(UnsupportedError, match="out requires a gradient"):  # the plan is there
+        lokakern.gemm_norm(X, W.t(), norm="layer", out=out)
+
+
+def askew(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values that start 2 or 4 bytes after a multiple of 16, as those of a view may."""
+    return torch.randn(*shape[:-1], shape[-1] + 1).to(dtype)[..., 1:]
+
+
+@pytest.mark.parametrize("n", [24, 13])
+def test_what_lies_askew_is_read_where_16_bytes_can_be_read_at_once(n: int) -> None:
+    """GPU kernels read so many: what a launcher is given starts at a multiple of them."""
+    vectors = {name: askew(n) for name in ("bias", "norm_weight", "norm_bias")}
+    matrices = {name: askew(5, n) for name in ("residual", "x0", "x")}
+    given = NormEpilogue(norm_named("layer"), **vectors, **matrices)
+    found = settled(given)
+    for name, x in (vectors | matrices).items():
+        moved = getattr(found, name)
+        assert in_place(moved) and not in_place(x)
+        assert torch.equal(moved, x) and moved.stride(-1) == 1
+    assert settled(found) is found
+    assert settled(NormEpilogue()) == NormEpilogue()
+
+
+@pytest.mark.parametrize("n", [24, 13])
+def test_outputs_and_operands_of_an_epilogue_may_lie_anywhere(n: int) -> None:
+    a, b = torch.randn(5, 32).bfloat16(), torch.randn(n, 32).bfloat16().t()
+    options = {"bias": askew(n), "residual": askew(5, n), "gate": askew(5, n)}
+    plain = {name: x.clone() for name, x in options.items()}
+    out = torch.zeros(5, n + 9, dtype=torch.bfloat16)
+    found = lokakern.gemm_norm(a, b, norm="rms", out=out[:, 1 : n + 1], **options)
+    assert torch.equal(found, lokakern.gemm_norm(a, b, norm="rms", **plain))
+    assert found.data_ptr() == out[:, 1:].data_ptr()
+    assert not out[:, 0].any() and not out[:, n + 1 :].any()

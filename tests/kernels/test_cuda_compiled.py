@@ -1,0 +1,490 @@
+"""CUDA kernels compile for all GPUs they claim, without spills, to the instructions they are for.
+
+What they take of the hardware is kept in kernels/cuda/resources.json. Beside this file is kept from
+what each program was compiled that passed these tests: text, macros, options and compiler, which
+decide its bytes. What differs from that is compiled and tested, and one of eight of the others; all
+of them (5 minutes of a core) with LOKAKERN_CHECK_ALL=1, or once these tests themselves change.
+After a change on purpose, or with another NVRTC:
+
+    python -m tests.kernels.test_cuda_compiled
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lokakern import nvrtc
+from lokakern.errors import CompilationError
+from lokakern.kernels.cuda import (
+    quantize,
+    quantize_sums,
+    quantize_tensor,
+    quantize_tile,
+    scaled_gemm,
+    tiles,
+)
+from lokakern.kernels.cuda.tiles import Kind, Tile
+from lokakern.nvrtc import Program
+from lokakern.registry.digests import KERNELS_ROOT
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import GROUP, Granularity
+from tests.support import disassembly, norm_programs
+from tests.support.disassembly import disassembled, tool
+from tests.support.sharing import made_once, shared_folder
+
+FOLDER = KERNELS_ROOT / "cuda"
+RECORD = FOLDER / "resources.json"
+# One size of every kind of tile: parts of a warp, a warp, a block, a cluster, two reads.
+ROW_COLUMNS = (64, 128, 256, 512, 1024, 2048, 4096, 7168, 8192, 16384, 34560, 115200, 300000)
+GROUP_COLUMNS = (1024, 200)
+BATCH = 10  # programs that are disassembled at once
+UNALIGNED_COLUMNS = (13, 39, 479, 8191, 9001)
+KINDS = (
+    (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
+    (torch.float32, torch.float8_e5m2, "float32->e5m2"),
+)
+
+
+def cases() -> dict[str, Program]:
+    """Programs with the macros their launchers choose, by kernel, size and types."""
+    found: dict[str, Program] = {}
+    for source, target, kind in KINDS:
+        types = (source, target)
+        for columns in (*ROW_COLUMNS, *UNALIGNED_COLUMNS):
+            bound = quantize.bind(columns, columns, columns in ROW_COLUMNS, True, *types)
+            found[f"quantize_row {columns} {kind}"] = bound.launch.program
+        for columns in (*GROUP_COLUMNS, UNALIGNED_COLUMNS[0]):
+            bound = quantize.bind(columns, GROUP, columns in GROUP_COLUMNS, True, *types)
+            found[f"quantize_group {columns} {kind}"] = bound.launch.program
+        for columns in (64, 39):
+            bound = quantize.bind(columns, columns, columns == 64, True, *types, many=True)
+            found[f"quantize_row {columns} many {kind}"] = bound.launch.program
+        for name, span in (("row", 1024), ("group", GROUP)):
+            bound = quantize.bind(1024, span, True, True, *types, power_of_two=True)
+            found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
+        found |= {f"{name} {kind}": program for name, program in both_ways(types)}
+        found |= {f"{name} {kind}": program for name, program in tensors(types)}
+    return found | dict(gemms()) | dict(norm_programs.programs())
+
+
+# A size for each tile of the rule, m, n, k; and what comes after the sums, at a few of them.
+GEMM_SIZES = (
+    (2048, 128, 128), (2048, 256, 256), (2048, 512, 512), (8192, 512, 512), (8192, 1024, 1024),
+    (8192, 2048, 2048), (32768, 128, 128), (32768, 1024, 256), (20480, 24, 720), (20480, 8, 39),
+    (2048, 512, 2048), (256, 512, 115200), (2048, 512, 115200), (256, 2048, 17280),
+    (327680, 24, 64), (327680, 16, 128),
+)  # fmt: skip
+GEMM_KINDS = {
+    "relu to e4m3": Kind("row", 1, 2, activation="relu"),
+    "hardswish to e4m3": Kind("row", 1, 2, activation="hardswish"),
+    "silu": Kind("row", 2, 2, activation="silu"),
+    "cross": Kind("row", 2, 2, cross=2),
+    "cross of odd rows": Kind("row", 2, 2, False, cross=1, direct=True),
+    "float32": Kind("row", 4, 4),
+    "accumulate e5m2": Kind("group", 4, accumulate=True, a_type="e5m2"),
+    "groups": Kind("row", batch=2),
+    "offsets": Kind("row", batch=0),
+    "offsets in blocks": Kind("block", batch=0),
+    "slices": Kind("block", a_steps=(3, 7, 8)),
+}
+
+
+def gemms() -> Iterator[tuple[str, Program]]:
+    """Of every kind of scales at every tile, and of everything else after the sums."""
+    sms = 132
+    for scales in ("tensor", "row", "block", "group"):
+        for m, n, k in GEMM_SIZES:
+            kind = Kind(scales, folds=n < 32)  # rows of bfloat16 under 64 bytes
+            tile = gemm_tile(m, n, k, kind, sms)
+            program = scaled_gemm.bind(n, k, tile, kind).program
+            yield f"scaled_gemm_{scales} {m}x{n}x{k}", program
+    for words, kind in GEMM_KINDS.items():
+        for m in (2048, 8192):
+            tile = gemm_tile(m, 1024, 1024, kind, sms)
+            program = scaled_gemm.bind(1024, 1024, tile, kind).program
+            yield f"scaled_gemm_{kind.scales} {m} {words}", program
+
+
+def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
+    split = tiles.split_tile_for(m, n, k, 1, sms)
+    return split or tiles.tile_for(m, n, k, kind, 1, sms)
+
+
+Types = tuple[torch.dtype, torch.dtype]
+
+
+def both_ways(types: Types) -> Iterator[tuple[str, Program]]:
+    """Of every granularity, as they lie and transposed; of rows that start anywhere, too."""
+    easy, hard = ((True, True, True), False), ((False, False, False), True)
+    both, across = (True, True), (False, True)
+    row, group, block, tensor = (Granularity[n] for n in ("ROW", "GROUP", "BLOCK", "TENSOR"))
+    for granularity in (row, group, block):
+        name = f"quantize_transpose_{granularity.suffix}"
+        yield f"{name} easy", quantize_tile.bind(granularity, both, *easy, *types).program
+        yield f"{name} hard", quantize_tile.bind(granularity, both, *hard, *types).program
+        if granularity is not row:
+            for words, starts in (("easy", easy), ("hard", hard)):
+                sums = quantize_tile.bind(granularity, both, *starts, *types, sums=True)
+                yield f"{name} sums {words}", sums.program
+        by_power = quantize_tile.bind(granularity, both, *easy, *types, power_of_two=True)
+        yield f"{name}_power_of_two easy", by_power.program
+        name = f"quantize_{granularity.suffix}"
+        turned = quantize_tile.bind(granularity, across, *easy, *types)
+        yield f"{name} column-major", turned.program
+    for power_of_two in (False, True):
+        name = f"quantize_block{'_power_of_two' if power_of_two else ''} easy"
+        bound = quantize_tile.bind(block, (True, False), *easy, *types, power_of_two=power_of_two)
+        yield name, bound.program
+    yield "quantize_block hard", quantize_tile.bind(block, (True, False), *hard, *types).program
+    gather = quantize_tile.bind(row, both, *easy, *types, gather=True)
+    yield "quantize_transpose_row gather", gather.program
+    for words, starts in (("easy", easy), ("hard", hard)):
+        gather = quantize_tile.bind(row, both, *starts, *types, gather=True, sums=True)
+        yield f"quantize_transpose_row gather sums {words}", gather.program
+    yield "quantize_transpose_row adds", quantize_sums.bind().program
+    for stage in (0, 1):
+        scales = quantize_tile.bind_scales(stage, types[1], False)
+        yield f"quantize_transpose_row scales-{stage}", scales.program
+    yield (
+        "quantize_transpose_tensor easy",
+        quantize_tile.bind(tensor, both, *easy, *types).program,
+    )
+    for given in ("static", "delayed"):
+        bound = quantize_tile.bind(tensor, both, *easy, *types, given=given)
+        yield f"quantize_transpose_tensor_{given} easy", bound.program
+        bound = quantize_tile.bind(tensor, both, *easy, *types, given=given, sums=True)
+        yield f"quantize_transpose_tensor_{given} sums easy", bound.program
+        bound = quantize_tile.bind(tensor, across, *hard, *types, given=given)
+        yield f"quantize_tensor_{given} column-major", bound.program
+
+
+def tensors(types: Types) -> Iterator[tuple[str, Program]]:
+    module = quantize_tensor
+    easy, hard = (True, True, False, True), (False, False, True, False)
+    for accesses in module.AT_ONCE_ACCESSES:
+        bound = module.bind(module.AT_ONCE, accesses, *easy, *types)
+        yield f"quantize_tensor at-once-{accesses}", bound.program
+    askew = module.bind(module.AT_ONCE, module.MOST_ASKEW_ACCESSES, *hard, *types)
+    yield "quantize_tensor at-once-hard", askew.program
+    stages = {"gather": module.GATHER, "finish": module.FINISH, "cast": module.CAST}
+    for name, stage in stages.items():
+        for kind, starts in (("easy", easy), ("hard", hard)):
+            bound = module.bind(stage, module.ACCESSES, *starts, *types)
+            yield f"quantize_tensor {name}-{kind}", bound.program
+    for name, stage in {"static": module.STATIC, "delayed": module.DELAYED}.items():
+        for kind, starts in (("easy", easy), ("hard", hard)):
+            bound = module.bind(stage, module.ACCESSES, *starts, *types)
+            yield f"quantize_tensor_{name} {kind}", bound.program
+
+
+CHECKED = Path(__file__).with_name("checked_programs.json")
+AGAIN = 8  # one of so many that were checked before
+ALL = cases()
+
+
+def identities() -> dict[str, str]:
+    """Of every program all that decides its machine code."""
+    return {name: nvrtc._identity(program, "sm_90")[0][:16] for name, program in ALL.items()}
+
+
+def checks() -> str:
+    """Digest of these tests: of this file and its helper, without their imports."""
+    lines = [
+        line
+        for file in (__file__, disassembly.__file__)
+        for line in Path(file).read_text(encoding="utf-8").splitlines()
+        if not line.startswith(("from ", "import "))
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def to_check() -> dict[str, Program]:
+    recorded = json.loads(CHECKED.read_text(encoding="utf-8"))
+    if os.environ.get("LOKAKERN_CHECK_ALL") or recorded["checks"] != checks():
+        return ALL
+    try:
+        found = identities()
+    except CompilationError:  # no NVRTC: tests say what they need
+        return ALL
+    return {name: program for place, (name, program) in enumerate(ALL.items())
+            if place % AGAIN == 0 or recorded["programs"].get(name) != found[name]}  # fmt: skip
+
+
+CASES = to_check()
+NAMES = list(CASES)
+LINES = [n for n, p in CASES.items() if p.entry in ("quantize", "activate_quantize")]
+GEMMS = [n for n, program in CASES.items() if program.entry in ("scaled_gemm", "gemm_norm")]
+NORMS = [n for n, program in CASES.items() if program.entry in ("gemm_norm", "norm_quantize")]
+CLUSTERS = [n for n in NORMS if int(dict(CASES[n].macros).get("CLUSTER", 1)) > 1]
+ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]
+WITHOUT_DATA = ("gather", "finish", "scales", "adds", "plain")
+
+
+@functools.cache
+def architectures() -> list[str]:
+    load_kernels()
+    kernels = [k for k in KERNELS.values() if k.language == "cuda" and not k.parts]
+    return sorted({architecture for kernel in kernels for architecture in kernel.architectures})
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile afresh, once for all processes that test, and leave the user's cache alone."""
+    monkeypatch.setenv("LOKAKERN_CACHE", str(shared_folder("compiled")))
+
+
+@functools.cache
+def compiled(name: str, architecture: str = "sm_90") -> bytes:
+    return nvrtc.cubin(CASES[name], architecture)
+
+
+@functools.cache
+def batch(number: int) -> list[str]:
+    """What some programs are, beside what was compiled: for all processes that test."""
+    path = Path(os.environ["LOKAKERN_CACHE"], f"{number}.sass.json")
+    names = NAMES[BATCH * number : BATCH * (number + 1)]
+    return json.loads(made_once(
+        path, lambda to: to.write_text(json.dumps(disassembled(list(map(compiled, names)))))
+    ).read_text())  # fmt: skip
+
+
+def machine_code(name: str) -> str:
+    at = NAMES.index(name)
+    return batch(at // BATCH)[at % BATCH]
+
+
+@functools.cache
+def instructions(name: str) -> list[str]:
+    """Machine instructions with their suffixes, such as LDG.E.NA.128."""
+    code = machine_code(name)
+    return re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", code)
+
+
+class Issued(NamedTuple):
+    """A machine instruction with what its control bits say."""
+
+    text: str
+    writes: int  # which of 6 scoreboards its result releases; 7: none
+    waits: int  # for which scoreboards, as bits
+
+
+@functools.cache
+def issued(name: str) -> list[Issued]:
+    """Bits 41 to 63 of an instruction's second word: stall, yield, two scoreboards, waits."""
+    lines = machine_code(name).splitlines()
+    found = []
+    for line, following in itertools.pairwise(lines):
+        text = re.match(r"\s+/\*[0-9a-f]{4,6}\*/\s+(.*?);\s+/\* 0x[0-9a-f]{16} \*/", line)
+        word = re.search(r"/\* 0x([0-9a-f]{16}) \*/", following)
+        if text and word:
+            control = int(word.group(1), 16) >> 41
+            found.append(Issued(text.group(1), control >> 5 & 7, control >> 11 & 63))
+    return found
+
+
+def resources(name: str, architecture: str) -> dict[str, int]:
+    """Of one thread, and the shared memory of a block (of which the system takes 1 KiB)."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled(name, architecture))
+        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, shared, local = (
+        int(re.search(rf"\b{what}:(\d+)", shown).group(1))  # type: ignore[union-attr]
+        for what in ("REG", "STACK", "SHARED", "LOCAL")
+    )
+    return {"registers": registers, "shared_bytes": shared, "spilled_bytes": stack + local}
+
+
+def measured() -> dict[str, Any]:
+    return {architecture: {name: resources(name, architecture) for name in NAMES}
+            for architecture in architectures()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> None:
+    """As a programmatic launch must, before the first access of memory; and in this order."""
+    words = instructions(name)
+    wait = words.index("ACQBULK")
+    assert wait < words.index("PREEXIT")
+    moves = ("LDG", "STG", "UTMALDG")
+    assert wait < next(at for at, word in enumerate(words) if word.startswith(moves))
+
+
+def test_every_cuda_file_is_compiled_here() -> None:
+    found = {Path(program.source).resolve() for program in ALL.values()}
+    assert found == set(FOLDER.glob("*.cu"))
+
+
+def test_every_registered_cuda_kernel_is_compiled_here() -> None:
+    load_kernels()
+    registered = {k.name for k in KERNELS.values() if k.language == "cuda" and not k.parts}
+    assert {f"cuda.{name.split()[0]}" for name in ALL} == registered
+
+
+def test_nothing_spills_and_resources_are_as_recorded() -> None:
+    """Figures are exact: a change of them is seen, and measured, before it is recorded."""
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    found = measured()
+    for architecture in architectures():
+        spilled = {n: r for n, r in found[architecture].items() if r["spilled_bytes"]}
+        assert not spilled, f"{architecture}: {spilled}"
+        assert recorded[architecture].keys() == ALL.keys()
+    if recorded["nvrtc"] == nvrtc.version():
+        kept = {a: {name: recorded[a][name] for name in NAMES} for a in architectures()}
+        assert found == kept, (
+            "if this is on purpose, run python -m tests.kernels.test_cuda_compiled"
+        )
+        return
+    for architecture in architectures():  # another compiler: about as many
+        for name, resources_found in found[architecture].items():
+            most = 1.25 * recorded[architecture][name]["registers"]
+            assert resources_found["registers"] <= most, f"{architecture}: {name}"
+
+
+def test_m_is_in_no_program() -> None:
+    for program in ALL.values():
+        assert not {"M", "m", "rows"} & {name for name, _ in program.macros}
+
+
+@pytest.mark.parametrize("name", [
+    n for n in NAMES if n not in (*GEMMS, *NORMS) and not any(w in n for w in WITHOUT_DATA)
+])  # fmt: skip
+def test_quantizers_convert_in_hardware(name: str) -> None:
+    form = "E5M2" if "e5m2" in name else "E4M3"
+    assert any(word.startswith(f"F2FP.SATFINITE.{form}") for word in instructions(name))
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_aligned_rows_are_read_16_bytes_at_a_time_before_any_is_used(name: str) -> None:
+    words = instructions(name)
+    loads = [at for at, word in enumerate(words) if word.startswith("LDG")]
+    assert loads and all(words[at].endswith(".128") for at in loads)
+    macros = dict(CASES[name].macros)
+    together = int(macros["ACCESSES"]) * int(macros.get("LINES", 1))
+    first = [word for word in words[loads[0] : loads[together - 1]] if word.startswith("FFMA")]
+    assert len(loads) >= together and not first, f"{name}: {len(first)} FFMA among the first loads"
+
+
+@pytest.mark.parametrize("name", [n for n in ALIGNED if "bfloat16" in n])
+def test_bfloat16_rows_are_written_8_bytes_at_a_time(name: str) -> None:
+    stores = [word for word in instructions(name) if word.startswith("STG")]
+    scales = int(dict(CASES[name].macros).get("LINES", 1))
+    assert sum(not word.endswith(".64") for word in stores) == scales, stores
+
+
+def is_whole(macros: dict[str, int | str]) -> bool:
+    """Whether sums stay where the tensor core makes them, as norm_mainloop.cuh says it."""
+    few = bool(macros.get("FAST")) or int(macros["K"]) <= 128
+    return "FAST" in macros and bool(macros["BF16"] or (not macros["SCALES"] and few))
+
+
+@pytest.mark.parametrize("name", [
+    name for name in GEMMS
+    if dict(CASES[name].macros).get("PERMUTED") and dict(CASES[name].macros)["OUT_SCALES"] in (0, 1)
+])  # fmt: skip
+def test_nothing_branches_between_stores_of_a_tile(name: str) -> None:
+    """Behind a branch each waits until the one before has read its registers."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    wide = "STG.E.128" if macros["OUT"] == 2 else "STG.E.64"
+    stores = [at for at, word in enumerate(words) if word == wide]
+    of_a_tile = int(macros["BLOCK_N"]) // 16  # of 8 columns, 2 rows
+    assert len(stores) >= of_a_tile
+    between = words[stores[0] : stores[of_a_tile - 1]]
+    assert not [word for word in between if word.startswith(("BRA", "BSYNC"))]
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_gemms_use_what_hopper_has(name: str) -> None:
+    """Products of warpgroups, bulk copies both ways, and registers moved to who multiplies.
+
+    What leaves from registers leaves 8 values at a time.
+    """
+    words, macros = instructions(name), dict(CASES[name].macros)
+    kinds = f"{macros['A_TYPE']}.{macros['B_TYPE']}".upper()
+    product, ending = ("HGMMA", "BF16") if macros.get("BF16") else ("QGMMA", kinds)
+    assert any(word.startswith(product) and word.endswith(ending) for word in words)
+    assert any(word.startswith("UTMALDG") for word in words)
+    stores = "UTMAREDG" if macros.get("ACCUMULATE") else "UTMASTG"
+    permuted = bool(macros.get("PERMUTED"))
+    in_bulk = not (macros.get("DIRECT") or permuted)
+    assert any(word.startswith(stores) for word in words) is in_bulk
+    assert any(word.startswith("UTMALDG.5D") for word in words) is permuted
+    if permuted:
+        wide = "STG.E.128" if macros["OUT"] == 2 else "STG.E.64"
+        assert sum(word == wide for word in words) >= int(macros["BLOCK_N"]) // 16
+    if is_whole(macros) and macros["BLOCK_N"] == 256:
+        assert any("64x256x" in word for word in words if word.startswith(product))
+    moved = sum(word.startswith("USETMAXREG") for word in words)
+    assert moved == (2 if int(macros["WARPGROUPS"]) > 1 else 0)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_products_of_a_step_do_not_take_turns(name: str) -> None:
+    """ptxas waits after every product where it sees its sums read too early (C7514)."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    products = sum(word.startswith(("QGMMA", "HGMMA")) for word in words)
+    waits = sum(word.startswith("WARPGROUP.DEPBAR") for word in words)
+    of_a_step = 4 if int(macros["K"]) > 96 else 2
+    last = is_whole(macros)  # whose loop waits for the step before, and its end for all
+    assert (waits - last) * of_a_step <= products
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_nothing_arrives_before_what_was_read(name: str) -> None:
+    """A stage is overwritten after all warps arrived: none may have loads from it under way."""
+    under_way: set[int] = set()
+    arrivals = 0
+    for word in issued(name):
+        under_way -= {board for board in under_way if word.waits >> board & 1}
+        if "SYNCS.ARRIVE" in word.text and "A1T0" in word.text:
+            arrivals += 1
+            assert not under_way, word.text
+        if re.search(r"\bLDS\b", word.text) and word.writes < 7:
+            under_way.add(word.writes)
+    assert arrivals
+
+
+@pytest.mark.parametrize("name", [n for n in NORMS if int(dict(CASES[n].macros)["OUT"]) == 1])
+def test_norms_convert_to_fp8_in_hardware(name: str) -> None:
+    assert any(word.startswith("F2FP.SATFINITE.E4M3") for word in instructions(name))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_blocks_tell_each_other_of_rows_they_share(name: str) -> None:
+    """Stores into their memory that count at their barriers, or 16 bytes at once through the L2."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    told = macros["NORM"] and int(macros["SPAN"]) > int(macros["BLOCK_N"])
+    told = bool(told or int(macros["OUT_SCALES"]) == 2)
+    within = told and not macros["THROUGH_MEMORY"]
+    assert any(word.startswith("STAS") for word in words) is within, set(words)
+    strong = [word for word in words if word.startswith(("LDG", "STG")) and "STRONG" in word]
+    assert bool(strong) is (told and not within)
+    assert all(".128" in word for word in strong)  # values arrive with the number of their turn
+
+
+if __name__ == "__main__":
+    os.environ["LOKAKERN_CHECK_ALL"] = "1"
+    CASES, NAMES = ALL, list(ALL)
+    others = "not resources_are_as_recorded"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", __file__, "-k", others]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit("nothing is written: these programs are not as they should be")
+    os.environ.setdefault("LOKAKERN_CACHE", tempfile.mkdtemp())
+    RECORD.write_text(json.dumps({"nvrtc": nvrtc.version(), **measured()}, indent=1) + "\n")
+    was_checked = {"checks": checks(), "programs": identities()}
+    CHECKED.write_text(json.dumps(was_checked, indent=1) + "\n")
+    print(f"wrote {RECORD} and {CHECKED}")

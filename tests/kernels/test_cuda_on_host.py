@@ -1,0 +1,513 @@
+"""CUDA kernels compute the right bytes, compiled for the CPU with their own launch parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lokakern import numerics
+from lokakern.kernels.cuda import quantize, quantize_sums, quantize_tensor, quantize_tile
+from lokakern.measure.tiled_compare import compare_bytes, compare_sums
+from lokakern.nvrtc import Program
+from lokakern.registry.register import KERNELS
+from lokakern.sums import error_bound
+from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
+from tests.support.sharing import made_once, shared_folder
+
+HEADER = Path(__file__).parents[1] / "support" / "cuda_on_host.hpp"
+RUNTIME = Path(__file__).parents[1] / "support" / "cuda_on_host.cpp"
+FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+# `make` installs Zig, which brings a C++ compiler, where there is none.
+COMPILER = [FOUND] if FOUND else [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=all"]
+IS_GCC = bool(FOUND) and Path(FOUND).name == "g++"
+# Only the runtime needs C++'s library, whose symbols take the linker a third of all its time.
+LINKER = [str(Path(FOUND).with_name("gcc"))] if FOUND and IS_GCC else COMPILER
+OPTIONS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w"]
+CALLS = {
+    "quantize": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
+                       float* scale, int rows, long long x_stride, long long data_stride,
+                       long long scale_stride) {
+    run_grid(blocks, threads, CLUSTER > 1, [=] {
+        quantize(x, data, scale, rows, x_stride, data_stride, scale_stride);
+    });
+}
+""",
+    "quantize_tile": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* y, unsigned char* data,
+                       unsigned char* across, float* scale, float* across_scale, unsigned* amax,
+                       float* parts, int rows, int columns, long long y_stride,
+                       long long data_stride, long long across_stride, long long scale_stride,
+                       long long across_scale_stride) {
+    run_grid(blocks, threads, false, [=] {
+        quantize_tile(y, data, across, scale, across_scale, amax, parts, rows, columns, y_stride,
+                      data_stride, across_stride, scale_stride, across_scale_stride);
+    });
+}
+""",
+    "quantize_scales": """
+extern "C" void launch(unsigned blocks, unsigned threads, float* scale, float* other, int count,
+                       int others) {
+    run_grid(blocks, threads, false, [=] { quantize_scales(scale, other, count, others); });
+}
+""",
+    "quantize_sums": """
+extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, float* sums,
+                       int tiles, int columns) {
+    run_grid(blocks, threads, false, [=] { quantize_sums(parts, sums, tiles, columns); });
+}
+""",
+    "quantize_tensor": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
+                       float* scale, unsigned* maxima, int rows, int parts, long long columns,
+                       long long x_stride, long long data_stride) {
+    run_grid(blocks, threads, AT_ONCE, [=] {
+        quantize_tensor(x, data, scale, maxima, rows, parts, columns, x_stride, data_stride);
+    });
+}
+""",
+}
+C_TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "I": ctypes.c_uint}
+
+
+def sources(name: str, copies: dict[str, Path]) -> Path:
+    """A shared folder with kernels beside headers that stand in for the GPU's, by their names."""
+    folder = shared_folder(name)
+    for target, source in copies.items():
+        made_once(folder / target, lambda to, source=source: shutil.copy(source, to))
+    if IS_GCC:  # a third of the time, compiled before
+        header = [*COMPILER, *OPTIONS, "-x", "c++-header", folder / "ptx.cuh", "-o"]
+        made_once(folder / "ptx.cuh.gch", lambda to: subprocess.run([*header, to], check=True))
+    return folder
+
+
+@functools.cache
+def runtime() -> Path:
+    """What takes turns between a block's threads, linked to every program."""
+    command = [*COMPILER, *OPTIONS, "-shared", RUNTIME, "-o"]
+    return made_once(shared_folder("host_runtime") / "libcuda_on_host.so",
+                     lambda to: subprocess.run([*command, to], check=True))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    kernels = Path(quantize.SOURCE).parent.glob("quantize*.cu*")
+    return sources("host", {path.name: path for path in kernels} | {"ptx.cuh": HEADER})
+
+
+@functools.cache
+def compiled(folder: Path, program: Program) -> Any:
+    name = f"{program.entry}_{'_'.join(str(value) for _, value in program.macros)}"
+    text = f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}'
+    source = made_once(folder / f"{name}.cpp", lambda to: to.write_text(text))
+    command = [
+        *LINKER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
+        *(f"-D{name}={value}" for name, value in program.macros), source, runtime(), "-o",
+    ]  # fmt: skip
+    library = folder / f"{name}.so"
+    made_once(library, lambda to: subprocess.run([*command, to], check=True))
+    return ctypes.CDLL(str(library)).launch
+
+
+class HostLaunch:
+    """Takes the place of a CudaLaunch and runs the same program on the CPU."""
+
+    def __init__(
+        self,
+        folder: Path,
+        program: Program,
+        *,
+        pointers: int,
+        threads: int,
+        scalars: str,
+        **_: Any,
+    ) -> None:
+        self._run = compiled(folder, program)
+        self._threads = threads
+        self._types = (
+            *[ctypes.c_uint] * 2,
+            *[ctypes.c_void_p] * pointers,
+            *[C_TYPES[code] for code in scalars],
+        )
+
+    def __call__(
+        self, grid: tuple[int, int, int], pointers: tuple[Tensor, ...], scalars: tuple[int, ...]
+    ) -> None:
+        values = (grid[0], self._threads, *[pointer.data_ptr() for pointer in pointers], *scalars)
+        self._run(*[of(value) for of, value in zip(self._types, values, strict=True)])
+
+
+@pytest.fixture
+def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = functools.partial(HostLaunch, folder)
+    for module in (quantize, quantize_sums, quantize_tile, quantize_tensor):
+        monkeypatch.setattr(module, "CudaLaunch", launch)
+        monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
+    scales = functools.cache(quantize_tile.bind_scales.__wrapped__)
+    monkeypatch.setattr(quantize_tile, "bind_scales", scales)
+    monkeypatch.setattr(quantize_tensor, "_units", lambda index: 3)
+
+
+def hostile(rows: int, columns: int, source: torch.dtype) -> Tensor:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+    x *= torch.logspace(-40, 36, rows).unsqueeze(1)  # every size of scale, subnormal ones too
+    x[::3] = x[::3].abs().sqrt()
+    if rows > 6:
+        x[1] = 0.0
+        x[2] = -0.0
+        x[3, -1], x[4, 0], x[5, columns // 2] = math.nan, math.inf, -math.inf
+        x[6] = math.nan
+    return x.to(source)
+
+
+def padded(rows: int, columns: int, form: Format) -> Tensor:
+    """Data as lokakern allocates them: rows start every 16 bytes."""
+    pitch = -(-columns // 16) * 16
+    whole = torch.full((rows, pitch), 0xA5, dtype=torch.uint8)
+    return whole.view(form.dtype)[:, :columns]
+
+
+def check_padding(data: Tensor) -> None:
+    """What lies between the rows is left as it was."""
+    rows, pitch = data.shape[0], data.stride(0)
+    whole = data.view(torch.uint8).as_strided((rows, pitch), (pitch, 1))
+    assert (whole[:, data.shape[1] :] == 0xA5).all(), "padding was written"
+
+
+def check(
+    x: Tensor,
+    form: Format,
+    granularity: Granularity,
+    epilogue: str = "none",
+    contiguous: bool = False,
+) -> None:
+    """Bytes and scales of a quantizer are those of `numerics`, and nothing else is written."""
+    suffix = "" if epilogue == "none" else f"_{epilogue}"
+    kernel = KERNELS[f"cuda.quantize_{granularity.suffix}{suffix}"]
+    expected, amax = exact(x, form, granularity, epilogue)
+    data = padded(*x.shape, form)
+    if contiguous:
+        data = torch.full(x.shape, 0xA5, dtype=torch.uint8).view(form.dtype)
+    scale = granularity.empty_scale(*x.shape, x.device).fill_(math.nan)
+    if amax is not None:
+        scale.copy_(expected.scale)  # type: ignore[arg-type]
+    workspace = kernel.workspace(x, data, scale)
+    kernel.launch(x, data, scale, workspace)
+    wrong = compare_bytes(data, scale, expected.data, expected.scale)
+    assert not wrong, f"{kernel} {form.value} {x.dtype} {list(x.shape)} {x.stride()}: {wrong}"
+    check_padding(data)
+    if epilogue == "delayed":
+        assert float(workspace[0]) == float(amax)  # type: ignore[arg-type]
+
+
+def exact(
+    x: Tensor, form: Format, granularity: Granularity, epilogue: str
+) -> tuple[QuantizedTensor, Tensor | None]:
+    """What `numerics` makes of x; by a scale that some values pass by far where one is given."""
+    by_power = epilogue == "power_of_two"
+    made = numerics.quantize(x, form, granularity, power_of_two_scale=by_power)
+    if epilogue not in ("static", "delayed"):
+        return made, None
+    assert made.scale is not None
+    return numerics.quantize_static(x, form, granularity, made.scale * 0.01)
+
+
+SOURCES = [torch.bfloat16, torch.float32]
+# One size of every kind of tile: parts of a warp, a warp, a block, a cluster; exact and not.
+ROW_SIZES = [(9, 8), (9, 13), (37, 128), (11, 200), (9, 520), (9, 1024), (9, 2048), (9, 4096),
+             (9, 7168), (8, 9001), (8, 16384), (7, 17280), (7, 40001)]  # fmt: skip
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), ROW_SIZES)
+@pytest.mark.sample(every=4)
+def test_row_scales_and_bytes_are_those_of_numerics(
+    rows: int, columns: int, source: torch.dtype
+) -> None:
+    form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
+    check(hostile(rows, columns, source), form, Granularity.ROW)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(9, 13), (37, 128), (70, 384), (9, 1000), (9, 201)])
+def test_group_scales_and_bytes_are_those_of_numerics(
+    rows: int, columns: int, source: torch.dtype
+) -> None:
+    form = Format.E5M2 if source is torch.bfloat16 else Format.E4M3FN
+    check(hostile(rows, columns, source), form, Granularity.GROUP)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_lines_too_long_for_a_cluster_are_read_twice(
+    source: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "LARGEST_BLOCK", 128)
+    monkeypatch.setattr(quantize, "LONGEST_TEAM", 96)
+    assert quantize.tile_of(40001, 8) == (96, quantize.LOADS, 96, 1, 1)
+    check(hostile(7, 40001, source), Format.E4M3FN, Granularity.ROW)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP], ids=str)
+@pytest.mark.parametrize("offset", [8, 3])
+@pytest.mark.sample(every=2)
+def test_views_with_any_stride_are_read_in_place(granularity: Granularity, offset: int) -> None:
+    for source in SOURCES:
+        wide = hostile(20, 512, source)
+        check(wide[:, offset : offset + 256], Format.E4M3FN, granularity)
+        askew = hostile(21, 491, source)
+        check(askew[1:, offset : offset + 251], Format.E4M3FN, granularity)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP], ids=str)
+@pytest.mark.parametrize("columns", [13, 200, 479])
+@pytest.mark.sample(every=3)
+def test_contiguous_data_are_written_too(granularity: Granularity, columns: int) -> None:
+    for source in SOURCES:
+        check(hostile(20, columns, source), Format.E5M2, granularity, contiguous=True)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("granularity", [Granularity.ROW, Granularity.GROUP], ids=str)
+@pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
+def test_scales_may_be_powers_of_two(granularity: Granularity, form: Format) -> None:
+    for source in SOURCES:
+        x = hostile(40, 256, source)
+        x[7, :128] = form.maximum * 2.0**-20  # amax / MAX is a power of two already
+        x[8] = 1e-41
+        check(x, form, granularity, "power_of_two")
+
+
+@pytest.mark.usefixtures("on_host")
+def test_many_short_rows_are_taken_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "MANY_WARPS", 3)
+    for rows, columns in [(9, 13), (70, 64), (67, 39)]:
+        for source in SOURCES:
+            check(hostile(rows, columns, source), Format.E4M3FN, Granularity.ROW)
+    assert quantize.tile_of(64, 8, many=True).lines == quantize.LOADS
+    assert quantize.tile_of(128, 8, many=True).lines == 1
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("lines", [2, 4])
+def test_a_thread_may_take_several_lines(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile_of = quantize.tile_of
+    monkeypatch.setattr(quantize, "tile_of", lambda *size: tile_of(*size)._replace(lines=lines))
+    for rows, columns in [(9, 13), (37, 128), (70, 64), (67, 200)]:
+        for granularity in (Granularity.ROW, Granularity.GROUP):
+            check(hostile(rows, columns, torch.bfloat16), Format.E4M3FN, granularity)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
+def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    check(values.reshape(512, 128), form, Granularity.ROW)
+    check(values.reshape(8192, 8), form, Granularity.ROW)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
+@pytest.mark.parametrize("exponent", [0, 100, -60, -100])
+@pytest.mark.sample(every=4)
+def test_all_quotients_of_bfloat16_are_rounded_right(form: Format, exponent: int) -> None:
+    """Every significand by the scale of every other, down to where all becomes 0."""
+    significands = torch.arange(128, 256, dtype=torch.float32) / 128
+    scales = 2.0 ** torch.arange(0, -34, -1, dtype=torch.float32)
+    values = torch.cat([significands / 2 * scale for scale in scales])
+    x = torch.cat([significands.unsqueeze(1), values.expand(128, -1)], 1) * 2.0**exponent
+    check(x.bfloat16(), form, Granularity.ROW)
+    check(-x.bfloat16(), form, Granularity.ROW)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("exponent", [0, -100, -112, 90])
+def test_quotients_beside_the_ties_are_rounded_once(exponent: int) -> None:
+    """x next to a tie of E4M3 times each scale: a quotient off by a last place would show.
+
+    Tiny scales too, where remainders underflow unless they are lifted.
+    """
+    ties = torch.tensor([17.0, 19.0, 27.0, 29.0, 104.0, 232.0, 2.0**-10, 3 * 2.0**-10])
+    amax = torch.rand(4096, 1, generator=torch.Generator().manual_seed(1)) * 448 + 1
+    amax = amax * 2.0**exponent
+    near = ties * (amax / 448)
+    up = torch.nextafter(near, torch.tensor(math.inf))
+    down = torch.nextafter(near, torch.tensor(0.0))
+    check(torch.cat([amax, near, up, down, amax, near, -up], 1), Format.E4M3FN, Granularity.ROW)
+
+
+ALL_SCALES = [g for g in Granularity if g not in (Granularity.NONE, Granularity.MX)]
+TILE_SIZES = [(1, 1), (3, 150), (140, 13), (130, 272), (257, 128)]
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("epilogue", ["none", "power_of_two"])
+@pytest.mark.sample(every=2)
+def test_blocks_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+    for rows, columns in TILE_SIZES:
+        wide = hostile(rows, columns + 9, source)
+        for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
+            check(x, Format.E4M3FN, Granularity.BLOCK, epilogue)
+    check(hostile(40, 77, source), Format.E5M2, Granularity.BLOCK, epilogue, contiguous=True)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("granularity", ALL_SCALES, ids=str)
+@pytest.mark.sample(every=4)
+def test_column_major_input_is_written_transposed(
+    granularity: Granularity, source: torch.dtype
+) -> None:
+    for rows, columns in TILE_SIZES:
+        wide = hostile(columns, rows + 9, source)
+        for x in (wide[:, :rows].contiguous().t(), wide[:, 5 : 5 + rows].t()):
+            check(x, Format.E4M3FN, granularity)
+            if granularity is Granularity.TENSOR:
+                check(x, Format.E5M2, granularity, "static")
+                check(x, Format.E5M2, granularity, "delayed")
+            else:
+                check(x, Format.E5M2, granularity, "power_of_two")
+    check(hostile(77, 40, source).t(), Format.E4M3FN, granularity, contiguous=True)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("epilogue", ["none", "static", "delayed"])
+@pytest.mark.sample(every=3)
+def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+    """In registers of 3 multiprocessors, and read twice; with every kind of row."""
+    form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
+    for rows, columns in [(1, 1), (3, 150), (140, 13), (70, 1024), (200, 700), (61, 7001)]:
+        wide = hostile(rows, columns + 9, source) * 1e-37
+        for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
+            check(x, form, Granularity.TENSOR, epilogue)
+    for contiguous in (False, True):
+        x = hostile(40, 77, source) * 1e-37
+        check(x, form, Granularity.TENSOR, epilogue, contiguous=contiguous)
+    check(torch.zeros(40, 80, dtype=source), form, Granularity.TENSOR, epilogue)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**-70, 0.3, 2.0**60, 2.0**120])
+def test_given_scales_of_any_size_saturate_and_keep_non_finite_values(
+    form: Format, scale: float
+) -> None:
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for x in (values.reshape(512, 128), values.reshape(512, 128).t()):
+        given = torch.full((1, 1), scale)
+        expected, amax = numerics.quantize_static(x, form, Granularity.TENSOR, given)
+        for name in ("static", "delayed"):
+            kernel = KERNELS[f"cuda.quantize_tensor_{name}"]
+            data = padded(*x.shape, form)
+            workspace = kernel.workspace(x, data, given)
+            kernel.launch(x, data, given, workspace)
+            assert not compare_bytes(data, given, expected.data, expected.scale)
+            assert name == "static" or float(workspace[0]) == float(amax)
+
+
+TRANSPOSING = [name for name in KERNELS if name.startswith("cuda.quantize_transpose")]
+
+
+def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | None:
+    """Bytes, scales and sums are those of the emulation; returns the sums."""
+    kernel = KERNELS[name]
+    granularity = kernel.granularity
+    epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
+    form = Format.E4M3FN if x.dtype is torch.bfloat16 else Format.E5M2
+    expected, amax = exact(x, form, granularity, epilogue)
+    turned, _ = exact(x.t(), form, granularity, epilogue)
+    data, data_t = padded(*x.shape, form), padded(*x.t().shape, form)
+    scale = granularity.empty_scale(*x.shape, x.device).fill_(math.nan)
+    scale_t = granularity.empty_scale(*x.t().shape, x.device).fill_(math.nan)
+    sums = torch.full((x.shape[1],), math.nan) if with_sums else None
+    if amax is not None:
+        scale.copy_(expected.scale)  # type: ignore[arg-type]
+    outputs = (data, scale, data_t, scale_t, sums)
+    workspace = kernel.workspace(x, *outputs)
+    kernel.launch(x, *outputs, workspace)
+    where = f"{name} {list(x.shape)} {x.stride()}"
+    wrong = compare_bytes(data, scale, expected.data, expected.scale)
+    assert not wrong, f"{where}: {wrong}"
+    wrong = compare_bytes(data_t, scale_t, turned.data, turned.scale)
+    assert not wrong, f"{where}, transposed: {wrong}"
+    wrong = "" if sums is None else compare_sums(sums, x)
+    assert not wrong, f"{where}: {wrong}"
+    check_padding(data)
+    check_padding(data_t)
+    assert epilogue != "delayed" or float(workspace[0]) == float(amax)  # type: ignore[arg-type]
+    return sums
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", TRANSPOSING)
+@pytest.mark.sample(every=4)
+def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
+    for rows, columns in TILE_SIZES:
+        wide = hostile(rows, columns + 9, source)
+        tall = hostile(columns, rows + 9, source)
+        views = [
+            wide[:, :columns].contiguous(),
+            wide[:, 5 : 5 + columns],
+            tall[:, 3 : 3 + rows].t(),
+        ]
+        for x in views:
+            check_both_ways(name, x)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("name", TRANSPOSING)
+@pytest.mark.sample(every=4)
+def test_sums_of_columns_come_with_both_ways(name: str, source: torch.dtype) -> None:
+    for rows, columns in [(1, 1), (130, 150), (257, 128)]:
+        wide = hostile(rows, columns + 9, source)
+        wide[6:7] = 1.0  # no NaN in every column
+        for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
+            sums = check_both_ways(name, x, with_sums=True)
+            assert sums is not None
+            plain = x.double().sum(dim=0)
+            finite = plain.isfinite()
+            assert (sums.double() - plain).abs()[finite].le(error_bound(x)[finite]).all()
+            assert finite.any() and torch.equal(sums[~finite].isnan(), plain[~finite].isnan())
+            infinite = plain.isinf()
+            assert torch.equal(sums[infinite].double(), plain[infinite])
+
+
+@pytest.mark.usefixtures("on_host")
+def test_lines_of_many_tiles_are_added_in_their_order() -> None:
+    x = torch.randn(16700, 9, generator=torch.Generator().manual_seed(0))
+    for source in SOURCES:
+        sums = check_both_ways("cuda.quantize_transpose_block", x.to(source), with_sums=True)
+        assert sums is not None
+        assert ((sums - x.to(source).double().sum(dim=0)).abs() <= error_bound(x)).all()
+
+
+def test_tiles_cover_their_lines() -> None:
+    for chunk in (4, 8):
+        for span in (*range(1, 2100), 4096, 5000, 7168, *range(8192, 123200, 997), 123200):
+            tile = quantize.tile_of(span, chunk)
+            assert tile.team * tile.accesses * chunk * tile.cluster >= span
+            assert tile.threads <= 1024 and tile.cluster <= 8
+            assert tile.team <= 32 or (tile.team == tile.threads and tile.team % 32 == 0)
+
+
+def test_groups_are_read_8_threads_a_line() -> None:
+    tile = quantize.tile_of(GROUP, 8)
+    assert (tile.team, tile.accesses, tile.rows_of_warp) == (8, 2, 4)

@@ -1,0 +1,202 @@
+"""HIP kernels compile for gfx942 and gfx950 into the instructions that they ask for.
+
+What they take is compared with kernels/hip/resources.json, which
+`python -m tests.kernels.test_hip_compiled` writes. ROCm is not needed, only clang 22 and lld 22.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.types import Format
+from tests.support import instructions, machine_code
+from tests.support.machine_code import LOCAL_BYTES
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "hip"
+RECORDED = KERNELS / "resources.json"
+CLANG = shutil.which("clang++-22")
+OPTIONS = ("-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib",
+           "-O3", "-std=c++17", "-S", "-o", "-")  # fmt: skip
+GPUS = ("gfx942", "gfx950")
+MATRIX = {
+    "gfx942": "v_mfma_f32_16x16x32_fp8_fp8",
+    "gfx950": "v_mfma_scale_f32_16x16x128_f8f6f4",
+}
+LARGEST = {
+    "gfx942": instructions.bits_of(Format.E4M3FNUZ.maximum),
+    "gfx950": instructions.bits_of(Format.E4M3FN.maximum),
+}
+TILES = ((32, 32), (64, 64), (64, 128), (128, 128))
+# Whole rows of 64, 128, 192 and 256 columns, and blocks of 64 and 256, as they come and as FP8.
+NORMED = ((64, 0, 1, 64, 0, 0), (128, 0, 1, 128, 0, 0), (192, 1, 0, 192, 0, 0),
+          (256, 0, 1, 256, 0, 0), (256, 1, 1, 256, 1, 0), (128, 0, 2, 128, 3, 1),
+          (256, 0, 2, 64, 2, 1), (256, 1, 2, 64, 2, 2), (256, 0, 2, 256, 2, 3))  # fmt: skip
+VARIANTS = [
+    *(("quantize", {"GROUP": group, "WIDE": wide, "ALIGNED": aligned})
+      for group in (0, 128, 32) for wide in (0, 1) for aligned in (0, 1)),
+    *(("dequantize", {"WIDE": wide, "ROWS_OF_SCALE": rows, "COLUMNS_OF_SCALE": columns})
+      for wide in (0, 1) for rows, columns in ((1, 128), (128, 128), (1, 32))),
+    *(("scaled_gemm", {"TILE_M": m, "TILE_N": n, "SCALES": scales})
+      for m, n in TILES for scales in (0, 1, 2)),
+    *(("gemm_norm", {"TILE_N": n, "BY_GROUP": group, "NORM": norm, "SPAN": span,
+                     "ACTIVATION": activation, "OUT": out})
+      for n, group, norm, span, activation, out in NORMED),
+]  # fmt: skip
+ON_GPUS = [  # powers of two are for the GPU that multiplies with them
+    (gpu, number)
+    for gpu in GPUS
+    for number, (_, macros) in enumerate(VARIANTS)
+    if gpu == "gfx950"
+    or not {("GROUP", 32), ("COLUMNS_OF_SCALE", 32), ("SCALES", 2)} & set(macros.items())
+]
+# Registered kernels that launch a variant, by the macros that tell them apart.
+LAUNCHED_BY: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], list[str]]]] = {
+    "quantize": (("GROUP",), {
+        (0,): ["quantize_row"], (128,): ["quantize_group"], (32,): ["quantize_mx"]}),
+    "dequantize": (("ROWS_OF_SCALE", "COLUMNS_OF_SCALE"), {
+        (1, 128): ["dequantize_tensor", "dequantize_row", "dequantize_group"],
+        (128, 128): ["dequantize_block"], (1, 32): ["dequantize_mx"]}),
+    "scaled_gemm": (("SCALES",), {
+        (0,): ["scaled_gemm_row"], (1,): ["scaled_gemm_block"], (2,): ["scaled_gemm_mx"]}),
+    "gemm_norm": (("BY_GROUP",), {(0,): ["gemm_norm_row"], (1,): ["gemm_norm_block"]}),
+}  # fmt: skip
+needs_clang = pytest.mark.skipif(CLANG is None, reason="needs clang 22")
+
+
+@functools.cache
+def compiler() -> str:
+    words = [str(CLANG), "--version"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split("\n")[0]
+
+
+def name_of(kernel: str, macros: dict[str, int]) -> str:
+    return f"{kernel} " + " ".join(f"{name}={value}" for name, value in macros.items())
+
+
+def compiled(gpu: str, source: Path, macros: dict[str, int]) -> str:
+    """Assembly of a source, which may include the headers of kernels."""
+    given = [f"-D{name}={value}" for name, value in macros.items()]
+    command = [
+        str(CLANG),
+        f"--offload-arch={gpu}",
+        *OPTIONS,
+        *given,
+        "-I",
+        str(KERNELS),
+        str(source),
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@functools.cache
+def assembly(gpu: str, number: int) -> str:
+    kernel, macros = VARIANTS[number]
+    if kernel == "gemm_norm":  # two steps of 320 rows are more than gfx942 has room for
+        macros = macros | {"STAGES": 1 if gpu == "gfx942" and macros["TILE_N"] > 192 else 2}
+    return compiled(gpu, KERNELS / f"{kernel}.hip", macros)
+
+
+def resources(gpu: str, number: int) -> dict[str, Any]:
+    """What a variant takes, and the registered kernels that launch it."""
+    kernel, macros = VARIANTS[number]
+    telling, names = LAUNCHED_BY[kernel]
+    launched_by = [f"hip.{name}" for name in names[tuple(macros[name] for name in telling)]]
+    return {"kernels": launched_by, **machine_code.resources(assembly(gpu, number), gpu)}
+
+
+def check_instructions(gpu: str, number: int) -> None:
+    """They are those that the source and its formats ask for; amd.hpp's: test_hip_instructions."""
+    kernel, macros = VARIANTS[number]
+    text = assembly(gpu, number)
+    ((name, code),) = instructions.functions_of(text).items()
+    assert name == kernel
+    counted = Counter(each.name for each in code)
+    # float32 is rounded to nearest, and what is subnormal is kept
+    assert ".amdhsa_float_round_mode_32 0\n" in text
+    assert ".amdhsa_float_denorm_mode_32 3\n" in text
+    assert instructions.unfinished_at_barriers(code) == []
+    # (acc * sa) * sb: sa * sb underflows
+    assert instructions.products_of_loads(code) == []
+
+    products = 0
+    if kernel == "scaled_gemm":
+        products = macros["TILE_M"] * macros["TILE_N"] // 4
+    elif kernel == "gemm_norm":
+        products = 16 * macros["TILE_N"]
+    # 16 x 16 sums and 128 of k: in the loop, and in the last step, which comes after it
+    each_step = products // 256 * (4 if gpu == "gfx942" else 1)
+    assert counted[MATRIX[gpu]] == 2 * each_step
+    assert sum(map(counted.__getitem__, machine_code.matrices(counted))) == 2 * each_step
+    found = machine_code.resources(text, gpu)["matrix"]
+    assert found == ({MATRIX[gpu]: each_step} if products else {})
+    one_stage = kernel == "gemm_norm" and gpu == "gfx942" and macros["TILE_N"] > 192
+    assert counted["s_barrier"] == (0 if not products else 4 if one_stage else 2)
+
+    conversions = {name for name in counted if re.search("(fp8|bf8)_f32|f32_(fp8|bf8)$", name)}
+    own, other = LARGEST[gpu], LARGEST[GPUS[gpu == GPUS[0]]]
+    written = {each & 0x7FFFFFFF for each in instructions.literals(code)}
+    if kernel == "quantize" or macros.get("OUT"):
+        assert conversions == {"v_cvt_pk_fp8_f32"}
+        assert counted["v_med3_f32"] == 2 * counted["v_cvt_pk_fp8_f32"]
+        clamps = [x for x in instructions.traced(code) if x.instruction.name == "v_med3_f32"]
+        for clamp in clamps:
+            assert set(clamp.values) - {None} == {own, own | 0x80000000}, clamp
+        assert own in written
+    else:
+        assert conversions == ({"v_cvt_f32_fp8"} if kernel == "dequantize" else set())
+        assert counted["v_cvt_f32_fp8"] == (16 if kernel == "dequantize" else 0)
+    assert other not in written
+
+
+@pytest.mark.sample(every=2, of=("gpu",))
+@needs_clang
+@pytest.mark.parametrize(
+    ("gpu", "number"), ON_GPUS, ids=[f"{gpu}-{name_of(*VARIANTS[i])}" for gpu, i in ON_GPUS]
+)
+def test_a_kernel_compiles_into_its_arithmetic_and_takes_what_was_recorded(
+    gpu: str, number: int
+) -> None:
+    check_instructions(gpu, number)
+    found = resources(gpu, number)
+    kernel, macros = VARIANTS[number]
+    assert found["scratch_bytes"] == 0
+    assert found["local_bytes"] <= LOCAL_BYTES[gpu]
+    text = assembly(gpu, number)
+    if kernel in ("scaled_gemm", "gemm_norm"):
+        assert set(found["matrix"]) == {MATRIX[gpu]} and found["matrix_share"] > 0  # in a loop
+        assert "ds_read_b128" in text
+        # None was moved past `settle` into a branch that some lanes do not take.
+        assert gpu == "gfx942" or text.rindex("\tv_mfma") < text.rindex("ASMSTART")
+        assert ("global_load_lds_dwordx4" in text) == (gpu == "gfx950")
+        twice = macros.get("TILE_M", 64) * macros["TILE_N"] <= 64 * 64
+        assert found["occupancy"] >= (2 if twice else 1)
+    else:
+        assert found["occupancy"] >= 8
+        assert "v_cvt_" in text  # FP8 by the instruction, not by arithmetic
+    recorded = json.loads(RECORDED.read_text())
+    if recorded["compiler"] == compiler():  # another one may take other registers
+        assert found == recorded[gpu][name_of(kernel, macros)], (
+            "python -m tests.kernels.test_hip_compiled"
+        )
+
+
+def main() -> None:
+    every: dict[str, Any] = {"compiler": compiler()}
+    every |= {
+        gpu: {name_of(*VARIANTS[i]): resources(gpu, i) for where, i in ON_GPUS if where == gpu}
+        for gpu in GPUS
+    }
+    RECORDED.write_text(json.dumps(every, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

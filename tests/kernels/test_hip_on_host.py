@@ -1,0 +1,802 @@
+"""HIP kernels, from their own sources, on the CPU: under AddressSanitizer and UBSan, in lockstep.
+
+Only what amd.hpp asks of a compiler for AMD's GPUs is another's (tests/hip_on_host.hpp). Each runs
+with the waves of a block in both orders, as it is for gfx942 and as it is for gfx950.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lokakern import hip, jit, numerics
+from lokakern.errors import CompilationError, LaunchError
+from lokakern.hip import HipLaunch, Program
+from lokakern.kernels.hip import dequantize, gemm_norm, quantize, scaled_gemm
+from lokakern.measure.norm_errors import norm_kernel_error
+from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.time_problem import contender_of
+from lokakern.norm import norm_named
+from lokakern.problems import make_problem
+from lokakern.registry import ops
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    NormEpilogue,
+    Operand,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    empty_data,
+)
+from tests.support.sharing import made_once, shared_folder
+
+load_kernels()
+KERNELS_FOLDER = Path(__file__).resolve().parents[2] / "kernels" / "hip"
+HEADER = Path(__file__).parents[1] / "support" / "hip_on_host.hpp"
+RUNTIME = Path(__file__).parents[1] / "support" / "hip_on_host.cpp"
+COMPILER = shutil.which("g++") or shutil.which("c++")
+OPTIONS = ("-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+           "-Wno-unknown-pragmas", "-Wno-psabi")  # fmt: skip
+FORMATS = {"gfx942": Format.E4M3FNUZ, "gfx950": Format.E4M3FN}
+BLOCK = 256  # threads
+# What a program calls, with buffers `p` and numbers `i`.
+CALLS = {
+    "quantize": "quantize((const Number*)p[0], (unsigned char*)p[1], (Scale*)p[2], i[0], i[1], "
+    "i[2], i[3], i[4])",
+    "dequantize": "dequantize((unsigned char*)p[0], (Scale*)p[1], p[2], i[0], i[1], i[2], i[3], "
+    "i[4], i[5])",
+    "scaled_gemm": "scaled_gemm((unsigned char*)p[0], (Scale*)p[1], (unsigned char*)p[2], "
+    "(Scale*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
+    "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
+    "gemm_norm": "gemm_norm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
+    "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
+    "i[3], i[4], i[5], i[6], i[7], i[8], 1e-5f)",  # the only eps of suites
+}
+CALL = """
+const int THREADS_OF_A_BLOCK = {threads};
+void call(const std::vector<char*>& p, const std::vector<long>& i) {{ {call}; }}
+"""
+
+
+def headers() -> Path:
+    """A folder with what stands in for the GPU's header, for each format."""
+    found = shared_folder("hip")
+    for gpu in FORMATS:
+        header = found / f"{gpu}.hpp"
+        text = f"#define __{gpu}__ 1\n{HEADER.read_text()}"
+        made_once(header, lambda to, text=text: to.write_text(text))
+        if Path(COMPILER or "").name == "g++":  # a third of the time, compiled before
+            command = [str(COMPILER), *OPTIONS, "-x", "c++-header", str(header), "-o"]
+            made_once(
+                header.with_suffix(".hpp.gch"),
+                lambda to, command=command: subprocess.run([*command, str(to)], check=True),
+            )
+    return found
+
+
+def folder(edited: str = "") -> Path:
+    """A copy of the kernels."""
+    found = shared_folder(f"hip_kernels{edited}")
+    for source in (*KERNELS_FOLDER.glob("*.hip"), *KERNELS_FOLDER.glob("*.hpp")):
+        made_once(found / source.name, lambda to, source=source: shutil.copy(source, to))
+    return found
+
+
+def runtime() -> Path:
+    """What takes turns between lanes, linked to every program: half of the work for each."""
+    command = [str(COMPILER), *OPTIONS, "-c", str(RUNTIME), "-o"]
+    return made_once(shared_folder("hip") / "hip_on_host.o",
+                     lambda to: subprocess.run([*command, str(to)], check=True))  # fmt: skip
+
+
+def program(kernel: str, gpu: str, macros: dict[str, int], where: Path) -> Path:
+    """An executable that runs one launch."""
+    assert COMPILER, "tests of HIP kernels need a C++ compiler with AddressSanitizer, such as g++"
+    given = [f"-D{name}={value}" for name, value in macros.items()]
+    name = "_".join([kernel, gpu, *map(str, macros.values())])
+    text = f'#include "{kernel}.hip"\n' + CALL.format(threads=BLOCK, call=CALLS[kernel])
+    source = made_once(where / f"{name}.cpp", lambda to: to.write_text(text))
+    header = ["-include", str(headers() / f"{gpu}.hpp"), "-I", str(where)]
+    command = [COMPILER, *OPTIONS, *header, *given, str(source), str(runtime()), "-o"]
+
+    def build(to: Path) -> None:
+        subprocess.run([*command, str(to)], check=True, cwd=where)
+
+    return made_once(where / name, build)
+
+
+def launch(
+    path: Path, blocks: int, buffers: Sequence[Tensor], numbers: Sequence[int], tmp_path: Path,
+    *, reverse: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Run a program on copies of buffers, and return them as they are then."""
+    file = tmp_path / "buffers"
+    with file.open("wb") as stream:
+        for buffer in buffers:
+            flat = buffer.contiguous().view(torch.uint8).flatten()
+            stream.write(struct.pack("<Q", flat.numel()) + flat.numpy().tobytes())
+    words = [str(path), str(file), str(int(reverse)), str(blocks), *map(str, numbers)]
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    data, found, start = file.read_bytes(), [], 0
+    for buffer in buffers:
+        size = buffer.numel() * buffer.element_size()
+        after = buffer.clone()
+        if size:
+            part = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
+            after = part.view(buffer.dtype).view(buffer.shape)
+        found.append(after)
+        start += size
+    return found
+
+
+def hostile(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Rows of all magnitudes, zeros, subnormals, and values that are not finite."""
+    torch.manual_seed(rows * 1000 + columns)
+    x = torch.randn(rows, columns) * torch.logspace(-42, 36, rows)[:, None]
+    x[0] = 0.0
+    if rows > 4:
+        x[1, 0], x[2, columns // 2], x[3, -1] = math.nan, math.inf, -math.inf
+        x[4] = -1e-41
+    return x.to(dtype)
+
+
+# --- quantizers
+
+SIZES = ((1, 1), (1, 128), (5, 7), (6, 130), (7, 600), (33, 64), (16, 127), (2, 1100), (9, 256),
+         (64, 16), (3, 511), (8, 513))  # fmt: skip
+
+
+ON_GPUS = [  # scales, by GPU: powers of two are for the one that multiplies with them
+    (gpu, granularity)
+    for granularity in (Granularity.ROW, Granularity.GROUP, Granularity.MX)
+    for gpu in (FORMATS if granularity is not Granularity.MX else ("gfx950",))
+]
+
+
+@pytest.mark.parametrize(("gpu", "granularity"), ON_GPUS)
+@pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
+def test_quantize_gives_the_bytes_of_the_emulation(
+    gpu: str, granularity: Granularity, form: Format, tmp_path: Path
+) -> None:
+    group = quantize.GROUPS[granularity]
+    aligned = form is Format.BFLOAT16  # one of each is enough
+    macros = {"GROUP": group, "WIDE": int(form is Format.FLOAT32),
+              "ALIGNED": int(aligned)}  # fmt: skip
+    path = program("quantize", gpu, macros, folder())
+    for number, (rows, columns) in enumerate(SIZES):
+        stride = -(-columns // 8) * 8 if aligned else columns + 3
+        x = torch.full((rows, stride), math.nan).to(form.dtype)
+        x[:, :columns] = hostile(rows, columns, form.dtype)
+        exact = numerics.quantize(x[:, :columns], FORMATS[gpu], granularity)
+        groups, pitch = -(-columns // group) if group else 1, -(-columns // 16) * 16
+        data = torch.full((rows, pitch), 0xA5, dtype=torch.uint8)
+        by_row = granularity is Granularity.MX  # else the rows of a group lie side by side
+        shape = (rows, groups) if by_row else (groups, rows)
+        blocks = -(-rows * (groups * group // 8 or 64) // BLOCK)
+        _, data, scale = launch(
+            path, blocks, [x, data, torch.full(shape, math.nan).to(granularity.scale_dtype)],
+            [rows, columns, stride, pitch, groups if by_row else rows], tmp_path,
+            reverse=bool(number % 2),
+        )  # fmt: skip
+        assert exact.scale is not None
+        found = scale if by_row else scale.t()
+        assert torch.equal(found.float(), exact.scale.float()), (rows, columns)
+        assert torch.equal(data[:, :columns], exact.data.view(torch.uint8)), (rows, columns)
+        assert (data[:, columns:] == 0xA5).all(), "it writes between the rows"
+
+
+@pytest.mark.parametrize(("gpu", "width"), [("gfx942", 128), ("gfx950", 128), ("gfx950", 32)])
+@pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
+def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Path) -> None:
+    macros = {"WIDE": int(form is Format.FLOAT32), "ROWS_OF_SCALE": 1, "COLUMNS_OF_SCALE": width}
+    path = program("dequantize", gpu, macros, folder())
+    for rows, columns in SIZES:
+        for granularity in (
+            [Granularity.ROW, Granularity.GROUP] if width == 128 else [Granularity.MX]
+        ):
+            x = numerics.quantize(hostile(rows, columns, torch.float32), FORMATS[gpu], granularity)
+            assert x.scale is not None
+            if granularity is Granularity.MX:  # 2^-127, which is subnormal, and NaN
+                x.scale.view(torch.uint8)[-1], x.scale.view(torch.uint8)[rows // 2, -1:] = 0, 255
+            elif (
+                rows > 4
+            ):  # halfway between two of bfloat16, and NaN that rounding would carry away
+                x.scale[1:4] = 1 + 2.0**-8
+                x.scale.view(torch.int32)[rows // 2] = 0x7FFFFFFF
+            pitch = x.data.stride(0) if rows > 1 else -(-columns // 16) * 16
+            data = torch.full((rows, pitch), x.format.nan_byte, dtype=torch.uint8)
+            data[:, :columns] = x.data.view(torch.uint8)
+            scale = x.scale.t().contiguous()
+            strides = (1, 0) if granularity is Granularity.ROW else (1, rows)
+            out = torch.full((rows, columns + 1), 7.0, dtype=form.dtype)
+            blocks = -(-rows * -(-columns // 16) // BLOCK)
+            found = launch(path, blocks, [data, scale, out],
+                           [rows, columns, pitch, columns + 1, *strides], tmp_path)[2]  # fmt: skip
+            exact = numerics.dequantize(x, form.dtype)
+            assert torch.equal(found[:, :columns].isnan(), exact.isnan())
+            kept = ~exact.isnan()
+            assert torch.equal(found[:, :columns][kept], exact[kept])
+            assert (found[:, columns] == 7).all()
+
+
+# --- products
+
+PRODUCTS = (
+    (1, 8, 16), (3, 24, 13), (70, 40, 300), (33, 17, 39), (64, 64, 128), (65, 130, 200),
+    (128, 48, 144), (5, 1, 640), (130, 33, 257), (64, 128, 384), (1, 1, 1), (97, 71, 511),
+    (190, 170, 140), (260, 100, 17), (250, 300, 40),  # 9, 10 and 20 tiles, which 8 dies share
+)  # fmt: skip
+SCALES = {
+    "row": (Granularity.ROW, Granularity.ROW),
+    "group": (Granularity.GROUP, Granularity.BLOCK),
+    "mx": (Granularity.MX, Granularity.MX),
+}
+
+
+def in_nan(q: QuantizedTensor, *, holds_nan: bool = False) -> QuantizedTensor:
+    """A copy with NaN between its rows, which no kernel may count, and maybe one that counts."""
+    rows, columns = q.data.shape
+    whole = torch.full((rows, -(-columns // 16) * 16), q.format.nan_byte, dtype=torch.uint8)
+    whole[:, :columns] = q.data.view(torch.uint8)
+    if holds_nan:
+        whole[rows // 2, columns // 3] = q.format.nan_byte
+    return QuantizedTensor(whole.view(q.data.dtype)[:, :columns], q.scale, q.granularity)
+
+
+def product(
+    path: Path, gpu: str, scales: str, m: int, n: int, k: int, tmp_path: Path, tile: int,
+    *, reverse: bool, with_bias: bool,
+) -> float:  # fmt: skip
+    """Kernel error of one product; what it must leave alone is checked."""
+    torch.manual_seed(m * n + k)
+    form = FORMATS[gpu]
+    spread = torch.logspace(-4, 4, k)  # so that scales along k differ
+    holds_nan = min(m, n) > 32
+    left, right = (
+        in_nan(numerics.quantize(x, form, granularity), holds_nan=holds_nan)
+        for x, granularity in zip(
+            (torch.randn(m, k) * spread, torch.randn(n, k) / spread), SCALES[scales], strict=True
+        )
+    )
+    bias = torch.randn(n).bfloat16() if with_bias else None
+    found = multiplied(path, left, right, bias, tile, tmp_path, reverse=reverse)
+    exact = ops.product(left, right.t(), bias)
+    size = ops.magnitude(left, right.t(), bias)
+    return numerics.kernel_error(found, exact, size, Format.BFLOAT16.unit_roundoff).maximum
+
+
+def multiplied(
+    path: Path, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, tile: int,
+    tmp_path: Path, *, reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """What a program makes of rows of both operands, ``[m, n]``; a tile has so many of each."""
+    (m, k), n = left.shape, right.shape[0]
+    assert left.scale is not None and right.scale is not None
+    by_row = left.granularity is Granularity.MX  # else scales of a group lie side by side
+    a_scale = left.scale.contiguous() if by_row else left.scale.t().contiguous()
+    out = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+    buffers = [whole_rows(left), a_scale, whole_rows(right), right.scale.contiguous(), out]
+    groups, pitch = right.scale.shape[1], -(-k // 16) * 16
+    strides = {Granularity.ROW: [0, 0], Granularity.GROUP: [m, groups],
+               Granularity.MX: [groups, groups]}[left.granularity]  # fmt: skip
+    found = launch(
+        path, -(-m // tile) * -(-n // tile), [*buffers, *([bias] if bias is not None else [])],
+        [m, n, k, pitch, pitch, n + 3, *strides], tmp_path, reverse=reverse,
+    )[4]  # fmt: skip
+    assert (found[:, n:] == 7).all(), "it writes between the rows"
+    return found[:, :n]
+
+
+def whole_rows(q: QuantizedTensor) -> Tensor:
+    """Data of `in_nan`, with what lies between rows."""
+    rows, columns = q.data.shape
+    pitch = -(-columns // 16) * 16
+    return q.data.as_strided((rows, pitch), (pitch, 1)).contiguous()
+
+
+def macros_of(scales: str, tile: int = 64) -> dict[str, int]:
+    return {"TILE_M": tile, "TILE_N": tile, "SCALES": list(SCALES).index(scales)}
+
+
+KINDS_ON_GPUS = [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942", "mx")]
+
+
+@pytest.mark.parametrize(("gpu", "scales"), KINDS_ON_GPUS)
+def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
+    macros = macros_of(scales)
+    path = program("scaled_gemm", gpu, macros, folder())
+    for number, (m, n, k) in enumerate(PRODUCTS):
+        error = product(path, gpu, scales, m, n, k, tmp_path, 64, reverse=bool(number % 2),
+                        with_bias=number % 3 == 0)  # fmt: skip
+        assert error <= 1.0, (m, n, k)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "scales", "tile"),
+    [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32)],
+)
+def test_scaled_gemm_is_right_in_other_tiles(
+    gpu: str, scales: str, tile: int, tmp_path: Path
+) -> None:
+    path = program("scaled_gemm", gpu, macros_of(scales, tile), folder())
+    for number, (m, n, k) in enumerate(((200, 140, 300), (130, 260, 127), (33, 17, 129))):
+        error = product(path, gpu, scales, m, n, k, tmp_path, tile, reverse=bool(number % 2),
+                        with_bias=number == 0)  # fmt: skip
+        assert error <= 1.0, (m, n, k)
+
+
+# Pairs whose product is no normal number, though what they scale, or what comes of it, is one.
+TINY = (
+    (2.0**-75, 2.0**-76), (1.3 * 2.0**-70, 1.3 * 2.0**-76), (1.7 * 2.0**-126, 1.9 * 2.0**-20),
+    (1.1 * 2.0**-60, 1.7 * 2.0**-88),
+)  # fmt: skip
+
+
+def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> QuantizedTensor:
+    """Data of a format with one scale everywhere, or with the power of two that is not above it."""
+    rows, columns = codes.shape
+    shape = granularity.scale_shape(rows, columns)
+    if granularity is Granularity.MX:
+        exponent = 127 + math.frexp(scale)[1] - 1
+        return QuantizedTensor(codes, torch.full(shape, exponent, dtype=torch.uint8).view(
+            granularity.scale_dtype), granularity)  # fmt: skip
+    return QuantizedTensor(codes, torch.full(shape, scale), granularity)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "gpu", "scales"),
+    [(kernel, *where) for kernel in ("scaled_gemm", "gemm_norm") for where in KINDS_ON_GPUS
+     if (kernel, where[1]) != ("gemm_norm", "mx")],
+)  # fmt: skip
+def test_scales_are_applied_one_after_the_other(
+    kernel: str, gpu: str, scales: str, tmp_path: Path
+) -> None:
+    """To sums that are exact: ``(acc * sa) * sb`` to the bit, where ``sa * sb`` would underflow."""
+    form, (m, n, k) = FORMATS[gpu], (5, 9, 128)
+    torch.manual_seed(1)
+    codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
+    for some in codes:
+        some[0] = form.maximum
+    macros = macros_of(scales)
+    if kernel == "gemm_norm":
+        macros = {"TILE_N": 64, "STAGES": 2, "BY_GROUP": int(scales == "group"), "NORM": 0,
+                  "SPAN": 64, "ACTIVATION": 0, "OUT": 0}  # fmt: skip
+    path = program(kernel, gpu, macros, folder())
+    for pair in TINY:
+        left, right = (
+            scaled_alike(some.to(form.dtype), scale, granularity)
+            for some, scale, granularity in zip(codes, pair, SCALES[scales], strict=True)
+        )
+        if kernel == "gemm_norm":
+            found = normalized(path, left, right, NormEpilogue(norm_named("none")),
+                               Granularity.NONE, tmp_path)  # fmt: skip
+            assert isinstance(found, Tensor)
+        else:
+            found = multiplied(path, left, right, None, 64, tmp_path)
+        of_a, of_b = (some.scale.float()[0, 0] for some in (left, right) if some.scale is not None)
+        expected = (codes[0] @ codes[1].t() * of_a * of_b).bfloat16()
+        assert expected.any(), "all of it underflows"
+        assert torch.equal(found, expected), pair
+
+
+# What a kernel would do without: each must be seen.
+BROKEN = {
+    "a barrier": ("        barrier();\n    };", "    };"),
+    "the swizzle of reads": (
+        "stage[place_of(row, 4 * half + quarter)]", "stage[row * PARTS + 4 * half + quarter]"
+    ),
+    "the mask of a tail": ("IS_LAST && left < 4 * (i + 1)", "false"),
+    "the last row": ("wanted < of.last ? wanted : of.last", "wanted"),
+    "a scale": ("value * a_scale[row] * b_scale[column]", "value * a_scale[row]"),
+    "a power of two": ("sums[i][j], of_b, of_rows[i])", "sums[i][j], of_b, ONE_E8M0)"),
+    "a power past k": ("!IS_LAST || 32 * quarter < count ? scale", "true ? scale"),
+}  # fmt: skip
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
+    """In a product of gfx950, waves in one order or the other."""
+    here = folder("_" + what.replace(" ", "_"))
+    old, new = BROKEN[what]
+    texts = {n: (KERNELS_FOLDER / n).read_text() for n in ("scaled_gemm.hip", "products.hpp")}
+    assert sum(text.count(old) for text in texts.values()) == 1
+    for name, text in texts.items():
+        (here / name).write_text(text.replace(old, new))
+    scales = "mx" if "power" in what else "row"
+    path = program("scaled_gemm", "gfx950", macros_of(scales), here)
+    errors = []
+    for reverse in (False, True):
+        try:
+            errors.append(product(path, "gfx950", scales, 70, 40, 300, tmp_path, 64,
+                                  reverse=reverse, with_bias=False))  # fmt: skip
+        except AssertionError as found:  # what a sanitizer says
+            assert "AddressSanitizer" in str(found)
+            return
+    assert max(errors) > 1.0, errors
+
+
+# --- products whose rows are normalized
+
+# Norm, activation, output, scales of operands by group, whether there are vectors, tile, shapes.
+NORMED = {
+    "layer": ("layer", "none", Granularity.NONE, False, True, 128, (
+        (70, 128, 300), (1, 8, 16), (33, 100, 39), (64, 127, 128), (65, 33, 257), (5, 64, 640))),
+    "layer_fp8": ("layer", "relu", Granularity.ROW, True, True, 64, (
+        (70, 64, 300), (3, 24, 128), (33, 17, 39), (65, 40, 512), (1, 1, 7), (64, 63, 129))),
+    "rms": ("rms", "silu", Granularity.ROW, False, False, 64, (
+        (97, 40, 511), (1, 1, 1), (64, 64, 384))),
+    "rms_given": ("rms", "none", Granularity.TENSOR, False, True, 64, (
+        (33, 40, 39), (5, 64, 128), (2, 7, 16))),
+    "layer_wide": ("layer", "relu", Granularity.GROUP, True, True, 192, (
+        (70, 192, 300), (33, 130, 39), (64, 191, 256))),
+    "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
+        (70, 256, 300), (33, 192, 39), (64, 128, 128), (5, 64, 640))),
+    "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
+        (66, 160, 200), (64, 256, 384), (2, 32, 128), (33, 96, 16), (65, 224, 130),
+        (7, 64, 255))),
+}  # fmt: skip
+KINDS = {"layer": 1, "rms": 2, "block_rms": 2}
+ACTIVATIONS = ("none", "relu", "hardswish", "silu")
+OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
+GIVEN_SCALE = 0.005  # of a tensor: most of what is normalized saturates under it
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize("what", NORMED)
+def test_gemm_norm_is_right(gpu: str, what: str, tmp_path: Path) -> None:
+    norm_name, activation, output, by_group, vectors, tile, shapes = NORMED[what]
+    norm, form = norm_named(norm_name), FORMATS[gpu]
+    macros = {
+        "TILE_N": tile, "STAGES": 1 if gpu == "gfx942" and tile > 192 else 2,
+        "BY_GROUP": int(by_group), "NORM": KINDS[norm.kind], "SPAN": norm.block or tile,
+        "ACTIVATION": ACTIVATIONS.index(activation), "OUT": OUTPUTS.index(output),
+    }  # fmt: skip
+    path = program("gemm_norm", gpu, macros, folder())
+    a_scales, b_scales = SCALES["group" if by_group else "row"]
+    for number, (m, n, k) in enumerate(shapes):
+        torch.manual_seed(m * n + k)
+        x = torch.randn(m, k) * 3
+        x[0] *= 1e-3 / math.sqrt(k)  # where eps matters
+        left = in_nan(numerics.quantize(x, form, a_scales), holds_nan=m > 32)
+        right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
+        given = [torch.randn(n) if vectors else None for _ in range(3)]
+        epilogue = NormEpilogue(norm, *given, activation=activation)
+        made = normalized(path, left, right, epilogue, output, tmp_path, reverse=bool(number % 2))
+        unit = (Format.BFLOAT16 if output is Granularity.NONE else form).unit_roundoff
+        exact, size = ops.normalized(*ops.norm_sums(left, right.t()), epilogue)
+        error = norm_kernel_error(made, exact, size, unit)
+        assert error.maximum <= 1.0, (m, n, k, error)
+
+
+def normalized(
+    path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
+    output: Granularity, tmp_path: Path, *, reverse: bool = False,
+) -> Tensor | QuantizedTensor:  # fmt: skip
+    """What a program makes of rows of both operands, ``[m, n]``."""
+    (m, k), n, form = left.shape, right.shape[0], left.format
+    assert left.scale is not None and right.scale is not None
+    pitch, out_pitch = -(-k // 16) * 16, -(-n // 16) * 16
+    if output is Granularity.NONE:
+        out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+    else:
+        out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
+    groups = -(-n // 128) if output is Granularity.GROUP else 1
+    of_out = torch.full((groups, m), math.nan)
+    if output is Granularity.TENSOR:
+        of_out = torch.tensor([[GIVEN_SCALE]])
+    given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
+    buffers = [
+        whole_rows(left), left.scale.t().contiguous(), whole_rows(right), right.scale.contiguous(),
+        out, of_out,
+        *(torch.empty(0) if x is None else x for x in given),
+    ]  # fmt: skip
+    strides = [m, right.scale.shape[1]] if left.granularity is Granularity.GROUP else [0, 0]
+    found = launch(path, -(-m // 64), buffers, [m, n, k, pitch, pitch, out_pitch, *strides, m],
+                   tmp_path, reverse=reverse)  # fmt: skip
+    if output is Granularity.NONE:
+        assert (found[4][:, n:] == 7).all(), "it writes between the rows"
+        return found[4][:, :n]
+    assert (found[4][:, n:] == form.nan_byte).all(), "it writes between the rows"
+    scale = output.empty_scale(m, n, torch.device("cpu")).copy_(found[5].t())
+    return QuantizedTensor.packed(found[4][:, :n].view(form.dtype), scale, output)
+
+
+# --- through the launchers
+
+
+class HostLaunch:
+    """Takes the place of a HipLaunch and runs the same program on the CPU."""
+
+    def __init__(self, gpu: str, tmp_path: Path, made: Program, **kinds: Any) -> None:
+        self._kinds = kinds
+        self._path = program(made.entry, gpu, dict(made.macros), folder())
+        self._tmp_path = tmp_path
+
+    def __call__(
+        self, blocks: int, pointers: Sequence[Tensor | None], scalars: Sequence[int]
+    ) -> None:
+        assert len(pointers) == self._kinds["pointers"]
+        assert len(scalars) == len(self._kinds["scalars"]) and self._kinds["threads"] == BLOCK
+        nothing = torch.empty(0, dtype=torch.uint8)
+        whole = [nothing if pointer is None else bytes_of(pointer) for pointer in pointers]
+        found = launch(self._path, blocks, whole, scalars, self._tmp_path)
+        for own, after in zip(whole, found, strict=True):
+            own.copy_(after)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """All bytes from where a tensor begins to the end of its memory, as they lie."""
+    storage = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
+    return storage[x.storage_offset() * x.element_size() :]
+
+
+@pytest.fixture(params=sorted(FORMATS))
+def amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Device:
+    on_host = functools.partial(HostLaunch, request.param, tmp_path)
+    for module in (dequantize, gemm_norm, quantize, scaled_gemm):
+        monkeypatch.setattr(module, "HipLaunch", on_host)
+        monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
+    return Device("amd", "AMD Instinct", request.param, 304, 192)
+
+
+def case_problems(fp8: Format) -> Iterator[Problem]:
+    a = {form: Operand(form) for form in (Format.BFLOAT16, Format.FLOAT32)}
+    mx = fp8 is Format.E4M3FN
+    for granularity in (Granularity.ROW, Granularity.GROUP, Granularity.MX)[: 2 + mx]:
+        for form, operand in a.items():
+            fields: dict[str, Any] = {"out_format": fp8, "out_granularity": granularity}
+            yield make_problem("quantize", (37, 200), a=operand, **fields)
+            yield make_problem("dequantize", (37, 200), a=Operand(fp8, granularity),
+                               out_format=form)  # fmt: skip
+    for scales in list(SCALES.values())[: 2 + mx]:
+        for epilogue in ("none", "bias"):
+            for shape in ((70, 136, 272), (5, 8, 16)):
+                left, right = Operand(fp8, scales[0]), Operand(fp8, scales[1], Layout.COLUMN)
+                yield make_problem("scaled_gemm", shape, a=left, b=right, epilogue=epilogue)
+
+
+WITH_NORM = {
+    "bias+layer+affine": ((70, 136, 272), Granularity.NONE),
+    "rms+silu": ((33, 40, 96), Granularity.ROW),
+    "bias+block_rms(64)+hardswish": ((5, 192, 128), Granularity.GROUP),
+    "block_rms(32)+relu": ((64, 64, 48), Granularity.TENSOR),
+    "none": ((3, 8, 16), Granularity.NONE),
+}
+
+
+def norm_problems(fp8: Format) -> Iterator[Problem]:
+    for number, (epilogue, (shape, output)) in enumerate(WITH_NORM.items()):
+        scales = SCALES["row" if number else "group"]
+        left, right = Operand(fp8, scales[0]), Operand(fp8, scales[1], Layout.COLUMN)
+        form = Format.BFLOAT16 if output is Granularity.NONE else fp8
+        yield make_problem("gemm_norm", shape, a=left, b=right, epilogue=epilogue, out_format=form,
+                           out_granularity=output)  # fmt: skip
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("amd", ["gfx950"], indirect=True)  # both run in the tests above
+def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
+    """Through the operands and the check of the bench, on every kernel of the registry here."""
+    seen = {"hip.dequantize_tensor", "hip.dequantize_block"}  # in the next test
+    own = {name for name, k in KERNELS.items() if k.language == "hip" and not k.parts}
+    form = FORMATS[amd.architecture]
+    for problem in (*case_problems(form), *norm_problems(form)):
+        for name, kernel in KERNELS.items():
+            if name not in own or isinstance(kernel.supports(problem, amd), Rejected):
+                continue
+            seen.add(name)
+            operands = operands_of(problem, "X5", torch.device("cpu"), amd, cold=False)
+            operands.poison()
+            contender_of(operands, kernel).calls[0]()
+            error, wrong = operands.check(kernel)
+            assert not wrong, f"{name} at {problem}: {wrong} ({error})"
+    assert seen == own
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.BLOCK])
+def test_dequantize_takes_every_scale(amd: Device, granularity: Granularity) -> None:
+    launch = KERNELS[f"hip.dequantize_{granularity.suffix}"].launch
+    for rows, columns in (*SIZES, (200, 300)):
+        x = numerics.quantize(
+            hostile(rows, columns, torch.float32), FORMATS[amd.architecture], granularity
+        )
+        out = torch.full((rows, columns), 7.0, dtype=torch.bfloat16)
+        launch(x.data, x.scale, out, ())
+        exact = numerics.dequantize(x, torch.bfloat16)
+        assert torch.equal(out.isnan(), exact.isnan())
+        assert torch.equal(out.nan_to_num(nan=0.0), exact.nan_to_num(nan=0.0)), (rows, columns)
+
+
+@pytest.mark.parametrize("gpu", FORMATS)
+def test_what_the_kernels_cannot_do_is_refused(gpu: str) -> None:
+    """The format of the other generation above all: its bits would mean half or twice as much."""
+    device = Device("amd", "AMD Instinct", gpu, 304, 192)
+    own = FORMATS[gpu]
+    (other,) = set(FORMATS.values()) - {own}
+    for problem in (*case_problems(own), *norm_problems(own)):
+        for name, kernel in KERNELS.items():
+            if kernel.language != "hip" or isinstance(kernel.supports(problem, device), Rejected):
+                continue
+            changes: list[dict[str, Any]] = [{"a": replace(problem.a, layout=Layout.COLUMN)}]
+            if problem.op == "quantize":
+                changes.append({"out_format": other})
+            else:
+                changes.append({"a": replace(problem.a, format=other)})
+                changes.append({"a": replace(problem.a, alignment=8)})
+            for change in changes:
+                answer = kernel.supports(replace(problem, **change), device)
+                assert isinstance(answer, Rejected) and answer.reason, (name, change)
+
+
+# --- the largest launches
+
+GRID = 2**32  # threads: HIP takes grids of fewer
+META = torch.device("meta")
+
+
+def tall(name: str, m: int, n: int, k: int, form: Format) -> Problem:
+    """A problem of m rows for a kernel: columns k, and n of products."""
+    kernel = KERNELS[name]
+    own = Operand(form, kernel.granularity)
+    if kernel.op == "quantize":
+        return make_problem("quantize", (m, k), out_format=form, out_granularity=kernel.granularity)
+    if kernel.op == "dequantize":
+        return make_problem("dequantize", (m, k), a=own)
+    of_b = Operand(form, kernel.b_granularity, Layout.COLUMN)
+    return make_problem(kernel.op, (m, n, k), a=own, b=of_b)
+
+
+def launch_on_meta(name: str, problem: Problem) -> None:
+    """Launch a kernel on operands without memory."""
+    kernel, (m, n, k) = KERNELS[name], (problem.m, problem.n, problem.k)
+
+    def quantized(rows: int, columns: int, granularity: Granularity) -> QuantizedTensor:
+        form = problem.out_format if kernel.op == "quantize" else problem.a.format
+        scale = granularity.empty_scale(rows, columns, META)
+        return QuantizedTensor(empty_data(rows, columns, form.dtype, META), scale, granularity)
+
+    a = quantized(m, k, kernel.granularity)
+    if kernel.op in ("quantize", "dequantize"):
+        x = torch.empty((m, k), dtype=torch.bfloat16, device=META)
+        operands = (x, a.data, a.scale) if kernel.op == "quantize" else (a.data, a.scale, x)
+        kernel.launch(*operands, ())
+        return
+    b, out = quantized(n, k, kernel.b_granularity), torch.empty((m, n), dtype=torch.bfloat16,
+                                                                device=META)  # fmt: skip
+    if kernel.op == "gemm_norm":
+        kernel.launch(a, b.t(), out, NormEpilogue(norm_named("none")), (torch.empty(3, n),))
+    else:
+        kernel.launch(a.data, a.scale, b.data.t(), b.t().scale, out, None, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "threads_of_rows"),  # threads, and the rows that they are for
+    [
+        ("quantize_row", 1, 8, (64, 1)), ("quantize_group", 1, 200, (32, 1)),
+        ("quantize_mx", 1, 40, (8, 1)), ("dequantize_tensor", 1, 200, (13, 1)),
+        ("dequantize_row", 1, 40, (3, 1)), ("dequantize_group", 1, 140, (9, 1)),
+        ("dequantize_block", 1, 70, (5, 1)), ("dequantize_mx", 1, 40, (3, 1)),
+        ("scaled_gemm_row", 8, 16, (256, 32)), ("scaled_gemm_block", 300, 16, (768, 128)),
+        ("scaled_gemm_mx", 8, 16, (256, 32)), ("gemm_norm_row", 64, 16, (256, 64)),
+        ("gemm_norm_block", 8, 16, (256, 64)),
+    ],
+)  # fmt: skip
+def test_a_grid_that_hip_does_not_launch_is_refused(
+    name: str, n: int, k: int, threads_of_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tallest problem that is taken is launched, one row more is refused with a reason."""
+    grids: list[int] = []
+
+    def launch(self: HipLaunch, blocks: int, pointers: Any, scalars: Any) -> None:
+        self.packed((*(0 for _ in pointers), *scalars))  # raises where one does not fit
+        grids.append(blocks * BLOCK)
+
+    monkeypatch.setattr(HipLaunch, "__call__", launch)
+    monkeypatch.setattr(jit, "compute_units", lambda _: 304)
+    device = Device("amd", "AMD Instinct", "gfx950", 304, 288)
+    kernel, form = KERNELS[f"hip.{name}"], FORMATS["gfx950"]
+    threads, rows = threads_of_rows
+    tallest = (GRID // BLOCK - 1) * BLOCK // threads * rows
+    taken, refused = (tall(kernel.name, m, n, k, form) for m in (tallest, tallest + 1))
+    assert kernel.supports(taken, device) == ACCEPTED
+    answer = kernel.supports(refused, device)
+    assert isinstance(answer, Rejected) and "2^32 threads" in answer.reason
+    for problem in (taken, refused):
+        launch_on_meta(kernel.name, problem)
+    assert grids[0] < GRID <= grids[1]
+
+
+LARGE = {  # rows and columns of a that 32 bits count, what they do not, and kernels with a limit
+    "rows": ((2**20, 16), (2**31, 16), "hip."),
+    "columns": ((1, 2**31 - 1024), (1, 2**31 - 1023), "hip."),
+    "scales": ((2**24 - 4, 2**14), (2**24 - 3, 2**14), "hip.scaled_gemm_block hip.gemm_norm_block"),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+def test_what_32_bits_do_not_count_is_refused(what: str) -> None:
+    device = Device("amd", "AMD Instinct", "gfx950", 304, 288)
+    taken, refused, names = LARGE[what]
+    limited = [name for name, kernel in KERNELS.items() if not kernel.parts
+               and name.startswith(tuple(names.split()))]  # fmt: skip
+    assert len(limited) in (2, 13)
+    for name in limited:
+        by_shape = [tall(name, m, 8, k, FORMATS["gfx950"]) for m, k in (taken, refused)]
+        assert KERNELS[name].supports(by_shape[0], device) == ACCEPTED, name
+        answer = KERNELS[name].supports(by_shape[1], device)
+        assert isinstance(answer, Rejected) and "in 32 bits" in answer.reason, name
+
+
+# --- without a GPU: HIP's interface
+
+
+def test_arguments_are_packed_as_hip_wants_them() -> None:
+    launch = HipLaunch(Program("x.hip", "x"), pointers=2, scalars="iqif", threads=64)
+    memory, table = launch.packed((0x1234, 0, 7, -(2**40), 9, 0.5))
+    kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_int,
+             ctypes.c_float)  # fmt: skip
+    found = [kind.from_address(at).value for kind, at in zip(kinds, table, strict=True)]
+    assert found == [0x1234, None, 7, -(2**40), 9, 0.5]
+    assert all(at % ctypes.sizeof(kind) == 0 for kind, at in zip(kinds, table, strict=True))
+    assert len(memory) == struct.calcsize("PPiqif")
+
+
+def test_a_launch_is_what_the_module_interface_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Runtime:
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> int:
+                calls.append((name, *arguments))
+                return int(name == "hipModuleLaunchKernel" and arguments[1] > 100)
+
+            return call
+
+        hipGetErrorString = staticmethod(lambda _failed: b"invalid configuration")
+
+    made = Program(str(KERNELS_FOLDER / "quantize.hip"), "quantize")
+    monkeypatch.setattr(hip, "_runtime", lambda: Runtime())
+    monkeypatch.setattr(hip, "code_object", lambda program, architecture: b"code")
+    monkeypatch.setattr(hip, "current_device", lambda *_: Device("amd", "A", "gfx942", 1, 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=77))
+    tensor: Any = SimpleNamespace(is_meta=False, get_device=lambda: 0, data_ptr=lambda: 4096)
+    run = HipLaunch(made, pointers=2, scalars="i", threads=256)
+    for _ in range(2):
+        run(3, (tensor, None), (5,))
+    names = [call[0] for call in calls]
+    assert names == ["hipModuleLoadData", "hipModuleGetFunction", *["hipModuleLaunchKernel"] * 2]
+    _, _function, *grid, stream, _table, extra = calls[-1]
+    assert grid == [3, 1, 1, 256, 1, 1, 0] and stream.value == 77 and extra is None
+    with pytest.raises(LaunchError, match=r"of quantize\.hip:quantize, 101 blocks: invalid config"):
+        run(101, (tensor, None), (5,))
+    with pytest.raises(LaunchError, match="bound for"):
+        run(1, (tensor,), (5,))
+
+
+def test_without_rocm_a_launch_says_what_is_missing() -> None:
+    made = Program(str(KERNELS_FOLDER / "quantize.hip"), "quantize")
+    with pytest.raises(CompilationError, match=r"HIP kernels need ROCm's libhiprtc\.so"):
+        hip.code_object(made, "gfx942")

@@ -1,0 +1,87 @@
+"""Errors as a sweep measures them: on draws of rows, or of samples where these are summed over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lokakern import numerics
+from lokakern.measure.accuracy import Cell, cells_for, measure_cells
+from lokakern.measure.operand_cache import operand_digest
+from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.schema.records import AccuracyRecord
+from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem
+from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
+from lokakern.workloads.gemm_cases import grad_weight_case
+
+load_kernels()
+CPU = torch.device("cpu")
+HERE = Device("cpu", "some CPU", "x86_64", 2, 16)
+E4M3 = Format.E4M3FN
+
+
+def measured(kernel: Kernel, problem: Problem, distribution: str = "X12") -> AccuracyRecord:
+    cells = cells_for([(kernel, problem)], HERE, [distribution], seeds=[5])
+    assert len(cells) == 1
+    return record_of(cells[0])
+
+
+def record_of(cell: Cell) -> AccuracyRecord:
+    found: dict[int, AccuracyRecord] = {}
+    measure_cells([cell], CPU, HERE, lambda *_: True, found.__setitem__)
+    return found[0]
+
+
+@pytest.mark.parametrize("scales", ["row", "group"])
+def test_weight_gradients_are_drawn_by_sample(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of a row span samples; sums of more samples than 1024 have the error of those."""
+    monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 96)
+    kernel = KERNELS[f"torch.quantize_{scales}+torch.emulated_{scales}"]
+    problem = grad_weight_case(5000, 48, 40).problem
+    found = measured(kernel, problem)
+    assert (found.status, found.rows) == ("ok", 96)
+    assert found.errors is not None
+    assert found.errors == measured(kernel, replace(problem, m=7, k=1024)).errors
+    recipe = distribution_named("X12")
+    dy = draw_rows(recipe, 1024, 96, 5).float().bfloat16()
+    x = draw_weight(recipe, 1024, 40, 5).float().bfloat16()
+    left = numerics.quantize(dy.t(), E4M3, kernel.granularity)
+    right = numerics.quantize(x.t(), E4M3, kernel.b_granularity)
+    out = numerics.dequantize(left) @ numerics.dequantize(right).t()
+    wanted = numerics.measure_errors(out.bfloat16(), dy.t().double() @ x.double())
+    assert found.errors.row_err == pytest.approx(wanted.row_err, rel=1e-3)
+    short = accuracy_problem(grad_weight_case(300, 48, 40).problem, E4M3)
+    assert sums_over_samples(short) and short.k == 300
+
+
+def test_fast_sums_over_samples_are_refused() -> None:
+    kernel = KERNELS["cuda.quantize_row+torch.scaled_mm_row_fast"]
+    h200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+    answer = kernel.supports(grad_weight_case(2048, 64, 64).problem, h200)
+    assert "are promoted" in answer.reason  # type: ignore[union-attr]
+
+
+def test_an_fp8_output_errs_more_and_is_judged_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 96)
+    kernel = KERNELS["torch.emulated_row"]
+    wide = make_problem("scaled_gemm", (64, 48, 256))
+    small = replace(wide, out_format=E4M3, out_granularity=Granularity.TENSOR, epilogue="relu")
+    before, after = (measured(kernel, p, "X1").errors for p in (wide, small))
+    assert before is not None and after is not None
+    assert 0.03 < before.row_err < 0.04 < after.row_err < 0.06
+    added = replace(
+        wide, out_format=Format.FLOAT32, accumulate=True, epilogue="bias",
+        a=Operand(Format.E5M2, Granularity.ROW),
+        b=Operand(E4M3, Granularity.ROW, Layout.COLUMN),
+    )  # fmt: skip
+    errors = measured(kernel, added, "X1").errors
+    assert errors is not None and 0.05 < errors.row_err < 0.07
+
+
+def test_a_digest_of_operands_is_of_their_numbers_however_they_lie() -> None:
+    x = torch.randn(1, 5)
+    assert operand_digest(x.t()) == operand_digest(x.flatten())  # of strides (1, 5) before
+    assert operand_digest(x, None) != operand_digest(2 * x)

@@ -1,0 +1,715 @@
+"""`Linear` on its routes: what it computes, when weights are quantized, and who may wrap it.
+
+Kernels of an H200 are emulated here; m from 16 on is quantized, less is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import aot_module_simplified, make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from lokakern import numerics
+from lokakern.errors import UnknownNameError
+from lokakern.nn import linear, routed_matmul
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import PLAIN, emulation_of, kernel_at, read_route, route_text
+from lokakern.registry.register import kernel_named
+from lokakern.types import Format, Granularity
+
+SEEDS = (0,)
+ROW_KERNEL = "cuda.quantize_row+cuda.scaled_gemm_row"
+GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"
+BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
+ROW, GROUP, BLOCK = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
+BY_ROW = route_text(ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
+BY_TRITON = route_text(ROW, *[[(0, "triton.quantize_row+triton.scaled_gemm_row")]] * 2)
+BY_BLOCK = route_text(BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
+BY_GROUP = route_text(Granularity.NONE, [(0, ""), (16, GROUP_KERNEL)], [(0, "")])
+ROUTES = (BY_ROW, BY_ROW, BY_GROUP)
+M, N, K = 48, 40, 64
+
+
+def layer_of(routes: tuple[str, str, str] = ROUTES, n: int = N, k: int = K, bias: bool = True,
+             dtype: torch.dtype = torch.bfloat16) -> Linear:  # fmt: skip
+    torch.manual_seed(0)
+    layer = Linear(k, n, bias, dtype=dtype)
+    layer.take_routes(routes, layer.weight)
+    return layer
+
+
+def plain_of(layer: nn.Linear) -> nn.Linear:
+    plain = nn.Linear(
+        layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype
+    )
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "norm" not in k})
+    return plain
+
+
+def rows(m: int = M, k: int = K, seed: int = 1) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def passed(call: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """The output and all gradients of a call."""
+    x = x.clone().requires_grad_()
+    y = call(x)
+    y.backward(gradient)
+    found = [y.detach(), x.grad, *(p.grad for p in call.parameters())]
+    call.zero_grad()
+    return [f for f in found if f is not None]
+
+
+def rounded(x: Tensor, scales: Granularity) -> Tensor:
+    """What is left of a matrix that is quantized along its rows, float64."""
+    return numerics.dequantize(numerics.quantize(x, Format.E4M3FN, scales)).double()
+
+
+def assert_close(found: Tensor, exact: Tensor) -> None:
+    """Within the rounding of the output to bfloat16, and float32 sums."""
+    assert found.shape == exact.shape
+    scale = exact.abs().max().clamp(min=1e-30)
+    assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * scale).all()
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize(("n", "k"), [(N, K), (37, 51), (1, 3), (130, 257)])
+def test_each_product_is_that_of_its_quantized_operands(n: int, k: int) -> None:
+    layer = layer_of(n=n, k=k)
+    x, gradient = rows(k=k), rows(k=n, seed=2)
+    y, grad_x, grad_weight, grad_bias = passed(layer, x, gradient)
+    w = layer.weight.detach()
+    assert_close(y, rounded(x, ROW) @ rounded(w, ROW).t() + layer.bias.detach().double())
+    assert_close(grad_x, rounded(gradient, ROW) @ rounded(w.t(), ROW).t())
+    assert_close(grad_weight, rounded(gradient.t(), GROUP) @ rounded(x.t(), GROUP).t())
+    assert_close(grad_bias, gradient.double().sum(0))
+
+
+def test_scales_of_blocks_and_no_bias() -> None:
+    layer = layer_of((BY_BLOCK, BY_BLOCK, PLAIN), 130, 257, bias=False)
+    x, gradient = rows(7, 257), rows(7, 130, seed=2)
+    y, grad_x, grad_weight = passed(layer, x, gradient)
+    w = layer.weight.detach()
+    assert_close(y, rounded(x, GROUP) @ rounded(w, BLOCK).t())
+    assert_close(grad_x, rounded(gradient, GROUP) @ rounded(w.t(), BLOCK).t())
+    assert_close(grad_weight, gradient.double().t() @ x.double())
+
+
+@pytest.mark.parametrize("routes", [(PLAIN, PLAIN, PLAIN), ROUTES])
+@pytest.mark.parametrize("m", [0, 1, 8])
+def test_where_nothing_is_quantized_it_is_torchs_layer_to_the_bit(
+    m: int, routes: tuple[str, str, str]
+) -> None:
+    layer = layer_of(routes)
+    x, gradient = rows(m), rows(m, N, seed=2)
+    assert same(passed(layer, x, gradient), passed(plain_of(layer), x, gradient))
+
+
+def strided(m: int) -> list[Tensor]:
+    """Rows in every order in which they come, ``[..., K]``."""
+    x = rows(m)
+    return [
+        x, x.view(2, m // 2, K), x.view(2, 2, m // 4, K), x.view(m // 4, 4, K).transpose(0, 1),
+        x.t().contiguous().t(), torch.cat([x, x], 1).view(m, 2, K)[:, 1:],
+        x[:1].expand(m, K), x.view(m // 4, 2, 2, K).permute(2, 0, 1, 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("place", range(8))
+def test_however_rows_lie_what_is_not_quantized_is_torchs_to_the_bit(
+    place: int, is_trained: bool, bias: bool
+) -> None:
+    layer = layer_of(bias=bias)
+    plain = plain_of(layer)
+    layer.requires_grad_(is_trained)
+    plain.requires_grad_(is_trained)
+    x = strided(12)[place]
+    gradient = torch.randn(*x.shape[:-1], N).bfloat16()
+    assert same(passed(layer, x, gradient), passed(plain, x, gradient))
+    with torch.no_grad():
+        assert torch.equal(layer(x), plain(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        wide, other = layer.float(), plain.float()
+        assert same(passed(wide, x.float(), gradient), passed(other, x.float(), gradient))
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("routes", [(PLAIN, BY_ROW, PLAIN), (BY_ROW, PLAIN, PLAIN)], ids=str)
+def test_one_product_of_a_layer_that_is_quantized_leaves_the_others_bits(
+    routes: tuple[str, str, str], place: int
+) -> None:
+    layer = layer_of(routes)
+    x = strided(48)[place]
+    gradient = torch.randn(*x.shape[:-1], N).bfloat16()
+    found, plain = passed(layer, x, gradient), passed(plain_of(layer), x, gradient)
+    are_equal = [torch.equal(a, b) for a, b in zip(found, plain, strict=True)]
+    assert are_equal == [not routes[0], not routes[1], True, True]
+
+
+def test_a_compiler_that_does_not_know_m_gets_the_bits_of_strided_rows_too() -> None:
+    torch._dynamo.reset()
+    layer = layer_of()
+    plain = plain_of(layer)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for m in (12, 8):
+        x = rows(m).view(m // 4, 4, K).transpose(0, 1)
+        assert torch.equal(compiled(x), plain(x))
+    assert counter.frame_count == 1
+
+
+def test_products_are_chosen_apart() -> None:
+    for place in range(3):
+        routes = [PLAIN] * 3
+        routes[place] = ROUTES[place]
+        layer = layer_of((routes[0], routes[1], routes[2]))
+        found = passed(layer, rows(), rows(k=N, seed=2))
+        plain = passed(plain_of(layer), rows(), rows(k=N, seed=2))
+        whole = passed(layer_of(), rows(), rows(k=N, seed=2))
+        for number in range(3):
+            expected = whole if number == place else plain
+            assert torch.equal(found[number], expected[number]), (place, number)
+
+
+def test_a_row_that_is_not_finite_stays_alone_and_rows_of_zeros_stay_zero() -> None:
+    layer = layer_of(bias=False)
+    x = rows()
+    x[3] = 0.0
+    x[5, 7], x[6, 0] = float("nan"), float("inf")
+    with torch.no_grad():
+        y = layer(x)
+    assert (y[3] == 0).all()
+    assert y[5:7].isnan().all()
+    others = [i for i in range(M) if i not in (5, 6)]
+    assert torch.equal(y[others], layer(rows_without(x, 5, 6)).detach()[others])
+
+
+def rows_without(x: Tensor, *places: int) -> Tensor:
+    x = x.clone()
+    x[list(places)] = 0.0
+    return x
+
+
+def test_any_axes_and_strides() -> None:
+    layer = layer_of()
+    x = rows(96)
+    expected = layer(x)
+    assert torch.equal(layer(x.view(2, 3, 16, K)), expected.view(2, 3, 16, N))
+    assert torch.equal(layer(x.t().contiguous().t()), expected)
+    wide = torch.cat([rows(96, 1), x], 1)[:, 1:]  # every row askew
+    assert torch.equal(layer(wide), expected)
+    y = layer(x.clone().requires_grad_())
+    y.sum().backward()  # the gradient is one element, expanded
+    assert_close(layer.bias.grad, torch.full((N,), 96.0).double())
+
+
+def test_autocast_quantizes_bfloat16_and_nothing_else() -> None:
+    layer = layer_of(dtype=torch.float32)
+    plain = plain_of(layer)
+    x = rows().float()
+    assert torch.equal(layer(x), plain(x))  # float32 products were never measured
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(layer(x), plain(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        y.float().square().sum().backward()
+    w = layer.weight.detach()  # which is rounded once
+    bias = layer.bias.detach().bfloat16().double()
+    assert y.dtype == torch.bfloat16
+    assert_close(y.detach(), rounded(x.bfloat16(), ROW) @ rounded(w, ROW).t() + bias)
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(rows())  # as nn.Linear: nobody casts
+
+
+def test_a_weight_may_change_before_the_backward_pass() -> None:
+    """As of nn.Linear under autocast: what was multiplied counts."""
+    gradients = []
+    for changes in (False, True):
+        layer, x = layer_of(dtype=torch.float32), rows().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        if changes:
+            with torch.no_grad():
+                layer.weight.mul_(3.0)
+        gradients.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
+    assert same(list(gradients[0]), list(gradients[1]))
+
+
+def test_routes_are_text_that_is_read_again() -> None:
+    assert read_route(BY_ROW) == (ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
+    assert [kernel_at(BY_ROW, m) for m in (0, 15, 16, 17, 4096)] == ["", "", *[ROW_KERNEL] * 3]
+    assert kernel_at(PLAIN, 5) == "" and route_text(ROW, [(0, "")], [(0, "")]) == PLAIN
+    assert emulation_of(kernel_named(BLOCK_KERNEL)).b_granularity is BLOCK
+    layer = layer_of((BY_ROW.replace("scaled_gemm_row", "nobody"), PLAIN, PLAIN))
+    with pytest.raises(UnknownNameError, match=r"nobody.* is not registered"):
+        layer(rows())
+
+
+# ---- compiled ----
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    layer = layer_of(dtype=dtype)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, gradient = rows().to(dtype), rows(k=N, seed=2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+        expected, found = (passed(call, x, gradient) for call in (layer, compiled))
+        with torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("route", "m", "n", "k", "is_here"),
+    [
+        (BY_ROW, 48, 40, 64, True), (BY_BLOCK, 48, 40, 256, True),
+        (BY_ROW, 16, 16, 8192, True), (BY_BLOCK, 16, 128, 8320, True),
+        (BY_ROW, 16, 16, 8208, False),  # left to a quantizer that reads long rows once
+        (BY_TRITON, 16, 16, 8208, True),
+        (BY_ROW, 48, 40, 72, False), (BY_BLOCK, 48, 40, 192, False), (BY_BLOCK, 6, 40, 256, False),
+    ],
+)  # fmt: skip
+def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
+    route: str, m: int, n: int, k: int, is_here: bool
+) -> None:
+    """To the bit as kernels do, and then nothing in bfloat16 is asked for.
+
+    Under a scale that is known, long rows, too.
+    """
+    torch._dynamo.reset()
+    layer = layer_of((route, PLAIN, PLAIN), n=n, k=k)
+    given = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+            asked = torch.ops.lokakern.routed_gemm.default
+            given.extend(node.args[:2] for node in graph.graph.nodes if node.target is asked)
+            return make_boxed_func(graph.forward)
+
+        return aot_module_simplified(graph, inputs, fw_compiler=look)
+
+    x = rows(m, k)
+    x[1], x[2, 3], x[4, 5] = 0.0, float("nan"), float("inf")
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for call in (x, x.t().contiguous().t()):  # however it lies
+        for scale in ("", "0.02"):
+            with torch.no_grad():
+                found, expected = compiled(call, scale), layer(call, scale)
+            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    is_apart = is_here or k > routed_matmul.LONGEST_HERE  # from the product
+    assert [a is None for a, _ in given] == [is_here, is_apart] * 2
+    assert [b is None for _, b in given] == [is_apart] * 4
+
+
+@pytest.mark.parametrize("m", [8, 48])
+@pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, PLAIN)], ids=["all", "output"])
+def test_compiled_too_what_no_kernel_quantizes_is_torchs_layer(
+    m: int, routes: tuple[str, str, str]
+) -> None:
+    """Where m is known the graph has no op of ours."""
+    torch._dynamo.reset()
+    layer, ops = layer_of(routes), []
+
+    def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return aot_module_simplified(graph, inputs, fw_compiler=look)
+
+    x, gradient = rows(2 * m).view(2, m, K).transpose(0, 1), rows(2 * m, N, 2).view(m, 2, N)
+    x = x[: m // 4] if m == 8 else x
+    gradient = gradient[: len(x)]
+    found = passed(torch.compile(layer, backend=backend, fullgraph=True), x, gradient)
+    assert any("lokakern" in op for op in ops) == (m == 48)
+    if m == 8:
+        assert same(found, passed(plain_of(layer), x, gradient))
+
+
+@pytest.mark.parametrize("route", [BY_ROW, BY_BLOCK])
+def test_a_gradient_that_lies_by_columns_is_quantized_alike(route: str) -> None:
+    torch._dynamo.reset()
+    layer = layer_of((route, route, PLAIN), n=256, k=256)
+
+    def turned(x: Tensor) -> Tensor:
+        return layer(x).t().contiguous() * 3.0
+
+    x = rows(k=256).requires_grad_()
+    found = []
+    for call in (turned, torch.compile(turned, backend="aot_eager", fullgraph=True)):
+        y = call(x)
+        found.append((y.detach(), *torch.autograd.grad(y.float().square().sum(), x)))
+    assert same(list(found[0]), list(found[1]))
+
+
+@pytest.mark.parametrize(("n", "start", "pitch"), [(N, 8, 96), (N, 3, 96), (N, 8, 77), (37, 8, 96)])
+def test_gradients_that_are_slices_are_quantized_alike(n: int, start: int, pitch: int) -> None:
+    layer = layer_of(n=n)
+    gradient = rows(k=n, seed=2)
+    wide = torch.full((M, pitch), float("nan")).bfloat16()
+    wide[:, start : start + n] = gradient
+    tall = torch.full((pitch, M + 8), float("nan")).bfloat16()
+    tall[start : start + n, :M] = gradient.t()
+    expected = passed(layer, rows(), gradient)
+    for given in (wide[:, start : start + n], tall[start : start + n, :M].t()):
+        assert same(passed(layer, rows(), given), expected)
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["quantizer of ours", "library"])
+def test_kernels_get_slices_as_they_lie_if_they_read_them(
+    monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    cpu = torch.device("cpu")
+    ways = routed_matmul._ways(BY_GROUP, cpu)
+    kernel = ways.kernels[0][1]
+    assert kernel is not None and kernel.parts
+    given = []
+
+    def launch(a: Tensor, *others: Any) -> None:
+        given.append((a.data_ptr(), a.stride()))
+        kernel.launch(a, *others)
+
+    spied = replace(kernel, launch=launch, parts=kernel.parts if is_ours else ())
+    both = ([None, spied], ways.kernels[1])
+    monkeypatch.setitem(routed_matmul._WAYS, (BY_GROUP, cpu), ways._replace(kernels=both))
+    wide = rows(k=96, seed=2)
+    gradient = wide[:, 8 : 8 + N]
+    found = torch.ops.lokakern.weight_gradient(gradient, rows(), BY_GROUP)
+    ((place, stride),) = given
+    assert (place == gradient.data_ptr()) == is_ours and stride == (1, 96 if is_ours else N)
+    expected = torch.ops.lokakern.weight_gradient(gradient.contiguous(), rows(), BY_GROUP)
+    assert torch.equal(found, expected)
+
+
+def test_a_compiled_gradient_that_is_a_slice_is_not_copied() -> None:
+    """Of a sum over a concatenation, as the norms of Wukong have: a copy would make it anew."""
+    torch._dynamo.reset()
+    layer, other = layer_of(), rows(k=16)
+    graphs = []
+
+    def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        return aot_module_simplified(graph, inputs, fw_compiler=look)
+
+    def beside(x: Tensor) -> Tensor:
+        return torch.cat([other, layer(x)], 1).relu() * 3.0
+
+    x = rows().requires_grad_()
+    found = []
+    for call in (beside, torch.compile(beside, backend=backend, fullgraph=True)):
+        found.append(torch.autograd.grad(call(x).float().square().sum(), [x, layer.weight]))
+    assert same(list(found[0]), list(found[1]))
+    asked = torch.ops.lokakern.weight_gradient.default
+    (gradient,) = (n.args[0] for n in graphs[-1].graph.nodes if n.target is asked)
+    assert gradient.target is torch.ops.aten.slice.Tensor
+    assert gradient.meta["val"].stride() == (N + 16, 1)
+
+
+def test_a_layer_from_another_process_compiles_as_it_did_there() -> None:
+    layer, x = layer_of(), rows()
+    routed_matmul.prepare_to_be_compiled.cache_clear()
+    del routed_matmul._form_of_left._dynamo_marked_constant  # as in a process that converts nothing
+    torch._dynamo.reset()
+    arrived = pickle.loads(pickle.dumps(layer))
+    compiled = torch.compile(arrived, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+
+
+def test_no_rows_are_multiplied_compiled_too() -> None:
+    torch._dynamo.reset()
+    layer = layer_of((BY_BLOCK, PLAIN, PLAIN), k=256)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        assert compiled(rows(0, 256)).shape == (0, N)
+        assert layer(rows(k=256).t().contiguous().t(), "0.01").isfinite().all()
+
+
+def test_one_graph_serves_all_m_and_each_takes_its_kernel() -> None:
+    torch._dynamo.reset()
+    layer = layer_of()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for m in (96, 8, 33, 16, 15, 4096):  # not k first: sizes that are equal share a symbol
+        assert torch.equal(compiled(rows(m)), layer(rows(m))), m
+    assert counter.frame_count == 1
+
+
+def test_ops_are_what_their_fakes_say() -> None:
+    x, w = rows(), rows(N, seed=3)
+    data, scale = routed_matmul.quantize_weight(w, "row")
+    # Not "test_schema", which subtracts outputs, and FP8 has no difference.
+    check = functools.partial(
+        torch.library.opcheck, test_utils=("test_faketensor", "test_aot_dispatch_dynamic")
+    )
+    for weight in (w, w.t(), w[:, :51].contiguous()):
+        check(torch.ops.lokakern.quantize_weight, (weight, "row"))
+    for a in (x, x.t().contiguous().t()):
+        check(torch.ops.lokakern.routed_gemm, (a, w.t(), data, scale, None, BY_ROW))
+        check(torch.ops.lokakern.weight_gradient, (rows(k=N, seed=2), a, BY_GROUP))
+
+
+# ---- weights in FP8 ----
+
+
+def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
+    layer = layer_of(k=51)
+    x = rows(k=51)
+    with torch.no_grad():
+        expected = layer(x)
+        layer.freeze()
+        assert torch.equal(layer(x), expected)
+        layer.weight.zero_()
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer.float().bfloat16()(x), expected)
+        assert torch.equal(copy.deepcopy(layer)(x), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(layer))(x), expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        assert list(layer.state_dict()) == ["weight", "bias"]
+        other = layer_of(k=51)
+        other.weight.mul_(2.0)
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(x), other(x))
+        layer.thaw()
+        assert torch.equal(layer(x), other(x)) and not list(layer.buffers())
+
+
+def test_inference_turns_what_is_not_quantized_where_that_is_faster() -> None:
+    layer = layer_of((PLAIN,) * 3, k=51)
+    x = rows(k=51).t().contiguous().t()
+    with torch.no_grad():
+        expected = layer(x)
+        layer.freeze()
+        assert [name for name, _ in layer.named_buffers()] == ["held_weight"]
+        assert layer.held_weight.stride() == (1, N) and layer.weight.is_contiguous()
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for call in (layer, compiled, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert torch.equal(call(x), expected)
+        layer.weight.zero_()
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x.contiguous()), plain_of(layer)(x))  # rows are for the parameter
+        assert list(layer.state_dict()) == ["weight", "bias"]
+        other, place = layer_of(k=51), layer.held_weight.data_ptr()
+        other.weight.mul_(2.0)
+        layer.load_state_dict(other.state_dict())
+        assert torch.equal(layer(x), plain_of(other)(x)) and place == layer.held_weight.data_ptr()
+        layer.load_state_dict({n: 3 * p for n, p in other.state_dict().items()}, assign=True)
+        assert torch.equal(layer(x), plain_of(layer)(x)) and layer.held_weight.stride() == (1, N)
+    gradient = rows(k=N, seed=2)
+    assert same(passed(layer, x, gradient), passed(plain_of(layer), x, gradient))
+    layer.thaw()
+    assert not list(layer.buffers()) and torch.equal(layer(x), plain_of(layer)(x))
+
+
+def test_only_what_is_read_askew_along_k_is_turned() -> None:
+    for dtype, n, k, turns in [
+        (torch.bfloat16, 16, 770, True), (torch.float16, 8, 3, True),
+        (torch.bfloat16, 16, 768, False), (torch.bfloat16, 37, 51, False),
+    ]:  # fmt: skip
+        weight = torch.randn(n, k).to(dtype)
+        found = linear.laid_out(weight)
+        assert (found.stride() == (1, n)) == turns and torch.equal(found, weight)
+    wide = layer_of((PLAIN,) * 3, k=51, dtype=torch.float32)  # autocast makes another at each call
+    wide.freeze()
+    assert not list(wide.buffers())
+
+
+@pytest.mark.parametrize("routes", [(PLAIN,) * 3, (BY_ROW,) * 3], ids=["bf16", "row"])
+def test_inference_adds_the_zeros_of_a_weight_once(
+    routes: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of FP8 when the parameter was moved away: before, some m may ask for it in bfloat16."""
+    layer = layer_of(routes, n=37, k=51)
+    layer.padding, layer.is_special = (5, 3), True
+    x = rows(k=51).view(2, M // 2, 51)
+    with torch.no_grad():
+        expected, few = layer(x), layer(x[0, :3])
+        layer.freeze()
+        for name, buffer in layer.named_buffers():
+            assert name == "fp8_scale" or (len(buffer) == 40 and buffer.shape[1] >= 56)
+        assert torch.equal(layer(x), expected) and torch.equal(layer(x[0, :3]), few)
+        place = next(layer.buffers()).data_ptr()
+        layer.weight.zero_()
+        moved = layer.offload(torch.device("cpu"))
+        assert layer.is_offloaded == any(routes) and moved == 0  # from the CPU to the CPU
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_padded", lambda: pytest.fail("padded at a call"))
+            assert torch.equal(layer(x), expected) and torch.equal(layer(x[0]), expected[0])
+            torch.testing.assert_close(layer(x[0, :3]), few, rtol=0.1, atol=0.1)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+        other = layer_of(routes, n=37, k=51)
+        other.weight.mul_(2.0)
+        other.bias.mul_(2.0)
+        layer.load_state_dict(other.state_dict(), assign=True)
+        assert torch.equal(layer(x), 2 * expected) and next(layer.buffers()).data_ptr() == place
+        layer.thaw()
+        assert not list(layer.buffers())
+
+
+def test_padding_may_come_and_go_beside_a_held_weight() -> None:
+    layer = layer_of((PLAIN,) * 3, k=51)  # which is turned
+    plain = plain_of(layer)
+    gradient = rows(k=N, seed=2)
+    for x in (rows(k=51), rows(k=51).t().contiguous().t()):
+        for padding in ((0, 0), (5, 0), (5, 3), (13, 3), (0, 8), (0, 0)):
+            layer.padding, layer.is_special = padding, True
+            with torch.no_grad():
+                expected = plain(x)
+                for _ in range(2):
+                    torch.testing.assert_close(layer(x), expected, rtol=0.01, atol=0.01)
+                    layer.freeze()
+                assert all(b.stride(-1) == 1 for b in layer.buffers() if padding != (0, 0))
+            found = passed(layer, x, gradient)
+            for a, b in zip(found, passed(plain, x, gradient), strict=True):
+                torch.testing.assert_close(a, b, rtol=0.01, atol=0.05)
+
+
+def test_what_is_frozen_again_lies_where_it_was() -> None:
+    layer = layer_of()
+    with torch.no_grad():
+        layer.freeze()
+        places = [b.data_ptr() for b in layer.buffers()]
+        layer.load_state_dict({n: 2 * p for n, p in layer.state_dict().items()})
+        assert len(places) == 2 and places == [b.data_ptr() for b in layer.buffers()]
+        assert torch.equal(layer(rows()), pickle.loads(pickle.dumps(layer))(rows()))
+    with torch.inference_mode():
+        layer.thaw()
+        layer.freeze()
+    layer.load_state_dict({n: 2 * p for n, p in layer.state_dict().items()})
+
+
+def test_rows_may_lie_apart_only_where_kernels_read_them_so() -> None:
+    wide = torch.randn(7, 96).bfloat16()
+    for x, apart, is_kept in [
+        (wide[:, 8:48], True, True), (wide[:, 8:48], False, False), (wide[:, :40].t(), True, False),
+        (wide[:, 3:43], True, False),  # begins askew
+        (torch.randn(7, 77).bfloat16()[:, 8:48], True, False),  # rows do
+        (torch.randn(7, 77).bfloat16()[:, 1:38], True, True),  # which 37 columns do anyway
+        (wide[:1].expand(7, 96), True, False), (wide, False, True),
+    ]:  # fmt: skip
+        found = routed_matmul._laid_out(x, apart)
+        assert (found.data_ptr() == x.data_ptr()) == is_kept
+        assert torch.equal(found, x) and (is_kept or found.is_contiguous())
+    for op in (torch.ops.lokakern.weight_gradient, torch.ops.lokakern.quantize_weight):
+        assert torch.Tag.flexible_layout in op.default.tags
+
+
+def test_checkpoints_go_both_ways() -> None:
+    layer = layer_of()
+    plain = nn.Linear(K, N, dtype=torch.bfloat16)
+    plain.load_state_dict(layer.state_dict())
+    file = io.BytesIO()
+    torch.save(plain.state_dict(), file)
+    file.seek(0)
+    other = Linear(K, N, dtype=torch.bfloat16)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(other(rows()), plain(rows()))
+
+
+def test_copies_keep_their_routes() -> None:
+    layer = layer_of()
+    y = layer(rows())
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(rows()), y)
+
+
+def test_it_says_which_kernel_runs_where() -> None:
+    text = repr(layer_of((BY_ROW, PLAIN, PLAIN)))
+    assert f"output={ROW_KERNEL} at m=16.., grad_input=bf16, grad_weight=bf16" in text
+
+
+# ---- wrapped ----
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(K, 32), nn.ReLU(), Linear(32, N))
+    for layer in model:
+        if isinstance(layer, Linear):
+            layer.take_routes(ROUTES, layer.weight)
+    return model
+
+
+def losses(model: nn.Module, call: nn.Module | None = None, steps: int = 4) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    found = []
+    for step in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = (model if call is None else call)(rows(seed=step).float())
+            loss = (y.float() - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_ddp_fsdp2_and_checkpoints_train_alike() -> None:
+    """To the bit; FSDP2 gathers weights into the same memory, where nothing may be kept."""
+    expected = losses(model_of())
+    assert expected[-1] < expected[0]
+    model = model_of()
+    assert losses(model, nn.parallel.DistributedDataParallel(model)) == expected
+    for reshard in (True, False):
+        model = model_of()
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model:
+            if isinstance(layer, Linear):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh)
+        assert losses(model) == expected
+
+    class Saved(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    saved = Saved(model_of())
+    assert losses(saved) == expected
+    torch._dynamo.reset()
+    saved = Saved(model_of())
+    compiled = torch.compile(saved, backend="aot_eager", fullgraph=True)
+    assert losses(saved, compiled) == expected

@@ -1,0 +1,171 @@
+"""A report as a page: whole, escaped, and from the command line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sqlite3
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lokakern.bench.cli.main import app
+from lokakern.errors import UnsupportedError
+from lokakern.measure import operands
+from lokakern.probe import files
+from lokakern.probe.page import page_of
+from lokakern.probe.report import ProbeReport
+from lokakern.sweep import engine
+from tests.support.inline_worker import run_tasks_here
+from tests.support.probe_sites import drawn, site_of
+
+HOSTILE = """<script>alert("x")</script>' onload='y' {{ 7 * 7 }}"""
+H200 = "NVIDIA H200"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lokakern.problems.ACCURACY_ROWS", 256)
+        yield
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Any]:
+    x, _, w = drawn("X14", 64, 64)
+    sites = {name: site_of(x, w, norm=norm) for name, norm in (("a.b", "layer"), (HOSTILE, ""))}
+    return ProbeReport.of(sites, seeds=(0,), device=H200, steps=4).content()
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text of cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "option" or self.open[-1] == tag:
+            assert self.open.pop() == tag
+        else:
+            raise AssertionError(f"</{tag}> closes {self.open[-1]}")
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_a_page_is_whole_and_needs_nothing_else(content: dict[str, Any]) -> None:
+    text = page_of(content)
+    page = Page(text)
+    assert page.open == []
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("script") == tags.count("style") == 1
+    assert not {"link", "img", "iframe", "object", "embed"} & {*tags}
+    assert not any({"src", "href"} & {*attributes} for _, attributes in page.tags)
+    assert "http://" not in text and "https://" not in text
+    policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv"))
+    assert policy is not None and policy.startswith("default-src 'none'")
+    assert all(a.get("scope") in ("col", "row") for tag, a in page.tags if tag == "th")
+    assert sum("data-safety" in a for _, a in page.tags) == len(content["verdicts"])
+    assert "prefers-color-scheme: dark" in text and "color-scheme: light dark" in text
+
+
+def test_names_of_anybody_are_escaped(content: dict[str, Any]) -> None:
+    hostile = copy.deepcopy(content)
+    for verdict in hostile["verdicts"]:
+        verdict |= {"change": HOSTILE, "notes": [HOSTILE], "best": HOSTILE, "norm": HOSTILE,
+                    "outside": HOSTILE, "pareto": [[HOSTILE, 1.0, 0.1]]}  # fmt: skip
+        verdict["evidence"][HOSTILE] = HOSTILE
+        verdict["classes"][0] |= {"kernel": HOSTILE, "reason": HOSTILE, "scales": HOSTILE}
+    hostile["device"] = hostile["summary"] = HOSTILE
+    for found in (content, hostile):
+        text = page_of(found)
+        assert "<script>alert" not in text
+        assert "onload='y'" not in text  # an attribute
+        page = Page(text)
+        assert HOSTILE in [piece.strip() for piece in page.text]
+        assert not any("onload" in attributes for _, attributes in page.tags)
+        assert [tag for tag, _ in page.tags].count("script") == 1
+
+
+def test_what_is_not_known_is_a_dash_and_nothing_is_an_empty_table(
+    content: dict[str, Any],
+) -> None:
+    bare = copy.deepcopy(content)
+    for verdict in bare["verdicts"]:
+        verdict |= {"bf16_us": None, "bf16_err": None, "classes": [], "best": "", "speed": "",
+                    "pareto": [], "saved_us": 0.0}  # fmt: skip
+    assert "not timed" in page_of(bare)
+    assert Page(page_of(bare | {"verdicts": [], "device": None, "summary": ""})).open == []
+
+
+def test_json_is_all_that_a_page_needs(content: dict[str, Any]) -> None:
+    assert page_of(json.loads(json.dumps(content, allow_nan=False))) == page_of(content)
+
+
+def test_a_saved_probe_is_reported_from_the_command_line(tmp_path: Path) -> None:
+    x, _, w = drawn("X2", 32, 48)
+    path, page = tmp_path / "probe.bin", tmp_path / "probe.html"
+    files.save(path, {"layers.0": site_of(x, w)})
+    run = CliRunner().invoke
+    table = run(app, ["report", "--probe", str(path)])
+    assert table.exit_code == 0 and "layers.0" in table.stdout and "safe" in table.stdout
+    as_json = run(app, ["report", "--probe", str(path), "--json", "--device", H200])
+    assert json.loads(as_json.stdout)["verdicts"][0]["site"] == "layers.0"
+    done = run(app, ["report", "--probe", str(path), "--out", str(page)])
+    assert done.exit_code == 0 and done.stdout == ""
+    assert "layers.0" in page.read_text(encoding="utf-8")
+    for arguments in (
+        ["--probe", str(tmp_path / "no.bin")],
+        ["--probe", str(path), "--device", "a toaster"],
+        ["--probe", str(path), "--out", str(tmp_path / "no" / "page.html")],
+    ):
+        failed = run(app, ["report", *arguments])
+        assert failed.exit_code == 1 and len(failed.stderr.strip().splitlines()) == 1
+
+
+def test_times_are_measured_here_into_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "run_tasks", run_tasks_here)
+    monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
+    x, _, w = drawn("X2", 32, 40)
+    sites = {"a": site_of(x, w)}
+    path = tmp_path / "rows.sqlite"
+    with pytest.raises(UnsupportedError, match="into database="):
+        ProbeReport.of(sites, times=True)
+    with pytest.raises(UnsupportedError, match="device is 'NVIDIA H200'"):
+        ProbeReport.of(sites, times=True, database=path, device=H200)
+    (found,) = ProbeReport.of(sites, seeds=(0,), times=True, database=path, steps=4)
+    assert found.bf16_us is not None and found.speed in ("fast", "tie", "slow")
+    assert all(c.latency_us for c in found.classes if c.scales in ("row", "tensor"))
+    with sqlite3.connect(path) as connection:
+        ask = "SELECT count(*), count(DISTINCT problem) FROM timing"
+        before = connection.execute(ask).fetchone()
+        assert before[1] == 2  # as it is, and with K padded to 48
+        ProbeReport.of(sites, seeds=(0,), times=True, database=path)
+        assert connection.execute(ask).fetchone() == before
+
+
+def test_evidence_is_of_what_was_seen(content: dict[str, Any]) -> None:
+    x, _, w = drawn("X14", 64, 64)
+    evidence = content["verdicts"][0]["evidence"]
+    assert evidence["m_p50"] == evidence["m_p99"] == 256
+    assert evidence["input"]["rows"] == len(x)
+    assert evidence["input"]["amax"] == float(x.abs().max())
+    assert (evidence["sampled_rows"], evidence["unlike_share"]) == (512, 0.0)
+    sizes = w.abs().amax(dim=1).log2()
+    spread = float(torch.quantile(sizes, 0.99) - torch.quantile(sizes, 0.01))
+    assert evidence["weight"]["row_spread_log2"] == pytest.approx(spread, abs=1e-4)

@@ -1,0 +1,81 @@
+"""A Probe on a GPU: under Inductor, beside other streams, and waiting for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lokakern.probe.hooks import SAMPLED_ROWS
+from lokakern.probe.session import Probe
+
+K, N, ROWS = 96, 64, SAMPLED_ROWS
+
+pytestmark = pytest.mark.gpu
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, N), nn.LayerNorm(N), nn.ReLU(), nn.Linear(N, 8)).cuda()
+
+
+def inputs(step: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(step)
+    return torch.randn(ROWS, K, device="cuda", generator=generator) + 1.0
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_sampled_steps_wait_for_nothing_and_learn_what_was_there(compiles: bool) -> None:
+    torch.compiler.reset()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    call = torch.compile(model, fullgraph=True) if compiles else model
+
+    def train(steps: range) -> None:
+        for step in steps:
+            call(batches[step]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    batches = [inputs(step) for step in range(7)]
+    with Probe(model, every=2, weights_every=2) as probe:
+        train(range(3))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train(range(3, 7))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    site = probe.sites()["0"]
+    assert site.sizes == {ROWS: 4} and site.snapshots == 4
+    exact_x = torch.cat(batches[::2])
+    gradients = []
+    for x in batches[::2]:
+        first = model[0](x).detach().requires_grad_()
+        gradients += torch.autograd.grad(model[1:](first).square().mean(), first)
+    for operand, exact in ((site.input, exact_x), (site.grad_output, torch.cat(gradients))):
+        wide, moments = exact.double(), operand.moments
+        variance = moments.squares / (moments.count - 1)
+        assert (moments.mean - wide.mean(dim=0)).norm() < 1e-4 * wide.mean(dim=0).norm()
+        true = wide.var(dim=0)
+        assert (variance - true).norm() < 1e-4 * true.norm()
+        assert operand.rows_seen == len(exact) and operand.nonfinite_rows == 0
+        assert torch.allclose(operand.column_sizes, exact.abs().amax(dim=0), rtol=1e-4)
+    assert torch.equal(site.input.sample.keys, site.grad_output.sample.keys)
+
+
+def test_what_is_captured_in_a_cuda_graph_is_left_alone() -> None:
+    model = model_of()
+    x = inputs(0)
+    with torch.no_grad(), Probe(model, every=1) as probe:
+        for _ in range(3):
+            model(x)
+        seen = dict(probe.sites()["0"].sizes)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(x)
+        for _ in range(3):
+            graph.replay()
+        assert probe.sites()["0"].sizes == seen
+        model(x)
+    assert probe.sites()["0"].sizes[ROWS] > seen[ROWS]

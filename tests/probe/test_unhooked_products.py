@@ -1,0 +1,242 @@
+"""Products outside of sites: by which parameter, how many, and of what share."""
+
+from __future__ import annotations
+
+import runpy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lokakern import Probe
+from lokakern.mods import FuseShared, apply
+from lokakern.probe import session, unhooked_products
+from lokakern.probe.unhooked_products import BETWEEN, products_elsewhere
+
+SEEDS = (0,)
+M, D = 12, 8
+
+
+class Mixed(nn.Module):
+    """Products of every kind; a forward that says which."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(D, D), kind
+        self.own = nn.Parameter(torch.randn(2, D, D))
+        self.table = nn.Embedding(5, D)
+        self.filters = nn.Conv1d(D, 3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.layer(x)
+        parts = h.view(3, 4, D)
+        y = {
+            "matmul": lambda: torch.matmul(self.own[1].t(), h.unsqueeze(2)),
+            "einsum": lambda: torch.einsum("bi,oi->bo", h, self.own[0].bfloat16().float()),
+            "stacked": lambda: h @ torch.stack([self.own[0, 0], self.own[1, 2]]).t(),
+            "vector": lambda: h @ self.own[0, 0],
+            "tied": lambda: functional.linear(parts, self.table.weight),
+            "convolution": lambda: self.filters(parts.transpose(1, 2)),
+            "attention": lambda: functional.scaled_dot_product_attention(*[parts[:, None]] * 3),
+            "by hand": lambda: torch.softmax(parts @ parts.transpose(1, 2), -1) @ parts,
+            "nothing": lambda: h * self.own[0, 0],
+        }[self.kind]()
+        return {"y": [y], "count": 3}
+
+
+# Name, products and multiply-adds.
+EXPECTED: dict[str, tuple[str, int, int]] = {
+    "matmul": ("own", 1, M * D * D),
+    "einsum": ("own", 1, M * D * D),
+    "stacked": ("own", 1, M * 2 * D),
+    "vector": ("own", 1, M * D),
+    "tied": ("table.weight", 1, M * 5 * D),
+    "convolution": ("filters.weight", 1, 3 * 3 * 3 * D * 2),
+    "attention": (BETWEEN, 1, 2 * 3 * 4 * 4 * D),
+    "by hand": (BETWEEN, 2, 2 * 3 * 4 * 4 * D),
+}
+
+
+@pytest.mark.parametrize("kind", [*EXPECTED, "nothing"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_products_of_no_site_are_named_with_their_share(kind: str, autocast: bool) -> None:
+    model = Mixed(kind)
+    with Probe(model) as probe, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(torch.randn(M, D))
+    if kind == "nothing":
+        assert probe.unseen() == {}
+        return
+    name, count, work = EXPECTED[kind]
+    ((found, words),) = probe.unseen().items()
+    assert found == name
+    assert words.startswith(f"{count} product{'s' * (count > 1)} ")
+    assert f" {work / (work + M * D * D):.1%} of all multiply-adds" in words
+
+
+def test_without_gradients_or_compiled_nothing_is_said() -> None:
+    model = Mixed("matmul")
+    with Probe(model, every=1) as probe:
+        with torch.no_grad():
+            model(torch.randn(M, D))
+        assert probe.unseen() == {}
+        torch.compile(model, backend="eager")(torch.randn(M, D))
+        assert probe.unseen() == {}
+        model(torch.randn(M, D))
+        assert list(probe.unseen()) == ["own"]
+
+
+class Framework(nn.Module):
+    """As FuxiCTR's models, whose training step calls a method and no module's hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mixed("matmul")
+        self.head = nn.Parameter(torch.randn(D, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.layer(x) @ self.inner.own[0]
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.forward(x) @ self.head).square().mean()
+
+
+@pytest.mark.parametrize("way", ["backward", "grad", "checkpoint"])
+def test_products_are_named_where_methods_are_called(way: str) -> None:
+    model, x = Framework(), torch.randn(M, D)
+    with Probe(model, every=1) as probe:
+        if way == "checkpoint":
+            checkpoint(model.loss, x, use_reentrant=False).backward()
+        elif way == "grad":
+            torch.autograd.grad(model.loss(x), list(model.parameters()), allow_unused=True)
+        else:
+            model.loss(x).backward()
+    assert set(probe.unseen()) == {"inner.own", "head"}
+    work = M * D * D
+    assert f" {work / (2 * work + M * D * 3):.1%} of all" in probe.unseen()["inner.own"]
+
+
+def test_a_torch_that_tells_no_roots_is_said_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What backward passes begin from is read from a private function of torch."""
+    model, x = Framework(), torch.randn(M, D)
+
+    def renamed(roots: object) -> None: ...
+
+    for function in (renamed, None):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.autograd.graph, "_engine_run_backward", function)
+            named = runpy.run_path(str(unhooked_products.__file__))
+        monkeypatch.setattr(session, "roots_under_way", named["roots_under_way"])
+        with Probe(model, every=1) as probe:
+            model.loss(x).backward()
+            told = probe.unseen()["(activations)"]
+            assert told.startswith("not known, because torch ") and "call the model itself" in told
+            model(x)
+        assert list(probe.unseen()) == ["inner.own"]
+
+
+def test_a_backward_pass_of_another_model_says_nothing() -> None:
+    """Nor does one beside it, in another thread."""
+    model, other = Framework(), Framework()
+    started, ended = threading.Event(), threading.Event()
+
+    def waits(gradient: Tensor) -> None:
+        started.set()
+        assert ended.wait(60)
+
+    y = other.loss(torch.randn(M, D))
+    other.head.register_hook(waits)
+    thread = threading.Thread(target=y.backward)
+    with Probe(model, every=1) as probe:
+        thread.start()
+        assert started.wait(60)
+        model.forward(torch.randn(M, D)).sum().backward()
+        ended.set()
+        thread.join()
+    assert list(probe.unseen()) == ["inner.own"]
+    assert " 50.0% of all multiply-adds" in probe.unseen()["inner.own"]  # of this model alone
+
+
+def test_calls_of_methods_are_steps_until_an_optimizer_is_one() -> None:
+    model, x = Framework(), torch.randn(M, D)
+    with Probe(model, every=2) as probe:
+        for _ in range(5):
+            checkpoint(model.loss, x, use_reentrant=False).backward()
+        (site,) = probe.sites().values()
+        assert site.sizes == {M: 3}
+        model(x)  # the sixth: from now on calls of the model are steps, and those of methods none
+        assert site.sizes == {M: 3} and len(model.inner.layer._forward_pre_hooks) == 0
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        for _ in range(3):
+            model.forward(x)
+        assert site.sizes == {M: 6}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_let_through(layout: torch.layout) -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.own = nn.Linear(D, D), nn.Parameter(torch.randn(2, D, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(torch.nested.nested_tensor([x[:5], x[5:]], layout=layout))
+            if layout is torch.strided:
+                h = torch.bmm(h, torch.nested.as_nested_tensor(self.own))
+            return h  # type: ignore[no-any-return]
+
+    with Probe(Ragged()) as probe:
+        probe.model(torch.randn(M, D))
+    assert list(probe.unseen()) == ["layer"]
+    assert "no plain tensor" in probe.unseen()["layer"]
+
+
+def test_a_report_carries_what_was_not_seen() -> None:
+    model = nn.Sequential(Mixed("matmul"))
+    with Probe(model, filter=lambda _, name: name == "0.layer") as probe:
+        model(torch.randn(M, D))
+    with pytest.warns(UserWarning, match="no verdict on what was not seen: 0.own: 1 product with"):
+        report = probe.report(seeds=(0,))
+    assert list(report.unseen) == ["0.own"]
+    assert report.content()["unseen"] == report.unseen
+
+
+def test_layers_that_were_fused_are_no_products_of_others() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.a(x), self.b(x)], -1)
+
+    model = Pair()
+    apply(model, [FuseShared()])
+    with Probe(model) as probe:
+        model(torch.randn(M, D))
+    assert set(probe.unseen()) == {"a", "b"}  # which are no longer called
+
+
+def test_a_frozen_weight_is_no_activation() -> None:
+    """Autograd keeps nothing of it to tell whose it was: it has no name, and no wrong one."""
+    model = Mixed("nothing")
+    model.layer.weight.requires_grad_(False)
+    x = torch.randn(M, D, requires_grad=True)
+    assert products_elsewhere(model(2 * x), {id(model.own): "own"}, set()) == {}
+
+
+def test_no_share_is_told_where_parameters_are_strangers() -> None:
+    """As those that FSDP2 gathers: they are no module's when the graph is read."""
+    model = Mixed("attention")
+    x = torch.randn(M, D)
+    (words,) = products_elsewhere(model(x), {}, set()).values()
+    assert "%" not in words
+    (words,) = products_elsewhere(model(x), {}, {id(model.layer.weight)}).values()
+    assert "%" in words

@@ -1,0 +1,442 @@
+"""Plugins and libraries: what works is loaded, and what does not is named and stops nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lokakern.bench.report import library_smoke
+from lokakern.device import current_device
+from lokakern.problems import make_problem
+from lokakern.registry import digests, libraries, register
+from lokakern.registry.freshness import is_current
+from lokakern.registry.libraries import LIBRARIES, Library, Package, Trial
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.schema.records import KernelRow
+from lokakern.types import (
+    Accepted,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Rejected,
+)
+
+load_kernels()
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "tests" / "fixtures" / "example_plugin"
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+KERNEL = """
+import ctypes
+from lokakern import register
+from lokakern.types import ACCEPTED, Rejected
+
+def supports(problem, device):
+    return Rejected("takes tensors") if problem.prepared else ACCEPTED
+
+@register("gemm", accumulation="float32", supports=supports)
+def multiply(a, b, out, bias, workspace):
+    {body}
+"""
+RIGHT = "out.copy_(a.float() @ b.float() + (0 if bias is None else bias.float()))"
+# Modules of plugins that are broken, each in its own way, and what is said of each.
+BROKEN = {
+    "no_such_import": ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named"),
+    "dies_imported": ("import ctypes\nctypes.string_at(8)", "killed by SIGSEGV when it was"),
+    "exits_imported": ("import sys\nsys.exit('goodbye')", "SystemExit: goodbye"),
+    "twice": (KERNEL.format(body="pass") + "register('gemm', name='multiply')(multiply)",
+              "ValueError: kernel 'twice.multiply' is registered twice"),
+}  # fmt: skip
+FAULTY = {
+    "dies_launched": ("ctypes.string_at(8)", "multiply: the process was killed by SIGSEGV when"),
+    "exits_launched": ("raise SystemExit(3)", "multiply: SystemExit: 3"),
+    "is_wrong": ("out.zero_()", "multiply: wrong: "),
+}
+
+
+def put(folder: Path, name: str, text: str, version: str = "1.0", module: str = "") -> None:
+    """A distribution with a plugin, as an installer leaves it."""
+    (folder / f"{name}.py").write_text(textwrap.dedent(text))
+    facts = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (facts / "entry_points.txt").write_text(f"[lokakern.kernels]\n{name} = {module or name}\n")
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def runner(folder: Path, paths: list[Path]) -> Run:
+    """Python with plugins on its path, and a cache and a database of its own."""
+
+    def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *paths])),
+            "LOKAKERN_CACHE": str(folder / "cache"),
+            "LOKAKERN_DB": str(folder / "user.sqlite"),
+        }
+        ran = subprocess.run([sys.executable, *words], cwd=folder, env=environment, text=True,
+                             capture_output=True, timeout=1800, check=False)  # fmt: skip
+        assert ran.returncode == code, f"{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+        return ran
+
+    return run
+
+
+LIST = ("-m", "lokakern.bench", "list", "libraries", "--json")
+SWEEP = ("-m", "lokakern.bench", "sweep", "--shape", "16,64,64", "--grade", "quick", "--errors",
+         "none", "--quiet", "--json")  # fmt: skip
+
+
+def libraries_listed(run: Run) -> dict[str, dict[str, Any]]:
+    return {row["library"]: row for row in json.loads(run(*LIST).stdout)}
+
+
+@pytest.mark.rest
+def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+           "--disable-pip-version-check", "--target", installed, tmp_path / "source"]  # fmt: skip
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in EXAMPLE.iterdir():  # building leaves files beside the source
+        if path.is_file():
+            (source / path.name).write_bytes(path.read_bytes())
+    subprocess.run(pip, check=True, capture_output=True)
+    run = runner(tmp_path, [installed])
+    program = """if True:
+        import torch, lokakern
+        from lokakern.registry.register import KERNELS, load_kernels
+        print(load_kernels().get("plugin example"))
+        kernel = KERNELS.get("lokakern_example.float32_gemm")
+        if kernel is not None:
+            print(kernel.library, *kernel.modules)
+            print(lokakern.dispatch("gemm", (16, 64, 64), 0.001).rejected.get(kernel.name))
+        x = torch.ones(16, 64).bfloat16()
+        print(lokakern.gemm(x, x.t())[0, 0].item())
+    """
+    before = run("-c", program).stdout.splitlines()
+    assert before[0].startswith("example was never tried here: python -m lokakern.bench list")
+    assert before[1:] == ["64.0"]
+    listed = libraries_listed(run)["example"]
+    assert (listed["state"], listed["version"], listed["kind"]) == ("usable", "1.2.0", "plugin")
+    assert (listed["package"], listed["kernels"], listed["won"]) == ("lokakern-example", 1, 0)
+    words = ["example python:lokakern_example package:lokakern-example==1.2.0", "not measured here"]
+    assert run("-c", program).stdout.splitlines() == ["None", *words, "64.0"]
+    swept = run(*SWEEP, "--kernel", "lokakern_example", "--kernel", "torch.bf16")
+    assert "trying" not in swept.stderr  # once is enough
+    times = {(row["problem"], row["kernel"]): row["time us"] for row in json.loads(swept.stdout)}
+    races = [(us, times[problem, "torch.bf16"]) for (problem, name), us in times.items()
+             if name == "lokakern_example.float32_gemm"]  # fmt: skip
+    assert races and all(us > 0 for us, _ in races)
+
+
+@pytest.mark.rest
+def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
+    for name, (text, _) in BROKEN.items():
+        put(tmp_path, name, text)
+    for name, (body, _) in FAULTY.items():
+        second = KERNEL.format(body=RIGHT).partition("@register")[2].replace("multiply", "second")
+        put(tmp_path, name, f"{KERNEL.format(body=body)}\n@register{second}")
+    put(tmp_path, "hyphen-name", "", module="hyphen-name")
+    put(tmp_path, "works", KERNEL.format(body=RIGHT))
+    run = runner(tmp_path, [tmp_path])
+    ones = "x = torch.ones(16, 64).bfloat16()"
+    program = f"import torch, lokakern; {ones}; print(lokakern.gemm(x, x.t())[0, 0].item())"
+    found = libraries_listed(run)
+    for state, expected in (("broken", BROKEN), ("partly", FAULTY)):
+        for name, (_, words) in expected.items():
+            assert (found[name]["state"], words in found[name]["why"]) == (state, True), found[name]
+    assert found["works"]["state"] == "usable"
+    assert found["hyphen-name"]["state"] == "broken"
+    assert all("second" not in found[name]["why"] for name in FAULTY)  # it is right
+    swept = run(*SWEEP, "--kernel", "multiply")
+    assert "trying" not in swept.stderr  # what was tried is not tried again
+    rows = json.loads(swept.stdout)
+    assert {(row["kernel"], row["status"]) for row in rows} == {("works.multiply", "ok")}, rows
+    assert run("-c", program).stdout == "64.0\n"
+
+
+@pytest.mark.rest
+def test_plugins_that_pass_their_trial_and_break_later_stop_nothing(tmp_path: Path) -> None:
+    working = KERNEL.format(body=RIGHT)
+    late = "    if problem.m == 17:\n        raise RuntimeError('not 17')\n    return Rejected"
+    texts = {
+        "brackets": "raise ValueError('[/bold]')",
+        "unprintable": "raise ValueError('a \\ud800 b')",
+        "reads_arguments": "import argparse\nargparse.ArgumentParser().parse_args()\n" + working,
+        "raises_at_17": working.replace("    return Rejected", late),
+        "names_no_epilogues": working.replace("supports=supports", "epilogues=None"),
+        "named_as_ours": working,
+    }
+    for name, text in texts.items():
+        put(tmp_path, name, text)
+    put(tmp_path, "nameless", working)
+    (tmp_path / "nameless-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
+    entry = tmp_path / "named_as_ours-1.0.dist-info" / "entry_points.txt"
+    entry.write_text("[lokakern.kernels]\ncuda = named_as_ours\n")
+    run = runner(tmp_path, [tmp_path])
+    table = run("-m", "lokakern.bench", "list", "libraries").stdout
+    assert "ValueError: [/bold]" in table and "ValueError: a   b" in table
+    assert "ValueError: epilogues is None; expected a set of names" in table
+    found = libraries_listed(run)
+    assert found["raises_at_17"]["state"] == "usable"
+    assert found["reads_arguments"]["why"] == "SystemExit: 2"  # it was right when it was tried
+    assert found["nameless"]["state"] == "not installed" and "cuda" not in found
+    program = """if True:
+        import torch, lokakern
+        x = torch.ones(17, 64).bfloat16()
+        print(lokakern.gemm(x, x.t(), budget=0.001)[0, 0].item())
+        print(lokakern.dispatch("gemm", (17, 17, 64), 0.001).rejected["raises_at_17.multiply"])
+    """
+    lines = run("-c", program, "--epochs", "3").stdout.splitlines()
+    assert lines == ["64.0", "cannot say whether it takes it: RuntimeError: not 17"]
+
+
+@pytest.mark.rest
+def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = tmp_path / "asleep"
+    program = f"""
+        import pathlib, time
+        print("good night", flush=True)
+        pathlib.Path({str(asleep)!r}).touch()
+        while True:
+            time.sleep(60)
+    """
+    put(tmp_path, "sleeps", program)
+    monkeypatch.syspath_prepend(str(tmp_path))  # the process finds what this one would
+    clock = SimpleNamespace(monotonic=lambda: 12.5 if asleep.exists() else 0.0)
+    monkeypatch.setattr(library_smoke, "time", clock)
+    sleeps = Library(name="sleeps", packages=(Package("sleeps", "", ("sleeps",)),), is_plugin=True)
+    trial = library_smoke._try(sleeps, 12)
+    assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")
+
+
+# --- what counts where
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Library:
+    """One whose version is that of pytest, with no trial kept."""
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path / "cache"))
+    packages = (Package("not-there", ">=1", ()), Package("pytest", ">=8", ("pytest",)))
+    found = Library(
+        name="some", packages=packages, never_run="there is no such GPU", is_plugin=True
+    )
+    monkeypatch.setitem(LIBRARIES, "some", found)
+    return found
+
+
+def kernel_of(library: Library) -> Kernel:
+    return Kernel(
+        name="some.kernel", op="gemm", language="some", modules=("compositions", *library.words),
+        launch=print, architectures=frozenset({"any"}), library=library.name,
+    )  # fmt: skip
+
+
+def reason(kernel: Kernel, device: Device) -> str | None:
+    answer = kernel.supports(make_problem("gemm", (16, 64, 64)), device)
+    return answer.reason if isinstance(answer, Rejected) else None
+
+
+def test_a_kernel_counts_where_its_library_was_tried(library: Library) -> None:
+    kernel, here = kernel_of(library), current_device()
+    assert library_smoke.state_of(library, here) == (
+        "untried", f"installed, and never tried on {here}; written, never run: there is no such GPU"
+    )  # fmt: skip
+    assert reason(kernel, here) == f"some was never tried here: {libraries.TRY}"
+    assert reason(kernel, H200) is None  # elsewhere nothing was tried
+    libraries.keep_trial(library, here, Trial())
+    assert reason(kernel, here) is None and library_smoke.state_of(library, here)[0] == "usable"
+    libraries.keep_trial(library, here, Trial("", {"some.kernel": "wrong: 9 > 1"}))
+    assert reason(kernel, here) == "wrong: 9 > 1"
+    assert library_smoke.state_of(library, here) == ("partly", "some.kernel: wrong: 9 > 1")
+    libraries.keep_trial(library, here, Trial("OSError: undefined symbol"))
+    assert reason(kernel, here) == "OSError: undefined symbol"
+    assert library_smoke.state_of(library, here) == ("broken", "OSError: undefined symbol")
+
+
+def test_another_version_is_tried_again(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = current_device()
+    libraries.keep_trial(library, here, Trial())
+    monkeypatch.setattr(
+        libraries, "_version_here", lambda name: "9.9" if name == "pytest" else None
+    )
+    assert libraries.trial_of(library, here) is None
+    libraries.keep_trial(library, here, Trial("broken since"))
+    monkeypatch.undo()
+
+
+def test_what_is_not_installed_counts_nowhere() -> None:
+    absent = Library(name="absent", packages=(Package("a-b", ">=1", ()), Package("c", "", ())))
+    assert absent.words == ()
+    assert absent.why_not_here() == "absent is not installed (pip install a-b or c)"
+    assert library_smoke.state_of(absent, H200)[0] == "not installed"
+    old = Library(name="old", packages=(Package("pytest", "<2", ()),))
+    assert str(old.why_not_here()).startswith("written for pytest <2; ")
+    assert library_smoke.state_of(old, H200)[0] == "unsuitable"
+
+
+def test_a_folder_without_a_package_has_the_version_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "lies_here"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise OSError('imported')")
+    versions = []
+    for text in ("1", "1", "2"):
+        (folder / "deep.py").write_text(text)
+        libraries._folder_version.cache_clear()
+        package = Package("lies-here", ">=7", ("lies_here",), or_folder=True)
+        library = Library(name="lies", packages=(package,))
+        assert library.here is not None and library.why_not_here() is None
+        versions.append(library.here[1])
+    assert versions[0] == versions[1] != versions[2] and versions[0].startswith("0+")
+    (folder / "gone.py").symlink_to("nowhere")  # as editors leave them
+    libraries._folder_version.cache_clear()
+    assert library.here is not None and library.here[1] == versions[2]
+    assert Library(name="x", packages=(replace(package, or_folder=False),)).here is None
+
+
+def test_rows_of_another_version_are_stale(library: Library) -> None:
+    kernel = kernel_of(library)
+    (word,) = library.words
+    row = KernelRow.of(kernel)
+    assert is_current(row)
+
+    def as_of(version: str) -> KernelRow:
+        modules = ("compositions", f"package:{version}")
+        return replace(row, modules=modules, digest=digests.kernel_digest(row.name, modules))
+
+    assert as_of(word.removeprefix("package:")).digest == row.digest
+    assert not is_current(as_of("pytest==0.1"))
+    assert is_current(as_of("of-nobody==0.1"))  # measured elsewhere, and it holds there
+    assert as_of("of-nobody==0.1").digest != as_of("of-nobody==0.2").digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"version": 2, "trials": {}}', '{"version": 1}', "[" * 100_000,
+     '{"version": 1, "trials": []}',
+     '{"version": 1, "trials": {"k": {"why": 1, "kernels": {}, "right": 1}}}',
+     '{"version": 1, "trials": {"k": {"why": "", "kernels": {"a": []}, "right": 1}}}', "\0\xff",
+     '{"version": 1, "trials": {"k": {"why": "' + "x" * 501 + '", "kernels": {}, "right": 1}}}',
+     '{"version": 1, "trials": {"k": {"why": "", "kernels": {}, "right": true}}}',
+     " " * (libraries.LARGEST_FILE_BYTES + 1)],
+)  # fmt: skip
+def test_a_file_of_trials_that_is_none_says_nothing(library: Library, text: str) -> None:
+    path = libraries.trials_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    here = current_device()
+    assert libraries.trial_of(library, here) is None
+    libraries.keep_trial(library, here, Trial())
+    assert libraries.trial_of(library, here) == Trial()
+
+
+def test_a_plugin_that_fails_leaves_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "half_a_plugin.py").write_text(KERNEL.format(body=RIGHT) + "\nraise OSError('x')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = Package("pytest", "", ("half_a_plugin",))
+    half = Library(name="half", packages=(package,), is_plugin=True)
+    before = dict(KERNELS)
+    with pytest.raises(OSError, match="x"):
+        register.import_plugin(half)
+    assert before == KERNELS
+
+
+def test_a_suitable_package_counts_before_another_that_is_there() -> None:
+    old, new = Package("pytest", "<2", ()), Package("numpy", ">=1", ())
+    found = Library(name="two", packages=(old, new))
+    assert found.here is not None and found.here[0] is new and found.why_not_here() is None
+
+
+def test_rows_of_the_package_that_is_not_called_here_are_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = Library(name="two", packages=(Package("not-there", "", ()), Package("pytest", "", ())))
+    monkeypatch.setitem(LIBRARIES, "two", two)
+    assert libraries.is_of_another("package:not-there==1.0")
+    assert not libraries.is_of_another(two.words[0])
+    assert not libraries.is_of_another("package:of-nobody==1.0")
+
+
+def test_a_plugin_is_told_by_its_modules_however_they_are_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = {
+        name: Library(name=name, packages=(Package(name, "", (module,)),), is_plugin=True)
+        for name, module in {"whole": "acme", "deep": "acme.deep.fp8", "other": "zeta.x"}.items()
+    }
+    monkeypatch.setattr(libraries, "plugins", lambda: named)
+    for module, name in (
+        ("acme", "whole"), ("acme.more", "whole"), ("acme.deep.fp8", "deep"), ("zeta.y", "other"),
+        ("acmetwo", None), ("lokakern_example", None),
+    ):  # fmt: skip
+        found = libraries.plugin_of(module)
+        assert (found and found.name) == name, module
+
+
+def test_where_nothing_can_be_kept_trials_hold_for_the_process(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path / "file" / "under"))
+    monkeypatch.setattr(libraries, "_unkept", {})
+    libraries.keep_trial(library, current_device(), Trial("bad"))
+    assert libraries.trial_of(library, current_device()) == Trial("bad")
+
+
+def test_what_nobody_measured_is_never_a_librarys(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a miss the first kernel that accepts is taken: by name it would be this one."""
+    from lokakern.registry.snapshot.loading import load_snapshot
+    from lokakern.selection import dispatcher
+
+    kernel = replace(kernel_of(library), name="a.kernel", op="scaled_gemm")
+    monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    libraries.keep_trial(library, current_device(), Trial())
+    problem = {"a": Operand(Format.E4M3FN, Granularity.ROW),
+               "b": Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)}  # fmt: skip
+    dispatcher.use_snapshot(load_snapshot([]))
+    try:
+        choice = dispatcher.dispatch("scaled_gemm", (16, 64, 64), None, **problem)
+    finally:
+        dispatcher.use_snapshot(None)
+    assert isinstance(kernel.supports(choice.problem, current_device()), Accepted)
+    assert choice.kernel == "torch.emulated_row"
+
+
+def test_wins_are_of_medians_against_others() -> None:
+    from lokakern.bench.report.wins import wins_of
+
+    device = current_device()
+    problem, alone = (make_problem("gemm", (m, 64, 64)) for m in (16, 32))
+    cells = [
+        SimpleNamespace(kernel=KernelRow.of(KERNELS[name]), problem=where, status=status,
+                        latency_us_p50=us)
+        for name, where, status, us in (
+            ("torch.bf16", problem, "ok", 11.0), ("torch.fp32", problem, "ok", 20.0),
+            ("torch.fp32", problem, "ok", 10.0), ("torch.fp32", problem, "ok", 21.0),
+            ("torch.bf16", alone, "ok", 1.0),
+        )
+    ]  # fmt: skip
+    facts: Any = SimpleNamespace(timings_on=lambda *_: cells)
+    assert wins_of(facts, device) == {"": 1}
+    cells.append(SimpleNamespace(kernel=cells[0].kernel, problem=alone, status="wrong"))
+    assert wins_of(facts, device) == {}

@@ -1,0 +1,355 @@
+"""The shipped measurements: current, sound, and what dispatch answers from them."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lokakern
+from lokakern.registry import digests, freshness, libraries
+from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
+from lokakern.registry.freshness import is_current
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.schema.manifest import manifest_beside
+from lokakern.registry.sharing.untrusted import open_guarded
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.run_files import (
+    RunFile,
+    TestResultRecord,
+    database_digest,
+    shipped_databases,
+)
+from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
+from lokakern.selection import dispatcher
+from lokakern.selection.candidates import (
+    ALIGNMENT_OF_N,
+    CARRIED,
+    ERRORS_OF_ANOTHER_N,
+    LIMIT_COLUMNS,
+    WIDE,
+)
+from lokakern.types import Device, Environment, ErrorBudget, Granularity
+from lokakern.workloads.suites import SUITES, Case
+
+H200 = "NVIDIA H200"
+LARGEST_BYTES = 10 * 2**20
+load_kernels()
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    (found,) = [p for p in shipped_databases() if p.name == "nvidia-h200.sqlite"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def facts(path: Path) -> Snapshot:
+    return load_snapshot([path])
+
+
+@pytest.fixture(autouse=True)
+def shipped_only(facts: Snapshot) -> Iterator[None]:
+    dispatcher.use_snapshot(facts)
+    yield
+    dispatcher.use_snapshot(None)
+
+
+def gemms(device: Device) -> list[Case]:
+    return [case for case in SUITES["anchors"].cases(device) if case.problem.op == "gemm"]
+
+
+def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snapshot) -> None:
+    assert path.stat().st_size <= LARGEST_BYTES
+    assert database_digest(path) == facts.digest
+
+
+def test_the_file_is_what_its_manifest_says(path: Path) -> None:
+    """As `import` sees it, which trusts nobody."""
+    manifest = manifest_beside(path)
+    assert manifest is not None and manifest.file == path.name
+    with open_guarded(path) as opened:
+        manifest.check_file(opened)
+
+
+def test_every_kernel_is_registered_here() -> None:
+    """So that none escapes the tests below."""
+    assert load_kernels() == {}
+
+
+def missing(facts: Snapshot, table: str) -> list[str]:
+    gaps = missing_evidence(facts, KERNELS.values())
+    return [str(gap) for gap in gaps if gap.table == table]
+
+
+def test_every_kernel_was_timed_as_it_is_now_where_it_claims_to_run(facts: Snapshot) -> None:
+    """Changing a line of a kernel, or removing its rows, fails here."""
+    found = missing(facts, "timing")
+    assert not found, "\n".join(["sweep there, or give @register a reason:", *found])
+
+
+def test_every_kernel_passed_its_tests_as_it_is_now_where_it_claims_to_run(
+    facts: Snapshot,
+) -> None:
+    """Every kernel, compositions too, is a parameter of tests/kernels/test_kernels.py."""
+    found = missing(facts, "test_result")
+    assert not found, "\n".join(["run `pytest -m gpu --evidence FILE` there:", *found])
+
+
+@pytest.fixture(scope="module")
+def complete(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped rows, and an invented passing test of every kernel that claims its GPU."""
+    copy = tmp_path_factory.mktemp("complete") / "with_test_results.sqlite"
+    shutil.copy(path, copy)
+    copy.chmod(0o644)
+    record = TestResultRecord(seeds="0", passed_count=1, failed_count=0, skipped_count=0)
+    with RunFile.create(copy, suite="tests", command="pytest", harness_digest="h") as run:
+        for kernel in KERNELS.values():
+            run.add_test_result(kernel, "sm_90", "tests/test_a.py", Environment(), record)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def complete_facts(complete: Path) -> Snapshot:
+    return load_snapshot([complete])
+
+
+def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
+    """And known, and tested: an entry that is no longer needed fails here."""
+    found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
+    for entry, reason in UNMEASURED.items():
+        assert (found[entry].state, found[entry].why) == ("unmeasured", reason)
+    for (op, architecture), reason in NEW_OPS.items():
+        known = [
+            found[kernel.name, architecture]
+            for kernel in KERNELS.values()
+            if kernel.op == op and (kernel.name, architecture) in found
+        ]
+        needed = [c for c in known if c.why == reason or c.why.endswith("never tested")]
+        assert needed, f"all kernels of {op} have a time and a test result on {architecture}"
+    lacking = {(g.kernel, g.architecture) for g in missing_evidence(facts, KERNELS.values())}
+    assert not lacking & UNMEASURED.keys()
+
+
+def test_with_every_row_there_nothing_is_missing(complete_facts: Snapshot) -> None:
+    assert missing_evidence(complete_facts, KERNELS.values()) == []
+
+
+@pytest.mark.parametrize("table", ["timing", "test_result"])
+def test_removing_the_rows_of_a_kernel_is_seen(complete: Path, tmp_path: Path, table: str) -> None:
+    name = "cuda.quantize_row+cuda.scaled_gemm_row"
+    copy = tmp_path / "copy.sqlite"
+    shutil.copy(complete, copy)
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        deleted = connection.execute(
+            f"DELETE FROM {table} WHERE kernel IN (SELECT id FROM kernel WHERE name = ?)", (name,)
+        ).rowcount
+    assert deleted
+    (gap,) = missing_evidence(load_snapshot([copy]), KERNELS.values())
+    assert (gap.kernel, gap.architecture, gap.table) == (name, "sm_90", table)
+    assert gap.why.startswith("never")
+
+
+@pytest.mark.parametrize(
+    "module", ["triton/scaled_gemm.py", "torch/scaled_mm.py", "cuda/quantize.cu"]
+)
+def test_changing_a_line_of_a_kernel_is_seen(
+    complete_facts: Snapshot,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    module: str,
+) -> None:
+    """In a copy of the sources: every kernel made of that file lacks both kinds of rows.
+
+    Made of it are, too, kernels of modules that import its module.
+    """
+    sources = tmp_path / "kernels"
+    shutil.copytree(digests.KERNELS_ROOT, sources)
+    monkeypatch.setattr(digests, "KERNELS_ROOT", sources)
+    request.addfinalizer(freshness._has_its_digest.cache_clear)
+
+    def gaps() -> list[Gap]:
+        # Copies, because a kernel keeps the digest that it was asked for once, as rows do.
+        freshness._has_its_digest.cache_clear()
+        return missing_evidence(complete_facts, [replace(kernel) for kernel in KERNELS.values()])
+
+    changed = sources / module
+    comment, line = ("//", "constexpr int ADDED = 1;") if "cuda" in module else ("#", "_ADDED = 1")
+    with changed.open("a", encoding="utf-8") as file:
+        file.write(f"{comment} A comment.\n")
+    assert gaps() == []
+    with changed.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    stem = module.rsplit(".", 1)[0]
+    claiming = [k for k in KERNELS.values() if k.architectures & {"sm_90", "any"}]
+    claiming = [kernel for kernel in claiming if "sm_90" not in kernel.unmeasured]
+    words = f"from lokakern.kernels.{stem.replace('/', '.')} import"
+    importing = [path for path in sources.glob("*/*.py") if words in path.read_text("utf-8")]
+    modules = {stem, *(f"{path.parent.name}/{path.stem}" for path in importing)}
+    made_of_it = {kernel.name for kernel in claiming if modules & set(kernel.modules)}
+    assert {gap.kernel for gap in gaps()} == made_of_it
+    assert {gap.table for gap in gaps()} == {"timing", "test_result"}
+    assert all(gap.why.startswith("changed since") for gap in gaps())
+
+
+def test_every_anchor_is_answered_and_never_slower_than_bf16(facts: Snapshot) -> None:
+    device = facts.find_device(H200)
+    chosen_fp8 = 0
+    for case in gemms(device):
+        table = dispatcher.table_for(case.problem, ErrorBudget.of(0.06), None, device)
+        pick = table.pick(case.problem.m)
+        assert not pick.note, f"{case.problem}: {pick.note}"
+        assert pick.time is not None and pick.candidate is not None
+        base = next(c for c in table.candidates if c.name == table.baseline)
+        plain = base.times[case.problem.m]
+        if pick.candidate.granularity is Granularity.NONE:
+            continue
+        chosen_fp8 += 1
+        assert pick.time.latency_us < plain.latency_us
+        assert pick.candidate.errors["row_err"] <= 0.06
+    assert chosen_fp8 > 0
+
+
+def test_no_budget_under_the_floor_admits_fp8(facts: Snapshot) -> None:
+    device = facts.find_device(H200)
+    for case in gemms(device):
+        for budget in (0.03, None):
+            limits = None if budget is None else ErrorBudget.of(budget)
+            table = dispatcher.table_for(case.problem, limits, None, device)
+            assert table.pick(case.problem.m).name == table.baseline
+
+
+def test_tensor_scales_are_kept_out_by_heterogeneous_rows() -> None:
+    choice = lokakern.dispatch("gemm", (32768, 2048, 2048), 0.06, device=H200)
+    why = choice.rejected["cuda.quantize_tensor+torch.scaled_mm_tensor_fast"]
+    assert "worst on X14" in why
+    narrow = lokakern.dispatch("gemm", (32768, 2048, 2048), 0.06, device=H200, distribution="X1")
+    assert "row_err" not in narrow.rejected.get(
+        "cuda.quantize_tensor+torch.scaled_mm_tensor_fast", ""
+    )
+
+
+def test_it_answers_between_measured_m_and_not_outside() -> None:
+    assert lokakern.dispatch("gemm", (20000, 2048, 2048), 0.06, device=H200).interpolated
+    assert lokakern.dispatch("gemm", (40000, 2048, 2048), 0.06, device=H200).is_miss
+    assert lokakern.dispatch("gemm", (20000, 2048, 2047), 0.06, device=H200).is_miss
+
+
+def test_deleting_a_row_changes_the_answer(path: Path, tmp_path: Path) -> None:
+    shape = (32768, 2048, 2048)
+    before = lokakern.dispatch("gemm", shape, 0.06, device=H200)
+    assert before.kernel != "torch.bf16"
+    kernel = KERNELS[before.kernel]
+    copy = tmp_path / "copy.sqlite"
+    shutil.copy(path, copy)
+    copy.chmod(0o644)
+    with closing(sqlite3.connect(copy)) as connection, connection:
+        deleted = connection.execute(
+            """DELETE FROM accuracy WHERE kernel IN (
+                   SELECT id FROM kernel
+                   WHERE (granularity, b_granularity, accumulation) = (?, ?, ?)
+               ) AND distribution IN (SELECT id FROM distribution WHERE name = 'X7')""",
+            (kernel.granularity.value, kernel.b_granularity.value, kernel.accumulation),
+        ).rowcount  # any kernel of the numerics class may have brought the error
+    assert deleted >= 3
+    dispatcher.use_snapshot(load_snapshot([copy]))
+    after = lokakern.dispatch("gemm", shape, 0.06, device=H200)
+    assert after.kernel != before.kernel
+    assert "X7" in after.rejected[before.kernel]
+
+
+def test_its_kernels_are_known_by_their_files_alone(facts: Snapshot) -> None:
+    """Freshness needs no import: it holds where Triton is not installed."""
+    device = facts.find_device(H200)
+    problem = gemms(device)[0].problem
+    from lokakern.registry.snapshot.snapshot import family_key
+
+    cells = facts.timing_cells(device, family_key(problem), "graph-cold")
+    assert cells and all(is_current(cell.kernel) for cell in cells)
+
+
+# --- libraries
+
+
+@pytest.fixture
+def installed(facts: Snapshot, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Packages as they were where the rows come from, by name; one that is taken out is gone."""
+    words = {word for row in facts.kernels for word in row.modules if word.startswith("package:")}
+    here = dict(word.removeprefix("package:").split("==") for word in words)
+    monkeypatch.setattr(libraries, "_version_here", here.get)
+    monkeypatch.setattr(libraries, "_folder_version", here.get)
+    return here
+
+
+def choices(facts: Snapshot) -> dict[str, dispatcher.Choice]:
+    """What dispatch takes of large square layers, where libraries lead, by problem."""
+    dispatcher.use_snapshot(facts)
+    found = {}
+    (device,) = facts.devices
+    for case in SUITES["lrm"].cases(device):
+        problem = case.problem
+        if problem.op == "gemm" and problem.m <= 8192 and problem.n == problem.k >= 2048:
+            table = dispatcher.table_for(problem, ErrorBudget.of(0.06), device=H200)
+            found[str(problem)] = dispatcher.Choice(table, problem.m)
+    return found
+
+
+def test_rows_of_libraries_are_shipped(facts: Snapshot) -> None:
+    timed = {name.rpartition("+")[2].partition(".")[0] for name, *_ in facts.timing_outcomes()}
+    assert timed >= {"fbgemm", "torchao", "deep_gemm", "cublaslt"}
+
+
+@pytest.mark.rest
+def test_pulling_a_library_out_changes_choices_never_correctness(
+    installed: dict[str, str], facts: Snapshot
+) -> None:
+    whole = choices(facts)
+    lost = Counter[str]()
+    timed = [one for one in libraries.LIBRARIES.values() if one.here is not None]
+    for library in timed:
+        packages = {one.name: installed.pop(one.name, "") for one in library.packages}
+        for problem, choice in choices(facts).items():
+            before = whole[problem]
+            assert library.name not in KERNELS[choice.kernel].libraries
+            if library.name in KERNELS[before.kernel].libraries:
+                lost[library.name] += 1
+                assert choice.kernel != before.kernel
+                assert "is not installed" in choice.rejected[before.kernel]
+            else:
+                assert choice.kernel == before.kernel
+            assert not choice.errors or choice.errors["row_err"] <= 0.06
+        installed.update({name: version for name, version in packages.items() if version})
+    assert set(lost) == {"fbgemm", "deep_gemm"}, "whom dispatch takes somewhere"
+
+
+def test_errors_hardly_depend_on_n_where_dispatch_says_so(path: Path) -> None:
+    """`ERRORS_OF_ANOTHER_N` covers every two that were measured, whichever stands for the other."""
+    columns = [LIMIT_COLUMNS[limit] for limit in CARRIED]
+    worst = ", ".join(f"max(e.{column})" for column in columns)
+    form = "p.k, p.a, p.b, p.out_format, k.granularity, k.b_granularity, k.accumulation"
+    query = (
+        f"select {form}, d.name, p.n, {worst} from accuracy e join problem p on p.id = e.problem "
+        "join kernel k on k.id = e.kernel join distribution d on d.id = e.distribution "
+        f"where p.op = 'gemm' and p.n >= {WIDE} and e.status = 'ok' "
+        f"and (k.granularity <> 'none' or p.n % {ALIGNMENT_OF_N} = 0) "
+        f"group by {form}, d.name, p.n"
+    )
+    found: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
+    with closing(sqlite3.connect(path)) as rows:
+        for row in rows.execute(query):
+            found.setdefault(row[:8], []).append(row[9:])
+    several = [errors for errors in found.values() if len(errors) > 1]
+    assert len(several) > 500
+    for place, limit in enumerate(CARRIED):
+        apart = max(
+            max(e[place] for e in errors) / min(e[place] for e in errors) for errors in several
+        )
+        assert 1.0 < apart <= ERRORS_OF_ANOTHER_N, limit

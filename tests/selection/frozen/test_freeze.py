@@ -1,0 +1,874 @@
+"""Frozen choices: a file answers as the database did, or is refused; ranks compare what they read.
+
+Rows are hand-made, for the CPU here: FP8 is faster at some m.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lokakern
+from lokakern.device import current_device, current_environment
+from lokakern.errors import (
+    ChoicesError,
+    DeviceError,
+    DisagreementError,
+    MeasurementError,
+    MissError,
+)
+from lokakern.numerics import measure_errors
+from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.run_files import RunFile
+from lokakern.selection import dispatcher, kernel_policy, misses, rank_agreement
+from lokakern.selection.frozen import file_format
+from lokakern.sweep.resume import distribution_row
+from lokakern.types import (
+    ACCEPTED,
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    Rejected,
+    Support,
+)
+
+load_kernels()
+ROOT = Path(__file__).resolve().parents[3]
+CPU = current_device("cpu")
+BF16, FP8 = "torch.bf16", "torch.quantize_row+torch.emulated_row"
+SCALED, QUANTIZE = "torch.emulated_row", "torch.quantize_row"
+N = K = 64
+ROW_WEIGHT = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
+
+
+def write(path: Path, fp8_us: float = 4.0) -> Path:
+    """GEMMs of 64 x 64 between m of 64 and 512: FP8 is slower at first, and then faster."""
+    ones = torch.ones(4, 4, dtype=torch.float64)
+    with RunFile.create(path, suite="t", command="t", harness_digest="0" * 64) as run:
+
+        def time(name: str, problem: Problem, us: float) -> None:
+            run.add_timing(
+                KERNELS[name], problem, distribution_row("X1"), CPU, current_environment(), "eager",
+                TimingRecord(
+                    status="ok", latency_us_p20=us, latency_us_p50=us, latency_us_p80=us,
+                    replay_count=9, void_count=0, calls_per_replay=1, kernel_err=0.5,
+                    kernel_err_row_p99=0.5,
+                ),
+            )  # fmt: skip
+
+        def error(name: str, problem: Problem, row_err: float) -> None:
+            asked = accuracy_problem(problem, Format.E4M3FN)
+            found = measure_errors(ones * (1 + row_err), ones)
+            for distribution, seed in itertools.product(REALISTIC_DISTRIBUTIONS, range(3)):
+                run.add_accuracy(
+                    KERNELS[name], asked, distribution_row(distribution), CPU.architecture,
+                    current_environment(),
+                    AccuracyRecord(
+                        status="ok", seed=seed, rows=4, errors=found, kernel_err=0.5,
+                        kernel_err_row_p99=0.5, flushed_share=0.0, saturated_share=0.0,
+                    ),
+                )  # fmt: skip
+
+        for m, bf16, fp8 in ((64, 2.0, 3.0), (512, 10.0, fp8_us)):
+            for fields in ({}, {"b": ROW_WEIGHT, "prepared": True}):
+                problem = make_problem("gemm", (m, N, K), **fields)
+                time(BF16, problem, bf16)
+                time(FP8, problem, fp8)
+            time(SCALED, make_problem("scaled_gemm", (m, N, K)), 2.0)
+            time(QUANTIZE, make_problem("quantize", (m, K)), 1.0)
+        error(BF16, make_problem("gemm", (64, N, K)), 0.003)
+        error(FP8, make_problem("gemm", (64, N, K)), 0.04)
+    return path
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("rows") / "rows.sqlite")
+
+
+@pytest.fixture(scope="module")
+def facts(database: Path) -> Snapshot:
+    return load_snapshot([database])
+
+
+@pytest.fixture(autouse=True)
+def a_fresh_start(facts: Snapshot, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dispatcher, "current_device", lambda: CPU)
+    dispatcher.use_snapshot(facts)
+    kernel_policy.LOGGED.clear()
+    misses._COUNTS.clear()
+    yield
+    dispatcher.use_snapshot(None)
+
+
+SIZES = (512, 256 + 8, 256 + 4, 256 + 2, 257)  # one of each alignment
+ASKED: list[tuple[str, tuple[int, ...], float | None, dict[str, Any]]] = [
+    ("gemm", (N, K), 0.06, {}),
+    ("gemm", (N, K), 0.03, {}),
+    ("gemm", (N, K), 0.06, {"b": ROW_WEIGHT, "prepared": True}),
+    ("gemm", (N, K), 0.06, {"distribution": ("X1", "X2")}),
+    ("gemm", (N, 2 * K), 0.06, {}),
+    ("scaled_gemm", (N, K), None, {}),
+    ("quantize", (K,), None, {}),
+    ("norm_quantize", (K,), None, {"epilogue": "rms"}),
+    ("gemm_norm", (N, K), 0.06, {"epilogue": "bias+layer+affine", "out_format": "e4m3fn"}),
+]
+
+
+def ask() -> None:
+    for (op, sizes, budget, options), m in itertools.product(ASKED, SIZES):
+        lokakern.dispatch(op, (m, *sizes), budget, **options)
+
+
+def answers() -> dict[tuple[int, int], tuple[str, bool]]:
+    """Every answer at every second m and all those at edges."""
+    found = {}
+    for place, (op, sizes, budget, options) in enumerate(ASKED):
+        for m in (*range(0, 700, 2), *range(1, 700, 14), 513, 100_000):
+            choice = lokakern.dispatch(op, (m, *sizes), budget, **options)
+            found[place, m] = choice.kernel, choice.is_miss
+    return found
+
+
+@pytest.fixture(scope="module")
+def content(facts: Snapshot, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What is frozen once everything was asked for."""
+    path = tmp_path_factory.mktemp("frozen") / "choices.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher, "current_device", lambda: CPU)
+        dispatcher.use_snapshot(facts)
+        ask()
+        lokakern.freeze(path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def file(content: bytes, facts: Snapshot, tmp_path: Path) -> Path:
+    dispatcher.use_snapshot(facts)
+    (tmp_path / "choices.json").write_bytes(content)
+    return tmp_path / "choices.json"
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def seal(path: Path, whole: dict[str, Any]) -> Path:
+    """Write what was edited so that its digest is right."""
+    whole["digest"] = file_format.digest_of(whole)
+    path.write_text(json.dumps(whole))
+    return path
+
+
+# --- the file answers as the database did
+
+
+def test_every_answer_is_that_of_the_database(tmp_path: Path) -> None:
+    before = answers()
+    assert {name for name, _ in before.values()} >= {BF16, FP8, SCALED, QUANTIZE}
+    assert {miss for _, miss in before.values()} == {True, False}
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_snapshot(load_snapshot([]))  # which would miss
+    assert answers() != before
+    dispatcher.use_choices(tmp_path / "choices.json")
+    assert answers() == before
+
+
+def test_gemm_gives_the_bits_it_gave(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(512, K).bfloat16(), torch.randn(N, K).bfloat16()
+
+    def run() -> list[torch.Tensor]:
+        weight = lokakern.prepare_weight(w, 0.06, (512, 512))
+        assert weight.granularity is Granularity.ROW
+        q, qw = lokakern.quantize(x), lokakern.quantize(w)
+        made = (lokakern.gemm(x, w.t(), budget=0.06), lokakern.gemm(x, weight),
+                lokakern.scaled_gemm(q, qw.t()), q.data.view(torch.uint8))  # fmt: skip
+        return [y for y in made if isinstance(y, torch.Tensor)]
+
+    before = run()
+    assert not torch.equal(before[0], lokakern.gemm(x, w.t())), "FP8 was chosen"
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    after = run()
+    assert len(after) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_was_weighed_and_not_asked_for_is_not_kept(tmp_path: Path) -> None:
+    """Other forms of a weight, and those of a chain's layers."""
+    lokakern.prepare_weight(torch.randn(N, K).bfloat16(), 0.06, (512, 512))
+    lokakern.dispatch_chain([(N, K, "bias+layer")], 512, 0.06)
+    lokakern.freeze(tmp_path / "choices.json")
+    whole = content_of(tmp_path / "choices.json")
+    assert [table["problem"]["op"] for table in whole["tables"]] == ["quantize"]
+    assert [weight["form"] for weight in whole["weights"]] == ["row"]
+
+
+def test_explain_says_where_the_answer_is_from(file: Path) -> None:
+    digest = dispatcher.snapshot().digest
+    assert "frozen" not in lokakern.dispatch("gemm", (512, N, K), 0.06).explain()
+    dispatcher.use_choices(file)
+    choice = lokakern.dispatch("gemm", (512, N, K), 0.06)
+    text = choice.explain()
+    assert f"{FP8}, frozen" in text and str(file) in text and digest[:12] in text
+    assert " UTC" in text and "miss" not in text
+    assert "frozen" in repr(choice)
+    assert (choice.kernel, choice.latency_us, choice.is_miss) == (FP8, None, False)
+    assert choice(torch.randn(512, K).bfloat16(), torch.randn(K, N).bfloat16()).shape == (512, N)
+
+
+def test_a_file_says_how_many_of_its_choices_rest_on_imports(
+    facts: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What made a difference where the choice was made is not lost where it is used."""
+    monkeypatch.setattr("lokakern.selection.table.Table.rests_on_imports", True)
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    text = lokakern.dispatch("gemm", (512, N, K), 0.06).explain()
+    assert ", 1 of its choices by imports that were not verified" in text
+
+
+def test_the_order_of_questions_is_not_in_the_file(facts: Snapshot, tmp_path: Path) -> None:
+    """Of two ranks, say: nor are the digests, which are compared, of different times."""
+    contents = []
+    for place, order in enumerate((ASKED[:3], ASKED[2::-1])):
+        dispatcher.use_snapshot(facts)
+        for op, sizes, budget, options in order:
+            lokakern.dispatch(op, (512, *sizes), budget, **options)
+        path = tmp_path / f"{place}.json"
+        lokakern.freeze(path)
+        contents.append({**content_of(path), "frozen_utc_ms": 0})
+    assert contents[0] == contents[1] and len(contents[0]["tables"]) == 3
+
+
+SCRIPT = """
+import json, logging, sys
+import torch, lokakern
+from lokakern.registry.register import KERNELS
+logging.disable()
+x, w = torch.ones(512, 64).bfloat16(), torch.ones(64, 64).bfloat16()
+weight = lokakern.prepare_weight(w, 0.06, (512, 512))
+with torch.no_grad():
+    lokakern.gemm(x, w.t(), budget=0.06)
+    lokakern.gemm(x, w.t(), budget=0.05)
+    lokakern.gemm(x, weight)
+    lokakern.scaled_gemm(lokakern.quantize(x), lokakern.quantize(w).t())
+    lokakern.gemm_norm(x, w.t(), norm="rms", budget=0.06)
+chain = lokakern.dispatch_chain([(64, 64, "rms")], 512, 0.06)
+choice = lokakern.dispatch("gemm", (512, 64, 64), 0.06)
+read = sorted({"sqlalchemy", "sqlite3", "_sqlite3"} & set(sys.modules))
+print(json.dumps([choice.kernel, weight.granularity.value, chain.note, read]))
+"""
+
+
+@pytest.mark.rest
+def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
+    """The user's is a file that nobody can read, and the shipped ones would be opened first."""
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+    lokakern.prepare_weight(torch.ones(N, K).bfloat16(), 0.06, (512, 512))
+    lokakern.freeze(tmp_path / "choices.json")
+    bad = tmp_path / "user.sqlite"
+    bad.write_bytes(b"no database")
+    environment = {
+        **os.environ, "LOKAKERN_DB": str(bad), "LOKAKERN_CHOICES": str(tmp_path / "choices.json"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=1800, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kernel, form, note, read = json.loads(done.stdout)
+    assert (kernel, form, read) == (FP8, "row", [])
+    assert note.startswith("chains are not in ")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["choices.json", "user.sqlite"]
+
+
+# --- misses
+
+
+@pytest.mark.parametrize("asked", ["another size", "another budget", "another m", "more"])
+def test_what_is_not_in_the_file_is_a_miss(
+    asked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    n, m, budget, names = {
+        "another size": (32, 512, 0.06, None), "another budget": (N, 512, 0.05, None),
+        "another m": (N, 511, 0.06, None), "more": (N, 512, 0.06, "X1"),
+    }[asked]  # fmt: skip
+    x, w = torch.ones(m, K).bfloat16(), torch.ones(n, K).bfloat16()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            y = lokakern.gemm(x, w.t(), budget=budget, distribution=names)
+    assert torch.equal(y, x @ w.t())
+    (said,) = caplog.records
+    assert "not among the choices of" in said.message and "lokakern.freeze(" in said.message
+    assert not misses._COUNTS
+    choice = lokakern.dispatch("gemm", (m, n, K), budget, distribution=names)
+    assert (choice.kernel, choice.is_miss) == (BF16, True)
+    assert str(tmp_path / "choices.json") in choice.explain()
+    with pytest.raises(MissError, match=r"choices\.json.*lokakern\.freeze\("):
+        lokakern.gemm(x, w.t(), budget=budget, distribution=names, on_miss="raise")
+    with pytest.raises(MeasurementError, match="refused while answers are frozen"):
+        lokakern.gemm(x, w.t(), budget=budget, distribution=names, on_miss="measure")
+
+
+def test_a_miss_that_was_frozen_says_how_to_measure_it(file: Path) -> None:
+    dispatcher.use_choices(file)
+    x, w = torch.ones(512, 2 * K).bfloat16(), torch.ones(N, 2 * K).bfloat16()
+    with pytest.raises(MissError, match=r"lokakern\.freeze\(.*bench sweep --shape 512,64,128"):
+        lokakern.gemm(x, w.t(), budget=0.06, on_miss="raise")
+
+
+def test_ops_without_an_unquantized_kernel_miss_aloud_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    with caplog.at_level(logging.WARNING):
+        for m in (512, 512, 511):
+            q = lokakern.quantize(torch.ones(m, K).bfloat16())
+    assert q.granularity is Granularity.ROW
+    assert len([r for r in caplog.records if r.message.startswith("quantize ")]) == 1
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            weight = lokakern.prepare_weight(torch.ones(N, K).bfloat16(), 0.05, (1, 9))
+    assert weight.granularity is Granularity.NONE
+    assert [r.message.split()[0] for r in caplog.records] == ["prepare_weight"]
+
+
+def test_another_device_is_not_asked_of_a_file(file: Path) -> None:
+    dispatcher.use_choices(file)
+    choice = lokakern.dispatch("gemm", (512, N, K), 0.06, device=CPU.product)
+    assert (choice.kernel, choice.callable) == (FP8, True)
+    with pytest.raises(DeviceError, match="answers are those of"):
+        lokakern.dispatch("gemm", (512, N, K), 0.06, device="NVIDIA H9000")
+    other = replace(CPU, product="another")
+    assert lokakern.dispatch("gemm", (512, N, K), 0.06, device=other).is_miss
+
+
+# --- what is answered from
+
+
+def test_the_environment_is_read_at_first_use(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOKAKERN_CHOICES", str(file))
+    choices = dispatcher.choices()
+    assert choices is None, "a snapshot was given"
+    dispatcher.use_snapshot(None)
+    choices = dispatcher.choices()
+    assert choices is not None and choices.origin.path == str(file)
+    dispatcher.use_choices(None)
+    assert dispatcher.choices() is None
+    dispatcher.use_snapshot(None)
+    monkeypatch.setenv("LOKAKERN_CHOICES", str(file) + ".not")
+    for _ in range(2):
+        with pytest.raises(ChoicesError, match="cannot be read"):
+            lokakern.dispatch("gemm", (512, N, K), 0.06)
+    x = torch.ones(4, 4).bfloat16()
+    assert torch.equal(lokakern.gemm(x, x), x @ x), "needs no choice"
+
+
+def test_a_file_that_is_refused_changes_nothing(file: Path) -> None:
+    dispatcher.use_choices(file)
+    with pytest.raises(ChoicesError):
+        dispatcher.use_choices(file.with_name("none.json"))
+    assert lokakern.dispatch("gemm", (512, N, K), 0.06).kernel == FP8
+    dispatcher.use_choices(None)
+    assert lokakern.dispatch("gemm", (512, N, K), 0.06).latency_us == pytest.approx(4.0)
+
+
+# --- freezing
+
+
+def test_there_must_be_something_to_freeze(tmp_path: Path) -> None:
+    x = torch.ones(16, 16).bfloat16()
+    lokakern.gemm(x, x)
+    with pytest.raises(ChoicesError, match="run the model once, or `dispatch`"):
+        lokakern.freeze(tmp_path / "choices.json")
+    lokakern.dispatch("gemm", (16, 16, 16), 0.06, device=replace(CPU, product="another"))
+    with pytest.raises(ChoicesError, match="nothing was chosen here"):
+        lokakern.freeze(tmp_path / "choices.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_answers_are_not_frozen_again(file: Path) -> None:
+    dispatcher.use_choices(file)
+    ask()
+    with pytest.raises(ChoicesError, match="copy that file"):
+        lokakern.freeze(file)
+
+
+def test_choices_that_were_forgotten_are_not_frozen_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_MOST_TABLES", 2)
+    for columns in (16, 32, 48, 64):
+        lokakern.dispatch("quantize", (512, columns))
+    with pytest.raises(ChoicesError, match="more than 2 choices"):
+        lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_snapshot(dispatcher.snapshot())
+    lokakern.dispatch("quantize", (512, K))
+    lokakern.freeze(tmp_path / "choices.json")
+    assert len(content_of(tmp_path / "choices.json")["tables"]) == 1
+
+
+def test_a_file_is_written_whole_or_not_at_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = file.read_bytes()
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+
+    def full(_descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ChoicesError, match="no space left"):
+        lokakern.freeze(file)
+    monkeypatch.undo()
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == ["choices.json"]
+    with pytest.raises(ChoicesError, match="cannot be written"):
+        lokakern.freeze(file / "inside a file")
+
+
+def test_what_would_be_refused_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = lokakern.dispatch("gemm", (512, N, K), 0.06).table
+    monkeypatch.setattr(table, "winners", [QUANTIZE] * len(table.winners))
+    with pytest.raises(ChoicesError, match="computes quantize, not gemm"):
+        lokakern.freeze(tmp_path / "choices.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def sample(content: bytes) -> tuple[bytes, dict[tuple[Any, ...], tuple[Any, ...]]]:
+    """A file with fewer tables, and what they answer."""
+    whole = json.loads(content)
+    tables = [table for table in whole["tables"] if table["m_alignment"] == 16]
+    whole["tables"] = sorted(tables, key=lambda table: FP8 not in table["winners"])[:5]
+    asked = {"n": N, "k": K, "format": "bfloat16", "budget": {"row_err": 0.06},
+             "distributions": ["X1"], "least_m": 8, "largest_m": 9, "form": "row"}  # fmt: skip
+    whole["weights"] = [asked]
+    whole["digest"] = file_format.digest_of(whole)
+    made = json.dumps(whole).encode()
+    return made, answers_of(made)
+
+
+# --- files that are refused
+
+
+def test_a_kernel_that_changed_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KERNELS[FP8].__dict__, "digest", "f" * 64)
+    with pytest.raises(ChoicesError) as found:
+        dispatcher.use_choices(file)
+    assert FP8 in str(found.value) and "is ffffffffffff here" in str(found.value)
+    assert "freeze again" in str(found.value)
+    monkeypatch.delitem(KERNELS, FP8)
+    with pytest.raises(ChoicesError, match="is not registered here"):
+        dispatcher.use_choices(file)
+
+
+@pytest.mark.parametrize("limit", [100, 400])
+def test_a_kernel_must_take_every_m_that_it_wins(
+    sample: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only that from which on it wins, here one between 64 and 200."""
+
+    def small(problem: Problem, device: Device) -> Support:
+        return ACCEPTED if problem.m < limit else Rejected("too many rows")
+
+    monkeypatch.setitem(KERNELS[FP8].__dict__, "supports_problem", small)
+    with pytest.raises(ChoicesError, match=f"{re.escape(FP8)} does not take .* too many rows"):
+        file_format.parse(sample[0], "choices.json")
+
+
+def test_another_device_is_refused(file: Path) -> None:
+    whole = content_of(file)
+    for change in ({"product": "NVIDIA H9000"}, {"compute_units": 999_999}, {"partition": "1g"}):
+        edited = {**whole, "device": {**asdict(CPU), **change}}
+        with pytest.raises(ChoicesError, match=r"they are for .* here is .* freeze"):
+            dispatcher.use_choices(seal(file, edited))
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", True, None, 10**30])
+def test_another_version_is_refused(file: Path, version: Any) -> None:
+    with pytest.raises(ChoicesError, match="this lokakern reads 1"):
+        dispatcher.use_choices(seal(file, {**content_of(file), "version": version}))
+
+
+def nothing(path: Path) -> None:
+    path.unlink()
+
+
+def too_large(path: Path) -> None:
+    os.truncate(path, file_format.LARGEST_FILE_BYTES + 1)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def text(words: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(words)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (nothing, "cannot be read"),
+        (too_large, "more than 16 MiB"),
+        (a_pipe, "is no file"),
+        (a_folder, "is no file"),
+        (text(""), "damaged"),
+        (text("[]"), "is no 'lokakern choices'"),
+        (text("{}"), "is no 'lokakern choices'"),
+        (text('{"format": "lokakern choices", "version": NaN}'), "holds NaN"),
+        (text('{"version": 1, "version": 1}'), "twice"),
+        (text('{"version": ' + "9" * 5000 + "}"), "damaged"),
+        (text("[" * 100_000), "damaged"),
+        (
+            text('{"format": "lokakern choices", "version": ' + "[" * 900 + "]" * 900 + "}"),
+            "version is|damaged",
+        ),
+        (lambda path: path.write_bytes(b"\xff\xfe{}"), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "damaged"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(
+    file: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    damage(file)
+    with pytest.raises(ChoicesError, match=words):
+        dispatcher.use_choices(file)
+
+
+def set_in(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(whole: dict[str, Any]) -> None:
+        inner: Any = whole
+        for step in place[:-1]:
+            inner = inner[step]
+        inner[place[-1]] = to
+
+    return edit
+
+
+def in_gemm(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    """In a table of a GEMM in which FP8 wins."""
+
+    def edit(whole: dict[str, Any]) -> None:
+        table = next(t for t in whole["tables"] if FP8 in t["winners"])
+        set_in(*place, to=to)(table)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (set_in("tables", to={}), "tables is"),
+        (set_in("extra", to=1), "fields of the file"),
+        (set_in("snapshot", to="0"), "snapshot is"),
+        (set_in("unverified", to=-1), "unverified is"),
+        (set_in("frozen_utc_ms", to=-1), "frozen_utc_ms is"),
+        (set_in("lokakern", to="\x1b[2J"), "lokakern is"),
+        (set_in("device", "memory_gib", to="1"), "memory_gib is"),
+        (set_in("device", "speed", to=1), "fields of device"),
+        (set_in("kernels", to=[]), "kernels is"),
+        (set_in("kernels", BF16, to=7), "digest of"),
+        (lambda whole: whole["tables"].append(whole["tables"][0]), "twice"),
+        (lambda whole: whole["kernels"].pop(FP8), "a winner is"),
+        (in_gemm("problem", "op", to="gem"), "op 'gem' is unknown"),
+        (in_gemm("problem", "op", to="quantize"), "none of its op"),
+        (in_gemm("problem", "n", to=-1), "n is -1"),
+        (in_gemm("problem", "n", to=64.0), "n is 64.0"),
+        (in_gemm("problem", "k", to=2**60), "k is"),
+        (in_gemm("problem", "k", to=True), "k is True"),
+        (in_gemm("problem", "prepared", to=2), "prepared is 2"),
+        (in_gemm("problem", "a", to="bfloat16/none"), "cannot be read"),
+        (in_gemm("problem", "a", to="bfloat17/none/row-major/16"), "bfloat17"),
+        (in_gemm("problem", "out_format", to="e4m3fn"), "does not take"),
+        (in_gemm("problem", "epilogue", to="silly"), "does not take"),
+        (in_gemm("problem", to=None), "problem is None"),
+        (in_gemm("m_alignment", to=3), "m_alignment is 3"),
+        (in_gemm("budget", to=0.06), "budget is"),
+        (in_gemm("budget", to={}), "no limit"),
+        (in_gemm("budget", to={"row_err": -1}), "zero or larger"),
+        (in_gemm("budget", to={"row_err": 10**400}), "damaged"),
+        (in_gemm("budget", to={"_hash": 1}), "budget is"),
+        (in_gemm("distributions", to=[]), "distributions are none"),
+        (in_gemm("distributions", to=["X1\n"]), "distributions is"),
+        (in_gemm("regime", to="warm"), "regime is"),
+        (in_gemm("needs", to=["wings"]), "needs are"),
+        (in_gemm("needs", to=["offsets"]), "takes no groups"),
+        (in_gemm("breakpoints", to=[]), "breakpoints are"),
+        (in_gemm("breakpoints", 0, to=1), "breakpoints are"),
+        (in_gemm("breakpoints", 1, to=10**6), "breakpoints are"),
+        (in_gemm("breakpoints", 1, to=0), "breakpoints are"),
+        (in_gemm("breakpoints", 1, to=1.5), "a breakpoint is"),
+        (in_gemm("winners", to=[BF16]), "not a winner each"),
+        (in_gemm("winners", 1, to="torch.nothing"), "a winner is"),
+        (in_gemm("winners", 1, to=["torch.bf16"]), "a winner is"),
+        (in_gemm("winners", 1, to=QUANTIZE), "computes quantize, not gemm"),
+        (in_gemm("winners", 1, to=""), "a winner is ''"),
+        (in_gemm("misses", 1, to=0), "a miss is 0"),
+        (set_in("weights", 0, "form", to="1x32"), "form of a weight"),
+        (set_in("weights", 0, "format", to="e4m3fn"), "format of a weight"),
+        (set_in("weights", 0, "least_m", to=0), "least_m is 0"),
+        (set_in("weights", 0, "largest_m", to=3), "largest_m is 3"),
+        (lambda whole: whole["weights"].append(whole["weights"][0]), "twice"),
+    ],
+)
+def test_what_nobody_wrote_is_refused(
+    sample: Any, tmp_path: Path, edit: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    whole = json.loads(sample[0])
+    edit(whole)
+    path = seal(tmp_path / "choices.json", whole)
+    with pytest.raises(ChoicesError) as found:
+        dispatcher.use_choices(path)
+    assert words in str(found.value)
+    assert str(path) in str(found.value)
+
+
+def answers_of(content: bytes) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    tables = file_format.parse(content, "choices.json").tables
+    return {
+        (t.problem, t.m_alignment, t.budget, t.distributions, t.regime, t.needs): (
+            t.breakpoints, t.winners, t.misses, t.kernels
+        )
+        for t in tables
+    }  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.integers(0, 10**6), what=st.integers(0, 255), kind=st.integers(0, 3))
+def test_damage_is_found(sample: Any, place: int, what: int, kind: int) -> None:
+    """Whatever byte is changed, added, lost or cut off: refused, or the same answers."""
+    content, before = bytearray(sample[0]), sample[1]
+    place %= len(content)
+    if kind == 0:
+        content[place] = what
+    elif kind == 1:
+        content.insert(place, what)
+    elif kind == 2:
+        del content[place]
+    else:
+        del content[place:]
+    with contextlib.suppress(ChoicesError):
+        assert answers_of(bytes(content)) == before
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 2**70), st.floats(allow_nan=False),
+    st.text(max_size=8),
+    st.sampled_from([BF16, FP8, SCALED, QUANTIZE, "", "gemm", "row", "none", "X1", "eager",
+                     "e4m3fn", "bfloat16/none/row-major/16", "e4m3fn/row/column-major/16"]),
+)  # fmt: skip
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.just({}), st.just({"row_err": 0.1}))
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container with a key in it."""
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    for key in keys:
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places_in(value[key])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_file_makes_a_kernel_run_what_it_does_not_take(sample: Any, data: st.DataObject) -> None:
+    """Of files made up so that their digest is right, whatever is changed in them."""
+    whole = json.loads(sample[0])
+    table = data.draw(st.sampled_from(whole["tables"]))
+    for value in data.draw(st.lists(VALUES, min_size=1, max_size=2)):
+        here = [*places_in(table if data.draw(st.booleans()) else whole)]
+        inside, key = data.draw(st.sampled_from(here))
+        inside[key] = copy.deepcopy(value)  # hypothesis gives one {} twice: no {} inside itself
+    whole["digest"] = file_format.digest_of(whole)
+    try:
+        choices = file_format.parse(json.dumps(whole).encode(), "choices.json")
+    except ChoicesError:
+        return
+    for found in choices.tables:
+        assert found.breakpoints[0] == 0
+        for start, name, kernel in zip(
+            found.breakpoints, found.winners, found.kernels, strict=True
+        ):
+            assert kernel is KERNELS.get(name)
+            if kernel is not None:
+                asked = replace(found.problem, m=found.like(start))
+                assert not isinstance(kernel.supports(asked, CPU), Rejected)
+
+
+# --- ranks
+
+
+def said(snapshot: str = "snapshot " + "a" * 64, kernels: str = "kernels " + "b" * 64) -> Any:
+    return {"answers": snapshot, "kernels": kernels}
+
+
+def test_ranks_with_other_digests_are_told_which_and_of_whom() -> None:
+    store = torch.distributed.HashStore()
+    rank_agreement.compare(store, CPU, "rank 0 on a", said())
+    rank_agreement.compare(store, CPU, "rank 1 on b", said())
+    with pytest.raises(DisagreementError) as found:
+        rank_agreement.compare(store, CPU, "rank 2 on c", said(snapshot="snapshot " + "c" * 64))
+    words = str(found.value)
+    assert words.startswith("rank 2 on c would choose other kernels than rank 0 on a")
+    assert "snapshot cccccccccccc here, snapshot aaaaaaaaaaaa there" in words
+    assert "kernels bbbb" not in words and "LOKAKERN_CHOICES" in words and "LOKAKERN_DB" in words
+    with pytest.raises(DisagreementError, match=r"kernels d{12} here, kernels b{12} there"):
+        rank_agreement.compare(store, CPU, "rank 3 on d", said(kernels="kernels " + "d" * 64))
+    other = replace(CPU, product="another")
+    rank_agreement.compare(store, other, "rank 4 on e", said(kernels="kernels " + "d" * 64))
+    with pytest.raises(DisagreementError, match="than rank 4 on e"):
+        rank_agreement.compare(store, other, "rank 5 on f", said())
+
+
+def test_the_digest_of_kernels_changes_with_them_and_what_compiles_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = rank_agreement.usable_digest(CPU)
+    assert rank_agreement.usable_digest(CPU) == now
+    with monkeypatch.context() as patch:
+        patch.delitem(KERNELS, next(n for n, k in KERNELS.items() if k.runs_on(CPU)))
+        assert rank_agreement.usable_digest(CPU) != now
+    with monkeypatch.context() as patch:
+        patch.delitem(KERNELS, next(n for n, k in KERNELS.items() if not k.runs_on(CPU)))
+        assert rank_agreement.usable_digest(CPU) == now
+    with monkeypatch.context() as patch:
+        patch.setitem(KERNELS[BF16].__dict__, "digest", "f" * 64)
+        assert rank_agreement.usable_digest(CPU) != now
+    here = replace(current_environment(), torch="0.1")
+    monkeypatch.setattr(rank_agreement, "current_environment", lambda: here)
+    assert rank_agreement.usable_digest(CPU) != now
+
+
+RANK = """
+import sys
+from datetime import timedelta
+import torch.distributed as distributed
+import lokakern
+from lokakern.selection import dispatcher, rank_agreement
+from lokakern.errors import DisagreementError
+from lokakern.registry.snapshot.loading import load_snapshot
+
+rank, folder, same, other, choices = int(sys.argv[1]), *sys.argv[2:]
+
+def snapshot(path):
+    return lambda: dispatcher.use_snapshot(load_snapshot([path]))
+
+def frozen():
+    dispatcher.use_choices(choices)
+
+ways = {
+    "same": (snapshot(same), snapshot(same)),
+    "other": (snapshot(same), snapshot(other)),
+    "alone": (snapshot(same), None),
+    "frozen": (frozen, frozen),
+    "mixed": (snapshot(same), frozen),
+}
+for name, each in ways.items():
+    store = distributed.FileStore(f"{folder}/{name}", 2)
+    distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1800)
+    )
+    rank_agreement.COMPARED.clear()
+    said = "nothing"
+    if each[rank] is not None:
+        each[rank]()
+        try:
+            for _ in range(2):
+                said = lokakern.dispatch("gemm", (512, 64, 64), 0.06).kernel
+        except DisagreementError as error:
+            said = f"refused: {error}"
+    print(name, said, sep=": ", flush=True)
+    distributed.barrier()
+    distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.rest
+def test_ranks_of_a_job_compare_what_they_answer_from(
+    database: Path, file: Path, tmp_path: Path
+) -> None:
+    """One that dispatches alone waits for nobody."""
+    other = write(tmp_path / "other.sqlite", fp8_us=30.0)
+    command = [sys.executable, "-c", RANK]
+    rest = [str(tmp_path), str(database), str(other), str(file)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *rest], cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        ended = [rank.communicate(timeout=1800) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    first, second = (dict(x.split(": ", 1) for x in out.splitlines()) for out, _ in ended)
+    assert first["same"] == second["same"] == FP8
+    assert first["frozen"] == second["frozen"] == FP8
+    assert (first["alone"], second["alone"]) == (FP8, "nothing")
+    for name in ("other", "mixed"):  # whoever comes second is refused
+        pair = sorted((first[name], second[name]), key=lambda x: x.startswith("refused"))
+        assert not pair[0].startswith("refused") and pair[1].startswith("refused: rank "), pair
+    words = " ".join((first["mixed"], second["mixed"]))
+    assert "frozen choices " in words and "snapshot " in words and "what was measured" in words
+    assert "the kernels that run here" not in words
+
+
+def test_one_rank_has_nobody_to_compare_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_agreement, "COMPARED", set())
+    monkeypatch.setattr(rank_agreement, "compare", lambda *_: pytest.fail("compared"))
+    lokakern.dispatch("gemm", (512, N, K), 0.06)
+    assert not rank_agreement.COMPARED, "there is no job yet"
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert lokakern.dispatch("gemm", (512, N, 2 * K), ErrorBudget(row_err=0.06)).is_miss
+        assert CPU in rank_agreement.COMPARED
+    finally:
+        torch.distributed.destroy_process_group()

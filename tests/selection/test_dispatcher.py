@@ -1,0 +1,789 @@
+"""Dispatch on hand-made rows: each rule is shown by rows that would break it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import time as clock
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lokakern.device import current_device
+from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameError, UnsupportedError
+from lokakern.numerics import Errors
+from lokakern.problems import accuracy_problem, alignment_of, make_problem
+from lokakern.registry.freshness import is_current
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.schema.records import AccuracyRecord, KernelRow, TimingRecord
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.storage.run_files import RunFile, merge
+from lokakern.selection import candidates, dispatcher
+from lokakern.selection.dispatcher import Choice, dispatch
+from lokakern.sweep.resume import distribution_row
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Accepted,
+    Device,
+    Environment,
+    ErrorBudget,
+    Format,
+    Granularity,
+    Layout,
+    Operand,
+    Problem,
+    Rejected,
+)
+
+load_kernels()
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+ENVIRONMENT = Environment(
+    driver="580", toolkit="13.0", torch="2.11.0", triton="3.6.0", power_cap_w="700"
+)
+BF16 = "torch.bf16"
+ROW = "cuda.quantize_row+torch.scaled_mm_row"
+TENSOR = "cuda.quantize_tensor+torch.scaled_mm_tensor"
+
+
+def errors(row_err: float) -> Errors:
+    return Errors(
+        row_err=row_err * 0.99, row_err_upper=row_err, row_p50=row_err, row_p99=row_err * 1.1,
+        row_p99_upper=row_err * 1.2, row_max=row_err * 2, rel_err=row_err * 0.99,
+        rel_err_upper=row_err, sqnr_db=-20 * math.log10(row_err), mean_rel_err=row_err * 5,
+        mean_rel_err_upper=row_err * 6, mean_rel_err_excluded_share=0.0, mean_shift=0.0,
+        mean_shift_upper=1e-4, nonfinite_count=0, nonfinite_unexpected_count=0,
+    )  # fmt: skip
+
+
+class Book:
+    """Writes rows into a database and answers from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.grade = "full"
+
+    def write(self, *rows: Any) -> Book:
+        run = RunFile.create(
+            self.path, suite="test", command="test", harness_digest="0" * 64, grade=self.grade
+        )
+        with run:
+            for row in rows:
+                row(run)
+        self.use()
+        return self
+
+    def use(self) -> None:
+        dispatcher.use_snapshot(load_snapshot([self.path]))
+
+
+def kernel_row(name: str, digest: str | None = None) -> KernelRow:
+    row = KernelRow.of(KERNELS[name])
+    return row if digest is None else replace(row, digest=digest)
+
+
+def time(
+    name: str, problem: Problem, us: float, *, spread: float = 0.001, status: str = "ok",
+    digest: str | None = None, count: int = 50, environment: Environment = ENVIRONMENT,
+    device: Device = H200, **of_kernel: str,
+) -> Any:  # fmt: skip
+    def write(run: RunFile) -> None:
+        metrics: dict[str, Any] = {
+            "latency_us_p20": us * (1 - spread), "latency_us_p50": us,
+            "latency_us_p80": us * (1 + spread), "replay_count": count, "void_count": 0,
+            "calls_per_replay": 10, "clock_mhz": 1980.0, "kernel_err": 0.5,
+            "kernel_err_row_p99": 0.4, "timer": "test",
+        }  # fmt: skip
+        record = TimingRecord(status=status, reason="" if status == "ok" else "made up", **metrics)
+        kernel = replace(kernel_row(name, digest), **of_kernel)
+        run.add_timing(kernel, problem, distribution_row("X1"), device,
+                       environment, "graph-cold", record)  # fmt: skip
+
+    return write
+
+
+def accuracy(
+    name: str, problem: Problem, row_err: float, *, only: tuple[str, ...] | None = None,
+    without: tuple[str, ...] = (), seeds: tuple[int, ...] = (0, 1, 2), status: str = "ok",
+    digest: str | None = None,
+) -> Any:  # fmt: skip
+    def write(run: RunFile) -> None:
+        asked = accuracy_problem(problem, Format.E4M3FN)
+        for distribution in only or REALISTIC_DISTRIBUTIONS:
+            if distribution in without:
+                continue
+            for seed in seeds:
+                record = AccuracyRecord(
+                    status=status, reason="" if status == "ok" else "made up", seed=seed,
+                    rows=asked.m, errors=errors(row_err), kernel_err=0.5, kernel_err_row_p99=0.4,
+                    flushed_share=0.0, saturated_share=0.0,
+                )  # fmt: skip
+                run.add_accuracy(kernel_row(name, digest), asked, distribution_row(distribution),
+                                 "sm_90", ENVIRONMENT, record)  # fmt: skip
+
+    return write
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    dispatcher.use_snapshot(None)
+
+
+def gemm(m: int, n: int = 512, k: int = 512, **fields: Any) -> Problem:
+    return make_problem("gemm", (m, n, k), **fields)
+
+
+def measured(*, bf16: float, row: float, m: int = 4096, row_err: float = 0.04) -> list[Any]:
+    problem = gemm(m)
+    return [
+        time(BF16, problem, bf16), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, row), accuracy(ROW, problem, row_err),
+    ]  # fmt: skip
+
+
+def ask(m: int = 4096, budget: Any = 0.06, **options: Any) -> Choice:
+    return dispatch("gemm", (m, 512, 512), budget, device="NVIDIA H200", **options)
+
+
+def test_the_fastest_within_budget_wins(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = ask()
+    assert (choice.kernel, choice.latency_us) == (ROW, 10.0)
+    assert choice.errors["row_err"] == pytest.approx(0.04)
+    assert "slower: 20.00 us" in choice.rejected[BF16]
+
+
+def test_bf16_is_taken_where_nothing_else_is_within_budget(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = ask(budget=0.03)
+    assert choice.kernel == BF16
+    assert "row_err 0.0400 > 0.03" in choice.rejected[ROW]
+    assert "floor" in choice.rejected[ROW]
+    assert ask(budget=None).kernel == BF16
+    assert "no budget" in ask(budget=None).rejected[ROW]
+
+
+def test_never_slower_than_bf16(book: Book) -> None:
+    book.write(*measured(bf16=10.0, row=12.0))
+    assert ask().kernel == BF16
+
+
+def test_a_tie_goes_to_the_lower_error_and_is_marked(book: Book) -> None:
+    book.write(*measured(bf16=10.0, row=9.95))
+    choice = ask()
+    assert choice.kernel == BF16
+    assert choice.tied == (ROW,)
+    assert "tied" in choice.explain()
+
+
+def test_beyond_noise_fp8_wins_within_it_does_not(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 10.0, spread=0.2, count=5), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 9.6, spread=0.2, count=5), accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    margin = candidates.margin_us(8.0, 12.0, 5)
+    assert margin > 0.5
+    assert candidates.within_noise(10.0, margin, 9.6, margin)
+    assert not candidates.within_noise(10.0, margin, 9.4, margin)
+
+
+@pytest.mark.parametrize("missing", REALISTIC_DISTRIBUTIONS)
+def test_a_missing_distribution_rejects_a_kernel(book: Book, missing: str) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04, without=(missing,)),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert missing in ask().rejected[ROW]
+    present = next(d for d in REALISTIC_DISTRIBUTIONS if d != missing)
+    assert ask(distribution=present).kernel == ROW
+    assert present in ask(distribution=present).explain()
+    assert ask(distribution=(present, missing)).kernel == BF16
+
+
+def test_the_worst_seed_and_run_count(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(accuracy(ROW, gemm(4096), 0.07, only=("X5",), seeds=(1,)))
+    choice = ask()
+    assert choice.kernel == BF16
+    assert "0.0700" in choice.rejected[ROW] and "X5" in choice.rejected[ROW]
+
+
+def test_one_wrong_row_rejects_a_kernel(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(time(ROW, gemm(4096), 10.0, status="wrong"))
+    assert ask().kernel == BF16
+    assert "wrong" in ask().rejected[ROW]
+
+
+def test_a_wrong_error_row_rejects_a_kernel(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(accuracy(ROW, gemm(4096), 0.04, only=("X7",), seeds=(2,), status="wrong"))
+    assert ask().kernel == BF16
+
+
+def test_stale_errors_never_count(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0, digest="f" * 64),
+        accuracy(ROW, problem, 0.04, digest="f" * 64),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "stale" in ask().rejected[ROW]
+
+
+def test_a_stale_time_only_ranks_and_is_marked(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0, digest="f" * 64), accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    choice = ask()
+    assert choice.kernel == ROW
+    assert "stale" in choice.explain()
+
+
+def test_a_fresh_time_beats_a_stale_one_whatever_it_says(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=30.0))
+    book.write(time(ROW, gemm(4096), 1.0, digest="f" * 64))
+    assert ask().kernel == BF16
+
+
+def test_the_median_of_runs_counts_and_full_rows_before_quick_ones(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(time(ROW, gemm(4096), 90.0))
+    book.write(time(ROW, gemm(4096), 11.0))
+    assert ask().latency_us == 11.0
+    book.grade = "quick"
+    book.write(time(ROW, gemm(4096), 1.0))
+    assert ask().latency_us == 11.0
+
+
+def test_times_between_measured_m_are_interpolated_and_marked(book: Book) -> None:
+    rows = measured(bf16=20.0, row=10.0, m=4096)
+    book.write(*rows, *(r for r in measured(bf16=40.0, row=30.0, m=8192)
+                        if "time" in r.__qualname__))  # fmt: skip
+    choice = ask(6144)
+    assert choice.latency_us == pytest.approx(20.0)
+    assert choice.interpolated and "interpolated" in choice.explain()
+    assert not ask(4096).interpolated
+
+
+def test_the_winner_changes_where_interpolated_times_cross(book: Book) -> None:
+    times = {4096: (10.0, 20.0), 8192: (60.0, 40.0)}  # bf16, row: they cross at 5505 or so
+    rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(ROW, gemm(1), 0.04)]
+    for m, (bf16, row) in times.items():
+        rows += [time(BF16, gemm(m), bf16), time(ROW, gemm(m), row)]
+    book.write(*rows)
+    table = ask(4096).table
+    crossing = 4096 + (20 - 10) / ((60 - 10) - (40 - 20)) * 4096
+    before, after = int(crossing * 0.95), int(crossing * 1.05)  # beyond the noise of 3 %
+    assert ask(before - before % 16).kernel == BF16
+    assert ask(after - after % 16).kernel == ROW
+    # The frozen table answers as the rules do, at every m.
+    for m in range(4000, 8300, 7):
+        place = table.breakpoints[max(i for i, b in enumerate(table.breakpoints) if b <= m)]
+        assert table.winners[table.breakpoints.index(place)] == table.pick(m).name
+
+
+@pytest.mark.parametrize("m", [1, 2048, 4095, 8193, 10**6])
+def test_nothing_is_extrapolated(book: Book, m: int) -> None:
+    book.write(*measured(bf16=20.0, row=10.0, m=4096),
+               time(BF16, gemm(8192), 40.0), time(ROW, gemm(8192), 20.0))  # fmt: skip
+    choice = ask(m)
+    assert choice.kernel == BF16
+    assert choice.is_miss and choice.latency_us is None
+    assert "outside what was measured" in choice.explain()
+
+
+def test_an_unknown_shape_is_a_miss(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = dispatch("gemm", (4096, 512, 640), 0.06, device="NVIDIA H200")
+    assert choice.kernel == BF16 and choice.is_miss
+    assert "nothing was measured" in choice.explain()
+
+
+def test_a_batch_is_dispatched_once_it_is_measured(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    assert ask(batch=16).is_miss
+    assert ask(batch=16).kernel == BF16
+    book.write(time(BF16, gemm(4096, batch=16), 90.0))
+    choice = ask(batch=16)
+    assert (choice.kernel, choice.latency_us, choice.is_miss) == (BF16, 90.0, False)
+    assert ask().kernel == ROW
+
+
+def test_errors_are_of_a_numerics_class(book: Book) -> None:
+    """Any kernel of a class brings its error; a wrong one brings none and is rejected itself."""
+    rival = "cuda.quantize_row+cuda.scaled_gemm_row"
+    assert rival in KERNELS and KERNELS[rival].accumulation == KERNELS[ROW].accumulation
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), time(ROW, problem, 12.0), time(rival, problem, 10.0),
+        accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    assert ask().kernel == rival
+    assert ask().errors["row_err"] == pytest.approx(0.04)
+    book.write(accuracy(rival, problem, 0.05))
+    assert ask().errors["row_err"] == pytest.approx(0.05)
+    book.write(accuracy(rival, problem, 0.9, status="wrong", only=("X3",)))
+    assert ask().kernel == ROW
+    assert "wrong on X3" in ask().rejected[rival]
+    assert ask().errors["row_err"] == pytest.approx(0.05)
+
+
+def test_a_scaled_gemm_has_the_error_of_its_gemm(book: Book) -> None:
+    problem = make_problem("scaled_gemm", (4096, 512, 512))
+    book.write(time("torch.scaled_mm_row", problem, 10.0))
+    ask_scaled = functools.partial(dispatch, "scaled_gemm", problem.shape, device="NVIDIA H200")
+    assert ask_scaled(0.06).is_miss
+    book.write(accuracy(ROW, gemm(4096), 0.04))
+    assert ask_scaled(0.06).kernel == "torch.scaled_mm_row"
+    assert ask_scaled(0.03).is_miss
+
+
+def test_an_error_at_another_n_stands_for_what_was_not_measured(book: Book) -> None:
+    """And a quarter more of it, from 256 outputs on and at the same k."""
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), time(ROW, problem, 10.0))
+    book.write(accuracy(ROW, gemm(4096, n=128), 0.04), accuracy(ROW, gemm(4096, k=1024), 0.04))
+    assert ask().kernel == BF16 and "error not measured" in ask().rejected[ROW]
+    book.write(accuracy(ROW, gemm(1024, n=4096), 0.045), accuracy(ROW, gemm(1, n=300), 0.04))
+    choice = ask()
+    assert choice.kernel == ROW
+    assert choice.errors["row_err"] == pytest.approx(0.05), "of the nearest n, which is 300"
+    assert "1.25 times what was measured at n=300 and the same k" in choice.explain()
+    assert ask(budget=0.045).rejected[ROW].startswith("row_err 0.0500 > 0.045")
+    book.write(accuracy(ROW, problem, 0.03))
+    assert ask().errors["row_err"] == pytest.approx(0.03)
+    narrow = gemm(4096, n=128)
+    book.write(
+        time(BF16, narrow, 20.0), time(TENSOR, narrow, 10.0), accuracy(TENSOR, problem, 0.03)
+    )
+    assert dispatch("gemm", narrow.shape, 0.06, device="NVIDIA H200").kernel == BF16
+
+
+def test_a_library_sums_otherwise_where_columns_begin_elsewhere(book: Book) -> None:
+    """cuBLAS' errors at n = 900 are up to 1.4 times those at 904; of FP8 they are alike."""
+    book.write(time(BF16, gemm(4096), 10.0), accuracy(BF16, gemm(1, n=900), 0.003))
+    assert ask().kernel == BF16 and not ask().errors
+    askew = gemm(4096, n=479)
+    book.write(time(BF16, askew, 10.0), accuracy(BF16, gemm(1, n=480), 0.002))
+    book.write(time(ROW, askew, 12.0), accuracy(ROW, gemm(1, n=480), 0.04))
+    choice = dispatch("gemm", askew.shape, 0.06, device="NVIDIA H200")
+    assert choice.kernel == BF16 and not choice.errors
+    book.write(accuracy(BF16, gemm(1, n=4096), 0.002))
+    assert ask().errors["row_err"] == pytest.approx(0.0025)
+    book.write(time(ROW, gemm(4096), 9.0), accuracy(ROW, gemm(1, n=900), 0.04))
+    assert ask().kernel == ROW and ask().errors["row_err"] == pytest.approx(0.05)
+
+
+def test_what_differs_between_n_is_not_taken_from_another(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003), time(ROW, problem, 10.0))
+    book.write(accuracy(ROW, gemm(1, n=1024), 0.04))
+    for budget in (ErrorBudget(row_err=0.06, row_p99=0.9, sqnr_db=1.0), ErrorBudget(rel_err=0.9)):
+        assert ask(budget=budget).kernel == ROW
+    choice = ask(budget=ErrorBudget(row_err=0.06, mean_shift=0.9))
+    assert choice.kernel == BF16
+    assert choice.rejected[ROW] == "mean_shift is not known at n=512"
+    assert not set(ask().errors) & {"mean_shift", "mean_rel_err"}
+    problem = make_problem("scaled_gemm", (4096, 512, 512))
+    book.write(time("torch.scaled_mm_row", problem, 10.0))
+    ask_scaled = functools.partial(dispatch, "scaled_gemm", problem.shape, device="NVIDIA H200")
+    assert ask_scaled(0.06).kernel == "torch.scaled_mm_row"
+    assert "no error is known" in ask_scaled(ErrorBudget(mean_shift=0.01)).explain()
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        accuracy(ROW, gemm(4096), 0.5, seeds=(0,)), accuracy(ROW, gemm(4096), 0.5, only=("X1",)),
+        accuracy(ROW, gemm(4096), 0.5, digest="f" * 64),
+    ],
+    ids=["one seed", "one distribution", "stale"],
+)  # fmt: skip
+def test_what_was_measured_here_is_not_passed_over_for_another_n(book: Book, here: Any) -> None:
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), time(ROW, problem, 10.0), here)
+    book.write(accuracy(ROW, gemm(1, n=1024), 0.04))
+    assert ask().kernel == BF16
+
+
+def test_what_is_wrong_at_another_n_is_not_chosen_by_its_error(book: Book) -> None:
+    problem, other = gemm(4096), "cuda.quantize_row+cuda.scaled_gemm_row"
+    book.write(time(BF16, problem, 20.0), time(ROW, problem, 10.0), time(other, problem, 12.0))
+    book.write(accuracy(other, gemm(1, n=1024), 0.04))
+    assert ask().kernel == ROW
+    book.write(accuracy(ROW, gemm(1, n=2048), 0.04, only=("X7",), status="wrong"))
+    assert ask().kernel == other
+    assert ask().rejected[ROW].startswith("wrong on X7 at n=2048")
+
+
+def test_a_slower_kernel_needs_no_error(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(time(BF16, problem, 20.0), time(ROW, problem, 30.0), time(TENSOR, problem, 10.0))
+    choice = ask()
+    assert choice.kernel == BF16
+    assert choice.rejected[ROW].startswith("slower: 30.00 us; error not measured")
+    assert choice.rejected[TENSOR].startswith("error not measured")
+
+
+def test_what_crashed_once_is_trusted_nowhere(book: Book) -> None:
+    book.write(
+        *(time(BF16, gemm(m), m / 100) for m in (2048, 4096)),
+        time(ROW, gemm(2048), 10.0, status="crashed"), time(ROW, gemm(4096), 20.0),
+        accuracy(ROW, gemm(1), 0.04),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert ask().rejected[ROW] == "crashed at m=2048: made up"
+
+
+@pytest.mark.parametrize("crash", ["while it was timed", "while its error was measured"])
+def test_a_crash_is_forgiven_once_it_does_not_happen_again(book: Book, crash: str) -> None:
+    book.write(time(BF16, gemm(4096), 20.0), accuracy(BF16, gemm(1), 0.003))
+    if crash == "while it was timed":
+        book.write(time(ROW, gemm(4096), 10.0, status="crashed"))
+    else:
+        book.write(accuracy(ROW, gemm(1), 0.04, only=("X1",), seeds=(0,), status="crashed"))
+        book.write(time(ROW, gemm(4096), 10.0))
+    assert ask().kernel == BF16
+    assert ask().rejected[ROW].startswith("crashed ")
+    clock.sleep(0.002)  # rows carry milliseconds
+    book.write(time(ROW, gemm(4096), 10.0), accuracy(ROW, gemm(1), 0.04))
+    assert ask().kernel == ROW
+
+
+@pytest.mark.parametrize("status", ["error", "out_of_memory", "timeout"])
+def test_no_time_is_interpolated_across_an_m_where_it_failed(book: Book, status: str) -> None:
+    rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(ROW, gemm(1), 0.04)]
+    for m in (2048, 8192, 32768):
+        rows.append(time(BF16, gemm(m), m / 100))
+        rows.append(time(ROW, gemm(m), m / 200, status="ok" if m != 8192 else status))
+    book.write(*rows)
+    assert ask(2048).kernel == ROW
+    for m in (4096, 8192, 16384):
+        assert ask(m).kernel == BF16
+        assert status in ask(m).rejected[ROW]
+
+
+def test_a_noisy_time_is_no_tie_with_one_far_below(book: Book) -> None:
+    problem = gemm(4096)
+    other = "cuda.quantize_row+torch.scaled_mm_row_fast"
+    book.write(
+        time(BF16, problem, 12.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
+        time(other, problem, 13.0, spread=0.3, count=3), accuracy(other, problem, 0.0399),
+    )  # fmt: skip
+    assert ask().kernel == ROW
+
+
+def test_a_noisy_time_behind_the_unquantized_one_is_no_tie(book: Book) -> None:
+    problem = gemm(4096)
+    other = "cuda.quantize_row+torch.scaled_mm_row_fast"
+    book.write(
+        time(BF16, problem, 10.4), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
+        time(other, problem, 10.45, spread=0.3, count=3), accuracy(other, problem, 0.0399),
+    )  # fmt: skip
+    assert ask().kernel == ROW and ask().tied == ()
+
+
+def test_fewer_than_three_seeds_are_no_evidence(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04, seeds=(0, 1)),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "3 seeds" in ask().rejected[ROW]
+
+
+def test_a_fresh_failure_outweighs_a_stale_time(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003), accuracy(ROW, problem, 0.04),
+        time(ROW, problem, 10.0, digest="f" * 64), time(ROW, problem, 10.0, status="error"),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "error" in ask().rejected[ROW]
+
+
+def test_a_kernel_that_only_failed_before_it_changed_is_not_measured(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0, status="crashed", digest="f" * 64),
+    )  # fmt: skip
+    assert ask().kernel == BF16
+    assert "changed" in ask().rejected[ROW]
+
+
+def test_one_full_seed_does_not_hide_three_quick_ones(book: Book) -> None:
+    problem = gemm(4096)
+    book.grade = "quick"
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.grade = "full"
+    book.write(accuracy(ROW, problem, 0.05, only=("X1",), seeds=(0,)))
+    assert ask().kernel == ROW
+    assert ask().errors["row_err"] == pytest.approx(0.05)
+
+
+def test_rows_of_a_database_load_no_module(book: Book) -> None:
+    row = replace(KernelRow.of(KERNELS[ROW]), modules=("python:this.x",), digest="0" * 64)
+    assert not is_current(row)
+    assert "this" not in sys.modules
+    assert not is_current(replace(row, modules=("python:torch._C",)))
+
+
+def test_an_error_row_beside_good_ones_does_no_harm(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.write(accuracy(ROW, gemm(4096), 0.04, only=("X5",), seeds=(1,), status="error"))
+    assert ask().kernel == ROW
+
+
+def test_a_quick_wrong_row_elsewhere_still_rejects(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    book.grade = "quick"
+    book.write(accuracy(ROW, gemm(4096), 0.04, only=("X3",), seeds=(0,), status="wrong"))
+    assert ask().kernel == BF16
+    assert ask(distribution="X1").kernel == BF16
+
+
+def test_another_toolchain_is_usable_and_marked(book: Book) -> None:
+    """Of a composition, that of every part counts."""
+    from lokakern.device import current_environment
+
+    now = current_environment()
+    for change in ({"libraries": "0.1"}, {"torch": "0.1"}, {}):
+        then = replace(now, **change)
+        row = KernelRow.of(KERNELS[ROW])
+        assert (candidates._toolchain(row, then) == candidates._toolchain(row, now)) is not bool(
+            change
+        )
+    torch_only = KernelRow.of(KERNELS[BF16])
+    assert candidates._toolchain(
+        torch_only, replace(now, libraries="0.1")
+    ) == candidates._toolchain(torch_only, now)
+
+
+def test_a_choice_for_another_device_is_one_that_could_run_there(book: Book) -> None:
+    """cuBLASLt's block scales take m in multiples of 4 only."""
+    weight = Operand(Format.E4M3FN, Granularity.BLOCK, Layout.COLUMN, 16)
+    block = "cuda.quantize_group+torch.scaled_mm_block"
+    rows: list[Any] = [accuracy(BF16, gemm(1), 0.003), accuracy(block, gemm(1), 0.04)]
+    for m in (4096, 8192):
+        problem = gemm(m, b=weight, prepared=True)
+        rows += [time(BF16, problem, m / 100), time(block, problem, m / 200)]
+    book.write(*rows)
+    assert ask(6000, b=weight, prepared=True).kernel == block
+    assert ask(6001, b=weight, prepared=True).kernel == BF16
+
+
+def test_warm_answers_refuse_what_cold_ones_refuse(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    ask(4096)
+    for m in (-4096, -1):
+        with pytest.raises(ShapeError):
+            ask(m)
+    with pytest.raises(ShapeError):
+        dispatch("gemm", (), 0.06)
+
+
+def test_deleting_a_row_changes_the_answer(book: Book, tmp_path: Path) -> None:
+    first, second = Book(tmp_path / "a.sqlite"), Book(tmp_path / "b.sqlite")
+    first.write(*measured(bf16=20.0, row=10.0)[:2])
+    assert ask().kernel == BF16
+    second.write(*measured(bf16=20.0, row=10.0)[2:])
+    merge([first.path, second.path], book.path)
+    book.use()
+    assert ask().kernel == ROW
+
+
+@pytest.mark.parametrize(
+    ("budget", "kernel"),
+    [
+        (ErrorBudget(row_err=0.05), ROW),
+        (ErrorBudget(row_err=0.04), ROW),
+        (ErrorBudget(row_p99=0.047), BF16),
+        (ErrorBudget(row_p99=0.049), ROW),
+        (ErrorBudget(row_err=0.05, mean_rel_err=0.2), BF16),
+        (ErrorBudget(sqnr_db=27.0), ROW),
+        (ErrorBudget(sqnr_db=28.5), BF16),
+        (ErrorBudget(rel_err=0.039), BF16),
+        (ErrorBudget(mean_shift=1e-3), ROW),
+        (ErrorBudget(mean_shift=1e-5), BF16),
+    ],
+    ids=str,
+)
+def test_every_limit_of_a_budget_holds(book: Book, budget: ErrorBudget, kernel: str) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))  # row_err 0.04: p99 0.048, 27.96 dB
+    assert ask(budget=budget).kernel == kernel
+
+
+def test_a_prepared_weight_takes_only_kernels_of_its_form(book: Book) -> None:
+    weight = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN, alignment_of(512))
+    problem = gemm(4096, b=weight, prepared=True)
+    book.write(
+        time(BF16, problem, 20.0), accuracy(BF16, problem, 0.003),
+        time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04),
+    )  # fmt: skip
+    assert ask(b=weight, prepared=True).kernel == ROW
+    assert ask().is_miss  # nothing was measured with the weight quantized on the way
+
+
+def test_a_choice_for_another_device_says_so_when_called(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "devices_here", lambda: frozenset({current_device("cpu")}))
+    book.write(*measured(bf16=20.0, row=10.0))
+    choice = ask()
+    assert not choice.callable
+    with pytest.raises(UnsupportedError, match="NVIDIA H200"):
+        choice()
+
+
+def test_kernels_that_were_never_timed_are_named_on_the_device_here(book: Book) -> None:
+    here = current_device("cpu")
+    book.write(time(BF16, gemm(4096), 20.0, device=here))
+    choice = dispatch("gemm", (4096, 512, 512), 0.06, device=here, regime="graph-cold")
+    assert (choice.kernel, choice.latency_us) == (BF16, 20.0)
+    assert choice.rejected["torch.quantize_row+torch.emulated_row"] == "not measured here"
+
+
+def test_explain_names_every_kernel_once(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0), time(TENSOR, gemm(4096), 5.0))
+    text = ask().explain()
+    assert text.startswith("gemm m=4096 n=512 k=512")
+    for name in (BF16, ROW, TENSOR):
+        assert sum(line.split()[0] == name for line in text.splitlines()[1:]) == (name != ROW)
+
+
+def test_dispatch_is_a_pure_function_of_the_snapshot(book: Book) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    first = ask().explain()
+    assert "judged on" not in first
+    book.use()
+    assert ask().explain() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        (("gem", (1, 2, 3), 0.1), {}, UnknownNameError, "expected one of dequantize, gemm"),
+        (("gemm", (1, 2), 0.1), {}, ShapeError, "(m, n, k)"),
+        (("gemm", (1, 2, 0), 0.1), {}, ShapeError, "others >= 1"),
+        (("gemm", (-1, 2, 3), 0.1), {}, ShapeError, "m >= 0"),
+        (("gemm", (1.5, 2, 3), 0.1), {}, ShapeError, "integers"),
+        (("gemm", 7, 0.1), {}, ShapeError, "expected"),
+        (("gemm", (1, 2, 3), -0.1), {}, BudgetError, "zero or larger"),
+        (("gemm", (1, 2, 3), math.nan), {}, BudgetError, "finite"),
+        (("gemm", (1, 2, 3), math.inf), {}, BudgetError, "finite"),
+        (("gemm", (1, 2, 3), "much"), {}, BudgetError, "number"),
+        (("gemm", (1, 2, 3), True), {}, BudgetError, "number"),
+        (("gemm", (1, 2, 3), 0.1), {"device": "NVIDIA H9000"}, DeviceError, "known are"),
+        (("gemm", (1, 2, 3), 0.1), {"regime": "warm"}, UnknownNameError, "graph-cold"),
+        (("gemm", (1, 2, 3), 0.1), {"distribution": "X99"}, UnknownNameError, "X1"),
+        (("gemm", (1, 2, 3), 0.1), {"layout": 3}, UnknownNameError, "epilogue"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(
+    book: Book, arguments: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    book.write(*measured(bf16=20.0, row=10.0))
+    with pytest.raises(error) as found:
+        dispatch(*arguments, **options)
+    assert words in str(found.value)
+
+
+def test_budget_without_limits_is_refused() -> None:
+    with pytest.raises(BudgetError, match="no limit"):
+        ErrorBudget()
+
+
+# --- GEMMs with a norm
+
+UNFUSED = "torch.norm_unfused"
+ROUNDED = "torch.bf16+torch.norm_quantize"
+FUSED_FP8 = "torch.quantize_row+torch.norm_emulated_row"
+NORM: dict[str, Any] = {"epilogue": "bias+layer+affine", "out_format": "e4m3fn"}
+
+
+def normed(book: Book, *, unfused: float, rounded: float, fp8: float, row_err: float) -> Book:
+    """Times with everything around the norm, errors of the norm alone."""
+    problem = make_problem("gemm_norm", (4096, 512, 512), **NORM)
+    return book.write(
+        time(UNFUSED, problem, unfused), time(ROUNDED, problem, rounded),
+        time(FUSED_FP8, problem, fp8), accuracy(FUSED_FP8, problem, row_err),
+    )  # fmt: skip
+
+
+def ask_normed(budget: Any = 0.06, **fields: Any) -> Choice:
+    asked = {**NORM, **fields}
+    return dispatch("gemm_norm", (4096, 512, 512), budget, device="NVIDIA H200", **asked)
+
+
+def test_a_gemm_with_a_norm_is_dispatched(book: Book) -> None:
+    normed(book, unfused=20.0, rounded=15.0, fp8=10.0, row_err=0.05)
+    choice = ask_normed()
+    assert (choice.kernel, choice.latency_us) == (FUSED_FP8, 10.0)
+    assert choice.errors["row_err"] == pytest.approx(0.05)
+    assert "bias+layer+affine out=e4m3fn/row" in choice.explain()
+    assert ask_normed(epilogue="rms").is_miss
+    assert ask_normed(out_granularity=Granularity.GROUP).is_miss
+
+
+def test_the_fastest_unquantized_kernel_with_a_norm_is_legal_whatever_the_budget(
+    book: Book,
+) -> None:
+    """Even one whose error nobody measured: it is no worse than what torch does unfused."""
+    normed(book, unfused=20.0, rounded=15.0, fp8=10.0, row_err=0.05)
+    for budget in (None, 0.03, 1e-9):
+        choice = ask_normed(budget)
+        assert (choice.kernel, choice.is_miss) == (ROUNDED, False)
+        assert choice.rejected[FUSED_FP8].startswith(("no budget", "row_err 0.0500 >"))
+        assert choice.rejected[UNFUSED] == "slower: 20.00 us"
+
+
+def test_the_most_accurate_kernel_is_one_that_takes_the_problem(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured there once may be refused since."""
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    problem = make_problem("gemm_norm", (4096, 512, 512), a=a, **NORM)
+    better, worse = "torch.norm_emulated_row", "cuda.gemm_norm_row"
+    book.write(time(better, problem, 10.0), accuracy(better, problem, 0.05),
+               time(worse, problem, 9.0), accuracy(worse, problem, 0.055))  # fmt: skip
+    assert ask_normed(0.03, a=a).kernel == better
+    supports = Kernel.supports
+
+    def refuses(kernel: Kernel, asked: Problem, device: Device) -> Accepted | Rejected:
+        return Rejected("no more") if kernel.name == better else supports(kernel, asked, device)
+
+    monkeypatch.setattr(Kernel, "supports", refuses)
+    book.use()
+    choice = ask_normed(0.03, a=a)
+    assert choice.kernel == worse and choice.rejected[better] == "no more"
+
+
+def test_quantized_operands_with_a_norm_take_the_fastest_there_is(book: Book) -> None:
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    problem = make_problem("gemm_norm", (4096, 512, 512), a=a, **NORM)
+    emulated = "torch.norm_emulated_row"
+    book.write(time(emulated, problem, 10.0), accuracy(emulated, problem, 0.05))
+    for budget in (None, 0.06):
+        assert ask_normed(budget, a=a).kernel == emulated
+    choice = ask_normed(0.03, a=a)
+    assert choice.kernel == emulated and "the most accurate is taken" in choice.pick.note
+    rows = make_problem("norm_quantize", (4096, 512), epilogue="rms")
+    book.write(time("torch.norm_quantize", rows, 5.0))
+    found = dispatch("norm_quantize", (4096, 512), device="NVIDIA H200", epilogue="rms")
+    assert (found.kernel, found.latency_us) == ("torch.norm_quantize", 5.0)

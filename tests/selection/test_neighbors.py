@@ -1,0 +1,224 @@
+"""A miss says what was measured of the same shape, and what to ask; a weight's form is derived."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lokakern
+from lokakern.device import current_device
+from lokakern.selection import dispatcher
+from lokakern.selection.dispatcher import Choice, dispatch
+from lokakern.types import Format, Granularity, Operand, Problem
+from lokakern.workloads.gemm_cases import prepared_weight
+from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
+
+ROWS, WHOLE = (prepared_weight(Format.E4M3FN, g) for g in (Granularity.ROW, Granularity.TENSOR))
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    dispatcher.use_snapshot(None)
+
+
+def ask(m: int = 4096, budget: Any = 0.06, **fields: Any) -> Choice:
+    return dispatch("gemm", (m, 512, 512), budget, device="NVIDIA H200", **fields)
+
+
+def noted(**fields: Any) -> str:
+    choice = ask(**fields)
+    assert choice.is_miss and choice.kernel == BF16 and choice.pick.note in choice.explain()
+    return choice.pick.note
+
+
+def bf16_at(**fields: Any) -> Any:
+    return time(BF16, gemm(4096, **fields), 20.0)
+
+
+def arguments_of(note: str) -> dict[str, Any]:
+    """The first way to ask that a note names."""
+    text = note.split("ask with ")[1].split(" or ")[0]
+    return dict(eval(f"dict({text})", {"Operand": Operand}))
+
+
+@pytest.mark.parametrize(
+    ("measured", "asked", "words"),
+    [
+        ({"epilogue": "bias"}, {}, "only with bias: ask with epilogue='bias'"),
+        ({}, {"epilogue": "bias"}, "only without epilogue: ask with epilogue='none'"),
+        ({"b": ROWS, "prepared": True}, {}, "only prepared (row): ask with prepared=True"),
+        ({}, {"b": ROWS, "prepared": True}, "only not prepared: ask with prepared=False"),
+        ({}, {"regime": "eager"}, "only in graph-cold: ask with regime='graph-cold'"),
+        ({"batch": 4}, {}, "only with batch=4: ask with batch=4"),
+        ({"out_strided": True}, {}, "only with out_strided=True: ask with out_strided=True"),
+        ({"a": Operand(Format.BFLOAT16, alignment=4)}, {},
+         "only with a=bfloat16/none/row-major/4 with b=bfloat16/none/column-major/4: ask with "
+         "a=Operand.parse('bfloat16/none/row-major/4'), "
+         "b=Operand.parse('bfloat16/none/column-major/4')"),
+        ({"b": ROWS, "prepared": True, "epilogue": "bias"}, {},
+         "only prepared (row) with bias: ask with prepared=True, epilogue='bias'"),
+    ],
+)  # fmt: skip
+def test_a_miss_says_what_was_measured_and_what_to_ask(
+    book: Book, measured: dict[str, Any], asked: dict[str, Any], words: str
+) -> None:
+    book.write(bf16_at(**measured))
+    note = noted(**asked)
+    assert note == f"n=512 k=512 was measured on NVIDIA H200 {words}"
+    way = arguments_of(note)
+    if "prepared" not in way or way["prepared"]:
+        kept = {name: value for name, value in asked.items() if name not in way}
+        assert not ask(**{**kept, **way}).is_miss, "asked so there is an answer"
+
+
+def test_several_ways_that_differ_as_little_are_named(book: Book) -> None:
+    book.write(bf16_at(epilogue="bias"), bf16_at(b=ROWS, prepared=True),
+               bf16_at(b=WHOLE, prepared=True), bf16_at(epilogue="bias", batch=4),
+               time(BF16, gemm(64, epilogue="bias"), 2.0))  # fmt: skip
+    assert noted().endswith(
+        "only prepared (row) or prepared (tensor) or with bias: ask with prepared=True or "
+        "epilogue='bias'"
+    )
+
+
+@pytest.mark.parametrize("what", ["k", "device", "op", "failed", "stale"])
+def test_nothing_was_measured_is_said_where_it_is_true(book: Book, what: str) -> None:
+    other = {
+        "k": time(BF16, gemm(4096, k=640, epilogue="bias"), 20.0),
+        "device": time(BF16, gemm(4096, epilogue="bias"), 20.0,
+                       device=replace(H200, product="NVIDIA H100")),
+        "op": time("torch.scaled_mm_row", replace_op(gemm(4096)), 20.0),
+        "failed": time(BF16, gemm(4096, epilogue="bias"), 20.0, status="error"),
+        "stale": time(BF16, gemm(4096, epilogue="bias"), 20.0, digest="f" * 64),
+    }  # fmt: skip
+    book.write(other[what], time(BF16, gemm(4096, n=64), 5.0))
+    assert noted() == "nothing was measured at n=512 k=512, graph-cold, on NVIDIA H200"
+
+
+def replace_op(problem: Problem) -> Problem:
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    return replace(problem, op="scaled_gemm", a=a, b=replace(a, layout=ROWS.layout))
+
+
+def test_times_that_do_not_count_are_not_called_unmeasured(book: Book) -> None:
+    book.write(time(ROW, gemm(4096), 10.0, status="wrong"), bf16_at(epilogue="bias"))
+    assert noted() == (
+        f"no time at n=512 k=512, graph-cold, counts: {ROW}: wrong at m=4096: made up"
+    )
+
+
+def test_a_missing_baseline_is_not_an_m_outside(book: Book) -> None:
+    book.write(*(time(ROW, gemm(m), 10.0) for m in (1024, 4096)), accuracy(ROW, gemm(1), 0.04))
+    book.write(time(BF16, gemm(1024), 20.0))
+    assert noted() == "torch.bf16 was not measured at m=4096 (measured: 1024)"
+    assert noted(m=8192) == "m=8192 is outside what was measured (1024, 4096)"
+    assert noted(m=512) == "m=512 is outside what was measured (1024, 4096)"
+    assert not ask(m=1024).is_miss
+
+
+def prepared(book: Book, m: int = 4096, *, row: float = 10.0, whole: float = 12.0) -> Book:
+    problems = [gemm(m, b=b, prepared=True) for b in (ROWS, WHOLE)]
+    return book.write(
+        time(BF16, problems[0], 20.0), time(BF16, problems[1], 21.0), time(ROW, problems[0], row),
+        time(TENSOR, problems[1], whole),
+    )  # fmt: skip
+
+
+def test_a_prepared_weight_that_is_not_described_has_the_fastest_form(book: Book) -> None:
+    """At each m; of the forms whose error is affordable."""
+    book.write(accuracy(ROW, gemm(1), 0.04), accuracy(TENSOR, gemm(1), 0.05))
+    prepared(book), prepared(book, 8192, row=10.0, whole=8.0)
+    for _ in range(2):
+        choice = ask(prepared=True)
+        assert (choice.kernel, choice.latency_us, choice.problem.b) == (ROW, 10.0, ROWS)
+        other = ask(8192, prepared=True)
+        assert (other.kernel, other.latency_us, other.problem.b) == (TENSOR, 8.0, WHOLE)
+    assert ask(8192, 0.045, prepared=True).kernel == ROW
+    assert ask(8192, 0.03, prepared=True).kernel == BF16
+    assert ask(prepared=True, b=WHOLE).kernel == TENSOR, "a weight that is described is that one"
+    assert ask(prepared=True, b=None).kernel == ROW
+    assert ask(prepared=False).is_miss
+
+
+def test_a_warm_question_is_answered_without_its_problem(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a weight in whatever form, at each m that was asked."""
+    book.write(accuracy(ROW, gemm(1), 0.04), accuracy(TENSOR, gemm(1), 0.05))
+    prepared(book), prepared(book, 8192, row=10.0, whole=8.0)
+    asked: list[dict[str, Any]] = [
+        {}, {"prepared": True}, {"m": 8192, "prepared": True}, {"epilogue": "bias", "batch": 2}
+    ]  # fmt: skip
+    cold = [ask(**fields) for fields in asked]
+    assert [choice.kernel for choice in cold[1:3]] == [ROW, TENSOR]
+
+    def build(*_: object) -> None:
+        raise AssertionError("it was built again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatcher, "problem_of", build)
+        warm = [ask(**fields) for fields in asked]
+        with pytest.raises(AssertionError, match="built again"):
+            ask(4097, prepared=True)
+    assert [(c.table, c.m) for c in warm] == [(c.table, c.m) for c in cold]
+    dispatcher.use_snapshot(dispatcher.snapshot())
+    assert ask(prepared=True).table is not cold[1].table, "of another snapshot"
+
+
+def test_what_is_kept_of_prepared_weights_is_bounded(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(book)
+    monkeypatch.setattr(dispatcher, "_MOST_TABLES", 3)
+    for m in range(16, 16 * 20, 16):
+        ask(m, prepared=True)
+    assert 0 < len(dispatcher._PREPARED) <= 3
+
+
+def test_the_form_that_was_measured_is_taken_where_others_are_misses(book: Book) -> None:
+    problem = gemm(4096, b=WHOLE, prepared=True)
+    book.write(time(BF16, problem, 20.0), accuracy(BF16, gemm(1), 0.002))
+    choice = ask(prepared=True)
+    assert (choice.kernel, choice.problem.b, choice.is_miss) == (BF16, WHOLE, False)
+    assert ask(prepared=True, batch=4).is_miss
+
+
+def test_a_prepared_weight_at_the_shipped_anchor_is_faster_than_one_that_is_not() -> None:
+    dispatcher.use_snapshot(None)
+    plain = dispatch("gemm", (32768, 2048, 2048), 0.06, device="NVIDIA H200")
+    choice = dispatch("gemm", (32768, 2048, 2048), 0.06, device="NVIDIA H200", prepared=True)
+    every = [
+        dispatch("gemm", (32768, 2048, 2048), 0.06, device="NVIDIA H200", prepared=True,
+                 b=prepared_weight(Format.E4M3FN, form)).latency_us
+        for form in (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
+    ]  # fmt: skip
+    assert choice.latency_us == min(us for us in every if us is not None)
+    assert plain.latency_us is not None and choice.latency_us < plain.latency_us
+
+
+def test_only_the_form_that_is_taken_is_frozen(book: Book, tmp_path: Path) -> None:
+    book.write(accuracy(ROW, gemm(1), 0.04))
+    prepared(book)
+    dispatcher._answer_from(dispatcher.snapshot(), None, True)
+    ask(prepared=True)
+    assert [table.problem.b for table in dispatcher.chosen()] == [ROWS]
+
+
+def test_frozen_choices_know_the_form_that_was_taken(book: Book, tmp_path: Path) -> None:
+    """A file has no times: of all forms the one it holds is the answer."""
+    here = current_device("cpu")
+    book.write(time(BF16, gemm(4096, b=ROWS, prepared=True), 20.0, device=here))
+
+    def choose() -> Choice:
+        return dispatch("gemm", (4096, 512, 512), device=here, regime="graph-cold", prepared=True)
+
+    assert choose().problem.b == ROWS
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    choice = choose()
+    assert (choice.problem.b, choice.kernel, choice.is_miss) == (ROWS, BF16, False)

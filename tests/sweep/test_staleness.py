@@ -1,0 +1,655 @@
+"""Evidence that is out of date: what shows it, what measures it again, and choices held out."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from lokakern import device as devices
+from lokakern.bench.cli import sweep as cli_sweep
+from lokakern.bench.cli.main import app
+from lokakern.bench.report import listing
+from lokakern.bench.report.coverage import Holdings
+from lokakern.device import current_device, current_environment
+from lokakern.measure import operands
+from lokakern.measure.accuracy import Cell
+from lokakern.numerics import Errors
+from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.ops import OPS
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.schema.row_keys import row_key
+from lokakern.registry.schema.tables import COLUMNS, REFERENCES
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage.reader import read_rows
+from lokakern.registry.storage.run_files import (
+    AccuracyRecord,
+    DistributionRow,
+    KernelRow,
+    RunFile,
+    TimingRecord,
+)
+from lokakern.registry.storage.writer import write_file
+from lokakern.render import terminal
+from lokakern.selection import dispatcher
+from lokakern.sweep import engine
+from lokakern.sweep.ranks import Crew
+from lokakern.sweep.resume import Job, distribution_row
+from lokakern.sweep.staleness import Ages, cases_timed
+from lokakern.types import Device, Environment, Format
+from lokakern.workloads.distributions import DISTRIBUTIONS
+from lokakern.workloads.suites import SUITES, Case
+from tests.support.inline_worker import launches_take, run_tasks_here
+
+load_kernels()
+SHAPES = ("--shape", "64,32,32", "--shape", "96,32,32")
+QUANTIZER, PLAIN = "torch.quantize_row", "torch.bf16"
+COMPOSED = "torch.quantize_row+torch.emulated_row"
+FEW = ("--kernel", PLAIN, "--kernel", QUANTIZER)  # and their composition
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
+OK: dict[str, Any] = {
+    "latency_us_p20": 1.0, "latency_us_p50": 1.0, "latency_us_p80": 1.0, "replay_count": 9,
+    "void_count": 0, "calls_per_replay": 1, "kernel_err": 0.0, "kernel_err_row_p99": 0.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Command = Callable[..., Ran]
+
+
+def forget_devices() -> None:
+    for cached in (current_device, current_environment, devices.devices_here):
+        cached.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """On the CPU, one thread, few rows and operand sets, and no shipped file."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lokakern.problems.ACCURACY_ROWS", 64)
+        patch.setattr("lokakern.registry.storage.run_files.shipped_databases", tuple)
+        patch.setattr(listing, "shipped_databases", tuple)
+        patch.setattr(operands, "l2_bytes", lambda: 20_000)
+        patch.setattr(engine, "run_tasks", run_tasks_here)
+        patch.setenv("LOKAKERN_DB", str(tmp_path_factory.mktemp("user") / "user.sqlite"))
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        forget_devices()
+        yield
+    forget_devices()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """Runs the command line here."""
+
+    def run(*words: str) -> Ran:
+        capsys.readouterr()
+        dispatcher.use_snapshot(None)
+        with pytest.raises(SystemExit) as ended:
+            app(words, prog_name="python -m lokakern.bench")
+        found = capsys.readouterr()
+        return Ran(int(ended.value.code or 0), found.out, found.err)
+
+    yield run
+    dispatcher.use_snapshot(None)
+
+
+def of_old(kernel: Kernel) -> Kernel:
+    """A kernel as it was: in a state of its source that is nowhere any more."""
+    made = replace(kernel)
+    made.__dict__["digest"] = "1" * 64
+    return made
+
+
+@pytest.fixture(scope="module")
+def fresh_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fresh") / "rows.sqlite"
+    with pytest.raises(SystemExit) as ended:
+        app(("sweep", *SHAPES, *FEW, "--db", str(path), "--quiet", "--json"))
+    assert not ended.value.code
+    return path
+
+
+def copy_of(file: Path, folder: Path) -> str:
+    path = folder / "copy.sqlite"
+    path.write_bytes(file.read_bytes())
+    return str(path)
+
+
+def edited(file: Path, folder: Path, change: Callable[[str, dict[str, Any]], Any]) -> Path:
+    """A database with other rows, under the keys that such rows have."""
+    keys: dict[str, str] = {}
+    made: dict[str, list[tuple[Any, ...]]] = {}
+    for name, rows in sorted(read_rows(file).items(), key=lambda item: item[0] in FACTS):
+        for values in rows:
+            row = dict(zip(COLUMNS[name], values, strict=True))
+            change(name, row)
+            if name in FACTS:
+                row |= {column: keys[row[column]] for column in keys_in(name)}
+            keys[values[0]] = row["key"] = row_key(name, row)
+            made.setdefault(name, []).append(tuple(row.values()))
+    path = folder / "edited.sqlite"
+    write_file(path, {name: made.get(name, []) for name in COLUMNS})
+    return path
+
+
+def keys_in(name: str) -> list[str]:
+    """Columns of a table that hold keys of others."""
+    return [COLUMNS[name][place] for place in REFERENCES[name]]
+
+
+def changed(*names: str) -> Callable[[str, dict[str, Any]], None]:
+    """Rows as they were before kernels of these names changed."""
+
+    def change(table: str, row: dict[str, Any]) -> None:
+        if table == "kernel" and row["name"] in names:
+            row["digest"] = "1" * 64
+
+    return change
+
+
+def retooled(table: str, row: dict[str, Any]) -> None:
+    """Rows as another torch would have left them."""
+    if table == "environment":
+        row["torch"] = "0.4.1"
+
+
+@pytest.fixture(scope="module")
+def changed_file(fresh_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measured before the quantizer changed."""
+    return edited(fresh_file, tmp_path_factory.mktemp("changed"), changed(QUANTIZER))
+
+
+def rows_of_last_run(database: str | Path, table: str) -> list[tuple[str, str, int]]:
+    """Kernel, op of the problem and its m, of what the newest run measured."""
+    query = f"""
+        SELECT kernel.name, problem.op, problem.m FROM {table}
+        JOIN kernel ON kernel.id = {table}.kernel JOIN problem ON problem.id = {table}.problem
+        WHERE run = (SELECT id FROM run ORDER BY started_utc_ms DESC LIMIT 1)
+    """
+    with closing(sqlite3.connect(database)) as connection:
+        return sorted(connection.execute(query).fetchall())
+
+
+def words_of_coverage(command: Command, database: str) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = command("list", "coverage", "--json", "--db", database).json
+    return {(row["part"], row["of"]): row for row in rows}
+
+
+def run_count(database: str | Path) -> int:
+    with closing(sqlite3.connect(database)) as connection:
+        return int(connection.execute("SELECT count(*) FROM run").fetchone()[0])
+
+
+# --- sweep --only-stale
+
+
+@pytest.mark.parametrize("words", [(), SHAPES, ("--suite", "smoke")], ids=str)
+def test_what_is_fresh_is_not_measured_again(
+    command: Command, fresh_file: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    path = copy_of(fresh_file, tmp_path)
+    ran = command("sweep", "--only-stale", *words, "--db", path, "--json")
+    assert ran.code == 0
+    assert "nothing is stale" in ran.err
+    assert "0 times of 0 problems and 0 errors" in ran.err
+    assert (ran.json, run_count(path)) == ([], 1)
+
+
+def test_exactly_what_a_change_made_stale_is_measured_again(
+    command: Command, changed_file: Path, tmp_path: Path
+) -> None:
+    path = copy_of(changed_file, tmp_path)
+    ran = command("sweep", "--only-stale", "--kernel", "torch.", "--db", path, "--json")
+    assert ran.code == 0
+    assert "stale: 2 of 10 problems, and 39 of " in ran.err
+    assert "nothing is stale" not in ran.err
+    times = rows_of_last_run(path, "timing")
+    assert times == [(QUANTIZER, "quantize", 64), (QUANTIZER, "quantize", 96)]
+    errors = rows_of_last_run(path, "accuracy")
+    assert set(errors) == {(QUANTIZER, "quantize", 64)} and len(errors) == 13 * 3
+    assert {row["kernel"] for row in ran.json} == {QUANTIZER}
+    again = command("sweep", "--only-stale", "--db", path)
+    assert "nothing is stale" in again.err and run_count(path) == 2
+
+
+def test_a_problem_with_one_stale_kernel_races_whole(
+    command: Command, fresh_file: Path, tmp_path: Path
+) -> None:
+    path = edited(fresh_file, tmp_path, changed(COMPOSED))
+    ran = command("sweep", "--only-stale", *FEW, "--db", str(path), "--errors", "none")
+    assert "stale: 4 of 10 problems" in ran.err  # as it is, and with a weight prepared by rows
+    assert rows_of_last_run(path, "timing") == sorted(
+        2 * [(name, "gemm", m) for name in (PLAIN, COMPOSED) for m in (64, 96)]
+    )
+
+
+def test_a_kernel_and_a_condition_choose_among_what_is_stale(
+    command: Command, changed_file: Path, tmp_path: Path
+) -> None:
+    path = copy_of(changed_file, tmp_path)
+    words = ("sweep", "--only-stale", "--db", path, "--errors", "none")
+    assert "nothing is stale" in command(*words, "--kernel", PLAIN).err
+    ran = command(*words, "--where", "m == 96")
+    assert rows_of_last_run(path, "timing") == [(QUANTIZER, "quantize", 96)]
+    assert "stale: 1 of 5 problems, and 0 of 0 errors" in ran.err
+    ran = command(*words, "--where", "m == 7")
+    assert ran.code == 1 and "no problem of stale is one for which 'm == 7' holds" in ran.err
+
+
+def test_another_toolchain_makes_everything_usable(
+    command: Command, fresh_file: Path, tmp_path: Path
+) -> None:
+    path = edited(fresh_file, tmp_path, retooled)
+    before = words_of_coverage(command, str(path))
+    assert (before["gemm", "times"]["usable"], before["gemm", "times"]["fresh"]) == (12, 0)
+    words = ("sweep", "--only-stale", "--db", str(path))
+    ran = command(*words, *FEW, "--errors", "none")
+    assert "stale: 10 of 10 problems, and 0 of 0 errors" in ran.err
+    assert len(rows_of_last_run(path, "timing")) == 14
+    ran = command(*words, "--kernel", QUANTIZER, "--where", "m == 96 and not prepared")
+    assert "stale: 0 of 2 problems, and 78 of 78 errors" in ran.err
+    assert rows_of_last_run(path, "timing") == []
+    assert len(rows_of_last_run(path, "accuracy")) == 78
+    after = words_of_coverage(command, str(path))
+    found = after["gemm", "times"]
+    assert [found[name] for name in ("rows", "fresh", "usable", "older")] == [24, 12, 0, 12]
+    found = after["gemm", "errors"]  # those of the plain one wait
+    assert [found[name] for name in ("rows", "fresh", "usable", "older")] == [117, 39, 39, 39]
+
+
+def test_what_was_never_measured_is_left_out(
+    command: Command, changed_file: Path, tmp_path: Path
+) -> None:
+    path = copy_of(changed_file, tmp_path)
+    ran = command("sweep", "--only-stale", "--shape", "48,32,32", "--db", path, "--errors", "none")
+    assert (ran.code, run_count(path)) == (0, 1)
+    assert "nothing is stale" in ran.err
+    missing = command("sweep", "--only-stale", *FEW, "--db", str(tmp_path / "none.sqlite"))
+    assert missing.code == 0 and "nothing is stale" in missing.err
+
+
+def test_shipped_rows_are_stale_too(
+    command: Command, changed_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dispatch reads them: a sweep makes up for them in the database of the user."""
+    monkeypatch.setattr(
+        "lokakern.registry.storage.run_files.shipped_databases", lambda: [changed_file]
+    )
+    path = tmp_path / "user.sqlite"
+    words = ("sweep", "--only-stale", "--errors", "none", "--db", str(path))
+    assert "stale: 2 of 10 problems" in command(*words).err
+    assert rows_of_last_run(path, "timing") == [
+        (QUANTIZER, "quantize", 64), (QUANTIZER, "quantize", 96)
+    ]  # fmt: skip
+    assert "nothing is stale" in command(*words).err
+
+
+@pytest.mark.parametrize("word", ["--fresh", "--prebuild"])
+def test_only_stale_goes_without(command: Command, word: str) -> None:
+    ran = command("sweep", "--only-stale", word)
+    assert ran.code == 2 and f"goes without {word}" in ran.err
+
+
+# --- ranks
+
+
+@pytest.fixture
+def ranks() -> Iterator[tuple[Crew, Crew]]:
+    """Two of one crew, each a client of a store of torch.distributed."""
+    first = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [
+        distributed.TCPStore("127.0.0.1", first.port, wait_for_workers=False) for _ in range(2)
+    ]
+    yield Crew(stores[0], 0, 2, patience_s=60), Crew(stores[1], 1, 2, patience_s=60)
+
+
+def test_ranks_take_the_plan_of_the_one_that_looked(
+    ranks: tuple[Crew, Crew], changed_file: Path, tmp_path: Path
+) -> None:
+    """However fresh everything is by their own databases."""
+    here, path = current_device(), Path(copy_of(changed_file, tmp_path))
+    reports, asked = [], []
+    for crew, target in zip(ranks, (path, tmp_path / "another.sqlite"), strict=True):
+        with crew:
+            cases = cli_sweep._cases_timed(target, None, here, crew)
+            asked.append(cases)
+            reports.append(
+                engine.sweep(cases, database=target, suite="stale", command="", only_stale=True,
+                            errors="none", crew=crew)
+            )  # fmt: skip
+    assert asked[0] == asked[1] and len(asked[0]) == 10
+    assert reports[0].stale == reports[1].stale and len(reports[0].stale) == 2
+    assert [report.timed for report in reports] == [2, 0]  # the first took all shares
+    assert {str(asked[0][place].problem.op) for place in reports[1].stale} == {"quantize"}
+
+
+# --- which rows make up for which
+
+
+class Facts:
+    """A database to be, row by row, of one problem."""
+
+    problem = make_problem("quantize", (64, 32), out_format=Format.E4M3FN)
+    # Errors of a numerics class, of which two kernels are.
+    other = replace(KERNELS[QUANTIZER], name="another.quantize_row")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def time(
+        self, kernel: Kernel, status: str = "ok", where: Device | None = None, drawn: str = "X1"
+    ) -> None:
+        record = TimingRecord(status=status, **(OK if status == "ok" else {"reason": "it would"}))
+        with self._begin() as run:
+            run.add_timing(
+                KernelRow.of(kernel), self.problem, DistributionRow.of(drawn),
+                where or current_device(), current_environment(), "eager", record,
+            )  # fmt: skip
+
+    def error(self, kernel: Kernel, status: str = "ok", **parameters: float) -> None:
+        metrics: dict[str, Any] = {}
+        if status == "ok":
+            names = Errors.__dataclass_fields__
+            metrics = {
+                "errors": Errors(**{name: 0 for name in names}), "kernel_err": 0.0,
+                "kernel_err_row_p99": 0.0, "flushed_share": 0.0, "saturated_share": 0.0,
+            }  # fmt: skip
+        record = AccuracyRecord(
+            status=status, reason="" if status == "ok" else "it would", seed=0, rows=64, **metrics
+        )
+        distribution = distribution_row("X1")
+        if parameters:
+            distribution = DistributionRow.of("X1", parameters)
+        with self._begin() as run:
+            run.add_accuracy(
+                KernelRow.of(kernel), accuracy_problem(self.problem, Format.E4M3FN), distribution,
+                current_device().architecture, current_environment(), record,
+            )  # fmt: skip
+
+    def _begin(self) -> RunFile:
+        return RunFile.create(self.path, suite="s", command="c", harness_digest="h")
+
+    def ages(self) -> Ages:
+        return Ages(load_snapshot([self.path]), current_device(), "eager")
+
+    def is_stale(self, *kernels: Kernel) -> bool:
+        return self.ages().is_stale(Job(Case(self.problem, "X1"), kernels))
+
+    def stale_part(self, *kernels: Kernel) -> tuple[str, ...]:
+        asked = accuracy_problem(self.problem, Format.E4M3FN)
+        left = self.ages().stale_part(Cell(kernels[0], asked, "X1", 0, kernels[1:]))
+        return () if left is None else (left.kernel.name, *(k.name for k in left.stand_ins))
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Facts:
+    return Facts(tmp_path / "facts.sqlite")
+
+
+@pytest.mark.parametrize("status", ["ok", "error"])
+def test_a_fresh_word_makes_up_for_stale_times(facts: Facts, status: str) -> None:
+    """Also a failure: who would time it again at every sweep?"""
+    now = KERNELS[QUANTIZER]
+    facts.time(of_old(now))
+    assert facts.is_stale(now)
+    assert not facts.is_stale(facts.other), "never timed"
+    facts.time(now, status, drawn="X2")
+    assert not facts.is_stale(now)
+
+
+def test_times_elsewhere_are_not_stale_here(facts: Facts, command: Command) -> None:
+    facts.time(of_old(KERNELS[QUANTIZER]), where=H200)
+    assert not facts.is_stale(KERNELS[QUANTIZER])
+    assert "nothing is stale" in command("sweep", "--only-stale", "--db", str(facts.path)).err
+
+
+def test_a_class_has_one_error(facts: Facts) -> None:
+    now = KERNELS[QUANTIZER]
+    facts.error(of_old(now))
+    assert facts.stale_part(now, facts.other) == (now.name, facts.other.name)
+    facts.error(now, "wrong")  # it will not bring one; another of its class may
+    assert facts.stale_part(now, facts.other) == (facts.other.name,)
+    assert facts.stale_part(now) == ()
+    facts.error(now)
+    assert facts.stale_part(now, facts.other) == ()
+
+
+def test_errors_under_other_parameters_are_other_errors(facts: Facts) -> None:
+    facts.time(KERNELS[QUANTIZER])
+    facts.error(of_old(KERNELS[QUANTIZER]), s=9.0)
+    assert facts.stale_part(KERNELS[QUANTIZER]) == ()
+
+
+def test_a_problem_is_swept_under_what_it_was_timed_under_last(facts: Facts) -> None:
+    for drawn in ("X1", "X5", "recorded"):  # nobody can draw the last
+        facts.time(KERNELS[QUANTIZER], drawn=drawn)
+        time.sleep(0.002)
+    found = cases_timed(load_snapshot([facts.path]), current_device(), "eager")
+    assert found == [Case(facts.problem, "X5")]
+    assert "recorded" not in DISTRIBUTIONS
+
+
+# --- list
+
+
+def test_list_device_tells_what_is_held(
+    command: Command, fresh_file: Path, changed_file: Path
+) -> None:
+    def held(file: Path) -> dict[str, Any]:
+        rows = command("list", "device", "--json", "--db", str(file)).json
+        return {row["what"]: row["value"] for row in rows}
+
+    found = held(fresh_file)
+    assert found["product"] == current_device().product
+    assert found["times"] == "14 of 10 problems: 14 fresh, 0 usable, 0 stale"
+    assert found["errors"] == "117 of 2 problems: 117 fresh, 0 usable, 0 stale"
+    assert (found["grades"], found["last measured"]) == ("full", f"{datetime.now(UTC):%Y-%m-%d}")
+    assert found["suite smoke"] == "0 of 22 problems covered (0%)"
+    found = held(changed_file)
+    assert found["times"] == "14 of 10 problems: 12 fresh, 0 usable, 2 stale"
+    assert found["errors"] == "117 of 2 problems: 78 fresh, 0 usable, 39 stale"
+
+
+def test_list_coverage_counts_rows_and_what_is_missing(
+    command: Command, changed_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {name: KERNELS[name] for name in (PLAIN, QUANTIZER, COMPOSED)}
+    monkeypatch.setattr(
+        "lokakern.bench.report.coverage.kernels_for",
+        lambda op, _device: [kernel for kernel in few.values() if kernel.op == op],
+    )
+    rows = words_of_coverage(command, str(changed_file))
+    gemms, quantizers = rows["gemm", "times"], rows["quantize", "times"]
+    assert [gemms[name] for name in ("problems", "covered", "share")] == [8, 8, 1.0]
+    assert [gemms[name] for name in ("kernels", "rows", "fresh", "missing")] == [2, 12, 12, 0]
+    assert [quantizers[name] for name in ("problems", "covered", "stale")] == [2, 0, 2]
+    assert (quantizers["missing"], quantizers["grade"]) == (0, "full")
+    errors = rows["quantize", "errors"]
+    assert [errors[name] for name in ("problems", "rows", "stale", "seeds")] == [
+        1,
+        39,
+        39,
+        "0, 1, 2",
+    ]
+    smoke = rows["suite smoke", "times"]
+    assert (smoke["problems"], smoke["untimed"], smoke["newest"]) == (22, 22, "never")
+    assert (smoke["covered"], smoke["missing"]) == (0, 0)
+
+
+def test_a_missing_kernel_uncovers_a_problem(fresh_file: Path) -> None:
+    held = Holdings(load_snapshot([fresh_file]), current_device()).of_ops()
+    (times,) = [h for h in held if (h.part, h.of) == ("gemm", "times")]
+    # At each shape the other four scales, and those of two prepared forms, were left out.
+    assert (times.problems, times.covered, times.missing) == (8, 2, 2 * (4 + 1 + 1))
+
+
+def test_a_table_of_coverage_is_narrow(
+    capsys: pytest.CaptureFixture[str], fresh_file: Path
+) -> None:
+    dispatcher.use_snapshot(load_snapshot([fresh_file]))
+    rows = listing.rows_of("coverage", brief=True)
+    dispatcher.use_snapshot(None)
+    wide = max((*OPS, *(f"suite {name}" for name in SUITES)), key=len)
+    wide_rows = [
+        {name: value if isinstance(value, str) else 123456 for name, value in row.items()}
+        | {"part": wide}
+        for row in rows
+    ]
+    terminal.print_rows(wide_rows, "table")
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 100
+
+
+def test_devices_are_listed_by_name(command: Command, facts: Facts) -> None:
+    facts.time(of_old(KERNELS[QUANTIZER]), where=H200)
+    words = ("--device", "nvidia-h200", "--json", "--db", str(facts.path))
+    rows = {row["what"]: row["value"] for row in command("list", "device", *words).json}
+    assert (rows["product"], rows["architecture"]) == ("NVIDIA H200", "sm_90")
+    assert "torch" not in rows, "nobody knows what is installed there"
+    assert rows["regime"] == "graph-cold" and rows["times"] == "none"
+    ran = command("list", "device", "--device", "no such", "--db", str(facts.path))
+    assert ran.code == 1 and ran.err.startswith("DeviceError: device 'no such' is in no")
+    assert command("list", "kernels", "--device", "NVIDIA H200").code == 2
+
+
+def test_elsewhere_only_the_digest_counts(facts: Facts) -> None:
+    facts.time(KERNELS[QUANTIZER], where=H200)
+    then = replace(current_environment(), torch="0.4.1")
+    assert then != current_environment()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lokakern.selection.candidates.current_environment", lambda: Environment())
+        elsewhere = Ages(load_snapshot([facts.path]), H200, "eager").times[facts.problem]
+        facts.time(KERNELS[QUANTIZER])
+        here = facts.ages().times[facts.problem]
+    assert (elsewhere, here) == ({QUANTIZER: "fresh"}, {QUANTIZER: "usable"})
+
+
+# --- compare --held-out
+
+
+@pytest.fixture(scope="module")
+def choosy_file(fresh_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By which the unquantized kernel is slow, so that dispatch chooses quantized ones."""
+    plain = {row[0] for row in read_rows(fresh_file)["kernel"] if PLAIN in row}
+
+    def change(table: str, row: dict[str, Any]) -> None:
+        if table == "timing" and row["kernel"] in plain:
+            row |= dict.fromkeys(("latency_us_p20", "latency_us_p50", "latency_us_p80"), 1e6)
+
+    return edited(fresh_file, tmp_path_factory.mktemp("choosy"), change)
+
+
+HELD_OUT = ("compare", "--held-out", "3", "--json", "--quiet", "--db")
+
+
+def test_honest_choices_are_held_up(
+    command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches_take(monkeypatch, lambda name: 3e4 if name == PLAIN else 1e4)
+    ran = command(*HELD_OUT, str(choosy_file))
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert (found["candidates"], found["seed"], found["slower"]) == (4, 1, [])
+    assert len(found["rows"]) == 3 and len({row["problem"] for row in found["rows"]}) == 3
+    for row in found["rows"]:
+        assert (row["chosen"], row["slower"], row["why"]) == (COMPOSED, False, "")
+        assert row["speedup"] == row["unquantized_us"] / row["chosen_us"] > 1.05
+        assert row["promised"] > 1.05
+    assert "3 of 4 choices of a quantized kernel, drawn with seed 1: " in ran.err
+    assert "0 slower than bf16 beyond noise" in ran.err
+
+
+def test_a_slow_choice_is_found(
+    command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches_take(monkeypatch, lambda name: 3e4 if name == COMPOSED else 1e4)
+    ran = command(*HELD_OUT, str(choosy_file))
+    assert ran.code == 4
+    assert len(ran.json["slower"]) == 3
+    assert all(row["slower"] and row["speedup"] < 0.95 < row["promised"]
+               for row in ran.json["rows"])  # fmt: skip
+    assert "3 slower than bf16 beyond noise" in ran.err
+    assert len([line for line in ran.err.splitlines() if line.startswith("slower: gemm")]) == 3
+    table = command("compare", "--held-out", "9", "--quiet", "--db", str(choosy_file))
+    assert table.code == 4 and "x promised" in table.out and "4 of 4 choices" in table.err
+
+
+def test_a_choice_that_fails_is_no_faster(
+    command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setitem(KERNELS, COMPOSED, replace(KERNELS[COMPOSED], launch=refuse))
+    ran = command(*HELD_OUT, str(choosy_file))
+    assert ran.code == 4
+    assert all(row["chosen_us"] is None and "no such instruction" in row["why"]
+               for row in ran.json["rows"])  # fmt: skip
+
+
+def test_a_draw_can_be_repeated_and_others_drawn(
+    command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    made = operands.Operands.__init__
+
+    def noting(*arguments: Any, **named: Any) -> None:
+        seeds.append(named["seed"])
+        made(*arguments, **named)
+
+    monkeypatch.setattr(operands.Operands, "__init__", noting)
+
+    def drawn(seed: str) -> list[str]:
+        ran = command("compare", "--held-out", "1", "--seed", seed, "--json", "--quiet", "--db",
+                      str(choosy_file))  # fmt: skip
+        return [row["problem"] for row in ran.json["rows"]]
+
+    assert drawn("5") == drawn("5")
+    assert seeds == [5, 5], "operands are others than the database's"
+    assert len({tuple(drawn(str(seed))) for seed in range(1, 4)}) > 1
+
+
+def test_nothing_is_held_out_where_nothing_is_promised(command: Command, fresh_file: Path) -> None:
+    ran = command("compare", "--held-out", "3", "--budget", "1e-6", "--quiet", "--db",
+                  str(fresh_file))  # fmt: skip
+    assert ran.code == 1
+    assert ran.err.startswith("MeasurementError: at none of these 8 problems the database chooses")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--seed", "0"), ("--by-library",), ("--baseline", "bf16"), ("--ours", "torch.*"),
+        ("--op", "quantize"), ("--fail-under", "1"), ("--group", "m > 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_held_out_goes_without(command: Command, words: tuple[str, ...]) -> None:
+    ran = command("compare", "--held-out", "3", *words)
+    assert ran.code == 2 and "held-out" in ran.err

@@ -1,0 +1,235 @@
+"""Suites from TOML: what a file says is measured, and what it cannot say is told."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from lokakern.errors import SuiteError
+from lokakern.sweep.engine import candidates
+from lokakern.types import Device, Format, Granularity, Layout
+from lokakern.workloads import suite_files
+from lokakern.workloads.suite_files import suite_from_file, suite_named
+from lokakern.workloads.suites import Suite
+
+H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
+GOOD = """
+name = "my-model"
+title = "layers of my model"
+[[layer]]
+m = [2048, 8192]
+n = 512
+k = 1024
+distribution = "X5"
+bias = true
+forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
+[[layer]]
+m = 27
+n = 27
+k = 128
+batch = 2048
+[[layer]]
+m = 256
+n = 64
+k = 39
+format = "float32"
+distribution = "X14(spread=1e7)"
+"""
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "model.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_file_is_a_suite(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD)
+    suite = suite_named(str(path))
+    assert isinstance(suite, Suite)
+    assert (suite.name, suite.title) == ("my-model", "layers of my model")
+    cases = suite.cases(H200)
+    assert cases == suite_from_file(str(path)).cases(H200)
+    assert all(candidates(case.problem, H200) for case in cases)
+    first = [c for c in cases if {c.problem.n, c.problem.k} & {512, 1024} and c.problem.m != 256]
+    of_ops = Counter((c.problem.op, c.problem.prepared) for c in first if c.distribution == "X5")
+    assert of_ops == {
+        ("gemm", False): 2, ("gemm", True): 6, ("scaled_gemm", False): 6, ("quantize", False): 6
+    }  # fmt: skip
+    assert {c.problem.epilogue for c in first
+            if c.problem.op == "gemm" and c.distribution == "X5"} == {"bias"}  # fmt: skip
+    gradients = [c.problem for c in cases if c.distribution == "X12"]
+    assert Counter(problem.shape for problem in gradients) == {
+        (2048, 1024, 512): 3, (8192, 1024, 512): 3, (512, 1024, 2048): 1, (512, 1024, 8192): 1
+    }  # fmt: skip
+    batched = [c for c in cases if c.problem.batch != 1]
+    assert [(c.problem.batch, c.problem.shape, c.distribution) for c in batched] == [
+        (2048, (27, 27, 128), "X1")
+    ]
+    wide = [c.problem for c in cases if c.distribution == "X14(spread=1e+07)" or c.problem.k == 39]
+    assert Counter((p.op, p.prepared) for p in wide) == {
+        ("gemm", False): 1, ("gemm", True): 3, ("quantize", False): 3
+    }  # fmt: skip
+    assert {p.a.format for p in wide} == {Format.FLOAT32}
+    assert {p.a.alignment for p in wide} == {4}
+
+
+def test_defaults_are_the_usual_ones(tmp_path: Path) -> None:
+    suite = suite_from_file(written(tmp_path, "name='a'\n[[layer]]\nm=64\nn=32\nk=48\n"))
+    assert suite.title == "model.toml"
+    cases = suite.cases(H200)
+    assert {case.distribution for case in cases} == {"X1"}
+    gemms = [case.problem for case in cases if case.problem.op == "gemm"]
+    assert [p.b.granularity for p in gemms if p.b] == [
+        Granularity.NONE, Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK
+    ]  # fmt: skip
+    assert all(p.b.layout is Layout.COLUMN for p in gemms if p.b)
+    assert {p.epilogue for p in gemms} == {"none"}
+    assert len(cases) == 7
+
+
+LAYER = "[[layer]]\nm = 8\nn = 8\nk = 8\n"
+NAMED = 'name = "a"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name = ", "is not TOML"),
+        (b"name = '\xff'", "is not text in UTF-8"),
+        (b"\x00", "is not TOML"),
+        ("a = " + "[" * 100_000, "is not TOML"),
+        ("", "name is missing"),
+        (LAYER, "name is missing"),
+        ("name = 3\n" + LAYER, "name is 3; expected a line of text"),
+        ('name = ""\n' + LAYER, "name is ''"),
+        ('name = "../x"\n' + LAYER, "name is '../x'; expected letters"),
+        ('name = "lrm"\n' + LAYER, "and not smoke, anchors, lrm"),
+        (NAMED + "title = []\n" + LAYER, r"title is \[\]"),
+        (NAMED + 'title = "a\\nb"\n' + LAYER, "expected a line of text"),
+        (NAMED, r"found no \[\[layer\]\]"),
+        (NAMED + "layer = []", r"found no \[\[layer\]\]"),
+        (NAMED + "layer = 3", r"found no \[\[layer\]\]"),
+        (NAMED + "layer = [3]", "layer 1: is 3; expected a table"),
+        (NAMED + "[layer]\nm = 8", r"found no \[\[layer\]\]"),
+        (NAMED + "layers = 3\n" + LAYER, "has no entry 'layers'; expected one of name, title"),
+        (NAMED + LAYER + LAYER + "dist = 3", "layer 2: has no entry 'dist'; expected one of m, n"),
+        (NAMED + "[[layer]]\nn = 8\nk = 8", "layer 1: m is missing; expected an integer from 1"),
+        (NAMED + "[[layer]]\nm = 8\nk = 8", "n is missing"),
+        (NAMED + "[[layer]]\nm = 8\nn = 8", "k is missing"),
+        (NAMED + "[[layer]]\nm = []\nn = 8\nk = 8", "m is empty"),
+        (NAMED + "[[layer]]\nm = [8, 0]\nn = 8\nk = 8", "m is 0"),
+        (NAMED + "[[layer]]\nm = [[8]]\nn = 8\nk = 8", r"m is \[8\]"),
+        (NAMED + "[[layer]]\nm = 8\nn = -1\nk = 8", "n is -1"),
+        (NAMED + "[[layer]]\nm = 8\nn = 8\nk = 8.0", "k is 8.0"),
+        (NAMED + "[[layer]]\nm = true\nn = 8\nk = 8", "m is True"),
+        (NAMED + '[[layer]]\nm = "8"\nn = 8\nk = 8', "m is '8'"),
+        (NAMED + "[[layer]]\nm = 2147483648\nn = 8\nk = 8", "m is 2147483648"),
+        (NAMED + f"[[layer]]\nm = 0x{'f' * 5000}\nn = 8\nk = 8", "thousands of digits"),
+        (NAMED + LAYER + "batch = 0", "batch is 0"),
+        (NAMED + LAYER + "bias = 1", "bias is 1; expected true or false"),
+        (NAMED + LAYER + "distribution = 5", "distribution is 5; expected a name such as X1"),
+        (NAMED + LAYER + 'distribution = "X99"', "layer 1: unknown distribution 'X99'"),
+        (NAMED + LAYER + 'distribution = "X14(spread=1)x"', "unknown distribution"),
+        (NAMED + LAYER + 'distribution = "X14(spread=0)"', "expected a number from 1"),
+        (NAMED + LAYER + 'format = "e4m3fn"', "format is 'e4m3fn'; expected one of bfloat16, fl"),
+        (NAMED + LAYER + "format = [1]", r"format is \[1\]"),
+        (NAMED + LAYER + 'forms = "gemm"', "forms is 'gemm'; expected a list of gemm, prepared"),
+        (NAMED + LAYER + "forms = []", r"forms is \[\]"),
+        (NAMED + LAYER + 'forms = ["gem"]', "forms holds 'gem'"),
+        (NAMED + LAYER + "forms = [[1]]", r"forms holds \[1\]"),
+        (NAMED + LAYER + 'batch = 2\nforms = ["gemm", "prepared"]',
+         "'prepared' takes no batch, and batch is 2; expected some of gemm, grad_input"),
+        (NAMED + LAYER + 'format = "float32"\nforms = ["scaled_gemm"]', "writes bfloat16"),
+        (NAMED + LAYER + 'activation = "relu"\nformat = "float32"\nforms = ["activate"]',
+         "reads bfloat16"),
+        (NAMED + LAYER + 'activation = "gelu"\nforms = ["activate"]', "expected one of relu, hard"),
+        (NAMED + LAYER + 'activation = 1\nforms = ["activate"]', "activation is 1; expected one"),
+        (NAMED + LAYER + 'forms = ["activate"]', "'activate' goes with an activation"),
+        (NAMED + LAYER + 'activation = "relu"', "'activate' goes with an activation"),
+        (NAMED + LAYER + 'activation = "relu"\nbatch = 2\nforms = ["activate"]', "takes no batch"),
+        (NAMED + f"[[layer]]\nm = {list(range(1, 14_400))}\nn = 8\nk = 8",
+         "asks for 100793 problems; expected at most 100000"),
+        (NAMED + "# " + "x" * 2**20, "is larger than 1048576 bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(tmp_path: Path, text: str | bytes, says: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(SuiteError, match=says) as caught:
+        suite_from_file(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("name", ["missing.toml", "", "\0.toml", "a" * 5000 + ".toml"])
+def test_files_that_cannot_be_read_are_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SuiteError, match="cannot be read"):
+        suite_from_file(tmp_path / name)
+
+
+KEYS = [*suite_files.FILE_KEYS, *suite_files.LAYER_KEYS, "[[layer]]"]
+VALUES = st.recursive(
+    st.one_of(
+        st.integers(), st.booleans(), st.floats(), st.text(max_size=8),
+        st.sampled_from(["X1", "X14(spread=1e7)", "bfloat16", "gemm", "grad_weight", "my-model"]),
+    ),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, str):
+        escaped = "".join(f"\\U{ord(c):08x}" for c in value if not 0xD800 <= ord(c) < 0xE000)
+        return f'"{escaped}"'
+    return repr(value)
+
+
+fuzzing = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@fuzzing
+@given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=12), st.integers(0, 9))
+def test_no_entries_raise_anything_else(
+    tmp_path: Path, entries: list[tuple[str, Any]], seed: int
+) -> None:
+    lines = GOOD.splitlines()
+    random.Random(seed).shuffle(lines) if seed < 3 else None
+    lines += [key if key[0] == "[" else f"{key} = {toml(value)}" for key, value in entries]
+    _raises_ours_only(written(tmp_path, "\n".join(lines)))
+
+
+@fuzzing
+@given(st.binary(max_size=200))
+@example(b"name = 1979-05-27T07:32:00Z")
+@example(b"name = inf")
+def test_no_bytes_raise_anything_else(tmp_path: Path, data: bytes) -> None:
+    _raises_ours_only(written(tmp_path, data))
+
+
+@fuzzing
+@given(st.dictionaries(st.sampled_from(suite_files.LAYER_KEYS), VALUES, max_size=8))
+def test_no_layer_raises_anything_else(tmp_path: Path, layer: dict[str, Any]) -> None:
+    usual = {"m": 8, "n": 8, "k": 8}
+    lines = [f"{key} = {toml(value)}" for key, value in (usual | layer).items()]
+    _raises_ours_only(written(tmp_path, NAMED + "[[layer]]\n" + "\n".join(lines)))
+
+
+def _raises_ours_only(path: Path) -> None:
+    try:
+        suite = suite_from_file(path)
+    except SuiteError:
+        return
+    assert suite.cases(H200)
