@@ -121,9 +121,7 @@ def add_accuracy(run: RunFile, record: AccuracyRecord = ACCURATE) -> str:
 
 
 def add_test_result(run: RunFile, record: TestResultRecord = TESTED) -> str:
-    return run.add_test_result(
-        KERNEL, "sm_90", "tests/kernels/test_kernels.py", ENVIRONMENT, record
-    )
+    return run.add_test_result(KERNEL, "sm_90", "tests/test_kernels.py", ENVIRONMENT, record)
 
 
 def small_rows() -> Rows:
@@ -163,7 +161,7 @@ def small_rows() -> Rows:
         facts["accuracy"].append({"key": row_keys.row_key("accuracy", row), **row})
     for i, kernel in enumerate(dimensions["kernel"]):
         failed = dataclasses.replace(TESTED, failed_count=i, reason="1 > 0.5" if i else "")
-        row = {"run": run["key"], "kernel": kernel["key"], "suite": "tests/kernels/test_kernels.py"}
+        row = {"run": run["key"], "kernel": kernel["key"], "suite": "tests/test_kernels.py"}
         row |= {"architecture": "sm_90", "environment": dimensions["environment"][0]["key"]}
         row |= {**dataclasses.asdict(failed), "status": failed.status}
         facts["test_result"].append({"key": row_keys.row_key("test_result", row), **row})
@@ -209,7 +207,7 @@ def test_everything_written_is_read_back(database: Path) -> None:
         "run": run.run,
         "kernel": row_keys.kernel_key(KERNEL),
         "architecture": "sm_90",
-        "suite": "tests/kernels/test_kernels.py",
+        "suite": "tests/test_kernels.py",
         "environment": row_keys.environment_key(ENVIRONMENT),
         "status": "ok",
         **dataclasses.asdict(TESTED),
