@@ -573,8 +573,9 @@ def copied(files: Sequence[Path], folder: Path) -> list[Path]:
 
 def load() -> None:
     """Whatever a command imports and computes at its start, for those that are forked."""
-    for name in ("bench.report", "bench.summary", "bench.trials", "bench.export", "selection",
-                 "registry.exchange", "registry.snapshot"):  # fmt: skip
+    for name in ("bench.report.summary", "bench.report.library_smoke", "bench.exchange.export",
+                 "selection.dispatcher", "registry.sharing.import_merge",
+                 "registry.snapshot.snapshot", "render.terminal"):  # fmt: skip
         importlib.import_module(f"lokakern.{name}")
     load_kernels()
     plan.kernels_digest()
