@@ -38,6 +38,7 @@ DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (DOCS / "api.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINKED = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*/*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
@@ -178,7 +179,7 @@ def test_examples_run(path: Path, elsewhere: Path, capsys: pytest.CaptureFixture
 
 def test_links_between_pages_lead_somewhere() -> None:
     relinked: Callable[[str, Path], str] = runpy.run_path(str(DOCS / "conf.py"))["relinked"]
-    for page in PAGES:
+    for page in LINKED:
         relinked(page.read_text(encoding="utf-8"), page.parent)
 
 
