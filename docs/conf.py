@@ -51,18 +51,18 @@ def relinked(text: str, folder: Path) -> str:
         target = Path(os.path.normpath(folder / link["path"]))
         if not target.exists():
             raise FileNotFoundError(f"{link[0]} in {folder.name}/ leads nowhere")
-        if target.parent == DOCS:
-            return f"[{link['text']}]({target.name}{link['anchor'] or ''})"
         path = str(target.relative_to(ROOT))
-        if path in PAGES:
-            return f"[{link['text']}]({PAGES[path]}{link['anchor'] or ''})"
+        page = DOCS / PAGES[path] if path in PAGES else target
+        if page.is_relative_to(DOCS):
+            shown_in = folder if folder.is_relative_to(DOCS) else DOCS
+            return f"[{link['text']}]({os.path.relpath(page, shown_in)}{link['anchor'] or ''})"
         return link["text"] if path in link["text"] else f"{link['text']} (`{path}`)"
 
     return LINK.sub(replaced, text)
 
 
-def _relink_page(_app: Any, _name: str, source: list[str]) -> None:
-    source[0] = relinked(source[0], DOCS)
+def _relink_page(_app: Any, name: str, source: list[str]) -> None:
+    source[0] = relinked(source[0], (DOCS / name).parent)
 
 
 def _relink_file(_app: Any, path: Path, _parent: str, source: list[str]) -> None:

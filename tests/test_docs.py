@@ -38,6 +38,7 @@ DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (DOCS / "api.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINKED = [*PAGES, ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*/*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
@@ -178,8 +179,30 @@ def test_examples_run(path: Path, elsewhere: Path, capsys: pytest.CaptureFixture
 
 def test_links_between_pages_lead_somewhere() -> None:
     relinked: Callable[[str, Path], str] = runpy.run_path(str(DOCS / "conf.py"))["relinked"]
-    for page in PAGES:
+    for page in LINKED:
         relinked(page.read_text(encoding="utf-8"), page.parent)
+
+
+def test_included_parts_of_files_exist() -> None:
+    include = re.compile(r"```\{include\} (?P<path>\S+)\n(?P<options>(?::.+\n)*)```")
+    found = [(page, match) for page in PAGES for match in include.finditer(page.read_text("utf-8"))]
+    assert found
+    for page, match in found:
+        text = (page.parent / match["path"]).read_text(encoding="utf-8")
+        for part in re.findall(r': "(.+)"', match["options"]):
+            assert part in text, f"{page.name} includes a part of {match['path']}: no {part!r}"
+
+
+@pytest.mark.rest
+def test_the_picture_of_gains_shows_the_shipped_rows(elsewhere: Path) -> None:
+    rows = runpy.run_path(str(ROOT / "scripts" / "draw_gains.py"))["rows"]()
+    drawn = (DOCS / "gains.svg").read_text(encoding="utf-8")
+    assert drawn.count("; times as fast as bf16: ") == 2 * len(rows)  # a bar and its number
+    for row in rows:
+        bar = f"layer: {row['layer']}; times as fast as bf16: {row['speedup']:g}; chosen: "
+        assert bar + row["chosen"] in drawn, "docs/gains.svg is old; run scripts/draw_gains.py"
+        if row["row_err"] is not None:
+            assert f"layer: {row['layer']}; row error: {row['row_err']:g}; " in drawn
 
 
 def test_the_index_names_every_page() -> None:
