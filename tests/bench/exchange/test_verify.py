@@ -386,5 +386,5 @@ def test_a_machine_without_memory_judges_nothing(
 
 def test_nothing_to_verify(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", "--db", mine) == 0
-    assert "no import waits" in capsys.readouterr().err
+    assert "no quarantined imports" in capsys.readouterr().err
     assert run("verify", "--db", "postgresql://nowhere/x") == 1
