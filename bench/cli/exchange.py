@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,14 +16,11 @@ from lokakern.bench.cli.options import (
     FormatOption,
     JsonOption,
     OutputFormat,
+    file_of,
     say,
     says_errors,
     source_of,
 )
-from lokakern.errors import DatabaseError
-
-if TYPE_CHECKING:
-    from lokakern.bench.compare.diff import Side
 
 WORSE_EXIT = 6
 
@@ -96,12 +93,12 @@ def import_(
     from lokakern.registry.sharing.untrusted import GUARDS
     from lokakern.registry.storage.run_files import user_database
 
-    target = _file(into, "--into") if into is not None else user_database()
+    target = file_of(into, "--into") if into is not None else user_database()
     with private_folder() as folder:
         if is_url(source):
             path = download(source, sha256, folder, largest_bytes=GUARDS.largest_bytes)
         else:
-            path = _file(source, "import")
+            path = file_of(source, "import")
         report = import_file(path, target, trusted=trust, sha256=sha256)
     say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
          f"left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
@@ -115,14 +112,6 @@ def import_(
     if report.changed_kernels:
         say(f"not used by dispatch here, because the kernel source differs: "
              f"{', '.join(report.changed_kernels)}")  # fmt: skip
-
-
-def _file(text: str, what: str) -> Path:
-    found = source_of(text)
-    if not isinstance(found, Path):
-        raise DatabaseError(f"{what}: {text.split('://')[0]}://... is not a file; expected a path, "
-                            "or for a server `merge --out`")  # fmt: skip
-    return found
 
 
 @says_errors
@@ -161,37 +150,10 @@ def diff(
 
     The exit code is 6 if anything is slower, less accurate or fails in B, else 0.
     """
-    from lokakern.bench.compare.diff import WORSE, counts_of, differences, rows_of
-    from lokakern.render import terminal
-
-    one, other = _sides(a, b, device, from_device, to_device, before, after)
-    found = differences(one, other, limit=limit.value)
-    counts = counts_of(found)
-    shown = [d for d in found if everything or d.verdict != "same"]
-    way = "json" if as_json else how.value
-    brief = way == "table"
-    printed = shown[:MOST_ROWS] if brief else shown
-    if printed or not brief:
-        terminal.print_rows(rows_of(printed, one, other, brief=brief), way)
-    if len(printed) < len(shown):
-        say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
-    say(f"{len(found)} cells: {_words(counts)}")
-    if any(counts[verdict] for verdict in WORSE):
-        raise typer.Exit(WORSE_EXIT)
-
-
-def _sides(
-    a: str,
-    b: str | None,
-    device: str | None,
-    from_device: str | None,
-    to_device: str | None,
-    before: str | None,
-    after: str | None,
-) -> tuple[Side, Side]:
-    from lokakern.bench.compare.diff import Side
+    from lokakern.bench.compare.diff import WORSE, Side, counts_of, differences, rows_of
     from lokakern.registry.sharing.import_merge import read_foreign
     from lokakern.registry.snapshot.snapshot import Snapshot
+    from lokakern.render import terminal
 
     given = (("--before", before), ("--after", after))
     dates = [_utc_ms(text, option) for option, text in given if text is not None]
@@ -205,11 +167,24 @@ def _sides(
     until, since = (dates[0], dates[-1]) if dates else (math.inf, -math.inf)
     first = read_foreign(source_of(a))
     second = first if b is None else read_foreign(source_of(b))
-    one, other = from_device or device, to_device or device
-    return (
-        Side(first, None if one is None else Snapshot(first).find_device(one), until_ms=until),
-        Side(second, None if other is None else Snapshot(second).find_device(other), since),
-    )
+    kinds = [
+        None if name is None else Snapshot(rows).find_device(name)
+        for rows, name in ((first, from_device or device), (second, to_device or device))
+    ]
+    one, other = Side(first, kinds[0], until_ms=until), Side(second, kinds[1], since)
+    found = differences(one, other, limit=limit.value)
+    counts = counts_of(found)
+    shown = [d for d in found if everything or d.verdict != "same"]
+    how = OutputFormat.JSON if as_json else how
+    brief = how is OutputFormat.TABLE
+    printed = shown[:MOST_ROWS] if brief else shown
+    if printed or not brief:
+        terminal.print_rows(rows_of(printed, one, other, brief=brief), how.value)
+    if len(printed) < len(shown):
+        say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
+    say(f"{len(found)} cells: {_words(counts)}")
+    if any(counts[verdict] for verdict in WORSE):
+        raise typer.Exit(WORSE_EXIT)
 
 
 def _utc_ms(text: str, option: str) -> float:

@@ -147,6 +147,15 @@ def source_of(text: str) -> str | Path:
     return text if "://" in text else Path(text).expanduser()
 
 
+def file_of(text: str, what: str) -> Path:
+    """A database argument that must be a path."""
+    found = source_of(text)
+    if not isinstance(found, Path):
+        raise DatabaseError(f"{what}: {text.split('://')[0]}://... is not a file; expected a path, "
+                            "or for a server `merge --out`")  # fmt: skip
+    return found
+
+
 def cases_of(shapes: Sequence[str], epilogue: str | None, fp8: Format) -> list[Case]:
     """Cases of the shapes of ``--shape``, with the epilogue of ``--epilogue``."""
     from lokakern.workloads.norm_cases import epilogue_cases

@@ -52,34 +52,28 @@ def report(
     here, on a GPU with its kernels, elsewhere by emulation.
     """
     how = OutputFormat.JSON if as_json else how
-    if probe is None:
-        _of_device(device, budget, out, png, db, how)
-    elif png is not None:
+    if probe is not None and png is not None:
         raise typer.BadParameter("goes with a device, not with --probe", param_hint="--png")
-    else:
-        _of_probe(probe, budget, device, out, db, how)
+    with reading(db):
+        if probe is None:
+            _of_device(device, budget, out, png, how)
+        else:
+            _of_probe(probe, budget, device, out, how)
 
 
 def _of_device(
-    name: str | None,
-    budget: float,
-    out: Path | None,
-    png: Path | None,
-    db: str | None,
-    how: OutputFormat,
+    name: str | None, budget: float, out: Path | None, png: Path | None, how: OutputFormat
 ) -> None:
     from lokakern.bench.report import charts
     from lokakern.bench.report.survey import BUDGETS, survey_of
-    from lokakern.device import current_device
     from lokakern.render.terminal import TerminalProgress, print_rows
-    from lokakern.selection.dispatcher import snapshot
+    from lokakern.selection.dispatcher import device_named, snapshot
 
     if out is not None or png is not None:
         charts.vl_convert()  # fails here if it is not installed
-    with reading(db), TerminalProgress() as progress:
-        facts = snapshot()
-        device = current_device() if name is None else facts.find_device(name)
-        survey = survey_of(facts, device, {*BUDGETS, budget}, progress)
+    with TerminalProgress() as progress:
+        device = device_named(name)
+        survey = survey_of(snapshot(), device, {*BUDGETS, budget}, progress)
         if not survey.choices:
             raise DatabaseError(
                 f"nothing was timed on {device.product}; measure with `python -m lokakern.bench "
@@ -109,20 +103,13 @@ def _write_page(survey: Survey, out: Path) -> None:
 
 
 def _of_probe(
-    probe: Path,
-    budget: float,
-    device: str | None,
-    out: Path | None,
-    db: str | None,
-    how: OutputFormat,
+    probe: Path, budget: float, device: str | None, out: Path | None, how: OutputFormat
 ) -> None:
     from lokakern.probe import files
     from lokakern.probe.report import ProbeReport
     from lokakern.render.terminal import print_rows
 
-    sites = files.load(probe)
-    with reading(db):
-        found = ProbeReport.of(sites, budget=budget, device=device)
+    found = ProbeReport.of(files.load(probe), budget=budget, device=device)
     if out is not None:
         with writing(out):
             found.save_page(out)

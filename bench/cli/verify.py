@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +13,9 @@ from lokakern.bench.cli.options import (
     JsonOption,
     OutputFormat,
     QuietOption,
+    file_of,
     say,
     says_errors,
-    source_of,
     with_shipped,
 )
 from lokakern.errors import DatabaseError
@@ -64,9 +63,7 @@ def verify(
     from lokakern.selection import dispatcher
     from lokakern.sweep.plan import harness_digest
 
-    found = source_of(db) if db else user_database()
-    if not isinstance(found, Path):
-        raise DatabaseError("--db: a server has no imports; expected a path")
+    found = file_of(db, "--db") if db else user_database()
     files = waiting_for(found)
     if not files:
         say(f"{found}: no quarantined imports")

@@ -260,7 +260,7 @@ def test_a_url_is_downloaded_and_imported(
     )
     assert (code, out) == (0, "")
     assert "8 timing, 8 accuracy, 2 test_result; there already: nothing; left out" in err
-    assert "count with caution: `verify` measures some" in err and not into.exists()
+    assert "count with caution until `verify`" in err and not into.exists()
     (waiting,) = waiting_for(into)
     assert waiting.tier is Tier.UNVERIFIED and read_rows(waiting.path) == read_rows(file)
     code, _, err = command("import", file, "--into", into)
