@@ -35,7 +35,7 @@ def verify(
     count: Annotated[
         int,
         typer.Option(
-            min=1, help="Problems with times, and errors, to repeat; at least 3 per kind."
+            min=1, help="Problems to time again, and errors to repeat; at least 3 per kind."
         ),
     ] = 24,
     seed: Annotated[
