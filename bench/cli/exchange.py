@@ -21,6 +21,8 @@ from lokakern.bench.cli.options import (
     says_errors,
     source_of,
 )
+from lokakern.registry.locks import private_folder
+from lokakern.registry.storage.paths import shipped_databases, user_database
 
 WORSE_EXIT = 6
 
@@ -56,7 +58,6 @@ def export(
     from lokakern.registry.schema.manifest import place_of
     from lokakern.registry.sharing.import_merge import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
-    from lokakern.registry.storage.run_files import shipped_databases, user_database
 
     user = user_database()
     given = [source_of(text) for text in db] if db else [user] if user.exists() else []
@@ -86,12 +87,10 @@ def import_(
     with caution and marks them until `verify` has repeated some of the measurements. A manifest
     beside the file must match it. Rows that no measurement refers to are left out.
     """
-    from lokakern.registry.locks import private_folder
     from lokakern.registry.quarantine import imports_folder
     from lokakern.registry.sharing.download import download, is_url
     from lokakern.registry.sharing.import_merge import import_file
     from lokakern.registry.sharing.untrusted import GUARDS
-    from lokakern.registry.storage.run_files import user_database
 
     target = file_of(into, "--into") if into is not None else user_database()
     with private_folder() as folder:

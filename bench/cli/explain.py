@@ -25,12 +25,18 @@ from lokakern.bench.cli.options import (
     shape_of,
     writing,
 )
+from lokakern.bench.fp8_gain import products
+from lokakern.bench.fp8_gain.gain import Row, Worth, worth
 from lokakern.errors import UnknownNameError
+from lokakern.functional.checks import granularity_named
+from lokakern.probe import files
+from lokakern.probe.site import GEMMS
+from lokakern.registry.register import fp8_format
+from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget, Layout, Operand
+from lokakern.workloads.suites import PREPARED_FORMS
 
 if TYPE_CHECKING:
-    from lokakern.bench.fp8_gain.gain import Row, Worth
-    from lokakern.bench.fp8_gain.products import Product
     from lokakern.selection.choice import Choice
 
 
@@ -101,10 +107,7 @@ def explain(
     each, its gain over bf16 by times measured on the device, which need not be present, and the
     total. Products that were never measured are listed and excluded from the total.
     """
-    from lokakern.bench.fp8_gain.gain import worth
-    from lokakern.probe.site import GEMMS
     from lokakern.render.terminal import TerminalProgress
-    from lokakern.selection import dispatcher
 
     how = OutputFormat.JSON if as_json else how
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
@@ -136,11 +139,11 @@ def explain(
             _print_choice(choice, how)
             return
         gemms = GEMMS if training else GEMMS[:1]
-        products, notes = _products(shapes, model, probe, rows, gemms)
+        asked, notes = _products(shapes, model, probe, rows, gemms)
         with TerminalProgress(quiet=quiet) as progress:
-            progress.begin("explain", len(products))
+            progress.begin("explain", len(asked))
             found = worth(
-                products, budget=ErrorBudget.of(budget), device=target, gemms=gemms,
+                asked, budget=ErrorBudget.of(budget), device=target, gemms=gemms,
                 distributions=dispatcher.distribution_names(distribution),
                 regime=timing, step=progress.step,
             )  # fmt: skip
@@ -158,10 +161,6 @@ def _fields(
     out_scale: str | None,
 ) -> dict[str, Any]:
     """Fields of the problem besides its shape."""
-    from lokakern.functional.checks import granularity_named
-    from lokakern.registry.register import fp8_format
-    from lokakern.workloads.suites import PREPARED_FORMS
-
     fp8 = fp8_format(device)
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     if epilogue is not None:
@@ -180,8 +179,6 @@ def _fields(
 
 
 def _print_choice(choice: Choice, how: OutputFormat) -> None:
-    from lokakern.selection.dispatcher import choices, snapshot
-
     if how is OutputFormat.JSON:
         facts = {
             "problem": str(choice.problem), "device": choice.table.device.product,
@@ -193,15 +190,17 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
         return
     print(choice.explain())
     device = choice.table.device
-    unknown = choice.is_miss and choices() is None and device not in snapshot().devices
+    unknown = (
+        choice.is_miss
+        and dispatcher.choices() is None
+        and device not in dispatcher.snapshot().devices
+    )
     if unknown and (known := _measured_devices()):
         say(f"nothing was measured on {device.product}; choose --device from {known}")
 
 
 def _measured_devices() -> str:
-    from lokakern.selection.dispatcher import snapshot
-
-    return ", ".join(sorted(repr(device.product) for device in snapshot().devices))
+    return ", ".join(sorted(repr(device.product) for device in dispatcher.snapshot().devices))
 
 
 def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -> None:
@@ -227,16 +226,12 @@ def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -
 
 def _products(
     shapes: Path | None, model: str | None, probe: Path | None, rows: int | None, gemms: Any
-) -> tuple[list[Product], list[str]]:
+) -> tuple[list[products.Product], list[str]]:
     """Products, and notes about their source."""
-    from lokakern.bench.fp8_gain import products
-
     alone = "Times cover the products only, not the rest of a step."
     if shapes is not None:
         return products.products_from_file(shapes.expanduser()), [alone]
     if probe is not None:
-        from lokakern.probe import files
-
         found = products.products_of_probe(files.load(probe.expanduser()), gemms)
         if not found:
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
@@ -280,15 +275,13 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
 
 
 def _tell_missing(found: Worth, place: Path | None) -> None:
-    from lokakern.bench.fp8_gain.products import suite_of
-    from lokakern.selection import dispatcher
 
     missing = found.missing()
     if place is not None and not missing:
         say("everything that a sweep can measure was measured: no file is written")
     elif place is not None:
         with writing(place):
-            place.write_text(suite_of(missing, "missing"), encoding="utf-8")
+            place.write_text(products.suite_of(missing, "missing"), encoding="utf-8")
         say(f"{place}: {len(missing)} shapes; on {found.device.product}: python -m lokakern.bench "
             f"sweep --suite {place} --errors needed")  # fmt: skip
     elif missing and found.device in dispatcher.snapshot().devices:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lokakern.bench.cli.options import say, says_errors, with_shipped
+from lokakern.registry.storage.paths import user_database
 
 
 @says_errors
@@ -26,7 +27,6 @@ def explore(
     measurement. Ctrl-C ends the server. This command needs the extra `explore`.
     """
     from lokakern.bench.explorer.server import LOOPBACK, explorer_of, listen, serve
-    from lokakern.registry.storage.paths import user_database
 
     files = files or with_shipped(user_database())
     explorer = explorer_of([path.expanduser() for path in files])

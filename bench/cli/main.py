@@ -35,6 +35,7 @@ from lokakern.bench.cli.options import (
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
 from lokakern.bench.cli.verify import verify
+from lokakern.device import current_device
 
 app = typer.Typer(
     name="lokakern.bench",
@@ -83,7 +84,6 @@ def list_(
     """
     from lokakern.bench.report import library_smoke, listing
     from lokakern.bench.report.resources import NOTE, resource_rows
-    from lokakern.device import current_device
     from lokakern.render.terminal import print_rows
 
     how = OutputFormat.JSON if as_json else how

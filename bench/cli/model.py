@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
 from lokakern.bench.cli.options import (
@@ -21,6 +22,7 @@ from lokakern.bench.cli.options import (
     say,
     says_errors,
 )
+from lokakern.device import current_device
 
 if TYPE_CHECKING:
     from lokakern.bench.models.comparison import Comparison, Result
@@ -86,15 +88,12 @@ def model(
 
     Nothing is stored in a database. Times on a CPU say nothing about a GPU.
     """
-    import torch
-
     from lokakern.bench.models.arms import arms_named
     from lokakern.bench.models.catalog import CATALOG, config_named
     from lokakern.bench.models.comparison import compare, rows_of
     from lokakern.bench.models.curves import save_curves
     from lokakern.bench.models.layers import write_suite
     from lokakern.bench.models.setting import Setting
-    from lokakern.device import current_device
     from lokakern.measure.time_problem import torch_device
     from lokakern.render import terminal
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lokakern.errors import DatabaseError, LokakernError, ShapeError
+from lokakern.progress import told_to
+from lokakern.registry.storage import paths
+from lokakern.selection import dispatcher
 from lokakern.types import REGIMES, Format
 
 if TYPE_CHECKING:
@@ -112,7 +115,6 @@ def _showing_progress(*, quiet: bool) -> Iterator[None]:
     if quiet or not sys.stderr.isatty():
         yield
         return
-    from lokakern.progress import told_to
     from lokakern.render.terminal import Waiting
 
     waiting = Waiting()
@@ -168,9 +170,7 @@ def cases_of(shapes: Sequence[str], epilogue: str | None, fp8: Format) -> list[C
 
 def with_shipped(user: Path) -> list[Path]:
     """The shipped databases, and this one if it exists."""
-    from lokakern.registry.storage.paths import shipped_databases
-
-    return [*shipped_databases(), *([user] if user.exists() else [])]
+    return [*paths.shipped_databases(), *([user] if user.exists() else [])]
 
 
 @contextmanager
@@ -182,7 +182,6 @@ def reading(database: str | None) -> Iterator[None]:
     from lokakern.registry.sharing.import_merge import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.registry.storage.run_files import shipped_databases
-    from lokakern.selection import dispatcher
 
     shipped, given = shipped_databases(), source_of(database)
     rows = union_of(shipped, [given])

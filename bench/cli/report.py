@@ -21,6 +21,7 @@ from lokakern.bench.cli.options import (
     writing,
 )
 from lokakern.errors import DatabaseError
+from lokakern.selection.dispatcher import device_named, snapshot
 
 if TYPE_CHECKING:
     from lokakern.bench.report.survey import Survey
@@ -67,7 +68,6 @@ def _of_device(
     from lokakern.bench.report import charts
     from lokakern.bench.report.survey import BUDGETS, survey_of
     from lokakern.render.terminal import TerminalProgress, print_rows
-    from lokakern.selection.dispatcher import device_named, snapshot
 
     if out is not None or png is not None:
         charts.vl_convert()  # fails here if it is not installed

@@ -27,13 +27,21 @@ from lokakern.bench.cli.options import (
     says_errors,
     source_of,
 )
+from lokakern.build import prebuild as compiling
+from lokakern.device import current_device
 from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
+from lokakern.registry.register import fp8_format, load_tried
+from lokakern.registry.schema.row_keys import problem_from_row, problem_row
+from lokakern.registry.storage.paths import user_database
+from lokakern.selection import dispatcher, misses
+from lokakern.types import Device
+from lokakern.workloads.filters import parse_condition
+from lokakern.workloads.suite_files import suite_named
+from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.sweep.engine import SweepReport
     from lokakern.sweep.ranks import Alone
-    from lokakern.types import Device
-    from lokakern.workloads.suites import Case
 
 TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
 MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
@@ -139,13 +147,9 @@ def sweep(
     """Measure times and errors and store them; resume where an earlier sweep stopped."""
     from lokakern.bench.report import library_smoke
     from lokakern.bench.report.summary import summary_rows
-    from lokakern.build.prebuild import gpu_named
-    from lokakern.device import current_device
-    from lokakern.registry.register import load_tried
     from lokakern.registry.storage.reader import is_there
     from lokakern.registry.storage.run_files import collect_runs
     from lokakern.render import terminal
-    from lokakern.selection import dispatcher
     from lokakern.sweep import engine as sweeping
     from lokakern.sweep.ranks import crew_of_torchrun, take_gpu
 
@@ -160,7 +164,7 @@ def sweep(
         raise typer.BadParameter(f"goes without {'--fresh' if fresh else '--prebuild'}",
                                  param_hint="--only-stale")  # fmt: skip
     take_gpu()
-    device = gpu_named(device_name) if prebuild else current_device()
+    device = compiling.gpu_named(device_name) if prebuild else current_device()
     with crew_of_torchrun() as crew:
         if crew.world > 1 and prebuild:
             raise typer.BadParameter("goes without torchrun: one process compiles on all cores",
@@ -234,10 +238,6 @@ def _asked_for(
     device: Device,
 ) -> list[Case]:
     """Cases named on the command line or in the ledger of misses."""
-    from lokakern.registry.register import fp8_format
-    from lokakern.selection import misses
-    from lokakern.workloads.suites import Case
-
     cases = cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
@@ -256,16 +256,13 @@ def _cases_timed(
 
     One rank reads them for all ranks, which may have different copies.
     """
-    from lokakern.registry.schema.row_keys import problem_from_row, problem_row
     from lokakern.registry.storage.run_files import collect_runs
-    from lokakern.selection.dispatcher import default_regime
     from lokakern.sweep.resume import read_by_dispatch
     from lokakern.sweep.staleness import cases_timed
-    from lokakern.workloads.suites import Case
 
     def look() -> list[Any]:
         collect_runs(target)
-        how = regime.value if regime else default_regime(device)
+        how = regime.value if regime else dispatcher.default_regime(device)
         found = cases_timed(read_by_dispatch(target), device, how)
         return [(problem_row(case.problem), case.distribution) for case in found]
 
@@ -274,7 +271,6 @@ def _cases_timed(
 
 
 def _cases_of_suite(suite: str, device: Device) -> tuple[list[Case], str]:
-    from lokakern.workloads.suite_files import suite_named
 
     chosen = suite_named(suite)
     cases = chosen.cases(device)
@@ -292,7 +288,6 @@ def _checked(
 ) -> list[Case]:
     """Cases that meet the condition, after a check that a kernel accepts one of them."""
     from lokakern.sweep.plan import candidates
-    from lokakern.workloads.filters import parse_condition
 
     if where:
         condition = parse_condition(where)
@@ -308,12 +303,11 @@ def _checked(
 
 
 def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], quiet: bool) -> None:
-    from lokakern.build.prebuild import prebuild
     from lokakern.render import terminal
 
     with terminal.TerminalProgress(quiet=quiet) as progress:
         problems = [case.problem for case in cases]
-        built = prebuild(problems, device, tuple(kernels), progress=progress)
+        built = compiling.prebuild(problems, device, tuple(kernels), progress=progress)
     say(f"{built.compiled} kernels compiled for {device.product} and {built.already_there} "
         f"there already, in {built.seconds:.0f} s")  # fmt: skip
     for broken in built.failures:
@@ -324,7 +318,6 @@ def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], qui
 
 def _target(db: str | None) -> Path | str:
     from lokakern.registry.sharing.import_merge import checked_file
-    from lokakern.registry.storage.run_files import user_database
 
     target = source_of(db) if db else user_database()
     if isinstance(target, Path):

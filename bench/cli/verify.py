@@ -19,6 +19,8 @@ from lokakern.bench.cli.options import (
     with_shipped,
 )
 from lokakern.errors import DatabaseError
+from lokakern.registry.storage.paths import user_database
+from lokakern.selection import dispatcher
 
 if TYPE_CHECKING:
     from lokakern.bench.exchange.remeasure import Row
@@ -58,9 +60,8 @@ def verify(
     from lokakern.registry.quarantine import waiting_for
     from lokakern.registry.sharing.import_merge import reject, settle
     from lokakern.registry.snapshot.loading import load_snapshot
-    from lokakern.registry.storage.run_files import RunFile, user_database
+    from lokakern.registry.storage.run_files import RunFile
     from lokakern.render import terminal
-    from lokakern.selection import dispatcher
     from lokakern.sweep.plan import harness_digest
 
     found = file_of(db, "--db") if db else user_database()
