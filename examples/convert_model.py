@@ -1,8 +1,8 @@
-"""Convert a model: Mods that make FP8 safe, then kernels of its own for each linear layer.
+"""Convert a model: apply Mods that make FP8 safe, then choose kernels for each linear layer.
 
-Applies three Mods, converts within a row error of 6 % for an H200, runs a training step and takes
-it all back. Prints what the Mods changed, the kernel of every product with its reason, and the
-difference that conversion makes to the loss; on a CPU kernels are emulated with the same scales.
+Applies three Mods, converts within a row error of 6 % for an H200, runs a training step and undoes
+everything. Prints the changes of the Mods, the kernel of each product with the reason, and the loss
+before and after conversion. On a CPU, kernels are emulated with the same scales.
 """
 
 import torch
@@ -29,12 +29,12 @@ def main() -> None:
     changes.table()
     before = loss_of(model, x)
 
-    handle = lokakern.convert(model, 0.06, device="NVIDIA H200")  # or a report of Probe
+    handle = lokakern.convert(model, 0.06, device="NVIDIA H200")  # or pass a report of Probe
     handle.table()
     after = loss_of(model, x)
-    after.backward()  # gradients have kernels of their own, too
+    after.backward()  # gradients use their own kernels
     print(f"loss {before.item():.6f}, converted {after.item():.6f}")
-    # What nobody measured runs in bfloat16. This is the suite that measures it, for
+    # Unmeasured products run in bfloat16. This suite measures them, with
     # python -m lokakern.bench sweep --suite FILE.toml
     print(handle.suite([512]))
 

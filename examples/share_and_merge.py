@@ -1,8 +1,8 @@
-"""Share and merge: two databases become one, and a file of others is taken in with caution.
+"""Share and merge databases: join two of them, and import a file of another user with caution.
 
-Measures one shape into each of two databases, merges them, exports what is known of this machine,
-and imports that file into a third, as a stranger would. Prints what each command says, and that
-the two ways of merging give the same rows.
+Measures one shape into each of two databases, merges them, exports the measurements of this
+machine, and imports the file into a third database, as another user would. Prints the output of
+each command, and shows that both orders of merging give the same rows.
 """
 
 import tempfile
@@ -24,11 +24,11 @@ def main() -> None:
 
         run("merge", first, second, "--out", both)
         run("merge", second, first, "--out", again)
-        run("diff", both, again)  # the order does not matter: no difference
+        run("diff", both, again)  # no difference: the order does not matter
 
         run("export", shared, "--device", current_device().product, "--db", both)
         run("import", shared, "--into", third)  # every row is checked, all or none
-        # python -m lokakern.bench verify measures some of it again, and believes what holds
+        # python -m lokakern.bench verify repeats some measurements and accepts the rows that hold
 
 
 def run(*words: str) -> None:

@@ -1,8 +1,8 @@
 """Sweep the shapes of a model: time and error of every kernel, then dispatch's choice.
 
-Writes a suite of two layers, measures it here into a new database, and asks what to run. Prints a
-row for each kernel, and the explanation. Quick, and only kernels with scales of rows beside bf16:
-leave out the last two lines of options for evidence that counts.
+Writes a suite of two layers, measures it into a new database, and asks dispatch for its choice.
+Prints a row for each kernel, and the explanation. To save time, it makes quick measurements of
+bf16 and of kernels with rowwise scaling only; for real measurements omit `quick` and `few`.
 """
 
 import tempfile

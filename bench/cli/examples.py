@@ -1,4 +1,4 @@
-"""Examples at the end of each command's help, without ``python -m lokakern.bench`` before them."""
+"""Examples at the end of each command's help, without the leading ``python -m lokakern.bench``."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ EXAMPLES = {
 
 
 def examples_of(command: str) -> str:
-    """The end of a command's help; a blank line begins a line there."""
+    """The end of a command's help, where a blank line starts a new line."""
     return "\n\n".join(["Examples, after python -m lokakern.bench:", *EXAMPLES[command]])

@@ -1,4 +1,4 @@
-"""The commands `export`, `import`, `merge` and `diff`: databases that go from one to another."""
+"""The commands `export`, `import`, `merge` and `diff`, which copy and compare databases."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lokakern.bench.cli.options import (
+    MOST_ROWS,
     FormatOption,
     JsonOption,
     OutputFormat,
+    file_of,
     say,
     says_errors,
     source_of,
 )
-from lokakern.errors import DatabaseError
-
-if TYPE_CHECKING:
-    from lokakern.bench.compare.diff import Side
+from lokakern.registry.locks import private_folder
+from lokakern.registry.storage.paths import shipped_databases, user_database
 
 WORSE_EXIT = 6
-MOST_ROWS = 50  # of a table; more is for programs
 
 
 class Limit(StrEnum):
-    """Errors that can be compared."""
+    """Comparable errors."""
 
     ROW_ERR = "row_err"
     ROW_P99 = "row_p99"
@@ -48,24 +47,21 @@ def export(
     device: Annotated[str, typer.Option(help='GPU type, such as "NVIDIA H200".')],
     db: Annotated[
         list[str] | None,
-        typer.Option(
-            "--db", help="Database to read; repeatable. Default: the shipped ones and the user's."
-        ),
+        typer.Option("--db", help="Source database; repeatable. Default: shipped ones and yours."),
     ] = None,
 ) -> None:
-    """Write what is known of a GPU type and of kernels as they are now into a file to ship.
+    """Write the measurements of a GPU type and of current kernels into a file to share.
 
-    Beside it TARGET.manifest.json says what it holds, with its checksum.
+    TARGET.manifest.json beside it lists the contents, with the checksum.
     """
     from lokakern.bench.exchange.export import export as export_rows
     from lokakern.registry.schema.manifest import place_of
     from lokakern.registry.sharing.import_merge import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
-    from lokakern.registry.storage.run_files import shipped_databases, user_database
 
     user = user_database()
-    asked = [source_of(text) for text in db] if db else [user] if user.exists() else []
-    rows = union_of([] if db else shipped_databases(), asked)  # what is handed on is checked
+    given = [source_of(text) for text in db] if db else [user] if user.exists() else []
+    rows = union_of([] if db else shipped_databases(), given)  # checks the rows of other users
     path = Path(target).expanduser()
     found = Snapshot(rows).find_device(device)
     left_out = export_rows(rows, path, found)
@@ -78,125 +74,85 @@ def export(
 def import_(
     source: Annotated[str, typer.Argument(help="A file, or an http(s) URL (needs --sha256).")],
     sha256: Annotated[
-        str | None, typer.Option(help="SHA-256 that the file must have, 64 hex digits.")
+        str | None, typer.Option(help="Required SHA-256 of the file, 64 hex digits.")
     ] = None,
-    into: Annotated[
-        str | None, typer.Option(help="Database to add to. Default: the user's.")
-    ] = None,
+    into: Annotated[str | None, typer.Option(help="Target database. Default: yours.")] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Believe it without `verify`: it is your own.")
+        bool, typer.Option("--trust", help="Accept your own file without `verify`.")
     ] = False,
 ) -> None:
-    """Add the measurements of a file of others to your database: every row is checked, all or none.
+    """Add the measurements of another user's file to your database: all rows, or none.
 
-    They wait in DATABASE.imports until `verify` has measured some again: until then dispatch uses
-    them with caution, and says so. A manifest beside a file has to agree with it. What no
-    measurement refers to is left out.
+    Every row is checked. Imported rows are quarantined in DATABASE.imports, and dispatch uses them
+    with caution and marks them until `verify` has repeated some of the measurements. A manifest
+    beside the file must match it. Rows that no measurement refers to are left out.
     """
-    from lokakern.registry.locks import private_folder
     from lokakern.registry.quarantine import imports_folder
     from lokakern.registry.sharing.download import download, is_url
     from lokakern.registry.sharing.import_merge import import_file
     from lokakern.registry.sharing.untrusted import GUARDS
-    from lokakern.registry.storage.run_files import user_database
 
-    target = _file(into, "--into") if into is not None else user_database()
+    target = file_of(into, "--into") if into is not None else user_database()
     with private_folder() as folder:
         if is_url(source):
             path = download(source, sha256, folder, largest_bytes=GUARDS.largest_bytes)
         else:
-            path = _file(source, "import")
+            path = file_of(source, "import")
         report = import_file(path, target, trusted=trust, sha256=sha256)
     say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
-         f"left out, for nothing refers to them: {_words(report.left_out)}")  # fmt: skip
+         f"left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
     if any(report.added.values()) and not trust:
-        say(f"they wait in {imports_folder(target)} and count with caution: `verify` measures some "
-            "of them again and decides")  # fmt: skip
+        say(f"they are quarantined in {imports_folder(target)} and count with caution until "
+            "`verify` has repeated some of the measurements")  # fmt: skip
     for waiting, words in report.contradicted:
-        say(f"{waiting.path}, {waiting.since}, waits too and has other contents of the same rows; "
-            "dispatch reads them from neither: run `verify`, or remove the file that was edited "
+        say(f"{waiting.path}, {waiting.since}, is quarantined too and differs in the same rows, "
+            "which dispatch ignores in both files: run `verify`, or remove the edited file "
             f"({words.split('; ')[0]})")  # fmt: skip
     if report.changed_kernels:
-        say(f"of no use to dispatch here, whose source differs: "
+        say(f"not used by dispatch here, because the kernel source differs: "
              f"{', '.join(report.changed_kernels)}")  # fmt: skip
-
-
-def _file(text: str, what: str) -> Path:
-    found = source_of(text)
-    if not isinstance(found, Path):
-        raise DatabaseError(f"{what}: {text.split('://')[0]}://... is no file; expected a path, "
-                            "or for a server `merge --out`")  # fmt: skip
-    return found
 
 
 @says_errors
 def merge(
     databases: Annotated[list[str], typer.Argument(help="Files, or SQLAlchemy URLs.")],
-    out: Annotated[str, typer.Option(help="New file; or the URL of a server, which is added to.")],
+    out: Annotated[str, typer.Option(help="New file, or URL of a server to add to.")],
 ) -> None:
-    """Write the union of databases into a new one; in whatever order, the rows are the same."""
+    """Write the union of databases into a new one, independent of their order."""
     from lokakern.registry.sharing.import_merge import merge_files
 
     report = merge_files([source_of(text) for text in databases], source_of(out))
-    say(f"{out}: {_words(report.added)}; more than once in what was merged: "
-         f"{_words(report.known)}")  # fmt: skip
+    say(f"{out}: {_words(report.added)}; duplicates: {_words(report.known)}")
 
 
 @says_errors
 def diff(
     a: Annotated[str, typer.Argument(help="Database: a path or an SQLAlchemy URL.")],
-    b: Annotated[str | None, typer.Argument(help="Another. Default: the same.")] = None,
+    b: Annotated[str | None, typer.Argument(help="Another one. Default: the same.")] = None,
     device: Annotated[str | None, typer.Option(help="Only this GPU type.")] = None,
-    from_device: Annotated[str | None, typer.Option(help="A is of this GPU type,")] = None,
-    to_device: Annotated[str | None, typer.Option(help="and B of this one.")] = None,
+    from_device: Annotated[str | None, typer.Option(help="GPU type of A.")] = None,
+    to_device: Annotated[str | None, typer.Option(help="GPU type of B.")] = None,
     before: Annotated[
-        str | None, typer.Option(help="A is what was measured before: 2026-01-31[T12:00], UTC.")
+        str | None, typer.Option(help="A ends before this date: 2026-01-31[T12:00], UTC.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option(help="B is what was measured from then on. Default: --before.")
+        str | None, typer.Option(help="B starts at this date. Default: --before.")
     ] = None,
-    limit: Annotated[Limit, typer.Option(help="The error to compare.")] = Limit.ROW_ERR,
+    limit: Annotated[Limit, typer.Option(help="Error to compare.")] = Limit.ROW_ERR,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what is the same within noise.")
+        bool, typer.Option("--all", help="Include rows that are equal within noise.")
     ] = False,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what is faster, slower, wronger or missing in B against A, beyond noise, worst first.
+    """List rows that are faster, slower, less accurate or missing in B, beyond noise, worst first.
 
-    Exit code 6 if anything is slower, wronger or fails now; 0 if not.
+    The exit code is 6 if anything is slower, less accurate or fails in B, else 0.
     """
-    from lokakern.bench.compare.diff import WORSE, counts_of, differences, rows_of
-    from lokakern.render import terminal
-
-    one, other = _sides(a, b, device, from_device, to_device, before, after)
-    found = differences(one, other, limit=limit.value)
-    counts = counts_of(found)
-    shown = [d for d in found if everything or d.verdict != "same"]
-    way = "json" if as_json else how.value
-    brief = way == "table"
-    printed = shown[:MOST_ROWS] if brief else shown
-    if printed or not brief:
-        terminal.print_rows(rows_of(printed, one, other, brief=brief), way)
-    if len(printed) < len(shown):
-        say(f"and {len(shown) - len(printed)} more: --format csv or json has all")
-    say(f"{len(found)} cells: {_words(counts)}")
-    if any(counts[verdict] for verdict in WORSE):
-        raise typer.Exit(WORSE_EXIT)
-
-
-def _sides(
-    a: str,
-    b: str | None,
-    device: str | None,
-    from_device: str | None,
-    to_device: str | None,
-    before: str | None,
-    after: str | None,
-) -> tuple[Side, Side]:
-    from lokakern.bench.compare.diff import Side
+    from lokakern.bench.compare.diff import WORSE, Side, counts_of, differences, rows_of
     from lokakern.registry.sharing.import_merge import read_foreign
     from lokakern.registry.snapshot.snapshot import Snapshot
+    from lokakern.render import terminal
 
     given = (("--before", before), ("--after", after))
     dates = [_utc_ms(text, option) for option, text in given if text is not None]
@@ -210,18 +166,31 @@ def _sides(
     until, since = (dates[0], dates[-1]) if dates else (math.inf, -math.inf)
     first = read_foreign(source_of(a))
     second = first if b is None else read_foreign(source_of(b))
-    one, other = from_device or device, to_device or device
-    return (
-        Side(first, None if one is None else Snapshot(first).find_device(one), until_ms=until),
-        Side(second, None if other is None else Snapshot(second).find_device(other), since),
-    )
+    kinds = [
+        None if name is None else Snapshot(rows).find_device(name)
+        for rows, name in ((first, from_device or device), (second, to_device or device))
+    ]
+    one, other = Side(first, kinds[0], until_ms=until), Side(second, kinds[1], since)
+    found = differences(one, other, limit=limit.value)
+    counts = counts_of(found)
+    shown = [d for d in found if everything or d.verdict != "same"]
+    how = OutputFormat.JSON if as_json else how
+    brief = how is OutputFormat.TABLE
+    printed = shown[:MOST_ROWS] if brief else shown
+    if printed or not brief:
+        terminal.print_rows(rows_of(printed, one, other, brief=brief), how.value)
+    if len(printed) < len(shown):
+        say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
+    say(f"{len(found)} cells: {_words(counts)}")
+    if any(counts[verdict] for verdict in WORSE):
+        raise typer.Exit(WORSE_EXIT)
 
 
 def _utc_ms(text: str, option: str) -> float:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no date; expected such as 2026-01-31 or "
+        raise typer.BadParameter(f"{text!r} is not a date; expected one such as 2026-01-31 or "
                                  "2026-01-31T12:00", param_hint=option) from None  # fmt: skip
     zoned = found if found.tzinfo else found.replace(tzinfo=UTC)
     return zoned.timestamp() * 1000

@@ -9,28 +9,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lokakern.bench.cli.options import (
+    MOST_ROWS,
     BudgetOption,
     DatabaseOption,
+    DeviceOption,
     DistributionOption,
     FormatOption,
     JsonOption,
     OutputFormat,
-    Regime,
+    QuietOption,
     RegimeOption,
     reading,
     say,
     says_errors,
     shape_of,
+    writing,
 )
-from lokakern.errors import DatabaseError, UnknownNameError
-from lokakern.types import ErrorBudget, Layout, Operand
+from lokakern.bench.fp8_gain import products
+from lokakern.bench.fp8_gain.gain import Row, Worth, worth
+from lokakern.errors import UnknownNameError
+from lokakern.functional.checks import granularity_named
+from lokakern.probe import files
+from lokakern.probe.site import GEMMS
+from lokakern.registry.register import fp8_format
+from lokakern.selection import dispatcher
+from lokakern.types import Device, ErrorBudget, Layout, Operand
+from lokakern.workloads.suites import PREPARED_FORMS
 
 if TYPE_CHECKING:
-    from lokakern.bench.fp8_gain.gain import Row, Worth
-    from lokakern.bench.fp8_gain.products import Product
     from lokakern.selection.choice import Choice
-
-MOST_ROWS = 50  # of a table; more is for programs
 
 
 @says_errors
@@ -42,244 +49,201 @@ def explain(
     shapes: Annotated[
         Path | None,
         typer.Option(
-            help="Many products: a suite as of sweep --suite (.toml), or m,n,k[,count] in "
-            "rows (.csv, .json)."
+            help="Many products: a suite for sweep --suite (.toml), or rows of m,n,k[,count] "
+            "(.csv, .json)."
         ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="The linear layers of a model: package.module:factory, a function that "
-            "returns it with an example of its inputs."
+            help="The linear layers of a model: package.module:factory, a function that returns "
+            "the model with example inputs."
         ),
     ] = None,
     probe: Annotated[
-        Path | None, typer.Option(help="The layers that a Probe saw: what `Probe.save` wrote.")
+        Path | None, typer.Option(help="The layers in a file of `Probe.save`.")
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option(min=1, help="With --model, of each layer: for a factory without an example."),
+        typer.Option(min=1, help="Rows of each layer, if the factory of --model has no example."),
     ] = None,
     training: Annotated[
         bool,
         typer.Option(
             "--training",
-            help="Of many products: their gradients, too, and weights that "
-            "are quantized anew. Default: predictions, with weights quantized once.",
+            help="With many products: include gradients, and quantize weights in each pass. "
+            "Default: inference with weights quantized once.",
         ),
     ] = False,
     missing: Annotated[
         Path | None,
-        typer.Option(
-            help="Of many products: write those that were never measured into a file, "
-            "for sweep --suite."
-        ),
+        typer.Option(help="With many products: write unmeasured ones to a file for sweep --suite."),
     ] = None,
     budget: BudgetOption = 0.06,
-    device: Annotated[
-        str | None, typer.Option(help='Such as "NVIDIA H200"; need not be here. Default: here.')
-    ] = None,
+    device: DeviceOption = None,
     distribution: DistributionOption = None,
     regime: RegimeOption = None,
     prepared: Annotated[
-        str | None, typer.Option(help="The weight is prepared: tensor, row or 128x128 scales.")
+        str | None, typer.Option(help="Prepared weight with tensor, row or 128x128 scales.")
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias.")] = False,
     epilogue: Annotated[
-        str | None,
-        typer.Option(help="All that comes after the sums, such as bias+relu or bias+layer+affine."),
+        str | None, typer.Option(help="Epilogue, such as bias+relu or bias+layer+affine.")
     ] = None,
     scale: Annotated[
-        str | None,
-        typer.Option(help="Operands are quantized: tensor, row or 1x128 scales (of a)."),
+        str | None, typer.Option(help="Quantized operands; a has tensor, row or 1x128 scales.")
     ] = None,
     out_scale: Annotated[
-        str | None,
-        typer.Option(help="The output is FP8: tensor, row or 1x128 scales."),
+        str | None, typer.Option(help="FP8 output with tensor, row or 1x128 scales.")
     ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Say which kernel dispatch chooses, from which rows, and why not each other one.
+    """Show the kernel that dispatch chooses, the rows behind it, and why it rejects the others.
 
-    Or of many products (--shapes, --model or --probe) whether FP8 is worth it: the choice for each,
-    what it gains against bf16 by the times measured on the device, which need not be here, and what
-    all come to. What was never measured is listed so, and is in no sum.
+    With many products (--shapes, --model or --probe), show whether FP8 is worth it: the choice for
+    each, its gain over bf16 by times measured on the device, which need not be present, and the
+    total. Products that were never measured are listed and excluded from the total.
     """
-    way = OutputFormat.JSON if as_json else how
+    from lokakern.render.terminal import TerminalProgress
+
+    how = OutputFormat.JSON if as_json else how
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
     given = [name for name, value in sources.items() if value is not None]
+    wrong: dict[str, object]
     if given:
-        of_one = {"OP": op != "gemm", "--shape": shape, "--prepared": prepared, "--bias": bias,
-                  "--epilogue": epilogue, "--scale": scale, "--out-scale": out_scale}  # fmt: skip
-        wrong = [*given[1:], *(name for name, value in of_one.items() if value)]
-        if wrong:
-            raise typer.BadParameter(f"goes without {given[0]}", param_hint=wrong[0])
-        if rows is not None and model is None:
-            raise typer.BadParameter("goes with --model", param_hint="--rows")
-        with reading(db):
-            _explain_many(
-                shapes, model, probe, rows, training=training, missing=missing, budget=budget,
-                device_name=device, distribution=distribution, regime=regime, how=way, quiet=quiet,
-            )  # fmt: skip
-        return
-    of_many = {"--rows": rows, "--training": training, "--missing": missing,
-               "--format csv": way is OutputFormat.CSV}  # fmt: skip
-    for name, value in of_many.items():
+        reason = f"goes without {given[0]}"
+        wrong = dict.fromkeys(given[1:], True) | {
+            "OP": op != "gemm", "--shape": shape, "--prepared": prepared, "--bias": bias,
+            "--epilogue": epilogue, "--scale": scale, "--out-scale": out_scale,
+        }  # fmt: skip
+    else:
+        reason = "goes with --shapes, --model or --probe"
+        wrong = {"--rows": rows, "--training": training, "--missing": missing,
+                 "--format csv": how is OutputFormat.CSV}  # fmt: skip
+    for name, value in wrong.items():
         if value:
-            raise typer.BadParameter("goes with --shapes, --model or --probe", param_hint=name)
-    _explain_one(op, shape or "32768,512,512", budget, device, distribution, regime, prepared,
-                 bias, epilogue, scale, out_scale, db, way is OutputFormat.JSON)  # fmt: skip
+            raise typer.BadParameter(reason, param_hint=name)
+    if rows is not None and model is None:
+        raise typer.BadParameter("goes with --model", param_hint="--rows")
+    sizes = shape_of(shape or "32768,512,512")
+    timing = regime.value if regime else None
+    with reading(db):
+        target = dispatcher.device_named(device)
+        if not given:
+            fields = _fields(op, target, prepared, bias, epilogue, scale, out_scale)
+            choice = dispatcher.dispatch(op, sizes, budget, distribution=distribution,
+                                         device=target, regime=timing, **fields)  # fmt: skip
+            _print_choice(choice, how)
+            return
+        gemms = GEMMS if training else GEMMS[:1]
+        asked, notes = _products(shapes, model, probe, rows, gemms)
+        with TerminalProgress(quiet=quiet) as progress:
+            progress.begin("explain", len(asked))
+            found = worth(
+                asked, budget=ErrorBudget.of(budget), device=target, gemms=gemms,
+                distributions=dispatcher.distribution_names(distribution),
+                regime=timing, step=progress.step,
+            )  # fmt: skip
+        _print_worth(found, notes, "training" if training else "predictions", how)
+        _tell_missing(found, missing)
 
 
-def _explain_one(
+def _fields(
     op: str,
-    shape: str,
-    budget: float,
-    device: str | None,
-    distribution: str | None,
-    regime: Regime | None,
+    device: Device,
     prepared: str | None,
     bias: bool,
     epilogue: str | None,
     scale: str | None,
     out_scale: str | None,
-    db: str | None,
-    as_json: bool,
-) -> None:
-    from lokakern.device import current_device
-    from lokakern.functional.checks import granularity_named
-    from lokakern.registry.register import fp8_format
-    from lokakern.selection.dispatcher import dispatch, snapshot
-    from lokakern.workloads.suites import PREPARED_FORMS
-
-    sizes = shape_of(shape)
+) -> dict[str, Any]:
+    """Fields of the problem besides its shape."""
+    fp8 = fp8_format(device)
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     if epilogue is not None:
         fields["epilogue"] = epilogue
-    with reading(db):
-        target = snapshot().find_device(device) if device else current_device()
-        fp8 = fp8_format(target)
-        if scale is not None:
-            fields["a"] = Operand(fp8, granularity_named(op, scale))
-        if out_scale is not None:
-            fields |= {"out_format": fp8, "out_granularity": granularity_named(op, out_scale)}
-        if prepared is not None:
-            known = {g.value: g for g in PREPARED_FORMS} if op in ("gemm", "gemm_norm") else {}
-            if prepared not in known:
-                raise UnknownNameError(
-                    f"--prepared is {prepared!r}; expected one of "
-                    f"{', '.join(g.value for g in PREPARED_FORMS)}, with gemm or gemm_norm"
-                )
-            fields |= {
-                "b": Operand(fp8, known[prepared], Layout.COLUMN),
-                "prepared": True,
-            }
-        choice = dispatch(
-            op, sizes, budget, distribution=distribution, device=device,
-            regime=regime.value if regime else None, **fields,
-        )  # fmt: skip
-        if as_json:
-            facts = {
-                "problem": str(choice.problem), "device": choice.table.device.product,
-                "kernel": choice.kernel, "latency_us": choice.latency_us,
-                "interpolated": choice.interpolated, "miss": choice.is_miss,
-                "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
-            }  # fmt: skip
-            print(json.dumps(facts, indent=2))
-        else:
-            print(choice.explain())
-            _tell_devices(choice)
+    if scale is not None:
+        fields["a"] = Operand(fp8, granularity_named(op, scale))
+    if out_scale is not None:
+        fields |= {"out_format": fp8, "out_granularity": granularity_named(op, out_scale)}
+    if prepared is not None:
+        known = {form.value: form for form in PREPARED_FORMS}
+        if prepared not in known or op not in ("gemm", "gemm_norm"):
+            raise UnknownNameError(f"--prepared is {prepared!r}; expected one of "
+                                   f"{', '.join(known)}, with gemm or gemm_norm")  # fmt: skip
+        fields |= {"b": Operand(fp8, known[prepared], Layout.COLUMN), "prepared": True}
+    return fields
 
 
-def _tell_devices(choice: Choice) -> None:
-    """Where nothing was measured of a device, those of which something was."""
-    from lokakern.selection.dispatcher import choices, snapshot
-
-    if choice.is_miss and choices() is None and choice.table.device not in snapshot().devices:
-        known = ", ".join(sorted(repr(d.product) for d in snapshot().devices))
-        if known:
-            say(f"nothing was measured on {choice.table.device.product}; --device takes {known}")
-
-
-def _explain_many(
-    shapes: Path | None,
-    model: str | None,
-    probe: Path | None,
-    rows: int | None,
-    *,
-    training: bool,
-    missing: Path | None,
-    budget: float,
-    device_name: str | None,
-    distribution: str | None,
-    regime: Regime | None,
-    how: OutputFormat,
-    quiet: bool,
-) -> None:
-    from lokakern.bench.fp8_gain.gain import worth
-    from lokakern.probe.site import GEMMS
-    from lokakern.render import terminal
-    from lokakern.selection import dispatcher
-
-    device = dispatcher.device_named(device_name)
-    gemms = GEMMS if training else GEMMS[:1]
-    products, notes = _products(shapes, model, probe, rows, gemms)
-    with terminal.TerminalProgress(quiet=quiet) as progress:
-        progress.begin("explain", len(products))
-        found = worth(
-            products, budget=ErrorBudget.of(budget), device=device, gemms=gemms,
-            distributions=dispatcher.distribution_names(distribution),
-            regime=regime.value if regime else None, step=progress.step,
-        )  # fmt: skip
-    what = "training" if training else "predictions"
+def _print_choice(choice: Choice, how: OutputFormat) -> None:
     if how is OutputFormat.JSON:
-        facts = {"device": device.product, "budget": found.budget.limits, "of": what,
+        facts = {
+            "problem": str(choice.problem), "device": choice.table.device.product,
+            "kernel": choice.kernel, "latency_us": choice.latency_us,
+            "interpolated": choice.interpolated, "miss": choice.is_miss,
+            "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
+        }  # fmt: skip
+        print(json.dumps(facts, indent=2))
+        return
+    print(choice.explain())
+    device = choice.table.device
+    unknown = (
+        choice.is_miss
+        and dispatcher.choices() is None
+        and device not in dispatcher.snapshot().devices
+    )
+    if unknown and (known := _measured_devices()):
+        say(f"nothing was measured on {device.product}; choose --device from {known}")
+
+
+def _measured_devices() -> str:
+    return ", ".join(sorted(repr(device.product) for device in dispatcher.snapshot().devices))
+
+
+def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -> None:
+    from lokakern.render.terminal import print_rows
+
+    if how is OutputFormat.JSON:
+        facts = {"device": found.device.product, "budget": found.budget.limits, "of": what,
                  "layers": [_facts(row) for row in found.rows], "total": found.total(),
                  "notes": notes}  # fmt: skip
         print(json.dumps(facts, indent=2, allow_nan=False))
     elif how is OutputFormat.CSV:
-        terminal.print_rows([_facts(row) for row in found.rows], "csv")
+        print_rows([_facts(row) for row in found.rows], "csv")
         say(found.words())
     else:
-        title = f"{what} within {found.budget} on {device.product}"
+        title = f"{what} within {found.budget} on {found.device.product}"
         places = sorted(range(len(found.rows)), key=lambda at: -found.rows[at].product.flops)
-        largest = [found.rows[at] for at in sorted(places[:MOST_ROWS])]
-        kept = largest if len(found.rows) > MOST_ROWS else None
-        cells = [_cells(row, found) for row in kept or found.rows]
+        cells = [_cells(found.rows[at], found) for at in sorted(places[:MOST_ROWS])]
         note = "\n".join(["", found.words(), *notes])
-        terminal.print_rows(cells, "table", title=title, note=note, spare=("why", "saved us"))
-        if kept is not None:
-            say(f"and {len(found.rows) - len(kept)} smaller ones: --format csv or json has all")
-    _tell_missing(found, missing)
+        print_rows(cells, "table", title=title, note=note, spare=("why", "saved us"))
+        if len(places) > MOST_ROWS:
+            say(f"and {len(places) - MOST_ROWS} smaller ones: --format csv or json prints all")
 
 
 def _products(
     shapes: Path | None, model: str | None, probe: Path | None, rows: int | None, gemms: Any
-) -> tuple[list[Product], list[str]]:
-    """Products, and what to know of where they come from."""
-    from lokakern.bench.fp8_gain import products
-
-    alone = "Times of the products alone, not of a step with all else that it does."
+) -> tuple[list[products.Product], list[str]]:
+    """Products, and notes about their source."""
+    alone = "Times cover the products only, not the rest of a step."
     if shapes is not None:
         return products.products_from_file(shapes.expanduser()), [alone]
     if probe is not None:
-        from lokakern.probe import files
-
         found = products.products_of_probe(files.load(probe.expanduser()), gemms)
         if not found:
-            raise UnknownNameError(f"--probe: {str(probe)!r} holds no layer that was called")
-        return found, [alone, "Errors are those of the benchmarked distributions that operands are "
-                       "like; `report --probe` replays the operands themselves."]  # fmt: skip
+            raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
+        return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
+                       "--probe` replays the operands themselves."]  # fmt: skip
     from lokakern.bench.fp8_gain.factories import products_of_model
 
     assert model is not None  # one of the three is given
     found, share = products_of_model(model, rows, say)
     if share is not None:
-        alone += (f" Linear layers, as under autocast to bfloat16, are {share:.1%} of the FLOPs of "
-                  "a forward pass.")  # fmt: skip
+        alone += (f" Linear layers, under autocast to bfloat16, take {share:.1%} of the FLOPs of a "
+                  "forward pass.")  # fmt: skip
     return found, [alone]
 
 
@@ -311,23 +275,18 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
 
 
 def _tell_missing(found: Worth, place: Path | None) -> None:
-    from lokakern.bench.fp8_gain.products import suite_of
-    from lokakern.selection import dispatcher
 
     missing = found.missing()
-    if place is not None:
-        if not missing:
-            say("everything that a sweep can lay out was measured: nothing is written")
-            return
-        try:
-            place.write_text(suite_of(missing, "missing"), encoding="utf-8")
-        except OSError as error:
-            raise DatabaseError(f"{str(place)!r} cannot be written: {error.strerror}") from error
+    if place is not None and not missing:
+        say("everything that a sweep can measure was measured: no file is written")
+    elif place is not None:
+        with writing(place):
+            place.write_text(products.suite_of(missing, "missing"), encoding="utf-8")
         say(f"{place}: {len(missing)} shapes; on {found.device.product}: python -m lokakern.bench "
             f"sweep --suite {place} --errors needed")  # fmt: skip
     elif missing and found.device in dispatcher.snapshot().devices:
-        say("--missing FILE writes what was never measured into a file for sweep --suite")
+        say("--missing FILE writes unmeasured products into a file for sweep --suite")
     elif missing:
-        known = ", ".join(sorted(repr(d.product) for d in dispatcher.snapshot().devices))
-        say(f"nothing was measured on {found.device.product}; give --device, of "
-            f"{known or 'which no database holds any: `sweep` first'}")  # fmt: skip
+        known = _measured_devices()
+        choice = f"choose --device from {known}" if known else "no database has any: `sweep` first"
+        say(f"nothing was measured on {found.device.product}; {choice}")

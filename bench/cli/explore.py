@@ -7,31 +7,28 @@ from typing import Annotated
 
 import typer
 
-from lokakern.bench.cli.options import say, says_errors
+from lokakern.bench.cli.options import say, says_errors, with_shipped
+from lokakern.registry.storage.paths import user_database
 
 
 @says_errors
 def explore(
     files: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Databases. Default: the shipped ones, and yours."),
+        list[Path] | None, typer.Argument(help="Databases. Default: the shipped ones and yours.")
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0 is any that is free.")
+        int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0 selects a free one.")
     ] = 8001,
 ) -> None:
-    """Look at databases in a browser, with Datasette: read-only, for this machine alone.
+    """Show databases in a browser with Datasette, read-only and on this machine only.
 
-    With facets, what each column means, and queries: the fastest kernel within a budget, where FP8
-    loses, which kernel regressed, errors by distribution, who measured what. Ctrl-C ends it. Needs
-    the extra `explore`.
+    The pages have facets, a description of each column, and queries: the fastest kernel within a
+    budget, where FP8 is slower, regressions, errors by distribution, and the origin of each
+    measurement. Ctrl-C ends the server. This command needs the extra `explore`.
     """
     from lokakern.bench.explorer.server import LOOPBACK, explorer_of, listen, serve
-    from lokakern.registry.storage.paths import shipped_databases, user_database
 
-    if not files:
-        user = user_database()
-        files = [*shipped_databases(), *([user] if user.exists() else [])]
+    files = files or with_shipped(user_database())
     explorer = explorer_of([path.expanduser() for path in files])
     with listen(port) as listening:
         place = f"http://{LOOPBACK}:{listening.getsockname()[1]}/"

@@ -1,9 +1,11 @@
 """The command line: sweep, explain, model, compare, report, export, verify and others.
 
-Data goes to stdout, progress and errors to stderr. Exit codes: 0 done; 1 an error, said in one
-line; 2 wrong usage; 3 the time limit ended a sweep (run it again to go on); 4 a compared choice was
-slower than allowed by ``--fail-under``, or with ``--held-out`` beyond noise; 5 a sweep is done, but
-rows of it are not ok; 6 a diff found something slower or wronger, or verify rejected a file.
+Commands write data to stdout, and progress and errors to stderr. Exit codes:
+
+0: done. 1: an error, reported in one line. 2: wrong usage. 3: the time limit ended a sweep, which
+the same command resumes. 4: a compared choice was slower than ``--fail-under`` allows, or with
+``--held-out`` slower beyond noise. 5: the sweep is done, but some kernels failed. 6: ``diff`` found
+something slower or less accurate, or ``verify`` rejected a file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from lokakern.bench.cli.explore import explore
 from lokakern.bench.cli.model import model
 from lokakern.bench.cli.options import (
     DatabaseOption,
+    DeviceOption,
     FormatOption,
     JsonOption,
     OutputFormat,
@@ -32,13 +35,14 @@ from lokakern.bench.cli.options import (
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
 from lokakern.bench.cli.verify import verify
+from lokakern.device import current_device
 
 app = typer.Typer(
     name="lokakern.bench",
-    help="Measure FP8 kernels, and ask which one dispatch would choose and why.\n\n"
-    "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to go on), "
-    "4 slower than --fail-under (or --held-out beyond noise), 5 swept, but rows are not ok, "
-    "6 slower or wronger than before (diff) or than said (verify).",
+    help="Measure FP8 kernels, and show which one dispatch chooses and why.\n\n"
+    "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to resume), 4 slower than "
+    "--fail-under allows (or beyond noise with --held-out), 5 swept, but some kernels failed, "
+    "6 slower or less accurate (diff), or a file was rejected (verify).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,7 +50,7 @@ app = typer.Typer(
 
 
 class Listing(StrEnum):
-    """What can be listed."""
+    """Subjects of `list`."""
 
     KERNELS = "kernels"
     SUITES = "suites"
@@ -58,45 +62,38 @@ class Listing(StrEnum):
 
 @says_errors
 def list_(
-    what: Annotated[Listing, typer.Argument(help="What to list.")] = Listing.KERNELS,
+    what: Annotated[Listing, typer.Argument(help="Subject.")] = Listing.KERNELS,
     resources: Annotated[
         bool,
         typer.Option(
             "--resources",
-            help="Of kernels: the registers, local memory and matrix instructions that HIP and "
-            "Triton ones take on AMD's GPUs, as recorded when they were compiled.",
+            help="With kernels: registers, local memory and matrix instructions of HIP and Triton "
+            "kernels on AMD GPUs, as recorded when they were compiled.",
         ),
     ] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Of device and coverage: one that is in a database, such as "
-            '"NVIDIA H200". Default: here.'
-        ),
-    ] = None,
+    device: DeviceOption = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """List kernels with what is measured of them, libraries, suites, distributions, or the device.
+    """List kernels with their measurements, libraries, suites, distributions, or the device.
 
-    Of a device, coverage is what the database holds: of each op's problems and of each suite's
-    those of which every kernel has a time, and rows that are fresh, usable (the toolchain differs)
-    or stale (the kernel changed).
-
-    Libraries that are installed and do not work, or were never tried, are tried first.
+    Coverage shows for each op and suite the number of problems with a time of every kernel, and the
+    number of rows that are fresh, usable (the toolchain differs) or stale (the kernel changed).
+    Libraries that fail or were never tried are tried first. --device goes with device and coverage.
     """
     from lokakern.bench.report import library_smoke, listing
     from lokakern.bench.report.resources import NOTE, resource_rows
-    from lokakern.device import current_device
     from lokakern.render.terminal import print_rows
 
-    brief = how is OutputFormat.TABLE and not as_json
+    how = OutputFormat.JSON if as_json else how
+    brief = how is OutputFormat.TABLE
     if resources and what is not Listing.KERNELS:
         raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="--resources")
     if device is not None and what not in (Listing.DEVICE, Listing.COVERAGE):
-        raise typer.BadParameter(f"goes with device and coverage, not {what.value}",
-                                 param_hint="--device")  # fmt: skip
+        raise typer.BadParameter(
+            f"goes with device and coverage, not {what.value}", param_hint="--device"
+        )
     if what is Listing.LIBRARIES:
         library_smoke.try_all(library_smoke.doubtful(current_device()), say)
     with reading(db):
@@ -105,8 +102,7 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
-    print_rows(rows, "json" if as_json else how.value, note=NOTE if resources else "",
-               spare=("why",))  # fmt: skip
+    print_rows(rows, how.value, note=NOTE if resources else "", spare=("why",))
 
 
 for name, command in {

@@ -1,4 +1,4 @@
-"""The command `model`: what FP8 gains, and costs, in whole models."""
+"""The command `model`: throughput and quality of FP8 in whole models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 
 from lokakern.bench.cli.options import (
@@ -16,10 +17,12 @@ from lokakern.bench.cli.options import (
     FormatOption,
     JsonOption,
     OutputFormat,
+    QuietOption,
     reading,
     say,
     says_errors,
 )
+from lokakern.device import current_device
 
 if TYPE_CHECKING:
     from lokakern.bench.models.comparison import Comparison, Result
@@ -29,25 +32,22 @@ if TYPE_CHECKING:
 def model(
     name: Annotated[str, typer.Argument(help="wukong, interformer, dhen or dlrm.")] = "wukong",
     training: Annotated[
-        bool, typer.Option("--train/--infer", help="Steps of training, or predictions.")
+        bool, typer.Option("--train/--infer", help="Training steps, or inference.")
     ] = True,
     size: Annotated[
-        str | None, typer.Option(help="Such as small, S, M of wukong; tiny of all.")
+        str | None, typer.Option(help="Size, such as small, S or M of wukong, or tiny of any.")
     ] = None,
     steps: Annotated[
-        int,
-        typer.Option(min=0, help="Of training, before quality is judged. 0: only times."),
+        int, typer.Option(min=0, help="Training steps before quality is measured. 0: times only.")
     ] = 200,
     batch: Annotated[
-        int | None, typer.Option(min=16, help="Samples of a batch. Default: as published.")
+        int | None, typer.Option(min=16, help="Samples per batch. Default: as published.")
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Pairs of runs by which quality is judged.")
-    ] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Pairs of runs for the quality.")] = 3,
     arm: Annotated[
         list[str] | None,
         typer.Option(
-            help="bf16 (Mods, compiled: the baseline, always there), as-written, "
+            help="bf16 (Mods, compiled: the baseline, always included), as-written, "
             "torchao-tensorwise, torchao-rowwise, fp8-tensorwise, fp8-rowwise, only-LIBRARY, "
             "by-budget, lokakern; repeatable. Default: all."
         ),
@@ -56,15 +56,15 @@ def model(
         int | None,
         typer.Option(
             min=1,
-            help="Tables are cut to this many rows. Default: a power of ten, all tables within a "
-            "million; as published they fit on no GPU.",
+            help="Limit on table rows. Default: a power of ten, with all tables within a million; "
+            "as published they fit on no GPU.",
         ),
     ] = None,
     whole: Annotated[
         bool,
         typer.Option(
             "--whole/--without-tables",
-            help="Whether the timed step looks up embeddings and trains their tables.",
+            help="Include the lookup of embeddings, and the training of their tables, in the step.",
         ),
     ] = True,
     out: Annotated[
@@ -74,29 +74,26 @@ def model(
     suite: Annotated[
         Path | None,
         typer.Option(
-            help="Only write the model's layers at this batch into a TOML file, for sweep --suite: "
-            "what was not measured runs in bf16, and layers across tokens do in any case."
+            help="Only write the layers of the model at this batch into a TOML file, for sweep "
+            "--suite. Unmeasured layers run in bf16; layers across tokens always do."
         ),
     ] = None,
     budget: BudgetOption = 0.06,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Train a model, or predict with it, in bf16 and in FP8: throughput and quality of each way.
+    """Train a model, or run inference, in bf16 and FP8, and compare throughput and quality.
 
-    Nothing is stored in a database; times on a CPU say nothing of a GPU.
+    Nothing is stored in a database. Times on a CPU say nothing about a GPU.
     """
-    import torch
-
     from lokakern.bench.models.arms import arms_named
     from lokakern.bench.models.catalog import CATALOG, config_named
     from lokakern.bench.models.comparison import compare, rows_of
     from lokakern.bench.models.curves import save_curves
     from lokakern.bench.models.layers import write_suite
     from lokakern.bench.models.setting import Setting
-    from lokakern.device import current_device
     from lokakern.measure.time_problem import torch_device
     from lokakern.render import terminal
 
@@ -114,7 +111,7 @@ def model(
             setting, arms_named(tuple(arm or ())), steps=steps, seeds=seeds, whole=whole,
             say=(lambda _text: None) if quiet else say,
         )  # fmt: skip
-    what = "training" if training else "predicting"
+    what = "training" if training else "inference"
     title = f"{name} {setting.size}, {what}, batch {setting.samples}, on {current_device().product}"
     if out is not None:
         runs = [run for result in found.results for run in result.runs]
@@ -134,12 +131,12 @@ def model(
 
 def _bound_words(found: Comparison) -> str:
     shares = found.results[0].shares
-    assert shares is not None  # the baseline has been timed
+    assert shares is not None  # the baseline was timed
     parts = ", ".join(f"{kind} {shares.share(kind):.1%}" for kind in shares.us)
     return (
-        f"of the baseline's step: {parts} ({shares.timer}).\n"
+        f"shares of the baseline's step: {parts} ({shares.timer}).\n"
         f"Amdahl: {shares.bound:.2f}x if GEMMs took half and norms no time, {shares.limit:.2f}x if "
-        f"neither took any.\nA model that knew the teacher would have a normalized entropy of "
+        f"neither took any.\nA model equal to the teacher has a normalized entropy of "
         f"{found.best.normalized_entropy:.4f}, log loss {found.best.log_loss:.5f}, AUC "
         f"{found.best.auc:.4f} (seed 0)."
     )
@@ -160,7 +157,7 @@ def _print_choices(result: Result) -> None:
         }
         for c in result.choices
     ]  # fmt: skip
-    title = f"{result.arm.name}: choices, and times of the database"
+    title = f"{result.arm.name}: choices, and times in the database"
     terminal.print_rows(rows, "table", title=title, note=result.gap)
 
 

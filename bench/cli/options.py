@@ -1,4 +1,4 @@
-"""Options that commands share, and what they do with them."""
+"""Options, output and database handling that the commands share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lokakern.errors import LokakernError, ShapeError
+from lokakern.errors import DatabaseError, LokakernError, ShapeError
+from lokakern.progress import told_to
+from lokakern.registry.storage import paths
+from lokakern.selection import dispatcher
 from lokakern.types import REGIMES, Format
 
 if TYPE_CHECKING:
     from lokakern.workloads.gemm_cases import Case
 
-
-INTERRUPTED_EXIT = 130  # as shells say it
+INTERRUPTED_EXIT = 130  # the convention of shells
+MOST_ROWS = 50  # of a table; JSON and CSV contain all
 
 
 class OutputFormat(StrEnum):
-    """How data is printed."""
+    """Output formats."""
 
     TABLE = "table"
     JSON = "json"
@@ -44,40 +47,47 @@ DatabaseOption = Annotated[
     typer.Option("--db", help="Database: a path or an SQLAlchemy URL. Default: $LOKAKERN_DB, "
                  "else a file in the user's data folder."),
 ]  # fmt: skip
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to print data.")]
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="Output format.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help='GPU type with measurements, such as "NVIDIA H200". Default: the one here.'),
+]
 WhereOption = Annotated[
     str | None,
-    typer.Option(help="Only problems for which this holds, such as 'm >= 8192 and prepared'."),
+    typer.Option(help="Only problems that meet a condition, such as 'm >= 8192 and prepared'."),
 ]
 ShapeOption = Annotated[
     list[str] | None,
-    typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; may be repeated."),
+    typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; repeatable."),
 ]
 EpilogueOption = Annotated[
     str | None,
-    typer.Option(help="Shapes are of gemm_norm (m,n,k) or norm_quantize (m,k) with this epilogue, "
-                 "such as bias+layer+affine or block_rms(256)+hardswish."),
+    typer.Option(help="Measure gemm_norm (m,n,k) or norm_quantize (m,k) with this epilogue, such "
+                 "as bias+layer+affine or block_rms(256)+hardswish."),
 ]  # fmt: skip
 RegimeOption = Annotated[
     Regime | None,
-    typer.Option(help="Default: graph-cold on a GPU, eager on a CPU."),
+    typer.Option(help="Timing regime. Default: graph-cold on a GPU, eager on a CPU."),
 ]
 BudgetOption = Annotated[
     float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")
 ]
 DistributionOption = Annotated[
     str | None,
-    typer.Option(help="Judge errors on this distribution only. Default: all realistic ones."),
+    typer.Option(help="Judge errors on this distribution. Default: all realistic ones."),
 ]
 
 
 def say(words: str) -> None:
-    """A line for whoever waits."""
+    """Print a line to stderr."""
     print(words, file=sys.stderr)
 
 
 def says_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Report expected errors of a command in one line, without a traceback."""
+
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
@@ -89,9 +99,9 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             say("stopped")
             raise typer.Exit(INTERRUPTED_EXIT) from None
-        except BrokenPipeError:  # the reader of a pipe has seen enough
+        except BrokenPipeError:  # the reader closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except OSError as error:  # a name that is too long, a folder that may not be looked into
+        except OSError as error:  # a name that is too long, a folder without permission
             where = f": {error.filename!r}" if error.filename else ""
             print(f"{type(error).__name__}: {error.strerror or error}{where}", file=sys.stderr)
             raise typer.Exit(1) from None
@@ -101,11 +111,10 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _showing_progress(*, quiet: bool) -> Iterator[None]:
-    """On a terminal, bars of what takes long."""
+    """Show bars for slow steps on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield
         return
-    from lokakern.progress import told_to
     from lokakern.render.terminal import Waiting
 
     waiting = Waiting()
@@ -114,6 +123,15 @@ def _showing_progress(*, quiet: bool) -> Iterator[None]:
             yield
     finally:
         waiting.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Report a file that cannot be written as a `DatabaseError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DatabaseError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def shape_of(text: str) -> tuple[int, ...]:
@@ -127,12 +145,21 @@ def shape_of(text: str) -> tuple[int, ...]:
 
 
 def source_of(text: str) -> str | Path:
-    """A database as asked for: a URL stays text, a path gets its home folder."""
+    """A database argument: a URL as text, or a path with `~` expanded."""
     return text if "://" in text else Path(text).expanduser()
 
 
+def file_of(text: str, what: str) -> Path:
+    """A database argument that must be a path."""
+    found = source_of(text)
+    if not isinstance(found, Path):
+        raise DatabaseError(f"{what}: {text.split('://')[0]}://... is not a file; expected a path, "
+                            "or for a server `merge --out`")  # fmt: skip
+    return found
+
+
 def cases_of(shapes: Sequence[str], epilogue: str | None, fp8: Format) -> list[Case]:
-    """Everything about the shapes of ``--shape``; with ``--epilogue`` the layers that end so."""
+    """Cases of the shapes of ``--shape``, with the epilogue of ``--epilogue``."""
     from lokakern.workloads.norm_cases import epilogue_cases
     from lokakern.workloads.suites import shape_cases
 
@@ -141,16 +168,20 @@ def cases_of(shapes: Sequence[str], epilogue: str | None, fp8: Format) -> list[C
                 else epilogue_cases(sizes, epilogue, fp8))  # fmt: skip
 
 
+def with_shipped(user: Path) -> list[Path]:
+    """The shipped databases, and this one if it exists."""
+    return [*paths.shipped_databases(), *([user] if user.exists() else [])]
+
+
 @contextmanager
 def reading(database: str | None) -> Iterator[None]:
-    """Answer from the shipped files and this database while inside."""
+    """Let dispatch read the shipped files and this database while inside."""
     if database is None:
         yield
         return
     from lokakern.registry.sharing.import_merge import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.registry.storage.run_files import shipped_databases
-    from lokakern.selection import dispatcher
 
     shipped, given = shipped_databases(), source_of(database)
     rows = union_of(shipped, [given])

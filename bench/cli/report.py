@@ -1,4 +1,4 @@
-"""The command `report`: what is known of a device, or what a Probe learned, judged."""
+"""The command `report`: the measurements of a device, or the verdicts on a Probe file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import typer
 from lokakern.bench.cli.options import (
     BudgetOption,
     DatabaseOption,
+    DeviceOption,
     FormatOption,
     JsonOption,
     OutputFormat,
     reading,
     say,
     says_errors,
+    writing,
 )
 from lokakern.errors import DatabaseError
+from lokakern.selection.dispatcher import device_named, snapshot
 
 if TYPE_CHECKING:
     from lokakern.bench.report.survey import Survey
@@ -28,65 +31,53 @@ if TYPE_CHECKING:
 def report(
     probe: Annotated[
         Path | None,
-        typer.Option(help="What `Probe.save` wrote; without, all that is known of a device."),
+        typer.Option(help="A file of `Probe.save` to judge. Default: report on a device."),
     ] = None,
     budget: BudgetOption = 0.06,
-    device: Annotated[
-        str | None,
-        typer.Option(help='Whose times count, such as "NVIDIA H200". Default: the GPU here.'),
-    ] = None,
+    device: DeviceOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Write everything as a page, FILE.html, that needs nothing else."),
+        Path | None, typer.Option(help="Write the report as a self-contained page, FILE.html.")
     ] = None,
     png: Annotated[
-        Path | None,
-        typer.Option(help="Write the pictures of a device into this folder."),
+        Path | None, typer.Option(help="Write the pictures of a device into this folder.")
     ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is known of a device: who wins where, errors, limits, what is held and how old.
+    """Show the measurements of a device: fastest kernels, errors, bounds, coverage and staleness.
 
-    A page with pictures (--out), the pictures (--png), or without these a table of dispatch's
-    choices within the budget. With --probe, judge the GEMMs that a Probe saw instead: where FP8 is
-    safe and fast, why, and what would change it. What was learned is replayed here, on a GPU by its
-    kernels, elsewhere by emulation.
-    """  # fmt: skip
+    The output is a page with pictures (--out), the pictures (--png), or a table of dispatch's
+    choices within the budget. With --probe, judge the GEMMs that a Probe observed instead: where
+    FP8 is safe and fast, why, and what would change the verdict. The recorded rows are replayed
+    here, on a GPU with its kernels, elsewhere by emulation.
+    """
     how = OutputFormat.JSON if as_json else how
-    if probe is None:
-        _of_device(device, budget, out, png, db, how)
-    elif png is not None:
+    if probe is not None and png is not None:
         raise typer.BadParameter("goes with a device, not with --probe", param_hint="--png")
-    else:
-        _of_probe(probe, budget, device, out, db, how)
+    with reading(db):
+        if probe is None:
+            _of_device(device, budget, out, png, how)
+        else:
+            _of_probe(probe, budget, device, out, how)
 
 
 def _of_device(
-    name: str | None,
-    budget: float,
-    out: Path | None,
-    png: Path | None,
-    db: str | None,
-    how: OutputFormat,
+    name: str | None, budget: float, out: Path | None, png: Path | None, how: OutputFormat
 ) -> None:
     from lokakern.bench.report import charts
     from lokakern.bench.report.survey import BUDGETS, survey_of
-    from lokakern.device import current_device
     from lokakern.render.terminal import TerminalProgress, print_rows
-    from lokakern.selection.dispatcher import snapshot
 
     if out is not None or png is not None:
-        charts.vl_convert()  # that it is missing is said before the work
-    with reading(db), TerminalProgress() as progress:
-        facts = snapshot()
-        device = current_device() if name is None else facts.find_device(name)
-        survey = survey_of(facts, device, {*BUDGETS, budget}, progress)
+        charts.vl_convert()  # fails here if it is not installed
+    with TerminalProgress() as progress:
+        device = device_named(name)
+        survey = survey_of(snapshot(), device, {*BUDGETS, budget}, progress)
         if not survey.choices:
             raise DatabaseError(
                 f"nothing was timed on {device.product}; measure with `python -m lokakern.bench "
-                'sweep`, or name another with --device, such as "NVIDIA H200"'
+                'sweep`, or choose another device with --device, such as "NVIDIA H200"'
             )
         if png is not None:
             count = charts.save_pictures(survey, png, progress)
@@ -104,35 +95,24 @@ def _write_page(survey: Survey, out: Path) -> None:
     from lokakern.bench.report.survey_page import page_of
 
     text = page_of(survey)
-    try:
+    with writing(out):
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DatabaseError(f"{str(out)!r} cannot be written: {error.strerror}") from error
     problems = sum(op["problems"] for op in survey.ops)
     say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
         f"{survey.device.product}, {len(text.encode()) / 1e6:.1f} MB")  # fmt: skip
 
 
 def _of_probe(
-    probe: Path,
-    budget: float,
-    device: str | None,
-    out: Path | None,
-    db: str | None,
-    how: OutputFormat,
+    probe: Path, budget: float, device: str | None, out: Path | None, how: OutputFormat
 ) -> None:
     from lokakern.probe import files
     from lokakern.probe.report import ProbeReport
     from lokakern.render.terminal import print_rows
 
-    sites = files.load(probe)
-    with reading(db):
-        found = ProbeReport.of(sites, budget=budget, device=device)
+    found = ProbeReport.of(files.load(probe), budget=budget, device=device)
     if out is not None:
-        try:
+        with writing(out):
             found.save_page(out)
-        except OSError as error:
-            raise DatabaseError(f"{str(out)!r} cannot be written: {error.strerror}") from error
         say(f"{out}: {len(found.verdicts)} GEMMs of {len(found.sites)} sites")
     elif how is OutputFormat.JSON:
         print(json.dumps(found.content(), indent=2, allow_nan=False))

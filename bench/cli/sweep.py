@@ -1,4 +1,4 @@
-"""The command ``sweep``."""
+"""The command `sweep`: measures times and errors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lokakern.bench.cli.options import (
     FormatOption,
     JsonOption,
     OutputFormat,
+    QuietOption,
     Regime,
     RegimeOption,
     ShapeOption,
@@ -26,28 +27,36 @@ from lokakern.bench.cli.options import (
     says_errors,
     source_of,
 )
+from lokakern.build import prebuild as compiling
+from lokakern.device import current_device
 from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
+from lokakern.registry.register import fp8_format, load_tried
+from lokakern.registry.schema.row_keys import problem_from_row, problem_row
+from lokakern.registry.storage.paths import user_database
+from lokakern.selection import dispatcher, misses
+from lokakern.types import Device
+from lokakern.workloads.filters import parse_condition
+from lokakern.workloads.suite_files import suite_named
+from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.sweep.engine import SweepReport
     from lokakern.sweep.ranks import Alone
-    from lokakern.types import Device
-    from lokakern.workloads.suites import Case
 
 TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
-MOST_SHOWN = 200  # problems; 10970 times at 2065 take 20 s to print
+MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
 DEFAULT_SUITE = "smoke"
 
 
 class Grade(StrEnum):
-    """What a run's rows are worth."""
+    """Grade of the rows of a run."""
 
     FULL = "full"
     QUICK = "quick"
 
 
 class Errors(StrEnum):
-    """Whose errors a sweep measures."""
+    """Kernels whose errors a sweep measures."""
 
     ALL = "all"
     NEEDED = "needed"
@@ -55,7 +64,7 @@ class Errors(StrEnum):
 
 
 def _command_again(arguments: list[str]) -> str:
-    """The command line that is kept with a run: without where this machine keeps its database."""
+    """The command line to store with a run, without paths of this machine."""
     words = ["python", "-m", "lokakern.bench"]
     skip = False
     for word in arguments:
@@ -70,103 +79,99 @@ def sweep(
     suite: Annotated[
         str | None,
         typer.Option(
-            help="Suite to measure: a name of `list suites`, or a .toml file. Default: smoke; with "
-            "--only-stale whatever was timed on this device."
+            help="Suite: a name from `list suites`, or a .toml file. Default: smoke; with "
+            "--only-stale, all problems timed on this device."
         ),
     ] = None,
     shape: ShapeOption = None,
     epilogue: EpilogueOption = None,
     problem: Annotated[
         list[str] | None,
-        typer.Option(help="A problem as a miss printed it (JSON); may be repeated."),
+        typer.Option(help="A problem as JSON, as printed for a miss; repeatable."),
     ] = None,
     db: DatabaseOption = None,
     regime: RegimeOption = None,
-    grade: Annotated[Grade, typer.Option(help="quick rows count only where none is full.")] = (
-        Grade.FULL
-    ),
+    grade: Annotated[
+        Grade, typer.Option(help="quick rows count only where no full row exists.")
+    ] = Grade.FULL,
     kernel: Annotated[
-        list[str] | None, typer.Option(help="Only kernels whose name holds this; repeatable.")
+        list[str] | None, typer.Option(help="Only kernels whose name contains this; repeatable.")
     ] = None,
     where: WhereOption = None,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which no new work begins (exit code 3).")
     ] = None,
     from_misses: Annotated[
-        bool, typer.Option("--from-misses", help="The problems that gemm missed before.")
+        bool, typer.Option("--from-misses", help="Measure the problems that gemm missed.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure also what the database holds already.")
+        bool, typer.Option("--fresh", help="Repeat measurements that the database contains.")
     ] = False,
     only_stale: Annotated[
         bool,
         typer.Option(
             "--only-stale",
-            help="Only what was measured before a kernel or the toolchain changed, and not since; "
-            "what was never measured is left out. A problem with one stale kernel is timed whole.",
+            help="Only repeat measurements made before a kernel or the toolchain changed. A "
+            "problem with one stale kernel is timed with all its kernels.",
         ),
     ] = False,
     retry: Annotated[
-        bool, typer.Option("--retry", help="Measure also what crashed or hung before.")
+        bool, typer.Option("--retry", help="Include kernels that crashed or hung before.")
     ] = False,
     errors: Annotated[
-        Errors, typer.Option(help="Errors of all kernels, of those that may be chosen, or of none.")
+        Errors, typer.Option(help="Measure errors of all kernels, of possible choices, or none.")
     ] = Errors.ALL,
     watchdog: Annotated[
         float | None,
         typer.Option(
-            help="Seconds of silence after which a kernel counts as hung. Default: 60 on "
-            "a GPU, 600 on a CPU."
+            help="Seconds without progress after which a kernel counts as hung. Default: 60 on a "
+            "GPU, 600 on a CPU."
         ),
     ] = None,
     prebuild: Annotated[
         bool,
         typer.Option(
             "--prebuild",
-            help="Compile what the sweep would launch, on all cores and "
-            "with no GPU, and measure nothing.",
+            help="Compile the kernels of the sweep, on all cores and without a GPU, and measure "
+            "nothing.",
         ),
     ] = False,
     device_name: Annotated[
         str | None,
-        typer.Option("--device", help='With --prebuild: a GPU type such as "NVIDIA H200".'),
+        typer.Option("--device", help='With --prebuild: a GPU type, such as "NVIDIA H200".'),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: QuietOption = False,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure times and errors into the database; goes on where an earlier sweep stopped."""
+    """Measure times and errors and store them; resume where an earlier sweep stopped."""
     from lokakern.bench.report import library_smoke
     from lokakern.bench.report.summary import summary_rows
-    from lokakern.build.prebuild import gpu_named
-    from lokakern.device import current_device
-    from lokakern.registry.register import load_tried
     from lokakern.registry.storage.reader import is_there
     from lokakern.registry.storage.run_files import collect_runs
     from lokakern.render import terminal
-    from lokakern.selection import dispatcher
     from lokakern.sweep import engine as sweeping
     from lokakern.sweep.ranks import crew_of_torchrun, take_gpu
 
     if device_name is not None and not prebuild:
-        raise typer.BadParameter("goes with --prebuild: a sweep measures the device that is here",
+        raise typer.BadParameter("goes with --prebuild: a sweep measures the device here",
                                  param_hint="--device")  # fmt: skip
     if time_limit is not None and not time_limit >= 0:
-        raise typer.BadParameter(f"{time_limit} is no number of seconds", param_hint="--time-limit")
+        raise typer.BadParameter(f"{time_limit} is negative or NaN", param_hint="--time-limit")
     if watchdog is not None and not watchdog > 0:
-        raise typer.BadParameter(f"{watchdog} is no number of seconds", param_hint="--watchdog")
+        raise typer.BadParameter(f"{watchdog} is not positive", param_hint="--watchdog")
     if only_stale and (fresh or prebuild):
         raise typer.BadParameter(f"goes without {'--fresh' if fresh else '--prebuild'}",
                                  param_hint="--only-stale")  # fmt: skip
     take_gpu()
-    device = gpu_named(device_name) if prebuild else current_device()
+    device = compiling.gpu_named(device_name) if prebuild else current_device()
     with crew_of_torchrun() as crew:
         if crew.world > 1 and prebuild:
             raise typer.BadParameter("goes without torchrun: one process compiles on all cores",
                                      param_hint="--prebuild")  # fmt: skip
         if not prebuild:
             crew.once("trials", lambda: library_smoke.try_all(library_smoke.untried(device), say))
-            load_tried()  # what another rank tried
+            load_tried()  # kernels that another rank tried
         if shape or problem or from_misses:
             cases = _asked_for(shape or [], epilogue, problem or [], from_misses, device)
             name = "misses" if from_misses else "shapes"
@@ -174,7 +179,7 @@ def sweep(
             cases, name = _cases_timed(_target(db), regime, device, crew), "stale"
         else:
             cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
-        if cases or not only_stale:  # a database that holds nothing is no wrong usage
+        if cases or not only_stale:  # an empty database is not a usage error
             cases = _checked(cases, name, where, kernel or (), device)
         if prebuild:
             _prebuild(cases, device, kernel or (), quiet)
@@ -200,7 +205,7 @@ def sweep(
                 crew=crew,
             )
         every = crew.gather("report", did.counts())
-    if every is None:  # the first rank tells of all
+    if every is None:  # the first rank reports for all
         return
     if len(every) < crew.world:
         collect_runs(target)
@@ -214,7 +219,7 @@ def sweep(
         how = OutputFormat.JSON if as_json else how
         if how is OutputFormat.TABLE and len(shown_cases) > MOST_SHOWN:
             say(f"{len(shown_cases)} problems are too many for a table: --format csv or json "
-                "prints them, `compare` says what dispatch gains, `explain` why")  # fmt: skip
+                "prints them, `compare` shows gains, `explain` reasons")  # fmt: skip
         else:
             rows = summary_rows(target, shown_cases, regime.value if regime else None)
             terminal.print_rows(rows, how.value, title=f"{name} on {device.product}")
@@ -232,11 +237,7 @@ def _asked_for(
     from_misses: bool,
     device: Device,
 ) -> list[Case]:
-    """Cases that the command line, or the ledger of misses, names one by one."""
-    from lokakern.registry.register import fp8_format
-    from lokakern.selection import misses
-    from lokakern.workloads.suites import Case
-
+    """Cases named on the command line or in the ledger of misses."""
     cases = cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
@@ -251,20 +252,17 @@ def _asked_for(
 def _cases_timed(
     target: Path | str, regime: Regime | None, device: Device, crew: Alone
 ) -> list[Case]:
-    """Every problem that a database, or a shipped one, has times of on the device.
+    """All problems with times on the device, in the database or a shipped one.
 
-    One rank reads it and tells the others: they may have another copy, or read it later.
+    One rank reads them for all ranks, which may have different copies.
     """
-    from lokakern.registry.schema.row_keys import problem_from_row, problem_row
     from lokakern.registry.storage.run_files import collect_runs
-    from lokakern.selection.dispatcher import default_regime
     from lokakern.sweep.resume import read_by_dispatch
     from lokakern.sweep.staleness import cases_timed
-    from lokakern.workloads.suites import Case
 
     def look() -> list[Any]:
         collect_runs(target)
-        how = regime.value if regime else default_regime(device)
+        how = regime.value if regime else dispatcher.default_regime(device)
         found = cases_timed(read_by_dispatch(target), device, how)
         return [(problem_row(case.problem), case.distribution) for case in found]
 
@@ -273,7 +271,6 @@ def _cases_timed(
 
 
 def _cases_of_suite(suite: str, device: Device) -> tuple[list[Case], str]:
-    from lokakern.workloads.suite_files import suite_named
 
     chosen = suite_named(suite)
     cases = chosen.cases(device)
@@ -289,30 +286,28 @@ def _cases_of_suite(suite: str, device: Device) -> tuple[list[Case], str]:
 def _checked(
     cases: list[Case], name: str, where: str | None, kernels: Sequence[str], device: Device
 ) -> list[Case]:
-    """Cases for which the condition holds, if a kernel that was asked for takes any."""
+    """Cases that meet the condition, after a check that a kernel accepts one of them."""
     from lokakern.sweep.plan import candidates
-    from lokakern.workloads.filters import parse_condition
 
     if where:
         condition = parse_condition(where)
         cases = [case for case in cases if condition.holds(case.problem)]
         if not cases:
-            raise UnknownNameError(f"no problem of {name} is one for which {where!r} holds")
+            raise UnknownNameError(f"no problem of {name} meets {where!r}")
     if kernels and not any(candidates(case.problem, device, kernels) for case in cases):
         raise UnknownNameError(
-            f"--kernel is {', '.join(kernels)}; no kernel that takes these problems has such a "
+            f"--kernel is {', '.join(kernels)}; no kernel that accepts these problems has such a "
             "name (see `list kernels`)"
         )
     return cases
 
 
 def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], quiet: bool) -> None:
-    from lokakern.build.prebuild import prebuild
     from lokakern.render import terminal
 
     with terminal.TerminalProgress(quiet=quiet) as progress:
         problems = [case.problem for case in cases]
-        built = prebuild(problems, device, tuple(kernels), progress=progress)
+        built = compiling.prebuild(problems, device, tuple(kernels), progress=progress)
     say(f"{built.compiled} kernels compiled for {device.product} and {built.already_there} "
         f"there already, in {built.seconds:.0f} s")  # fmt: skip
     for broken in built.failures:
@@ -323,7 +318,6 @@ def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], qui
 
 def _target(db: str | None) -> Path | str:
     from lokakern.registry.sharing.import_merge import checked_file
-    from lokakern.registry.storage.run_files import user_database
 
     target = source_of(db) if db else user_database()
     if isinstance(target, Path):
@@ -331,10 +325,10 @@ def _target(db: str | None) -> Path | str:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DatabaseError(
-                f"database folder {str(target.parent)!r} cannot be made: {error.strerror}; choose "
-                "another with --db"
+                f"database folder {str(target.parent)!r} cannot be created: {error.strerror}; "
+                "choose another with --db"
             ) from None
-        if db is not None and target.exists():  # whoever wrote it
+        if db is not None and target.exists():  # it may come from another user
             with checked_file(target):
                 pass
     return target

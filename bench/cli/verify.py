@@ -1,10 +1,9 @@
-"""The command `verify`: whether measurements of others can be believed here."""
+"""The command `verify`: repeats some measurements of imported files."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +12,15 @@ from lokakern.bench.cli.options import (
     FormatOption,
     JsonOption,
     OutputFormat,
+    QuietOption,
+    file_of,
     say,
     says_errors,
-    source_of,
+    with_shipped,
 )
 from lokakern.errors import DatabaseError
+from lokakern.registry.storage.paths import user_database
+from lokakern.selection import dispatcher
 
 if TYPE_CHECKING:
     from lokakern.bench.exchange.remeasure import Row
@@ -29,56 +32,49 @@ REJECTED_EXIT = 6
 @says_errors
 def verify(
     db: Annotated[
-        str | None,
-        typer.Option("--db", help="Database that was imported into. Default: the user's."),
+        str | None, typer.Option("--db", help="Database with imports. Default: yours.")
     ] = None,
     count: Annotated[
         int,
         typer.Option(
-            min=1,
-            help="Problems whose times are measured again, and errors; 3 of each kind at least.",
+            min=1, help="Problems to time again, and errors to repeat; at least 3 per kind."
         ),
     ] = 24,
     seed: Annotated[
-        int | None, typer.Option(help="Which ones. Default: nobody can foresee it.")
+        int | None, typer.Option(help="Seed of the selection. Default: unpredictable.")
     ] = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds after which nothing new is begun, for each file."),
+        typer.Option(min=0, help="Seconds per file after which no new work begins."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: QuietOption = False,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure some rows of imported files again: rows that hold join the database.
+    """Repeat some measurements of imported files, and accept the rows that hold.
 
-    A file with rows that do not is rejected as a whole (exit code 6). Errors can be verified
-    anywhere, by emulation; times on the same GPU type only; what cannot be measured here waits on.
+    A file with rows that do not hold is rejected as a whole (exit code 6). Errors can be verified
+    anywhere, by emulation, and times on the same GPU type only. Other rows stay quarantined.
     """
     from lokakern.bench.exchange.verify import verify as measure_again
     from lokakern.registry.quarantine import waiting_for
     from lokakern.registry.sharing.import_merge import reject, settle
     from lokakern.registry.snapshot.loading import load_snapshot
-    from lokakern.registry.storage.paths import shipped_databases
-    from lokakern.registry.storage.run_files import RunFile, user_database
+    from lokakern.registry.storage.run_files import RunFile
     from lokakern.render import terminal
-    from lokakern.selection import dispatcher
     from lokakern.sweep.plan import harness_digest
 
-    found = source_of(db) if db else user_database()
-    if not isinstance(found, Path):
-        raise DatabaseError("--db: a server has no imports that wait; expected a path")
+    found = file_of(db, "--db") if db else user_database()
     files = waiting_for(found)
     if not files:
-        say(f"{found}: no import waits to be verified")
+        say(f"{found}: no quarantined imports")
         return
     if seed is None:
         seed = secrets.randbits(32)
-    rejected, printed = False, []
-    failed = False
+    rejected, failed, printed = False, False, []
     for waiting in files:
         command = f"python -m lokakern.bench verify --count {count} --seed {seed}"
-        trusted = load_snapshot([*shipped_databases(), *([found] if found.exists() else [])])
+        trusted = load_snapshot(with_shipped(found))
         try:
             run = RunFile.create(
                 found, suite="verify", harness_digest=harness_digest(), command=command
@@ -92,7 +88,7 @@ def verify(
                 reject(waiting, found)
             else:
                 settle(waiting, found, verdict.accepted, verdict.left)
-        except DatabaseError as error:  # another file may be a good one
+        except DatabaseError as error:  # the other files may be good
             say(f"{waiting.path} cannot be verified: {error}; remove it, and import it again")
             failed = True
             continue
@@ -120,12 +116,11 @@ def _tell(verdict: Verdict) -> None:
     elif not left:
         words = f"verified: {accepted} rows are in the database now"
     elif accepted:
-        words = f"verified in part: {accepted} rows are in the database now, {left} wait"
+        words = f"verified in part: {accepted} rows are in the database now, {left} are quarantined"
     else:
-        words = f"still waits: {left} rows"
-    say(
-        f"{verdict.name}: {words} ({len({row.cell for row, _ in verdict.measured})} measured again)"
-    )
+        words = f"still quarantined: {left} rows"
+    cells = {row.cell for row, _ in verdict.measured}
+    say(f"{verdict.name}: {words} ({len(cells)} measured again)")
     for reason in verdict.reasons:
         say(f"  {reason}")
 
@@ -145,7 +140,7 @@ def _rows_of(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def _worst(row: Row, here: dict[str, float] | str) -> dict[str, Any]:
-    """The column that differs most."""
+    """The column with the largest ratio, and its values there and here."""
     column, there = row.there[0]
     if isinstance(here, str):
         return {"what": column, "there": there, "here": here, "here_over_there": None}

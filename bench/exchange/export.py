@@ -1,4 +1,4 @@
-"""Export: a database file to ship, without what later changes of kernels made stale."""
+"""Export a database file to ship, without rows that kernel changes made stale."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lokakern.types import Device
 
 
 def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
-    """Write what is known of a GPU type and of kernels as they are now into a new file.
+    """Write the measurements of a GPU type and of current kernels into a new file.
 
-    Left out are facts of kernels whose source changed since, and of other devices; then whatever
-    no fact refers to. The rows that stay are as they were. A manifest goes beside the file.
+    The file leaves out facts of changed kernels and of other devices, and all rows that no
+    remaining fact refers to. The other rows are unchanged. A manifest goes beside the file.
 
     Args:
-        merged: Rows of all databases to read.
-        target: The file; what was there before is replaced.
+        merged: Rows of all source databases.
+        target: The file; an existing file is replaced.
         device: The GPU type.
 
     Returns:
-        How many facts were left out, by table.
+        The number of facts left out, by table.
 
     Raises:
-        DatabaseError: Nothing is left, or the file cannot be written.
+        DatabaseError: No rows are left, or the file cannot be written.
     """
     kept = current_rows(merged, device)
     if not any(kept[name] for name in FACTS):
@@ -50,30 +50,31 @@ def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
 
             publish(target, write)
 
-        # Both are written before either is renamed. The file first: with the manifest of another
-        # an import refuses it.
+        # Both are written before either is renamed. The file comes first: an import refuses it
+        # with the manifest of another file.
         publish(place_of(target), write_manifest)
     return {name: len(merged[name]) - len(kept[name]) for name in FACTS}
 
 
 def current_rows(rows: Rows, device: Device) -> Rows:
-    """Rows of a device and of kernels whose source is as it was when they were measured."""
+    """Rows of a device and of kernels whose source has not changed."""
     where = {"device": row_keys.device_key(device), "architecture": device.architecture}
     kernels = {
         row[0]
         for row in rows["kernel"]
-        if is_current(row_keys.kernel_from_row(_named("kernel", row)))
+        if is_current(row_keys.kernel_from_row(named("kernel", row)))
     }
     kept: Rows = {}
     for name in FACTS:
         kept[name] = [
             row
             for row in rows[name]
-            if (fact := _named(name, row))["kernel"] in kernels
+            if (fact := named(name, row))["kernel"] in kernels
             and all(fact[column] == value for column, value in where.items() if column in fact)
         ]
     return without_unused(kept, rows)
 
 
-def _named(table: str, row: tuple[Any, ...]) -> dict[str, Any]:
+def named(table: str, row: tuple[Any, ...]) -> dict[str, Any]:
+    """The values of a row by column."""
     return dict(zip(COLUMNS[table], row, strict=True))

@@ -1,11 +1,12 @@
-"""Rows of a file of others that can be measured again here, and what they are judged with."""
+"""Rows of another user's file that can be measured again here, grouped into kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lokakern.bench.exchange.export import named
 from lokakern.device import current_device
 from lokakern.errors import MeasurementError
 from lokakern.measure import timing
@@ -14,7 +15,6 @@ from lokakern.measure.time_problem import torch_device
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for
 from lokakern.registry.schema import row_keys
-from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows
@@ -28,27 +28,25 @@ if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
     from lokakern.registry.snapshot.snapshot import Snapshot
 
-LONGEST_S = 60.0  # to measure one row; longer ones are not drawn
+LONGEST_S = 60.0  # per row; rows that take longer are not drawn
 TIMES, ERRORS = "timing", "accuracy"
-# Whatever dispatch compares with a budget, and the mean that it is the upper limit of.
+# All errors that dispatch compares with a budget, and the row error.
 ERROR_COLUMNS = ("row_err", *dict.fromkeys(LIMIT_COLUMNS.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row that could be measured again.
+    """A row that can be measured again.
 
     Attributes:
         table: "timing" or "accuracy".
-        key: Of the row.
-        kind: What it is judged with: rows of one kind hold or fail together.
-        kernel: That was measured there.
-        here: The kernel that is measured here: the same, or one of its arithmetic.
-        problem: Of both.
-        distribution: Of both.
-        regime: Of times; "" for errors.
-        seed: Of errors.
-        there: What the file says, by column.
+        key: Key of the row.
+        kind: Group of rows that hold or fail together.
+        kernel: The kernel measured there.
+        here: The kernel to measure here: the same, or one with its arithmetic.
+        regime: Timing regime; "" for errors.
+        seed: Seed of an error; 0 for times.
+        there: Values in the file, by column.
     """
 
     table: str
@@ -64,48 +62,42 @@ class Row:
 
     @property
     def cell(self) -> tuple[object, ...]:
-        """What is measured once, however many rows say something of it."""
+        """Key of a measurement; several rows may share it."""
         return self.table, self.here, self.problem, self.distribution, self.regime, self.seed
 
     @property
     def place(self) -> tuple[object, ...]:
-        """What is drawn: a cell; of times a problem, at which kernels are compared."""
+        """Unit of the selection: a cell, or for times a problem with all its kernels."""
         return (self.problem, self.distribution, self.regime) if self.table == TIMES else self.cell
 
 
 class Foreign:
-    """Rows of a file, with what they refer to.
-
-    Args:
-        rows: Of the file.
-        trusted: What needs no verification: nothing is to be found out of that.
-    """
+    """Rows of a file, without those that are trusted already."""
 
     def __init__(self, rows: Rows, trusted: Snapshot) -> None:
         self._rows: Rows = dict(rows) | {name: trusted.unknown(name, rows[name]) for name in FACTS}
         self._device = current_device()
         self._parts: dict[str, dict[str, Any]] = {
-            name: {row[0]: build(_named(name, row)) for row in rows[name]}
+            name: {row[0]: build(named(name, row)) for row in rows[name]}
             for name, build in _BUILD.items()
         }
 
     def divided(self, keys: Set[str]) -> tuple[Rows, Rows]:
-        """Facts of these keys, and the others that are not trusted; each with what it refers to."""
+        """Facts with these keys, and the other untrusted ones, each with the rows they refer to."""
         some: Rows = {n: [row for row in self._rows[n] if row[0] in keys] for n in FACTS}
         others: Rows = {n: [row for row in self._rows[n] if row[0] not in keys] for n in FACTS}
         return without_unused(some, self._rows), without_unused(others, self._rows)
 
     def repeatable(self) -> list[Row]:
-        """Good rows that can be measured here.
+        """Successful rows that can be measured here, with current kernels and distributions.
 
-        Of kernels and distributions as they are here. Failures are not among them: what went wrong
-        elsewhere need not go wrong here.
+        Failures are excluded: they need not occur on another machine.
         """
         found = [*self._times(), *self._errors()]
         return sorted(found, key=lambda row: (row.kind, row.key))
 
     def _times(self) -> Iterator[Row]:
-        """Those of this type of GPU."""
+        """Times of this GPU type."""
         regimes = _regimes_here()
         for row, kernel, problem, distribution in self._good(TIMES):
             if (
@@ -120,7 +112,7 @@ class Foreign:
                           row["regime"], 0, there)  # fmt: skip
 
     def _errors(self) -> Iterator[Row]:
-        """Those of the same kernel or of one of its arithmetic."""
+        """Errors of the same kernel, or of one with its arithmetic."""
         stand_ins: dict[tuple[Any, ...], Kernel | None] = {}
         for row, kernel, problem, distribution in self._good(ERRORS):
             asked = (kernel, problem, row["architecture"])
@@ -139,7 +131,7 @@ class Foreign:
 
     def _good(self, name: str) -> Iterator[tuple[dict[str, Any], KernelRow, Problem, str]]:
         for values in self._rows[name]:
-            row = _named(name, values)
+            row = named(name, values)
             kernel = self._parts["kernel"][row["kernel"]]
             distribution = self._parts["distribution"][row["distribution"]]
             known = DISTRIBUTIONS.get(distribution.name)
@@ -156,7 +148,7 @@ class Foreign:
         self, kernel: KernelRow, problem: Problem, architecture: str
     ) -> Kernel | None:
         if fp8_format(architecture) is not fp8_format(self._device):
-            return None  # a GEMM would be quantized to another format here
+            return None  # a GEMM would use another FP8 format here
         alike = [
             other
             for other in kernels_for(problem.op, self._device)
@@ -175,10 +167,6 @@ _BUILD = {
     "distribution": row_keys.distribution_from_row,
     "device": row_keys.device_from_row,
 }
-
-
-def _named(table: str, row: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(COLUMNS[table], row, strict=True))
 
 
 def _runs(kernel: Kernel, problem: Problem) -> bool:

@@ -1,10 +1,10 @@
-"""Verify: measure a few of what others measured again, and say whether it can be believed.
+"""Repeat a few measurements of another user's file, and judge the file by them.
 
-Errors are drawn from the same seeds, so that they come out alike wherever they are measured; where
-a kernel does not run, one that emulates its arithmetic takes its place. Times are measured on the
-same GPU type only: a whole problem at a time, every kernel of it that was timed there. Rows of one
-kind (times of a regime, errors of one arithmetic on one architecture) hold by what was drawn of
-them; one kind that fails rejects the file, because whoever makes one row up makes up others.
+Errors come from the same seeds, so that they are reproducible anywhere; where a kernel does not
+run, a kernel that emulates its arithmetic replaces it. Times are measured on the same GPU type
+only, for a whole problem at a time, with all its kernels timed in the file. Rows of one kind (times
+of a regime, or errors of one arithmetic on one architecture) hold or fail by the drawn rows. One
+kind that fails rejects the file, because whoever invents one row invents others.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lokakern.bench.exchange.remeasure import ERROR_COLUMNS, ERRORS, TIMES, Foreign, Row
 from lokakern.device import current_device, current_environment
@@ -44,16 +45,16 @@ if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.registry.storage.run_files import RunFile
 
-# Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at the 90th percentile. A GPU
-# may be slower as a whole, which changes no choice; single times are asked to keep their place.
+# Two H200s differed in 8369 times by 1.1 % in the median and by 4 % at the 90th percentile. A GPU
+# may be slower as a whole, which changes no choice; single times must keep their relative place.
 WHOLE_FACTOR, PLACE, PLACED_SHARE = 1.25, 0.15, 0.9
-FARTHEST = 0.5  # out of place: one such time is no noise
-WRONGER = 1.05  # of one seed the error is the same but for the order of sums
-SHIFTED = 0.01  # of the row error: by so much may sums in another order shift the mean
-UNSTEADY = 1.25  # p80 over p20 of a time that says little
-FEWEST = 3  # rows of a kind that say something of the others
+FARTHEST = 0.5  # out of place: a single time this far off is not noise
+WRONGER = 1.05  # with one seed, errors differ only by the order of sums
+SHIFTED = 0.01  # of the row error: the mean shift from another order of sums
+UNSTEADY = 1.25  # p80 over p20 of an unreliable time
+FEWEST = 3  # rows needed to judge a kind
 STEADY = ("row_err_upper", "row_p99_upper", "rel_err_upper")
-SHOWN = 3  # disagreements that are told
+SHOWN = 3  # printed disagreements
 
 Value = dict[str, float] | str
 Known = Callable[[Row], Mapping[str, float]]
@@ -61,15 +62,15 @@ Known = Callable[[Row], Mapping[str, float]]
 
 @dataclass(slots=True)
 class Verdict:
-    """What became of a file that waited.
+    """Result for a quarantined file.
 
     Attributes:
         name: The first digits of its checksum.
-        rejected: Whether what was measured disagrees.
-        measured: Rows with what was found here, by column; or words where that failed.
-        reasons: Why it is rejected, or what of it waits on.
-        accepted: Rows that belong in the database now.
-        left: Rows that wait on.
+        rejected: Whether the measurements disagree.
+        measured: Rows with the values found here, by column, or with the text of a failure.
+        reasons: Why the file is rejected, or why rows stay quarantined.
+        accepted: Rows to add to the database.
+        left: Rows that stay quarantined.
     """
 
     name: str
@@ -90,16 +91,16 @@ def verify(
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Measure some of a file's rows again and judge it by them; nothing is moved yet.
+    """Repeat some measurements of a file and judge it by them; no file is moved.
 
     Args:
-        run: Gets what is measured: rows like any other.
+        run: Receives the measurements as ordinary rows.
         waiting: The file.
-        trusted: What needs no verification.
-        count: Problems whose times are measured, and errors; of each kind `FEWEST` at least.
-        seed: Draws which. Whoever made the file must not know it.
-        time_limit_s: After which nothing new is begun.
-        progress: Where to tell.
+        trusted: Rows that need no verification.
+        count: Problems to time, and errors to measure; at least `FEWEST` of each kind.
+        seed: Seed of the selection, which the author of the file must not know.
+        time_limit_s: Seconds after which no new work begins.
+        progress: Receives the progress.
     """
     load_kernels()
     foreign = Foreign(read_rows(waiting.path), trusted)
@@ -114,7 +115,7 @@ def verify(
     if left and not verdict.rejected:
         words = ", ".join(f"{count} {_WORDS[name]}" for name, count in left.items())
         verdict.reasons.append(
-            f"{words} cannot be measured here or were not: failures, another GPU, other kernels or "
+            f"{words} were not measured here: failures, another GPU, other kernels or "
             "distributions, or too long"
         )
     return verdict
@@ -124,10 +125,10 @@ _WORDS = {"timing": "times", "accuracy": "errors", "test_result": "results of te
 
 
 def _draw(rows: Sequence[Row], count: int, drawn: random.Random, known: Known) -> list[Row]:
-    """Rows at some places of each kind: half of them the least credible, the others at random.
+    """Rows at some places of each kind: half the least credible ones, half random ones.
 
-    A few lies among many truths are drawn too seldom; but those that change a choice claim what
-    nothing that is known resembles.
+    Random rows would miss a few false ones among many; but false rows that change a choice claim
+    something that no known row resembles.
     """
     asked: list[Row] = []
     for table in sorted({row.table for row in rows}):
@@ -148,7 +149,7 @@ def _draw(rows: Sequence[Row], count: int, drawn: random.Random, known: Known) -
 def _doubtful(
     groups: Mapping[object, Sequence[Row]], doubt: Callable[[Sequence[Row]], float]
 ) -> list[object]:
-    """Places, the least credible first, and of every distribution one before the next of any."""
+    """Places, the least credible first, in turn from each distribution."""
     ranks: dict[str, int] = {}
     found = []
     for place in sorted(groups, key=lambda place: (-doubt(groups[place]), str(place))):
@@ -159,7 +160,7 @@ def _doubtful(
 
 
 def _gain(rows: Sequence[Row]) -> float:
-    """How much faster than the unquantized kernel the fastest other is said to be."""
+    """Claimed speedup of the fastest kernel over the unquantized one."""
     base = baseline_name(rows[0].problem)
     times = [(row.here == base, row.there[0][1]) for row in rows]
     plain = max((us for is_plain, us in times if is_plain), default=0.0)
@@ -167,9 +168,9 @@ def _gain(rows: Sequence[Row]) -> float:
 
 
 def _smallness(known: Known, rows: Sequence[Row]) -> float:
-    """How much smaller than what is known of such arithmetic there.
+    """Ratio of the known errors of such arithmetic to the claimed ones.
 
-    Of limits that vary little from one problem to another: a mean is near zero by chance.
+    It uses limits that vary little between problems: a mean is near zero by chance.
     """
     worst = known(rows[0])
     return max(
@@ -178,7 +179,7 @@ def _smallness(known: Known, rows: Sequence[Row]) -> float:
 
 
 def _known_errors(facts: Snapshot, rows: Sequence[Row]) -> Known:
-    """Worst trusted errors of a row's arithmetic on its distribution; else the file's medians."""
+    """Worst trusted errors of the arithmetic on the distribution, else medians of the file."""
     alike: dict[tuple[str, str], list[dict[str, float]]] = {}
     for row in rows:
         if row.table == ERRORS:
@@ -200,42 +201,53 @@ def _known_errors(facts: Snapshot, rows: Sequence[Row]) -> Known:
 
 
 class _Again:
-    """Measures rows.
+    """Repeats measurements.
 
     Args:
-        run: Where to.
-        progress: Where to tell.
-        time_limit_s: After which nothing new is begun.
+        run: Receives the rows.
+        progress: Receives the progress.
+        time_limit_s: Seconds after which no new work begins.
     """
 
     def __init__(self, run: RunFile, progress: Progress, time_limit_s: float | None) -> None:
         self._run, self._progress = run, progress
         self._deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         self._device, self._environment = current_device(), current_environment()
-        self._found: dict[tuple[Task, str], Value] = {}
-        self._deaths: dict[tuple[Task, str], int] = {}
+        self._found: dict[tuple[int, str], Value] = {}  # by task and kernel
+        self._deaths: Counter[tuple[int, str]] = Counter()
         self._unsteady = 0
 
     def measure(self, asked: Sequence[Row]) -> dict[Row, Value]:
-        """What is found here, without what gave no answer: nobody's fault, or no time was left."""
-        tasks = _tasks_of(asked)
+        """Values found here, without inconclusive ones and those beyond the time limit."""
+        places: dict[object, list[Row]] = {}  # kernels at one place are timed together
+        for row in asked:
+            places.setdefault(row.place, []).append(row)
+        tasks = {number: _task_of(rows) for number, rows in enumerate(places.values())}
         self._progress.begin("verify", len(tasks))
         watchdog_s = GPU_WATCHDOG_S if self._device.is_gpu else CPU_WATCHDOG_S
         for kind in (TimingTask, AccuracyTask):
-            some = {number: task for number, task in enumerate(tasks) if isinstance(task, kind)}
+            some = {number: task for number, task in tasks.items() if isinstance(task, kind)}
             run_tasks(some, self._done, self._died, watchdog_s=watchdog_s, deadline=self._deadline)
         if self._unsteady:
-            self._progress.note(f"{self._unsteady} times are no evidence: this machine is too busy")
-        places = {row: (_whole(_task_of(row)), row.here) for row in asked}
-        return {row: self._found[place] for row, place in places.items() if place in self._found}
+            self._progress.note(f"{self._unsteady} times are ignored: this machine is too busy")
+        return {
+            row: self._found[number, row.here]
+            for number, rows in enumerate(places.values())
+            for row in rows
+            if (number, row.here) in self._found
+        }
 
-    def _done(self, _number: int, task: Task, event: Done) -> None:
-        for name, record in zip(_kernels_of(task), event.records, strict=True):
+    def _done(self, number: int, task: Task, event: Done) -> None:
+        if isinstance(task, TimingTask):
+            names, problem = task.kernels, task.case.problem
+        else:
+            names, problem = (task.kernel,), task.problem
+        for name, record in zip(names, event.records, strict=True):
             value = self._value_of(record)
             self._write(task, name, record)
             if value is not None:
-                self._found[_whole(task), name] = value
-        self._progress.step(str(_problem_of(task)))
+                self._found[number, name] = value
+        self._progress.step(str(problem))
 
     def _value_of(self, record: TimingRecord | AccuracyRecord) -> Value | None:
         if record.status == "wrong":
@@ -252,26 +264,27 @@ class _Again:
             return None
         return {"latency_us_p50": p50}
 
-    def _died(self, _number: int, task: Task, death: Death) -> Task | None:
+    def _died(self, number: int, task: Task, death: Death) -> Task | None:
         if death.kernel is None:
             return None
-        place = (_whole(task), death.kernel)
-        self._deaths[place] = self._deaths.get(place, 0) + 1
+        place = (number, death.kernel)
+        self._deaths[place] += 1
         if self._deaths[place] < 2:
-            return task  # once may be anybody's fault
+            return task  # a single death may have another cause
+        record: TimingRecord | AccuracyRecord
         if isinstance(task, TimingTask):
-            record: Any = TimingRecord(status=death.status, reason=death.reason)
+            record = TimingRecord(status=death.status, reason=death.reason)
+            names = tuple(name for name in task.kernels if name != death.kernel)
+            left = replace(task, kernels=names) if names else None
         else:
             record = AccuracyRecord(
                 status=death.status, reason=death.reason, seed=task.seed, rows=0
             )
+            left = None
         self._write(task, death.kernel, record)
         if death.status == "crashed":
             self._found[place] = f"crashed: {death.reason}"
-        if isinstance(task, AccuracyTask):
-            return None
-        left = tuple(name for name in task.kernels if name != death.kernel)
-        return replace(task, kernels=left) if left else None
+        return left
 
     def _write(self, task: Task, name: str, record: TimingRecord | AccuracyRecord) -> None:
         if isinstance(task, TimingTask):
@@ -289,40 +302,17 @@ class _Again:
             )  # fmt: skip
 
 
-def _task_of(row: Row) -> Task:
+def _task_of(rows: Sequence[Row]) -> Task:
+    """The task that measures the rows of one place."""
+    row = rows[0]
     if row.table == TIMES:
-        return TimingTask(Case(row.problem, row.distribution), (row.here,), row.regime)
+        names = tuple(dict.fromkeys(other.here for other in rows))
+        return TimingTask(Case(row.problem, row.distribution), names, row.regime)
     return AccuracyTask(row.here, row.problem, row.distribution, row.seed)
 
 
-def _tasks_of(rows: Iterable[Row]) -> list[Task]:
-    """Each once; kernels at one problem are timed together."""
-    tasks: dict[Task, list[str]] = {}
-    for row in rows:
-        names = tasks.setdefault(_whole(_task_of(row)), [])
-        if row.here not in names:
-            names.append(row.here)
-    return [
-        replace(task, kernels=tuple(names)) if isinstance(task, TimingTask) else task
-        for task, names in tasks.items()
-    ]
-
-
-def _whole(task: Task) -> Task:
-    """A task, whichever of its kernels are asked for."""
-    return replace(task, kernels=()) if isinstance(task, TimingTask) else task
-
-
-def _kernels_of(task: Task) -> tuple[str, ...]:
-    return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
-
-
-def _problem_of(task: Task) -> object:
-    return task.case.problem if isinstance(task, TimingTask) else task.problem
-
-
 def _judge(verdict: Verdict, rows: Sequence[Row], asked: Sequence[Row]) -> set[str]:
-    """Kinds that hold; says of the verdict whether one fails."""
+    """Kinds that hold; a kind that fails rejects the file."""
     held = set()
     for kind in sorted({row.kind for row in rows}):
         of_kind = [row for row in rows if row.kind == kind]
@@ -343,20 +333,20 @@ def _judge(verdict: Verdict, rows: Sequence[Row], asked: Sequence[Row]) -> set[s
             held.add(kind)
         else:
             verdict.reasons.append(
-                f"{kind}: {len(answered)} of {len(drawn)} gave an answer; half of them, and at "
-                f"least {FEWEST}, would say more"
+                f"{kind}: {len(answered)} of {len(drawn)} gave a result; half of them, and at "
+                f"least {FEWEST}, are needed"
             )
     return held
 
 
 def _told(words: list[str], what: str) -> list[str]:
-    """The first of many, and how many more there are."""
+    """The first lines, and the number of the others."""
     more = [f"and {len(words) - SHOWN} more {what}"] if len(words) > SHOWN else []
     return words[:SHOWN] + more
 
 
 def _wronger(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
-    """Errors that are larger here, any of those that a budget may limit."""
+    """Errors that are larger here, among those that a budget can limit."""
     wronger = []
     for row, here in found:
         there = dict(row.there)
@@ -376,7 +366,7 @@ def _wronger(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
 
 
 def _misplaced(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
-    """Times that differ as a whole, or do not keep their place among the others."""
+    """Times that differ as a whole, or do not keep their relative place."""
     if not found:
         return []
     logs = [(math.log(here["latency_us_p50"] / row.there[0][1]), row) for row, here in found]

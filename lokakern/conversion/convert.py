@@ -340,6 +340,8 @@ class Conversion:
     def weights_unchanged(self) -> Iterator[None]:
         """Quantize each weight once inside, as for the micro-batches of one optimizer step.
 
+        ::
+
             with handle.weights_unchanged():
                 for x, target in micro_batches:
                     loss(model(x), target).backward()

@@ -228,8 +228,8 @@ def test_two_spans_of_time(diff: Callable[..., Ran]) -> None:
     [
         ((), "expected a second database"),
         (("--from-device", "NVIDIA H200"), "go together"),
-        (("--before", "yesterday"), "'yesterday' is no date"),
-        (("--after", "tomorrow"), "for --after: 'tomorrow' is no date"),
+        (("--before", "yesterday"), "'yesterday' is not a date"),
+        (("--after", "tomorrow"), "for --after: 'tomorrow' is not a date"),
         (("--before", "2023-01-01", "--limit", "sqnr"), "'sqnr' is not one of"),
     ],
 )

@@ -279,7 +279,7 @@ def test_few_answers_accept_nothing(
 
     monkeypatch.setattr(verify, "run_tasks", one_only)
     code, _, err = command({**measured, "accuracy": []})
-    assert code == 0 and "would say more" in err
+    assert code == 0 and "are needed" in err
     assert waits(mine) == {"timing": len(measured["timing"])}
 
 
@@ -300,7 +300,7 @@ def test_a_busy_machine_judges_nothing(
     busy = as_measured_here(measured, lambda _: 9.0, spread=1.4)
     monkeypatch.setattr(verify, "run_tasks", busy)
     code, _, err = command({**measured, "accuracy": []})
-    assert code == 0 and "too busy" in err and "would say more" in err
+    assert code == 0 and "too busy" in err and "are needed" in err
     assert waits(mine) == {"timing": len(measured["timing"])}
 
 
@@ -327,7 +327,7 @@ def test_what_cannot_be_measured_here_waits(
     code, _, err = command(rows, "--count", 4)
     assert code == 0
     assert f"verified in part: {len(measured['accuracy'])} rows are in the database now" in err
-    assert "cannot be measured here or were not: failures, another GPU" in err
+    assert "were not measured here: failures, another GPU" in err
     assert waits(mine) == {"timing": len(timing), "accuracy": len(other) + len(failed)}
     assert not set(failed) & set(read_rows(mine)["accuracy"])
 
@@ -386,5 +386,5 @@ def test_a_machine_without_memory_judges_nothing(
 
 def test_nothing_to_verify(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", "--db", mine) == 0
-    assert "no import waits" in capsys.readouterr().err
+    assert "no quarantined imports" in capsys.readouterr().err
     assert run("verify", "--db", "postgresql://nowhere/x") == 1

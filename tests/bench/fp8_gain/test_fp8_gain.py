@@ -136,7 +136,7 @@ def test_a_table_says_what_is_not_known(run: Run, tmp_path: Path) -> None:
     assert "1 of 2 products were measured" in out
     assert "Never measured, and in no sum: 1." in out
     assert "\x1b" not in out + err  # neither is a terminal here
-    assert err == "--missing FILE writes what was never measured into a file for sweep --suite\n"
+    assert err == "--missing FILE writes unmeasured products into a file for sweep --suite\n"
 
 
 def test_csv_has_all_columns(run: Run, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_model_on_the_meta_device(run: Run, factories: str) -> None:
     ]  # fmt: skip
     assert all(r["state"] == "measured" for r in found["layers"])
     share = 4 * 512 / (4 * 512 + 8)  # of 4 layers, and a product with 8 columns
-    assert f"Linear layers, as under autocast to bfloat16, are {share:.1%}" in found["notes"][0]
+    assert f"Linear layers, under autocast to bfloat16, take {share:.1%}" in found["notes"][0]
 
 
 def test_layers_that_are_multiplied_as_one_are_one(run: Run, factories: str) -> None:
@@ -332,4 +332,4 @@ def test_a_machine_without_measurements_names_devices(run: Run, tmp_path: Path) 
     _, out, err = run("--shapes", shapes_file(tmp_path, "8,8,8,,a"))
     if not torch.cuda.is_available():
         assert "None of 1 products was ever measured on" in out
-        assert "give --device, of 'NVIDIA H200'" in err
+        assert "choose --device from 'NVIDIA H200'" in err

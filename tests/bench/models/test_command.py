@@ -356,10 +356,10 @@ def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
 
 def test_predictions_are_compared_from_the_command_line() -> None:
     done = run("--infer", "--steps", "4", "--seeds", "2", "--arm", "only-torch", "--quiet")
-    assert "dlrm tiny, predicting, batch 32, on " in done.stdout
+    assert "dlrm tiny, inference, batch 32, on " in done.stdout
     assert throughput.HOST in done.stdout
     assert "Amdahl: " in done.stdout
-    assert "only-torch: choices, and times of the database" in done.stdout
+    assert "only-torch: choices, and times in the database" in done.stdout
 
 
 def test_the_budget_alone_chooses_among_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,7 +260,7 @@ def test_a_url_is_downloaded_and_imported(
     )
     assert (code, out) == (0, "")
     assert "8 timing, 8 accuracy, 2 test_result; there already: nothing; left out" in err
-    assert "count with caution: `verify` measures some" in err and not into.exists()
+    assert "count with caution until `verify`" in err and not into.exists()
     (waiting,) = waiting_for(into)
     assert waiting.tier is Tier.UNVERIFIED and read_rows(waiting.path) == read_rows(file)
     code, _, err = command("import", file, "--into", into)
@@ -367,8 +367,8 @@ def test_a_contradiction_names_what_waits(
     os.utime(waiting.path, (1_790_000_000, 1_790_000_000))
     code, _, err = command("import", file, "--into", target)
     assert code == 0
-    assert f"{waiting.path}, imported 2026-09-21 14:13 UTC, waits too and has other contents" in err
-    assert "run `verify`, or remove the file that was edited (merge: timing row" in err
+    assert f"{waiting.path}, imported 2026-09-21 14:13 UTC, is quarantined too" in err
+    assert "run `verify`, or remove the edited file (merge: timing row" in err
 
 
 def test_a_rejected_file_does_not_come_back(file: Path, target: Path, tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_a_merge_writes_a_new_file(
 ) -> None:
     code, out, err = command("merge", file, target, "--out", tmp_path / "both.sqlite")
     assert (code, out) == (0, "") and "16 timing, 16 accuracy" in err
-    assert "more than once in what was merged: 2 device, 1 environment" in err
+    assert "duplicates: 2 device, 1 environment" in err
     before = target.read_bytes()
     code, _, err = command("merge", file, target, "--out", target)
     assert code == 1 and "is there; expected the name of a new file" in err
