@@ -220,7 +220,7 @@ def _explain_many(
     quiet: bool,
 ) -> None:
     from lokakern.bench.fp8_gain.gain import worth
-    from lokakern.probe.site import GEMMS
+    from lokakern.probe.statistics import GEMMS
     from lokakern.render import terminal
     from lokakern.selection import dispatcher
 

@@ -18,10 +18,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lokakern.probe.hooks import MANY_ROWS, READ_ROWS, SAMPLED_ROWS, Sample
-from lokakern.probe.operand import VALUES, Look, OperandStatistics, add_looks
 from lokakern.probe.session import Probe
-from lokakern.probe.site import SiteStatistics
-from lokakern.probe.step_buffer import Stash
+from lokakern.probe.statistics import VALUES, OperandStatistics, SiteStatistics, add_outputs
+from lokakern.probe.step_buffer import StepBuffer
 
 CPU = torch.device("cpu")
 
@@ -58,9 +57,10 @@ def test_it_does_not_matter_how_an_operand_lies() -> None:
     plain = lying.contiguous()
     taken = sample(0.3)
     assert torch.equal(taken.rows_of(lying), taken.rows_of(plain))
-    looks = [Look.at(OperandStatistics(9, CPU), x, taken.rows_of(x), taken.keys[:256])
-             for x in (lying, plain)]  # fmt: skip
-    for one, other in zip(looks[0].tensors, looks[1].tensors, strict=True):
+    found = [OperandStatistics(9, CPU), OperandStatistics(9, CPU)]
+    for operand, x in zip(found, (lying, plain), strict=True):
+        operand.add(x, taken.rows_of(x), taken.keys[:256])
+    for (_, one), (_, other) in zip(*(x.tensors() for x in found), strict=True):
         assert torch.equal(one, other)
 
 
@@ -72,57 +72,61 @@ def test_rows_that_are_taken_are_copies() -> None:
     assert torch.equal(rows, before)
 
 
-def test_taking_in_together_is_taking_in_alone() -> None:
+def add(buffer: StepBuffer, operand: OperandStatistics, *tensors: Tensor) -> None:
+    for update, owner, stacked in operand.updates(*tensors):
+        buffer.add(update, owner, *stacked)
+
+
+def test_updates_made_together_equal_updates_made_alone() -> None:
     generator = torch.Generator().manual_seed(1)
     together, alone = ([OperandStatistics(5, CPU) for _ in range(3)] for _ in range(2))
+    buffer = StepBuffer()
     for step in range(3):
-        looks = []
         for place in range(3):
             x = torch.randn(40, 5, generator=generator) * 10.0**place + step
             x[place] = torch.nan if step == 1 else 0.0
             keys = torch.rand(40, generator=generator, dtype=torch.float64)
-            looks.append(Look.at(together[place], x, x.clone(), keys))
+            add(buffer, together[place], x, x.clone(), keys)
             alone[place].add(x, x.clone(), keys)
-        add_looks(looks)
+        buffer.settle()
     for one, other in zip(together, alone, strict=True):
         assert one.steps == other.steps == 3
-        for name, x in one.tensors().items():
-            assert torch.allclose(x, other.tensors()[name], rtol=1e-12), name
-        assert one.nonfinite_rows == 1
+        for (name, x), (_, exact) in zip(one.tensors(), other.tensors(), strict=True):
+            assert torch.allclose(x, exact, rtol=1e-12), name
+        assert one.row_sizes.nonfinite_count == 1
 
 
-def test_what_waits_is_taken_in_whatever_its_form_and_however_often() -> None:
-    stash, narrow, wide = Stash(), SiteStatistics(3, 4, CPU), SiteStatistics(3, 1000, CPU)
+def test_updates_of_all_forms_and_of_several_calls_are_made() -> None:
+    buffer, narrow, wide = StepBuffer(), SiteStatistics(3, 4, CPU), SiteStatistics(3, 1000, CPU)
     for rows in (300, 300, 5):
         for site in (narrow, wide):
             x, taken = torch.randn(rows, site.k), sample()
             kept = taken.rows_of(x)
-            stash.looks.append(Look.at(site.input, x, kept, taken.keys[: len(kept)]))
-            stash.outputs.append((site, torch.randn(len(kept), 3)))
-    stash.take_in(steps=100)
+            add(buffer, site.input, x, kept, taken.keys[: len(kept)])
+            buffer.add(add_outputs, site, torch.randn(len(kept), 3))
+    buffer.take_in(steps=100)
     assert 0 < narrow.input.rows_seen + wide.input.rows_seen < 1210  # one form of six
-    assert not narrow.input.values.count and not wide.input.values.count  # the first part of it
-    stash.settle()
+    assert not narrow.input.values.count and not wide.input.values.count  # one update of it
+    buffer.settle()
     for site in (narrow, wide):
         assert site.input.rows_seen == 605 and site.input.steps == 3
-        assert site.input.moments.count == 2 * SAMPLED_ROWS + 5
+        assert site.input.count == 2 * SAMPLED_ROWS + 5
         assert site.mean_ratios.count == 2 * SAMPLED_ROWS + 5
-    assert not stash.looks and not stash.outputs
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 20, 100])
-def test_what_was_seen_is_taken_in_before_the_next_sample_and_evenly(every: int) -> None:
-    stash, sites = Stash(), [SiteStatistics(3, k, CPU) for k in range(4, 9)]
+def test_updates_are_made_before_the_next_sample_and_evenly(every: int) -> None:
+    buffer, sites = StepBuffer(), [SiteStatistics(3, k, CPU) for k in range(4, 9)]
     for _ in range(2):
         for site in sites:
             x, taken = torch.randn(40, site.k), sample()
-            stash.looks.append(Look.at(site.input, x, x.clone(), taken.keys[:40]))
-            stash.outputs.append((site, torch.randn(40, 3)))
-        done = [sum(int(site.input.sample.keys.isfinite().sum()) for site in sites)]
+            add(buffer, site.input, x, x.clone(), taken.keys[:40])
+            buffer.add(add_outputs, site, torch.randn(40, 3))
+        done = [sum(int(site.input.keys.isfinite().sum()) for site in sites)]
         for _ in range(every):
-            stash.take_in(steps=every)
-            done.append(sum(int(site.input.sample.keys.isfinite().sum()) for site in sites))
-        assert not stash._tasks
+            buffer.take_in(steps=every)
+            done.append(sum(int(site.input.keys.isfinite().sum()) for site in sites))
+        assert not buffer._groups
         most = 40 * -(-len(sites) // every)  # rows of so many sites
         assert all(0 <= b - a <= most for a, b in itertools.pairwise(done))
     assert all(site.input.values.count == 80 * site.k for site in sites)
@@ -158,7 +162,7 @@ def test_a_copy_of_a_watched_model_is_not_watched(copy_of: Callable[[nn.Module],
     with Probe(model, every=50) as probe:
         for _ in range(2):
             model(x)
-        assert probe._switch.stash._tasks  # something waits
+        assert probe._sampler.buffer._groups  # something waits
         copied = copy_of(model)
         exact = copied(1e6 * x)
         assert hooks_of(copied) == 0 and hooks_of(model) == 4
@@ -192,7 +196,7 @@ def test_gradients_within_checkpoints_are_seen_once(use_reentrant: bool, calls: 
     layer = nn.Linear(6, 6)
     x = torch.randn(40, 6, requires_grad=True)
     with Probe(layer) as probe:
-        probe._switch.turn(True, True)  # all calls are of one step
+        probe._sampler.turn(True, True)  # all calls are of one step
         probe._source = 2
         hidden = x
         for _ in range(calls):
@@ -202,7 +206,7 @@ def test_gradients_within_checkpoints_are_seen_once(use_reentrant: bool, calls: 
     assert site.sizes == {40: calls}
     assert site.grad_output.rows_seen == site.input.rows_seen == 40 * calls
     if calls == 1:
-        assert torch.equal(site.input.sample.keys, site.grad_output.sample.keys)
+        assert torch.equal(site.input.keys, site.grad_output.keys)
 
 
 def test_a_gradient_that_comes_after_its_step_meets_its_own_rows() -> None:
@@ -215,9 +219,9 @@ def test_a_gradient_that_comes_after_its_step_meets_its_own_rows() -> None:
         layer(x)  # another step
         y.square().sum().backward()
     (site,) = probe.sites().values()
-    keys, order = site.grad_output.sample.keys, site.input.sample.keys
+    keys, order = site.grad_output.keys, site.input.keys
     assert torch.equal(keys, order)
-    assert torch.allclose(site.grad_output.sample.rows, 2 * site.input.sample.rows)
+    assert torch.allclose(site.grad_output.rows, 2 * site.input.rows)
 
 
 class Pair(nn.Module):
@@ -387,7 +391,7 @@ def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:
         probe.save(first)
         probe = Probe(model, every=1)
         probe.load(first)
-    keys = probe.sites()[""].input.sample.kept()[1]
+    keys = probe.sites()[""].input.kept()[1]
     assert len(keys) == len(keys.unique()) == 200
 
 
@@ -433,8 +437,8 @@ def test_zeros_and_what_is_not_finite_break_nothing() -> None:
         for x in (torch.zeros(9, 4), torch.full((9, 4), torch.nan), torch.randn(9, 4) * 1e30):
             model(x).square().sum().backward()
     (site,) = probe.sites().values()
-    assert site.input.rows_seen == 27 and site.input.nonfinite_rows == 9
-    assert site.grad_output.nonfinite_rows >= 9
+    assert site.input.rows_seen == 27 and site.input.row_sizes.nonfinite_count == 9
+    assert site.grad_output.row_sizes.nonfinite_count >= 9
     assert all(torch.isfinite(x).all() for name, x in site.tensors() if not name.endswith("keys"))
     (verdict,) = (v for v in probe.report(seeds=(0,)) if v.gemm == "output")
     assert "9 of 27 rows were not finite" in verdict.notes

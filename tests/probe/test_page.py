@@ -17,8 +17,7 @@ from lokakern.bench.cli.main import app
 from lokakern.errors import UnsupportedError
 from lokakern.measure import operands
 from lokakern.probe import files
-from lokakern.probe.page import page_of
-from lokakern.probe.report import ProbeReport
+from lokakern.probe.report import ProbeReport, page_of
 from lokakern.sweep import engine
 from tests.support.inline_worker import run_tasks_here
 from tests.support.probe_sites import drawn, site_of

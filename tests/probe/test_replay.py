@@ -14,11 +14,11 @@ from torch import Tensor
 import lokakern
 from lokakern import numerics
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.probe.as_distribution import LearnedSite
+from lokakern.probe import replay as replays
 from lokakern.probe.problems import Replayed, block_norm, problem_of
-from lokakern.probe.replay import compile_ahead, replay
+from lokakern.probe.replay import LearnedSite, compile_ahead
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.site import GEMMS, SiteStatistics
+from lokakern.probe.statistics import GEMMS, SiteStatistics
 from lokakern.probe.verdicts import verdicts_of
 from lokakern.problems import sums_over_samples
 from lokakern.registry.register import KERNELS, load_kernels, register
@@ -47,7 +47,11 @@ def seen(
     return site_of(x, w, gradient, norm=norm), held_out, w
 
 
-def of(found: tuple[Replayed, ...], gemm: str, kernel: str, norm: str = "") -> Replayed:
+def replay(name: str, site: SiteStatistics, **options: Any) -> list[Replayed]:
+    return replays.replay(LearnedSite(name, site), **options)
+
+
+def of(found: list[Replayed], gemm: str, kernel: str, norm: str = "") -> Replayed:
     (one,) = (r for r in found if (r.gemm, r.kernel, r.norm) == (gemm, kernel, norm))
     return one
 
@@ -79,7 +83,7 @@ def test_rows_keep_their_sizes_when_they_are_replayed() -> None:
     assert of(found, "output", TENSOR).row_err == pytest.approx(real, rel=0.2)
     assert of(found, "output", ROW).row_err < 0.045
     rows = LearnedSite("a", site).distribution("output").rows(700, K, 0)
-    known = {tuple(row) for row in site.input.sample.kept()[0].double().tolist()}
+    known = {tuple(row) for row in site.input.kept()[0].double().tolist()}
     # One row stands for the largest of rows that were not sampled.
     assert {tuple(row) for row in rows[:-1].tolist()} <= known
     assert float(rows.abs().max()) == pytest.approx(site.input.amax)
@@ -133,7 +137,7 @@ def test_a_large_weight_is_kept_in_part_and_judged_alike(monkeypatch: pytest.Mon
     """Whole rows for the output, whole columns for the input's gradient, the largest element."""
     site, _, w = seen("X2", 320, 256)
     whole = replay("a", site)
-    monkeypatch.setattr("lokakern.probe.site.SNAPSHOT_ELEMENTS", 320 * 256 // 3)
+    monkeypatch.setattr("lokakern.probe.statistics.SNAPSHOT_ELEMENTS", 320 * 256 // 3)
     w[200] *= 8
     site.add_weight(w)
     assert site.snapshot is not None and site.snapshot_t is not None
@@ -147,7 +151,7 @@ def test_a_large_weight_is_kept_in_part_and_judged_alike(monkeypatch: pytest.Mon
             (other,) = (r for r in whole if (r.gemm, r.kernel) == (one.gemm, one.kernel))
             assert one.row_err == pytest.approx(other.row_err, rel=0.05)
     site.snapshot_t = None  # as in files of the first version
-    assert LearnedSite("a", site).gemms() == ("output", "grad_weight")
+    assert LearnedSite("a", site).gemms() == ["output", "grad_weight"]
 
 
 def test_draws_are_seeded_and_of_the_shape_that_is_asked_for() -> None:
@@ -271,13 +275,13 @@ def test_a_report_compiles_before_it_replays(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         "lokakern.probe.replay.compile_ahead", lambda sites: done.extend(s.name for s in sites)
     )
-    real = lokakern.probe.replay.replay_site
+    real = replays.replay
 
-    def watched(site: LearnedSite, **options: Any) -> tuple[Replayed, ...]:
+    def watched(site: LearnedSite, **options: Any) -> list[Replayed]:
         done.append(f"replay {site.name}")
         return real(site, **options)
 
-    monkeypatch.setattr("lokakern.probe.replay.replay_site", watched)
+    monkeypatch.setattr("lokakern.probe.replay.replay", watched)
     site = seen("X3", 32)[0]
     report = ProbeReport.of({"a": site, "b": site}, seeds=(0,))
     assert done == ["a", "b", "replay a", "replay b"]
@@ -315,8 +319,8 @@ def test_every_gemm_and_the_norm_after_it_are_replayed() -> None:
         )
     )  # fmt: skip
     assert before < 0.01 and block < 0.01 and after > 5 * before
-    assert sums_over_samples(problem_of(site, "grad_weight", 100))
-    assert problem_of(site, "grad_input", 100).shape == (100, K, N)
+    assert sums_over_samples(problem_of(site, "grad_weight"))
+    assert problem_of(site, "grad_input").shape == (256, K, N)
     assert block_norm(1024) == "block_rms(256)" and block_norm(720) == "block_rms(240)"
 
 
@@ -324,7 +328,7 @@ def test_without_gradients_only_the_output_is_replayed() -> None:
     x, _, w = drawn("X1", N, K)
     assert {r.gemm for r in replay("a", site_of(x, w), seeds=(0,))} == {"output"}
     bare = SiteStatistics(N, K, torch.device("cpu"))
-    assert replay("a", bare) == ()
+    assert replay("a", bare) == []
 
 
 def test_rows_go_into_the_database_under_the_name_of_the_site(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lokakern.probe import fingerprint
 from lokakern.probe.problems import Replayed
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import Probe
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import Verdict, verdicts_of
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
@@ -403,7 +403,7 @@ def test_sums_that_cancel_are_like_no_benchmarked_distribution() -> None:
     site = site_of(x, w, 1e-3 * x[:, :96])
     for gemm in ("grad_input", "grad_weight"):
         assert fingerprint.fingerprint_of(site, gemm)["cancellation"] < 0.1
-    site.add_cancellation(torch.tensor(16.0))
+    site.cancellations += torch.tensor([16.0, 1.0])
     assert fingerprint.fingerprint_of(site, "grad_weight")["cancellation"] == 2.0
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lokakern.probe.hooks import SAMPLED_ROWS
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import SiteStatistics, add_outputs
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def site_of(
         rows = x[start : start + SAMPLED_ROWS]
         keys = torch.rand(len(rows), generator=generator, dtype=torch.float64)
         site.add_input(rows, rows.double(), keys)
-        site.add_output(rows.double() @ w.double().t())
+        add_outputs([site], (rows.double() @ w.double().t())[None])
         if gradient is not None:
             g = gradient[start : start + SAMPLED_ROWS]
             site.grad_output.add(g, g.double(), keys)
