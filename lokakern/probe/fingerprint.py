@@ -51,7 +51,7 @@ def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     ratio = mean / variance if variance > LEAST_VARIANCE * mean else 0.0
     return {
         "row_spread": operand.row_sizes.spread_log2(),
-        "column_spread": spread_of(operand.column_sizes, 0.0, 1.0),
+        "column_spread": spread_of(operand.column_sizes),
         "crest": 0.0 if math.isnan(middle) else top - middle,
         "mean": 0.5 * math.log2(1.0 + ratio),
         "zeros": operand.values.zero_share,
@@ -85,8 +85,8 @@ def fingerprint_of(site: SiteStatistics, gemm: str) -> dict[str, float]:
         return {name: max(value, other.get(name, value)) for name, value in found.items()}
     if site.snapshot is not None:
         wide = site.snapshot.detach().double().cpu().abs()
-        found["weight_rows"] = spread_of(wide.amax(dim=1), 0.0, 1.0)
-        found["weight_columns"] = spread_of(wide.amax(dim=0), 0.0, 1.0)
+        found["weight_rows"] = spread_of(wide.amax(dim=1))
+        found["weight_columns"] = spread_of(wide.amax(dim=0))
     if gemm == "output":
         found["output_mean"] = math.log2(1.0 + site.mean_ratio)
     return found
@@ -105,7 +105,7 @@ def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
             w = draw_weight(recipe, COLUMNS, COLUMNS, seed)
             site = SiteStatistics(COLUMNS, COLUMNS, torch.device("cpu"))
             keys = torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            site.add_input(x, x, keys)
+            site.input.add(x, x, keys)
             add_outputs([site], (x @ w.t())[None])
             site.snapshot = w
             prints.append(fingerprint_of(site, "output"))

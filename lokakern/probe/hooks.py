@@ -43,14 +43,7 @@ _DTYPE_WORDS = "float16, bfloat16, float32, float64"
 
 
 class Sampler:
-    """Whether the present step is sampled, and which rows.
-
-    Attributes:
-        on: Whether operands are sampled.
-        weights: Whether weights are, too.
-        step: Number of steps so far.
-        buffer: Updates that are still to be made.
-    """
+    """Whether operands (``on``) and weights of the present step are sampled, and which rows."""
 
     def __init__(self, seed: int) -> None:
         self.on = self.weights = False
@@ -91,15 +84,10 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Rows that are taken of a matrix, and of the gradient of its product.
+    """Rows that are taken of a matrix, and of the gradient of its product."""
 
-    Attributes:
-        share: Where in the matrix they begin, 0..1.
-        keys: ``[SAMPLED_ROWS]`` float64, uniform over 0..1.
-    """
-
-    share: float
-    keys: Tensor
+    share: float  # where in the matrix they begin, 0..1
+    keys: Tensor  # ``[SAMPLED_ROWS]`` float64, uniform over 0..1
     _places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -140,31 +128,16 @@ class Sample:
 
 
 class Recorder:
-    """Samples the operands of one site.
-
-    Args:
-        sampler: Of the probe.
-        n: Outputs; 0 of a lazy layer, which has the shape of its first call.
-        k: Inputs, alike.
-        has_bias: Whether the layer adds one.
-        norm: Of its output, "" where none is known.
-
-    Attributes:
-        statistics: None before it was called.
-        number: By which an op in a graph finds it.
-        steps: In which it was called.
-        unseen: Why a call of it was not sampled; "" if all were.
-        check: Given the operands and the output of the first call of a sampled step; the weight is
-            None where it is not at hand.
-    """
+    """Samples the operands of one site; n and k of a lazy layer are 0 before its first call."""
 
     _numbers = itertools.count()
 
     def __init__(self, sampler: Sampler, n: int, k: int, has_bias: bool, norm: str) -> None:
         self.sampler, self.n, self.k, self.has_bias, self.norm = sampler, n, k, has_bias, norm
         self.statistics: SiteStatistics | None = None
-        self.number = next(self._numbers)
-        self.unseen, self.steps = "", 0
+        self.number = next(self._numbers)  # by which an op in a graph finds it
+        self.unseen, self.steps = "", 0  # why a call was not sampled; sampled steps with a call
+        # Given the operands and the output of the first call of a sampled step.
         self.check: Callable[[Tensor, Tensor | None, Tensor], None] | None = None
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
@@ -177,13 +150,7 @@ class Recorder:
     def forward(
         self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool = False
     ) -> Sample | None:
-        """Sample a call.
-
-        Args:
-            x: Input, ``[..., k]``.
-            weight: ``[n, k]``, where it is at hand.
-            y: Output, ``[..., n]``.
-            has_gradient: Whether a gradient of it may come.
+        """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
         Returns:
             What `backward` samples the gradient by; None where nothing was sampled.
@@ -234,10 +201,9 @@ class Recorder:
         return self._calls_in_graph
 
     def sample_of_rerun(self, y: Tensor) -> Sample | None:
-        """The sample of a call that a checkpoint makes again.
+        """The sample of a call that a checkpoint repeats, whose first pass had no gradient.
 
-        Where the first pass had no gradient, the second has. It is the sample of the first pass if
-        that was one call, and another if it is not known which call it was.
+        It is that of the first pass if there was one call; else it is not known which call it was.
         """
         if self.statistics is None or self._step != self.sampler.step:
             return None
@@ -249,7 +215,7 @@ class Recorder:
     def backward_in_graph(self, gradient: Tensor, call: int) -> None:
         """Sample the gradient of a call in a graph.
 
-        A call that a checkpoint made again has no number: it is the last one that still waits.
+        A call that a checkpoint repeats has no number: it is the last one that still waits.
         """
         if call == NO_CALL and self._samples:
             call = next(reversed(self._samples))
@@ -331,13 +297,7 @@ def _is_captured(x: Tensor) -> bool:
 
 
 class Hook:
-    """A hook of a module that a copy of the module does not have.
-
-    A copied or pickled one calls no function, and leaves the module at the first call.
-
-    Args:
-        function: What is called; None of a copy.
-    """
+    """A hook of a module, which a copy of the module removes at its first call."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
@@ -366,10 +326,7 @@ def hook_of(
 ) -> Hook:
     """A forward hook that shows a module's calls to a recorder.
 
-    Args:
-        recorder: Of the site.
-        seen: Given outputs in eager code.
-        seen_gradient: Called in a backward pass that comes to such an output.
+    In eager code `seen` is given outputs, and `seen_gradient` is called when their gradient comes.
     """
     sampler, number = recorder.sampler, recorder.number
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]

@@ -19,20 +19,12 @@ ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Errors of one kernel at one GEMM of a site, with their 95 % upper limits.
-
-    Attributes:
-        norm: The normalization after which the error was taken; "" before any.
-        granularity: Of the scales of its left operand; NONE if it does not quantize.
-        rows: Different ones that it was measured on; of a weight's gradient, pairs of them.
-        reason: Why there is no error; "" where there is.
-        accumulation: As of `lokakern.registry.register.Kernel`.
-    """
+    """Errors of one kernel at one GEMM of a site, with their 95 % upper limits."""
 
     gemm: str
-    norm: str
+    norm: str  # after which the error was taken; "" before any
     kernel: str
-    granularity: Granularity
+    granularity: Granularity  # of the left operand; NONE if it does not quantize
     b_granularity: Granularity
     row_err: float
     row_err_upper: float
@@ -40,8 +32,8 @@ class Replayed:
     row_p99_upper: float
     mean_shift: float
     mean_shift_upper: float
-    rows: int
-    reason: str = ""
+    rows: int  # different ones; of a weight's gradient, pairs of them
+    reason: str = ""  # why there is no error
     accumulation: str = "promoted"
 
     @property
@@ -90,10 +82,6 @@ def norms_after(site: SiteStatistics, gemm: str) -> list[str]:
     return ["", site.norm, *([block_norm(site.n)] if site.norm == "layer" else [])]
 
 
-def with_bias(problem: Problem) -> Problem:
-    return replace(problem, epilogue="bias")
-
-
 def padded(site: SiteStatistics) -> Problem | None:
     """The output's GEMM with K padded to what libraries take; None where it is."""
     k = -(-site.k // ALIGNED) * ALIGNED
@@ -105,7 +93,7 @@ def problems_to_time(site: SiteStatistics, gemm: str) -> Iterator[Problem]:
     yield from (problem_of(site, gemm, norm) for norm in norms_after(site, gemm))
     if gemm == "output":
         if site.has_bias:
-            yield with_bias(problem_of(site, gemm))
+            yield replace(problem_of(site, gemm), epilogue="bias")
         wider = padded(site)
         if wider is not None:
             yield wider

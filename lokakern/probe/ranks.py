@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lokakern.probe.statistics import LARGEST, PARTS, SUMMED, OperandStatistics, SiteStatistics
+from lokakern.probe.statistics import LARGEST, PARTS, SUMMED, SiteStatistics
 
 Shapes = Mapping[str, tuple[int, int, bool, str]]
 
@@ -57,8 +58,14 @@ def merged(
     notes = _gathered({name: _notes(site) for name, site in copies.items()}, group)
     for name, site in copies.items():
         _use_notes(site, [note[name] for note in notes])
-        for part in PARTS:
-            _share_places(getattr(site, part), dist.get_rank(group), len(notes))
+        # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
+        mine = slice(dist.get_rank(group), None, len(notes))
+        for x in (getattr(site, part) for part in PARTS):
+            count = len(x.keys[mine])
+            rows, keys = x.rows[:count].clone(), x.keys[:count].clone()
+            x.rows.zero_()
+            x.keys.zero_()
+            x.rows[mine], x.keys[mine] = rows, keys
     for kinds, how in (
         ((*SUMMED, "rows", "keys"), dist.ReduceOp.SUM),
         (LARGEST, dist.ReduceOp.MAX),
@@ -79,33 +86,18 @@ def merged(
     return {name: site for name, site in copies.items() if sum(site.sizes.values())}
 
 
-def _notes(site: SiteStatistics) -> dict[str, Any]:
+def _notes(site: SiteStatistics) -> tuple[Any, ...]:
     """Numbers that the host knows."""
-    return {
-        "sizes": dict(site.sizes),
-        "norm": site.norm,
-        "snapshots": site.snapshots,
-        **{part: (getattr(site, part).steps, getattr(site, part).stride) for part in PARTS},
-    }
+    operands = [getattr(site, part) for part in PARTS]
+    return site.sizes, site.norm, site.snapshots, [(x.steps, x.stride) for x in operands]
 
 
-def _use_notes(site: SiteStatistics, notes: list[dict[str, Any]]) -> None:
-    site.sizes.clear()
-    for note in notes:
-        site.sizes.update(note["sizes"])
-    site.norm = next((note["norm"] for note in notes if note["norm"]), "")
-    site.snapshots = sum(note["snapshots"] for note in notes)
-    for part in PARTS:
+def _use_notes(site: SiteStatistics, notes: list[tuple[Any, ...]]) -> None:
+    sizes, norms, snapshots, counts = zip(*notes, strict=True)
+    site.sizes = sum(sizes, Counter())
+    site.norm = next(filter(None, norms), "")
+    site.snapshots = sum(snapshots)
+    for part, pairs in zip(PARTS, zip(*counts, strict=True), strict=True):
         operand = getattr(site, part)
-        operand.align(max(note[part][1] for note in notes))
-        operand.steps = max(note[part][0] for note in notes)
-
-
-def _share_places(operand: OperandStatistics, place: int, world: int) -> None:
-    """Every rank has the places ``place, place + world, ...`` of the merged sample."""
-    mine = slice(place, None, world)
-    count = len(operand.keys[mine])
-    rows, keys = operand.rows[:count].clone(), operand.keys[:count].clone()
-    operand.rows.zero_()
-    operand.keys.zero_()
-    operand.rows[mine], operand.keys[mine] = rows, keys
+        operand.steps = max(steps for steps, _ in pairs)
+        operand.align(max(stride for _, stride in pairs))

@@ -36,7 +36,6 @@ from lokakern.probe.statistics import (
     SiteStatistics,
     cancellation_of,
     places_of,
-    spread_of,
     terms_of,
 )
 from lokakern.progress import tell
@@ -152,10 +151,7 @@ class LearnedSite:
                 found[part] = _evidence(getattr(seen, part))
         if gemm == "grad_weight":
             return found | {"cancellation": seen.cancellation}
-        found["weight"] = {"snapshots": seen.snapshots} | {
-            name: None if seen.snapshot is None else spread_of(seen.snapshot.abs().amax(dim=axis))
-            for name, axis in (("row_spread_log2", 1), ("column_spread_log2", 0))
-        }
+        found["weight"] = {"snapshots": seen.snapshots}
         if gemm == "output":
             found["output_mean_per_deviation_p99"] = seen.mean_ratio
         return found
@@ -234,10 +230,8 @@ def _evidence(operand: OperandStatistics) -> dict[str, Any]:
         "p50_log2": middle,
         "p99.9_log2": high,
         "row_spread_log2": operand.row_sizes.spread_log2(),
-        "column_spread_log2": spread_of(operand.column_sizes),
         "zero_row_share": operand.row_sizes.zero_share,
         "nonfinite_rows": operand.row_sizes.nonfinite_count,
-        "nonfinite_share": operand.nonfinite_share,
     }
 
 
@@ -249,12 +243,9 @@ def replay(
     Candidates are the kernels registered for the device here; with no GPU they emulate. The output
     is measured before and after the site's norm, and after a BlockNorm in its place.
 
-    Args:
-        site: To be drawn.
-        seeds: Of the samples of a weight's gradient: the first gives its error, the others say how
-            certain that is. Rows of other GEMMs err one by one, whatever the seed.
-        database: Where the rows go, under distributions ``site:<name>/<gemm>`` whose parameters
-            are the digest of the statistics; None: nowhere.
+    The first seed of the samples of a weight's gradient gives its error, the others its limit; rows
+    of other GEMMs err one by one. Rows of a database are of distributions ``site:<name>/<gemm>``,
+    whose parameters are the digest of the statistics.
     """
     device = current_device()
     cells, norms = _cells_of(site, device, seeds)

@@ -28,19 +28,12 @@ NOT_TIMED = "not timed"
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One GEMM of a site.
-
-    Attributes:
-        verdict: On it.
-        fingerprint: Of its operands.
-        evidence: Statistics of them, with units in the names.
-        calls: How often it came, all steps and ranks together.
-    """
+    """One GEMM of a site."""
 
     verdict: Verdict
     fingerprint: Fingerprint
-    evidence: dict[str, Any]
-    calls: int
+    evidence: dict[str, Any]  # statistics of the operands, with units in the names
+    calls: int  # all steps and ranks together
 
     @property
     def place(self) -> str:
@@ -48,10 +41,10 @@ class Judged:
         return f"{self.verdict.site}/{self.verdict.gemm}"
 
 
-class SiteReport(Sequence[str]):
+class SiteReport(tuple[str, ...]):
     """Results of one site, or of all under a name: names of distributions to dispatch by.
 
-    A sequence of names, as `dispatch` takes it: the benchmarked distributions that the GEMMs are
+    A tuple of names, as `dispatch` takes it: the benchmarked distributions that the GEMMs are
     nearest to, or one that begins with `dispatcher.OUTSIDE` and says why, where one is like none of
     them.
 
@@ -61,22 +54,24 @@ class SiteReport(Sequence[str]):
         outside: By GEMM, what of it is like no benchmarked distribution; empty where all are.
     """
 
-    def __init__(self, name: str, judged: Sequence[Judged]) -> None:
-        self.name, self._judged = name, tuple(judged)
-        self.verdicts = tuple(j.verdict for j in judged)
+    name: str
+    verdicts: tuple[Verdict, ...]
+    outside: dict[str, str]
+    _judged: Sequence[Judged]
+
+    def __new__(cls, name: str, judged: Sequence[Judged]) -> SiteReport:
         found = {j.place: outside(j.fingerprint) for j in judged}
-        self.outside = {place: words for place, words in found.items() if words}
-        names = [f"{dispatcher.OUTSIDE}: {self.why_outside}"]
-        if not self.outside:
-            names = [nearest(j.fingerprint) for j in judged]
-        self._names = tuple(dict.fromkeys(names))
+        found = {place: words for place, words in found.items() if words}
+        names = [f"{dispatcher.OUTSIDE}: {_why(found)}"] if found else []
+        self = super().__new__(cls, names or dict.fromkeys(nearest(j.fingerprint) for j in judged))
+        self.name, self._judged, self.outside = name, judged, found
+        self.verdicts = tuple(j.verdict for j in judged)
+        return self
 
     @property
     def why_outside(self) -> str:
         """In one line; "" where it is like a benchmarked distribution."""
-        named = [f"{place}: {words}" for place, words in self.outside.items()]
-        more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-        return "; ".join(named[:MOST_NAMED]) + more
+        return _why(self.outside)
 
     def gemm(self, gemm: str) -> SiteReport:
         """The same of one GEMM alone, "output", "grad_input" or "grad_weight".
@@ -105,20 +100,17 @@ class SiteReport(Sequence[str]):
             )
         return self
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._names[place]
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __hash__(self) -> int:
-        return hash(self._names)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SiteReport) and self._names == other._names
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.name, self._judged
 
     def __repr__(self) -> str:
-        return f"SiteReport({self.name!r}, {', '.join(self._names)})"
+        return f"SiteReport({self.name!r}, {', '.join(self)})"
+
+
+def _why(outside: Mapping[str, str]) -> str:
+    named = [f"{place}: {words}" for place, words in outside.items()]
+    more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return "; ".join(named[:MOST_NAMED]) + more
 
 
 class ProbeReport:

@@ -154,7 +154,7 @@ class Probe:
                 self._watches.append(watch)
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
-        self._first: Any = None  # the hook of the site that methods of the model call first
+        self._first: list[Any] = []  # the hook of the site that methods of the model call first
         self._steps = self._samples = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
@@ -210,9 +210,8 @@ class Probe:
         self._sampler.buffer.settle()
 
     def _remove_hooks(self) -> None:
-        _removed(self._handles)
-        _removed(self._weight_handles)
-        self._leave_first()
+        for handles in (self._handles, self._weight_handles, self._first):
+            _removed(handles)
         self._outputs.clear()
         self._sampler.turn(False, False)
         _guard_hooks(self, False)
@@ -253,11 +252,9 @@ class Probe:
     def unseen(self) -> dict[str, str]:
         """Sites without statistics, and products outside of sites, by name, and why.
 
-        Among them are layers that Mods multiply otherwise: as parts of others, or across tokens.
-
-        Products are those of the first sampled call of the model that has gradients and is not
-        compiled, or, where its methods are called instead, of the first backward pass: by
-        parameters, as of low-rank layers, and of activations, as of attention.
+        Products, by parameters and of activations, are those of the first sampled call of the model
+        that has gradients and is not compiled, or, where its methods are called instead, of the
+        first backward pass.
         """
         found = {name: why for name, (_, why) in self._left.items()}
         for name, recorder in self._recorders.items():
@@ -377,20 +374,15 @@ class Probe:
         if torch.compiler.is_compiling() or is_backward_under_way():
             return
         if module is self.model:
-            self._leave_first()
+            _removed(self._first)
         if self._begun:
             self._ended("forward")
         self._begun = True
 
-    def _leave_first(self) -> None:
-        if self._first is not None:
-            self._first.remove()
-            self._first = None
-
     def _site_called(self, module: nn.Module, recorder: Recorder, y: Tensor) -> None:
         if not self._begun:  # the model itself was not called, but a method of it
             self._begun = True
-            self._first = module.register_forward_pre_hook(Hook(self._forward_begins))
+            self._first.append(module.register_forward_pre_hook(Hook(self._forward_begins)))
         if not recorder.norm:
             self._outputs[id(y)] = (weakref.ref(y), recorder)
 
@@ -444,15 +436,7 @@ def _removed(handles: list[Any]) -> None:
 
 
 def _compare(watch: Watch, module: nn.Module, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
-    """Compare the output of a layer with its operands, where it was converted by now.
-
-    Args:
-        watch: The check of the site.
-        module: An `nn.Linear` or `Linear`.
-        x: ``[..., k]``.
-        weight: ``[n, k]``; None: it is not at hand.
-        y: ``[..., n]``.
-    """
+    """Compare the output of a layer with its operands, if it was converted by now."""
     if isinstance(module, Linear):
         kernel = kernel_at(module._routes[0], x.shape[:-1].numel())
         if kernel:

@@ -100,13 +100,10 @@ def add_magnitudes(many: Sequence[Magnitudes], x: Tensor) -> None:
     torch._foreach_add_([m.counts for m in many], list(counts.view(-1, BINS)))
 
 
-def spread_of(values: Tensor, low: float = 0.01, high: float = 0.99) -> float:
-    """Octaves between two quantiles of nonzero sizes ``[count]``; 0 of none."""
-    sizes = values[values > 0].double().cpu().log2()
-    if sizes.numel() == 0:
-        return 0.0
-    first, last = torch.quantile(sizes, torch.tensor([low, high], dtype=torch.float64)).tolist()
-    return float(last - first)
+def spread_of(sizes: Tensor) -> float:
+    """Octaves between the smallest and the largest of nonzero sizes ``[count]``; 0 of none."""
+    octaves = sizes[sizes > 0].double().log2().cpu()
+    return float(octaves.max() - octaves.min()) if len(octaves) else 0.0
 
 
 def capacity_of(columns: int) -> int:
@@ -115,41 +112,29 @@ def capacity_of(columns: int) -> int:
 
 
 class OperandStatistics:
-    """Statistics of an operand: matrices ``[rows, columns]`` of inputs, or of outputs' gradients.
-
-    Attributes:
-        count: Sampled rows, float64.
-        sums: ``[columns]`` float64, of sampled rows.
-        squares: ``[columns]`` float64, sums of squares of sampled rows.
-        row_sizes: Largest magnitude of each row.
-        values: Magnitudes of up to `VALUES` elements of the sampled rows of a matrix.
-        column_sizes: ``[columns]`` float32, the largest magnitude of each.
-        trace: ``[TRACE]`` float32, the largest magnitude of steps, ``stride`` of them in one.
-        rows: ``[capacity, columns]`` float32, a uniform sample, by key.
-        keys: ``[capacity]`` float64, ascending; infinite where there is no row.
-    """
+    """Statistics of an operand, inputs or outputs' gradients: matrices ``[rows, columns]``."""
 
     def __init__(self, columns: int, device: torch.device) -> None:
-        self.columns = columns
+        # Of sampled rows: their number, and sums of them and of their squares.
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.sums = torch.zeros(columns, dtype=torch.float64, device=device)
         self.squares = torch.zeros(columns, dtype=torch.float64, device=device)
-        self.row_sizes, self.values = Magnitudes(device), Magnitudes(device)
+        # Magnitudes of up to `VALUES` elements of the sampled rows, and the largest ones of rows,
+        # columns and steps, of which the trace keeps `stride` in one place.
+        self.values, self.row_sizes = Magnitudes(device), Magnitudes(device)
         self.column_sizes = torch.zeros(columns, device=device)
         self.trace = torch.zeros(TRACE, device=device)
         self.steps, self.stride = 0, 1  # known to the host, which counts calls
+        # A uniform sample by ascending key, infinite where there is no row.
         self.rows = torch.zeros((capacity_of(columns), columns), device=device)
         self.keys = torch.full((len(self.rows),), math.inf, dtype=torch.float64, device=device)
 
     def updates(
         self, x: Tensor, rows: Tensor, keys: Tensor
     ) -> Iterator[tuple[Update, OperandStatistics, tuple[Tensor, ...]]]:
-        """Updates by one matrix, each to be called with this and its tensors, stacked.
+        """Updates by a matrix ``[..., columns]``, some of its rows and their random keys, 0..1.
 
-        Args:
-            x: ``[..., columns]``, however it lies, any float dtype.
-            rows: Some of its rows, ``[sampled, columns]``, in memory of their own.
-            keys: ``[sampled]`` float64, uniform over 0..1: which of them to keep.
+        Each is to be called with owners and stacked tensors; rows have memory of their own.
         """
         row_sizes = torch.linalg.vector_norm(x, math.inf, dim=-1).flatten()
         column_sizes = torch.linalg.vector_norm(x, math.inf, dim=tuple(range(x.dim() - 1)))
@@ -206,12 +191,6 @@ class OperandStatistics:
     @property
     def rows_seen(self) -> int:
         return self.row_sizes.count + self.row_sizes.nonfinite_count
-
-    @property
-    def nonfinite_share(self) -> float:
-        """Share of sampled elements that are not finite."""
-        bad = self.values.nonfinite_count
-        return bad / max(bad + self.values.count, 1)
 
     @property
     def amax(self) -> float:
@@ -291,22 +270,14 @@ def coprime_from(number: int, other: int) -> int:
 class SiteStatistics:
     """Statistics of ``Y[m, n] = X[m, k] W[n, k]^T`` and of the gradient of Y.
 
-    Args:
-        n: Outputs.
-        k: Inputs.
-        device: Of the statistics.
-        has_bias: Whether the layer adds one.
-        norm: The normalization of its output, as `lokakern.norm.norm_named` reads it; "" if none
-            is known.
-
     Attributes:
+        norm: The normalization of Y, as `lokakern.norm.norm_named` reads it; "" if not known.
         input: Rows of X.
         grad_output: Rows of the gradient of Y.
         snapshot: The newest W, some of its rows where it is large; None before one was seen.
         snapshot_t: Some rows of its transpose ``[.., n]``, where the snapshot is not whole.
-        snapshots: How often W was looked at.
-        mean_ratios: ``|mean| / deviation`` of rows of Y: what LayerNorm subtracts, over what it
-            leaves.
+        snapshots: Number of snapshots so far.
+        mean_ratios: ``|mean| / deviation`` of rows of Y, before a LayerNorm subtracts the mean.
         cancellations: ``[2]`` float64: the sum of `cancellation_of` over backward passes, and their
             number.
         sizes: How often each m came.
@@ -325,11 +296,6 @@ class SiteStatistics:
         self.mean_ratios = Magnitudes(device)
         self.cancellations = torch.zeros(2, dtype=torch.float64, device=device)
         self.sizes: Counter[int] = Counter()
-
-    def add_input(self, x: Tensor, rows: Tensor, keys: Tensor) -> None:
-        """Take in X ``[m, k]`` with some of its rows and their keys."""
-        self.count(len(x))
-        self.input.add(x, rows, keys)
 
     def count(self, m: int) -> None:
         """Count a call with m rows."""
@@ -365,7 +331,7 @@ class SiteStatistics:
             self.sizes = coarse
 
     def merge(self, other: SiteStatistics) -> None:
-        """Take in what another rank saw of the same site.
+        """Take in statistics of the same site from another rank.
 
         Raises:
             ShapeError: It is of another shape.
@@ -428,10 +394,10 @@ def add_outputs(sites: Sequence[SiteStatistics], rows: Tensor) -> None:
 def add_cancellations(
     counts: Sequence[int], sites: Sequence[SiteStatistics], sizes: Tensor, *pairs: Tensor
 ) -> None:
-    """Take in how much of a weight's gradient cancels in one backward pass.
+    """Take in how much of one site's weight gradient cancels in one backward pass.
 
     Args:
-        counts: Rows of each call whose gradients it sums.
+        counts: Rows of each call.
         sites: One.
         sizes: L2 norms of the rows of the gradient, ``[1, n]``.
         pairs: Of each call some rows of the input and of the gradient, ``[1, sampled, ..]``.
@@ -443,23 +409,15 @@ def add_cancellations(
 
 
 def terms_of(gradients: Tensor, inputs: Tensor) -> Tensor:
-    """Sums of squared terms of each row of a weight's gradient, ``[n]`` float64.
-
-    Args:
-        gradients: ``[samples, n]``.
-        inputs: ``[samples, k]``.
-    """
+    """Sums of squared terms of each row of a weight's gradient, ``[n]`` float64."""
     return inputs.double().square().sum(dim=1) @ gradients.double().square()
 
 
 def cancellation_of(terms: Tensor, sizes: Tensor) -> Tensor:
     """Mean over rows of squared terms over the square of their sum; 1 if terms are independent.
 
-    The squared error of a sum whose terms are rounded, in units of that of a term.
-
-    Args:
-        terms: As of `terms_of`, ``[n]``.
-        sizes: L2 norms of the rows of their sum, ``[n]``.
+    The squared error of a sum whose terms are rounded, in units of that of a term. Sizes are L2
+    norms of the rows of the sum, ``[n]``, and terms those of `terms_of`.
     """
     ratios = torch.where(terms > 0, terms / sizes.double().square(), 0.0)
     return ratios.nan_to_num(nan=0.0).clamp_max(MOST_CANCELLED).mean()

@@ -135,32 +135,25 @@ def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, 
         is_seen: Whether there are `products_elsewhere` of a forward pass: then only parameters that
             autograd does not show there.
     """
-    return {
-        f"{name}.{key}" if name else key: f"a {type(module).__name__} holds {_size(p)}; "
-        "products of an nn.Linear only are converted"
-        for name, module in model.named_modules()
-        if (isinstance(module, _HIDDEN) if is_seen else _may_multiply(module))
-        for key, p in module.named_parameters(recurse=False)
-        if _is_matrix(module, p)
-    }
-
-
-def _may_multiply(module: nn.Module) -> bool:
-    is_known = type(module).__module__.startswith(("torch.", "lokakern."))
-    return not isinstance(module, nn.Linear) and (isinstance(module, _MULTIPLYING) or not is_known)
-
-
-def _is_matrix(module: nn.Module, p: Tensor) -> bool:
-    """Whether both sizes of a product with a parameter are more than 1, or may be."""
-    if isinstance(p, nn.UninitializedParameter) or p.dim() < 2:
-        return isinstance(p, nn.UninitializedParameter)
-    is_kernel = isinstance(module, _Convolution)  # [outputs, inputs / groups, *window]
-    return min(p.flatten(1).shape if is_kernel else p.shape[-2:]) > 1
-
-
-def _size(p: Tensor) -> str:
-    is_sized = not isinstance(p, nn.UninitializedParameter)
-    return str(list(p.shape)) if is_sized else "a parameter that is not initialized"
+    found = {}
+    for name, module in model.named_modules():
+        is_known = type(module).__module__.startswith(("torch.", "lokakern."))
+        may_multiply = isinstance(module, _MULTIPLYING) or not is_known
+        is_hidden = isinstance(module, _HIDDEN)
+        if isinstance(module, nn.Linear) or not (is_hidden if is_seen else may_multiply):
+            continue
+        for key, p in module.named_parameters(recurse=False):
+            size = "a parameter that is not initialized"
+            if not isinstance(p, nn.UninitializedParameter):
+                is_kernel = isinstance(module, _Convolution)  # [outputs, inputs / groups, *window]
+                if p.dim() < 2 or min(p.flatten(1).shape if is_kernel else p.shape[-2:]) < 2:
+                    continue  # it is no factor of a product of matrices
+                size = str(list(p.shape))
+            found[f"{name}.{key}" if name else key] = (
+                f"a {type(module).__name__} holds {size}; products of an nn.Linear only are "
+                "converted"
+            )
+    return found
 
 
 def _words(name: str, work: list[int], total: int) -> str:

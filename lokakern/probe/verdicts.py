@@ -15,7 +15,7 @@ from typing import Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.probe.problems import Replayed, padded, problem_of, way_of, with_bias
+from lokakern.probe.problems import Replayed, padded, problem_of, way_of
 from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
 from lokakern.selection.candidates import Time, within_noise
 from lokakern.selection.dispatcher import device_named, table_for
@@ -28,66 +28,36 @@ SPEEDS = ("fast", "tie", "slow")
 
 @dataclass(frozen=True, slots=True)
 class ClassVerdict:
-    """One way to scale the operands of a GEMM, and to sum.
+    """One way to scale the operands of a GEMM, and to sum; errors are those of sampled rows."""
 
-    Attributes:
-        scales: "tensor", "row", ... of both operands, or "1x128 x 128x128"; "row fast" where sums
-            are not promoted, see `lokakern.probe.problems.way_of`.
-        safety: "safe", "unsafe" or "undecided".
-        row_err: Its error, on the rows that were sampled.
-        row_err_upper: The 95 % upper limit.
-        row_p99: Error of the 99th percentile of rows.
-        mean_shift: The 95 % upper limit of how far the mean is off, of the output's size.
-        kernel: The fastest kernel that scales so; "" where none was timed.
-        latency_us: Its time; None where there is none.
-        speed: "fast", "slow" or "tie" against bfloat16; "" where that is not known.
-        reason: Why it is not safe; "" where it is.
-        architecture: Of the GPUs for which alone the errors hold; "" of all.
-    """
-
-    scales: str
-    safety: str
+    scales: str  # of `lokakern.probe.problems.way_of`, such as "row" or "1x128 x 128x128"
+    safety: str  # "safe", "unsafe" or "undecided"
     row_err: float
-    row_err_upper: float
-    row_p99: float
-    mean_shift: float = float("inf")
-    kernel: str = ""
+    row_err_upper: float  # the 95 % upper limit
+    row_p99: float  # error of the 99th percentile of rows
+    mean_shift: float = float("inf")  # 95 % upper limit, in units of the output's size
+    kernel: str = ""  # the fastest kernel that scales so; "" where none was timed
     latency_us: float | None = None
-    speed: str = ""
-    reason: str = ""
-    architecture: str = ""
+    speed: str = ""  # "fast", "slow" or "tie" against bfloat16; "" where that is not known
+    reason: str = ""  # why it is not safe
+    architecture: str = ""  # of the GPUs for which alone the errors hold; "" of all
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One GEMM of a site.
-
-    Attributes:
-        site: Name of the site.
-        gemm: "output", "grad_input" or "grad_weight".
-        shape: m (the median), n and k of the GEMM.
-        norm: After which errors were taken; "" for none.
-        safety: Safe if some class is, unsafe if every one is unsafe.
-        speed: Of `best`; "" where nothing was timed.
-        best: The scales to take: of safe classes the fastest; "" where none is safe.
-        bf16_err: Row error of bfloat16 itself.
-        bf16_us: Its time; None where there is none.
-        change: The cheapest change that makes it safe and fast; "" where none is needed or known.
-        notes: Other reasons for caution.
-        classes: Every way to scale.
-    """
+    """One GEMM of a site: safe if some class is, unsafe if every one is unsafe."""
 
     site: str
-    gemm: str
-    shape: tuple[int, ...]
-    norm: str
+    gemm: str  # "output", "grad_input" or "grad_weight"
+    shape: tuple[int, ...]  # m (the median), n and k of the GEMM
+    norm: str  # after which errors were taken; "" for none
     safety: str
-    speed: str
-    best: str
-    bf16_err: float
+    speed: str  # of `best`; "" where nothing was timed
+    best: str  # the scales to take: of safe classes the fastest; "" where none is safe
+    bf16_err: float  # row error of bfloat16 itself
     bf16_us: float | None
-    change: str
-    notes: tuple[str, ...]
+    change: str  # the cheapest change that makes it safe and fast; "" for none
+    notes: tuple[str, ...]  # other reasons for caution
     classes: tuple[ClassVerdict, ...] = field(repr=False)
 
     @property
@@ -132,14 +102,10 @@ def verdicts_of(
     budget: ErrorBudget | float = BUDGET,
     device: Device | str | None = None,
 ) -> tuple[Verdict, ...]:
-    """Verdicts on the GEMMs of a site.
+    """Verdicts on the GEMMs of a site by errors that were replayed here.
 
-    Args:
-        name: Of the site.
-        statistics: Of its operands.
-        replayed: Errors measured here, see `lokakern.probe.replay.replay`.
-        budget: The largest error, as ``row_err``, ``row_p99``, ``mean_shift`` or several.
-        device: Whose times count; None: nobody's.
+    A budget limits ``row_err``, ``row_p99``, ``mean_shift`` or several. Without a device no times
+    are compared.
 
     Raises:
         UnsupportedError: The budget limits something else.
@@ -230,7 +196,7 @@ def _times_of(
     plain = problem_of(statistics, gemm)
     whole = [problem_of(statistics, gemm, norm)] if norm else []
     if statistics.has_bias and gemm == "output":
-        whole.append(with_bias(plain))
+        whole.append(replace(plain, epilogue="bias"))
     for problem in whole:
         times = _Times(problem, device)
         if times.bf16 is not None and times.fastest:

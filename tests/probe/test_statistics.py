@@ -64,7 +64,7 @@ def test_rows_that_are_not_finite_count_and_change_nothing_else() -> None:
     spoiled[50, 1], spoiled[51, 2], spoiled[52] = math.nan, math.inf, math.nan
     clean, found = statistics_of(x), statistics_of(spoiled)
     assert found.row_sizes.nonfinite_count == 3
-    assert found.nonfinite_share == pytest.approx(8 / (53 * 6))
+    assert found.values.nonfinite_count == 8
     assert found.amax == clean.amax
     assert found.count == clean.count == 50
     for name in ("sums", "squares"):
@@ -109,7 +109,7 @@ def test_spreads_of_rows_and_columns_are_found() -> None:
     assert found.row_sizes.spread_log2() == pytest.approx(20 * 0.98, abs=0.3)
     assert spread_of(found.column_sizes) == 0.0
     found = statistics_of((rows * torch.ones(401, 30)).t())
-    assert spread_of(found.column_sizes) == pytest.approx(20 * 0.98, abs=0.01)
+    assert spread_of(found.column_sizes) == pytest.approx(20)
     assert found.row_sizes.spread_log2() < 0.2
 
 
@@ -169,8 +169,7 @@ def test_operands_of_shards_merge_into_that_of_the_whole() -> None:
 def test_a_site_knows_its_sizes_and_the_mean_of_its_output() -> None:
     site = SiteStatistics(3, 2, CPU)
     for m in (*([100] * 98), 7, 5000):
-        x = torch.zeros(m, 2)
-        site.add_input(x, x[:1].double(), torch.zeros(1, dtype=torch.float64))
+        site.count(m)
     assert [site.m_quantile(q) for q in (0.001, 0.5, 0.99, 0.999)] == [7, 100, 100, 5000]
     assert SiteStatistics(3, 2, CPU).m_quantile(0.5) == 0
     outputs = torch.tensor([[49.0, 50.0, 51.0], [-1.0, 0.0, 1.0]]).repeat(100, 1)

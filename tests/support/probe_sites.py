@@ -22,7 +22,8 @@ def site_of(
     for start in range(0, len(x), SAMPLED_ROWS):
         rows = x[start : start + SAMPLED_ROWS]
         keys = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-        site.add_input(rows, rows.double(), keys)
+        site.count(len(rows))
+        site.input.add(rows, rows.double(), keys)
         add_outputs([site], (rows.double() @ w.double().t())[None])
         if gradient is not None:
             g = gradient[start : start + SAMPLED_ROWS]
