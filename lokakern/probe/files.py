@@ -74,16 +74,7 @@ def save(path: str | Path, sites: Mapping[str, SiteStatistics]) -> None:
 
 
 def _described(site: SiteStatistics) -> dict[str, Any]:
-    return {
-        "n": site.n,
-        "k": site.k,
-        "bias": site.has_bias,
-        "norm": site.norm,
-        "snapshots": site.snapshots,
-        "steps": [site.input.steps, site.grad_output.steps],
-        "strides": [site.input.stride, site.grad_output.stride],
-        "sizes": sorted(site.sizes.items()),
-    }
+    return {"n": site.n, "k": site.k, "bias": site.has_bias} | site.numbers()
 
 
 def load(path: str | Path) -> dict[str, SiteStatistics]:

@@ -169,7 +169,7 @@ class Recorder:
         with torch.inference_mode(False), torch.no_grad():
             sample = self.sampler.sample(self._calls, x.device)
             statistics = self.statistics_on(x.device)
-            x, y = (_matrices(operand) for operand in (x, y))
+            x, y = torch.atleast_2d(x.detach()), torch.atleast_2d(y.detach())  # type: ignore[no-untyped-call]
             count = x.numel() // self.k
             statistics.count(count)
             rows = self._take(statistics.input, x, sample)
@@ -228,7 +228,8 @@ class Recorder:
         if self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
         with torch.inference_mode(False), torch.no_grad():
-            rows = self._take(self.statistics.grad_output, _matrices(gradient), sample)
+            gradient = torch.atleast_2d(gradient.detach())  # type: ignore[no-untyped-call]
+            rows = self._take(self.statistics.grad_output, gradient, sample)
         if sample in self._inputs:
             self._pairs.append((*self._inputs.pop(sample), rows))
 
@@ -275,10 +276,6 @@ class Recorder:
         for update, owner, tensors in updates:
             self.sampler.buffer.add(update, owner, *tensors)
         return rows
-
-
-def _matrices(x: Tensor) -> Tensor:
-    return x.detach() if x.dim() > 1 else x.detach()[None]
 
 
 def is_backward_under_way() -> bool:

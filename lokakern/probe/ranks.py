@@ -55,9 +55,15 @@ def merged(
         copies[name] = SiteStatistics(n, k, torch.device("cpu"), has_bias=has_bias, norm=norm)
         if name in sites:
             copies[name].merge(sites[name])
-    notes = _gathered({name: _notes(site) for name, site in copies.items()}, group)
+    notes = _gathered({name: site.numbers() for name, site in copies.items()}, group)
     for name, site in copies.items():
-        _use_notes(site, [note[name] for note in notes])
+        every = [note[name] for note in notes]
+        site.sizes = sum((Counter(dict(x["sizes"])) for x in every), Counter())
+        site.norm = next((x["norm"] for x in every if x["norm"]), "")
+        site.snapshots = sum(x["snapshots"] for x in every)
+        for place, part in enumerate(PARTS):
+            getattr(site, part).steps = max(x["steps"][place] for x in every)
+            getattr(site, part).align(max(x["strides"][place] for x in every))
         # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
         mine = slice(dist.get_rank(group), None, len(notes))
         for x in (getattr(site, part) for part in PARTS):
@@ -84,20 +90,3 @@ def merged(
             operand.rows.copy_(operand.rows[order])
             operand.keys.copy_(keys)
     return {name: site for name, site in copies.items() if sum(site.sizes.values())}
-
-
-def _notes(site: SiteStatistics) -> tuple[Any, ...]:
-    """Numbers that the host knows."""
-    operands = [getattr(site, part) for part in PARTS]
-    return site.sizes, site.norm, site.snapshots, [(x.steps, x.stride) for x in operands]
-
-
-def _use_notes(site: SiteStatistics, notes: list[tuple[Any, ...]]) -> None:
-    sizes, norms, snapshots, counts = zip(*notes, strict=True)
-    site.sizes = sum(sizes, Counter())
-    site.norm = next(filter(None, norms), "")
-    site.snapshots = sum(snapshots)
-    for part, pairs in zip(PARTS, zip(*counts, strict=True), strict=True):
-        operand = getattr(site, part)
-        operand.steps = max(steps for steps, _ in pairs)
-        operand.align(max(stride for _, stride in pairs))

@@ -89,9 +89,6 @@ class LearnedSite:
         inputs, gradients = torch.tensor(both, dtype=torch.int64).view(-1, 2).t()
         return inputs, gradients
 
-    def _operand(self, gemm: str) -> OperandStatistics:
-        return self.statistics.input if gemm == "output" else self.statistics.grad_output
-
     def gemms(self) -> list[str]:
         """Those that can be drawn: no gradients come by in inference."""
         weight, weight_t = self._weights
@@ -104,23 +101,21 @@ class LearnedSite:
 
     def rows_of(self, gemm: str) -> int:
         """Different rows that stand for the operands of a GEMM, or pairs of them."""
-        if gemm == "grad_weight":
-            return len(self._pairs[0])
-        return len(self._samples["input" if gemm == "output" else "grad_output"][0])
+        part = "input" if gemm == "output" else "grad_output"
+        return len(self._pairs[0] if gemm == "grad_weight" else self._samples[part][0])
 
     def unlike(self, gemm: str) -> float:
         """Share of the rows of a GEMM that are unlike any of the sample: an octave beyond in size.
 
         Nothing is known of their errors.
         """
-        if gemm == "grad_weight":
-            return 0.0
-        sizes = self._samples["input" if gemm == "output" else "grad_output"][0].abs().amax(dim=1)
+        part = "input" if gemm == "output" else "grad_output"
+        sizes = self._samples[part][0].abs().amax(dim=1)
         sizes = sizes[sizes > 0]
-        if not len(sizes):
+        if gemm == "grad_weight" or not len(sizes):
             return 0.0
-        low, high = float(sizes.min()) / 2, float(sizes.max()) * 2
-        return self._operand(gemm).row_sizes.share_beyond(low, high)
+        operand: OperandStatistics = getattr(self.statistics, part)
+        return operand.row_sizes.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
 
     def lost(self, gemm: str) -> float:
         """How much more of a weight's gradient cancels in batches than in the sample, 1 or more.

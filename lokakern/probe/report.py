@@ -116,8 +116,8 @@ def _why(outside: Mapping[str, str]) -> str:
 class ProbeReport:
     """Verdicts on the sites of a model.
 
-    ``report["layers.3.mlp"]`` is the result of a site, or of all sites under a name, and may be the
-    ``distribution`` of `dispatch` and `gemm`; so may ``report["layers.3.mlp"].gemm("output")``.
+    ``report["layers.3.mlp"]``, of a site or of all sites under a name, may be the ``distribution``
+    of `dispatch` and `gemm`; so may ``report["layers.3.mlp"].gemm("output")``.
 
     Attributes:
         budget: The largest error that is safe.
@@ -247,15 +247,10 @@ class ProbeReport:
         return self._saved_us / self.steps
 
     def drift(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
-        """What of the operands moved since they were judged; warns of it.
-
-        Nothing is replayed: `renewed` does that.
+        """Operands that moved, by ``site/gemm``, and how; warns of them, and replays nothing.
 
         Args:
             sites: New statistics, by name, as after `Probe.forget`.
-
-        Returns:
-            By ``site/gemm``, what moved; empty where nothing did.
         """
         found = self._moved(sites)
         if found:

@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +122,8 @@ class Probe:
         inner = inner_layers(model)
         self._modules: dict[str, nn.Module] = {}
         self._left: dict[str, tuple[nn.Module, str]] = {}  # and why
-        for name, module in named_modules(model, filter or _is_linear):
+        is_site = filter or (lambda module, _: isinstance(module, nn.Linear | Routed))
+        for name, module in named_modules(model, is_site):
             if id(module) in inner:
                 self._left[name] = module, INNER
             elif getattr(module, "is_mixing", False):
@@ -167,13 +167,8 @@ class Probe:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.stop()
         else:  # the device may have failed: nothing more is asked of it
             self._remove_hooks()
@@ -235,9 +230,9 @@ class Probe:
         }
 
     def merged_sites(self, group: Any = None) -> dict[str, SiteStatistics]:
-        """The same over all ranks of a process group; every rank of it must call.
+        """`sites` over all ranks of a process group, each of which must call.
 
-        By one gather of a few numbers and two reductions. Without torch.distributed, `sites`.
+        By one gather of a few numbers and two reductions.
         """
         shapes = {
             name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items() if r.k
@@ -335,10 +330,7 @@ class Probe:
             recorder.statistics, recorder.steps = None, 0
 
     def _take_weights(self) -> None:
-        """Keep the weights that sites have now: the last snapshot may be old.
-
-        Not of sites that only an earlier session called, nor weights that are spread over ranks.
-        """
+        """Keep the current weights of sites that were called, unless they are sharded."""
         for name, recorder in self._recorders.items():
             if recorder.steps:
                 weight = weight_of(self._modules[name])
@@ -443,10 +435,6 @@ def _compare(watch: Watch, module: nn.Module, x: Tensor, weight: Tensor | None, 
             right = None if weight is None else weight.detach().t()
             a, out = (t.reshape(-1, t.shape[-1]) for t in (x, y))
             watch.see(a, right, out, module.bias, kernel)
-
-
-def _is_linear(module: nn.Module, _name: str) -> bool:
-    return isinstance(module, nn.Linear | Routed)
 
 
 def _norm_of(module: nn.Module) -> str:

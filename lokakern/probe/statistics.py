@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -362,6 +363,16 @@ class SiteStatistics:
         for name in ("snapshot", "snapshot_t"):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name)
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything that the host knows and is no tensor, but for shapes, as JSON."""
+        return {
+            "norm": self.norm,
+            "snapshots": self.snapshots,
+            "steps": [self.input.steps, self.grad_output.steps],
+            "strides": [self.input.stride, self.grad_output.stride],
+            "sizes": sorted(self.sizes.items()),
+        }
 
     def m_quantile(self, share: float) -> int:
         """A quantile of m over calls; 0 of none."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +19,8 @@ from lokakern.probe.statistics import OperandStatistics, Update
 MOST_ELEMENTS = 2**24  # of float64 that are worked on together: 128 MiB
 
 
-@dataclass
-class _Group:
-    """Updates of one form, each of other statistics."""
-
-    update: Update
-    owners: list[Any] = field(default_factory=list)
-    tensors: list[tuple[Tensor, ...]] = field(default_factory=list)
+# Updates of one form, each of other statistics: owners, and tensors of each.
+_Group = tuple[Update, list[Any], list[tuple[Tensor, ...]]]
 
 
 class StepBuffer:
@@ -43,14 +37,10 @@ class StepBuffer:
         self._added.append((update, owner, tensors))
 
     def take_in(self, *, everything: bool = False, steps: int = 1) -> None:
-        """Make some updates, lest one step pay for all.
+        """Make some updates, so that they are spread over so many steps, or everything.
 
         Those of an earlier step are made first. While a CUDA graph is captured everything waits: it
         would be captured, too.
-
-        Args:
-            everything: Whether to make all.
-            steps: Over so many steps they are spread.
         """
         is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if is_up and torch.cuda.is_current_stream_capturing():
@@ -80,22 +70,22 @@ class StepBuffer:
             if isinstance(owner, OperandStatistics):
                 elements += owner.rows.numel()
             group = open_groups.get(key)
-            if group is None or (len(group.owners) + 1) * elements > MOST_ELEMENTS:
-                group = open_groups[key] = _Group(update)
+            if group is None or (len(group[1]) + 1) * elements > MOST_ELEMENTS:
+                group = open_groups[key] = (update, [], [])
                 found.append(group)
-            group.owners.append(owner)
-            group.tensors.append(tensors)
+            group[1].append(owner)
+            group[2].append(tensors)
         return found
 
     def _work(self, count: int) -> None:
         for _ in range(min(count, len(self._groups))):
-            group = self._groups.popleft()
-            tensors = [x for many in group.tensors for x in many]
+            update, owners, waiting = self._groups.popleft()
+            tensors = [x for many in waiting for x in many]
             device = tensors[0].device
             with torch.inference_mode(False), torch.no_grad(), self._beside(device, tensors):
-                columns = list(zip(*group.tensors, strict=True))
+                columns = zip(*waiting, strict=True)
                 stacked = (torch.stack(x) if len(x) > 1 else x[0][None] for x in columns)
-                group.update(group.owners, *stacked)
+                update(owners, *stacked)
 
     @contextlib.contextmanager
     def _beside(self, device: torch.device, tensors: list[Tensor]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A Probe on a GPU: under Inductor, beside other streams, and waiting for nothing."""
+"""Probe on a GPU: under Inductor, with CUDA graphs, and without synchronization."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inputs(step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_sampled_steps_wait_for_nothing_and_learn_what_was_there(compiles: bool) -> None:
+def test_sampled_steps_do_not_synchronize_and_have_exact_statistics(compiles: bool) -> None:
     torch.compiler.reset()
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -63,7 +63,7 @@ def test_sampled_steps_wait_for_nothing_and_learn_what_was_there(compiles: bool)
     assert torch.equal(site.input.keys, site.grad_output.keys)
 
 
-def test_what_is_captured_in_a_cuda_graph_is_left_alone() -> None:
+def test_captured_cuda_graphs_are_not_sampled() -> None:
     model = model_of()
     x = inputs(0)
     with torch.no_grad(), Probe(model, every=1) as probe:

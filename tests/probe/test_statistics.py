@@ -1,4 +1,4 @@
-"""Statistics of streams: known parameters come back, and shards merge into the whole."""
+"""Statistics of operands: known parameters are recovered, and shards merge into the whole."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_batches_have_the_sums_of_the_whole(
     assert torch.allclose(found.squares, x.square().sum(dim=0), rtol=1e-12, atol=0)
 
 
-def test_rows_that_are_not_finite_count_and_change_nothing_else() -> None:
+def test_nonfinite_rows_are_counted_and_left_out() -> None:
     x = normal(50, 6)
     spoiled = torch.cat((x, x[:3]))
     spoiled[50, 1], spoiled[51, 2], spoiled[52] = math.nan, math.inf, math.nan
@@ -76,7 +76,7 @@ def test_rows_that_are_not_finite_count_and_change_nothing_else() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(log_sigma=st.floats(0, 12), shift=st.floats(-60, 60), share=st.floats(0.02, 0.98))
-def test_quantiles_of_magnitudes_are_right_to_a_sixteenth_of_an_octave(
+def test_quantiles_are_accurate_to_a_sixteenth_of_an_octave(
     log_sigma: float, shift: float, share: float
 ) -> None:
     logs = normal(1000) * log_sigma + shift
@@ -86,7 +86,7 @@ def test_quantiles_of_magnitudes_are_right_to_a_sixteenth_of_an_octave(
     assert abs(found.log2_quantiles(share)[0] - exact) <= 1 / 16 + 1e-9
 
 
-def test_magnitudes_know_zeros_and_extremes() -> None:
+def test_magnitudes_count_zeros_and_extremes() -> None:
     found = Magnitudes(CPU)
     found.add(torch.tensor([0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]))
     assert (found.count, found.nonfinite_count, found.zero_share) == (4, 2, 0.5)
@@ -95,7 +95,7 @@ def test_magnitudes_know_zeros_and_extremes() -> None:
     assert math.isnan(Magnitudes(CPU).log2_quantiles(0.5)[0])
 
 
-def test_a_share_beyond_a_range_is_of_what_is_not_zero() -> None:
+def test_share_beyond_a_range_leaves_out_zeros() -> None:
     found = Magnitudes(CPU)
     found.add(torch.tensor([0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf]))
     assert found.share_beyond(0.4, 4.0) == pytest.approx(2 / 6)
@@ -103,7 +103,7 @@ def test_a_share_beyond_a_range_is_of_what_is_not_zero() -> None:
     assert found.share_beyond(0.4, 1e300) == pytest.approx(1 / 6)
 
 
-def test_spreads_of_rows_and_columns_are_found() -> None:
+def test_spreads_of_rows_and_columns_are_measured() -> None:
     rows = torch.exp2(torch.linspace(0, 20, 401, dtype=torch.float64))[:, None]
     found = statistics_of(rows * torch.ones(401, 30))
     assert found.row_sizes.spread_log2() == pytest.approx(20 * 0.98, abs=0.3)
@@ -119,7 +119,7 @@ def test_zero_rows_are_counted() -> None:
     assert statistics_of(x).row_sizes.zero_share == 0.25
 
 
-def test_drift_of_the_largest_magnitude_survives_a_trace_that_is_full() -> None:
+def test_amax_drift_is_kept_when_the_trace_is_full() -> None:
     steps = [normal(8, 3) * 2.0 ** (i / 32) for i in range(4 * TRACE)]
     found = statistics_of(*steps)
     assert found.stride == 4 and found.steps == 4 * TRACE
@@ -149,7 +149,7 @@ def test_the_capacity_of_a_sample_is_bounded_in_elements() -> None:
     assert [capacity_of(k) for k in (1, 1024, 4096, 123200)] == [512, 512, 128, 64]
 
 
-def test_operands_of_shards_merge_into_that_of_the_whole() -> None:
+def test_merged_shards_equal_the_whole() -> None:
     """Ranks see other rows of the same steps."""
     x = normal(3 * TRACE, 40, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
     keys = torch.rand((3 * TRACE, 40), generator=generator(4), dtype=torch.float64)
@@ -166,7 +166,7 @@ def test_operands_of_shards_merge_into_that_of_the_whole() -> None:
     assert (left.steps, left.stride) == (whole.steps, whole.stride)
 
 
-def test_a_site_knows_its_sizes_and_the_mean_of_its_output() -> None:
+def test_sites_count_sizes_and_mean_ratios() -> None:
     site = SiteStatistics(3, 2, CPU)
     for m in (*([100] * 98), 7, 5000):
         site.count(m)
