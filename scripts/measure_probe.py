@@ -121,12 +121,12 @@ def overhead(batch: int, rounds: int) -> dict[str, Any]:
         watched.step()
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    probe._switch.stash.settle()
+    probe._sampler.buffer.settle()
     torch.cuda.synchronize()
     watched.step()
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    probe._switch.stash.settle()
+    probe._sampler.buffer.settle()
     torch.cuda.synchronize()
     weights_s = time.perf_counter() - begun
     probe.weights_every = 10**9
@@ -252,7 +252,7 @@ def _trained_mlp() -> tuple[nn.Sequential, Tensor]:
 def gradients() -> dict[str, Any]:
     """Errors replayed of a site's three GEMMs, beside real FP8 kernels on rows held out."""
     import lokakern
-    from lokakern.probe.replay import replay
+    from lokakern.probe.replay import LearnedSite, replay
 
     model, x = _trained_mlp()
     with Probe(model, every=1) as probe:
@@ -270,7 +270,7 @@ def gradients() -> dict[str, Any]:
         "grad_input": (gradient, weight),
         "grad_weight": (gradient.t(), held),
     }
-    replayed = replay("0", probe.sites()["0"], seeds=(0,))
+    replayed = replay(LearnedSite("0", probe.sites()["0"]), seeds=(0,))
     found: dict[str, Any] = {}
     for gemm, (a, b) in products.items():
         exact = a.double() @ b.double()

@@ -30,7 +30,7 @@ from lokakern.bench.fp8_gain.gain import Row, Worth, worth
 from lokakern.errors import UnknownNameError
 from lokakern.functional.checks import granularity_named
 from lokakern.probe import files
-from lokakern.probe.site import GEMMS
+from lokakern.probe.statistics import GEMMS
 from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget, Layout, Operand

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lokakern.errors import SuiteError
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.progress import tell
 from lokakern.types import Format
 from lokakern.workloads.suite_files import (

@@ -1,14 +1,15 @@
-"""Statistics in a file, without pickle: a header in JSON, then the bytes of tensors.
+"""Files of statistics, without pickle: a header in JSON, then the bytes of tensors.
 
     8 bytes   length of the header, little-endian
-    header    {"format": "lokakern.probe", "version": 2, "sites": {name: {n, k, bias, norm, ...}},
+    header    {"format": "lokakern.probe", "version": 3, "sites": {name: {n, k, bias, norm, ...}},
                "tensors": [[site, tensor, dtype, shape], ...]}
     tensors   in this order, without gaps, little-endian
 
-Version 1 also held what Gaussian operands were drawn from, which nothing reads any more.
+Version 2 had means and centered squares in the place of sums. Version 1 also held parameters of
+Gaussian operands, which nothing reads any more.
 
-A file may come from anybody: it is bounded, its tensors must be exactly those that its sites ask
-for, and what they hold must be what statistics can hold.
+A file may be hostile: it is bounded, its tensors must be exactly those that its sites ask for, and
+their values must be legal.
 """
 
 from __future__ import annotations
@@ -26,23 +27,16 @@ from torch import Tensor
 
 from lokakern.errors import DatabaseError, LokakernError
 from lokakern.norm import norm_named
-from lokakern.probe.operand import TRACE
-from lokakern.probe.site import DISTINCT_SIZES, SiteStatistics
+from lokakern.probe.statistics import DISTINCT_SIZES, PARTS, TRACE, SiteStatistics
 
-FORMAT, VERSION, FIRST_VERSION = "lokakern.probe", 2, 1
-# Of version 1, and left out.
-_ADDED = "cancellations"  # by the second
+FORMAT, VERSION = "lokakern.probe", 3
 _DROPPED = ("input.moments.products", "grad_output.moments.products",
-            "weight.mean", "weight.u", "weight.v")  # fmt: skip
-LARGEST_FILE = 16 * 2**30
-LARGEST_HEADER = 16 * 2**20
-LARGEST_AXIS = 2**24
-LONGEST_NAME = 1000
+            "weight.mean", "weight.u", "weight.v")  # of version 1  # fmt: skip
+LARGEST_FILE, LARGEST_HEADER = 16 * 2**30, 16 * 2**20
+LARGEST_AXIS, LONGEST_NAME, MOST = 2**24, 1000, 2**53
 DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
 
@@ -52,46 +46,35 @@ def save(path: str | Path, sites: Mapping[str, SiteStatistics]) -> None:
     Raises:
         DatabaseError: It cannot be written.
     """
-    entries: list[list[Any]] = []
-    blobs: list[bytes] = []
-    for name, site in sites.items():
-        for tensor, x in site.tensors():
-            dtype = str(x.dtype).removeprefix("torch.")
-            entries.append([name, tensor, dtype, list(x.shape)])
-            blobs.append(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    described = {name: _described(site) for name, site in sites.items()}
-    content = {"format": FORMAT, "version": VERSION, "sites": described, "tensors": entries}
+    tensors = [(name, *found) for name, site in sites.items() for found in site.tensors()]
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "sites": {name: _described(site) for name, site in sites.items()},
+        "tensors": [[name, tensor, str(x.dtype).removeprefix("torch."), list(x.shape)]
+                    for name, tensor, x in tensors],
+    }  # fmt: skip
     header = json.dumps(content, allow_nan=False).encode()
-    target = Path(path)
-    temporary: Path | None = None
+    target, temporary = Path(path), ""
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
-            temporary = Path(file.name)
+            temporary = file.name
             file.write(len(header).to_bytes(8, "little") + header)
-            for blob in blobs:
-                file.write(blob)
+            for _, _, x in tensors:
+                flat = x.detach().cpu().contiguous().view(-1)
+                file.write(flat.view(torch.uint8).numpy().tobytes())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        temporary = None
     except OSError as error:
         raise DatabaseError(f"{str(target)!r} cannot be written: {error.strerror}") from error
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def _described(site: SiteStatistics) -> dict[str, Any]:
-    return {
-        "n": site.n,
-        "k": site.k,
-        "bias": site.has_bias,
-        "norm": site.norm,
-        "snapshots": site.snapshots,
-        "steps": [site.input.steps, site.grad_output.steps],
-        "strides": [site.input.stride, site.grad_output.stride],
-        "sizes": sorted(site.sizes.items()),
-    }
+    return {"n": site.n, "k": site.k, "bias": site.has_bias} | site.numbers()
 
 
 def load(path: str | Path) -> dict[str, SiteStatistics]:
@@ -104,8 +87,6 @@ def load(path: str | Path) -> dict[str, SiteStatistics]:
         return _load(Path(path))
     except OSError as error:
         raise DatabaseError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except DatabaseError:
-        raise
     except (
         LokakernError,
         ValueError,
@@ -122,43 +103,52 @@ def load(path: str | Path) -> dict[str, SiteStatistics]:
 
 def _load(path: Path) -> dict[str, SiteStatistics]:
     size = path.stat().st_size
-    _ask(8 < size <= LARGEST_FILE, path, f"it has {size} bytes")
+    _ask(8 < size <= LARGEST_FILE, f"it has {size} bytes")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        is_ours = length <= min(size - 8, LARGEST_HEADER)
-        _ask(is_ours, path, f"its header has {length} bytes; expected what `Probe.save` writes")
+        _ask(length <= min(size - 8, LARGEST_HEADER), f"its header has {length} bytes")
         header = json.loads(file.read(length))
-        _ask(isinstance(header, dict) and header.get("format") == FORMAT, path, "it is another's")
-        version = header.get("version")
-        _ask(
-            version in (FIRST_VERSION, VERSION), path,
-            f"its version is {version!r}; this code reads up to {VERSION}: update lokakern",
-        )  # fmt: skip
-        sites = header["sites"]
+        version, sites = header.get("version"), header.get("sites")
+        _ask(header.get("format") == FORMAT, "it has another format")
+        _ask(version in range(1, VERSION + 1),
+             f"its version is {version!r}; expected up to {VERSION}: update lokakern")  # fmt: skip
         byte_count = sum(_byte_count(*entry) for entry in header["tensors"])
-        _ask(byte_count == size - 8 - length, path, f"its tensors have {byte_count} bytes")
+        _ask(byte_count == size - 8 - length, f"its tensors have {byte_count} bytes")
         held: dict[str, dict[str, Tensor]] = {name: {} for name in sites}
-        if version == FIRST_VERSION:
-            for tensors in held.values():
-                tensors[_ADDED] = torch.zeros(2, dtype=torch.float64)
         for name, tensor, dtype, shape in header["tensors"]:
-            _ask(tensor not in held[name], path, f"{name} has {tensor} twice")
+            _ask(tensor not in held[name], f"{name} has {tensor} twice")
             blob = bytearray(file.read(_byte_count(name, tensor, dtype, shape)))
             flat = torch.frombuffer(blob, dtype=DTYPES[dtype]) if blob else torch.empty(0)
-            if version != FIRST_VERSION or tensor not in _DROPPED:
-                held[name][tensor] = flat.view(shape)
-    return {name: _site(path, name, sites[name], held[name]) for name in sites}
+            held[name][tensor] = flat.view(shape)
+    for tensors in held.values():
+        _upgrade(version, tensors)
+    return {name: _site(name, sites[name], held[name]) for name in sites}
 
 
-def _ask(holds: bool, path: Path, found: str) -> None:
+def _upgrade(version: int, held: dict[str, Tensor]) -> None:
+    """Turn tensors of an earlier version into those of this one."""
+    if version == 1:
+        for name in _DROPPED:
+            held.pop(name, None)
+        _ask("cancellations" not in held, "version 1 has no cancellations")
+        held["cancellations"] = torch.zeros(2, dtype=torch.float64)
+    for part in PARTS if version < VERSION else ():
+        count, mean, squares = (held.pop(f"{part}.moments.{name}")
+                                for name in ("count", "mean", "squares"))  # fmt: skip
+        _ask(not count.dim() and mean.shape == squares.shape, f"{part} has other moments")
+        held[f"{part}.count"], held[f"{part}.sums"] = count, count * mean
+        held[f"{part}.squares"] = squares + count * mean.square()
+        for name in ("rows", "keys"):
+            held[f"{part}.{name}"] = held.pop(f"{part}.sample.{name}")
+
+
+def _ask(holds: bool, found: str) -> None:
     if not holds:
-        raise DatabaseError(f"{str(path)!r} is not a file of statistics that is in order: {found}")
+        raise ValueError(found)
 
 
 def _byte_count(_name: str, _tensor: str, dtype: str, shape: list[int]) -> int:
-    for extent in shape:
-        _whole(extent, 0, LARGEST_AXIS)
-    return DTYPES[dtype].itemsize * math.prod(shape)
+    return DTYPES[dtype].itemsize * math.prod(_whole(axis, 0, LARGEST_AXIS) for axis in shape)
 
 
 def _whole(value: Any, low: int, high: int) -> int:
@@ -167,47 +157,44 @@ def _whole(value: Any, low: int, high: int) -> int:
     return value
 
 
-def _site(
-    path: Path, name: str, described: dict[str, Any], held: dict[str, Tensor]
-) -> SiteStatistics:
-    _ask(len(name) <= LONGEST_NAME and name.isprintable(), path, "a name cannot be printed")
+def _site(name: str, described: dict[str, Any], held: dict[str, Tensor]) -> SiteStatistics:
+    _ask(len(name) <= LONGEST_NAME and name.isprintable(), "a name cannot be printed")
     n, k = (_whole(described[axis], 1, LARGEST_AXIS) for axis in ("n", "k"))
-    # Before anything is allocated for it: what a site of this size has.
+    # Before anything is allocated for it: tensors of a site of this size.
     for tensor, wanted in SiteStatistics(n, k, torch.device("meta")).tensors():
         x = held.get(tensor)
         same = x is not None and x.shape == wanted.shape and x.dtype == wanted.dtype
-        _ask(same, path, f"{name}.{tensor} is not what n={n} and k={k} ask for")
+        _ask(same, f"{name}.{tensor} is not what n={n} and k={k} ask for")
     norm = str(described["norm"])
     if norm:
         norm_named(norm).span(n)
+        norm = str(norm_named(norm))
     site = SiteStatistics(
-        n, k, torch.device("cpu"), has_bias=described["bias"] is True,
-        norm=str(norm_named(norm)) if norm else "",
+        n, k, torch.device("cpu"), has_bias=described["bias"] is True, norm=norm
     )  # fmt: skip
-    site.snapshots = _whole(described["snapshots"], 0, 2**53)
+    site.snapshots = _whole(described["snapshots"], 0, MOST)
     for part, steps, stride in zip(
         (site.input, site.grad_output), described["steps"], described["strides"], strict=True
     ):
-        part.stride = _whole(stride, 1, 2**53)
+        part.stride = _whole(stride, 1, MOST)
         part.steps = _whole(steps, 0, TRACE * part.stride)
-        _ask(part.stride.bit_count() == 1, path, f"{name} has a stride of {part.stride}")
-    sizes = described["sizes"]
-    _ask(len(sizes) <= DISTINCT_SIZES, path, f"{name} has {len(sizes)} sizes")
-    for m, count in sizes:
-        site.sizes[_whole(m, 0, 2**53)] = _whole(count, 1, 2**53)
+        _ask(part.stride.bit_count() == 1, f"{name} has a stride of {part.stride}")
+    _ask(len(described["sizes"]) <= DISTINCT_SIZES, f"{name} has too many sizes")
+    for m, count in described["sizes"]:
+        site.sizes[_whole(m, 0, MOST)] = _whole(count, 1, MOST)
     own = dict(site.tensors())
     for tensor, most, columns in (("snapshot", n, k), ("snapshot_t", k, n)):
         x = held.pop(tensor, None)
         if x is not None:
             fits = x.dim() == 2 and 1 <= len(x) <= most and x.shape[1] == columns
-            _ask(fits, path, f"{name} has a {tensor} of {list(x.shape)}")
+            _ask(fits, f"{name} has a {tensor} of {list(x.shape)}")
             setattr(site, tensor, x)
-    _ask(own.keys() == held.keys(), path, f"{name} lacks or has more than its tensors")
+    _ask(own.keys() == held.keys(), f"{name} lacks or has more than its tensors")
     for tensor, mine in own.items():
         x = held[tensor]
         legal = ~torch.isnan(x) if tensor.endswith("keys") else torch.isfinite(x)
-        if not tensor.endswith(("mean", "rows")):
+        if not tensor.endswith(("sums", "rows")):
             legal &= x >= 0
-        _ask(bool(legal.all()), path, f"{name}.{tensor} holds what is not a statistic")
+        _ask(bool(legal.all()), f"{name}.{tensor} holds what is not a statistic")
         mine.copy_(x)
     return site

@@ -1,9 +1,9 @@
 """Fingerprints: which distribution of the bench a site is most like, without replaying it.
 
 A fingerprint is a few numbers that decide how operands round: spreads of rows and columns, how far
-the largest element is above the middling one, zeros, means, and how much of the sums cancels. A
-site inside the hull of the realistic distributions is taken for the nearest; one outside is like
-none of them, and its kernels are bfloat16's.
+the largest element is above the median one, zeros, means, and how much of the sums cancels. A site
+inside the hull of the realistic distributions is taken for the nearest; one outside is like none of
+them, and its kernels are bfloat16's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from lokakern.probe.operand import OperandStatistics
-from lokakern.probe.site import SiteStatistics, cancellation_of, terms_of
+from lokakern.probe.statistics import (
+    OperandStatistics,
+    SiteStatistics,
+    add_outputs,
+    cancellation_of,
+    spread_of,
+    terms_of,
+)
 from lokakern.progress import tell
 from lokakern.types import REALISTIC_DISTRIBUTIONS
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
@@ -27,52 +32,41 @@ SEEDS = (0, 1, 2)
 # cancels.
 SLACK = {"zeros": 0.1, "zero_rows": 0.05, "cancellation": math.log2(1.1)}
 OCTAVES_OF_SLACK = 1.0
-OCTAVES_MOVED = 0.5  # from which what cancels is not where it was
+OCTAVES_MOVED = 0.5  # from which what cancels has moved
 MULTIPLIED_ROWS = 128  # of a sample, to see what cancels
 # By what a difference is divided before distances are taken.
 UNIT = {"zeros": 0.25, "zero_rows": 0.25}
 OCTAVES_A_UNIT = 4.0
+LEAST_VARIANCE = 1e-13  # of the square of a mean; less is rounding of sums
 
 Fingerprint = Mapping[str, float]
 
 
-def fingerprint_of_rows(operand: OperandStatistics) -> dict[str, float]:
+def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     """Of inputs or gradients; octaves, but for shares."""
-    columns = operand.column_sizes[operand.column_sizes > 0].double().log2().cpu()
     middle, top = operand.values.log2_quantiles(0.5, 0.999)
-    moments = operand.moments
-    variance = (moments.squares / moments.count.clamp_min(1.0)).sum()
-    mean = moments.mean.square().sum()
-    ratio = float(mean / variance) if float(variance) > 0 else 0.0
+    count = operand.count.clamp_min(1.0)
+    mean = float((operand.sums / count).square().sum())
+    variance = float((operand.squares / count).sum()) - mean
+    ratio = mean / variance if variance > LEAST_VARIANCE * mean else 0.0
     return {
         "row_spread": operand.row_sizes.spread_log2(),
-        "column_spread": float(columns.max() - columns.min()) if len(columns) else 0.0,
+        "column_spread": spread_of(operand.column_sizes),
         "crest": 0.0 if math.isnan(middle) else top - middle,
         "mean": 0.5 * math.log2(1.0 + ratio),
         "zeros": operand.values.zero_share,
-        "zero_rows": operand.zero_row_share,
+        "zero_rows": operand.row_sizes.zero_share,
     }
 
 
-def fingerprint_of_weight(weight: Tensor) -> dict[str, float]:
-    """Of a weight ``[n, k]``; octaves."""
-    wide = weight.detach().double().cpu().abs()
-    found = {}
-    for name, axis in (("weight_rows", 1), ("weight_columns", 0)):
-        sizes = wide.amax(dim=axis)
-        sizes = sizes[sizes > 0].log2()
-        found[name] = float(sizes.max() - sizes.min()) if len(sizes) else 0.0
-    return found
+def _cancelled(site: SiteStatistics, gemm: str) -> float:
+    """Octaves by which sums are smaller than those of independent terms, and errors larger.
 
-
-def cancelled(site: SiteStatistics, gemm: str) -> float:
-    """Octaves by which sums are smaller than they would be of terms that know nothing of another.
-
-    By so much are errors larger. 0 where they are as large, or larger.
+    0 where they are as large, or larger.
     """
     ratio = site.cancellation
     if gemm != "grad_weight":
-        rows = (site.input if gemm == "output" else site.grad_output).sample.kept()[0]
+        rows = (site.input if gemm == "output" else site.grad_output).kept()[0]
         weight = site.snapshot if gemm == "output" else site.weight_t()
         if weight is None or not len(rows):
             return 0.0
@@ -83,14 +77,16 @@ def cancelled(site: SiteStatistics, gemm: str) -> float:
 
 
 def fingerprint_of(site: SiteStatistics, gemm: str) -> dict[str, float]:
-    """Of the operands of a GEMM of a site; of a weight's gradient both have a sample's."""
+    """Of the operands of a GEMM of a site; of a weight's gradient the larger of both operands."""
     rows = site.input if gemm == "output" else site.grad_output
-    found = fingerprint_of_rows(rows) | {"cancellation": cancelled(site, gemm)}
+    found = _of_rows(rows) | {"cancellation": _cancelled(site, gemm)}
     if gemm == "grad_weight":
-        other = fingerprint_of_rows(site.input)
+        other = _of_rows(site.input)
         return {name: max(value, other.get(name, value)) for name, value in found.items()}
     if site.snapshot is not None:
-        found |= fingerprint_of_weight(site.snapshot)
+        wide = site.snapshot.detach().double().cpu().abs()
+        found["weight_rows"] = spread_of(wide.amax(dim=1))
+        found["weight_columns"] = spread_of(wide.amax(dim=0))
     if gemm == "output":
         found["output_mean"] = math.log2(1.0 + site.mean_ratio)
     return found
@@ -109,8 +105,8 @@ def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
             w = draw_weight(recipe, COLUMNS, COLUMNS, seed)
             site = SiteStatistics(COLUMNS, COLUMNS, torch.device("cpu"))
             keys = torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-            site.add_input(x, x, keys)
-            site.add_output(x @ w.t())
+            site.input.add(x, x, keys)
+            add_outputs([site], (x @ w.t())[None])
             site.snapshot = w
             prints.append(fingerprint_of(site, "output"))
         found[name] = tuple(prints)
@@ -135,10 +131,8 @@ def nearest(found: Fingerprint) -> str:
 
     def distance(name: str) -> float:
         return min(
-            math.sqrt(sum(
-                ((value - print_[key]) / UNIT.get(key, OCTAVES_A_UNIT)) ** 2
-                for key, value in found.items()
-            ))
+            math.hypot(*((x - print_[key]) / UNIT.get(key, OCTAVES_A_UNIT)
+                         for key, x in found.items()))
             for print_ in _benchmarked()[name]
         )  # fmt: skip
 
@@ -146,7 +140,7 @@ def nearest(found: Fingerprint) -> str:
 
 
 def moved(before: Fingerprint, now: Fingerprint) -> str:
-    """What of a fingerprint is not where it was: by more than an octave, or a tenth of a share."""
+    """What of a fingerprint moved: by more than an octave, or a tenth of a share."""
     words = []
     for name, value in now.items():
         slack = SLACK.get(name, OCTAVES_OF_SLACK) if name != "cancellation" else OCTAVES_MOVED

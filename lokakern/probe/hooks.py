@@ -1,7 +1,14 @@
-"""What is taken of a site's operands, and the op that stands in a compiled graph for its hooks."""
+"""Hooks of a site, and what they take of its operands.
+
+A hook asks one Python bool, whether this step is sampled. In eager code it reads operands and
+changes nothing. Traced by torch.compile the bool is a guard: one graph without anything of Probe
+for the steps between, and one for sampled steps, in which an op copies the output of the site, so
+that no compiler drops it, and its backward copies the gradient. Both read operands when they run.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -12,33 +19,35 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
-from lokakern.probe.operand import Look, OperandStatistics, coprime_from
-from lokakern.probe.site import SiteStatistics
-from lokakern.probe.step_buffer import Pair, Stash
+from lokakern.nn.module_scan import Joined, has_buffers, weight_of
+from lokakern.probe.statistics import (
+    OperandStatistics,
+    SiteStatistics,
+    add_cancellations,
+    add_outputs,
+    coprime_from,
+)
+from lokakern.probe.step_buffer import StepBuffer
 
 SAMPLED_ROWS = 256  # of a matrix, for all that costs more than two passes
 # Of a matrix of `MANY_ROWS` two passes read some `READ_ROWS`: factorization machines have 327680 of
 # each batch of 2048, and two passes over all of them took 0.4 of an H200's step.
 MANY_ROWS, READ_ROWS = 2**17, 2**14
 NO_CALL = -1
-MOST_CALLS = 16  # of one site that are looked at in a step: of many micro-batches, the first
+MOST_CALLS = 16  # of one site that are sampled in a step: of many micro-batches, the first
+GOLDEN = (math.sqrt(5) - 1) / 2  # of which multiples, less their integers, are spread most evenly
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_DTYPE_WORDS = "float16, bfloat16, float32, float64"
 
 
-class Switch:
-    """Whether the present step is sampled, and how.
-
-    Attributes:
-        on: Whether operands are looked at.
-        weights: Whether weights are, too.
-        step: Counts steps.
-        stash: What was seen and is still to be taken in.
-    """
+class Sampler:
+    """Whether operands (``on``) and weights of the present step are sampled, and which rows."""
 
     def __init__(self, seed: int) -> None:
         self.on = self.weights = False
-        self.step = 0
-        self.stash = Stash()
+        self.step, self.buffer = 0, StepBuffer()
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -46,7 +55,7 @@ class Switch:
         self._seed = seed
 
     def turn(self, on: bool, weights: bool) -> None:
-        """Decide about the next step."""
+        """Begin the next step."""
         self.on, self.weights = on, weights
         self._share = self._random.random()
         self._samples.clear()
@@ -59,35 +68,26 @@ class Switch:
         self._generators.clear()
 
     def sample(self, call: int, device: torch.device) -> Sample:
-        """Which rows of a matrix to take, and random keys for them, made on the device.
+        """The sample of a call, the same for all sites in a step; random keys come from the device.
 
-        The same for all sites in a step: only of one site must they differ, by the call.
+        Only calls of one site must differ.
         """
-        found = self._samples.get((device, call))
-        if found is None:
+        if (device, call) not in self._samples:
             if device not in self._generators:
                 self._generators[device] = torch.Generator(device).manual_seed(self._seed)
             keys = torch.rand(
                 SAMPLED_ROWS, generator=self._generators[device], dtype=torch.float64, device=device
             )
-            found = self._samples[device, call] = Sample(self._share, keys)
-        return found
-
-
-GOLDEN = (math.sqrt(5) - 1) / 2  # of which multiples, less their integers, are spread most evenly
+            self._samples[device, call] = Sample(self._share, keys)
+        return self._samples[device, call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Rows that are taken of a matrix, and of the gradient of what became of it.
+    """Rows that are taken of a matrix, and of the gradient of its product."""
 
-    Attributes:
-        share: Where in the matrix they begin, 0..1.
-        keys: ``[SAMPLED_ROWS]`` float64, uniform over 0..1.
-    """
-
-    share: float
-    keys: Tensor
+    share: float  # where in the matrix they begin, 0..1
+    keys: Tensor  # ``[SAMPLED_ROWS]`` float64, uniform over 0..1
     _places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Sample:
         return x.view(count, -1)[int(self.share * step) :: step]
 
     def _index(self, shape: tuple[int, ...], most: int = SAMPLED_ROWS) -> tuple[Tensor, ...]:
-        """Of the rows; made once for all matrices of a shape.
+        """Indices of rows, made once for all matrices of a shape.
 
         The stride has no factor in common with the number of rows: where rows are of samples by
         features, a stride that the features divide would meet one of them alone.
@@ -117,8 +117,7 @@ class Sample:
             count = math.prod(shape)
             kept, stride, first = min(most, count), 1, 0
             if kept < count:
-                stride = coprime_from(int(GOLDEN * count), count)
-                first = int(self.share * count)
+                stride, first = coprime_from(int(GOLDEN * count), count), int(self.share * count)
             places = (first + stride * torch.arange(kept, device=self.keys.device)) % count
             index = []
             for extent in reversed(shape):
@@ -129,82 +128,63 @@ class Sample:
 
 
 class Recorder:
-    """Takes what hooks see of one site.
-
-    Args:
-        switch: Of the probe.
-        n: Outputs; 0 of a lazy layer, which has the shape of its first call.
-        k: Inputs, alike.
-        has_bias: Whether the layer adds one.
-        norm: Of its output, "" where none is known.
-
-    Attributes:
-        statistics: None before it was called.
-        number: By which an op in a graph finds it.
-        steps: In which it was called.
-        unseen: Why a call of it was not looked at; "" if none was.
-        check: Given the operands and the output of the first call of a sampled step; the weight is
-            None where it is not at hand.
-    """
+    """Samples the operands of one site; n and k of a lazy layer are 0 before its first call."""
 
     _numbers = itertools.count()
 
-    def __init__(self, switch: Switch, n: int, k: int, has_bias: bool, norm: str) -> None:
-        self.switch, self.n, self.k, self.has_bias, self.norm = switch, n, k, has_bias, norm
+    def __init__(self, sampler: Sampler, n: int, k: int, has_bias: bool, norm: str) -> None:
+        self.sampler, self.n, self.k, self.has_bias, self.norm = sampler, n, k, has_bias, norm
         self.statistics: SiteStatistics | None = None
-        self.number = next(self._numbers)
-        self.unseen, self.steps = "", 0
+        self.number = next(self._numbers)  # by which an op in a graph finds it
+        self.unseen, self.steps = "", 0  # why a call was not sampled; sampled steps with a call
+        # Given the operands and the output of the first call of a sampled step.
         self.check: Callable[[Tensor, Tensor | None, Tensor], None] | None = None
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
         self._samples: dict[int, Sample | None] = {}
         self._calls_in_graph = 0
         self._inputs: dict[Sample, tuple[Tensor, int]] = {}  # rows, and of how many
-        self._pairs: list[Pair] = []  # that wait for the gradient of the weight
+        self._pairs: list[tuple[Tensor, int, Tensor]] = []  # the same with rows of the gradient
         _RECORDERS[self.number] = self
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        y: Tensor,
-        has_gradient: bool = False,
+        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool = False
     ) -> Sample | None:
-        """Look at a call.
-
-        Args:
-            x: Input, ``[..., k]``.
-            weight: ``[n, k]``, where it is at hand.
-            y: Output, ``[..., n]``.
-            has_gradient: Whether a gradient of it may come.
+        """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
         Returns:
-            What was taken of it, for `backward`; None where nothing was.
+            What `backward` samples the gradient by; None where nothing was sampled.
         """
         if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
             return None
-        self._begin_step()
+        if self._step != self.sampler.step:
+            self._step, self._calls, self._reruns = self.sampler.step, 0, 0
+            self._samples.clear()
+            self._inputs.clear()
+            self._pairs.clear()
+            self.steps += 1
         self._calls += 1
         if self._calls > MOST_CALLS or not self._fits(x, y) or _is_captured(x):
             return None
-        stash = self.switch.stash
         with torch.inference_mode(False), torch.no_grad():
-            sample = self.switch.sample(self._calls, x.device)
+            sample = self.sampler.sample(self._calls, x.device)
             statistics = self.statistics_on(x.device)
-            x, y = (_matrices(operand) for operand in (x, y))
-            statistics.count(x.numel() // self.k)
-            rows = self._look(statistics.input, x, sample)
+            x, y = torch.atleast_2d(x.detach()), torch.atleast_2d(y.detach())  # type: ignore[no-untyped-call]
+            count = x.numel() // self.k
+            statistics.count(count)
+            rows = self._take(statistics.input, x, sample)
             if has_gradient:
-                self._inputs[sample] = rows, x.numel() // self.k
-            stash.outputs.append((statistics, sample.rows_of(y)))
-            if weight is not None and self.switch.weights and self._calls == 1:
-                self.take_weight(weight)
-            if self.check is not None and self._calls == 1:
-                self.check(x, weight, y)
+                self._inputs[sample] = rows, count
+            self.sampler.buffer.add(add_outputs, statistics, sample.rows_of(y))
+            if self._calls == 1:
+                if weight is not None and self.sampler.weights:
+                    self.take_weight(weight)
+                if self.check is not None:
+                    self.check(x, weight, y)
         return sample
 
     def take_weight(self, weight: Tensor) -> None:
-        """Keep what the site multiplies by, where it is whole: of a shard nothing can be said."""
+        """Keep the weight, where it is whole: a shard tells nothing."""
         if self.statistics is not None and weight.shape == (self.n, self.k):
             with torch.inference_mode(False), torch.no_grad():
                 self.statistics.add_weight(weight)
@@ -212,7 +192,7 @@ class Recorder:
     def forward_in_graph(
         self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
     ) -> int:
-        """The same of a call whose gradient comes to `backward_in_graph` with the number given."""
+        """Sample a call in a graph; its gradient comes to `backward_in_graph` with the number."""
         sample = self.forward(x, weight, y, has_gradient)
         if not has_gradient or is_backward_under_way():
             return NO_CALL
@@ -221,23 +201,21 @@ class Recorder:
         return self._calls_in_graph
 
     def sample_of_rerun(self, y: Tensor) -> Sample | None:
-        """What to take of the gradient of a call that a checkpoint makes again.
+        """The sample of a call that a checkpoint repeats, whose first pass had no gradient.
 
-        Where the first pass had no gradient, the second has. It is what was taken of the first
-        pass if that was one call, and something else if it is not known which call it was.
+        It is that of the first pass if there was one call; else it is not known which call it was.
         """
-        if self.statistics is None or self._step != self.switch.step:
+        if self.statistics is None or self._step != self.sampler.step:
             return None
         if self._calls == 1:
-            return self.switch.sample(1, y.device)
+            return self.sampler.sample(1, y.device)
         self._reruns += 1
-        return self.switch.sample(-self._reruns, y.device) if self._reruns <= MOST_CALLS else None
+        return self.sampler.sample(-self._reruns, y.device) if self._reruns <= MOST_CALLS else None
 
     def backward_in_graph(self, gradient: Tensor, call: int) -> None:
-        """Look at the gradient of a call.
+        """Sample the gradient of a call in a graph.
 
-        Of one that a checkpoint made again in the graph, which has no number: of the last call that
-        still waits for its own.
+        A call that a checkpoint repeats has no number: it is the last one that still waits.
         """
         if call == NO_CALL and self._samples:
             call = next(reversed(self._samples))
@@ -246,46 +224,40 @@ class Recorder:
             self.backward(sample, gradient)
 
     def backward(self, sample: Sample, gradient: Tensor) -> None:
-        """Look at the gradient of the output of a call of which this was taken."""
+        """Sample the gradient of the output of a call."""
         if self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
         with torch.inference_mode(False), torch.no_grad():
-            rows = self._look(self.statistics.grad_output, _matrices(gradient), sample)
+            gradient = torch.atleast_2d(gradient.detach())  # type: ignore[no-untyped-call]
+            rows = self._take(self.statistics.grad_output, gradient, sample)
         if sample in self._inputs:
-            self._pairs.append(Pair(*self._inputs.pop(sample), rows))
+            self._pairs.append((*self._inputs.pop(sample), rows))
 
     def weight_gradient(self, gradient: Tensor) -> None:
-        """Look at the gradient of the weight, ``[n, k]``: how much of its sum over samples is left.
+        """Measure how much of the weight's gradient ``[n, k]``, a sum over samples, cancels.
 
-        What samples of one batch have in common, as a sum of zero, no rows of many batches have.
+        Rows of one batch may sum to zero, where rows of many batches do not.
         """
         pairs, self._pairs = self._pairs, []
         if not pairs or self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
         with torch.inference_mode(False), torch.no_grad():
             sizes = torch.linalg.vector_norm(gradient.detach(), dim=1)
-            self.switch.stash.products.append((self.statistics, sizes, pairs))
+            update = functools.partial(add_cancellations, [count for _, count, _ in pairs])
+            tensors = [x for inputs, _, gradients in pairs for x in (inputs, gradients)]
+            self.sampler.buffer.add(update, self.statistics, sizes, *tensors)
 
     def statistics_on(self, device: torch.device) -> SiteStatistics:
-        """Statistics on a device, to which what was learned follows the model."""
+        """Statistics on a device; earlier ones follow the model there."""
         known = self.statistics
-        if known is None or known.device != device:
-            self.statistics = SiteStatistics(
-                self.n, self.k, device, has_bias=self.has_bias, norm=self.norm
-            )
-            if known is not None:
-                self.switch.stash.settle()
-                self.statistics.merge(known)
-        assert self.statistics is not None
-        return self.statistics
-
-    def _begin_step(self) -> None:
-        if self._step != self.switch.step:
-            self._step, self._calls, self._reruns = self.switch.step, 0, 0
-            self._samples.clear()
-            self._inputs.clear()
-            self._pairs.clear()
-            self.steps += 1
+        if known is not None and known.device == device:
+            return known
+        found = SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
+        if known is not None:
+            self.sampler.buffer.settle()
+            found.merge(known)
+        self.statistics = found
+        return found
 
     def _fits(self, x: Tensor, y: Tensor) -> bool:
         if not self.k and x.dim() and y.dim():
@@ -298,15 +270,12 @@ class Recorder:
             )
         return fits and x.numel() > 0 and y.numel() > 0
 
-    def _look(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
+    def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
-        look = Look.at(operand, sample.part_of(x), rows, sample.keys[: len(rows)])
-        self.switch.stash.looks.append(look)
+        updates = operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)])
+        for update, owner, tensors in updates:
+            self.sampler.buffer.add(update, owner, *tensors)
         return rows
-
-
-def _matrices(x: Tensor) -> Tensor:
-    return x.detach() if x.dim() > 1 else x.detach()[None]
 
 
 def is_backward_under_way() -> bool:
@@ -319,58 +288,183 @@ def is_plain(x: Any) -> TypeGuard[Tensor]:
     return isinstance(x, Tensor) and not hasattr(x, "to_local") and not x.is_nested
 
 
-_RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
-
-
 def _is_captured(x: Tensor) -> bool:
     """A CUDA graph would replay what is done now, and the host's part of it never."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# Not `torch.library.custom_op`, whose layers for autograd took half of the host's time of a tap.
-_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
-_tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+class Hook:
+    """A hook of a module, which a copy of the module removes at its first call."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
+        if self._function is not None:
+            return self._function(module, *args)
+        if not torch.compiler.is_compiling():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if hook is self]:
+                    del hooks[key]
+                    module._forward_hooks_with_kwargs.pop(key, None)
+        return None
+
+    def __deepcopy__(self, _memo: Any) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+def hook_of(
+    recorder: Recorder,
+    seen: Callable[[Recorder, Tensor], None],
+    seen_gradient: Callable[[], None],
+) -> Hook:
+    """A forward hook that shows a module's calls to a recorder.
+
+    In eager code `seen` is given outputs, and `seen_gradient` is called when their gradient comes.
+    """
+    sampler, number = recorder.sampler, recorder.number
+    torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        if not sampler.on:
+            return None
+        if not isinstance(module, Joined):
+            return sampled(module, args, kwargs, y)
+        if torch.compiler.is_compiling() and _is_exported_or_transformed():
+            return None
+        if not all(map(is_plain, y)):
+            recorder.unseen = "its outputs are no plain tensors"
+            return None
+        # All columns of the product together, as copies: gradients come to parts of the whole.
+        whole = torch.cat(y, -1)
+        tapped = sampled(module, args, kwargs, whole)
+        whole = whole if tapped is None else tapped
+        return whole.split([part.shape[-1] for part in y], -1)
+
+    def sampled(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        x = args[0] if args else kwargs.get("input")
+        is_compiling = torch.compiler.is_compiling()
+        if (
+            not is_plain(x)
+            or not is_plain(y)
+            or not {x.dtype, y.dtype} <= DTYPES
+            or not (is_compiling or _is_at_hand(x))
+        ):
+            if not is_compiling:
+                recorder.unseen = f"its input or its output is no plain tensor of {_DTYPE_WORDS}"
+            return None
+        if getattr(module, "_is_replica", False):
+            recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
+            return None
+        weight: Any = None
+        # A parametrized one is made when it is asked for, and with buffers not in a graph.
+        is_due = not has_buffers(module) if is_compiling else sampler.weights or recorder.check
+        if is_due:
+            weight = weight if is_plain(weight := weight_of(module)) else None
+        has_gradient = torch.is_grad_enabled() and y.requires_grad
+        if is_compiling:
+            if _is_exported_or_transformed():
+                return None
+            return _Tap.apply(y, x, weight, number, has_gradient)  # type: ignore[no-untyped-call]
+        if is_backward_under_way():
+            sample = recorder.sample_of_rerun(y) if has_gradient else None
+        else:
+            sample = recorder.forward(x, weight, y, has_gradient)
+            if sample is not None:
+                seen(recorder, y)
+        if sample is not None and has_gradient:
+
+            def take(gradient: Tensor) -> None:
+                seen_gradient()
+                recorder.backward(sample, gradient)
+
+            y.register_hook(take)  # type: ignore[no-untyped-call]
+        return None
+
+    return Hook(hook)
+
+
+def hook_of_gradient(recorder: Recorder) -> Callable[[Tensor], None]:
+    """A hook of a parameter that is a site's weight; what is saved of the parameter lacks it."""
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def hook(gradient: Tensor) -> None:
+        recorder.weight_gradient(gradient)
+
+    return hook  # type: ignore[no-any-return]
+
+
+def _is_at_hand(x: Tensor) -> bool:
+    """Whether it holds numbers: not within torch.func, and not faked."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_wrapped
+
+
+def _is_exported_or_transformed() -> bool:
+    """Whether the traced code will run elsewhere, or within torch.func, where taps have no rule.
+
+    Asked while it is traced (`hook_of`), not when it runs.
+    """
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    return is_transformed or torch.compiler.is_exporting()
+
+
+class _Tap(torch.autograd.Function):
+    """A copy of the output of a site; both passes are sampled."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
+    ) -> Tensor:
+        copy, call = torch.ops.lokakern.probe_tap(y, x, weight, site, has_gradient)
+        ctx.save_for_backward(call)
+        ctx.site = site
+        return copy  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (call,) = ctx.saved_tensors
+        found = torch.ops.lokakern.probe_tap_gradient(gradients[0], call, ctx.site)
+        return found, None, None, None, None
+
+
+_RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
 
 
 def _tap(
     y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """A copy of y, the output of a site, which is looked at; and the number of the call.
+    """A copy of the output y of a site, and the number of the call.
 
     A compiler may order the gradients of calls as it likes: the number tells them apart. It is on
-    the CPU, where nobody waits for it.
+    the CPU, where reading it waits for nothing.
     """
     recorder, call = _RECORDERS.get(site), NO_CALL
-    if recorder is not None and recorder.switch.on:
+    if recorder is not None and recorder.sampler.on:
         call = recorder.forward_in_graph(x, weight, y, has_gradient)
     return y.clone(), torch.tensor(call)
 
 
 def _tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
-    """A copy of the gradient of a site's output, which is looked at."""
     recorder = _RECORDERS.get(site)
     if recorder is not None:
         recorder.backward_in_graph(gradient, int(call))
     return gradient.clone()
 
 
-def _tap_fake(
-    y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty((), dtype=torch.int64)
-
-
-def _tap_gradient_fake(gradient: Tensor, call: Tensor, site: int) -> Tensor:
-    return torch.empty_like(gradient)
-
-
-_LIBRARY.define(
-    "probe_tap(Tensor y, Tensor x, Tensor? weight, int site, bool has_gradient) -> "
-    "(Tensor, Tensor)",
-    tags=_tags,
-)
-_LIBRARY.define("probe_tap_gradient(Tensor gradient, Tensor call, int site) -> Tensor", tags=_tags)
-_LIBRARY.impl("probe_tap", _tap, "CompositeExplicitAutograd")
-_LIBRARY.impl("probe_tap_gradient", _tap_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("lokakern::probe_tap", _tap_fake, lib=_LIBRARY)
-torch.library.register_fake("lokakern::probe_tap_gradient", _tap_gradient_fake, lib=_LIBRARY)
+# Not `torch.library.custom_op`, whose layers for autograd took half of the host's time of a tap.
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+_tags = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+for _schema, _function, _fake in (
+    ("probe_tap(Tensor y, Tensor x, Tensor? weight, int site, bool has_gradient) -> "
+     "(Tensor, Tensor)",
+     _tap, lambda y, *_: (torch.empty_like(y), torch.empty((), dtype=torch.int64))),
+    ("probe_tap_gradient(Tensor gradient, Tensor call, int site) -> Tensor",
+     _tap_gradient, lambda gradient, *_: torch.empty_like(gradient)),
+):  # fmt: skip
+    _name = _LIBRARY.define(_schema, tags=_tags)
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lokakern::{_name}", _fake, lib=_LIBRARY)

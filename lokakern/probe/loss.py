@@ -1,8 +1,7 @@
-"""The true change of a loss with one site at a time in FP8, against the same step without it.
+"""True change of a loss with one site at a time in FP8, against the same step without it.
 
-What an error in one layer does to what comes after it, no error of a layer says. Differences are
-paired: both runs see the same batch and the same random numbers, so that dropout and the spread
-between batches cancel.
+An error of a layer does not tell its effect on later layers. Differences are paired: both runs see
+the same batch and the same random numbers, so that dropout and the spread between batches cancel.
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 @dataclass(frozen=True, slots=True)
 class LossChange:
-    """Mean relative change of the loss over batches, and its 95 % interval.
-
-    Attributes:
-        mean: Of ``(loss in FP8 - loss) / |loss|``.
-        low: Lower end.
-        high: Upper end.
-        batches: How many.
-    """
+    """Mean of ``(loss in FP8 - loss) / |loss|`` over batches, and its 95 % interval."""
 
     mean: float
     low: float
@@ -76,8 +68,7 @@ def loss_changes(
 ) -> dict[str, LossChange]:
     """Change of a loss when the output of one site is multiplied in FP8, emulated.
 
-    Nothing is differentiated and nothing updated. A model costs one run a batch and one more for
-    each site.
+    Nothing is differentiated or updated. Each batch costs one run, and one more for each site.
 
     Args:
         sites: Linear layers by name.
@@ -99,14 +90,9 @@ def loss_changes(
                 after = _run(loss, batch, buffers)
             finally:
                 handle.remove()
-            changes[name].append(_relative(after - before, abs(before)))
+            change, size = after - before, abs(before)
+            changes[name].append(change / size if size else math.inf if change else 0.0)
     return {name: interval_of(found) for name, found in changes.items()}
-
-
-def _relative(change: float, size: float) -> float:
-    if change == 0:
-        return 0.0
-    return change / size if size else math.inf
 
 
 def _run(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -> float:
@@ -123,10 +109,7 @@ def _run(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -
 
 
 def _in_fp8(granularity: Granularity, module: nn.Module, args: Any, kwargs: Any, y: Any) -> Any:
-    """Output of a linear layer whose operands were rounded to bfloat16 and quantized.
-
-    Of layers that are multiplied as one, all their outputs.
-    """
+    """Output of a linear layer, or outputs of a joined one, of operands in bfloat16, quantized."""
     x = args[0] if args else kwargs["input"]
     form = fp8_format(current_device())
     left, right = (

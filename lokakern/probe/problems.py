@@ -1,4 +1,4 @@
-"""The GEMMs of a site as problems, and what a replay finds at them."""
+"""The GEMMs of a site as problems, and errors that a replay measures at them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lokakern.device import current_device
 from lokakern.norm import norm_named
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.types import Granularity, Problem
@@ -19,29 +19,12 @@ ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Errors of one numerics class at one GEMM of a site.
-
-    Attributes:
-        gemm: "output", "grad_input" or "grad_weight".
-        norm: The normalization after which the error was taken; "" before any.
-        kernel: Who was measured.
-        granularity: Of the scales of its left operand; NONE if it does not quantize.
-        b_granularity: Of those of its right one.
-        row_err: As measured.
-        row_err_upper: The 95 % upper limit: what is held against a budget.
-        row_p99: Of rows.
-        row_p99_upper: The 95 % upper limit.
-        mean_shift: As measured.
-        mean_shift_upper: The 95 % upper limit.
-        rows: Different ones that it was measured on; of a weight's gradient, pairs of them.
-        reason: Why there is no error; "" where there is.
-        accumulation: As of `lokakern.registry.register.Kernel`.
-    """
+    """Errors of one kernel at one GEMM of a site, with their 95 % upper limits."""
 
     gemm: str
-    norm: str
+    norm: str  # after which the error was taken; "" before any
     kernel: str
-    granularity: Granularity
+    granularity: Granularity  # of the left operand; NONE if it does not quantize
     b_granularity: Granularity
     row_err: float
     row_err_upper: float
@@ -49,13 +32,12 @@ class Replayed:
     row_p99_upper: float
     mean_shift: float
     mean_shift_upper: float
-    rows: int
-    reason: str = ""
+    rows: int  # different ones; of a weight's gradient, pairs of them
+    reason: str = ""  # why there is no error
     accumulation: str = "promoted"
 
     @property
     def way(self) -> str:
-        """How it quantizes and sums, see `way_of`."""
         return way_of(self.granularity, self.b_granularity, self.accumulation)
 
     @property
@@ -65,7 +47,7 @@ class Replayed:
 
 
 def way_of(granularity: Granularity, b_granularity: Granularity, accumulation: str) -> str:
-    """Kernels that err alike on all operands, in words: scales, and what else tells them apart.
+    """Name of kernels that have the same errors on all operands: scales, and other differences.
 
     "row", "1x128 x 128x128"; "row fast" where sums are not promoted, "row fast torchao" where a
     library quantizes in its own way, too. Sums in float32, such as emulated ones, err as promoted
@@ -81,47 +63,38 @@ def _of_its_own(accumulation: str) -> list[str]:
     return [word for word in accumulation.split("+") if word not in alike]
 
 
-def problem_of(site: SiteStatistics, gemm: str, m: int, norm: str = "") -> Problem:
-    """One GEMM of a site at m rows, and the normalization after it, if it is asked for."""
+def problem_of(site: SiteStatistics, gemm: str, norm: str = "") -> Problem:
+    """One GEMM of a site at the median m, and the normalization after it, if it is asked for."""
     if norm:
-        return make_problem("gemm_norm", (m, site.n, site.k), epilogue=norm)
+        return make_problem("gemm_norm", (site.m, site.n, site.k), epilogue=norm)
     if gemm == "output":
-        return make_problem("gemm", (m, site.n, site.k))
+        return make_problem("gemm", (site.m, site.n, site.k))
     if gemm == "grad_input":
         fp8 = fp8_format(current_device())
-        return next(iter(grad_input_cases(m, site.n, site.k, fp8))).problem
-    return grad_weight_case(m, site.n, site.k).problem
+        return next(iter(grad_input_cases(site.m, site.n, site.k, fp8))).problem
+    return grad_weight_case(site.m, site.n, site.k).problem
 
 
 def norms_after(site: SiteStatistics, gemm: str) -> list[str]:
-    """After which normalizations a GEMM is judged: none, the site's, and a BlockNorm in its place.
-
-    "" is none.
-    """
+    """Normalizations after which a GEMM is judged: "", the site's, and a BlockNorm in its place."""
     if gemm != "output" or not site.norm:
         return [""]
     return ["", site.norm, *([block_norm(site.n)] if site.norm == "layer" else [])]
 
 
-def with_bias(problem: Problem) -> Problem:
-    """The same with a bias added."""
-    return replace(problem, epilogue="bias")
-
-
-def padded(site: SiteStatistics, m: int) -> Problem | None:
+def padded(site: SiteStatistics) -> Problem | None:
     """The output's GEMM with K padded to what libraries take; None where it is."""
     k = -(-site.k // ALIGNED) * ALIGNED
-    return make_problem("gemm", (m, site.n, k)) if k != site.k else None
+    return make_problem("gemm", (site.m, site.n, k)) if k != site.k else None
 
 
 def problems_to_time(site: SiteStatistics, gemm: str) -> Iterator[Problem]:
-    """A GEMM of a site at the m in the middle, and what might be done instead of it."""
-    m = max(site.m_quantile(0.5), 1)
-    yield from (problem_of(site, gemm, m, norm) for norm in norms_after(site, gemm))
+    """A GEMM of a site, and what might be done instead of it."""
+    yield from (problem_of(site, gemm, norm) for norm in norms_after(site, gemm))
     if gemm == "output":
         if site.has_bias:
-            yield with_bias(problem_of(site, gemm, m))
-        wider = padded(site, m)
+            yield replace(problem_of(site, gemm), epilogue="bias")
+        wider = padded(site)
         if wider is not None:
             yield wider
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lokakern.probe.operand import OperandStatistics
-from lokakern.probe.reservoir import Reservoir
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import LARGEST, PARTS, SUMMED, SiteStatistics
 
 Shapes = Mapping[str, tuple[int, int, bool, str]]
 
@@ -22,123 +19,74 @@ def _is_distributed() -> bool:
 
 
 def rank() -> int:
-    """Of this process; 0 without torch.distributed."""
+    """Rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if _is_distributed() else 0
 
 
 def total(count: int) -> int:
     """Sum over all ranks, each of which must call."""
-    if not _is_distributed():
-        return count
-    counts: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, count)
-    return sum(counts)
+    return sum(_gathered(count)) if _is_distributed() else count
+
+
+def _gathered(value: Any, group: Any = None) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
 
 
 def merged(
     sites: Mapping[str, SiteStatistics], shapes: Shapes, group: Any = None
 ) -> dict[str, SiteStatistics]:
-    """What all ranks of a group saw together; on every rank the same, but for the newest weight.
+    """Statistics of all ranks of a group; on every rank the same, but for the newest weight.
+
+    By one gather of a few numbers and two reductions.
 
     Args:
-        sites: What this rank saw, by name; some may be missing.
+        sites: Those of this rank, by name; some may be missing.
         shapes: n, k, bias and norm of every site, the same on every rank.
         group: A process group; None: the default one.
     """
     if not _is_distributed() or dist.get_world_size(group) == 1:
         return dict(sites)
-    place, world = dist.get_rank(group), dist.get_world_size(group)
     nccl = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    copies = {name: _copy(sites.get(name), shapes[name]) for name in shapes}
-    notes: list[Any] = [None] * world
-    dist.all_gather_object(notes, {name: _notes(site) for name, site in copies.items()}, group)
+    copies: dict[str, SiteStatistics] = {}
+    for name, (n, k, has_bias, norm) in shapes.items():
+        copies[name] = SiteStatistics(n, k, torch.device("cpu"), has_bias=has_bias, norm=norm)
+        if name in sites:
+            copies[name].merge(sites[name])
+    notes = _gathered({name: site.numbers() for name, site in copies.items()}, group)
     for name, site in copies.items():
-        _use_notes(site, [note[name] for note in notes])
-        for operand in (site.input, site.grad_output):
-            _share_places(operand.sample, place, world)
-    for parts, how in ((_sums, dist.ReduceOp.SUM), (_largest, dist.ReduceOp.MAX)):
-        tensors = [x for site in copies.values() for x in parts(site)]
+        every = [note[name] for note in notes]
+        site.sizes = sum((Counter(dict(x["sizes"])) for x in every), Counter())
+        site.norm = next((x["norm"] for x in every if x["norm"]), "")
+        site.snapshots = sum(x["snapshots"] for x in every)
+        for place, part in enumerate(PARTS):
+            getattr(site, part).steps = max(x["steps"][place] for x in every)
+            getattr(site, part).align(max(x["strides"][place] for x in every))
+        # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
+        mine = slice(dist.get_rank(group), None, len(notes))
+        for x in (getattr(site, part) for part in PARTS):
+            count = len(x.keys[mine])
+            rows, keys = x.rows[:count].clone(), x.keys[:count].clone()
+            x.rows.zero_()
+            x.keys.zero_()
+            x.rows[mine], x.keys[mine] = rows, keys
+    for kinds, how in (
+        ((*SUMMED, "rows", "keys"), dist.ReduceOp.SUM),
+        (LARGEST, dist.ReduceOp.MAX),
+    ):
+        tensors = [x for site in copies.values() for name, x in site.tensors()
+                   if name.rpartition(".")[2] in kinds]  # fmt: skip
         flat = torch.cat([x.flatten().double() for x in tensors]).to(device)
         dist.all_reduce(flat, how, group)
-        held, start = flat.cpu(), 0
-        for x in tensors:
-            x.copy_(held[start : start + x.numel()].view_as(x))
-            start += x.numel()
+        parts = flat.cpu().split([x.numel() for x in tensors])  # type: ignore[no-untyped-call]
+        for x, found in zip(tensors, parts, strict=True):
+            x.copy_(found.view_as(x))
     for site in copies.values():
-        _finish(site)
+        for part in PARTS:
+            operand = getattr(site, part)
+            keys, order = operand.keys.sort()
+            operand.rows.copy_(operand.rows[order])
+            operand.keys.copy_(keys)
     return {name: site for name, site in copies.items() if sum(site.sizes.values())}
-
-
-def _copy(site: SiteStatistics | None, shape: tuple[int, int, bool, str]) -> SiteStatistics:
-    n, k, has_bias, norm = shape
-    found = SiteStatistics(n, k, torch.device("cpu"), has_bias=has_bias, norm=norm)
-    if site is not None:
-        found.merge(site)
-    return found
-
-
-def _notes(site: SiteStatistics) -> dict[str, Any]:
-    """What the host knows."""
-    return {
-        "sizes": dict(site.sizes),
-        "norm": site.norm,
-        "snapshots": site.snapshots,
-        **{part: (getattr(site, part).steps, getattr(site, part).stride) for part in _PARTS},
-    }
-
-
-_PARTS = ("input", "grad_output")
-
-
-def _use_notes(site: SiteStatistics, notes: list[dict[str, Any]]) -> None:
-    site.sizes.clear()
-    for note in notes:
-        site.sizes.update(note["sizes"])
-    site.norm = next((note["norm"] for note in notes if note["norm"]), "")
-    site.snapshots = sum(note["snapshots"] for note in notes)
-    for part in _PARTS:
-        operand = getattr(site, part)
-        operand.align(max(note[part][1] for note in notes))
-        operand.steps = max(note[part][0] for note in notes)
-        for name, x in operand.moments.sums().items():
-            operand.moments.tensors()[name].copy_(x)
-
-
-def _share_places(sample: Reservoir, place: int, world: int) -> None:
-    """Every rank has the places ``place, place + world, ...`` of the merged sample."""
-    mine = slice(place, None, world)
-    count = len(sample.keys[mine])
-    rows, keys = sample.rows[:count].clone(), sample.keys[:count].clone()
-    sample.rows.zero_()
-    sample.keys.zero_()
-    sample.rows[mine], sample.keys[mine] = rows, keys
-
-
-def _operand_sums(operand: OperandStatistics) -> Iterator[Tensor]:
-    yield from operand.moments.tensors().values()
-    yield from (operand.row_sizes.counts, operand.values.counts)
-    yield from (operand.sample.rows, operand.sample.keys)
-
-
-def _sums(site: SiteStatistics) -> Iterator[Tensor]:
-    for part in _PARTS:
-        yield from _operand_sums(getattr(site, part))
-    yield site.mean_ratios.counts
-    yield site.cancellations
-
-
-def _largest(site: SiteStatistics) -> Iterator[Tensor]:
-    for part in _PARTS:
-        operand = getattr(site, part)
-        yield from (operand.column_sizes, operand.trace)
-
-
-def _finish(site: SiteStatistics) -> None:
-    for part in _PARTS:
-        operand = getattr(site, part)
-        moments = operand.moments
-        moments.use_sums({name: x.clone() for name, x in moments.tensors().items()})
-        keys, order = operand.sample.keys.nan_to_num(nan=math.inf, posinf=math.inf).sort()
-        operand.sample.rows.copy_(operand.sample.rows[order])
-        operand.sample.keys.copy_(keys)

@@ -1,58 +1,247 @@
-"""Replay: errors of every candidate on what a site was seen to hold, as a sweep measures them."""
+"""Replay: errors of every candidate on the operands of a site, as a sweep measures them.
+
+Rows are those that were sampled, and the weight is the newest: errors depend on how they lie to
+each other, which no statistics of either hold. Of inputs of mean c and weight rows that sum to zero
+the sums lose c, and what rounding makes of c stays.
+
+A scale may span more rows than were sampled. Where whole operands had larger magnitudes than the
+sample, one row of it is scaled up to the largest; of a weight's gradient, whose scales span all
+samples of a column, one sample has the largest of each column, and the other operand zeros there.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
+from lokakern.errors import ShapeError
 from lokakern.measure.accuracy import SEEDS, Cell, cells_for, measure_cells
 from lokakern.measure.time_problem import torch_device
-from lokakern.probe.as_distribution import LearnedSite
 from lokakern.probe.fingerprint import fingerprint_of, nearest
 from lokakern.probe.problems import Replayed, norms_after, problem_of, problems_to_time
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import (
+    GEMMS,
+    PARTS,
+    OperandStatistics,
+    SiteStatistics,
+    cancellation_of,
+    places_of,
+    terms_of,
+)
 from lokakern.progress import tell
-from lokakern.registry.register import Kernel, kernels_for, load_kernels
+from lokakern.registry.register import kernels_for, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, DistributionRow
 from lokakern.sweep.engine import sweep
 from lokakern.sweep.plan import harness_digest
 from lokakern.torchrun import cores_of_rank
-from lokakern.types import Device, Problem
-from lokakern.workloads.distributions import learned
+from lokakern.types import GROUP, Device, Problem
+from lokakern.workloads.distributions import LearnedDistribution, learned
 from lokakern.workloads.gemm_cases import Case
 
 ROWS_OF_P99 = 1024  # from which the limit of the 99th percentile is below the largest of rows
+MOST_COLUMNS = 2048  # of gradients, of which cancellation is measured
+FEWEST_PAIRS = 8  # of samples; with fewer none gives its place to the largest magnitudes
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedSite:
+    """A site as distributions that operands are drawn from, one for each of its GEMMs."""
+
+    name: str
+    statistics: SiteStatistics
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits of all statistics."""
+        digest = hashlib.sha256()
+        for name, x in self.statistics.tensors():
+            digest.update(f"{name}{list(x.shape)}{x.dtype}".encode())
+            digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def _samples(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rows of inputs and gradients and their keys, on the CPU."""
+        return {part: getattr(self.statistics, part).kept() for part in PARTS}
+
+    @cached_property
+    def _weights(self) -> list[Tensor | None]:
+        """The newest weight and its transpose, or some rows of each, on the CPU."""
+        both = (self.statistics.snapshot, self.statistics.weight_t())
+        return [x if x is None else x.cpu() for x in both]
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor]:
+        """Places in the samples of inputs and of gradients of rows that came together."""
+        (_, left), (_, right) = self._samples["input"], self._samples["grad_output"]
+        places = {key: place for place, key in enumerate(left.tolist())}
+        both = [(places[key], i) for i, key in enumerate(right.tolist()) if key in places]
+        inputs, gradients = torch.tensor(both, dtype=torch.int64).view(-1, 2).t()
+        return inputs, gradients
+
+    def gemms(self) -> list[str]:
+        """Those that can be drawn: no gradients come by in inference."""
+        weight, weight_t = self._weights
+        if weight is None or not len(self._samples["input"][0]):
+            return []
+        if not len(self._samples["grad_output"][0]):
+            return ["output"]
+        # A file of the first version has no whole columns of a large weight.
+        return [gemm for gemm in GEMMS if gemm != "grad_input" or weight_t is not None]
+
+    def rows_of(self, gemm: str) -> int:
+        """Different rows that stand for the operands of a GEMM, or pairs of them."""
+        part = "input" if gemm == "output" else "grad_output"
+        return len(self._pairs[0] if gemm == "grad_weight" else self._samples[part][0])
+
+    def unlike(self, gemm: str) -> float:
+        """Share of the rows of a GEMM that are unlike any of the sample: an octave beyond in size.
+
+        Nothing is known of their errors.
+        """
+        part = "input" if gemm == "output" else "grad_output"
+        sizes = self._samples[part][0].abs().amax(dim=1)
+        sizes = sizes[sizes > 0]
+        if gemm == "grad_weight" or not len(sizes):
+            return 0.0
+        operand: OperandStatistics = getattr(self.statistics, part)
+        return operand.row_sizes.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
+
+    def lost(self, gemm: str) -> float:
+        """How much more of a weight's gradient cancels in batches than in the sample, 1 or more.
+
+        Samples of a batch may have in common what those of many have not: gradients through a
+        BatchNorm sum to zero. Squares of errors are by so much larger.
+        """
+        pairs, seen = self._pairs, self.statistics.cancellation
+        if gemm != "grad_weight" or not len(pairs[0]) or not seen:
+            return 1.0
+        samples = (rows for rows, _ in self._samples.values())
+        x, y = (rows[places].double() for rows, places in zip(samples, pairs, strict=True))
+        y = y[:, places_of(min(y.shape[1], MOST_COLUMNS), y.shape[1])]
+        sizes = torch.linalg.vector_norm(y.t() @ x, dim=1)
+        return max(seen / max(float(cancellation_of(terms_of(y, x), sizes)), 1e-9), 1.0)
+
+    def evidence(self, gemm: str) -> dict[str, Any]:
+        """Statistics of the operands of a GEMM; names have units."""
+        seen = self.statistics
+        found: dict[str, Any] = {
+            "m_p50": seen.m_quantile(0.5),
+            "m_p99": seen.m_quantile(0.99),
+            "sampled_rows": self.rows_of(gemm),
+            "unlike_share": self.unlike(gemm),
+        }
+        for part, without in zip(PARTS, ("grad_input", "output"), strict=True):
+            if gemm != without:
+                found[part] = _evidence(getattr(seen, part))
+        if gemm == "grad_weight":
+            return found | {"cancellation": seen.cancellation}
+        found["weight"] = {"snapshots": seen.snapshots}
+        if gemm == "output":
+            found["output_mean_per_deviation_p99"] = seen.mean_ratio
+        return found
+
+    def distribution_name(self, gemm: str) -> str:
+        return f"site:{self.name}/{gemm}"
+
+    def distribution(self, gemm: str) -> LearnedDistribution:
+        """The operands of one GEMM."""
+        rows, weight = {
+            "output": (partial(self._rows, "input"), partial(self._weight, 0)),
+            "grad_input": (partial(self._rows, "grad_output"), partial(self._weight, 1)),
+            "grad_weight": (partial(self._paired, 1), partial(self._paired, 0)),
+        }[gemm]
+        return LearnedDistribution(
+            self.distribution_name(gemm), f"learned of {self.name}", (), False, self.digest, rows,
+            weight,
+        )  # fmt: skip
+
+    def _rows(self, part: str, rows: int, columns: int, _seed: int) -> Tensor:
+        """Each of the sample as often as the others, in steps of 128 rows, as kernels want them."""
+        sample = self._samples[part][0].double()
+        self._check(columns, sample.shape[1])
+        rows = min(rows, -(-len(sample) // GROUP) * GROUP)
+        found = sample[torch.arange(rows) % len(sample)]
+        sizes = found.abs().amax(dim=1)
+        place, most = int(sizes.argmax()), getattr(self.statistics, part).amax
+        if 0 < float(sizes[place]) < most:
+            found[-1] = found[place] * (most / sizes[place])
+        return found
+
+    def _weight(self, which: int, rows: int, columns: int, _seed: int) -> Tensor:
+        weight = self._weights[which]
+        assert weight is not None  # or its GEMM is not in `gemms`
+        self._check(columns, weight.shape[1])
+        return weight[places_of(rows, len(weight))].double()
+
+    def _paired(self, which: int, samples: int, columns: int, seed: int) -> Tensor:
+        """Samples of an operand that came together with those of the other, each once.
+
+        Seed 0 takes as many as there are, others three in four: how far errors differ says how
+        certain they are. None is repeated, because a second copy under another scale would cancel
+        the rounding of the first; the rest of 128 are zeros. Columns of a gradient are rows of
+        the product, of which an error is measured over 2048.
+        """
+        sample = self._samples[PARTS[which]][0]
+        pairs = self._pairs[which]
+        if not len(pairs):  # there is no verdict on such
+            pairs = torch.arange(min(len(rows) for rows, _ in self._samples.values()))
+        extremes = 2 if samples >= FEWEST_PAIRS else 0
+        count = min(samples - extremes, len(pairs) if seed == 0 else max(len(pairs) * 3 // 4, 1))
+        order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[:count]
+        found = sample.new_zeros(
+            min(samples, -(-(count + extremes) // GROUP) * GROUP), sample.shape[1]
+        ).double()
+        found[extremes : extremes + count] = sample[pairs[order]].double()
+        if extremes:
+            sizes = getattr(self.statistics, PARTS[which]).column_sizes.cpu().double()
+            signs = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)) < 0.5
+            found[which] = torch.where(signs, sizes, -sizes)
+        return found[:, places_of(columns, sample.shape[1])]
+
+    def _check(self, asked: int, known: int) -> None:
+        if asked != known:
+            raise ShapeError(
+                f"site {self.name!r} has operands of {known} columns; {asked} were asked for"
+            )
+
+
+def _evidence(operand: OperandStatistics) -> dict[str, Any]:
+    middle, high = operand.values.log2_quantiles(0.5, 0.999)
+    return {
+        "rows": operand.rows_seen,
+        "amax": operand.amax,
+        "amax_drift_log2": operand.amax_drift_log2,
+        "p50_log2": middle,
+        "p99.9_log2": high,
+        "row_spread_log2": operand.row_sizes.spread_log2(),
+        "zero_row_share": operand.row_sizes.zero_share,
+        "nonfinite_rows": operand.row_sizes.nonfinite_count,
+    }
 
 
 def replay(
-    name: str,
-    statistics: SiteStatistics,
-    *,
-    seeds: Sequence[int] = SEEDS,
-    database: str | Path | None = None,
-) -> tuple[Replayed, ...]:
+    site: LearnedSite, *, seeds: Sequence[int] = SEEDS, database: str | Path | None = None
+) -> list[Replayed]:
     """Measure every candidate here on the rows that were sampled of a site, and its weight.
 
     Candidates are the kernels registered for the device here; with no GPU they emulate. The output
     is measured before and after the site's norm, and after a BlockNorm in its place.
 
-    Args:
-        name: Of the site.
-        statistics: What was seen of it.
-        seeds: Of the samples of a weight's gradient: the first gives its error, the others say how
-            certain that is. Rows of other GEMMs err one by one, whatever the seed.
-        database: Where the rows go, under distributions ``site:<name>/<gemm>`` whose parameters
-            are the digest of the statistics; None: nowhere.
+    The first seed of the samples of a weight's gradient gives its error, the others its limit; rows
+    of other GEMMs err one by one. Rows of a database are of distributions ``site:<name>/<gemm>``,
+    whose parameters are the digest of the statistics.
     """
-    return replay_site(LearnedSite(name, statistics), seeds=seeds, database=database)
-
-
-def replay_site(
-    site: LearnedSite, *, seeds: Sequence[int] = SEEDS, database: str | Path | None = None
-) -> tuple[Replayed, ...]:
-    """`replay` of a site that can be drawn."""
     device = current_device()
     cells, norms = _cells_of(site, device, seeds)
     records: dict[int, AccuracyRecord] = {}
@@ -65,11 +254,27 @@ def replay_site(
         measure_cells(cells, torch_device(), device, lambda *_: True, keep)
     if database is not None:
         _write(database, site.digest, cells, records, device)
-    return tuple(_summarized(site, cells, norms, records))
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for place in sorted(records):  # by seed
+        gemm = cells[place].distribution.rpartition("/")[2]
+        groups.setdefault((gemm, norms[place], cells[place].kernel.name), []).append(place)
+    found = []
+    for (gemm, norm, name), places in groups.items():
+        kernel, many = cells[places[0]].kernel, [records[place] for place in places]
+        bad = next((r for r in many if r.status != "ok" or r.errors is None), None)
+        errors = _errors_of(site, gemm, many) if bad is None else (math.inf,) * 6
+        found.append(
+            Replayed(
+                gemm, norm, name, kernel.granularity, kernel.b_granularity, *errors,
+                rows=site.rows_of(gemm), reason=f"{bad.status}: {bad.reason}" if bad else "",
+                accumulation=kernel.accumulation,
+            )
+        )  # fmt: skip
+    return found
 
 
 def compile_ahead(sites: Iterable[LearnedSite]) -> None:
-    """Compile what replays of sites launch on the GPU here, on all cores of this rank.
+    """Compile kernels for replays of sites on the GPU here, on all cores of this rank.
 
     One after the other, as they are launched, 133 kernels of Wukong M took 46 s of a report's 119.
     """
@@ -100,27 +305,19 @@ def _cells_of(
 ) -> tuple[list[Cell], list[str]]:
     """What is to be measured of a site, and the norm after each."""
     load_kernels()
-    statistics = site.statistics
-    m = max(statistics.m_quantile(0.5), 1)
     cells: list[Cell] = []
     norms: list[str] = []
     for gemm in site.gemms():
-        for norm in norms_after(statistics, gemm):
-            problem = problem_of(statistics, gemm, m, norm)
+        for norm in norms_after(site.statistics, gemm):
+            problem = problem_of(site.statistics, gemm, norm)
             drawn = seeds if gemm == "grad_weight" else seeds[:1]
-            found = _cells(problem, device, site.distribution_name(gemm), drawn)
-            cells += found
-            norms += [norm] * len(found)
+            # One kernel at a time: none stands in for another that may be wrong here.
+            for kernel in kernels_for(problem.op, device):
+                cells += cells_for(
+                    [(kernel, problem)], device, [site.distribution_name(gemm)], drawn
+                )
+            norms += [norm] * (len(cells) - len(norms))
     return cells, norms
-
-
-def _cells(problem: Problem, device: Device, distribution: str, seeds: Sequence[int]) -> list[Cell]:
-    # One kernel at a time: none stands in for another that may be wrong here.
-    return [
-        cell
-        for kernel in kernels_for(problem.op, device)
-        for cell in cells_for([(kernel, problem)], device, [distribution], seeds)
-    ]
 
 
 def _write(
@@ -143,54 +340,27 @@ def _write(
             )
 
 
-def _summarized(
-    site: LearnedSite,
-    cells: Sequence[Cell],
-    norms: Sequence[str],
-    records: dict[int, AccuracyRecord],
-) -> Iterable[Replayed]:
-    groups: dict[tuple[str, str, str], list[AccuracyRecord]] = {}
-    kernels: dict[str, Kernel] = {}
-    for place, record in sorted(records.items()):  # by seed
-        gemm, kernel = cells[place].distribution.rpartition("/")[2], cells[place].kernel
-        kernels[kernel.name] = kernel
-        groups.setdefault((gemm, norms[place], kernel.name), []).append(record)
-    for (gemm, norm, name), found in groups.items():
-        kernel = kernels[name]
-        bad = next((r for r in found if r.status != "ok" or r.errors is None), None)
-        infinite = float("inf")
-        errors = (infinite,) * 6
-        if bad is None:
-            errors = _errors_of(site, gemm, found)
-        yield Replayed(
-            gemm, norm, name, kernel.granularity, kernel.b_granularity, *errors,
-            rows=site.rows_of(gemm), reason=f"{bad.status}: {bad.reason}" if bad else "",
-            accumulation=kernel.accumulation,
-        )  # fmt: skip
-
-
 def _errors_of(
     site: LearnedSite, gemm: str, found: Sequence[AccuracyRecord]
 ) -> tuple[float, float, float, float, float, float]:
-    """Errors of the first draw with limits that know how few rows it was made of."""
-    rows, unlike, lost = site.rows_of(gemm), site.unlike(gemm), site.lost(gemm)
+    """Errors of the first draw and their limits, in the order of `Replayed`."""
+    rows, more = site.rows_of(gemm), site.lost(gemm) ** 0.5
+    is_sum, unlike = gemm == "grad_weight", site.unlike(gemm)
     uppers: list[tuple[float, float, float]] = []
     for record in found:
         e = record.errors
         assert e is not None
-        # Rows that are repeated say nothing new: a standard error is by different rows. Those of a
-        # weight's gradient are all there are.
-        more = max(record.rows / max(rows, 1), 1.0) ** 0.5 if gemm != "grad_weight" else 1.0
-        square = e.row_err**2 + (e.row_err_upper**2 - e.row_err**2) * more
+        # A standard error is by different rows. Those of a weight's gradient are all there are.
+        wider = 1.0 if is_sum else max(record.rows / max(rows, 1), 1.0) ** 0.5
+        square = e.row_err**2 + (e.row_err_upper**2 - e.row_err**2) * wider
         # Where fewer rows were seen than this quantile needs, the largest error is what is known.
-        p99 = e.row_p99_upper if rows >= ROWS_OF_P99 or gemm == "grad_weight" else e.row_max
-        shift = e.mean_shift + (e.mean_shift_upper - e.mean_shift) * more
+        p99 = e.row_p99_upper if rows >= ROWS_OF_P99 or is_sum else e.row_max
+        shift = e.mean_shift + (e.mean_shift_upper - e.mean_shift) * wider
         # What is unlike the sample may be wrong altogether, which counts as an error of 1.
         uppers.append((min(square + unlike, 1.0) ** 0.5, p99, shift))
     first = found[0].errors
     assert first is not None
     upper, p99, shift = (max(values) for values in zip(*uppers, strict=True))
-    more = lost**0.5
     return (
         min(first.row_err * more, 1.0), min(upper * more, 1.0), first.row_p99 * more, p99 * more,
         first.mean_shift * more, shift * more,

@@ -1,32 +1,123 @@
-"""`ProbeReport`: verdicts on every site, as a table, as JSON, and as something to dispatch by."""
+"""`ProbeReport`: verdicts on every site, as a table, JSON, a page, and names to dispatch by."""
 
 from __future__ import annotations
 
 import json
+import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
-from lokakern.probe.fingerprint import fingerprint_of, moved, outside
-from lokakern.probe.site import SiteStatistics
-from lokakern.probe.site_report import Judged, SiteReport
-from lokakern.probe.verdicts import BUDGET, Verdict, verdicts_of
+from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside
+from lokakern.probe.statistics import GEMMS, SiteStatistics
+from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget
 
 VERSION = 1
+MOST_NAMED = 3  # outlying GEMMs whose reasons stand in the name of a distribution
+SAFETIES = ("safe", "undecided", "unsafe")
+NOT_TIMED = "not timed"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One GEMM of a site."""
+
+    verdict: Verdict
+    fingerprint: Fingerprint
+    evidence: dict[str, Any]  # statistics of the operands, with units in the names
+    calls: int  # all steps and ranks together
+
+    @property
+    def place(self) -> str:
+        """Site and GEMM."""
+        return f"{self.verdict.site}/{self.verdict.gemm}"
+
+
+class SiteReport(tuple[str, ...]):
+    """Results of one site, or of all under a name: names of distributions to dispatch by.
+
+    A tuple of names, as `dispatch` takes it: the benchmarked distributions that the GEMMs are
+    nearest to, or one that begins with `dispatcher.OUTSIDE` and says why, where one is like none of
+    them.
+
+    Attributes:
+        name: Of the site, or what the names of several begin with.
+        verdicts: On each GEMM.
+        outside: By GEMM, what of it is like no benchmarked distribution; empty where all are.
+    """
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    outside: dict[str, str]
+    _judged: Sequence[Judged]
+
+    def __new__(cls, name: str, judged: Sequence[Judged]) -> SiteReport:
+        found = {j.place: outside(j.fingerprint) for j in judged}
+        found = {place: words for place, words in found.items() if words}
+        names = [f"{dispatcher.OUTSIDE}: {_why(found)}"] if found else []
+        self = super().__new__(cls, names or dict.fromkeys(nearest(j.fingerprint) for j in judged))
+        self.name, self._judged, self.outside = name, judged, found
+        self.verdicts = tuple(j.verdict for j in judged)
+        return self
+
+    @property
+    def why_outside(self) -> str:
+        """In one line; "" where it is like a benchmarked distribution."""
+        return _why(self.outside)
+
+    def gemm(self, gemm: str) -> SiteReport:
+        """The same of one GEMM alone, "output", "grad_input" or "grad_weight".
+
+        Warns where its operands are like no benchmarked distribution.
+
+        Raises:
+            UnknownNameError: There is no such, or none was seen.
+        """
+        found = [j for j in self._judged if j.verdict.gemm == gemm]
+        if gemm not in GEMMS or not found:
+            known = dict.fromkeys(j.verdict.gemm for j in self._judged)
+            raise UnknownNameError(
+                f"{self.name} has no GEMM {gemm!r} that was seen; expected one of "
+                f"{', '.join(known)}"
+            )
+        return SiteReport(self.name, found).warned()
+
+    def warned(self) -> SiteReport:
+        """Itself; warns where operands are like no benchmarked distribution."""
+        if self.outside:
+            warnings.warn(
+                f"{self.name} is like no benchmarked distribution, so its kernels are bfloat16's: "
+                f"{self.why_outside}",
+                stacklevel=3,
+            )
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.name, self._judged
+
+    def __repr__(self) -> str:
+        return f"SiteReport({self.name!r}, {', '.join(self)})"
+
+
+def _why(outside: Mapping[str, str]) -> str:
+    named = [f"{place}: {words}" for place, words in outside.items()]
+    more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return "; ".join(named[:MOST_NAMED]) + more
 
 
 class ProbeReport:
     """Verdicts on the sites of a model.
 
-    ``report["layers.3.mlp"]`` is what was found of a site, or of all sites under a name, and may be
-    the ``distribution`` of `dispatch` and `gemm`; so may ``report["layers.3.mlp"].gemm("output")``.
+    ``report["layers.3.mlp"]``, of a site or of all sites under a name, may be the ``distribution``
+    of `dispatch` and `gemm`; so may ``report["layers.3.mlp"].gemm("output")``.
 
     Attributes:
         budget: The largest error that is safe.
@@ -63,14 +154,14 @@ class ProbeReport:
         """Replay every site and judge it.
 
         Args:
-            sites: What was learned, by name.
+            sites: Their statistics, by name.
             budget: The largest error that is safe, see `lokakern.probe.verdicts`.
             device: Whose times count, such as "NVIDIA H200" of a shipped file; None: of the GPU
                 here, of nobody where there is none.
             seeds: Of the samples of a weight's gradient, see `lokakern.probe.replay.replay`.
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
-            steps: In which all this was seen, of all ranks together.
+            steps: Number of sampled steps, of all ranks together.
             unseen: What there is no verdict on, by name, and why.
 
         Raises:
@@ -78,9 +169,8 @@ class ProbeReport:
                 for times, or another device's are asked for.
             DeviceError: The database does not know the device.
         """
-        from lokakern.probe.as_distribution import LearnedSite
-        from lokakern.probe.evidence import evidence_of  # they bring the bench with them
-        from lokakern.probe.replay import compile_ahead, replay_site, time_sites
+        # They import the bench.
+        from lokakern.probe.replay import LearnedSite, compile_ahead, replay, time_sites
 
         here = current_device()
         if times and (database is None or device not in (None, here, here.product)):
@@ -90,25 +180,21 @@ class ProbeReport:
             )
         if device is None and (times or here.is_gpu):
             device = here
+        answers: Any = nullcontext()
         if times and database is not None:
             time_sites(sites, database)
+            answers = _answering_from(database)
         judged = []
-        compile_ahead(LearnedSite(name, statistics) for name, statistics in sites.items())
-        with nullcontext() if database is None or not times else _answering_from(database):
-            for name, statistics in sites.items():
-                site = LearnedSite(name, statistics)
-                replayed = replay_site(site, seeds=seeds, database=database)
-                for verdict in verdicts_of(
-                    name, statistics, replayed, budget=budget, device=device
-                ):
-                    judged.append(
-                        Judged(
-                            verdict,
-                            fingerprint_of(statistics, verdict.gemm),
-                            evidence_of(site, verdict.gemm),
-                            sum(statistics.sizes.values()),
-                        )
-                    )
+        learned = [LearnedSite(name, statistics) for name, statistics in sites.items()]
+        compile_ahead(learned)
+        with answers:
+            for site in learned:
+                seen = site.statistics
+                replayed = replay(site, seeds=seeds, database=database)
+                calls = sum(seen.sizes.values())
+                for v in verdicts_of(site.name, seen, replayed, budget=budget, device=device):
+                    print_ = fingerprint_of(seen, v.gemm)
+                    judged.append(Judged(v, print_, site.evidence(v.gemm), calls))
         return cls(judged, ErrorBudget.of(budget), device, steps, unseen)
 
     @property
@@ -125,15 +211,14 @@ class ProbeReport:
         return iter(self.verdicts)
 
     def __getitem__(self, name: str) -> SiteReport:
-        """What was found of a site, or of all whose names begin with this and a dot.
+        """Results of a site, or of all whose names begin with this and a dot.
 
         Warns where operands are like no benchmarked distribution: kernels are bfloat16's then.
 
         Raises:
             UnknownNameError: There is none.
         """
-        found = [j for j in self._judged
-                 if j.verdict.site == name or j.verdict.site.startswith(f"{name}.")]  # fmt: skip
+        found = [j for j in self._judged if f"{j.verdict.site}.".startswith(f"{name}.")]
         if not found:
             raise UnknownNameError(
                 f"no site {name!r} was seen; expected one of {', '.join(self.sites)}, or what "
@@ -142,32 +227,30 @@ class ProbeReport:
         return SiteReport(name, found).warned()
 
     @property
+    def _saved_us(self) -> float:
+        return sum(j.calls * j.verdict.saved_us for j in self._judged)
+
+    @property
     def saved_share(self) -> float | None:
         """Share of the time of all GEMMs in bfloat16 that the safe and fast ones save.
 
-        As often as each was called. None where nothing was timed.
+        Each counts as often as it was called. None where nothing was timed.
         """
-        plain = [j.calls * j.verdict.bf16_us for j in self._judged if j.verdict.bf16_us is not None]
-        saved = sum(j.calls * j.verdict.saved_us for j in self._judged)
-        return saved / sum(plain) if sum(plain) else None
+        plain = sum(j.calls * (j.verdict.bf16_us or 0.0) for j in self._judged)
+        return self._saved_us / plain if plain else None
 
     @property
     def saved_us_per_step(self) -> float | None:
         """Time of a step of a rank that they save, in microseconds; None where it is not known."""
         if self.saved_share is None or not self.steps:
             return None
-        return sum(j.calls * j.verdict.saved_us for j in self._judged) / self.steps
+        return self._saved_us / self.steps
 
     def drift(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
-        """What of today's operands is not where the verdicts were made; warns of it.
-
-        Nothing is replayed: `renewed` does that.
+        """Operands that moved, by ``site/gemm``, and how; warns of them, and replays nothing.
 
         Args:
-            sites: What was learned lately, by name, as after `Probe.forget`.
-
-        Returns:
-            By ``site/gemm``, what moved; empty where nothing did.
+            sites: New statistics, by name, as after `Probe.forget`.
         """
         found = self._moved(sites)
         if found:
@@ -187,14 +270,12 @@ class ProbeReport:
         return ProbeReport([*kept, *anew], self.budget, self._device, self.steps, self.unseen)
 
     def _moved(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
-        found = {}
-        for j in self._judged:
-            if j.verdict.site in sites:
-                now = fingerprint_of(sites[j.verdict.site], j.verdict.gemm)
-                words = moved(j.fingerprint, now)
-                if words:
-                    found[j.place] = words
-        return found
+        found = {
+            j.place: moved(j.fingerprint, fingerprint_of(sites[j.verdict.site], j.verdict.gemm))
+            for j in self._judged
+            if j.verdict.site in sites
+        }
+        return {place: words for place, words in found.items() if words}
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each GEMM, with units in the names of columns."""
@@ -207,7 +288,7 @@ class ProbeReport:
                     "site": v.site,
                     "gemm": v.gemm,
                     "m,n,k": ",".join(map(str, v.shape)),
-                    "verdict": f"{v.safety}, {v.speed or 'not timed'}",
+                    "verdict": f"{v.safety}, {v.speed or NOT_TIMED}",
                     "scales": v.best or "-",
                     "row_err": best.row_err if best else lowest,
                     "bf16_err": v.bf16_err,
@@ -222,7 +303,7 @@ class ProbeReport:
 
     @property
     def summary(self) -> str:
-        """What would be saved; "" where nothing was timed."""
+        """How much time would be saved; "" where nothing was timed."""
         if self.saved_share is None:
             return ""
         words = f"{self.saved_share:.1%} of the time of these GEMMs in bfloat16 would be saved"
@@ -277,8 +358,6 @@ class ProbeReport:
         Raises:
             OSError: It cannot be written.
         """
-        from lokakern.probe.page import page_of
-
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
 
 
@@ -300,6 +379,58 @@ def _finite(value: Any) -> Any:
         return {key: _finite(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(x) for x in value]
-    if isinstance(value, float) and value - value != 0.0:
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def page_of(content: Mapping[str, Any]) -> str:
+    """HTML of what `ProbeReport.content` gives, or of its JSON read back.
+
+    Names of sites, kernels and files may be hostile: all are escaped, and the page loads nothing
+    from elsewhere.
+    """
+    from lokakern.render.html import rendered
+
+    verdicts = [{**v, "numbers": _numbers(v), "speed": v["speed"] or NOT_TIMED}
+                for v in content["verdicts"]]  # fmt: skip
+    counts = Counter(v["safety"] for v in verdicts)
+    return rendered(
+        Path(__file__).with_name("page.html"),
+        {"number": _number, "evidence": _flat},
+        report=content,
+        verdicts=verdicts,
+        counts=[(safety, counts[safety]) for safety in SAFETIES],
+        gemms=list(dict.fromkeys(v["gemm"] for v in verdicts)),
+        safeties=SAFETIES,
+        speeds=(*SPEEDS, NOT_TIMED),
+    )
+
+
+def _numbers(verdict: Mapping[str, Any]) -> list[float | None]:
+    """Error and time of the scales to take, beside bfloat16's; of none, the smallest error."""
+    best = next((c for c in verdict["classes"] if c["scales"] == verdict["best"]), None)
+    errors = [c["row_err"] for c in verdict["classes"] if c["row_err"] is not None]
+    return [
+        best["row_err"] if best else min(errors, default=None),
+        verdict["bf16_err"],
+        best["latency_us"] if best else None,
+        verdict["bf16_us"],
+        verdict["saved_us"] or None,
+    ]
+
+
+def _number(value: float | None) -> str:
+    if value is None or isinstance(value, int):
+        return "-" if value is None else str(value)
+    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.3g}"
+
+
+def _flat(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values, those of operands after the operand's name."""
+    rows: list[tuple[str, str]] = []
+    for name, value in evidence.items():
+        words = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            rows += [(f"{words} {inner}", found) for inner, found in _flat(value)]
+        elif value != "":
+            rows.append((words, value if isinstance(value, str) else _number(value)))
+    return rows

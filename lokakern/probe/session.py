@@ -1,4 +1,4 @@
-"""`Probe`: watches the linear layers of a model while it runs."""
+"""`Probe`: samples operands of the linear layers of a model while it runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +28,16 @@ from lokakern.nn.module_scan import (
 )
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe import files, ranks
-from lokakern.probe.attach import Hook, hook_of, hook_of_gradient
-from lokakern.probe.hooks import Recorder, Switch, is_backward_under_way, is_plain
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.hooks import (
+    Hook,
+    Recorder,
+    Sampler,
+    hook_of,
+    hook_of_gradient,
+    is_backward_under_way,
+    is_plain,
+)
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.unhooked_products import BETWEEN, products_elsewhere, roots_under_way
 from lokakern.probe.verdicts import BUDGET
 from lokakern.sampled_check import Watch, rows_of, watch_of_site
@@ -44,38 +50,22 @@ if TYPE_CHECKING:
 NOT_CALLED = "it was not called in a sampled step"
 NO_WEIGHT = "its weight is not initialized"
 _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
+_RUNNING: dict[Any, bool] = {}  # probes, and whether compiled code checked no hooks before
 
 
-def _is_linear(module: nn.Module, _name: str) -> bool:
-    return isinstance(module, nn.Linear | Routed)
-
-
-class _HooksGuarded:
-    """While some probe watches, compiled code looks whether modules have hooks."""
-
-    def __init__(self) -> None:
-        self._watching: set[Any] = set()
-        self._before = True
-
-    def add(self, probe: Any) -> None:
-        config = torch._dynamo.config
-        if not self._watching:
-            self._before = config.skip_nnmodule_hook_guards
-            config.skip_nnmodule_hook_guards = False
-        self._watching.add(probe)
-
-    def discard(self, probe: Any) -> None:
-        if probe in self._watching:
-            self._watching.discard(probe)
-            if not self._watching:
-                torch._dynamo.config.skip_nnmodule_hook_guards = self._before
-
-
-_HOOKS_GUARDED = _HooksGuarded()
+def _guard_hooks(probe: Any, is_running: bool) -> None:
+    """While some probe runs, compiled code checks whether modules have hooks."""
+    config = torch._dynamo.config
+    if is_running:
+        _RUNNING[probe] = next(iter(_RUNNING.values()), config.skip_nnmodule_hook_guards)
+        config.skip_nnmodule_hook_guards = False
+    elif probe in _RUNNING:
+        before = _RUNNING.pop(probe)
+        config.skip_nnmodule_hook_guards = before and not _RUNNING
 
 
 class Probe:
-    """Learns what a model's linear layers see, while the model runs as it is.
+    """Samples operands of a model's linear layers, while the model runs as it is.
 
     Used as a context manager, or by `start` and `stop`. A step is a step of an optimizer that owns
     a parameter of the model. Until there was one, it is an uncompiled call of the model or, where
@@ -83,20 +73,18 @@ class Probe:
     of `step`, it is a call of `step`. The first step is sampled, and then every ``every``-th. A
     copy of a watched model, by ``copy.deepcopy`` or in a file, is not watched.
 
-    A model that is compiled stays so: a sampled step runs a second graph, compiled once, and after
+    A compiled model stays compiled: a sampled step runs a second graph, compiled once, and after
     the end a third without hooks. Begin before the model is compiled, or what was compiled in this
-    process is compiled again. Inside
-    torch.compile only optimizers and `step` tell steps apart, unless the compiled model itself is
-    what is probed.
+    process is compiled again. Inside torch.compile only optimizers and `step` tell steps apart,
+    unless the compiled model itself is probed.
 
     Args:
-        model: Any module; nothing of it is changed but for hooks.
+        model: Any module; only hooks are added to it.
         every: Steps from one that is sampled to the next.
         filter: ``(module, name) -> bool``, which modules are sites; None: every `nn.Linear`, and
             each that `mods.FuseShared` made of several, under the name that it has then. A module
             with a two-dimensional ``weight`` ``[n, k]`` that maps ``[..., k]`` to ``[..., n]`` may
-            be one. What `mods.MixTokens` has multiply across tokens is none, nor is a part of
-            another layer.
+            be one. A layer of `mods.MixTokens` is none, nor is a part of another layer.
         weights_every: Steps from one snapshot of the weights to the next, each at a sampled step.
         norms: By name of a site, the normalization of its output (`lokakern.norm.norm_named`). Of
             others it is found where a norm's module is given what the site's module returned, or
@@ -104,9 +92,8 @@ class Probe:
         seed: Of the choice of rows.
         check: ``"every:rows"``, such as "1:64": of every such sampled step 64 rows of the output of
             each converted layer are compared with the float32 product, as by ``convert(check=)``,
-            and an `ErrorBudgetWarning` tells of a row error over 0.06, the budget that `report`
-            has unless it is told another; `checks` lists what was found. None: what LOKAKERN_CHECK
-            says now; "off": nothing.
+            and an `ErrorBudgetWarning` tells of a row error over 0.06, the default budget of
+            `report`; `checks` lists the results. None: as LOKAKERN_CHECK says now; "off": nothing.
 
     Raises:
         ShapeError: A number of steps is below 1, or a site has no two-dimensional weight.
@@ -131,14 +118,16 @@ class Probe:
                 "1 step"
             )
         self.model, self.every, self.weights_every = model, every, weights_every
-        self._switch = Switch(seed + 1_000_003 * ranks.rank())
+        self._sampler = Sampler(seed + 1_000_003 * ranks.rank())
         inner = inner_layers(model)
         self._modules: dict[str, nn.Module] = {}
         self._left: dict[str, tuple[nn.Module, str]] = {}  # and why
-        for name, module in named_modules(model, filter or _is_linear):
-            why = _why_not(module, id(module) in inner)
-            if why:
-                self._left[name] = module, why
+        is_site = filter or (lambda module, _: isinstance(module, nn.Linear | Routed))
+        for name, module in named_modules(model, is_site):
+            if id(module) in inner:
+                self._left[name] = module, INNER
+            elif getattr(module, "is_mixing", False):
+                self._left[name] = module, MIXING
             else:
                 self._modules[name] = module
         if not self._modules:
@@ -153,19 +142,19 @@ class Probe:
             raise UnknownNameError(
                 f"Probe: norms= names {', '.join(unknown)}; sites are {', '.join(self._modules)}"
             )
-        found = _norms_in_sequence(model) | {self._modules[name]: x for name, x in given.items()}
+        found = _norms_in_sequence(model)
         self._recorders: dict[str, Recorder] = {}
-        for name, module in self._modules.items():
-            n, k, bias = _shape_of(name, module)
-            self._recorders[name] = Recorder(self._switch, n, k, bias, found.get(module, ""))
         self._watches: list[Watch] = []
         for name, module in self._modules.items():
+            norm = given.get(name, found.get(module, ""))
+            self._recorders[name] = Recorder(self._sampler, *_shape_of(name, module), norm)
             watch = watch_of_site(check, BUDGET, name)
             if watch is not None and type(module) in (nn.Linear, Linear):
                 self._recorders[name].check = functools.partial(_compare, watch, module)
                 self._watches.append(watch)
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
+        self._first: list[Any] = []  # the hook of the site that methods of the model call first
         self._steps = self._samples = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
@@ -173,22 +162,16 @@ class Probe:
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
         self._elsewhere: dict[str, str] | None = None
         self._why_unread = ""
-        self._first: Any = None  # the hook of the site that methods of the model call first
 
     def __enter__(self) -> Probe:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.stop()
-        else:  # what failed may be the device: nothing more is asked of it
-            self._let_go()
+        else:  # the device may have failed: nothing more is asked of it
+            self._remove_hooks()
 
     def start(self) -> None:
         """Begin to watch; without effect while it does."""
@@ -196,39 +179,37 @@ class Probe:
             return
         self._parameters = {id(p) for p in self.model.parameters()}
         self._begun = False
-        # Compiled code does not look whether a module got hooks. What is traced anew sees them, and
-        # looks, or another model of the same class would lend its code without them.
+        # Compiled code does not check whether a module got hooks. Code traced anew sees them, and
+        # checks, or another model of the same class would lend its code without them.
         torch.compiler.reset()
-        _HOOKS_GUARDED.add(self)
+        _guard_hooks(self, True)
         for name, module in self._modules.items():
             seen = functools.partial(self._site_called, module)
             hook = hook_of(self._recorders[name], seen, self._backward_seen)
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
-        for module in self.model.modules():
-            if _norm_of(module):
-                look = functools.partial(_look_back, self._switch, self._outputs)
-                self._handles.append(module.register_forward_pre_hook(Hook(look)))
+        self._handles += [
+            module.register_forward_pre_hook(Hook(self._norm_begins))
+            for module in self.model.modules()
+            if _norm_of(module)
+        ]
         self._handles.append(self.model.register_forward_pre_hook(Hook(self._forward_begins)))
         self._handles.append(self.model.register_forward_hook(Hook(self._forward_ended)))
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         self._turn()
 
     def stop(self) -> None:
-        """Watch no more; what was learned stays."""
-        self._let_go()
-        self._switch.stash.settle()
+        """Watch no more; statistics stay."""
+        self._remove_hooks()
+        self._sampler.buffer.settle()
 
-    def _let_go(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._leave_first()
-        self._leave_weights()
+    def _remove_hooks(self) -> None:
+        for handles in (self._handles, self._weight_handles, self._first):
+            _removed(handles)
         self._outputs.clear()
-        self._switch.turn(False, False)
-        _HOOKS_GUARDED.discard(self)
+        self._sampler.turn(False, False)
+        _guard_hooks(self, False)
 
     def step(self) -> None:
         """Say that a step ended, where no optimizer of the model's parameters does."""
@@ -237,11 +218,11 @@ class Probe:
     @property
     def is_sampling(self) -> bool:
         """Whether the present step is sampled."""
-        return self._switch.on
+        return self._sampler.on
 
     def sites(self) -> dict[str, SiteStatistics]:
-        """What was learned of each site that was called, by name; not copied."""
-        self._switch.stash.settle()
+        """Statistics of each site that was called, by name; not copied."""
+        self._sampler.buffer.settle()
         return {
             name: recorder.statistics
             for name, recorder in self._recorders.items()
@@ -249,9 +230,9 @@ class Probe:
         }
 
     def merged_sites(self, group: Any = None) -> dict[str, SiteStatistics]:
-        """The same over all ranks of a process group; every rank of it must call.
+        """`sites` over all ranks of a process group, each of which must call.
 
-        By one gather of a few numbers and two reductions. Without torch.distributed, `sites`.
+        By one gather of a few numbers and two reductions.
         """
         shapes = {
             name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items() if r.k
@@ -260,41 +241,32 @@ class Probe:
 
     @property
     def checks(self) -> list[dict[str, Any]]:
-        """What ``check=`` found of each site so far, see `lokakern.sampled_check.results`."""
+        """Results of ``check=`` for each site so far, see `lokakern.sampled_check.results`."""
         return rows_of(self._watches)
 
     def unseen(self) -> dict[str, str]:
-        """Sites of which nothing was learned, and products that no site makes, by name, and why.
+        """Sites without statistics, and products outside of sites, by name, and why.
 
-        Among them are layers that Mods multiply otherwise: as parts of others, or across tokens.
-
-        Products are those of the first sampled call of the model that has gradients and is not
-        compiled, or, where its methods are called instead, of the first backward pass: by
-        parameters, as of low-rank layers, and of activations, as of attention.
+        Products, by parameters and of activations, are those of the first sampled call of the model
+        that has gradients and is not compiled, or, where its methods are called instead, of the
+        first backward pass.
         """
-        return (
-            {name: why for name, (_, why) in self._left.items()}
-            | {
-                name: recorder.unseen
-                or (NOT_CALLED if recorder.k else f"{NO_WEIGHT}, and {NOT_CALLED}")
-                for name, recorder in self._recorders.items()
-                if recorder.statistics is None
-            }
-            | self._products_elsewhere()
-        )
-
-    def _products_elsewhere(self) -> dict[str, str]:
+        found = {name: why for name, (_, why) in self._left.items()}
+        for name, recorder in self._recorders.items():
+            if recorder.statistics is None:
+                not_called = NOT_CALLED if recorder.k else f"{NO_WEIGHT}, and {NOT_CALLED}"
+                found[name] = recorder.unseen or not_called
         if self._elsewhere is None and self._why_unread:
-            return {
-                BETWEEN: f"not known, because {self._why_unread}; call the model itself, and not a "
+            found[BETWEEN] = (
+                f"not known, because {self._why_unread}; call the model itself, and not a "
                 "method of it, in a sampled step"
-            }
-        return self._elsewhere or {}
+            )
+        return found | (self._elsewhere or {})
 
     def report(self, **options: Any) -> ProbeReport:
         """Verdicts on every site, see `ProbeReport.of`; over all ranks, each of which must call.
 
-        Warns of sites of which nothing was learned, but for what Mods changed.
+        Warns of sites without statistics, but for layers that Mods changed.
         """
         from lokakern.probe.report import ProbeReport
 
@@ -315,34 +287,34 @@ class Probe:
     ) -> dict[str, LossChange]:
         """True change of a loss with one site at a time in FP8; see `lokakern.probe.loss`.
 
-        The model must not be compiled. Nothing is looked at meanwhile.
+        The model must not be compiled. Nothing is sampled meanwhile.
         """
         from lokakern.probe.loss import loss_changes
 
-        on, self._switch.on = self._switch.on, False
+        on, self._sampler.on = self._sampler.on, False
         begun, source, self._source = self._begun, self._source, len(_SOURCES)  # calls, no steps
         try:
             buffers = list(self.model.buffers())
             return loss_changes(self._modules, loss, batches, granularity, buffers)
         finally:
-            self._switch.on, self._begun, self._source = on, begun, source
+            self._sampler.on, self._begun, self._source = on, begun, source
 
     def save(self, path: str | Path) -> None:
-        """Write what this rank learned into a file, see `lokakern.probe.files`."""
+        """Write the statistics of this rank into a file, see `lokakern.probe.files`."""
         self._take_weights()
         files.save(path, self.sites())
 
     def load(self, path: str | Path) -> None:
-        """Take in what an earlier session saved, as of other rows of the same steps.
+        """Take in statistics that an earlier session saved, as of other rows of the same steps.
 
         Raises:
             DatabaseError: The file is not one, or not in order.
             ShapeError: A site is of another shape here.
         """
         found = files.load(path)
-        self._switch.stash.settle()
+        self._sampler.buffer.settle()
         # Other keys than those that the earlier session gave to its rows.
-        self._switch.reseed(sum(site.input.steps for site in found.values()))
+        self._sampler.reseed(sum(site.input.steps for site in found.values()))
         for name, statistics in found.items():
             recorder = self._recorders.get(name)
             if recorder is not None:
@@ -352,16 +324,13 @@ class Probe:
                 recorder.statistics_on(device).merge(statistics)
 
     def forget(self) -> None:
-        """Learn anew, as for `ProbeReport.drift`, which asks about what was seen lately."""
-        self._switch.stash.settle()
+        """Drop all statistics, as for `ProbeReport.drift`, which asks about recent steps."""
+        self._sampler.buffer.settle()
         for recorder in self._recorders.values():
             recorder.statistics, recorder.steps = None, 0
 
     def _take_weights(self) -> None:
-        """Keep the weights that sites have now: those of the last snapshot may be of long ago.
-
-        Not of what an earlier session alone saw, nor what is spread over ranks.
-        """
+        """Keep the current weights of sites that were called, unless they are sharded."""
         for name, recorder in self._recorders.items():
             if recorder.steps:
                 weight = weight_of(self._modules[name])
@@ -369,29 +338,20 @@ class Probe:
                     recorder.take_weight(weight)
 
     def _turn(self) -> None:
-        self._switch.stash.take_in(steps=self.every)
+        """Begin a step."""
+        self._sampler.buffer.take_in(steps=self.every)
         on = self._steps % self.every == 0
         weights = on and self._samples % max(1, self.weights_every // self.every) == 0
         self._samples += on
-        self._switch.turn(on, weights)
+        self._sampler.turn(on, weights)
         self._outputs.clear()
-        self._leave_weights()
-        if on:
-            self._watch_weights()
-
-    def _watch_weights(self) -> None:
-        """In the present step, a parameter that is the weight tells its gradient."""
-        for name, module in self._modules.items():
+        _removed(self._weight_handles)
+        for name, module in self._modules.items() if on else ():
             weight: Any = module._parameters.get("weight")
             is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
             if is_there and weight.requires_grad:
                 hook = hook_of_gradient(self._recorders[name])
                 self._weight_handles.append(weight.register_hook(hook))
-
-    def _leave_weights(self) -> None:
-        for handle in self._weight_handles:
-            handle.remove()
-        self._weight_handles.clear()
 
     def _ended(self, source: str) -> None:
         rank = _SOURCES.index(source)
@@ -401,51 +361,53 @@ class Probe:
         self._steps += 1
         self._turn()
 
-    def _forward_begins(self, _module: nn.Module, _args: Any) -> None:
-        # A checkpoint of the whole model calls it again.
+    def _forward_begins(self, module: nn.Module, _args: Any) -> None:
+        # A checkpoint of the whole module calls it again.
         if torch.compiler.is_compiling() or is_backward_under_way():
             return
-        self._leave_first()
-        self._pass_begins()
-
-    def _pass_begins(self) -> None:
+        if module is self.model:
+            _removed(self._first)
         if self._begun:
             self._ended("forward")
         self._begun = True
 
-    def _first_begins(self, _module: nn.Module, _args: Any) -> None:
-        # A checkpoint may call it again.
-        if not torch.compiler.is_compiling() and not is_backward_under_way():
-            self._pass_begins()
+    def _site_called(self, module: nn.Module, recorder: Recorder, y: Tensor) -> None:
+        if not self._begun:  # the model itself was not called, but a method of it
+            self._begun = True
+            self._first.append(module.register_forward_pre_hook(Hook(self._forward_begins)))
+        if not recorder.norm:
+            self._outputs[id(y)] = (weakref.ref(y), recorder)
 
-    def _leave_first(self) -> None:
-        if self._first is not None:
-            self._first.remove()
-            self._first = None
+    def _norm_begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Whether the input of a norm is the output of a site."""
+        if torch.compiler.is_compiling() or not self._sampler.on or not args:
+            return
+        reference, recorder = self._outputs.get(id(args[0]), (None, None))
+        if reference is not None and recorder is not None and reference() is args[0]:
+            recorder.norm = _norm_of(module)
+            if recorder.statistics is not None:
+                recorder.statistics.norm = recorder.norm
 
     def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._is_unread() and torch.is_grad_enabled():
-            self._read_graph(output)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._read_graph(lambda _names: output)
 
     def _backward_seen(self) -> None:
-        if self._is_unread():
-            names = {id(p): name for name, p in self.model.named_parameters()}
-            try:
-                roots = roots_under_way(names)
-            except UnsupportedError as error:
-                self._why_unread = str(error)
-                return
-            if roots:
-                self._read_graph(roots)
+        self._read_graph(roots_under_way)
 
-    def _is_unread(self) -> bool:
-        return self._elsewhere is None and self._switch.on
-
-    def _read_graph(self, output: Any) -> None:
+    def _read_graph(self, roots_of: Callable[[dict[int, str]], Any]) -> None:
+        if self._elsewhere is not None or not self._sampler.on:
+            return
         names = {id(p): name for name, p in self.model.named_parameters()}
-        modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
-        of_sites = {id(p) for module in modules for p in module.parameters()}
-        self._elsewhere = products_elsewhere(output, names, of_sites)
+        try:
+            roots = roots_of(names)
+        except UnsupportedError as error:
+            self._why_unread = str(error)
+            return
+        if not (isinstance(roots, list) and not roots):
+            modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
+            of_sites = {id(p) for module in modules for p in module.parameters()}
+            self._elsewhere = products_elsewhere(roots, names, of_sites)
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None
@@ -453,29 +415,20 @@ class Probe:
             groups = (group["params"] for group in optimizer.param_groups)
             if not any(id(p) in self._parameters for params in groups for p in params):
                 return
-            self._optimizer = weakref.ref(optimizer)  # the first counts where there are several
-        elif known is not optimizer:
-            return
-        self._ended("optimizer")
+            known = optimizer  # the first counts where there are several
+            self._optimizer = weakref.ref(optimizer)
+        if known is optimizer:
+            self._ended("optimizer")
 
-    def _site_called(self, module: nn.Module, recorder: Recorder, y: Tensor) -> None:
-        if not self._begun:  # the model itself was not called, but a method of it
-            self._begun = True
-            self._first = module.register_forward_pre_hook(Hook(self._first_begins))
-        if not recorder.norm:
-            self._outputs[id(y)] = (weakref.ref(y), recorder)
+
+def _removed(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def _compare(watch: Watch, module: nn.Module, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
-    """Hold the output of a layer against its operands, where it was converted by now.
-
-    Args:
-        watch: The check of the site.
-        module: An `nn.Linear` or `Linear`.
-        x: ``[..., k]``.
-        weight: ``[n, k]``; None: it is not at hand.
-        y: ``[..., n]``.
-    """
+    """Compare the output of a layer with its operands, if it was converted by now."""
     if isinstance(module, Linear):
         kernel = kernel_at(module._routes[0], x.shape[:-1].numel())
         if kernel:
@@ -484,54 +437,32 @@ def _compare(watch: Watch, module: nn.Module, x: Tensor, weight: Tensor | None, 
             watch.see(a, right, out, module.bias, kernel)
 
 
-def _look_back(
-    switch: Switch, outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]], module: nn.Module,
-    args: tuple[Any, ...],
-) -> None:  # fmt: skip
-    """A norm is given something: the output of a site?"""
-    if torch.compiler.is_compiling() or not switch.on or not args:
-        return
-    reference, recorder = outputs.get(id(args[0]), (None, None))
-    if reference is not None and recorder is not None and reference() is args[0]:
-        recorder.norm = _norm_of(module)
-        if recorder.statistics is not None:
-            recorder.statistics.norm = recorder.norm
-
-
 def _norm_of(module: nn.Module) -> str:
     """Name of a normalization of whole rows, or of blocks of them; "" of any other module."""
-    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1:
-        return "layer"
-    if isinstance(module, nn.RMSNorm) and len(module.normalized_shape) == 1:
-        return "rms"
+    for kind, norm in ((nn.LayerNorm, "layer"), (nn.RMSNorm, "rms")):
+        if isinstance(module, kind) and len(module.normalized_shape) == 1:
+            return norm
     name = getattr(module, "norm_name", "")  # of one that says so itself
     return name if isinstance(name, str) else ""
 
 
 def _norms_in_sequence(model: nn.Module) -> dict[nn.Module, str]:
-    found = {}
-    for parent in model.modules():
-        if isinstance(parent, nn.Sequential):
-            children = list(parent)
-            for child, following in itertools.pairwise(children):
-                norm = _norm_of(following)
-                if norm:
-                    found[child] = norm
-    return found
-
-
-def _why_not(module: nn.Module, is_inner: bool) -> str:
-    if is_inner:
-        return INNER
-    return MIXING if getattr(module, "is_mixing", False) else ""
+    return {
+        child: _norm_of(following)
+        for parent in model.modules()
+        if isinstance(parent, nn.Sequential)
+        for child, following in itertools.pairwise(parent)
+        if _norm_of(following)
+    }
 
 
 def _shape_of(name: str, module: nn.Module) -> tuple[int, int, bool]:
     """n, k and whether there is a bias; n and k are 0 where they are not known yet."""
     if getattr(module, "makes_weight", False):
         return shape_of(module)[:3]
+    has_bias = getattr(module, "bias", None) is not None
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return 0, 0, getattr(module, "bias", None) is not None  # its first call tells
+        return 0, 0, has_bias  # its first call tells
     try:
         weight = weight_of(module)  # `hasattr` would ask a spectral norm in training
     except AttributeError:
@@ -542,4 +473,4 @@ def _shape_of(name: str, module: nn.Module) -> tuple[int, int, bool]:
             f"Probe: site {name!r} has a weight of shape {found}; expected [n, k] (leave it out "
             "by filter=)"
         )
-    return weight.shape[0], weight.shape[1], getattr(module, "bias", None) is not None
+    return weight.shape[0], weight.shape[1], has_bias

@@ -1,101 +1,63 @@
-"""Verdicts: {safe, unsafe, undecided} x {fast, slow, tie} for each GEMM of a site, with evidence.
+"""Verdicts: {safe, unsafe, undecided} x {fast, slow, tie} for each GEMM of a site.
 
-Errors are those that were replayed, of numerics classes; times are those of a database, of kernels.
-They meet where scales are the same, so that an error emulated here judges a kernel of a GPU that is
-not here. Sums that are never promoted, and libraries that quantize in their own way, have errors of
-their own (`lokakern.probe.problems.way_of`): only where such a kernel was replayed, on a GPU that
-has it, is there a verdict. For a GEMM whose output is normalized the error is the one after the
-norm.
+Errors are replayed, by numerics class; times are those of a database, by kernel. They meet where
+scales are the same, so that an error emulated here judges a kernel of a GPU that is not here. Sums
+that are never promoted, and libraries that quantize in their own way, have errors of their own
+(`lokakern.probe.problems.way_of`): only where such a kernel was replayed, on a GPU that has it, is
+there a verdict. For a GEMM whose output is normalized the error is the one after the norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.probe.problems import Replayed, padded, problem_of, way_of, with_bias
-from lokakern.probe.reservoir import FEWEST_ROWS
-from lokakern.probe.site import GEMMS, SiteStatistics
+from lokakern.probe.problems import Replayed, padded, problem_of, way_of
+from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
 from lokakern.selection.candidates import Time, within_noise
 from lokakern.selection.dispatcher import device_named, table_for
 from lokakern.types import Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
-LIMITS = {
-    "row_err": ("row_err", "row_err_upper"),
-    "row_p99": ("row_p99", "row_p99_upper"),
-    "mean_shift": ("mean_shift", "mean_shift_upper"),
-}
-ERRORS = ("row_err", "row_err_upper", "row_p99", "row_p99_upper", "mean_shift", "mean_shift_upper")
+LIMITS = ("row_err", "row_p99", "mean_shift")
 SPEEDS = ("fast", "tie", "slow")
 
 
 @dataclass(frozen=True, slots=True)
 class ClassVerdict:
-    """One way to scale the operands of a GEMM, and to sum.
+    """One way to scale the operands of a GEMM, and to sum; errors are those of sampled rows."""
 
-    Attributes:
-        scales: "tensor", "row", ... of both operands, or "1x128 x 128x128"; "row fast" where sums
-            are not promoted, see `lokakern.probe.problems.way_of`.
-        safety: "safe", "unsafe" or "undecided".
-        row_err: Its error, on the rows that were sampled.
-        row_err_upper: The 95 % upper limit.
-        row_p99: Error of the 99th percentile of rows.
-        mean_shift: The 95 % upper limit of how far the mean is off, of the output's size.
-        kernel: The fastest kernel that scales so; "" where none was timed.
-        latency_us: Its time; None where there is none.
-        speed: "fast", "slow" or "tie" against bfloat16; "" where that is not known.
-        reason: Why it is not safe; "" where it is.
-        architecture: Of the GPUs for which alone the errors hold; "" of all.
-    """
-
-    scales: str
-    safety: str
+    scales: str  # of `lokakern.probe.problems.way_of`, such as "row" or "1x128 x 128x128"
+    safety: str  # "safe", "unsafe" or "undecided"
     row_err: float
-    row_err_upper: float
-    row_p99: float
-    mean_shift: float = float("inf")
-    kernel: str = ""
+    row_err_upper: float  # the 95 % upper limit
+    row_p99: float  # error of the 99th percentile of rows
+    mean_shift: float = float("inf")  # 95 % upper limit, in units of the output's size
+    kernel: str = ""  # the fastest kernel that scales so; "" where none was timed
     latency_us: float | None = None
-    speed: str = ""
-    reason: str = ""
-    architecture: str = ""
+    speed: str = ""  # "fast", "slow" or "tie" against bfloat16; "" where that is not known
+    reason: str = ""  # why it is not safe
+    architecture: str = ""  # of the GPUs for which alone the errors hold; "" of all
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One GEMM of a site.
-
-    Attributes:
-        site: Name of the site.
-        gemm: "output", "grad_input" or "grad_weight".
-        shape: m (the median), n and k of the GEMM.
-        norm: After which errors were taken; "" for none.
-        safety: Safe if some class is, unsafe if every one is unsafe.
-        speed: Of `best`; "" where nothing was timed.
-        best: The scales to take: of safe classes the fastest; "" where none is safe.
-        bf16_err: Row error of bfloat16 itself.
-        bf16_us: Its time; None where there is none.
-        change: The cheapest change that flips what is unsafe or slow; "" where there is nothing to
-            flip, or nothing that is known to.
-        notes: What else speaks for caution.
-        classes: Every way to scale.
-    """
+    """One GEMM of a site: safe if some class is, unsafe if every one is unsafe."""
 
     site: str
-    gemm: str
-    shape: tuple[int, ...]
-    norm: str
+    gemm: str  # "output", "grad_input" or "grad_weight"
+    shape: tuple[int, ...]  # m (the median), n and k of the GEMM
+    norm: str  # after which errors were taken; "" for none
     safety: str
-    speed: str
-    best: str
-    bf16_err: float
+    speed: str  # of `best`; "" where nothing was timed
+    best: str  # the scales to take: of safe classes the fastest; "" where none is safe
+    bf16_err: float  # row error of bfloat16 itself
     bf16_us: float | None
-    change: str
-    notes: tuple[str, ...]
+    change: str  # the cheapest change that makes it safe and fast; "" for none
+    notes: tuple[str, ...]  # other reasons for caution
     classes: tuple[ClassVerdict, ...] = field(repr=False)
 
     @property
@@ -107,7 +69,7 @@ class Verdict:
     def saved_us(self) -> float:
         """Time that `best` saves, where it is worth it; 0 elsewhere."""
         chosen = self.of(self.best)
-        if not self.is_worth_it or chosen is None or None in (chosen.latency_us, self.bf16_us):
+        if not self.is_worth_it or not chosen or None in (chosen.latency_us, self.bf16_us):
             return 0.0
         return float(self.bf16_us or 0.0) - float(chosen.latency_us or 0.0)
 
@@ -129,9 +91,7 @@ class Verdict:
 
     def as_row(self) -> dict[str, Any]:
         """Plain JSON."""
-        row = asdict(self)
-        row["shape"], row["notes"] = list(self.shape), list(self.notes)
-        return row
+        return asdict(self) | {"shape": list(self.shape), "notes": list(self.notes)}
 
 
 def verdicts_of(
@@ -142,25 +102,20 @@ def verdicts_of(
     budget: ErrorBudget | float = BUDGET,
     device: Device | str | None = None,
 ) -> tuple[Verdict, ...]:
-    """Verdicts on the GEMMs of a site.
+    """Verdicts on the GEMMs of a site by errors that were replayed here.
 
-    Args:
-        name: Of the site.
-        statistics: What was seen of it.
-        replayed: Errors measured here, see `lokakern.probe.replay.replay`.
-        budget: The largest error, as ``row_err``, ``row_p99``, ``mean_shift`` or several.
-        device: Whose times count; None: nobody's.
+    A budget limits ``row_err``, ``row_p99``, ``mean_shift`` or several. Without a device no times
+    are compared.
 
     Raises:
         UnsupportedError: The budget limits something else.
         DeviceError: The database does not know the device.
     """
     limits = ErrorBudget.of(budget).limits
-    if not limits.keys() <= LIMITS.keys():
+    if not limits.keys() <= set(LIMITS):
         raise UnsupportedError(
             f"Probe judges by {' and '.join(LIMITS)}; the budget is {ErrorBudget.of(budget)}"
         )
-    m = max(statistics.m_quantile(0.5), 1)
     here = current_device().architecture
     there = here if device is None else device_named(device).architecture
     found = []
@@ -169,34 +124,28 @@ def verdicts_of(
         if not mine:
             continue
         norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
-        problem = problem_of(statistics, gemm, m)
-        times = _times_of(statistics, gemm, m, norm, device)
-        classes = _classes((r for r in mine if r.norm == norm), limits, times)
-        plain = [r for r in mine if r.norm == norm and r.granularity is Granularity.NONE]
+        after = [r for r in mine if r.norm == norm]
+        plain = [r for r in after if r.granularity is Granularity.NONE]
+        times = _times_of(statistics, gemm, norm, device)
+        classes = _classes([r for r in after if r not in plain], limits, times)
         safe = [c for c in classes if c.safety == "safe"]
-        best = min(safe, key=_rank, default=None)
-        fastest = best or min(classes, key=_rank, default=None)
-        safety = "undecided"
-        if best is not None:
-            safety = "safe"
-        elif classes and all(c.safety == "unsafe" for c in classes):
-            safety = "unsafe"
+        fastest = min(safe or classes, key=_rank, default=None)
+        is_unsafe = classes and all(c.safety == "unsafe" for c in classes)
         verdict = Verdict(
             site=name,
             gemm=gemm,
-            shape=problem.shape,
+            shape=problem_of(statistics, gemm).shape,
             norm=norm,
-            safety=safety,
+            safety="safe" if safe else "unsafe" if is_unsafe else "undecided",
             speed=fastest.speed if fastest else "",
-            best=best.scales if best else "",
+            best=fastest.scales if fastest and safe else "",
             bf16_err=min((r.row_err for r in plain), default=float("inf")),
             bf16_us=times.bf16.latency_us if times.bf16 else None,
             change="",
             notes=tuple(_notes(statistics, gemm, norm, plain, limits)),
             classes=tuple(classes),
         )
-        change = _change(verdict, statistics, mine, limits, device, problem)
-        found.append(replace(verdict, change=change))
+        found.append(replace(verdict, change=_change(verdict, statistics, mine, limits, device)))
     return tuple(found)
 
 
@@ -206,7 +155,7 @@ def _rank(verdict: ClassVerdict) -> tuple[float, float, str]:
 
 
 class _Times:
-    """Who was timed at a problem: the fastest of those that err alike, and bfloat16."""
+    """Times at a problem: of the fastest kernel of each way, and of bfloat16."""
 
     def __init__(self, problem: Problem, device: Device | str | None) -> None:
         self.bf16: Time | None = None
@@ -222,36 +171,32 @@ class _Times:
             if candidate.unquantized:
                 if self.bf16 is None or time.latency_us < self.bf16.latency_us:
                     self.bf16 = time
-            else:
-                words = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
-                known = self.fastest.get(words)
-                if known is None or time.latency_us < known[1].latency_us:
-                    self.fastest[words] = (candidate.name, time)
+                continue
+            way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
+            if way not in self.fastest or time.latency_us < self.fastest[way][1].latency_us:
+                self.fastest[way] = (candidate.name, time)
 
-    def speed(self, time: Time) -> str:
-        if self.bf16 is None:
+    def speed(self, ours: Time) -> str:
+        plain = self.bf16
+        if plain is None:
             return ""
-        ours, plain = time, self.bf16
         if within_noise(ours.latency_us, ours.margin_us, plain.latency_us, plain.margin_us):
             return "tie"
         return "fast" if ours.latency_us < plain.latency_us else "slow"
 
-    def best_speed(self, ways: Collection[str]) -> str:
-        """Of the fastest of some ways."""
-        found = [self.speed(time) for way, (_, time) in self.fastest.items() if way in ways]
-        return min(filter(None, found), key=SPEEDS.index, default="")
+    def is_fast(self, ways: Collection[str]) -> bool:
+        """Whether one of some ways is."""
+        return any(self.speed(t) == "fast" for way, (_, t) in self.fastest.items() if way in ways)
 
 
 def _times_of(
-    statistics: SiteStatistics, gemm: str, m: int, norm: str, device: Device | str | None
+    statistics: SiteStatistics, gemm: str, norm: str, device: Device | str | None
 ) -> _Times:
     """Of the GEMM as the model has it, with its norm or its bias, if that was timed."""
-    plain = problem_of(statistics, gemm, m)
-    whole = []
-    if norm:
-        whole.append(problem_of(statistics, gemm, m, norm))
+    plain = problem_of(statistics, gemm)
+    whole = [problem_of(statistics, gemm, norm)] if norm else []
     if statistics.has_bias and gemm == "output":
-        whole.append(with_bias(plain))
+        whole.append(replace(plain, epilogue="bias"))
     for problem in whole:
         times = _Times(problem, device)
         if times.bf16 is not None and times.fastest:
@@ -260,30 +205,22 @@ def _times_of(
 
 
 def _classes(
-    replayed: Iterable[Replayed], limits: dict[str, float], times: _Times
+    replayed: Sequence[Replayed], limits: dict[str, float], times: _Times
 ) -> list[ClassVerdict]:
-    """Of those that err alike the worst of each error; a wrong kernel is its own fault."""
-    alike: dict[str, list[Replayed]] = {}
-    for r in replayed:
-        if r.granularity is not Granularity.NONE:
-            alike.setdefault(r.way, []).append(r)
+    """The largest errors of each way; a kernel that fails does not count where another works."""
     found = []
-    for words, many in alike.items():
-        r = _worst(many)
+    for way in dict.fromkeys(r.way for r in replayed):
+        many = [r for r in replayed if r.way == way]
+        right = [r for r in many if not r.reason] or many[:1]
+        names = [f"{name}{end}" for name in LIMITS for end in ("", "_upper")]
+        r = replace(right[0], **{name: max(getattr(x, name) for x in right) for name in names})
         safety, reason = _safety(r, limits)
-        kernel, time = times.fastest.get(words, ("", None))
+        kernel, time = times.fastest.get(way, ("", None))
         us, speed = (time.latency_us, times.speed(time)) if time else (None, "")
         errors = (r.row_err, r.row_err_upper, r.row_p99, r.mean_shift_upper)
         where = "" if r.is_everywhere else current_device().architecture
-        found.append(ClassVerdict(words, safety, *errors, kernel, us, speed, reason, where))
+        found.append(ClassVerdict(way, safety, *errors, kernel, us, speed, reason, where))
     return found
-
-
-def _worst(many: Sequence[Replayed]) -> Replayed:
-    right = [r for r in many if not r.reason]
-    if not right:
-        return many[0]
-    return replace(right[0], **{name: max(getattr(r, name) for r in right) for name in ERRORS})
 
 
 def _safety(r: Replayed, limits: dict[str, float]) -> tuple[str, str]:
@@ -293,7 +230,7 @@ def _safety(r: Replayed, limits: dict[str, float]) -> tuple[str, str]:
         return "undecided", f"{r.rows} rows were sampled; expected at least {FEWEST_ROWS}"
     safety, reason = "safe", ""
     for limit, allowed in limits.items():
-        value, upper = (float(getattr(r, name)) for name in LIMITS[limit])
+        value, upper = float(getattr(r, limit)), float(getattr(r, f"{limit}_upper"))
         if value > allowed:
             return "unsafe", f"{limit} {value:.4g} > {allowed:g}"
         if upper > allowed:
@@ -307,14 +244,14 @@ def _notes(
     norm: str,
     plain: Sequence[Replayed],
     limits: dict[str, float],
-) -> Iterable[str]:
+) -> Iterator[str]:
     for limit, allowed in limits.items():
         least = min((float(getattr(r, limit)) for r in plain if not r.reason), default=0.0)
         if least > allowed:
             yield f"bfloat16 itself has a {limit} of {least:.4g} > {allowed:g}"
     operand = statistics.input if gemm == "output" else statistics.grad_output
-    if operand.nonfinite_rows:
-        yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
+    if operand.row_sizes.nonfinite_count:
+        yield f"{operand.row_sizes.nonfinite_count} of {operand.rows_seen} rows were not finite"
     if abs(operand.amax_drift_log2) > 1:
         yield f"the largest magnitude moved by {operand.amax_drift_log2:+.1f} octaves"
     if norm == "layer" and statistics.mean_ratio > 8:
@@ -327,7 +264,6 @@ def _change(
     mine: Sequence[Replayed],
     limits: dict[str, float],
     device: Device | str | None,
-    problem: Problem,
 ) -> str:
     """The cheapest first."""
     safe = {c.scales for c in verdict.classes if c.safety == "safe"}
@@ -339,14 +275,12 @@ def _change(
                   and r.granularity is not Granularity.NONE]  # fmt: skip
         if verdict.norm == "layer" and any(_safety(r, limits)[0] == "safe" for r in blocks):
             return "BlockNorm instead of LayerNorm"
-        if verdict.gemm == "grad_weight":
-            return "weight gradient in bf16"
-        return ""
+        return "weight gradient in bf16" if verdict.gemm == "grad_weight" else ""
     if verdict.speed == "fast" or device is None or verdict.gemm != "output":
         return ""
-    if statistics.has_bias and _Times(problem, device).best_speed(safe) == "fast":
+    if statistics.has_bias and _Times(problem_of(statistics, "output"), device).is_fast(safe):
         return "drop the bias"
-    wider = padded(statistics, problem.m)
-    if wider is not None and _Times(wider, device).best_speed(safe) == "fast":
-        return f"pad K {problem.k} to {wider.k}"
+    wider = padded(statistics)
+    if wider is not None and _Times(wider, device).is_fast(safe):
+        return f"pad K {statistics.k} to {wider.k}"
     return ""

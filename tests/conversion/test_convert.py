@@ -29,8 +29,7 @@ from lokakern.errors import (
 from lokakern.nn import linear
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import kernel_at
-from lokakern.probe.report import ProbeReport
-from lokakern.probe.site_report import Judged
+from lokakern.probe.report import Judged, ProbeReport
 from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher

@@ -1,4 +1,4 @@
-"""What hooks take of calls: which rows, however they lie, and nothing left behind."""
+"""Hooks of Probe: which rows they sample, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lokakern.probe.hooks import MANY_ROWS, READ_ROWS, SAMPLED_ROWS, Sample
-from lokakern.probe.operand import VALUES, Look, OperandStatistics, add_looks
 from lokakern.probe.session import Probe
-from lokakern.probe.site import SiteStatistics
-from lokakern.probe.step_buffer import Stash
+from lokakern.probe.statistics import VALUES, OperandStatistics, SiteStatistics, add_outputs
+from lokakern.probe.step_buffer import StepBuffer
 
 CPU = torch.device("cpu")
 
@@ -32,7 +31,7 @@ def sample(share: float = 0.0) -> Sample:
 
 @pytest.mark.parametrize("features", [7, 64, 160, 720])
 @pytest.mark.parametrize("samples", [9, 100, 2048])
-def test_a_sample_meets_every_feature_alike(samples: int, features: int) -> None:
+def test_sampled_rows_are_spread_evenly_over_features(samples: int, features: int) -> None:
     """Rows of samples by features: none has more than one row more than another."""
     x = torch.arange(samples * features, dtype=torch.float32).view(samples, features, 1)
     for share in (0.0, 0.5, 0.999):
@@ -46,25 +45,26 @@ def test_a_sample_meets_every_feature_alike(samples: int, features: int) -> None
 
 
 @pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 300, 511, 512, 1000, 65536])
-def test_a_sample_stays_within_the_rows(count: int) -> None:
+def test_sampled_rows_are_distinct_and_in_range(count: int) -> None:
     x = torch.arange(count, dtype=torch.float32)[:, None]
     for share in (0.0, 0.37, 0.9999999):
         rows = sample(share).rows_of(x).flatten()
         assert len(rows) == len(rows.unique()) == min(SAMPLED_ROWS, count)
 
 
-def test_it_does_not_matter_how_an_operand_lies() -> None:
+def test_statistics_do_not_depend_on_memory_layout() -> None:
     lying = torch.randn(6, 9, 100).transpose(1, 2)
     plain = lying.contiguous()
     taken = sample(0.3)
     assert torch.equal(taken.rows_of(lying), taken.rows_of(plain))
-    looks = [Look.at(OperandStatistics(9, CPU), x, taken.rows_of(x), taken.keys[:256])
-             for x in (lying, plain)]  # fmt: skip
-    for one, other in zip(looks[0].tensors, looks[1].tensors, strict=True):
+    found = [OperandStatistics(9, CPU), OperandStatistics(9, CPU)]
+    for operand, x in zip(found, (lying, plain), strict=True):
+        operand.add(x, taken.rows_of(x), taken.keys[:256])
+    for (_, one), (_, other) in zip(*(x.tensors() for x in found), strict=True):
         assert torch.equal(one, other)
 
 
-def test_rows_that_are_taken_are_copies() -> None:
+def test_sampled_rows_are_copies() -> None:
     x = torch.randn(10, 4)
     rows = sample().rows_of(x)
     before = rows.clone()
@@ -72,57 +72,61 @@ def test_rows_that_are_taken_are_copies() -> None:
     assert torch.equal(rows, before)
 
 
-def test_taking_in_together_is_taking_in_alone() -> None:
+def add(buffer: StepBuffer, operand: OperandStatistics, *tensors: Tensor) -> None:
+    for update, owner, stacked in operand.updates(*tensors):
+        buffer.add(update, owner, *stacked)
+
+
+def test_updates_made_together_equal_updates_made_alone() -> None:
     generator = torch.Generator().manual_seed(1)
     together, alone = ([OperandStatistics(5, CPU) for _ in range(3)] for _ in range(2))
+    buffer = StepBuffer()
     for step in range(3):
-        looks = []
         for place in range(3):
             x = torch.randn(40, 5, generator=generator) * 10.0**place + step
             x[place] = torch.nan if step == 1 else 0.0
             keys = torch.rand(40, generator=generator, dtype=torch.float64)
-            looks.append(Look.at(together[place], x, x.clone(), keys))
+            add(buffer, together[place], x, x.clone(), keys)
             alone[place].add(x, x.clone(), keys)
-        add_looks(looks)
+        buffer.settle()
     for one, other in zip(together, alone, strict=True):
         assert one.steps == other.steps == 3
-        for name, x in one.tensors().items():
-            assert torch.allclose(x, other.tensors()[name], rtol=1e-12), name
-        assert one.nonfinite_rows == 1
+        for (name, x), (_, exact) in zip(one.tensors(), other.tensors(), strict=True):
+            assert torch.allclose(x, exact, rtol=1e-12), name
+        assert one.row_sizes.nonfinite_count == 1
 
 
-def test_what_waits_is_taken_in_whatever_its_form_and_however_often() -> None:
-    stash, narrow, wide = Stash(), SiteStatistics(3, 4, CPU), SiteStatistics(3, 1000, CPU)
+def test_updates_of_all_forms_and_of_several_calls_are_made() -> None:
+    buffer, narrow, wide = StepBuffer(), SiteStatistics(3, 4, CPU), SiteStatistics(3, 1000, CPU)
     for rows in (300, 300, 5):
         for site in (narrow, wide):
             x, taken = torch.randn(rows, site.k), sample()
             kept = taken.rows_of(x)
-            stash.looks.append(Look.at(site.input, x, kept, taken.keys[: len(kept)]))
-            stash.outputs.append((site, torch.randn(len(kept), 3)))
-    stash.take_in(steps=100)
+            add(buffer, site.input, x, kept, taken.keys[: len(kept)])
+            buffer.add(add_outputs, site, torch.randn(len(kept), 3))
+    buffer.take_in(steps=100)
     assert 0 < narrow.input.rows_seen + wide.input.rows_seen < 1210  # one form of six
-    assert not narrow.input.values.count and not wide.input.values.count  # the first part of it
-    stash.settle()
+    assert not narrow.input.values.count and not wide.input.values.count  # one update of it
+    buffer.settle()
     for site in (narrow, wide):
         assert site.input.rows_seen == 605 and site.input.steps == 3
-        assert site.input.moments.count == 2 * SAMPLED_ROWS + 5
+        assert site.input.count == 2 * SAMPLED_ROWS + 5
         assert site.mean_ratios.count == 2 * SAMPLED_ROWS + 5
-    assert not stash.looks and not stash.outputs
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 20, 100])
-def test_what_was_seen_is_taken_in_before_the_next_sample_and_evenly(every: int) -> None:
-    stash, sites = Stash(), [SiteStatistics(3, k, CPU) for k in range(4, 9)]
+def test_updates_are_made_before_the_next_sample_and_evenly(every: int) -> None:
+    buffer, sites = StepBuffer(), [SiteStatistics(3, k, CPU) for k in range(4, 9)]
     for _ in range(2):
         for site in sites:
             x, taken = torch.randn(40, site.k), sample()
-            stash.looks.append(Look.at(site.input, x, x.clone(), taken.keys[:40]))
-            stash.outputs.append((site, torch.randn(40, 3)))
-        done = [sum(int(site.input.sample.keys.isfinite().sum()) for site in sites)]
+            add(buffer, site.input, x, x.clone(), taken.keys[:40])
+            buffer.add(add_outputs, site, torch.randn(40, 3))
+        done = [sum(int(site.input.keys.isfinite().sum()) for site in sites)]
         for _ in range(every):
-            stash.take_in(steps=every)
-            done.append(sum(int(site.input.sample.keys.isfinite().sum()) for site in sites))
-        assert not stash._tasks
+            buffer.take_in(steps=every)
+            done.append(sum(int(site.input.keys.isfinite().sum()) for site in sites))
+        assert not buffer._groups
         most = 40 * -(-len(sites) // every)  # rows of so many sites
         assert all(0 <= b - a <= most for a, b in itertools.pairwise(done))
     assert all(site.input.values.count == 80 * site.k for site in sites)
@@ -152,13 +156,13 @@ def pickled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copy_of", [copy.deepcopy, pickled])
-def test_a_copy_of_a_watched_model_is_not_watched(copy_of: Callable[[nn.Module], Any]) -> None:
+def test_copies_of_a_probed_model_are_not_probed(copy_of: Callable[[nn.Module], Any]) -> None:
     """Nothing of it is learned, it has no hook after its first call, and may be saved itself."""
     model, x = Normed(), torch.randn(5, 4)
     with Probe(model, every=50) as probe:
         for _ in range(2):
             model(x)
-        assert probe._switch.stash._tasks  # something waits
+        assert probe._sampler.buffer._groups  # something waits
         copied = copy_of(model)
         exact = copied(1e6 * x)
         assert hooks_of(copied) == 0 and hooks_of(model) == 4
@@ -173,7 +177,7 @@ def test_a_copy_of_a_watched_model_is_not_watched(copy_of: Callable[[nn.Module],
     assert torch.equal(pickled(again)(x), model(x))
 
 
-def test_hooks_of_others_stay_with_a_copy() -> None:
+def test_copies_keep_hooks_of_users() -> None:
     model = Normed()
     with Probe(model):
         model.layer.register_forward_hook(doubled)
@@ -188,11 +192,11 @@ def doubled(_module: Any, _args: Any, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("calls", [1, 3])
-def test_gradients_within_checkpoints_are_seen_once(use_reentrant: bool, calls: int) -> None:
+def test_gradients_within_checkpoints_are_sampled_once(use_reentrant: bool, calls: int) -> None:
     layer = nn.Linear(6, 6)
     x = torch.randn(40, 6, requires_grad=True)
     with Probe(layer) as probe:
-        probe._switch.turn(True, True)  # all calls are of one step
+        probe._sampler.turn(True, True)  # all calls are of one step
         probe._source = 2
         hidden = x
         for _ in range(calls):
@@ -202,10 +206,10 @@ def test_gradients_within_checkpoints_are_seen_once(use_reentrant: bool, calls: 
     assert site.sizes == {40: calls}
     assert site.grad_output.rows_seen == site.input.rows_seen == 40 * calls
     if calls == 1:
-        assert torch.equal(site.input.sample.keys, site.grad_output.sample.keys)
+        assert torch.equal(site.input.keys, site.grad_output.keys)
 
 
-def test_a_gradient_that_comes_after_its_step_meets_its_own_rows() -> None:
+def test_late_gradients_are_paired_with_their_inputs() -> None:
     """Of more rows than are taken, those of the input are taken of the gradient, too."""
     layer = nn.Linear(4, 4, bias=False)
     nn.init.eye_(layer.weight)
@@ -215,9 +219,9 @@ def test_a_gradient_that_comes_after_its_step_meets_its_own_rows() -> None:
         layer(x)  # another step
         y.square().sum().backward()
     (site,) = probe.sites().values()
-    keys, order = site.grad_output.sample.keys, site.input.sample.keys
+    keys, order = site.grad_output.keys, site.input.keys
     assert torch.equal(keys, order)
-    assert torch.allclose(site.grad_output.sample.rows, 2 * site.input.sample.rows)
+    assert torch.allclose(site.grad_output.rows, 2 * site.input.rows)
 
 
 class Pair(nn.Module):
@@ -239,7 +243,7 @@ class Pair(nn.Module):
         (lambda y: y.t(), r"maps \[5, 4\] to \[3, 5\]"),
     ],
 )
-def test_what_cannot_be_looked_at_is_named_with_the_reason(what: Any, why: str) -> None:
+def test_unsupported_sites_are_reported_with_the_reason(what: Any, why: str) -> None:
     model = nn.ModuleDict({"odd": Pair(what), "idle": nn.Linear(4, 3), "plain": nn.Linear(4, 3)})
     with Probe(model, filter=lambda m, _: hasattr(m, "weight")) as probe:
         for name in ("odd", "plain"):
@@ -252,7 +256,7 @@ def test_what_cannot_be_looked_at_is_named_with_the_reason(what: Any, why: str) 
     assert report.sites == ("plain",)
 
 
-def test_other_tensors_and_copies_are_left_alone_with_the_reason() -> None:
+def test_wrapped_tensors_and_replicas_are_reported_with_the_reason() -> None:
     model = nn.Linear(4, 4)
     with Probe(model, every=1) as probe:
         torch.vmap(model)(torch.randn(5, 4))
@@ -266,7 +270,7 @@ def test_other_tensors_and_copies_are_left_alone_with_the_reason() -> None:
     assert "use DistributedDataParallel" in probe.unseen()[""]
 
 
-def test_a_parametrized_weight_is_read_when_due_alone() -> None:
+def test_parametrized_weights_are_computed_only_for_snapshots() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     with Probe(model, every=1, weights_every=2) as probe:
         for _ in range(4):
@@ -275,7 +279,7 @@ def test_a_parametrized_weight_is_read_when_due_alone() -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_spectral_norm_is_read_as_it_multiplies_and_left_as_it_is(compiles: bool) -> None:
+def test_spectral_norm_is_read_without_a_change(compiles: bool) -> None:
     """Its vectors take a step at each call in training; one more would change the model."""
 
     def outputs(watched: bool) -> list[Tensor]:
@@ -300,7 +304,7 @@ def test_a_spectral_norm_is_read_as_it_multiplies_and_left_as_it_is(compiles: bo
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_lazy_layer_is_a_site_from_its_first_call_on(compiles: bool, tmp_path: Path) -> None:
+def test_lazy_layers_become_sites_at_their_first_call(compiles: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(3, bias=False))
     called = torch.compile(model, backend="eager") if compiles else model
     with Probe(model, every=1) as probe:
@@ -320,7 +324,7 @@ def test_a_lazy_layer_is_a_site_from_its_first_call_on(compiles: bool, tmp_path:
     assert fresh.sites()["2"].input.rows_seen == 160
 
 
-def test_a_report_is_about_the_weight_of_now() -> None:
+def test_reports_use_the_current_weight() -> None:
     """Snapshots are 10,000 steps apart, and of what an earlier session saw the model is another."""
     model = nn.Linear(8, 8)
     with Probe(model, every=1) as probe:
@@ -339,9 +343,7 @@ def test_a_report_is_about_the_weight_of_now() -> None:
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("sums_to_zero", [False, True])
-def test_it_is_known_how_much_of_a_weights_gradient_cancels(
-    sums_to_zero: bool, compiles: bool
-) -> None:
+def test_cancellation_of_weight_gradients_is_measured(sums_to_zero: bool, compiles: bool) -> None:
     """Of inputs of mean 3 and gradients that sum to zero over a batch, nine parts in ten.
 
     A batch may come in parts, and go through the layer twice.
@@ -369,7 +371,7 @@ def test_it_is_known_how_much_of_a_weights_gradient_cancels(
     assert (found > 9) == sums_to_zero
 
 
-def test_a_watched_weight_is_saved_without_a_word() -> None:
+def test_saving_a_probed_weight_does_not_warn() -> None:
     model = nn.Linear(4, 4)
     with Probe(model, every=1), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -378,7 +380,7 @@ def test_a_watched_weight_is_saved_without_a_word() -> None:
     assert copied.weight._backward_hooks in (None, {})
 
 
-def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:
+def test_loaded_statistics_and_new_rows_have_distinct_keys(tmp_path: Path) -> None:
     first, model = tmp_path / "first", nn.Linear(4, 4)
     probe = Probe(model, every=1)
     for _ in range(2):
@@ -387,11 +389,11 @@ def test_an_earlier_session_goes_on_with_other_keys(tmp_path: Path) -> None:
         probe.save(first)
         probe = Probe(model, every=1)
         probe.load(first)
-    keys = probe.sites()[""].input.sample.kept()[1]
+    keys = probe.sites()[""].input.kept()[1]
     assert len(keys) == len(keys.unique()) == 200
 
 
-def test_what_was_learned_may_be_forgotten() -> None:
+def test_forget_drops_statistics() -> None:
     model = nn.Linear(4, 4)
     with Probe(model, every=1) as probe:
         model(torch.randn(10, 4))
@@ -401,7 +403,7 @@ def test_what_was_learned_may_be_forgotten() -> None:
     assert probe.sites()[""].sizes == {7: 1}
 
 
-def test_an_error_in_the_block_leaves_no_hook() -> None:
+def test_hooks_are_removed_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     before = len(_global_optimizer_post_hooks)
     with pytest.raises(ZeroDivisionError), Probe(model):
@@ -412,7 +414,7 @@ def test_an_error_in_the_block_leaves_no_hook() -> None:
         assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_a_probe_may_start_again_and_go_on() -> None:
+def test_a_probe_can_be_restarted() -> None:
     model = nn.Linear(4, 4)
     probe = Probe(model, every=2)
     for _ in range(2):
@@ -427,14 +429,14 @@ def test_a_probe_may_start_again_and_go_on() -> None:
         assert probe.unseen() == {}
 
 
-def test_zeros_and_what_is_not_finite_break_nothing() -> None:
+def test_zeros_and_nonfinite_values_are_handled() -> None:
     model = nn.Linear(4, 4)
     with Probe(model, every=1) as probe:
         for x in (torch.zeros(9, 4), torch.full((9, 4), torch.nan), torch.randn(9, 4) * 1e30):
             model(x).square().sum().backward()
     (site,) = probe.sites().values()
-    assert site.input.rows_seen == 27 and site.input.nonfinite_rows == 9
-    assert site.grad_output.nonfinite_rows >= 9
+    assert site.input.rows_seen == 27 and site.input.row_sizes.nonfinite_count == 9
+    assert site.grad_output.row_sizes.nonfinite_count >= 9
     assert all(torch.isfinite(x).all() for name, x in site.tensors() if not name.endswith("keys"))
     (verdict,) = (v for v in probe.report(seeds=(0,)) if v.gemm == "output")
     assert "9 of 27 rows were not finite" in verdict.notes
@@ -443,7 +445,7 @@ def test_zeros_and_what_is_not_finite_break_nothing() -> None:
 @pytest.mark.parametrize("features", [1, 7, 13, 26, 52, 160, 720])
 @pytest.mark.parametrize("samples", [9, 500, 2048, 8192])
 @pytest.mark.parametrize("form", ["flat", "samples", "features", "turned"])
-def test_of_many_rows_a_part_is_read_that_meets_every_feature_alike(
+def test_part_of_many_rows_is_spread_evenly_over_features(
     form: str, samples: int, features: int
 ) -> None:
     count = samples * features
@@ -467,7 +469,7 @@ def test_of_many_rows_a_part_is_read_that_meets_every_feature_alike(
         assert counts.max() - counts.min() <= 1 + 0.1 * counts.min(), counts
 
 
-def test_of_many_elements_a_part_is_counted_that_holds_all_magnitudes() -> None:
+def test_counted_elements_cover_all_magnitudes() -> None:
     columns = 4096
     x = torch.exp2(torch.arange(columns) % 8).expand(SAMPLED_ROWS, -1).contiguous()
     operand = OperandStatistics(columns, CPU)
@@ -478,7 +480,7 @@ def test_of_many_elements_a_part_is_counted_that_holds_all_magnitudes() -> None:
     assert len(shares) == 8 and shares.max() - shares.min() < 0.01
 
 
-def test_at_each_step_other_columns_are_counted() -> None:
+def test_counted_columns_change_with_each_step() -> None:
     columns = 4096
     operand, x = OperandStatistics(columns, CPU), torch.zeros(SAMPLED_ROWS, columns)
     x[:, columns // 2 :] = 1.0

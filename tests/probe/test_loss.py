@@ -32,7 +32,7 @@ def batch(seed: int) -> Tensor:
     return found
 
 
-def test_changes_are_paired_and_only_of_the_site() -> None:
+def test_changes_are_paired_and_limited_to_the_site() -> None:
     """The first layer is exact in FP8: without pairs dropout alone would change its loss."""
     model = model_of()
     with Probe(model) as probe:
@@ -46,7 +46,7 @@ def test_changes_are_paired_and_only_of_the_site() -> None:
     assert all(not module._forward_hooks for module in model)
 
 
-def test_a_change_is_that_of_the_loss() -> None:
+def test_changes_equal_the_change_of_the_loss() -> None:
     model = model_of().eval()
     batches = [batch(i) for i in range(3)]
     found = Probe(model).loss_changes(lambda x: model(x).square().mean(), batches)["3"]
@@ -66,20 +66,20 @@ def test_a_change_is_that_of_the_loss() -> None:
     assert found.high - found.mean == pytest.approx(half, rel=1e-3)
 
 
-def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+def test_intervals_have_their_nominal_coverage() -> None:
     """95 % of 2000 intervals of four normal numbers, within 3 deviations of that share."""
     draws = torch.randn(2000, 4, generator=torch.Generator().manual_seed(3)) + 1.0
     covered = sum(one.low <= 1.0 <= one.high for one in map(interval_of, draws.tolist()))
     assert abs(covered / 2000 - 0.95) < 3 * math.sqrt(0.95 * 0.05 / 2000)
 
 
-def test_what_has_no_interval_is_refused_and_what_is_lost_is_infinite() -> None:
+def test_intervals_need_two_batches_and_finite_losses() -> None:
     with pytest.raises(MeasurementError, match="at least 2 batches; there were 1"):
         interval_of([0.1])
     assert interval_of([0.1, math.nan]).high == math.inf
 
 
-def test_each_run_finds_running_means_as_they_were() -> None:
+def test_buffers_are_restored_after_each_run() -> None:
     """Or the loss after would be that of another model, and training would go on with it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, momentum=0.5), nn.Linear(D, 1))
@@ -88,7 +88,7 @@ def test_each_run_finds_running_means_as_they_were() -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-def test_a_loss_of_nothing_that_changes_is_infinite() -> None:
+def test_relative_change_of_a_zero_loss_is_infinite() -> None:
     model = nn.Linear(2, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
     x = torch.tensor([[1.0, -0.7]])

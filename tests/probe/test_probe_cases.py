@@ -1,4 +1,4 @@
-"""What Probe calls safe is safe on batches that it never saw: part of `scripts/probe_cases.py`."""
+"""Safe verdicts of Probe hold on held-out batches: part of `scripts/probe_cases.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 512)
 
 
-def test_what_is_called_safe_is_safe_on_batches_that_nobody_saw(cases: Any) -> None:
+def test_safe_verdicts_hold_on_held_out_batches(cases: Any) -> None:
     """One small case of each kind, three GEMMs, three scales."""
     tally = cases.Tally()
     for place, case in enumerate(cases.random_cases(13, 5, sizes=(64, 96))):
@@ -56,7 +56,7 @@ def test_weight_rows_that_sum_to_zero_keep_the_rounding_of_the_mean(
         assert j.verdict == safety
 
 
-def test_a_tally_knows_what_is_false(cases: Any) -> None:
+def test_tally_counts_false_verdicts(cases: Any) -> None:
     def judged(verdict: str, true: float) -> Any:
         return cases.Judgment("a", "output", "row", 0.05, 0.04, 0.041, true, verdict)
 

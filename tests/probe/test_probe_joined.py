@@ -1,4 +1,4 @@
-"""Watching layers that Mods multiply as one, or across tokens."""
+"""Probing layers that Mods fuse, or multiply across tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def train(model: nn.Module, call: Any, steps: int = 3) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
 @pytest.mark.sample(every=3)
-def test_layers_in_one_product_are_seen_like_a_layer(backend: str) -> None:
+def test_fused_layers_are_sampled_like_one_layer(backend: str) -> None:
     """Inputs, outputs, gradients and weights: the same statistics, element by element.
 
     But for what cancels in a weight's gradient, which no parameter of the fused ones has whole.
@@ -110,7 +110,7 @@ def test_layers_in_one_product_are_seen_like_a_layer(backend: str) -> None:
         assert torch.allclose(x, theirs[name], rtol=1e-4, atol=1e-6), name
 
 
-def test_a_fused_model_trains_as_if_nobody_watched() -> None:
+def test_probing_does_not_change_training_of_fused_models() -> None:
     """To the bit."""
     alone, (watched, _) = pair()[0], pair()
     before = train(alone, alone, 4)
@@ -120,7 +120,7 @@ def test_a_fused_model_trains_as_if_nobody_watched() -> None:
         assert torch.equal(mine, other)
 
 
-def test_nested_outputs_pass_as_they_are() -> None:
+def test_nested_outputs_are_unchanged() -> None:
     """Which are not joined to be looked at."""
 
     class Two(nn.Module):
@@ -142,7 +142,7 @@ def test_nested_outputs_pass_as_they_are() -> None:
     assert probe.unseen()["fusedlinear_0"] == "its outputs are no plain tensors"
 
 
-def test_what_mods_changed_has_its_reason_and_no_warning() -> None:
+def test_layers_changed_by_mods_are_reported_without_warning() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ def test_what_mods_changed_has_its_reason_and_no_warning() -> None:
     assert all("MixTokens" in route.why for route in conversion.sites["mix"].routes)
 
 
-def test_a_model_of_which_mods_left_no_site_is_told_why() -> None:
+def test_models_without_sites_after_mods_are_refused_with_the_reason() -> None:
     class Mixer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -183,7 +183,7 @@ def test_a_model_of_which_mods_left_no_site_is_told_why() -> None:
         Probe(model)
 
 
-def test_the_loss_of_layers_in_one_product_changes_like_that_of_a_layer() -> None:
+def test_loss_changes_of_fused_layers_equal_those_of_one_layer() -> None:
     found = []
     for model in pair():
         loss = lambda x, model=model: model(x).square().mean()  # noqa: E731
@@ -191,7 +191,7 @@ def test_the_loss_of_layers_in_one_product_changes_like_that_of_a_layer() -> Non
     assert found[0].mean == pytest.approx(found[1].mean, rel=1e-3) and found[0].mean != 0
 
 
-def test_a_model_may_have_parts_of_its_own() -> None:
+def test_models_may_have_an_attribute_named_parts() -> None:
     """An attribute of this name that is something else."""
     model: Any = nn.Sequential(nn.Linear(K, N))
     model.parts = 3

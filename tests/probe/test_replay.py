@@ -1,4 +1,4 @@
-"""Replay: what was sampled is multiplied again, and errs as the real operands do."""
+"""Replay: errors of sampled operands agree with those of real ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 import lokakern
 from lokakern import numerics
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.probe.as_distribution import LearnedSite
+from lokakern.probe import replay as replays
 from lokakern.probe.problems import Replayed, block_norm, problem_of
-from lokakern.probe.replay import compile_ahead, replay
+from lokakern.probe.replay import LearnedSite, compile_ahead
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.site import GEMMS, SiteStatistics
+from lokakern.probe.statistics import GEMMS, SiteStatistics
 from lokakern.probe.verdicts import verdicts_of
 from lokakern.problems import sums_over_samples
 from lokakern.registry.register import KERNELS, load_kernels, register
@@ -47,7 +47,11 @@ def seen(
     return site_of(x, w, gradient, norm=norm), held_out, w
 
 
-def of(found: tuple[Replayed, ...], gemm: str, kernel: str, norm: str = "") -> Replayed:
+def replay(name: str, site: SiteStatistics, **options: Any) -> list[Replayed]:
+    return replays.replay(LearnedSite(name, site), **options)
+
+
+def of(found: list[Replayed], gemm: str, kernel: str, norm: str = "") -> Replayed:
     (one,) = (r for r in found if (r.gemm, r.kernel, r.norm) == (gemm, kernel, norm))
     return one
 
@@ -70,7 +74,7 @@ def test_replay_predicts_the_error_of_rows_that_were_held_out(name: str) -> None
         assert of(found, "output", kernel).row_err == pytest.approx(real, rel=0.1)
 
 
-def test_rows_keep_their_sizes_when_they_are_replayed() -> None:
+def test_replayed_rows_keep_their_magnitudes() -> None:
     """Rows of X14 are spread over 1e5: tensor scales flush the small ones."""
     site, held_out, w = seen("X14")
     found = replay("a", site, seeds=(0,))
@@ -79,14 +83,14 @@ def test_rows_keep_their_sizes_when_they_are_replayed() -> None:
     assert of(found, "output", TENSOR).row_err == pytest.approx(real, rel=0.2)
     assert of(found, "output", ROW).row_err < 0.045
     rows = LearnedSite("a", site).distribution("output").rows(700, K, 0)
-    known = {tuple(row) for row in site.input.sample.kept()[0].double().tolist()}
+    known = {tuple(row) for row in site.input.kept()[0].double().tolist()}
     # One row stands for the largest of rows that were not sampled.
     assert {tuple(row) for row in rows[:-1].tolist()} <= known
     assert float(rows.abs().max()) == pytest.approx(site.input.amax)
 
 
 @pytest.mark.parametrize("mean", [1.0, 2.0, 5.0])
-def test_a_weight_lies_to_the_mean_of_its_inputs_as_it_does(mean: float) -> None:
+def test_replay_keeps_correlation_of_weight_and_mean_input(mean: float) -> None:
     """Rows that sum to zero lose the mean and keep what rounding made of it."""
     generator = torch.Generator().manual_seed(3)
     w = torch.randn((N, K), generator=generator) / K**0.5
@@ -101,7 +105,7 @@ def test_a_weight_lies_to_the_mean_of_its_inputs_as_it_does(mean: float) -> None
         assert one.row_err_upper > one.row_err
 
 
-def test_a_limit_is_by_different_rows_however_often_they_are_replayed() -> None:
+def test_upper_limits_depend_on_the_number_of_distinct_rows() -> None:
     """A standard error of 128 rows that are 65 in truth is 1.4 times as large."""
     x = draw_rows(distribution_named("X6"), 65, K, 11).float()
     w = drawn("X1", N, K)[2]
@@ -116,7 +120,7 @@ def test_a_limit_is_by_different_rows_however_often_they_are_replayed() -> None:
     assert few.row_p99_upper == pytest.approx(alone.row_max, rel=1e-3)
 
 
-def test_rows_unlike_any_of_the_sample_count_as_wrong() -> None:
+def test_rows_unlike_the_sample_count_as_errors_of_one() -> None:
     """An octave beyond in size: of 1 % of all rows, whose errors nobody knows."""
     x = torch.randn(1000, K)
     site = site_of(x, torch.randn(N, K))
@@ -129,11 +133,13 @@ def test_rows_unlike_any_of_the_sample_count_as_wrong() -> None:
     assert row.row_err < 0.045 and row.row_err_upper > unlike**0.5
 
 
-def test_a_large_weight_is_kept_in_part_and_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_kept_in_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whole rows for the output, whole columns for the input's gradient, the largest element."""
     site, _, w = seen("X2", 320, 256)
     whole = replay("a", site)
-    monkeypatch.setattr("lokakern.probe.site.SNAPSHOT_ELEMENTS", 320 * 256 // 3)
+    monkeypatch.setattr("lokakern.probe.statistics.SNAPSHOT_ELEMENTS", 320 * 256 // 3)
     w[200] *= 8
     site.add_weight(w)
     assert site.snapshot is not None and site.snapshot_t is not None
@@ -147,10 +153,10 @@ def test_a_large_weight_is_kept_in_part_and_judged_alike(monkeypatch: pytest.Mon
             (other,) = (r for r in whole if (r.gemm, r.kernel) == (one.gemm, one.kernel))
             assert one.row_err == pytest.approx(other.row_err, rel=0.05)
     site.snapshot_t = None  # as in files of the first version
-    assert LearnedSite("a", site).gemms() == ("output", "grad_weight")
+    assert LearnedSite("a", site).gemms() == ["output", "grad_weight"]
 
 
-def test_draws_are_seeded_and_of_the_shape_that_is_asked_for() -> None:
+def test_draws_are_seeded_and_have_the_requested_shape() -> None:
     site = LearnedSite("a", seen("X2")[0])
     for gemm, k in zip(GEMMS, (K, N, N), strict=True):
         distribution = site.distribution(gemm)
@@ -177,7 +183,7 @@ def test_draws_are_seeded_and_of_the_shape_that_is_asked_for() -> None:
         distribution.with_parameters(a=1.0)
 
 
-def test_rows_of_a_weights_gradient_come_in_pairs() -> None:
+def test_weight_gradients_are_replayed_from_paired_rows() -> None:
     """Each row of the sample of gradients once, with the input of the same row.
 
     Scales span the samples of a column: two have the largest that whole columns had, and add
@@ -201,7 +207,7 @@ def test_rows_of_a_weights_gradient_come_in_pairs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero sums", "pairs"])
-def test_a_weights_gradient_that_cancels_in_each_batch_is_judged_so(kind: str) -> None:
+def test_cancellation_within_batches_enlarges_errors(kind: str) -> None:
     """Rows of many batches do not: their product errs by 0.75 of what batches' do, or less."""
     generator = torch.Generator().manual_seed(5)
 
@@ -229,7 +235,7 @@ def test_a_weights_gradient_that_cancels_in_each_batch_is_judged_so(kind: str) -
     assert alone < 0.8 * of(found, "grad_weight", ROW).row_err
 
 
-def test_of_operands_that_never_came_together_there_is_no_verdict() -> None:
+def test_unpaired_operands_have_no_verdict() -> None:
     """As a checkpoint that makes several calls again gives their gradients."""
     x, _, w = drawn("X1", N, K)
     site = site_of(x, w)
@@ -243,7 +249,7 @@ def test_of_operands_that_never_came_together_there_is_no_verdict() -> None:
     assert all("0 rows were sampled" in c.reason for c in verdict.classes)
 
 
-def test_what_a_gpu_replays_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_before_replay_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All problems of all sites at once; where nothing is compiled, nothing is asked."""
     asked: list[tuple[set[Problem], Device, bool]] = []
 
@@ -266,25 +272,25 @@ def test_what_a_gpu_replays_is_compiled_before(monkeypatch: pytest.MonkeyPatch) 
     assert {N, 64} <= {p.n for p in problems} and K in {p.n for p in problems}
 
 
-def test_a_report_compiles_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_compile_before_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(
         "lokakern.probe.replay.compile_ahead", lambda sites: done.extend(s.name for s in sites)
     )
-    real = lokakern.probe.replay.replay_site
+    real = replays.replay
 
-    def watched(site: LearnedSite, **options: Any) -> tuple[Replayed, ...]:
+    def watched(site: LearnedSite, **options: Any) -> list[Replayed]:
         done.append(f"replay {site.name}")
         return real(site, **options)
 
-    monkeypatch.setattr("lokakern.probe.replay.replay_site", watched)
+    monkeypatch.setattr("lokakern.probe.replay.replay", watched)
     site = seen("X3", 32)[0]
     report = ProbeReport.of({"a": site, "b": site}, seeds=(0,))
     assert done == ["a", "b", "replay a", "replay b"]
     assert report.sites == ("a", "b")
 
 
-def test_shifts_of_the_mean_and_ways_to_sum_are_kept() -> None:
+def test_mean_shifts_and_accumulation_are_recorded() -> None:
     """Without a sign; float32 sums, which are emulated, count as promoted ones."""
     negative = site_of(-torch.rand(1024, K), torch.rand(N, K))  # whose output is negative
     found = replay("a", negative, seeds=(0, 1))
@@ -315,8 +321,8 @@ def test_every_gemm_and_the_norm_after_it_are_replayed() -> None:
         )
     )  # fmt: skip
     assert before < 0.01 and block < 0.01 and after > 5 * before
-    assert sums_over_samples(problem_of(site, "grad_weight", 100))
-    assert problem_of(site, "grad_input", 100).shape == (100, K, N)
+    assert sums_over_samples(problem_of(site, "grad_weight"))
+    assert problem_of(site, "grad_input").shape == (256, K, N)
     assert block_norm(1024) == "block_rms(256)" and block_norm(720) == "block_rms(240)"
 
 
@@ -324,10 +330,10 @@ def test_without_gradients_only_the_output_is_replayed() -> None:
     x, _, w = drawn("X1", N, K)
     assert {r.gemm for r in replay("a", site_of(x, w), seeds=(0,))} == {"output"}
     bare = SiteStatistics(N, K, torch.device("cpu"))
-    assert replay("a", bare) == ()
+    assert replay("a", bare) == []
 
 
-def test_rows_go_into_the_database_under_the_name_of_the_site(tmp_path: Path) -> None:
+def test_replayed_rows_are_stored_under_the_name_of_the_site(tmp_path: Path) -> None:
     site, _, _ = seen("X2")
     path = tmp_path / "rows.sqlite"
     found = replay("layers.3.mlp", site, seeds=(0, 1), database=path)
@@ -368,7 +374,7 @@ def broken() -> Iterator[str]:
     del KERNELS[name]
 
 
-def test_a_broken_kernel_that_normal_operands_hide_is_exposed(broken: str) -> None:
+def test_replay_exposes_kernels_broken_for_unusual_operands(broken: str) -> None:
     hidden = replay("a", seen("X1")[0], seeds=(0,))
     assert of(hidden, "output", broken).reason == ""
     assert of(hidden, "output", broken).row_err < 0.04

@@ -1,4 +1,4 @@
-"""Products outside of sites: by which parameter, how many, and of what share."""
+"""Products outside of sites: their parameter, number and share."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXPECTED: dict[str, tuple[str, int, int]] = {
 
 @pytest.mark.parametrize("kind", [*EXPECTED, "nothing"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_products_of_no_site_are_named_with_their_share(kind: str, autocast: bool) -> None:
+def test_products_outside_of_sites_are_named_with_their_share(kind: str, autocast: bool) -> None:
     model = Mixed(kind)
     with Probe(model) as probe, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(torch.randn(M, D))
@@ -77,7 +77,7 @@ def test_products_of_no_site_are_named_with_their_share(kind: str, autocast: boo
     assert f" {work / (work + M * D * D):.1%} of all multiply-adds" in words
 
 
-def test_without_gradients_or_compiled_nothing_is_said() -> None:
+def test_nothing_is_reported_without_a_graph() -> None:
     model = Mixed("matmul")
     with Probe(model, every=1) as probe:
         with torch.no_grad():
@@ -105,7 +105,7 @@ class Framework(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["backward", "grad", "checkpoint"])
-def test_products_are_named_where_methods_are_called(way: str) -> None:
+def test_products_are_named_when_methods_are_called(way: str) -> None:
     model, x = Framework(), torch.randn(M, D)
     with Probe(model, every=1) as probe:
         if way == "checkpoint":
@@ -119,7 +119,7 @@ def test_products_are_named_where_methods_are_called(way: str) -> None:
     assert f" {work / (2 * work + M * D * 3):.1%} of all" in probe.unseen()["inner.own"]
 
 
-def test_a_torch_that_tells_no_roots_is_said_and_stops_nothing(
+def test_missing_roots_are_reported_without_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What backward passes begin from is read from a private function of torch."""
@@ -140,7 +140,7 @@ def test_a_torch_that_tells_no_roots_is_said_and_stops_nothing(
         assert list(probe.unseen()) == ["inner.own"]
 
 
-def test_a_backward_pass_of_another_model_says_nothing() -> None:
+def test_backward_passes_of_other_models_are_ignored() -> None:
     """Nor does one beside it, in another thread."""
     model, other = Framework(), Framework()
     started, ended = threading.Event(), threading.Event()
@@ -180,7 +180,7 @@ def test_calls_of_methods_are_steps_until_an_optimizer_is_one() -> None:
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_let_through(layout: torch.layout) -> None:
+def test_nested_tensors_are_ignored(layout: torch.layout) -> None:
     class Ragged(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -198,7 +198,7 @@ def test_nested_tensors_are_let_through(layout: torch.layout) -> None:
     assert "no plain tensor" in probe.unseen()["layer"]
 
 
-def test_a_report_carries_what_was_not_seen() -> None:
+def test_reports_list_unseen_products() -> None:
     model = nn.Sequential(Mixed("matmul"))
     with Probe(model, filter=lambda _, name: name == "0.layer") as probe:
         model(torch.randn(M, D))
@@ -208,7 +208,7 @@ def test_a_report_carries_what_was_not_seen() -> None:
     assert report.content()["unseen"] == report.unseen
 
 
-def test_layers_that_were_fused_are_no_products_of_others() -> None:
+def test_fused_layers_are_not_reported_as_products() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -224,7 +224,7 @@ def test_layers_that_were_fused_are_no_products_of_others() -> None:
     assert set(probe.unseen()) == {"a", "b"}  # which are no longer called
 
 
-def test_a_frozen_weight_is_no_activation() -> None:
+def test_frozen_weights_are_not_activations() -> None:
     """Autograd keeps nothing of it to tell whose it was: it has no name, and no wrong one."""
     model = Mixed("nothing")
     model.layer.weight.requires_grad_(False)
@@ -232,7 +232,7 @@ def test_a_frozen_weight_is_no_activation() -> None:
     assert products_elsewhere(model(2 * x), {id(model.own): "own"}, set()) == {}
 
 
-def test_no_share_is_told_where_parameters_are_strangers() -> None:
+def test_share_is_unknown_with_foreign_parameters() -> None:
     """As those that FSDP2 gathers: they are no module's when the graph is read."""
     model = Mixed("attention")
     x = torch.randn(M, D)

@@ -1,4 +1,4 @@
-"""Verdicts: planted hazards are named, each for the right kernels, and times come from a file."""
+"""Verdicts: planted hazards are found for the right kernels, and times come from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lokakern.probe import fingerprint
 from lokakern.probe.problems import Replayed
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import Probe
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import Verdict, verdicts_of
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
@@ -115,7 +115,7 @@ def safety(report: ProbeReport, site: str, scales: str) -> str:
     return found.safety
 
 
-def test_the_model_is_what_it_is_meant_to_be(report: ProbeReport) -> None:
+def test_model_has_the_planted_hazards(report: ProbeReport) -> None:
     assert len(report.sites) == 10 and {RESCALED, SPREAD, SHARED} < set(report.sites)
     assert len(report.verdicts) == 30
 
@@ -150,7 +150,7 @@ def test_no_safe_layer_is_called_unsafe(report: ProbeReport) -> None:
             assert all(c.safety == "safe" for c in v.classes if c.scales in ("row", "1x128")), v
 
 
-def test_verdicts_are_what_held_out_rows_say(model: Model, report: ProbeReport) -> None:
+def test_verdicts_agree_with_held_out_rows(model: Model, report: ProbeReport) -> None:
     """The true error of every layer, after its norm, on rows that no probe saw."""
     x = inputs(3)
     compared = 0
@@ -175,7 +175,7 @@ def test_verdicts_are_what_held_out_rows_say(model: Model, report: ProbeReport) 
     assert compared == 20
 
 
-def test_errors_of_gradients_are_what_held_out_rows_say(model: Model, report: ProbeReport) -> None:
+def test_gradient_errors_agree_with_held_out_rows(model: Model, report: ProbeReport) -> None:
     """Against float64 products: within 10 %, of a weight's gradient 30 %, and the same verdict.
 
     Not of the last layer, whose gradient through a norm under a sum of squares is rounding alone.
@@ -207,7 +207,7 @@ def test_errors_of_gradients_are_what_held_out_rows_say(model: Model, report: Pr
     assert compared == 36
 
 
-def test_a_report_is_a_table_and_json(
+def test_reports_print_tables_and_json(
     report: ProbeReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report.table()
@@ -220,7 +220,7 @@ def test_a_report_is_a_table_and_json(
     assert report.saved_share is None and content["saved_share"] is None
 
 
-def test_sites_that_drift_are_named(probe: Probe, report: ProbeReport, model: Model) -> None:
+def test_drifted_sites_are_named(probe: Probe, report: ProbeReport, model: Model) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.drift(probe.sites()) == {}
@@ -268,7 +268,7 @@ def only(found: tuple[Verdict, ...]) -> Verdict:
     ("row_err", "upper", "wanted"),
     [(0.04, 0.05, "safe"), (0.059, 0.061, "undecided"), (0.07, 0.08, "unsafe")],
 )
-def test_what_is_within_the_interval_is_undecided(
+def test_budgets_within_the_interval_are_undecided(
     row_err: float, upper: float, wanted: str
 ) -> None:
     found = only(verdicts_of("a", shaped(64, 64, 9), [replayed(row_err=row_err, upper=upper)]))
@@ -276,13 +276,13 @@ def test_what_is_within_the_interval_is_undecided(
     assert bool(found.classes[0].reason) == (wanted != "safe")
 
 
-def test_it_is_said_where_bfloat16_itself_errs_more() -> None:
+def test_notes_tell_when_bfloat16_exceeds_the_budget() -> None:
     errors = [replayed(row_err=0.2), replayed(scales=Granularity.NONE, row_err=0.07)]
     found = only(verdicts_of("a", shaped(64, 64, 9), errors))
     assert found.notes == ("bfloat16 itself has a row_err of 0.07 > 0.06",)
 
 
-def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() -> None:
+def test_few_rows_are_undecided_and_wrong_kernels_are_ignored() -> None:
     few = only(verdicts_of("a", shaped(64, 64, 9), [replayed(rows=63)]))
     assert few.safety == "undecided"
     assert few.classes[0].reason == "63 rows were sampled; expected at least 64"
@@ -293,7 +293,7 @@ def test_few_rows_are_undecided_and_a_wrong_kernel_is_no_verdict_on_its_class() 
     assert (found.safety, found.classes[0].reason) == ("unsafe", "wrong: kernel_err 90 > 1")
 
 
-def test_budgets_may_limit_the_99th_percentile_and_nothing_foreign() -> None:
+def test_budgets_may_limit_the_99th_percentile() -> None:
     site, found = shaped(64, 64, 9), [replayed(row_err=0.04, upper=0.05)]
     assert only(verdicts_of("a", site, found, budget=ErrorBudget(row_p99=0.045))).safety == "unsafe"
     near = [replace(found[0], row_p99=0.04)]  # and at most 0.05
@@ -306,7 +306,7 @@ def test_budgets_may_limit_the_99th_percentile_and_nothing_foreign() -> None:
     assert only(verdicts_of("a", site, found, budget=tight)).safety == "safe"
 
 
-def test_of_kernels_that_err_alike_each_error_is_the_worst() -> None:
+def test_classes_have_the_largest_errors_of_their_kernels() -> None:
     """Whichever of them dispatch takes in the end."""
     site, tight = shaped(64, 64, 9), ErrorBudget(row_err=0.06, mean_shift=1e-3)
     errors = [replayed(row_err=0.0401), replayed(row_err=0.04, shift=0.05)]
@@ -316,7 +316,7 @@ def test_of_kernels_that_err_alike_each_error_is_the_worst() -> None:
         assert (found.classes[0].row_err, found.classes[0].mean_shift) == (0.0401, 0.05)
 
 
-def test_sums_that_are_not_promoted_are_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpromoted_sums_are_judged_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own errors, on GPUs of the kind where these were replayed."""
     site = shaped(4096, 4096, 8192)
     bad = [replayed(), replayed(accumulation="fast", row_err=0.2)]
@@ -363,7 +363,7 @@ def test_times_come_from_a_shipped_file() -> None:
     assert (unknown.speed, unknown.bf16_us) == ("", None)
 
 
-def test_a_weight_gradient_that_is_unsafe_stays_in_bf16() -> None:
+def test_unsafe_weight_gradients_stay_in_bf16() -> None:
     errors = [replayed("grad_weight", row_err=0.2)]
     found = only(verdicts_of("a", shaped(64, 64, 256), errors))
     assert (found.safety, found.change) == ("unsafe", "weight gradient in bf16")
@@ -373,7 +373,7 @@ def test_a_weight_gradient_that_is_unsafe_stays_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("name", ["X1", "X5", "X6", "X7", "X9", "X12", "X13", "X14"])
-def test_a_site_maps_to_the_distribution_it_was_drawn_from(name: str) -> None:
+def test_sites_map_to_their_source_distribution(name: str) -> None:
     x, _, w = drawn(name, 256, 256, seed=17)
     found = fingerprint.fingerprint_of(site_of(x, w), "output")
     assert fingerprint.outside(found) == ""
@@ -386,7 +386,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 2048)
 
 
-def test_sums_that_cancel_are_like_no_benchmarked_distribution() -> None:
+def test_cancelling_sums_are_outside_the_hull() -> None:
     """Inputs N(2, 1) under weight rows that sum to zero err twice as much as the nearest."""
     generator = torch.Generator().manual_seed(3)
     w = torch.randn((96, 128), generator=generator) / 128**0.5
@@ -403,12 +403,12 @@ def test_sums_that_cancel_are_like_no_benchmarked_distribution() -> None:
     site = site_of(x, w, 1e-3 * x[:, :96])
     for gemm in ("grad_input", "grad_weight"):
         assert fingerprint.fingerprint_of(site, gemm)["cancellation"] < 0.1
-    site.add_cancellation(torch.tensor(16.0))
+    site.cancellations += torch.tensor([16.0, 1.0])
     assert fingerprint.fingerprint_of(site, "grad_weight")["cancellation"] == 2.0
 
 
 @pytest.mark.usefixtures("stored")
-def test_a_report_feeds_dispatch(report: ProbeReport) -> None:
+def test_reports_can_be_passed_to_dispatch(report: ProbeReport) -> None:
     harmless = report["m.4"]
     assert set(harmless) <= set(lokakern.types.REALISTIC_DISTRIBUTIONS)
     ask = functools.partial(lokakern.dispatch, "gemm", (8192, 4096, 4096), 0.06, device=H200)
@@ -421,7 +421,7 @@ def test_a_report_feeds_dispatch(report: ProbeReport) -> None:
 
 
 @pytest.mark.usefixtures("stored")
-def test_outside_the_hull_dispatch_takes_bf16_and_says_so(report: ProbeReport) -> None:
+def test_dispatch_warns_and_takes_bf16_outside_the_hull(report: ProbeReport) -> None:
     with pytest.warns(UserWarning, match=r"like no benchmarked distribution.*weight_columns"):
         rescaled = report[RESCALED]
     (name,) = rescaled
@@ -436,7 +436,7 @@ def test_outside_the_hull_dispatch_takes_bf16_and_says_so(report: ProbeReport) -
 
 
 @pytest.mark.usefixtures("stored")
-def test_one_gemm_of_a_site_may_be_asked_for_alone(report: ProbeReport) -> None:
+def test_one_gemm_of_a_site_can_be_selected(report: ProbeReport) -> None:
     with pytest.warns(UserWarning, match="like no benchmarked"):
         site = report[RESCALED]
     with pytest.warns(UserWarning, match=r"m\.2/grad_weight: column_spread"):
@@ -450,7 +450,7 @@ def test_one_gemm_of_a_site_may_be_asked_for_alone(report: ProbeReport) -> None:
         site.gemm("wgrad")
 
 
-def test_padding_k_is_named_where_it_makes_a_gemm_fast() -> None:
+def test_padding_k_is_suggested_if_it_makes_a_gemm_fast() -> None:
     errors = [replayed()]
     padded = only(verdicts_of("a", shaped(2048, 10232, 20480), errors, device=H200))
     assert (padded.safety, padded.speed) == ("safe", "")  # nobody timed k = 10232
@@ -459,7 +459,7 @@ def test_padding_k_is_named_where_it_makes_a_gemm_fast() -> None:
     assert only(verdicts_of("a", shaped(512, 500, 2048), errors, device=H200)).change == ""
 
 
-def test_dropping_the_bias_is_named_where_it_is_what_makes_a_gemm_slow(tmp_path: Path) -> None:
+def test_dropping_the_bias_is_suggested_if_it_makes_a_gemm_fast(tmp_path: Path) -> None:
     plain = make_problem("gemm", (4096, 512, 512))
     with_bias = make_problem("gemm", (4096, 512, 512), epilogue="bias")
     Book(tmp_path / "rows.sqlite").write(
@@ -476,7 +476,7 @@ def test_dropping_the_bias_is_named_where_it_is_what_makes_a_gemm_slow(tmp_path:
 
 
 @pytest.mark.parametrize(("row_err", "change"), [(0.04, "drop the bias"), (0.5, "")])
-def test_dropping_the_bias_is_not_named_for_what_errs_too_much(
+def test_dropping_the_bias_is_not_suggested_for_unsafe_scales(
     tmp_path: Path, row_err: float, change: str
 ) -> None:
     """Without it kernels with scales of groups are fast, and only those of rows are safe or not."""

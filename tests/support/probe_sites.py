@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lokakern.probe.hooks import SAMPLED_ROWS
-from lokakern.probe.site import SiteStatistics
+from lokakern.probe.statistics import SiteStatistics, add_outputs
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 
 CPU = torch.device("cpu")
@@ -22,8 +22,9 @@ def site_of(
     for start in range(0, len(x), SAMPLED_ROWS):
         rows = x[start : start + SAMPLED_ROWS]
         keys = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-        site.add_input(rows, rows.double(), keys)
-        site.add_output(rows.double() @ w.double().t())
+        site.count(len(rows))
+        site.input.add(rows, rows.double(), keys)
+        add_outputs([site], (rows.double() @ w.double().t())[None])
         if gradient is not None:
             g = gradient[start : start + SAMPLED_ROWS]
             site.grad_output.add(g, g.double(), keys)
