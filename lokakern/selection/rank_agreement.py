@@ -97,15 +97,20 @@ def usable_digest(device: Device) -> str:
     load_kernels()
     here = current_environment()
     words = [here.torch, here.toolkit, here.triton, here.libraries]
-    words += [f"{k.name} {_digest(k)}" for _, k in sorted(KERNELS.items()) if _runs(k, device)]
+    words += [
+        f"{k.name} {readable_digest(k) or 'unknown'}"
+        for _, k in sorted(KERNELS.items())
+        if _runs(k, device)
+    ]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
-def _digest(kernel: Kernel) -> str:
+def readable_digest(kernel: Kernel) -> str:
+    """Digest of a kernel; "" for one of a plugin without source files."""
     try:
         return kernel.digest
-    except (OSError, ValueError, SyntaxError):  # of a plugin without source files
-        return "unknown"
+    except (OSError, ValueError, SyntaxError):
+        return ""
 
 
 def _runs(kernel: Kernel, device: Device) -> bool:
