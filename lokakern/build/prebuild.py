@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lokakern.selection import dispatcher
-from lokakern.selection.arguments import budget_of
+from lokakern.build.pool import BuildReport, build, check_workers
 from lokakern.device import current_device, current_environment
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
@@ -36,8 +35,11 @@ from lokakern.problems import (
     make_problem,
     row_length,
 )
+from lokakern.progress import Progress
 from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
+from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
 from lokakern.types import (
     Device,
     Epilogue,
@@ -52,8 +54,6 @@ from lokakern.types import (
     empty_data,
     norm_form,
 )
-from lokakern.build.pool import BuildReport, build, check_workers
-from lokakern.progress import Progress
 
 _META = torch.device("meta")
 _REASON = 500  # characters of a failure's reason
