@@ -19,7 +19,6 @@ import torch
 
 from lokakern.device import current_device, devices_here
 from lokakern.errors import ChoicesError, DeviceError, UnknownNameError
-from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, kernels_for, load_kernels
 from lokakern.selection import rank_agreement
 from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
@@ -368,20 +367,8 @@ def loose_table(
 def unquantized_table(problem: Problem, device: Device) -> Table:
     """The answer without a budget, from no measurement at all: the unquantized kernel."""
     load_kernels()
-    base = baseline_name(problem)
-    return Table(
-        problem=problem,
-        device=device,
-        budget=None,
-        distributions=REALISTIC_DISTRIBUTIONS,
-        regime=default_regime(device),
-        candidates=(),
-        rejected=(),
-        baseline=base,
-        baseline_kernel=KERNELS.get(base) if base else None,
-        callable_here=True,
-        m_alignment=alignment_of(problem.m),
-    )
+    regime = default_regime(device)
+    return Table(problem, device, None, REALISTIC_DISTRIBUTIONS, regime, callable_here=True)
 
 
 def default_regime(device: Device) -> str:
@@ -435,7 +422,6 @@ def _build(
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
     candidates: list[Candidate] = []
-    base = baseline_name(problem)
     memory = {} if memory is None else memory
     load_kernels()
     names = set(cells)
@@ -467,10 +453,7 @@ def _build(
         regime=regime,
         candidates=tuple(candidates),
         rejected=tuple(rejected),
-        baseline=base,
-        baseline_kernel=KERNELS.get(base) if base else None,
         callable_here=local,
-        m_alignment=alignment_of(problem.m),
         needs=needs,
         instead=instead,
     )

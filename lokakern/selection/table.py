@@ -8,11 +8,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from lokakern.registry.register import Kernel, kernels_for
+from lokakern.problems import baseline_name
+from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time, within_noise
 from lokakern.selection.neighbors import sizes_of
-from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected
+from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, alignment_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,9 @@ class Table:
     budget: ErrorBudget | None
     distributions: tuple[str, ...]
     regime: str
-    candidates: tuple[Candidate, ...]
-    rejected: tuple[tuple[str, str], ...]
-    baseline: str | None
-    baseline_kernel: Kernel | None
     callable_here: bool
-    m_alignment: int
+    candidates: tuple[Candidate, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
     needs: frozenset[str] = frozenset()
     breakpoints: list[int] = field(default_factory=list)
     winners: list[str] = field(default_factory=list)
@@ -88,6 +86,9 @@ class Table:
     watch: Watch | None = None  # who checks the products of `gemm`
 
     def __post_init__(self) -> None:
+        self.baseline = baseline_name(self.problem)
+        self.baseline_kernel = KERNELS.get(self.baseline or "")
+        self.m_alignment = alignment_of(self.problem.m)
         self._freeze()
 
     @property

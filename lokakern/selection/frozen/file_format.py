@@ -21,7 +21,6 @@ from msgspec import Meta, Struct, ValidationError, convert, structs, to_builtins
 
 from lokakern.device import devices_here
 from lokakern.errors import ChoicesError, LokakernError
-from lokakern.problems import baseline_name
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.registry.register import KERNELS, NEEDS, Kernel, load_kernels
 from lokakern.registry.schema.row_keys import device_from_row, problem_from_row, problem_row
@@ -344,15 +343,12 @@ def _table(row: _Table, device: Device, kernels: dict[str, Kernel], origin: Orig
     for winner, miss in zip(row.winners, row.misses, strict=True):
         is_known = winner in kernels or (winner == "" and miss)
         _expect(is_known, f"a winner of {problem} is {winner!r}; expected a kernel of the file")
-    base = baseline_name(problem)
+    budget = None if row.budget is None else ErrorBudget(**row.budget)
     table = FrozenTable(
-        problem=problem, device=device,
-        budget=None if row.budget is None else ErrorBudget(**row.budget),
-        distributions=row.distributions, regime=row.regime, candidates=(), rejected=(),
-        baseline=base, baseline_kernel=KERNELS.get(base) if base else None, callable_here=True,
-        m_alignment=row.m_alignment, needs=frozenset(row.needs), breakpoints=row.breakpoints,
-        winners=row.winners, kernels=[kernels[name] if name else None for name in row.winners],
-        misses=row.misses, origin=origin,
+        problem, device, budget, row.distributions, row.regime, callable_here=True,
+        needs=frozenset(row.needs), breakpoints=row.breakpoints, winners=row.winners,
+        kernels=[kernels[name] if name else None for name in row.winners], misses=row.misses,
+        origin=origin,
     )  # fmt: skip
     _check_kernels(table)
     return table

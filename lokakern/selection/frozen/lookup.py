@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from lokakern.device import devices_here
 from lokakern.errors import DeviceError
-from lokakern.problems import baseline_name
-from lokakern.registry.register import KERNELS
 from lokakern.selection.table import FrozenTable, Origin, Table
 from lokakern.types import Device, ErrorBudget, Format, Granularity, Problem, alignment_of
 
@@ -93,14 +91,9 @@ class Choices:
         found = self._tables.get(key) if device == self.device else None
         if found is not None:
             return found
-        base = baseline_name(problem)
-        return Table(
-            problem=problem, device=device, budget=budget, distributions=distributions,
-            regime=regime, candidates=(), rejected=(), baseline=base,
-            baseline_kernel=KERNELS.get(base) if base else None,
-            callable_here=device in devices_here(), m_alignment=unit, needs=needs,
-            origin=self.origin,
-        )  # fmt: skip
+        local = device in devices_here()
+        return Table(problem, device, budget, distributions, regime, local,
+                     needs=needs, origin=self.origin)  # fmt: skip
 
     def tell(self, table: Table) -> None:
         """Log, once for a family of problems, that it is not in the file.
