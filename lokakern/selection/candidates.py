@@ -128,17 +128,45 @@ def _worse(limit: str, a: float, b: float) -> float:
     return min(a, b) if limit == "sqnr_db" else max(a, b)
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest bounds by limit, and the distribution with the largest row error."""
+
+    errors: dict[str, float]
+    worst_distribution: str
+    is_verified: bool = True
+    n: int = 0  # where they were measured, if at another n
+    set_aside: str = ""  # the largest claimed row error that is disregarded
+
+
+# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
+# problems share; for one snapshot, device and choice of distributions.
+Memory = dict[tuple[str, str, str, str], Bounds | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The rows of a snapshot that count for problems on a device."""
+
+    facts: Snapshot
+    device: Device
+    local: bool
+    distributions: tuple[str, ...]
+    memory: Memory
+
+    def asked(self, problem: Problem) -> Problem:
+        """The problem under which errors of a problem are stored."""
+        return accuracy_problem(problem, fp8_format(self.device))
+
+    def freshness(self, cell: TimingCell | AccuracyCell) -> str:
+        return freshness_of(cell, self.local, self.facts)
+
+
 def candidate_of(
-    name: str,
-    cells: list[TimingCell],
-    problem: Problem,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    memory: Memory,
+    name: str, cells: list[TimingCell], problem: Problem, evidence: Evidence
 ) -> Candidate | str:
     """The candidate, or the reason why a kernel is none at any m."""
+    local, device = evidence.local, evidence.device
     kernel = KERNELS.get(name)
     if local and kernel is None:
         return "is in the database but not registered here"
@@ -152,7 +180,7 @@ def candidate_of(
             return answer.reason
     if not cells:
         return "not measured here"
-    graded = _graded(cells, local, facts)
+    graded = [(cell, evidence.freshness(cell)) for cell in cells]
     is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
     current = [c for c, fresh in graded if fresh != "stale"]
     bad = _unsafe((c for c in current if not (is_baseline and c.tier)), lambda c: c.problem)
@@ -176,10 +204,10 @@ def candidate_of(
         and kernel is not None
         and baseline_name(problem) is not None
     )
-    found = _errors_or_reason(row, problem, distributions, device, local, facts, memory)
+    found = _errors_or_reason(row, problem, evidence)
     unknown = found if isinstance(found, str) else ""
     bounds = Bounds({}, "") if isinstance(found, str) else found
-    wrong = _wrong(row, problem, bounds.n, device, local, facts)
+    wrong = _wrong(row, problem, bounds.n, evidence)
     if wrong is not None:
         words, cell = wrong
         if not (cell.tier and (is_baseline or (is_ours and bounds.is_verified))):
@@ -271,12 +299,6 @@ def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) 
     return "fresh" if same else "usable"
 
 
-def _graded(
-    cells: Iterable[TimingCell], local: bool, facts: Snapshot
-) -> list[tuple[TimingCell, str]]:
-    return [(cell, freshness_of(cell, local, facts)) for cell in cells]
-
-
 def _outcomes(
     graded: list[tuple[TimingCell, str]],
 ) -> tuple[list[tuple[TimingCell, str]], dict[int, str], frozenset[int]]:
@@ -330,51 +352,27 @@ def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]
     return fresh == "stale", bool(cell.tier), FRESHNESS.index(fresh), cell.grade != "full"
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Worst bounds by limit, and the distribution that is worst in row error."""
+def _errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -> Bounds | str:
+    """Largest bounds of a kernel's numerics class, or why there are none.
 
-    errors: dict[str, float]
-    worst_distribution: str
-    is_verified: bool = True
-    n: int = 0  # where they were measured, if at another n
-    set_aside: str = ""  # the worst larger row error that others claim, where ours decide
-
-
-# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
-# problems share; of one snapshot, device and choice of distributions.
-Memory = dict[tuple[str, str, str, str], Bounds | str]
-
-
-def _errors_or_reason(
-    kernel: KernelRow,
-    problem: Problem,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    memory: Memory,
-) -> Bounds | str:
-    """Worst bounds of a kernel's numerics class, or why there are none.
-
-    Ours at the problem come first, then ours of another n, and only then what others say.
+    Errors measured here at the problem come first, then those at another n, then imported ones.
     """
     from lokakern.registry.schema.row_keys import problem_key
 
-    asked = problem_key(accuracy_problem(problem, fp8_format(device)))
+    facts, memory = evidence.facts, evidence.memory
+    asked = problem_key(evidence.asked(problem))
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
     if place in memory:
         return memory[place]
     found: Bounds | str = ""
     for ours_only in (True, False) if facts.has_doubts else (True,):
-        where = (distributions, device, local, facts, ours_only)
-        found = _bounds_or_reason(kernel, problem, asked, *where)
-        if isinstance(found, str) and not _is_tried(kernel, asked, device, facts, ours_only):
-            found = _of_another_n(kernel, problem, *where) or found
+        found = _bounds_or_reason(kernel, problem, asked, evidence, ours_only)
+        if isinstance(found, str) and not _is_tried(kernel, asked, evidence, ours_only):
+            found = _of_another_n(kernel, problem, evidence, ours_only) or found
         if isinstance(found, Bounds):
             break
     if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_doubts:
-        heard = _bounds_or_reason(kernel, problem, asked, *where[:-1], False)
+        heard = _bounds_or_reason(kernel, problem, asked, evidence, False)
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
             found = replace(found, set_aside=words)
@@ -383,22 +381,22 @@ def _errors_or_reason(
 
 
 def _wrong(
-    kernel: KernelRow, problem: Problem, other_n: int, device: Device, local: bool, facts: Snapshot
+    kernel: KernelRow, problem: Problem, other_n: int, evidence: Evidence
 ) -> tuple[str, AccuracyCell] | None:
-    """Where a kernel itself wrote what it must not, on whatever distribution, in whatever grade.
+    """A wrong result or crash of the kernel itself, on any distribution and in any grade.
 
-    With errors of another n at any n. Ours, if there is one; else what others say.
+    If errors of another n are used, at any n. One measured here comes before an imported one.
     """
     from lokakern.registry.schema.row_keys import problem_key
 
-    stored = accuracy_problem(problem, fp8_format(device))
+    stored = evidence.asked(problem)
     places = [(problem_key(stored), "")]
     if other_n:
-        places += [(key, f" at n={n}") for n, key in facts.accuracies_like(stored)]
+        places += [(key, f" at n={n}") for n, key in evidence.facts.accuracies_like(stored)]
     heard = None
     for key, where in places:
-        own = facts.accuracy_cells(device.architecture, kernel.name, key)
-        current = (c for c in own if freshness_of(c, local, facts) != "stale")
+        own = evidence.facts.accuracy_cells(evidence.device.architecture, kernel.name, key)
+        current = (c for c in own if evidence.freshness(c) != "stale")
         bad = _unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
         if bad is not None:
             found = f"{bad.status} on {bad.distribution}{where}: {bad.reason}", bad
@@ -408,37 +406,30 @@ def _wrong(
     return heard
 
 
-def _is_tried(
-    kernel: KernelRow, asked: str, device: Device, facts: Snapshot, ours_only: bool
-) -> bool:
-    """Whether any error of the class is stored there: be they too few, they still count."""
+def _cells_of_class(kernel: KernelRow, asked: str, evidence: Evidence) -> list[AccuracyCell]:
     scales = (kernel.granularity, kernel.b_granularity, kernel.accumulation)
-    cells = facts.accuracy_cells_of_class(device.architecture, asked, *scales)
-    return any(not (ours_only and c.tier) for c in cells)
+    return evidence.facts.accuracy_cells_of_class(evidence.device.architecture, asked, *scales)
+
+
+def _is_tried(kernel: KernelRow, asked: str, evidence: Evidence, ours_only: bool) -> bool:
+    """Whether any error of the class is stored there, even with too few seeds."""
+    return any(not (ours_only and c.tier) for c in _cells_of_class(kernel, asked, evidence))
 
 
 def _of_another_n(
-    kernel: KernelRow,
-    problem: Problem,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    ours_only: bool,
+    kernel: KernelRow, problem: Problem, evidence: Evidence, ours_only: bool
 ) -> Bounds | None:
-    """Bounds of the nearest n at which a row's error is the same, and somewhat more."""
-    asked = accuracy_problem(problem, fp8_format(device))
+    """Bounds at the nearest n with equal row errors, times `ERRORS_OF_ANOTHER_N`."""
+    asked = evidence.asked(problem)
     if asked.op != "gemm" or asked.n < WIDE:
         return None
     step = ALIGNMENT_OF_N if Granularity(kernel.granularity) is Granularity.NONE else 1
     if asked.n % step:
         return None
-    others = [(n, key) for n, key in facts.accuracies_like(asked) if n >= WIDE and n % step == 0]
+    like = evidence.facts.accuracies_like(asked)
+    others = [(n, key) for n, key in like if n >= WIDE and n % step == 0]
     for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
-        other = replace(problem, n=n)
-        found = _bounds_or_reason(
-            kernel, other, key, distributions, device, local, facts, ours_only
-        )
+        found = _bounds_or_reason(kernel, replace(problem, n=n), key, evidence, ours_only)
         if isinstance(found, Bounds):
             errors = {limit: ERRORS_OF_ANOTHER_N * found.errors[limit] for limit in CARRIED}
             errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
@@ -447,39 +438,30 @@ def _of_another_n(
 
 
 def _bounds_or_reason(
-    kernel: KernelRow,
-    problem: Problem,
-    asked: str,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    ours_only: bool,
+    kernel: KernelRow, problem: Problem, asked: str, evidence: Evidence, ours_only: bool
 ) -> Bounds | str:
-    """Worst bounds over distributions; or why there are none.
+    """Largest bounds over distributions, or why there are none.
 
-    Kernels of one numerics class have one error, so that any of them may bring the rows; that each
-    is right was checked at every problem it was timed at. Where ours have seeds enough, they
-    decide. Elsewhere rows of others that nobody verified join them, unless `ours_only`: all of
-    them, and they count as much as the worst that is known here of such arithmetic on the
-    distribution, at least.
+    Kernels of one numerics class have equal errors, so that rows of any of them count; that each
+    kernel is correct was checked at every problem where it was timed. Where enough seeds were
+    measured here, they decide. Elsewhere all unverified rows join them, unless `ours_only`, and
+    count at least as much as the largest error known here for such arithmetic on the distribution.
     """
-    cells = facts.accuracy_cells_of_class(
-        device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
-    )
-    usable = [(c, freshness_of(c, local, facts)) for c in cells if c.status == "ok"]
+    facts = evidence.facts
+    cells = _cells_of_class(kernel, asked, evidence)
+    usable = [(c, evidence.freshness(c)) for c in cells if c.status == "ok"]
     usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
     bounds: dict[str, float] = {}
     worst_name, worst_value = "", -1.0
     missing, incomparable = [], []
     is_verified = True
     set_aside, claimed = "", 0.0
-    for distribution in distributions:
+    for distribution in evidence.distributions:
         here = [
             (c, fresh)
             for c, fresh in usable
             if c.distribution == distribution
-            and c.parameters == facts.parameters_of(device.architecture, distribution)
+            and c.parameters == facts.parameters_of(evidence.device.architecture, distribution)
         ]
         chosen: list[AccuracyCell] = []
         ranked = [(_rank(c, fresh), c) for c, fresh in here if not (ours_only and c.tier)]
@@ -496,7 +478,7 @@ def _bounds_or_reason(
             is_verified = False
             chosen += heard
             known = facts.worst_errors(
-                accuracy_problem(problem, fp8_format(device)),
+                evidence.asked(problem),
                 kernel.granularity, kernel.b_granularity, distribution,
             )  # fmt: skip
             if not known:

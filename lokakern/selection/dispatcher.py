@@ -22,7 +22,7 @@ from lokakern.errors import ChoicesError, DeviceError, UnknownNameError
 from lokakern.registry.register import KERNELS, kernels_for, load_kernels
 from lokakern.selection import rank_agreement
 from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
-from lokakern.selection.candidates import Candidate, Memory, candidate_of
+from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen import file_format
 from lokakern.selection.frozen.lookup import Choices, Weight
@@ -422,7 +422,7 @@ def _build(
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
     candidates: list[Candidate] = []
-    memory = {} if memory is None else memory
+    evidence = Evidence(facts, target, local, distributions, {} if memory is None else memory)
     load_kernels()
     names = set(cells)
     if local:
@@ -432,9 +432,7 @@ def _build(
         if reason is not None:
             rejected.append((name, reason))
             continue
-        found = candidate_of(
-            name, cells.get(name, []), problem, distributions, target, local, facts, memory
-        )
+        found = candidate_of(name, cells.get(name, []), problem, evidence)
         if isinstance(found, str):
             rejected.append((name, found))
         else:
