@@ -28,7 +28,7 @@ from lokakern.progress import Progress
 
 FORMATS = ("table", "json", "csv")
 A_MOMENT_S = 0.5
-NO_WIDTH = 100_000  # columns: as wide as it likes
+NO_WIDTH = 100_000  # columns, for the natural width of a table
 
 
 def print_rows(
@@ -39,14 +39,14 @@ def print_rows(
     note: str = "",
     spare: Sequence[str] = (),
 ) -> None:
-    """Print rows of equal columns.
+    """Print rows with equal columns.
 
     Args:
-        rows: Column name (with its unit) to value, None where there is none.
+        rows: Values by column name (with its unit); None prints as "-".
         how: "table", "json" or "csv".
-        title: Above a table.
-        note: Below a table.
-        spare: Columns that a table leaves out, the first first, where the terminal is too narrow.
+        title: Title of a table.
+        note: Text below a table.
+        spare: Columns that a table omits, in this order, if the terminal is too narrow.
     """
     if how == "json":
         print(json.dumps(list(rows), indent=2, default=str, allow_nan=False))
@@ -59,7 +59,7 @@ def print_rows(
         return
     # A pipe has no width: print whole lines there.
     width = None if sys.stdout.isatty() else 220
-    console = Console(width=width, highlight=False, markup=False)  # texts of errors hold brackets
+    console = Console(width=width, highlight=False, markup=False)  # errors may contain brackets
     left_out: list[str] = []
     table = _table_of(rows, columns, title)
     for name in spare if sys.stdout.isatty() else ():

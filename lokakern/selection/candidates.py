@@ -1,4 +1,4 @@
-"""Evidence: from the rows of a snapshot to what is known of each kernel at a problem."""
+"""Candidates: the times and errors of a kernel at a problem, from the rows of a snapshot."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
     from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
 
-# Times within 3 % are equal. Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at
-# the 90th percentile; of 1318 choices 10 differed, 2 of them unmarked with a floor of 1 %; 6 and 1
-# with 3 %.
+# Times within 3 % are ties. 8369 times of two H200s differed by 1.1 % in the median and by 4 % at
+# the 90th percentile. Of 1318 choices 10 differed with a floor of 1 %, 2 of them without a marked
+# tie; with 3 %, 6 and 1.
 TIE_FLOOR = 0.03
-TIE_CEILING = 0.05  # and beyond 5 % they differ, however few the replays
+TIE_CEILING = 0.05  # times that differ more are no ties, however few the replays
 FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
-FEWEST_SEEDS = 3  # of which a bound is the worst; fewer are no evidence
-# At n of `WIDE` and more a row's error is that of any other such n at the same k: in the shipped
-# file it differs by 13 % at most (row_p99: 19 %), whichever is the larger. See DESIGN.md. What is
-# not quantized is a library's product, which may sum in other kernels where this does not divide n:
-# cuBLAS' errors at n = 900 are up to 1.4 times those at 904.
+FEWEST_SEEDS = 3  # a bound is the largest error of so many seeds
+# From an n of `WIDE` on, row errors at one n hold for every other n at the same k: in the shipped
+# file they differ by at most 13 % (row_p99: 19 %). See DESIGN.md. Unquantized products are those of
+# a library, which may use other kernels if ALIGNMENT_OF_N does not divide n: errors of cuBLAS at
+# n = 900 are up to 1.4 times those at 904.
 WIDE, ERRORS_OF_ANOTHER_N, ALIGNMENT_OF_N = 256, 1.25, 8
 CARRIED = ("row_err", "row_p99", "rel_err")
 LIMIT_COLUMNS = {
@@ -43,13 +43,13 @@ LIMIT_COLUMNS = {
 
 
 def margin_us(p20: float, p80: float, count: int) -> float:
-    """Half-width of the 95 % interval of a median, from its quantiles (normal approximation)."""
+    """Half-width of the 95 % interval of a median, by a normal approximation from quantiles."""
     deviation = (p80 - p20) / 1.683  # p80 - p20 of a unit normal
     return 1.96 * 1.2533 * deviation / math.sqrt(max(count, 1))
 
 
 def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:
-    """Whether two times cannot be told apart."""
+    """Whether two times are a tie."""
     least = min(a_us, b_us)
     noise = max(TIE_FLOOR * least, math.hypot(a_margin, b_margin))
     return abs(a_us - b_us) <= min(noise, TIE_CEILING * least)
@@ -57,42 +57,41 @@ def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Median over runs at one m."""
+    """The median time over runs at one m."""
 
     latency_us: float
     margin_us: float
     freshness: str
     run_count: int
-    is_verified: bool = True  # measured here, or by others and some of it again here
+    is_verified: bool = True  # measured here, or imported and verified here
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A kernel with everything measured of it at a problem without m."""
+    """A kernel with its times and errors at a problem without m."""
 
     name: str
     kernel: Kernel | None
     granularity: Granularity
     times: dict[int, Time]
-    failed: dict[int, str]  # m where it was tried and never ended well, with the reason
-    errors: dict[str, float]  # limit name -> worst bound; empty where not known
+    failed: dict[int, str]  # m at which it only failed, with the reason
+    errors: dict[str, float]  # limit -> largest bound; empty if unknown
     worst_distribution: str
     error_unknown: str  # why errors is empty
     unquantized: bool
     errors_verified: bool = True
-    has_doubts: bool = False  # whether a time is not verified
-    failed_here: frozenset[int] = frozenset()  # of failed: not by hearsay
-    errors_of_n: int = 0  # where errors were measured, if not at this n
-    set_aside: tuple[str, ...] = ()  # what others say against it, and we know better
+    has_doubts: bool = False  # whether any time is unverified
+    failed_here: frozenset[int] = frozenset()  # the m in `failed` that rest on verified rows
+    errors_of_n: int = 0  # the n of the errors, if it is another
+    set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
-        """Time at m, and whether it is interpolated; None outside what was measured.
+        """The time at m and whether it is interpolated; None outside the measured range.
 
-        Nor is there one between measured m when it failed at one of them.
+        There is none between two measured m if the kernel failed in between. Interpolation between
+        verified times comes before an unverified time at m.
         """
-        if self.has_doubts or len(self.failed) > len(
-            self.failed_here
-        ):  # between two of ours comes before what others say of that m
+        if self.has_doubts or len(self.failed) > len(self.failed_here):
             ours = {x: time for x, time in self.times.items() if time.is_verified}
             found = self._among(ours, m, self.failed_here)
             if found is not None:
@@ -189,7 +188,7 @@ def candidate_of(
     if bad is not None:
         words = f"{bad.status} at m={bad.m}: {bad.reason}"
         if not bad.tier or not is_ours:
-            return words + _hearsay(bad)
+            return words + _unverified_words(bad)
         set_aside.append(words)
         graded = [(c, fresh) for c, fresh in graded if not c.tier or c.status != "ok"]
     good, failed, ours = _outcomes(graded)
@@ -211,7 +210,7 @@ def candidate_of(
     if wrong is not None:
         words, cell = wrong
         if not (cell.tier and (is_baseline or (is_ours and bounds.is_verified))):
-            return words + _hearsay(cell)
+            return words + _unverified_words(cell)
         set_aside.append(words)
     set_aside += [bounds.set_aside] if bounds.set_aside else []
     return Candidate(
@@ -222,7 +221,7 @@ def candidate_of(
 
 
 def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:
-    """A row with the numerics class of a kernel: its own, whatever a database says."""
+    """A row with the numerics class of the registered kernel; a database may claim another."""
     row = min(cells, key=lambda cell: bool(cell.tier)).kernel
     if kernel is None:
         return row
@@ -238,19 +237,19 @@ Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
 
 
 def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
-    """A wrong result or a crash: at one place, so not to be trusted at another.
+    """A wrong result or crash at any place, which rejects the kernel at all places.
 
-    One of ours, if there is any; else what others say, and nobody verified.
+    A verified one if there is any, else an unverified one.
     """
     found = list(cells)
     return _bad([c for c in found if not c.tier], place) or _bad(found, place)
 
 
 def _bad(found: list[Cell], place: Callable[[Cell], Any]) -> Cell | None:
-    """The first wrong result or crash that nothing makes up for.
+    """The first wrong result or crash that no other row cancels.
 
-    A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven. What
-    others say of a place, and nobody verified, changes nothing where we know better.
+    A later success (``sweep --retry``) cancels a crash. Any verified success at a place cancels an
+    unverified failure there.
     """
     for cell in found:
         if cell.status not in ("wrong", "crashed"):
@@ -271,12 +270,12 @@ def _bad(found: list[Cell], place: Callable[[Cell], Any]) -> Cell | None:
     return None
 
 
-def _hearsay(cell: TimingCell | AccuracyCell) -> str:
+def _unverified_words(cell: TimingCell | AccuracyCell) -> str:
     return " (imported and not verified)" if cell.tier else ""
 
 
 def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
-    """Versions that decide what a kernel's source turns into; of all parts of a composition."""
+    """Versions that determine how the source of a kernel, with all its parts, is compiled."""
     tools: tuple[str, ...] = ()
     languages = {module.split("/")[0] for module in kernel.modules}
     if "triton" in languages:
@@ -289,11 +288,11 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
 
 
 def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
-    """fresh: digest and toolchain equal; usable: toolchain differs; stale: digest differs."""
+    """Fresh: equal digest and toolchain; usable: another toolchain; stale: another digest."""
     if not is_current(cell.kernel):
         return "stale"
     if not local:
-        return "fresh"  # for a device that is not here only the digest counts
+        return "fresh"  # for another device only the digest counts
     then = facts.environment(cell.environment)
     same = _toolchain(cell.kernel, then) == _toolchain(cell.kernel, current_environment())
     return "fresh" if same else "usable"
@@ -302,9 +301,9 @@ def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) 
 def _outcomes(
     graded: list[tuple[TimingCell, str]],
 ) -> tuple[list[tuple[TimingCell, str]], dict[int, str], frozenset[int]]:
-    """Cells with times; the m where the best word is a failure, with its reason; those of ours.
+    """Cells with times; m where the best cell is a failure, with its reason; the verified of them.
 
-    Our word is better than what nobody verified, then the freshest.
+    Verified cells come first, then the freshest.
     """
 
     def rank(cell: TimingCell, fresh: str) -> tuple[bool, int]:
@@ -320,7 +319,7 @@ def _outcomes(
         best = min((rank(*pair) for pair in ok), default=(True, len(FRESHNESS)))
         worse = [cell for cell, fresh in bad if rank(cell, fresh) < best]
         if worse:
-            failed[m] = f"{worse[0].status}: {worse[0].reason}{_hearsay(worse[0])}"
+            failed[m] = f"{worse[0].status}: {worse[0].reason}{_unverified_words(worse[0])}"
             ours |= {m} if not worse[0].tier else set()
         else:
             good += ok
@@ -328,7 +327,7 @@ def _outcomes(
 
 
 def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
-    """Per m: the median over runs of the freshest cells of the best grade."""
+    """The median over runs of the freshest cells of the best grade, at each m."""
     by_m: dict[int, list[tuple[TimingCell, str]]] = {}
     for cell, fresh in graded:
         by_m.setdefault(cell.m, []).append((cell, fresh))
@@ -336,7 +335,7 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
     for m, found in by_m.items():
         best = min(_rank(cell, fresh) for cell, fresh in found)
         chosen = [(c, fresh) for c, fresh in found if _rank(c, fresh) == best]
-        # One run may have timed a problem under several distributions; it counts once.
+        # A run that timed a problem under several distributions counts once.
         by_run: dict[str, list[float]] = {}
         for c, _ in chosen:
             by_run.setdefault(c.run, []).append(c.latency_us_p50)
@@ -348,7 +347,7 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
 
 
 def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]:
-    """The least is the best: what nobody verified comes after what was measured here."""
+    """A key to sort cells by, the best first; unverified cells come after verified ones."""
     return fresh == "stale", bool(cell.tier), FRESHNESS.index(fresh), cell.grade != "full"
 
 
@@ -468,7 +467,7 @@ def _bounds_or_reason(
         for rank in sorted({rank for rank, _ in ranked}):
             chosen += [c for its_rank, c in ranked if its_rank == rank]
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
-                break  # a younger rank with too few seeds is joined by the next, not hidden
+                break  # a rank with too few seeds is joined by the next
         else:
             missing.append(distribution)
             continue

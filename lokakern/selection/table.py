@@ -1,4 +1,4 @@
-"""Tables: the frozen answers for one problem without its m, measured or read from a file."""
+"""Tables: the choices for one problem at every m, from measurements or from a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The decision at one m."""
+    """The choice at one m."""
 
     candidate: Candidate | None
     time: Time | None = None
@@ -34,13 +34,13 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The file of frozen choices that a table answers from.
+    """The file of frozen choices that a table was read from.
 
     Attributes:
-        path: As it was named.
+        path: The path as it was given.
         frozen_utc_ms: When it was written.
-        snapshot: Digest of the snapshot that was answered from then.
-        unverified_count: Tables that rested on imports that nobody had verified.
+        snapshot: Digest of the snapshot from which it was frozen.
+        unverified_count: Number of tables that rested on unverified imports.
     """
 
     path: str
@@ -57,7 +57,7 @@ class Origin:
 
     @property
     def remedy(self) -> str:
-        """What to do where it has no answer."""
+        """The remedy for a miss."""
         return (
             f"run it where the database is and write the file again: lokakern.freeze({self.path!r})"
         )
@@ -65,7 +65,7 @@ class Origin:
 
 @dataclass(eq=False)
 class Table:
-    """Everything needed to answer for one problem without m; built once, then only read."""
+    """The choices for one problem at every m; built once, then only read."""
 
     problem: Problem  # at any m
     device: Device
@@ -80,10 +80,10 @@ class Table:
     winners: list[str] = field(default_factory=list)
     kernels: list[Kernel | None] = field(default_factory=list)
     misses: list[bool] = field(default_factory=list)
-    instead: str = ""  # of no candidate: what was measured of the same sizes, and what to ask
-    origin: Origin | None = None  # None where a database was read
-    is_choice: bool = False  # whether it was asked for a kernel, and not only for what is known
-    watch: Watch | None = None  # who checks the products of `gemm`
+    instead: str = ""  # without candidates: what was measured for the same sizes
+    origin: Origin | None = None  # None if it was computed from databases
+    is_choice: bool = False  # whether a kernel was chosen by it, so that `freeze` writes it
+    watch: Watch | None = None  # checks the products of `gemm`
 
     def __post_init__(self) -> None:
         self.baseline = baseline_name(self.problem)
@@ -98,14 +98,14 @@ class Table:
 
     @property
     def rests_on_imports(self) -> bool:
-        """Whether an answer might be another but for what others say and nobody verified."""
+        """Whether an unverified import may have changed a choice."""
         return any(
             c.has_doubts or (not c.errors_verified and c.name in self.winners)
             for c in self.candidates
         )
 
     def _freeze(self) -> None:
-        """Find where the winner changes: at measured m, and where interpolated times cross."""
+        """Find where the winner changes: at measured m and where interpolated times cross."""
         starts = [0]
         measured = self.measured_m
         for low, high in itertools.pairwise(measured):
@@ -124,7 +124,7 @@ class Table:
                 previous = state
 
     def _changes(self, low: int, high: int) -> list[int]:
-        """First m of each piece between two measured m, by sampling and bisection."""
+        """The m between two measured m at which the winner changes, by sampling and bisection."""
         samples = sorted({low + (high - low) * i // 16 for i in range(17)})
         changes = [low, *([low + 1] if low + 1 < high else [])]
         for left, right in itertools.pairwise(samples):
@@ -140,7 +140,7 @@ class Table:
         return changes
 
     def pick(self, m: int) -> Pick:
-        """The decision at m, with reasons; see `dispatch` for the rules."""
+        """The choice at m with reasons, by the rules of `dispatch`."""
         rejected = list(self.rejected)
         timed: list[tuple[Candidate, Time, bool]] = []
         problem = replace(self.problem, m=self.like(m))
@@ -197,7 +197,7 @@ class Table:
         return Pick(winner, time, interpolated, names, tuple(rejected))
 
     def like(self, m: int) -> int:
-        """An m near m with the divisors this table is for; kernels are asked about that."""
+        """An m near m with the alignment of this table, for which kernels are asked."""
         unit = self.m_alignment
         if unit == 16:
             return max(m // 16, 1) * 16
@@ -210,7 +210,7 @@ class Table:
         if refusal is not None:
             return refusal
         if candidate.name == self.baseline or (candidate.unquantized and problem.op == "gemm_norm"):
-            return None  # there are many unquantized kernels with a norm, each as legal as any
+            return None  # every unquantized kernel with a norm is legal
         if self.budget is None:
             return "no budget: only unquantized kernels" if self.baseline else None
         error = candidate.errors
@@ -220,7 +220,7 @@ class Table:
                 slower = f"slower: {_us_words(time)}; "
             return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
-            if limit not in error:  # of another n, or replayed
+            if limit not in error:  # errors of another n or of a replay have fewer limits
                 return f"{limit} is not known at n={problem.n}"
             found = error[limit]
             passed = found >= allowed if limit == "sqnr_db" else found <= allowed
@@ -233,22 +233,22 @@ class Table:
         return None
 
     def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
-        """Why a kernel does not take a problem, whatever was measured of it."""
+        """Why a kernel does not support a problem."""
         if candidate.kernel is None:
             return None
         answer = candidate.kernel.supports(problem, self.device)
         return answer.reason if isinstance(answer, Rejected) else None
 
     def _is_behind(self, time: Time, m: int) -> bool:
-        """Whether the unquantized kernel is faster: then a larger error is no answer anyway."""
+        """Whether the unquantized kernel is faster, so that the error does not matter."""
         base = next((c for c in self.candidates if c.name == self.baseline), None)
         found = base.time_at(m) if base is not None else None
         return found is not None and time.latency_us > found[0].latency_us
 
     def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
-        """No measured kernel is left: the most accurate measured one, else one that accepts.
+        """The choice if no timed kernel is legal: the most accurate one, else one that supports it.
 
-        None of a library's: nothing is known of what it does at this problem.
+        Kernels of libraries are excluded from the latter: nothing is known of them at this problem.
         """
         note = self._miss_words(m)
         limit = next(iter(self.budget.limits)) if self.budget is not None else "row_err"
@@ -303,14 +303,14 @@ class Table:
 
 
 class FrozenTable(Table):
-    """A table read from a file: who wins where, and nothing of why."""
+    """A table read from a file, which has winners without reasons."""
 
     def _freeze(self) -> None:
-        """Breakpoints and winners were given."""
+        """Keep the given breakpoints and winners."""
 
     @property
     def measured_m(self) -> list[int]:
-        """Where the answer changes: all that is known of what was measured."""
+        """The m at which the winner changes; the measured m are not in the file."""
         return self.breakpoints[1:]
 
     def pick(self, m: int) -> Pick:
@@ -321,19 +321,19 @@ class FrozenTable(Table):
 
 
 class LooseTable(Table):
-    """A table that is asked with `pick` only: at few m, but within many budgets.
+    """A table for `pick` only, at few m and within many budgets.
 
-    To find where the winner changes between measured m takes most of the time of another table.
+    It skips the search for breakpoints, which takes most of the time of building a table.
     """
 
     _refusals: dict[tuple[str, int], str | None]
 
     def _freeze(self) -> None:
-        """`breakpoints` and `winners` stay empty."""
+        """Leave `breakpoints` and `winners` empty."""
         self._refusals = {}
 
     def within(self, budget: ErrorBudget | None) -> LooseTable:
-        """What is known is the same; what is allowed is not."""
+        """The same table with another budget."""
         table = replace(self, budget=budget)
         table._refusals = self._refusals
         return table
@@ -350,7 +350,7 @@ def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
 
 
 def _us_words(time: Time) -> str:
-    """A time that was compared, and whether it is hearsay."""
+    """A time, marked if it is unverified."""
     return f"{time.latency_us:.2f} us" + ("" if time.is_verified else ", imported and not verified")
 
 
