@@ -157,16 +157,13 @@ class Table:
                 rejected.append((candidate.name, reason))
             elif found is not None:
                 timed.append((candidate, *found))
-        base = next((c for c in self.candidates if c.name == self.baseline), None)
         if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
-            note = self._miss_words(m)
-            if self.baseline_kernel is not None:
-                answer = self.baseline_kernel.supports(problem, self.device)
-                if isinstance(answer, Rejected):
-                    note = f"not even {self.baseline} takes it: {answer.reason}"
-                    return Pick(None, note=note, rejected=tuple(rejected))
-            return Pick(base or _unmeasured(self.baseline, self.baseline_kernel), note=note,
-                        rejected=tuple(rejected))  # fmt: skip
+            base = self._base() or _unmeasured(self.baseline, self.baseline_kernel)
+            reason = self._refusal(base, problem)
+            if reason is not None:
+                note = f"not even {self.baseline} takes it: {reason}"
+                return Pick(None, note=note, rejected=tuple(rejected))
+            return Pick(base, note=self._miss_words(m), rejected=tuple(rejected))
         if not timed:
             return self._default(m, problem, rejected)
         best = min(timed, key=lambda item: (item[1].latency_us, item[0].name))
@@ -239,9 +236,12 @@ class Table:
         answer = candidate.kernel.supports(problem, self.device)
         return answer.reason if isinstance(answer, Rejected) else None
 
+    def _base(self) -> Candidate | None:
+        return next((c for c in self.candidates if c.name == self.baseline), None)
+
     def _is_behind(self, time: Time, m: int) -> bool:
         """Whether the unquantized kernel is faster, so that the error does not matter."""
-        base = next((c for c in self.candidates if c.name == self.baseline), None)
+        base = self._base()
         found = base.time_at(m) if base is not None else None
         return found is not None and time.latency_us > found[0].latency_us
 
@@ -251,38 +251,30 @@ class Table:
         Kernels of libraries are excluded from the latter: nothing is known of them at this problem.
         """
         note = self._miss_words(m)
-        limit = next(iter(self.budget.limits)) if self.budget is not None else "row_err"
-        if self.budget is not None and any(
-            c.time_at(m) and limit not in c.errors and self._refusal(c, problem) is None
-            for c in self.candidates
-        ):
-            note = f"no error is known of what was timed there: nothing is within {self.budget}"
-        usable = [
-            c
-            for c in self.candidates
-            if limit in c.errors and c.time_at(m) and self._refusal(c, problem) is None
-        ]
-        if self.budget is not None and usable:
-            sign = -1 if limit == "sqnr_db" else 1
-            best = min(usable, key=lambda c: (sign * c.errors[limit], c.name))
-            return Pick(best, note=f"no kernel is within {self.budget}; the most accurate is taken",
-                        rejected=tuple(rejected))  # fmt: skip
-        if self.callable_here:
-            for kernel in sorted(
-                kernels_for(problem.op, self.device),
-                key=lambda k: (
-                    k.language == "torch",
-                    self.device.architecture in k.unmeasured,
-                    len(k.parts),
-                    k.name,
-                ),
-            ):
-                if kernel.libraries:
-                    continue
-                answer = kernel.supports(problem, self.device)
-                if not isinstance(answer, Rejected) and kernel.lacks(self.needs) is None:
-                    return Pick(_unmeasured(kernel.name, kernel), note=note,
-                                rejected=tuple(rejected))  # fmt: skip
+        if self.budget is not None:
+            limit = next(iter(self.budget.limits))
+            usable = [
+                c for c in self.candidates if c.time_at(m) and self._refusal(c, problem) is None
+            ]
+            known = [c for c in usable if limit in c.errors]
+            if known:
+                sign = -1 if limit == "sqnr_db" else 1
+                best = min(known, key=lambda c: (sign * c.errors[limit], c.name))
+                note = f"no kernel is within {self.budget}; the most accurate is taken"
+                return Pick(best, note=note, rejected=tuple(rejected))
+            if usable:
+                note = f"no error is known of what was timed there: nothing is within {self.budget}"
+
+        def order(kernel: Kernel) -> tuple[bool, bool, int, str]:
+            is_unmeasured = self.device.architecture in kernel.unmeasured
+            return kernel.language == "torch", is_unmeasured, len(kernel.parts), kernel.name
+
+        kernels = kernels_for(problem.op, self.device) if self.callable_here else ()
+        for kernel in sorted(kernels, key=order):
+            if not kernel.libraries and kernel.lacks(self.needs) is None:
+                candidate = _unmeasured(kernel.name, kernel)
+                if self._refusal(candidate, problem) is None:
+                    return Pick(candidate, note=note, rejected=tuple(rejected))
         return Pick(None, note=note, rejected=tuple(rejected))
 
     def _miss_words(self, m: int) -> str:
