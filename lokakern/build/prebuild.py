@@ -453,13 +453,11 @@ def _meta_epilogue(problem: Problem) -> Epilogue:
 
 
 def _matrix(batch: tuple[int, ...], rows: int, columns: int, operand: Operand) -> Tensor:
+    if operand.layout is Layout.COLUMN:
+        return _matrix(batch, columns, rows, replace(operand, layout=Layout.ROW)).mT
     dtype = operand.format.dtype
     if operand.format.is_fp8 and not batch:
-        if operand.layout is Layout.COLUMN:
-            return empty_data(columns, rows, dtype, _META).mT
         return empty_data(rows, columns, dtype, _META)
-    if operand.layout is Layout.COLUMN:
-        return torch.empty((*batch, columns, rows), dtype=dtype, device=_META).mT
     if operand.layout is Layout.STRIDED:
         return torch.empty((*batch, rows, 2 * columns), dtype=dtype, device=_META)[..., ::2]
     return torch.empty((*batch, rows, columns), dtype=dtype, device=_META)

@@ -96,18 +96,16 @@ class Choice:
         """A text with the winner, its time and error, and the reason against every other kernel."""
         pick, table = self.pick, self.table
         within = f" within {table.budget}" if table.budget else ""
-        if pick.time is None:
-            how = "not measured" if table.origin is None or pick.note else "frozen"
-            how = f"{pick.name or 'no kernel'}, {how}"
-        else:
-            how = f"{pick.name}, {pick.time.latency_us:.2f} us"
+        how = "not measured" if table.origin is None or pick.note else "frozen"
+        if pick.time is not None:
             kind = "interpolated" if pick.interpolated else "measured"
             runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
-            how += f" ({kind}, {runs}, {table.regime}"
-            how += "" if pick.time.freshness == "fresh" else f", {pick.time.freshness}"
-            how += "" if pick.time.is_verified else ", imported and not verified"
-            how += ")"
-        lines = [f"{self.problem} on {table.device.product}{within}: {how}"]
+            facts = [kind, runs, table.regime]
+            facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
+            facts += [] if pick.time.is_verified else ["imported and not verified"]
+            how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"
+        name = pick.name or "no kernel"
+        lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
             lines.append(f"  miss: {pick.note}")
         if table.origin is not None:
@@ -118,13 +116,13 @@ class Choice:
             words = ", ".join(f"{k} {v:.4g}" for k, v in self.errors.items() if math.isfinite(v))
             worst = pick.candidate.worst_distribution if pick.candidate else ""
             lines.append(f"  error: {words} (row_err worst on {worst})")
-        if pick.candidate and pick.candidate.errors_of_n:
-            lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
-                         f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
-        if pick.candidate and not pick.candidate.errors_verified:
-            lines.append("  error: imported and not verified: the worse of it and of what is known "
-                         "here of such arithmetic")  # fmt: skip
         if pick.candidate:
+            if pick.candidate.errors_of_n:
+                lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
+                             f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
+            if not pick.candidate.errors_verified:
+                lines.append("  error: imported and not verified: the worse of it and of what is "
+                             "known here of such arithmetic")  # fmt: skip
             lines += [f"  set aside, imported and not verified: {words}"
                       for words in pick.candidate.set_aside]  # fmt: skip
         if len(table.distributions) < len(REALISTIC_DISTRIBUTIONS):
