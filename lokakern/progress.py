@@ -1,45 +1,43 @@
-"""How far long work is, told to whoever shows it."""
+"""The progress of long work, reported to an object that shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from typing import Self
 
-Listener = Callable[[str, float], None]
-
-_LISTENERS: list[Listener] = []
+_LISTENERS: list[Progress] = []
 
 
 def tell(what: str, share: float) -> None:
-    """Say what is being done and how much of it is done already, from 0 to 1.
-
-    Where nobody listens this costs nothing.
-    """
+    """Report which share of a task is done, from 0 to 1, to the innermost active `Progress`."""
     if _LISTENERS:
-        _LISTENERS[-1](what, share)
-
-
-@contextmanager
-def told_to(listener: Listener) -> Iterator[None]:
-    """Tell a listener, and nobody else, while inside."""
-    _LISTENERS.append(listener)
-    try:
-        yield
-    finally:
-        _LISTENERS.remove(listener)
+        _LISTENERS[-1].share(what, share)
 
 
 class Progress:
-    """What a sweep tells about itself; replace the methods to show it."""
+    """Receives progress and shows nothing; subclasses show it.
+
+    Work that has steps is given one and calls `begin` and `step` or `reach`. Other work calls
+    `tell`, which reports to the `Progress` whose ``with`` block is active.
+    """
+
+    def __enter__(self) -> Self:
+        _LISTENERS.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LISTENERS.remove(self)
 
     def note(self, text: str) -> None:
-        """A line for whoever waits."""
+        """Show a line of text."""
 
     def begin(self, phase: str, total: int) -> None:
-        """A phase of so many steps begins."""
+        """Begin a phase with a number of steps, 0 if it is unknown."""
 
     def step(self, text: str) -> None:
-        """One step is done; the text says what comes next or came last."""
+        """Count one step; the text names it."""
 
     def reach(self, done: int, text: str = "") -> None:
-        """So many steps are done, by all ranks."""
+        """Set the number of steps that all ranks have done."""
+
+    def share(self, what: str, share: float) -> None:
+        """Set the share of a task that is done, from 0 to 1."""

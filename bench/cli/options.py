@@ -111,18 +111,14 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _showing_progress(*, quiet: bool) -> Iterator[None]:
-    """Show bars for slow steps on a terminal."""
+    """Show progress bars of long work on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield
         return
-    from lokakern.render.terminal import Waiting
+    from lokakern.render.terminal import TerminalProgress  # rich, which takes time to import
 
-    waiting = Waiting()
-    try:
-        with told_to(waiting):
-            yield
-    finally:
-        waiting.close()
+    with TerminalProgress():
+        yield
 
 
 @contextmanager

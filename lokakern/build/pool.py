@@ -1,27 +1,27 @@
-"""Processes that compile: `build` hands them jobs, and survives their deaths."""
+"""A pool of compiler processes that survives crashes and hangs; see docs/decisions/020."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import IO, Protocol
 
 from lokakern.jit import Job
 from lokakern.progress import Progress
 from lokakern.types import Device
 
 _REASON = 500  # characters of a failure's reason
-LONGEST_S = 300.0  # of one job, where the slowest kernel seen compiled for 10: it hangs
+LONGEST_S = 300.0  # for one job; the slowest known kernel compiles in 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Failure:
 
 @dataclass
 class BuildReport:
-    """What a build did.
+    """The result of a build.
 
     Attributes:
-        compiled: Jobs compiled now.
-        already_there: Jobs that a cache on disk held.
-        failures: The others; they do not stop a build.
-        seconds: Wall time, with the start of the processes.
+        compiled: Number of jobs compiled now.
+        already_there: Number of jobs found in a cache on disk.
+        failures: The other jobs; a failure does not stop a build.
+        seconds: Wall time, including the start of the processes.
     """
 
     compiled: int = 0
@@ -61,16 +61,16 @@ def build(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Compile jobs in processes of their own; one that fails or kills its process is reported.
+    """Compile jobs in separate processes; one that fails or kills its process is reported.
 
-    The processes are plain children of this one, which import lokakern and not the caller's
-    script; an exception here, such as KeyboardInterrupt, ends them.
+    The processes import lokakern and not the caller's script. An exception here, such as
+    KeyboardInterrupt, ends them.
 
     Args:
-        jobs: From `lokakern.build.prebuild.jobs_for`, or others that pickle.
-        device: The GPU type they are compiled for; it need not be here.
-        workers: Processes; None means one for each CPU core this process may use.
-        progress: Where to tell.
+        jobs: From `lokakern.build.prebuild.jobs_for`, or others that can be pickled.
+        device: The GPU type to compile for; it need not be present.
+        workers: Number of processes; None means one for each CPU core of this process.
+        progress: Receives the progress.
 
     Raises:
         ValueError: Fewer than one worker.
@@ -78,11 +78,11 @@ def build(
     check_workers(workers)
     begun = time.monotonic()
     unique = list({job.key: job for job in jobs}.values())
-    if progress is not None:
-        progress.begin("kernels", len(unique))
+    progress = progress or Progress()
+    progress.begin("kernels", len(unique))
     report = BuildReport()
     if unique:
-        _Build(unique, device, report, progress).run(workers or _cores())
+        _Build(unique, device, report, progress).run(min(workers or _cores(), len(unique)))
     report.seconds = time.monotonic() - begun
     return report
 
@@ -99,17 +99,13 @@ def _cores() -> int:
 
 
 class _Worker:
-    """A process that compiles one job after the other."""
+    """A process that compiles one job after another."""
 
-    def __init__(self, device: Device) -> None:
-        self.job = ""  # its text, while it is being compiled
-        self.ready = False
-        self.begun = time.monotonic()
-        self.overdue = False
-        self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+    def __init__(self) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self.connection, theirs = Pipe()
-        # -c: multiprocessing would run the caller's script again. -P: the folder we happen to be
-        # in must hide no module; the rest of our search path is theirs.
+        # -c: multiprocessing would run the caller's script again. -P: the current folder must hide
+        # no module; the process gets the rest of our search path.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c",
              f"from lokakern.build.pool import _work; _work({theirs.fileno()})"],
@@ -118,34 +114,41 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )  # fmt: skip
         theirs.close()
-        with contextlib.suppress(OSError):  # dead already: its answer will be missed
-            self.connection.send_bytes(pickle.dumps(device))
 
-    def why_dead(self) -> str:
-        """In words, with what it printed last."""
-        status = self.wait()
-        if self.overdue:
-            return f"not done after {LONGEST_S:g} s"
+    def ask(self, sent: object) -> tuple[str, str]:
+        """The answer to a device or a job; ("dead", why) if the process ended or hangs."""
+        try:
+            payload = pickle.dumps(sent)
+        except Exception as error:  # pickling may raise anything
+            return "failed", _words(error)
+        try:
+            self.connection.send_bytes(payload)
+            if not wait([self.connection], LONGEST_S):
+                return "dead", f"not done after {LONGEST_S:g} s"
+            word, reason = self.connection.recv()
+            return word, reason
+        except (EOFError, OSError):
+            return "dead", self._why_dead()
+
+    def _why_dead(self) -> str:
+        """The exit status and the end of the output."""
+        status = self._wait()
         how = f"exit status {status}"
         if status < 0:
-            try:
-                how = signal.Signals(-status).name
-            except ValueError:
-                how = f"signal {-status}"
+            names = {number.value: number.name for number in signal.Signals}
+            how = names.get(-status, f"signal {-status}")
         self.log.seek(0)
         printed = self.log.read().decode(errors="replace").strip()
         return f"its process ended with {how}" + (f": {printed[-_REASON:]}" if printed else "")
 
     def end(self) -> None:
-        """Let an idle process go, and stop one at work."""
         self.connection.close()
-        if self.job or not self.ready:
-            self.process.terminate()
-        self.wait()
+        self.process.terminate()
+        self._wait()
         self.log.close()
 
-    def wait(self) -> int:
-        """Exit status, of a process that has closed its end or was told to end."""
+    def _wait(self) -> int:
+        """The exit status of a process that was told to end or closed its connection."""
         try:
             return self.process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -154,90 +157,70 @@ class _Worker:
 
 
 class _Build:
-    """Hands jobs to workers as these come free."""
+    """Threads that each hand jobs to one worker and replace it when it dies."""
 
     def __init__(
-        self, jobs: list[Job], device: Device, report: BuildReport, progress: Progress | None
+        self, jobs: list[Job], device: Device, report: BuildReport, progress: Progress
     ) -> None:
         self.pending = deque(jobs)
         self.device = device
         self.report = report
         self.progress = progress
-        self.workers: dict[Connection, _Worker] = {}
+        self.workers: set[_Worker] = set()
+        self.lock = threading.Lock()
 
-    def run(self, workers: int) -> None:
-        try:
-            for _ in range(min(workers, len(self.pending))):
-                self.start()
-            while self.workers:
-                for connection in wait(list(self.workers), timeout=1.0):
-                    assert isinstance(connection, Connection)  # we wait for nothing else
-                    self.hear(self.workers[connection])
-                for worker in list(self.workers.values()):
-                    if time.monotonic() - worker.begun > LONGEST_S:
-                        worker.overdue = True
-                        worker.process.kill()
-                        self.bury(worker)
-        finally:
-            for worker in self.workers.values():
-                worker.end()
+    def run(self, count: int) -> None:
+        with ThreadPoolExecutor(count) as threads:
+            try:
+                lanes = [threads.submit(self.compile_jobs) for _ in range(count)]
+                reasons = [lane.result() for lane in lanes]
+            except BaseException:
+                self.pending.clear()
+                for worker in list(self.workers):
+                    worker.process.terminate()
+                raise
+        for job in self.pending:
+            self.tally(job, "failed", f"no worker starts: {max(reasons)}")
 
-    def start(self) -> None:
-        worker = _Worker(self.device)
-        self.workers[worker.connection] = worker
-
-    def hear(self, worker: _Worker) -> None:
-        """Take a worker's answer, or its death, and give it the next job."""
-        try:
-            word, reason = worker.connection.recv()
-        except (EOFError, OSError):
-            self.bury(worker)
-            return
-        if worker.ready:
-            self.tally(worker.job, word, reason)
-        worker.ready, worker.job, worker.begun = True, "", time.monotonic()
+    def compile_jobs(self) -> str:
+        """Compile until no job is left; the reason if a worker does not start."""
         while self.pending:
-            job = self.pending.popleft()
+            worker = _Worker()
+            self.workers.add(worker)
             try:
-                payload = pickle.dumps(job)
-            except Exception as error:  # pickling may raise anything
-                self.tally(str(job), "failed", f"{type(error).__name__}: {error}"[:_REASON])
-                continue
-            worker.job = str(job)
-            try:
-                worker.connection.send_bytes(payload)
-            except OSError:  # it died since
-                self.bury(worker)
-            return
-        self.workers.pop(worker.connection).end()
+                word, reason = worker.ask(self.device)
+                if word == "dead":
+                    return reason
+                while word != "dead":
+                    try:
+                        job = self.pending.popleft()
+                    except IndexError:
+                        return ""
+                    word, reason = worker.ask(job)
+                    self.tally(job, word, reason)
+            finally:
+                self.workers.discard(worker)
+                worker.end()
+        return ""
 
-    def bury(self, worker: _Worker) -> None:
-        """Blame the job for a dead worker and start another; blame all jobs if none can start."""
-        reason = worker.why_dead()
-        if worker.ready:
-            self.tally(worker.job, "failed", reason)
-        worker.job = ""
-        self.workers.pop(worker.connection).end()
-        if worker.ready and self.pending:
-            self.start()
-        elif not worker.ready and not self.workers:
-            while self.pending:
-                self.tally(str(self.pending.popleft()), "failed", f"no worker starts: {reason}")
+    def tally(self, job: Job, word: str, reason: str) -> None:
+        with self.lock:
+            if word == "compiled":
+                self.report.compiled += 1
+            elif word == "there":
+                self.report.already_there += 1
+            else:
+                self.report.failures.append(Failure(str(job), reason))
+            self.progress.step(str(job))
 
-    def tally(self, job: str, word: str, reason: str) -> None:
-        if word == "compiled":
-            self.report.compiled += 1
-        elif word == "there":
-            self.report.already_there += 1
-        else:
-            self.report.failures.append(Failure(job, reason))
-        if self.progress is not None:
-            self.progress.step(job)
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_REASON]
 
 
 def _work(descriptor: int) -> None:
-    """The life of a worker: jobs in, one word about each out, until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, and reports
+    """Compile the jobs that arrive, until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     connection = Connection(descriptor)
     try:
         device = pickle.loads(connection.recv_bytes())
@@ -247,8 +230,8 @@ def _work(descriptor: int) -> None:
             try:
                 there = pickle.loads(payload).compile(device)
                 answer = ("there" if there else "compiled", "")
-            except Exception as error:  # whatever a compiler raises is a row of the report
-                answer = ("failed", f"{type(error).__name__}: {error}"[:_REASON])
+            except Exception as error:  # compilers may raise anything
+                answer = ("failed", _words(error))
             connection.send(answer)
-    except (EOFError, BrokenPipeError):  # the parent is done with us, or dead
+    except (EOFError, BrokenPipeError):  # the parent has closed the connection or died
         return

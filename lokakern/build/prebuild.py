@@ -1,7 +1,7 @@
-"""Compile ahead: many kernels at a time, in processes of their own, with no GPU.
+"""Ahead-of-time compilation of many kernels in parallel, without a GPU.
 
-`jobs_for` launches kernels on meta tensors, which have shapes and no memory, and collects what
-would be compiled; `build` compiles it into the caches that later launches read.
+`jobs_for` launches kernels on meta tensors, which have shapes and no memory, and records the
+compilations; `build` does them and fills the caches that later launches read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lokakern.selection import dispatcher
-from lokakern.selection.arguments import budget_of
+from lokakern.build.pool import BuildReport, build, check_workers
 from lokakern.device import current_device, current_environment
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
@@ -36,8 +35,11 @@ from lokakern.problems import (
     make_problem,
     row_length,
 )
+from lokakern.progress import Progress
 from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
+from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
 from lokakern.types import (
     Device,
     Epilogue,
@@ -52,8 +54,6 @@ from lokakern.types import (
     empty_data,
     norm_form,
 )
-from lokakern.build.pool import BuildReport, build, check_workers
-from lokakern.progress import Progress
 
 _META = torch.device("meta")
 _REASON = 500  # characters of a failure's reason
@@ -66,30 +66,30 @@ def warmup(
     device: Device | str | None = None,
     workers: int | None = None,
 ) -> BuildReport:
-    """Compile now, in parallel, what the public functions would compile at their first calls.
+    """Compile in parallel the kernels that public functions would compile at their first calls.
 
-    Nothing is launched. A first call afterwards finds its kernels in the caches on disk
-    (``TRITON_CACHE_DIR``, which must not be moved meanwhile) and loads them into its process;
-    Triton 3.6 then also compiles, in C, a launcher for each new list of argument types. Operands
-    are taken to be contiguous and 16-byte aligned; others are compiled when met, as ever.
+    Nothing is launched. A first call afterwards loads its kernels from the caches on disk
+    (``TRITON_CACHE_DIR`` must stay the same); Triton 3.6 then also compiles, in C, a launcher for
+    each new list of argument types. Operands are assumed contiguous and 16-byte aligned; kernels
+    for others are compiled at their first call.
 
     Args:
         problems: `Problem`s, or shapes ``(m, n, k)`` of a `gemm` on bfloat16 operands with
             ``weight.t()`` on the right.
-        budget: What `gemm`, `scaled_gemm` and `gemm_norm` will be called with: the kernels that
-            `dispatch` chooses are compiled, at the problem's m and over the whole range of m that
-            was measured. What was never measured has the unquantized kernel, and nothing to
-            compile. None compiles every registered kernel that accepts a problem, at its m.
-        device: A product such as "NVIDIA H200", or a `Device`, which need not be here; None means
-            the GPU here.
-        workers: Processes; None means one for each CPU core this process may use.
+        budget: The budget of later calls of `gemm`, `scaled_gemm` and `gemm_norm`: the kernels that
+            `dispatch` chooses at the problem's m and over the measured range of m are compiled.
+            A miss uses the unquantized kernel, which needs no compilation. None compiles every
+            registered kernel that supports a problem, at its m.
+        device: A product such as "NVIDIA H200", or a `Device`, which need not be present; None
+            means the local GPU.
+        workers: Number of processes; None means one for each CPU core of this process.
 
     Returns:
         Counts, and each failure with its reason; printable.
 
     Raises:
-        DeviceError: There is no GPU here and none is named, the database does not know the name,
-            or it is no GPU's.
+        DeviceError: There is no local GPU and none is named, the database does not know the name,
+            or the device is no GPU.
         ShapeError: A shape is not three integers, or ``problems`` is no list.
         BudgetError: The budget is not a finite, non-negative number.
         ValueError: Fewer than one worker.
@@ -122,15 +122,15 @@ def prebuild(
 ) -> BuildReport:
     """Compile every kernel that a sweep of these problems launches on a device.
 
-    Finding out what that is takes 15 s for the 2065 problems of suite lrm.
+    Recording takes 15 s for the 2065 problems of suite lrm.
 
     Args:
-        problems: What will be measured.
-        device: The GPU type; it need not be here.
+        problems: The problems to measure.
+        device: The GPU type; it need not be present.
         only: Words of kernel names; empty for all kernels.
-        workers: Processes; None means one for each CPU core this process may use.
-        progress: Where to tell.
-        again: Find it out even if the same was built before, and the caches are where they were.
+        workers: Number of processes; None means one for each CPU core of this process.
+        progress: Receives the progress.
+        again: Record again even if the same was built before and the caches are unchanged.
     """
     load_kernels()
     named = [k for _, k in sorted(KERNELS.items())
@@ -148,11 +148,11 @@ def prebuild(
 
 
 def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
-    """The file that names the problems for which everything was compiled.
+    """The file with the problems for which all kernels are compiled.
 
-    Its own name is of all that this depends on, but the problems.
+    Its name is a digest of everything else that compilations depend on.
     """
-    from lokakern.nvrtc import cache_folder  # whose filelock takes time at every import
+    from lokakern.nvrtc import cache_folder  # filelock takes time to import
 
     here = current_environment()
     words = [repr(device), here.torch, here.triton, here.toolkit, here.libraries]
@@ -163,7 +163,7 @@ def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
 
 
 def _read_mark(mark: Path) -> set[str]:
-    """Problems for which everything was compiled; none where compiled programs are gone."""
+    """Problems for which all kernels are compiled; none if compiled programs were removed."""
     try:
         count, *problems = mark.read_text("ascii").split()
         return set(problems) if int(count) <= _compiled_count() else set()
@@ -172,7 +172,7 @@ def _read_mark(mark: Path) -> set[str]:
 
 
 def _compiled_count() -> int:
-    """How much lies in the caches: one that was emptied has less."""
+    """The number of entries in the caches, which shows that one was emptied."""
     from lokakern.nvrtc import cache_folder
 
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
@@ -181,7 +181,7 @@ def _compiled_count() -> int:
 
 
 def _write_mark(mark: Path, problems: set[str]) -> None:
-    with contextlib.suppress(OSError):  # then it is found out again
+    with contextlib.suppress(OSError):  # the next prebuild then records again
         mark.parent.mkdir(parents=True, exist_ok=True)
         beside = mark.with_name(f".{mark.name}.{os.getpid()}")
         beside.write_text("\n".join([str(_compiled_count()), *sorted(problems)]), "ascii")
@@ -191,16 +191,15 @@ def _write_mark(mark: Path, problems: set[str]) -> None:
 def jobs_for(
     problems: Iterable[Problem], device: Device, kernels: Iterable[Kernel] | None = None
 ) -> list[Job]:
-    """What problems would compile on a device, each compilation once.
+    """The compilations of problems on a device, each once.
 
     Args:
-        problems: Of any ops.
-        device: The GPU type; it need not be here.
-        kernels: Which to ask, whatever their ops; None means all that are registered.
+        problems: Problems of any ops.
+        device: The GPU type; it need not be present.
+        kernels: Kernels of any ops; None means all registered ones.
 
     Returns:
-        Jobs for `build`. A kernel that cannot tell what it compiles leaves one that fails with
-        the reason.
+        Jobs for `build`. A kernel that cannot be recorded leaves a job that fails with the reason.
     """
     given = None if kernels is None else list(kernels)
     pairs = [
@@ -230,12 +229,12 @@ def gpu_named(device: Device | str | None) -> Device:
 def _chosen(
     problem: Problem, budget: ErrorBudget, device: Device
 ) -> Iterable[tuple[Kernel, Problem]]:
-    """What dispatch takes at a problem and, m being free at run time, at every other m.
+    """The kernels that dispatch chooses for a problem at its m and at other m.
 
-    m itself is in no compilation, but decides tiles: each winner is asked at the problem's m, at
-    the measured m, and at powers of two and 1.5 times those between.
+    Compilations depend on m only through tiles: each winner is recorded at the problem's m, at the
+    measured m, and at powers of two and 1.5 times those between.
     """
-    multiplies = problem.op in ("gemm", "scaled_gemm", "gemm_norm")  # the others take none
+    multiplies = problem.op in ("gemm", "scaled_gemm", "gemm_norm")  # other ops have no budget
     limits = budget if multiplies else None
     table = dispatcher.table_for(problem, limits, None, device)
     load_kernels()
@@ -255,20 +254,20 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
                 continue
             try:
                 operands = meta_operands(problem)
-                # As `functional` does: a gemm's workspace depends on a and b alone.
+                # As in `functional`: the workspace of a gemm depends on a and b only.
                 seen = operands[:2] if problem.op == "gemm" else operands
                 extra = () if is_plain(problem) else (_meta_epilogue(problem),)
                 kernel.launch(*operands, kernel.workspace(*seen, *extra), *extra)
-            except Exception as error:  # a row of the report; other kernels can be built
+            except Exception as error:  # becomes a failure of the report
                 reason = f"{type(error).__name__}: {error}"[:_REASON]
                 recording.add(_Unrecorded(kernel.name, str(problem), reason))
         return list(recording.jobs.values())
 
 
 def _own(kernel: Kernel, problem: Problem, device: Device) -> Iterator[tuple[Kernel, Problem]]:
-    """What of a kernel is lokakern's: of a library's GEMM behind quantizers, these.
+    """The parts of a kernel that lokakern compiles: of a library's GEMM, its quantizers.
 
-    A library compiles by itself, and who only compiles here need not survive launching it.
+    Libraries compile by themselves and might crash when launched on meta tensors.
     """
     if not kernel.libraries:
         yield kernel, problem
@@ -291,15 +290,15 @@ def _own(kernel: Kernel, problem: Problem, device: Device) -> Iterator[tuple[Ker
 
 
 def _compiles(kernel: Kernel) -> bool:
-    """Whether any part of a kernel is more than torch, which comes compiled."""
+    """Whether any part of a kernel is in another language than torch, which is compiled."""
     parts = [KERNELS[name] for name in kernel.parts] or [kernel]
     return any(part.language != "torch" for part in parts)
 
 
 class _OutputsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips torch's part of a composition: what writes into a given tensor is not computed.
+    """Skips torch's part of a composition: calls with an output tensor compute nothing.
 
-    Not every FP8 GEMM of torch has a meta implementation, and none has anything to compile.
+    Not every FP8 GEMM of torch has a meta implementation, and none needs compilation.
     """
 
     def __torch_dispatch__(
@@ -332,13 +331,13 @@ class _Unrecorded:
 
 
 def meta_operands(problem: Problem) -> tuple[Any, ...]:
-    """Operands of one launch without memory, laid out as `lokakern.bench` lays them out.
+    """Meta tensors for one launch, with the layouts of a sweep.
 
     Returns:
-        What `Kernel` says an op is launched with, less the workspace and an `Epilogue`.
+        The arguments of a launch as `Kernel` documents them, without workspace and `Epilogue`.
 
     Raises:
-        UnsupportedError: Nothing says how a batch of scales lies in memory, but of scaled GEMMs.
+        UnsupportedError: A batch of scales has no defined layout, except for scaled GEMMs.
     """
     m, n, k = problem.m, problem.n, problem.k
     batch = () if problem.batch == 1 else (problem.batch,)
@@ -381,7 +380,7 @@ def meta_operands(problem: Problem) -> tuple[Any, ...]:
 
 
 def _norm_operands(problem: Problem) -> tuple[Any, ...]:
-    """Of an op with a norm: a, b if there is one, the output and the epilogue."""
+    """Operands of an op with a norm: a, b if there is one, the output and the epilogue."""
     m, n, k = problem.m, problem.n, problem.k
     left: Tensor | QuantizedTensor = _matrix((), m, k, problem.a)
     if problem.a.granularity is not Granularity.NONE:
@@ -454,13 +453,11 @@ def _meta_epilogue(problem: Problem) -> Epilogue:
 
 
 def _matrix(batch: tuple[int, ...], rows: int, columns: int, operand: Operand) -> Tensor:
+    if operand.layout is Layout.COLUMN:
+        return _matrix(batch, columns, rows, replace(operand, layout=Layout.ROW)).mT
     dtype = operand.format.dtype
     if operand.format.is_fp8 and not batch:
-        if operand.layout is Layout.COLUMN:
-            return empty_data(columns, rows, dtype, _META).mT
         return empty_data(rows, columns, dtype, _META)
-    if operand.layout is Layout.COLUMN:
-        return torch.empty((*batch, columns, rows), dtype=dtype, device=_META).mT
     if operand.layout is Layout.STRIDED:
         return torch.empty((*batch, rows, 2 * columns), dtype=dtype, device=_META)[..., ::2]
     return torch.empty((*batch, rows, columns), dtype=dtype, device=_META)

@@ -1,4 +1,4 @@
-"""Pages of HTML that need nothing else: no network, no other file."""
+"""Self-contained HTML pages, without network and other files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from markupsafe import Markup
 def rendered(
     template: Path, filters: Mapping[str, Callable[..., Any]] | None = None, **values: Any
 ) -> str:
-    """A template with the style sheet of all pages, as ``style``.
-
-    Values come from outside: all are escaped.
-    """
+    """Render a template; the common style sheet is ``style``, and all values are escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -29,17 +26,17 @@ def rendered(
 
 
 def script_of(text: str) -> Markup:
-    """Our own script, as the content of an element: nothing in it ends that."""
+    """A script of lokakern as the content of an element, which nothing in it ends."""
     return Markup(text.replace("</script", r"<\/script").replace("<!--", r"<\!--"))
 
 
 def json_of(value: Any) -> Markup:
-    """JSON as the content of a script element: whatever is in the data, nothing in it ends that."""
+    """JSON as the content of a script element, which no data in it ends."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", r"\u003c"))
 
 
 def hash_of(script: str) -> str:
-    """By which a page's Content-Security-Policy knows a script that may run."""
+    """The hash that allows a script in a page's Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -14,20 +14,21 @@ from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    Task,
     TaskID,
-    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from lokakern.progress import Progress
 
 FORMATS = ("table", "json", "csv")
 A_MOMENT_S = 0.5
-NO_WIDTH = 100_000  # columns: as wide as it likes
+NO_WIDTH = 100_000  # columns, for the natural width of a table
 
 
 def print_rows(
@@ -38,14 +39,14 @@ def print_rows(
     note: str = "",
     spare: Sequence[str] = (),
 ) -> None:
-    """Print rows of equal columns.
+    """Print rows with equal columns.
 
     Args:
-        rows: Column name (with its unit) to value, None where there is none.
+        rows: Values by column name (with its unit); None prints as "-".
         how: "table", "json" or "csv".
-        title: Above a table.
-        note: Below a table.
-        spare: Columns that a table leaves out, the first first, where the terminal is too narrow.
+        title: Title of a table.
+        note: Text below a table.
+        spare: Columns that a table omits, in this order, if the terminal is too narrow.
     """
     if how == "json":
         print(json.dumps(list(rows), indent=2, default=str, allow_nan=False))
@@ -58,7 +59,7 @@ def print_rows(
         return
     # A pipe has no width: print whole lines there.
     width = None if sys.stdout.isatty() else 220
-    console = Console(width=width, highlight=False, markup=False)  # texts of errors hold brackets
+    console = Console(width=width, highlight=False, markup=False)  # errors may contain brackets
     left_out: list[str] = []
     table = _table_of(rows, columns, title)
     for name in spare if sys.stdout.isatty() else ():
@@ -96,51 +97,27 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-class Waiting:
-    """A bar with the time left of what is told (`registry.progress`), on stderr.
+class _Amount(MofNCompleteColumn):
+    """Steps of a phase, or the percentage of a task without steps."""
 
-    Only on a terminal, and only of what takes longer than a moment.
-    """
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True)
-        self._bar: RichProgress | None = None
-        self._what, self._began = "", 0.0
-
-    def __call__(self, what: str, share: float) -> None:
-        """Take in how far something is."""
-        if not self._console.is_terminal:
-            return
-        now = time.monotonic()
-        if what != self._what or share >= 1:
-            self.close()
-            self._what, self._began = what, now
-        elif self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=100 * share)
-        elif now - self._began > A_MOMENT_S:
-            self._bar = RichProgress(
-                TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-                TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True,
-            )  # fmt: skip
-            self._bar.add_task(what, total=100, completed=round(100 * share))
-            self._bar.start()
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def render(self, task: Task) -> Text:
+        if isinstance(task.total, float):
+            return Text(f"{task.percentage:.0f}%")
+        return super().render(task)
 
 
 class TerminalProgress(Progress):
-    """A bar with the time left, on stderr; where that is no terminal, notes only."""
+    """Bars with the remaining time on stderr; if that is no terminal, only notes.
+
+    A task of `share` gets a bar once it has run longer than `A_MOMENT_S`.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
         console = Console(stderr=True)
         self._bar = RichProgress(
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            _Amount(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[what]}"),
@@ -148,26 +125,43 @@ class TerminalProgress(Progress):
             disable=quiet or not console.is_terminal,
             transient=True,
         )
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> TerminalProgress:
-        self._bar.start()
-        return self
+        self._phase: TaskID | None = None
+        self._task: TaskID | None = None  # of `share`
+        self._what, self._began = "", 0.0
 
     def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self._bar.stop()
 
     def note(self, text: str) -> None:
         self._bar.console.print(text, highlight=False)
 
     def begin(self, phase: str, total: int) -> None:
-        self._task = self._bar.add_task(phase, total=total or None, what="")  # 0: nobody knows
+        self._phase = self._add(phase, total or None)
 
     def step(self, text: str) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, advance=1, what=text[:60])
+        if self._phase is not None:
+            self._bar.update(self._phase, advance=1, what=text[:60])
 
     def reach(self, done: int, text: str = "") -> None:
-        if self._task is not None:
+        if self._phase is not None:
             words: dict[str, Any] = {"what": text[:60]} if text else {}
-            self._bar.update(self._task, completed=done, **words)
+            self._bar.update(self._phase, completed=done, **words)
+
+    def share(self, what: str, share: float) -> None:
+        now = time.monotonic()
+        if what != self._what or share >= 1:
+            self._what, self._began = what, now
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+                self._task = None
+            if not self._bar.tasks:
+                self._bar.stop()
+        elif self._task is not None:
+            self._bar.update(self._task, completed=share)
+        elif now - self._began > A_MOMENT_S:
+            self._task = self._add(what, 1.0, share)
+
+    def _add(self, name: str, total: float | None, completed: float = 0) -> TaskID:
+        self._bar.start()
+        return self._bar.add_task(name, total=total, completed=completed, what="")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Checks arguments of callers and turns them into Python numbers and types of lokakern.
+"""Checks of arguments, and their conversion to Python numbers and types of lokakern.
 
-NumPy numbers are accepted. Arrays and tensors are not a budget, even of one element: reading a
+NumPy numbers are accepted. Arrays and tensors are no budgets, even with one element: reading a
 tensor waits for its device.
 """
 
@@ -36,7 +36,7 @@ def budget_of(given: ErrorBudget | float) -> ErrorBudget:
     Raises:
         BudgetError: Neither a number nor an ErrorBudget, or not finite, or negative.
     """
-    number: object = given  # whatever a caller passes, for which no annotation speaks
+    number: object = given  # callers may pass anything
     if not isinstance(number, bool) and isinstance(number, Real):
         try:
             return ErrorBudget.of(float(number))
@@ -78,7 +78,7 @@ def device_of_torch(given: torch.device) -> Device:
     """The type of a local torch device.
 
     Raises:
-        DeviceError: It is not here, or is neither a GPU nor a CPU.
+        DeviceError: It is not present, or neither a GPU nor a CPU.
     """
     if given.type == "cpu":
         return current_device("cpu")
@@ -94,12 +94,12 @@ def device_of_torch(given: torch.device) -> Device:
 
 
 def problem_of(op: str, shape: Sequence[int], fields: dict[str, Any]) -> Problem:
-    """`make_problem`, after the values of fields are checked.
+    """`make_problem` with checked fields.
 
     Raises:
         UnknownNameError: No such op, field, epilogue of the op, format, granularity or layout.
         ShapeError: As `make_problem` says, or an invalid alignment.
-        FormatError: A flag that is neither True nor False, or what should be an operand is not.
+        FormatError: A flag is neither True nor False, or an operand is no `Operand`.
     """
     op_named(op if isinstance(op, str) else repr(op))
     named = dict(fields)
@@ -142,18 +142,18 @@ def _operand(op: str, name: str, given: Operand) -> Operand:
 
 
 def _check_epilogue(op: str, given: object) -> None:
-    """Check that some kernel of an op applies it; `make_problem` checks those with a norm."""
+    """Check that some kernel of an op has an epilogue; `make_problem` checks those with a norm."""
     if op in EPILOGUE_OPS and isinstance(given, str):
         return
     load_kernels()
     known = {name for kernel in KERNELS.values() if kernel.op == op for name in kernel.epilogues}
     if "n" not in op_named(op).axes:
-        known -= {"bias"}  # which a kernel has unless it says otherwise
+        known -= {"bias"}  # the default of kernels
     if not isinstance(given, str) or given not in known:
         expected = f"one of {', '.join(sorted(known))}" if op not in EPILOGUE_OPS else "a text"
         raise UnknownNameError(f"{op}: epilogue is {given!r}; expected {expected}")
 
 
 def device_of(x: torch.Tensor) -> Device:
-    """The device type a tensor is on."""
+    """The type of a tensor's device."""
     return current_device(x.device.type, x.device.index or 0)

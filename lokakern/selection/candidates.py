@@ -1,4 +1,4 @@
-"""Evidence: from the rows of a snapshot to what is known of each kernel at a problem."""
+"""Candidates: the times and errors of a kernel at a problem, from the rows of a snapshot."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
     from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
 
-# Times within 3 % are equal. Two H200s disagreed on 8369 times by 1.1 % in the median and by 4 % at
-# the 90th percentile; of 1318 choices 10 differed, 2 of them unmarked with a floor of 1 %; 6 and 1
-# with 3 %.
+# Times within 3 % are ties. 8369 times of two H200s differed by 1.1 % in the median and by 4 % at
+# the 90th percentile. Of 1318 choices 10 differed with a floor of 1 %, 2 of them without a marked
+# tie; with 3 %, 6 and 1.
 TIE_FLOOR = 0.03
-TIE_CEILING = 0.05  # and beyond 5 % they differ, however few the replays
+TIE_CEILING = 0.05  # times that differ more are no ties, however few the replays
 FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
-FEWEST_SEEDS = 3  # of which a bound is the worst; fewer are no evidence
-# At n of `WIDE` and more a row's error is that of any other such n at the same k: in the shipped
-# file it differs by 13 % at most (row_p99: 19 %), whichever is the larger. See DESIGN.md. What is
-# not quantized is a library's product, which may sum in other kernels where this does not divide n:
-# cuBLAS' errors at n = 900 are up to 1.4 times those at 904.
+FEWEST_SEEDS = 3  # a bound is the largest error of so many seeds
+# From an n of `WIDE` on, row errors at one n hold for every other n at the same k: in the shipped
+# file they differ by at most 13 % (row_p99: 19 %). See DESIGN.md. Unquantized products are those of
+# a library, which may use other kernels if ALIGNMENT_OF_N does not divide n: errors of cuBLAS at
+# n = 900 are up to 1.4 times those at 904.
 WIDE, ERRORS_OF_ANOTHER_N, ALIGNMENT_OF_N = 256, 1.25, 8
 CARRIED = ("row_err", "row_p99", "rel_err")
 LIMIT_COLUMNS = {
@@ -43,13 +43,13 @@ LIMIT_COLUMNS = {
 
 
 def margin_us(p20: float, p80: float, count: int) -> float:
-    """Half-width of the 95 % interval of a median, from its quantiles (normal approximation)."""
+    """Half-width of the 95 % interval of a median, by a normal approximation from quantiles."""
     deviation = (p80 - p20) / 1.683  # p80 - p20 of a unit normal
     return 1.96 * 1.2533 * deviation / math.sqrt(max(count, 1))
 
 
 def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:
-    """Whether two times cannot be told apart."""
+    """Whether two times are a tie."""
     least = min(a_us, b_us)
     noise = max(TIE_FLOOR * least, math.hypot(a_margin, b_margin))
     return abs(a_us - b_us) <= min(noise, TIE_CEILING * least)
@@ -57,42 +57,41 @@ def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Median over runs at one m."""
+    """The median time over runs at one m."""
 
     latency_us: float
     margin_us: float
     freshness: str
     run_count: int
-    is_verified: bool = True  # measured here, or by others and some of it again here
+    is_verified: bool = True  # measured here, or imported and verified here
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A kernel with everything measured of it at a problem without m."""
+    """A kernel with its times and errors at a problem without m."""
 
     name: str
     kernel: Kernel | None
     granularity: Granularity
     times: dict[int, Time]
-    failed: dict[int, str]  # m where it was tried and never ended well, with the reason
-    errors: dict[str, float]  # limit name -> worst bound; empty where not known
+    failed: dict[int, str]  # m at which it only failed, with the reason
+    errors: dict[str, float]  # limit -> largest bound; empty if unknown
     worst_distribution: str
     error_unknown: str  # why errors is empty
     unquantized: bool
     errors_verified: bool = True
-    has_doubts: bool = False  # whether a time is not verified
-    failed_here: frozenset[int] = frozenset()  # of failed: not by hearsay
-    errors_of_n: int = 0  # where errors were measured, if not at this n
-    set_aside: tuple[str, ...] = ()  # what others say against it, and we know better
+    has_doubts: bool = False  # whether any time is unverified
+    failed_here: frozenset[int] = frozenset()  # the m in `failed` that rest on verified rows
+    errors_of_n: int = 0  # the n of the errors, if it is another
+    set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
-        """Time at m, and whether it is interpolated; None outside what was measured.
+        """The time at m and whether it is interpolated; None outside the measured range.
 
-        Nor is there one between measured m when it failed at one of them.
+        There is none between two measured m if the kernel failed in between. Interpolation between
+        verified times comes before an unverified time at m.
         """
-        if self.has_doubts or len(self.failed) > len(
-            self.failed_here
-        ):  # between two of ours comes before what others say of that m
+        if self.has_doubts or len(self.failed) > len(self.failed_here):
             ours = {x: time for x, time in self.times.items() if time.is_verified}
             found = self._among(ours, m, self.failed_here)
             if found is not None:
@@ -128,17 +127,45 @@ def _worse(limit: str, a: float, b: float) -> float:
     return min(a, b) if limit == "sqnr_db" else max(a, b)
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Largest bounds by limit, and the distribution with the largest row error."""
+
+    errors: dict[str, float]
+    worst_distribution: str
+    is_verified: bool = True
+    n: int = 0  # where they were measured, if at another n
+    set_aside: str = ""  # the largest claimed row error that is disregarded
+
+
+# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
+# problems share; for one snapshot, device and choice of distributions.
+Memory = dict[tuple[str, str, str, str], Bounds | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The rows of a snapshot that count for problems on a device."""
+
+    facts: Snapshot
+    device: Device
+    local: bool
+    distributions: tuple[str, ...]
+    memory: Memory
+
+    def asked(self, problem: Problem) -> Problem:
+        """The problem under which errors of a problem are stored."""
+        return accuracy_problem(problem, fp8_format(self.device))
+
+    def freshness(self, cell: TimingCell | AccuracyCell) -> str:
+        return freshness_of(cell, self.local, self.facts)
+
+
 def candidate_of(
-    name: str,
-    cells: list[TimingCell],
-    problem: Problem,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    memory: Memory,
+    name: str, cells: list[TimingCell], problem: Problem, evidence: Evidence
 ) -> Candidate | str:
     """The candidate, or the reason why a kernel is none at any m."""
+    local, device = evidence.local, evidence.device
     kernel = KERNELS.get(name)
     if local and kernel is None:
         return "is in the database but not registered here"
@@ -152,7 +179,7 @@ def candidate_of(
             return answer.reason
     if not cells:
         return "not measured here"
-    graded = _graded(cells, local, facts)
+    graded = [(cell, evidence.freshness(cell)) for cell in cells]
     is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
     current = [c for c, fresh in graded if fresh != "stale"]
     bad = _unsafe((c for c in current if not (is_baseline and c.tier)), lambda c: c.problem)
@@ -161,7 +188,7 @@ def candidate_of(
     if bad is not None:
         words = f"{bad.status} at m={bad.m}: {bad.reason}"
         if not bad.tier or not is_ours:
-            return words + _hearsay(bad)
+            return words + _unverified_words(bad)
         set_aside.append(words)
         graded = [(c, fresh) for c, fresh in graded if not c.tier or c.status != "ok"]
     good, failed, ours = _outcomes(graded)
@@ -176,14 +203,14 @@ def candidate_of(
         and kernel is not None
         and baseline_name(problem) is not None
     )
-    found = _errors_or_reason(row, problem, distributions, device, local, facts, memory)
+    found = _errors_or_reason(row, problem, evidence)
     unknown = found if isinstance(found, str) else ""
     bounds = Bounds({}, "") if isinstance(found, str) else found
-    wrong = _wrong(row, problem, bounds.n, device, local, facts)
+    wrong = _wrong(row, problem, bounds.n, evidence)
     if wrong is not None:
         words, cell = wrong
         if not (cell.tier and (is_baseline or (is_ours and bounds.is_verified))):
-            return words + _hearsay(cell)
+            return words + _unverified_words(cell)
         set_aside.append(words)
     set_aside += [bounds.set_aside] if bounds.set_aside else []
     return Candidate(
@@ -194,7 +221,7 @@ def candidate_of(
 
 
 def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:
-    """A row with the numerics class of a kernel: its own, whatever a database says."""
+    """A row with the numerics class of the registered kernel; a database may claim another."""
     row = min(cells, key=lambda cell: bool(cell.tier)).kernel
     if kernel is None:
         return row
@@ -210,19 +237,19 @@ Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
 
 
 def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
-    """A wrong result or a crash: at one place, so not to be trusted at another.
+    """A wrong result or crash at any place, which rejects the kernel at all places.
 
-    One of ours, if there is any; else what others say, and nobody verified.
+    A verified one if there is any, else an unverified one.
     """
     found = list(cells)
     return _bad([c for c in found if not c.tier], place) or _bad(found, place)
 
 
 def _bad(found: list[Cell], place: Callable[[Cell], Any]) -> Cell | None:
-    """The first wrong result or crash that nothing makes up for.
+    """The first wrong result or crash that no other row cancels.
 
-    A crash that did not happen again when it was asked for (``sweep --retry``) is forgiven. What
-    others say of a place, and nobody verified, changes nothing where we know better.
+    A later success (``sweep --retry``) cancels a crash. Any verified success at a place cancels an
+    unverified failure there.
     """
     for cell in found:
         if cell.status not in ("wrong", "crashed"):
@@ -243,12 +270,12 @@ def _bad(found: list[Cell], place: Callable[[Cell], Any]) -> Cell | None:
     return None
 
 
-def _hearsay(cell: TimingCell | AccuracyCell) -> str:
+def _unverified_words(cell: TimingCell | AccuracyCell) -> str:
     return " (imported and not verified)" if cell.tier else ""
 
 
 def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
-    """Versions that decide what a kernel's source turns into; of all parts of a composition."""
+    """Versions that determine how the source of a kernel, with all its parts, is compiled."""
     tools: tuple[str, ...] = ()
     languages = {module.split("/")[0] for module in kernel.modules}
     if "triton" in languages:
@@ -261,28 +288,22 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
 
 
 def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
-    """fresh: digest and toolchain equal; usable: toolchain differs; stale: digest differs."""
+    """Fresh: equal digest and toolchain; usable: another toolchain; stale: another digest."""
     if not is_current(cell.kernel):
         return "stale"
     if not local:
-        return "fresh"  # for a device that is not here only the digest counts
+        return "fresh"  # for another device only the digest counts
     then = facts.environment(cell.environment)
     same = _toolchain(cell.kernel, then) == _toolchain(cell.kernel, current_environment())
     return "fresh" if same else "usable"
 
 
-def _graded(
-    cells: Iterable[TimingCell], local: bool, facts: Snapshot
-) -> list[tuple[TimingCell, str]]:
-    return [(cell, freshness_of(cell, local, facts)) for cell in cells]
-
-
 def _outcomes(
     graded: list[tuple[TimingCell, str]],
 ) -> tuple[list[tuple[TimingCell, str]], dict[int, str], frozenset[int]]:
-    """Cells with times; the m where the best word is a failure, with its reason; those of ours.
+    """Cells with times; m where the best cell is a failure, with its reason; the verified of them.
 
-    Our word is better than what nobody verified, then the freshest.
+    Verified cells come first, then the freshest.
     """
 
     def rank(cell: TimingCell, fresh: str) -> tuple[bool, int]:
@@ -298,7 +319,7 @@ def _outcomes(
         best = min((rank(*pair) for pair in ok), default=(True, len(FRESHNESS)))
         worse = [cell for cell, fresh in bad if rank(cell, fresh) < best]
         if worse:
-            failed[m] = f"{worse[0].status}: {worse[0].reason}{_hearsay(worse[0])}"
+            failed[m] = f"{worse[0].status}: {worse[0].reason}{_unverified_words(worse[0])}"
             ours |= {m} if not worse[0].tier else set()
         else:
             good += ok
@@ -306,7 +327,7 @@ def _outcomes(
 
 
 def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
-    """Per m: the median over runs of the freshest cells of the best grade."""
+    """The median over runs of the freshest cells of the best grade, at each m."""
     by_m: dict[int, list[tuple[TimingCell, str]]] = {}
     for cell, fresh in graded:
         by_m.setdefault(cell.m, []).append((cell, fresh))
@@ -314,7 +335,7 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
     for m, found in by_m.items():
         best = min(_rank(cell, fresh) for cell, fresh in found)
         chosen = [(c, fresh) for c, fresh in found if _rank(c, fresh) == best]
-        # One run may have timed a problem under several distributions; it counts once.
+        # A run that timed a problem under several distributions counts once.
         by_run: dict[str, list[float]] = {}
         for c, _ in chosen:
             by_run.setdefault(c.run, []).append(c.latency_us_p50)
@@ -326,55 +347,31 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
 
 
 def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]:
-    """The least is the best: what nobody verified comes after what was measured here."""
+    """A key to sort cells by, the best first; unverified cells come after verified ones."""
     return fresh == "stale", bool(cell.tier), FRESHNESS.index(fresh), cell.grade != "full"
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Worst bounds by limit, and the distribution that is worst in row error."""
+def _errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -> Bounds | str:
+    """Largest bounds of a kernel's numerics class, or why there are none.
 
-    errors: dict[str, float]
-    worst_distribution: str
-    is_verified: bool = True
-    n: int = 0  # where they were measured, if at another n
-    set_aside: str = ""  # the worst larger row error that others claim, where ours decide
-
-
-# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
-# problems share; of one snapshot, device and choice of distributions.
-Memory = dict[tuple[str, str, str, str], Bounds | str]
-
-
-def _errors_or_reason(
-    kernel: KernelRow,
-    problem: Problem,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    memory: Memory,
-) -> Bounds | str:
-    """Worst bounds of a kernel's numerics class, or why there are none.
-
-    Ours at the problem come first, then ours of another n, and only then what others say.
+    Errors measured here at the problem come first, then those at another n, then imported ones.
     """
     from lokakern.registry.schema.row_keys import problem_key
 
-    asked = problem_key(accuracy_problem(problem, fp8_format(device)))
+    facts, memory = evidence.facts, evidence.memory
+    asked = problem_key(evidence.asked(problem))
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
     if place in memory:
         return memory[place]
     found: Bounds | str = ""
     for ours_only in (True, False) if facts.has_doubts else (True,):
-        where = (distributions, device, local, facts, ours_only)
-        found = _bounds_or_reason(kernel, problem, asked, *where)
-        if isinstance(found, str) and not _is_tried(kernel, asked, device, facts, ours_only):
-            found = _of_another_n(kernel, problem, *where) or found
+        found = _bounds_or_reason(kernel, problem, asked, evidence, ours_only)
+        if isinstance(found, str) and not _is_tried(kernel, asked, evidence, ours_only):
+            found = _of_another_n(kernel, problem, evidence, ours_only) or found
         if isinstance(found, Bounds):
             break
     if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_doubts:
-        heard = _bounds_or_reason(kernel, problem, asked, *where[:-1], False)
+        heard = _bounds_or_reason(kernel, problem, asked, evidence, False)
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
             found = replace(found, set_aside=words)
@@ -383,22 +380,22 @@ def _errors_or_reason(
 
 
 def _wrong(
-    kernel: KernelRow, problem: Problem, other_n: int, device: Device, local: bool, facts: Snapshot
+    kernel: KernelRow, problem: Problem, other_n: int, evidence: Evidence
 ) -> tuple[str, AccuracyCell] | None:
-    """Where a kernel itself wrote what it must not, on whatever distribution, in whatever grade.
+    """A wrong result or crash of the kernel itself, on any distribution and in any grade.
 
-    With errors of another n at any n. Ours, if there is one; else what others say.
+    If errors of another n are used, at any n. One measured here comes before an imported one.
     """
     from lokakern.registry.schema.row_keys import problem_key
 
-    stored = accuracy_problem(problem, fp8_format(device))
+    stored = evidence.asked(problem)
     places = [(problem_key(stored), "")]
     if other_n:
-        places += [(key, f" at n={n}") for n, key in facts.accuracies_like(stored)]
+        places += [(key, f" at n={n}") for n, key in evidence.facts.accuracies_like(stored)]
     heard = None
     for key, where in places:
-        own = facts.accuracy_cells(device.architecture, kernel.name, key)
-        current = (c for c in own if freshness_of(c, local, facts) != "stale")
+        own = evidence.facts.accuracy_cells(evidence.device.architecture, kernel.name, key)
+        current = (c for c in own if evidence.freshness(c) != "stale")
         bad = _unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
         if bad is not None:
             found = f"{bad.status} on {bad.distribution}{where}: {bad.reason}", bad
@@ -408,37 +405,30 @@ def _wrong(
     return heard
 
 
-def _is_tried(
-    kernel: KernelRow, asked: str, device: Device, facts: Snapshot, ours_only: bool
-) -> bool:
-    """Whether any error of the class is stored there: be they too few, they still count."""
+def _cells_of_class(kernel: KernelRow, asked: str, evidence: Evidence) -> list[AccuracyCell]:
     scales = (kernel.granularity, kernel.b_granularity, kernel.accumulation)
-    cells = facts.accuracy_cells_of_class(device.architecture, asked, *scales)
-    return any(not (ours_only and c.tier) for c in cells)
+    return evidence.facts.accuracy_cells_of_class(evidence.device.architecture, asked, *scales)
+
+
+def _is_tried(kernel: KernelRow, asked: str, evidence: Evidence, ours_only: bool) -> bool:
+    """Whether any error of the class is stored there, even with too few seeds."""
+    return any(not (ours_only and c.tier) for c in _cells_of_class(kernel, asked, evidence))
 
 
 def _of_another_n(
-    kernel: KernelRow,
-    problem: Problem,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    ours_only: bool,
+    kernel: KernelRow, problem: Problem, evidence: Evidence, ours_only: bool
 ) -> Bounds | None:
-    """Bounds of the nearest n at which a row's error is the same, and somewhat more."""
-    asked = accuracy_problem(problem, fp8_format(device))
+    """Bounds at the nearest n with equal row errors, times `ERRORS_OF_ANOTHER_N`."""
+    asked = evidence.asked(problem)
     if asked.op != "gemm" or asked.n < WIDE:
         return None
     step = ALIGNMENT_OF_N if Granularity(kernel.granularity) is Granularity.NONE else 1
     if asked.n % step:
         return None
-    others = [(n, key) for n, key in facts.accuracies_like(asked) if n >= WIDE and n % step == 0]
+    like = evidence.facts.accuracies_like(asked)
+    others = [(n, key) for n, key in like if n >= WIDE and n % step == 0]
     for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
-        other = replace(problem, n=n)
-        found = _bounds_or_reason(
-            kernel, other, key, distributions, device, local, facts, ours_only
-        )
+        found = _bounds_or_reason(kernel, replace(problem, n=n), key, evidence, ours_only)
         if isinstance(found, Bounds):
             errors = {limit: ERRORS_OF_ANOTHER_N * found.errors[limit] for limit in CARRIED}
             errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
@@ -447,46 +437,37 @@ def _of_another_n(
 
 
 def _bounds_or_reason(
-    kernel: KernelRow,
-    problem: Problem,
-    asked: str,
-    distributions: tuple[str, ...],
-    device: Device,
-    local: bool,
-    facts: Snapshot,
-    ours_only: bool,
+    kernel: KernelRow, problem: Problem, asked: str, evidence: Evidence, ours_only: bool
 ) -> Bounds | str:
-    """Worst bounds over distributions; or why there are none.
+    """Largest bounds over distributions, or why there are none.
 
-    Kernels of one numerics class have one error, so that any of them may bring the rows; that each
-    is right was checked at every problem it was timed at. Where ours have seeds enough, they
-    decide. Elsewhere rows of others that nobody verified join them, unless `ours_only`: all of
-    them, and they count as much as the worst that is known here of such arithmetic on the
-    distribution, at least.
+    Kernels of one numerics class have equal errors, so that rows of any of them count; that each
+    kernel is correct was checked at every problem where it was timed. Where enough seeds were
+    measured here, they decide. Elsewhere all unverified rows join them, unless `ours_only`, and
+    count at least as much as the largest error known here for such arithmetic on the distribution.
     """
-    cells = facts.accuracy_cells_of_class(
-        device.architecture, asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
-    )
-    usable = [(c, freshness_of(c, local, facts)) for c in cells if c.status == "ok"]
+    facts = evidence.facts
+    cells = _cells_of_class(kernel, asked, evidence)
+    usable = [(c, evidence.freshness(c)) for c in cells if c.status == "ok"]
     usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
     bounds: dict[str, float] = {}
     worst_name, worst_value = "", -1.0
     missing, incomparable = [], []
     is_verified = True
     set_aside, claimed = "", 0.0
-    for distribution in distributions:
+    for distribution in evidence.distributions:
         here = [
             (c, fresh)
             for c, fresh in usable
             if c.distribution == distribution
-            and c.parameters == facts.parameters_of(device.architecture, distribution)
+            and c.parameters == facts.parameters_of(evidence.device.architecture, distribution)
         ]
         chosen: list[AccuracyCell] = []
         ranked = [(_rank(c, fresh), c) for c, fresh in here if not (ours_only and c.tier)]
         for rank in sorted({rank for rank, _ in ranked}):
             chosen += [c for its_rank, c in ranked if its_rank == rank]
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
-                break  # a younger rank with too few seeds is joined by the next, not hidden
+                break  # a rank with too few seeds is joined by the next
         else:
             missing.append(distribution)
             continue
@@ -496,7 +477,7 @@ def _bounds_or_reason(
             is_verified = False
             chosen += heard
             known = facts.worst_errors(
-                accuracy_problem(problem, fp8_format(device)),
+                evidence.asked(problem),
                 kernel.granularity, kernel.b_granularity, distribution,
             )  # fmt: skip
             if not known:

@@ -1,4 +1,4 @@
-"""Dispatch's answer at one m."""
+"""The result of `dispatch` at one m."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
 from lokakern.selection.table import Pick, Table
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
 
-# `lokakern.functional.run.run`, which is above this package and always imported with lokakern.
+# `lokakern.functional.run.run`, which is in a layer above and always imported with lokakern.
 _runner: Callable[..., Any] | None = None
 
 
 def set_runner(run: Callable[..., Any]) -> None:
-    """Say what runs a kernel on tensors when a `Choice` is called."""
+    """Set the function that runs a kernel on tensors when a `Choice` is called."""
     global _runner
     _runner = run
 
 
 class Choice:
-    """Dispatch's answer at one m; everything but the kernel's name is worked out when asked.
+    """The result of `dispatch` at one m; all but the kernel's name is computed on access.
 
-    Its errors are those on the measured distributions, not on every input.
+    Its errors are those on the measured distributions and no bounds for other inputs.
     """
 
     __slots__ = ("_pick", "m", "table")
@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def latency_us(self) -> float | None:
-        """Median time in microseconds, measured or interpolated; None if not measured."""
+        """The median time in microseconds, measured or interpolated; None if not measured."""
         return self.pick.time.latency_us if self.pick.time else None
 
     @property
@@ -65,27 +65,27 @@ class Choice:
 
     @property
     def is_miss(self) -> bool:
-        """Whether the database could not answer and the unquantized kernel was taken."""
+        """Whether the database has no answer, so that the unquantized kernel is used."""
         return bool(self.pick.note)
 
     @property
     def tied(self) -> tuple[str, ...]:
-        """Kernels whose time cannot be told from the winner's."""
+        """Kernels in a tie with the winner."""
         return self.pick.tied
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Every other kernel, with its reason."""
+        """The reason against every other kernel."""
         return dict(self.pick.rejected)
 
     @property
     def errors(self) -> dict[str, float]:
-        """Worst stored bounds of the winner over the distributions asked for."""
+        """The largest stored bounds of the winner over the distributions."""
         return dict(self.pick.candidate.errors) if self.pick.candidate else {}
 
     @property
     def callable(self) -> bool:
-        """Whether the kernel can run here."""
+        """Whether the kernel can run on a local device."""
         return self.table.callable_here and self._kernel() is not None
 
     def _kernel(self) -> Kernel | None:
@@ -93,21 +93,19 @@ class Choice:
         return table.kernels[bisect_right(table.breakpoints, self.m) - 1]
 
     def explain(self) -> str:
-        """The winner with its rows, and every rejected kernel with its reason."""
+        """A text with the winner, its time and error, and the reason against every other kernel."""
         pick, table = self.pick, self.table
         within = f" within {table.budget}" if table.budget else ""
-        if pick.time is None:
-            how = "not measured" if table.origin is None or pick.note else "frozen"
-            how = f"{pick.name or 'no kernel'}, {how}"
-        else:
-            how = f"{pick.name}, {pick.time.latency_us:.2f} us"
+        how = "not measured" if table.origin is None or pick.note else "frozen"
+        if pick.time is not None:
             kind = "interpolated" if pick.interpolated else "measured"
             runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
-            how += f" ({kind}, {runs}, {table.regime}"
-            how += "" if pick.time.freshness == "fresh" else f", {pick.time.freshness}"
-            how += "" if pick.time.is_verified else ", imported and not verified"
-            how += ")"
-        lines = [f"{self.problem} on {table.device.product}{within}: {how}"]
+            facts = [kind, runs, table.regime]
+            facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
+            facts += [] if pick.time.is_verified else ["imported and not verified"]
+            how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"
+        name = pick.name or "no kernel"
+        lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
             lines.append(f"  miss: {pick.note}")
         if table.origin is not None:
@@ -118,13 +116,13 @@ class Choice:
             words = ", ".join(f"{k} {v:.4g}" for k, v in self.errors.items() if math.isfinite(v))
             worst = pick.candidate.worst_distribution if pick.candidate else ""
             lines.append(f"  error: {words} (row_err worst on {worst})")
-        if pick.candidate and pick.candidate.errors_of_n:
-            lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
-                         f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
-        if pick.candidate and not pick.candidate.errors_verified:
-            lines.append("  error: imported and not verified: the worse of it and of what is known "
-                         "here of such arithmetic")  # fmt: skip
         if pick.candidate:
+            if pick.candidate.errors_of_n:
+                lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
+                             f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
+            if not pick.candidate.errors_verified:
+                lines.append("  error: imported and not verified: the worse of it and of what is "
+                             "known here of such arithmetic")  # fmt: skip
             lines += [f"  set aside, imported and not verified: {words}"
                       for words in pick.candidate.set_aside]  # fmt: skip
         if len(table.distributions) < len(REALISTIC_DISTRIBUTIONS):
@@ -134,7 +132,7 @@ class Choice:
         return "\n".join(lines)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        """Run the chosen kernel on operands, as the public function of the op would.
+        """Run the chosen kernel on operands as the public function of the op does.
 
         Raises:
             UnsupportedError: The choice is for another device.

@@ -1,8 +1,8 @@
-"""Dispatch: the fastest kernel whose error one can afford, from what was measured, with reasons.
+"""Dispatch: the fastest kernel whose measured error is within a budget, with reasons.
 
-A pure function of (snapshot, usable kernels, op, problem, budget, distribution, regime). What is
-computed for a problem without its m is kept as a `Table`: sorted breakpoints of m and the winner
-between them, so that a warm answer is one dict look-up and one bisection.
+A pure function of (snapshot, usable kernels, op, problem, budget, distribution, regime). The result
+for a problem without m is cached as a `Table` with sorted breakpoints of m and the winner of each
+range, so that a warm call is one dict look-up and one bisection.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch
 
 from lokakern.device import current_device, devices_here
 from lokakern.errors import ChoicesError, DeviceError, UnknownNameError
-from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, kernels_for, load_kernels
 from lokakern.selection import rank_agreement
 from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
-from lokakern.selection.candidates import Candidate, Memory, candidate_of
+from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen import file_format
 from lokakern.selection.frozen.lookup import Choices, Weight
@@ -43,28 +42,27 @@ from lokakern.types import (
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
 
-# A distribution like none that is measured: no error is ever known under it, so that kernels which
-# quantize are rejected by the same rule as any without a cell, and the unquantized one is taken.
-# What follows after a colon says why.
+# A distribution unlike all measured ones. No error is known under it, so that the rule for missing
+# cells rejects all quantizing kernels. The reason may follow after a colon.
 OUTSIDE = "outside"
 AnyDevice = Device | torch.device | str | None
 
 
 _TABLES: dict[Any, Table] = {}
-_PREPARED: dict[Any, Table] = {}  # by m, too: of another m another form of a weight is the fastest
+_PREPARED: dict[Any, Table] = {}  # by m, too: the fastest form of a weight depends on m
 _LOCK = threading.RLock()
 _SNAPSHOT: Snapshot | None = None
 _CHOICES: Choices | None = None
 _IS_ENVIRONMENT_READ = False
 _GENERATION = 0
-_MOST_TABLES = 4096  # callers that invent budgets must not fill the memory
+_MOST_TABLES = 4096  # bounds the memory for callers with ever new budgets
 _FORGOTTEN = False  # whether tables were dropped because there were more
-# Scales that `prepare_weight` chose for weights, which `freeze` writes; NONE leaves a weight.
+# Scales that `prepare_weight` chose for weights, for `freeze`; NONE leaves a weight unquantized.
 CHOSEN_FORMS: dict[tuple[Device, Weight], Granularity] = {}
 
 
 def snapshot() -> Snapshot:
-    """What dispatch reads: shipped files and the user's database, loaded at first use."""
+    """The snapshot of the shipped files and the user's database, loaded at first use."""
     global _SNAPSHOT
     with _LOCK:
         if _SNAPSHOT is None:
@@ -75,17 +73,17 @@ def snapshot() -> Snapshot:
 
 
 def use_snapshot(new: Snapshot | None) -> None:
-    """Answer from another snapshot from now on; None reads the files again at the next use.
+    """Dispatch from another snapshot; None reads the files again at the next use.
 
-    Frozen choices are left; with None those of the environment count again.
+    Frozen choices are dropped; with None, LOKAKERN_CHOICES is read again.
     """
     _answer_from(new, None, new is not None)
 
 
 def choices() -> Choices | None:
-    """The frozen choices that dispatch answers from; None where it reads databases.
+    """The frozen choices in use; None if dispatch reads databases.
 
-    Those that LOKAKERN_CHOICES named at first use, or `use_choices` since.
+    They are from LOKAKERN_CHOICES, read at first use, or from `use_choices`.
 
     Raises:
         ChoicesError: The file that LOKAKERN_CHOICES names cannot be used here.
@@ -100,13 +98,13 @@ def choices() -> Choices | None:
 
 
 def use_choices(path: str | Path | None) -> None:
-    """Answer from a file of `lokakern.freeze` and no database from now on.
+    """Dispatch from a file of `lokakern.freeze` instead of databases.
 
     Args:
-        path: The file; None reads databases again, whatever LOKAKERN_CHOICES says.
+        path: The file; None reads databases again, even if LOKAKERN_CHOICES is set.
 
     Raises:
-        ChoicesError: The file cannot be used here; what was answered from before stays.
+        ChoicesError: The file cannot be used here; the previous source is kept.
     """
     _answer_from(_SNAPSHOT, None if path is None else file_format.load(path), True)
 
@@ -125,31 +123,30 @@ def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_re
 
 
 def on_new_snapshot(clear: Callable[[], None]) -> None:
-    """Call ``clear`` whenever the snapshot changes: for caches that are built on tables."""
+    """Call ``clear`` whenever the snapshot changes, for caches of tables."""
     _LISTENERS.append(clear)
 
 
 def chosen() -> list[Table]:
-    """The tables that were asked for a kernel since the snapshot was loaded.
+    """The tables by which kernels were chosen since the snapshot was loaded.
 
     Raises:
-        ChoicesError: There were more than are kept.
+        ChoicesError: Some were dropped because there were too many.
     """
     with _LOCK:
         if _FORGOTTEN:
             raise ChoicesError(
                 f"more than {_MOST_TABLES} choices were made here, and not all are kept; freeze in "
-                "a process that does nothing but run the model"
+                "a process that only runs the model"
             )
         return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
 
 
 def device_named(device: AnyDevice) -> Device:
-    """The device of a product's name, or of torch's; None for the one here.
+    """The device with a product name or of a torch device; None means the local one.
 
     Raises:
-        DeviceError: Neither the database nor the frozen choices know the device, or torch's is not
-            here.
+        DeviceError: The product is unknown, or the torch device is not present.
     """
     if device is None or isinstance(device, Device):
         return device or current_device()
@@ -177,40 +174,40 @@ def dispatch(
     regime: str | None = None,
     **problem: Any,
 ) -> Choice:
-    """The fastest kernel whose error is within the budget, from what was measured.
+    """The fastest kernel whose measured error is within the budget.
 
-    1. Candidates: registered kernels that accept the problem here; for a device that is not here,
+    1. Candidates: registered kernels that support the problem; for a device that is not present,
        the kernels of the database's rows (the Choice is then not callable).
-    2. Error: the worst stored bound over the distributions asked for, which is none for operands
-       of other kinds. A kernel with a missing cell, or a wrong result, is rejected.
-    3. Time: measured, or between measured m of the same (n, k) interpolated and marked.
-    4. Least time wins. Within noise the lower error wins, then the name; so an FP8 kernel is
-       chosen only where it is faster than the unquantized one beyond noise.
+    2. Error: the largest stored bound over the distributions. It is no bound for other inputs. A
+       kernel with a missing cell or an incorrect result is rejected.
+    3. Time: measured, or interpolated between measured m of the same (n, k) and marked.
+    4. The shortest time wins. In a tie the lower error wins, then the name; so an FP8 kernel is
+       chosen only if it is faster than the unquantized one beyond noise.
 
-    Of a weight that is prepared (``prepared=True``) and not described (``b=``), each form that
-    `prepare_weight` makes is asked, with scales of the tensor, of rows and of 128x128 blocks; the
-    fastest at this m is the answer, and `Choice.problem` says which it is.
+    For a prepared weight (``prepared=True``) without a description (``b=``), each form that
+    `prepare_weight` makes is considered: tensorwise, rowwise and blockwise (128x128) scaling. The
+    form that is fastest at this m is taken; `Choice.problem` has it.
 
     Args:
         op: A key of `registry.ops.OPS`, such as "gemm", "scaled_gemm", "gemm_norm" or "quantize".
         shape: ``(m, n, k)``, or ``(m, k)`` for ops with one operand.
-        error_budget: A limit on row_err, or an `ErrorBudget`. None means the unquantized kernel
-            (of several, the fastest; for ops that have none, the fastest of all). Numbers of NumPy
-            are taken, arrays and tensors are not.
-        distribution: Name (or names) of the input distributions to judge the error on; None means
-            all realistic ones.
-        device: A product such as "NVIDIA H200", a `torch.device` that is here, or a `Device`; None
-            means the one here.
+        error_budget: A limit on row_err, or an `ErrorBudget`. None means the fastest unquantized
+            kernel, or the fastest of all for ops without one. Numbers of NumPy are accepted, arrays
+            and tensors are not.
+        distribution: Name or names of the input distributions whose errors count; None means all
+            realistic ones.
+        device: A product such as "NVIDIA H200", a `torch.device` that is present, or a `Device`;
+            None means the local one.
         regime: "graph-cold", "graph-hot" or "eager"; None means graph-cold on GPUs and eager on
             CPUs, which have no graphs.
-        problem: Fields of `Problem` that differ from the usual, such as ``prepared=True`` or
+        problem: Fields of `Problem` that differ from their defaults, such as ``prepared=True`` or
             ``epilogue="bias"``.
 
     Raises:
         UnknownNameError: Unknown op, regime or distribution; or a field, epilogue, format,
             granularity or layout that no problem of the op has.
         ShapeError: The shape does not fit the op.
-        FormatError: A flag that is neither True nor False, or an operand that is none.
+        FormatError: A flag is neither True nor False, or an operand is no `Operand`.
         BudgetError: The budget is not a finite, non-negative number.
         DeviceError: The database does not know the device.
     """
@@ -221,7 +218,7 @@ def dispatch(
             m, n, k = shape
         else:
             m, k = shape
-        # Equal keys of another type, as True and 1.0 are of 1, are no answer to each other.
+        # Types are part of the key, because True == 1 == 1.0.
         if type(m) is type(k) is int and (type(n) is int or len(shape) == 2):
             low = m & -m
             key = (op, n, k, type(error_budget), error_budget, distribution, device, regime,
@@ -234,7 +231,7 @@ def dispatch(
                 table = _PREPARED.get((*key, m))
             if table is not None and m >= 0:
                 return Choice(table, m)
-    except (TypeError, ValueError):  # unhashable, or no sizes: what follows says so
+    except (TypeError, ValueError):  # unhashable, or no sizes: checked below
         key = None
     generation = _GENERATION
     asked = problem_of(op, shape, problem)
@@ -268,7 +265,7 @@ def _prepared_table(
     device: AnyDevice,
     regime: str | None,
 ) -> Table:
-    """Of all forms in which a weight is prepared, that of the fastest at this m."""
+    """The table of the form of a prepared weight that is fastest at this m."""
     target = device_named(device)
     forms = [with_weight(problem, form, target) for form in FORMS]
 
@@ -296,7 +293,7 @@ def distribution_names(given: str | Sequence[str] | None) -> tuple[str, ...] | N
 
 
 def generation() -> int:
-    """Counts snapshots: what was built on an earlier one must not be kept."""
+    """A number that changes with the snapshot, to detect outdated caches."""
     return _GENERATION
 
 
@@ -310,15 +307,15 @@ def table_for(
     *,
     is_choice: bool = True,
 ) -> Table:
-    """The frozen answers for a problem at every m with the same power-of-two divisors.
+    """The choices for a problem at every m with the same alignment.
 
-    Only kernels that do what ``needs`` says (`registry.register.NEEDS`) are considered. With
-    ``is_choice`` the answer is what is run, and `lokakern.freeze` keeps it.
+    Only kernels with the abilities ``needs`` (`registry.register.NEEDS`) are considered. With
+    ``is_choice`` the chosen kernel is run, and `lokakern.freeze` writes the table.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
         DeviceError: The database does not know the device.
-        DisagreementError: Another rank of this job would choose from something else.
+        DisagreementError: Another rank of this job would choose from other data.
     """
     global _FORGOTTEN
     m_alignment = alignment_of(problem.m)
@@ -342,20 +339,20 @@ def table_for(
 def loose_table(
     problem: Problem, device: AnyDevice, regime: str | None, memory: Memory
 ) -> LooseTable:
-    """What `table_for` rests on, for `LooseTable.pick` at any m and within any budget.
+    """A table for `LooseTable.pick` at any m and within any budget.
 
-    Judged on all realistic distributions; nothing of it is kept but in ``memory``, which goes from
-    one problem to the next of the same device and snapshot.
+    Errors are those on all realistic distributions. Nothing is cached except in ``memory``, which
+    may be shared by problems of one device and snapshot.
 
     Raises:
-        ChoicesError: Answers are frozen, so that nothing is known of what they rest on.
+        ChoicesError: Choices are frozen, so that times and errors are unknown.
         UnknownNameError: Unknown regime.
         DeviceError: The database does not know the device.
     """
     held = choices()
     if held is not None:
         raise ChoicesError(
-            f"answers are those of {held}, which does not tell what they rest on; unset "
+            f"answers are those of {held}, which has no times and errors; unset "
             "LOKAKERN_CHOICES to read databases"
         )
     _check_regime(regime)
@@ -366,26 +363,14 @@ def loose_table(
 
 
 def unquantized_table(problem: Problem, device: Device) -> Table:
-    """The answer without a budget, from no measurement at all: the unquantized kernel."""
+    """A table of the unquantized kernel, without any measurement."""
     load_kernels()
-    base = baseline_name(problem)
-    return Table(
-        problem=problem,
-        device=device,
-        budget=None,
-        distributions=REALISTIC_DISTRIBUTIONS,
-        regime=default_regime(device),
-        candidates=(),
-        rejected=(),
-        baseline=base,
-        baseline_kernel=KERNELS.get(base) if base else None,
-        callable_here=True,
-        m_alignment=alignment_of(problem.m),
-    )
+    regime = default_regime(device)
+    return Table(problem, device, None, REALISTIC_DISTRIBUTIONS, regime, callable_here=True)
 
 
 def default_regime(device: Device) -> str:
-    """graph-cold on GPUs; CPUs have no graphs."""
+    """Graph-cold on GPUs; CPUs have no graphs."""
     return "graph-cold" if device.is_gpu else "eager"
 
 
@@ -435,8 +420,7 @@ def _build(
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
     candidates: list[Candidate] = []
-    base = baseline_name(problem)
-    memory = {} if memory is None else memory
+    evidence = Evidence(facts, target, local, distributions, {} if memory is None else memory)
     load_kernels()
     names = set(cells)
     if local:
@@ -446,9 +430,7 @@ def _build(
         if reason is not None:
             rejected.append((name, reason))
             continue
-        found = candidate_of(
-            name, cells.get(name, []), problem, distributions, target, local, facts, memory
-        )
+        found = candidate_of(name, cells.get(name, []), problem, evidence)
         if isinstance(found, str):
             rejected.append((name, found))
         else:
@@ -467,10 +449,7 @@ def _build(
         regime=regime,
         candidates=tuple(candidates),
         rejected=tuple(rejected),
-        baseline=base,
-        baseline_kernel=KERNELS.get(base) if base else None,
         callable_here=local,
-        m_alignment=alignment_of(problem.m),
         needs=needs,
         instead=instead,
     )

@@ -1,4 +1,4 @@
-"""Who chooses the kernel of a call on tensors: what was measured, or the caller."""
+"""The choice of a kernel for a call on tensors, by measurements or by the caller."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ON_MISS = ("bf16", "raise", "measure")
 
 
 class Chooser(Protocol):
-    """Gives the kernel for a problem; the tensor says on which device."""
+    """Gives the kernel for a problem on the device of a tensor."""
 
     def __call__(self, problem: Problem, x: Tensor, needs: frozenset[str] = ...) -> Kernel: ...
 
 
 def fastest_within(budget: ErrorBudget | float | None) -> Chooser:
-    """Chooses the fastest kernel within a budget that does what the problem needs besides."""
+    """Choose the fastest kernel within a budget that has the abilities ``needs``."""
     limits = None if budget is None else budget_of(budget)
 
     def choose(problem: Problem, x: Tensor, needs: frozenset[str] = frozenset()) -> Kernel:
@@ -62,7 +62,7 @@ def kernel_of(table: Table, m: int, needs: frozenset[str] = frozenset()) -> Kern
 def _warn_of_emulation(
     problem: Problem, kernel: Kernel, table: Table, needs: frozenset[str]
 ) -> None:
-    """Say once for a family of problems why a GPU that multiplies FP8 is not asked to."""
+    """Warn, once for each family of problems, that FP8 is emulated on a GPU with FP8 units."""
     if table.device.architecture not in FP8_GPUS:
         return
     family = f"{replace(problem, m=0)} {' '.join(sorted(needs))}"
@@ -89,16 +89,16 @@ def check_on_miss(op: str, on_miss: str) -> None:
         )
 
 
-LOGGED: set[str] = set()  # families of problems whose miss was told
+LOGGED: set[str] = set()  # families of problems whose miss was logged
 
 
 def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
-    """What a miss asks for: the unquantized kernel, logged once and kept in the ledger.
+    """Handle a miss: log it once, record it in the ledger and return the unquantized kernel.
 
-    One of frozen choices is not kept: nobody asked a database.
+    Misses of frozen choices are not recorded, because no database was asked.
 
     Returns:
-        None where the problem was measured now: look again.
+        None if the problem was measured now, so that dispatch has an answer.
 
     Raises:
         MissError: ``on_miss`` is "raise".
@@ -134,7 +134,7 @@ def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
 
 
 def _remedy(table: Table, problem: Problem) -> str:
-    """What to do about a miss."""
+    """The remedy for a miss."""
     if table.origin is not None and not isinstance(table, FrozenTable):
         return table.origin.remedy
     reason = misses.why_not_measurable(problem)
@@ -145,7 +145,7 @@ def _remedy(table: Table, problem: Problem) -> str:
 
 
 def only(kernel: Kernel) -> Chooser:
-    """Chooses this kernel, or says why it does not do."""
+    """Choose this kernel, or raise with the reason why it cannot run the problem."""
 
     def choose(problem: Problem, x: Tensor, needs: frozenset[str] = frozenset()) -> Kernel:
         reason = kernel.lacks(needs)

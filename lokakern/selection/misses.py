@@ -1,6 +1,7 @@
-"""Misses: problems that dispatch was asked and nothing was measured for, and how to measure them.
+"""Misses: problems without measurements that dispatch met, and how to measure them.
 
-Counted in memory, appended to a file of the user at exit, read by ``sweep --from-misses``.
+They are counted in memory, appended to a file of the user at exit, and read by
+``sweep --from-misses``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from lokakern.problems import make_problem
 from lokakern.registry.schema.row_keys import problem_from_row, problem_row
 from lokakern.types import Device, Layout, Operand, Problem, alignment_of
 
-LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; older ones were asked for long enough
-MOST_COUNTED = 10_000  # jagged batches come in every m: enough is known by then
+LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; a larger file is begun anew
+MOST_COUNTED = 10_000  # jagged batches have every m
 _COUNTS: Counter[tuple[Problem, str]] = Counter()
 
 
@@ -37,14 +38,14 @@ def record(problem: Problem, device: Device) -> None:
 
 
 def ledger_path() -> Path:
-    """Where misses are kept: ``misses.jsonl`` beside the user's database."""
+    """The ledger: ``misses.jsonl`` beside the user's database."""
     from lokakern.registry.storage.run_files import user_database
 
     return user_database().with_name("misses.jsonl")
 
 
 def save() -> None:
-    """Append the counted misses to the ledger; if it cannot be written, only they are lost."""
+    """Append the counted misses to the ledger; they are lost if it cannot be written."""
     lines = "".join(
         json.dumps({"problem": _plain(problem), "device": device, "count": count}) + "\n"
         for (problem, device), count in _COUNTS.items()
@@ -55,7 +56,7 @@ def save() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > LARGEST_FILE_BYTES:
             path.unlink()
-        # One write of whole lines to a file opened for appending: processes do not mix.
+        # One write of whole lines in append mode, so that processes do not interleave.
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), "a") as file:
             file.write(lines)
     except (OSError, LokakernError):
@@ -76,12 +77,12 @@ def _problem_of(row: dict[str, Any]) -> Problem:
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch}
     if any(type(size) is not int or size < 1 for size in sizes.values()):
         raise ValueError(f"sizes are {sizes}")
-    make_problem(problem.op, problem.shape)  # knows the op, and how many sizes it has
+    make_problem(problem.op, problem.shape)  # checks the op and its number of sizes
     return problem
 
 
 def read() -> list[tuple[Problem, int]]:
-    """Problems of the ledger that can be measured, with their counts, most frequent first."""
+    """The measurable problems of the ledger with their counts, most frequent first."""
     counts: Counter[Problem] = Counter()
     try:
         text = ledger_path().read_text(encoding="utf-8", errors="replace")
@@ -99,7 +100,7 @@ def read() -> list[tuple[Problem, int]]:
 
 
 def parse(text: str) -> Problem:
-    """A problem as `sweep_command` writes it.
+    """Parse a problem as `sweep_command` writes it.
 
     Raises:
         MeasurementError: The text is no problem.
@@ -121,7 +122,7 @@ def sweep_command(problem: Problem) -> str:
 
 
 def why_not_measurable(problem: Problem) -> str | None:
-    """Why a sweep cannot lay operands out as the problem has them; None if it can."""
+    """Why a sweep cannot allocate operands with the layout of the problem; None if it can."""
     natural = _natural_alignment(problem.m, problem.k, problem.a)
     if problem.a.layout is not Layout.ROW or problem.a.alignment != natural:
         return "a is not row-major and aligned as an allocation of its own is"
@@ -135,17 +136,17 @@ def why_not_measurable(problem: Problem) -> str | None:
 
 
 def _natural_alignment(rows: int, columns: int, operand: Operand) -> int:
-    if operand.format.is_fp8:  # whose rows are padded
+    if operand.format.is_fp8:  # rows of FP8 are padded
         return 16
     return alignment_of(columns * operand.format.dtype.itemsize) if rows > 1 else 16
 
 
 def measure(problem: Problem) -> None:
-    """Sweep one problem in a process of its own, into the user's database.
+    """Sweep one problem in another process, into the user's database.
 
     Raises:
-        MeasurementError: The sweep failed or cannot lay the operands out so, or torch.distributed
-            is up (ranks would then choose differently).
+        MeasurementError: The sweep failed or does not support the layout, or torch.distributed is
+            initialized (ranks would then choose differently).
     """
     command = sweep_command(problem)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -161,7 +162,7 @@ def measure(problem: Problem) -> None:
     done = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]], capture_output=True, text=True, check=False
     )
-    if done.returncode not in (0, 5):  # 5: some kernel's row is not ok, which is an answer too
+    if done.returncode not in (0, 5):  # 5: some kernel failed, which is a result, too
         raise MeasurementError(
             f"{problem.op}: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
         )

@@ -1,4 +1,4 @@
-"""What was measured of a shape instead of what was asked for, and how to ask for that."""
+"""The measured problems with the same sizes as a miss, and the arguments that select them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lokakern.types import Device, Operand, Problem
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
 
-_MOST = 3  # ways to ask that are told
+_MOST = 3  # suggestions
 _SHAPE = ("op", "m", "n", "k")
 
 
 def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: str) -> str:
-    """How the same n and k were timed on a device, and what to ask: those that differ least.
+    """The measured problems with the same n and k that differ least, with their arguments.
 
     Returns:
         Such as "n=512 k=512 was measured on NVIDIA H200 only with bias: ask with epilogue='bias'";
-        "" where they were not, or as they are asked for.
+        "" if there is none, or the problem itself was measured.
     """
     asked = replace(problem, m=0)
     found: dict[tuple[tuple[str, ...], ...], tuple[str, str]] = {}
@@ -43,12 +43,12 @@ def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: 
 
 
 def sizes_of(problem: Problem) -> str:
-    """Sizes of a problem, without its m."""
+    """The sizes of a problem without m."""
     return f"n={problem.n} k={problem.k}" if problem.b is not None else f"k={problem.k}"
 
 
 def _differing(asked: Problem, other: Problem) -> list[str]:
-    """Names of fields; a weight that is prepared is another b by itself."""
+    """Names of differing fields; a prepared weight implies another b."""
     names = [
         field.name
         for field in fields(Problem)
@@ -58,7 +58,7 @@ def _differing(asked: Problem, other: Problem) -> list[str]:
 
 
 def _words(name: str, other: Problem) -> tuple[str, str]:
-    """What is told of a field in which a measured problem differs, and the argument."""
+    """The description of a differing field of a measured problem, and the argument for it."""
     value = getattr(other, name)
     if name == "prepared":
         if not value:

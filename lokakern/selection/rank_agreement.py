@@ -1,12 +1,11 @@
-"""Ranks of one job choose alike: each compares what it chooses from with the first of its kind.
+"""Agreement of ranks: each rank compares the digests of its snapshot and kernels with others.
 
-Not by a collective, in which ranks that dispatch would wait for ranks that never do, but through
-the job's store: the first rank with a type of GPU leaves its digests there, the others compare.
-GPU types are compared each for itself: they choose different kernels, and should.
+The comparison is no collective, in which ranks that dispatch would wait for ranks that never do.
+The first rank with a type of GPU leaves its digests in the job's store, and the others compare
+theirs. Different types of GPU may choose different kernels and are not compared.
 
-Once, when a process answers for its device first: what it answers from is loaded then and stays. A
-snapshot that is loaded later in the job (`selection.use_snapshot`) is not compared: how often that
-was done is nothing that ranks must share, so that there is nothing to compare it with.
+A process compares once, when it first dispatches for its device. A snapshot that is loaded later
+(`selection.use_snapshot`) is not compared, because ranks need not load snapshots equally often.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ SHOWN = 12  # characters of a digest
 
 
 class Store(Protocol):
-    """What is asked of a store of torch.distributed."""
+    """The part of a store of torch.distributed that is used."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
 def check(device: Device, answers: Callable[[], str]) -> None:
-    """Compare with the ranks of this job that have such a device, at the first call; else nothing.
+    """Compare, at the first call, with the ranks of this job that have the same type of device.
 
     Args:
-        device: One that is here.
-        answers: A kind and a digest of what is answered from; called only in a job of many ranks.
+        device: A local device.
+        answers: Gives kind and digest of the source of choices; called only in a distributed job.
 
     Raises:
-        DisagreementError: A rank that came before would choose from something else.
+        DisagreementError: An earlier rank has another source of choices or other kernels.
     """
     if device in COMPARED:
         return
@@ -58,13 +57,13 @@ def check(device: Device, answers: Callable[[], str]) -> None:
         who = f"rank {distributed.get_rank()} on {socket.gethostname()}"
         try:
             compare(distributed.distributed_c10d._get_default_store(), device, who, mine)
-        except RuntimeError as error:  # of the store, without which the job will not live long
+        except RuntimeError as error:  # of the store, without which the job ends soon
             logger.warning("%s could not compare what it chooses kernels from: %s", who, error)
     COMPARED.add(device)
 
 
 def compare(store: Store, device: Device, who: str, mine: dict[str, str]) -> None:
-    """Compare digests with those of the first who called with this store and device.
+    """Compare digests with those of the first caller with this store and device.
 
     Raises:
         DisagreementError: They differ.
@@ -90,22 +89,27 @@ def _short(words: str | None) -> str:
 
 
 def usable_digest(device: Device) -> str:
-    """SHA-256, in hex, of the kernels that run on a device here, and of what compiles them.
+    """SHA-256, in hex, of the kernels that run on a local device and of the toolchain.
 
-    Versions count, too: what was measured under others loses against what was not.
+    Versions count, because rows of another toolchain rank lower.
     """
     load_kernels()
     here = current_environment()
     words = [here.torch, here.toolkit, here.triton, here.libraries]
-    words += [f"{k.name} {_digest(k)}" for _, k in sorted(KERNELS.items()) if _runs(k, device)]
+    words += [
+        f"{k.name} {readable_digest(k) or 'unknown'}"
+        for _, k in sorted(KERNELS.items())
+        if _runs(k, device)
+    ]
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
-def _digest(kernel: Kernel) -> str:
+def readable_digest(kernel: Kernel) -> str:
+    """Digest of a kernel; "" for one of a plugin without source files."""
     try:
         return kernel.digest
-    except (OSError, ValueError, SyntaxError):  # of a plugin without source files
-        return "unknown"
+    except (OSError, ValueError, SyntaxError):
+        return ""
 
 
 def _runs(kernel: Kernel, device: Device) -> bool:

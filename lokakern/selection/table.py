@@ -1,4 +1,4 @@
-"""Tables: the frozen answers for one problem without its m, measured or read from a file."""
+"""Tables: the choices for one problem at every m, from measurements or from a file."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from lokakern.registry.register import Kernel, kernels_for
+from lokakern.problems import baseline_name
+from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time, within_noise
 from lokakern.selection.neighbors import sizes_of
-from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected
+from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, alignment_of
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The decision at one m."""
+    """The choice at one m."""
 
     candidate: Candidate | None
     time: Time | None = None
@@ -33,13 +34,13 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The file of frozen choices that a table answers from.
+    """The file of frozen choices that a table was read from.
 
     Attributes:
-        path: As it was named.
+        path: The path as it was given.
         frozen_utc_ms: When it was written.
-        snapshot: Digest of the snapshot that was answered from then.
-        unverified_count: Tables that rested on imports that nobody had verified.
+        snapshot: Digest of the snapshot from which it was frozen.
+        unverified_count: Number of tables that rested on unverified imports.
     """
 
     path: str
@@ -56,7 +57,7 @@ class Origin:
 
     @property
     def remedy(self) -> str:
-        """What to do where it has no answer."""
+        """The remedy for a miss."""
         return (
             f"run it where the database is and write the file again: lokakern.freeze({self.path!r})"
         )
@@ -64,30 +65,30 @@ class Origin:
 
 @dataclass(eq=False)
 class Table:
-    """Everything needed to answer for one problem without m; built once, then only read."""
+    """The choices for one problem at every m; built once, then only read."""
 
     problem: Problem  # at any m
     device: Device
     budget: ErrorBudget | None
     distributions: tuple[str, ...]
     regime: str
-    candidates: tuple[Candidate, ...]
-    rejected: tuple[tuple[str, str], ...]
-    baseline: str | None
-    baseline_kernel: Kernel | None
     callable_here: bool
-    m_alignment: int
+    candidates: tuple[Candidate, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
     needs: frozenset[str] = frozenset()
     breakpoints: list[int] = field(default_factory=list)
     winners: list[str] = field(default_factory=list)
     kernels: list[Kernel | None] = field(default_factory=list)
     misses: list[bool] = field(default_factory=list)
-    instead: str = ""  # of no candidate: what was measured of the same sizes, and what to ask
-    origin: Origin | None = None  # None where a database was read
-    is_choice: bool = False  # whether it was asked for a kernel, and not only for what is known
-    watch: Watch | None = None  # who checks the products of `gemm`
+    instead: str = ""  # without candidates: what was measured for the same sizes
+    origin: Origin | None = None  # None if it was computed from databases
+    is_choice: bool = False  # whether a kernel was chosen by it, so that `freeze` writes it
+    watch: Watch | None = None  # checks the products of `gemm`
 
     def __post_init__(self) -> None:
+        self.baseline = baseline_name(self.problem)
+        self.baseline_kernel = KERNELS.get(self.baseline or "")
+        self.m_alignment = alignment_of(self.problem.m)
         self._freeze()
 
     @property
@@ -97,14 +98,14 @@ class Table:
 
     @property
     def rests_on_imports(self) -> bool:
-        """Whether an answer might be another but for what others say and nobody verified."""
+        """Whether an unverified import may have changed a choice."""
         return any(
             c.has_doubts or (not c.errors_verified and c.name in self.winners)
             for c in self.candidates
         )
 
     def _freeze(self) -> None:
-        """Find where the winner changes: at measured m, and where interpolated times cross."""
+        """Find where the winner changes: at measured m and where interpolated times cross."""
         starts = [0]
         measured = self.measured_m
         for low, high in itertools.pairwise(measured):
@@ -123,7 +124,7 @@ class Table:
                 previous = state
 
     def _changes(self, low: int, high: int) -> list[int]:
-        """First m of each piece between two measured m, by sampling and bisection."""
+        """The m between two measured m at which the winner changes, by sampling and bisection."""
         samples = sorted({low + (high - low) * i // 16 for i in range(17)})
         changes = [low, *([low + 1] if low + 1 < high else [])]
         for left, right in itertools.pairwise(samples):
@@ -139,7 +140,7 @@ class Table:
         return changes
 
     def pick(self, m: int) -> Pick:
-        """The decision at m, with reasons; see `dispatch` for the rules."""
+        """The choice at m with reasons, by the rules of `dispatch`."""
         rejected = list(self.rejected)
         timed: list[tuple[Candidate, Time, bool]] = []
         problem = replace(self.problem, m=self.like(m))
@@ -156,16 +157,13 @@ class Table:
                 rejected.append((candidate.name, reason))
             elif found is not None:
                 timed.append((candidate, *found))
-        base = next((c for c in self.candidates if c.name == self.baseline), None)
         if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
-            note = self._miss_words(m)
-            if self.baseline_kernel is not None:
-                answer = self.baseline_kernel.supports(problem, self.device)
-                if isinstance(answer, Rejected):
-                    note = f"not even {self.baseline} takes it: {answer.reason}"
-                    return Pick(None, note=note, rejected=tuple(rejected))
-            return Pick(base or _unmeasured(self.baseline, self.baseline_kernel), note=note,
-                        rejected=tuple(rejected))  # fmt: skip
+            base = self._base() or _unmeasured(self.baseline, self.baseline_kernel)
+            reason = self._refusal(base, problem)
+            if reason is not None:
+                note = f"not even {self.baseline} takes it: {reason}"
+                return Pick(None, note=note, rejected=tuple(rejected))
+            return Pick(base, note=self._miss_words(m), rejected=tuple(rejected))
         if not timed:
             return self._default(m, problem, rejected)
         best = min(timed, key=lambda item: (item[1].latency_us, item[0].name))
@@ -196,7 +194,7 @@ class Table:
         return Pick(winner, time, interpolated, names, tuple(rejected))
 
     def like(self, m: int) -> int:
-        """An m near m with the divisors this table is for; kernels are asked about that."""
+        """An m near m with the alignment of this table, for which kernels are asked."""
         unit = self.m_alignment
         if unit == 16:
             return max(m // 16, 1) * 16
@@ -209,7 +207,7 @@ class Table:
         if refusal is not None:
             return refusal
         if candidate.name == self.baseline or (candidate.unquantized and problem.op == "gemm_norm"):
-            return None  # there are many unquantized kernels with a norm, each as legal as any
+            return None  # every unquantized kernel with a norm is legal
         if self.budget is None:
             return "no budget: only unquantized kernels" if self.baseline else None
         error = candidate.errors
@@ -219,7 +217,7 @@ class Table:
                 slower = f"slower: {_us_words(time)}; "
             return slower + candidate.error_unknown
         for limit, allowed in self.budget.limits.items():
-            if limit not in error:  # of another n, or replayed
+            if limit not in error:  # errors of another n or of a replay have fewer limits
                 return f"{limit} is not known at n={problem.n}"
             found = error[limit]
             passed = found >= allowed if limit == "sqnr_db" else found <= allowed
@@ -232,56 +230,51 @@ class Table:
         return None
 
     def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
-        """Why a kernel does not take a problem, whatever was measured of it."""
+        """Why a kernel does not support a problem."""
         if candidate.kernel is None:
             return None
         answer = candidate.kernel.supports(problem, self.device)
         return answer.reason if isinstance(answer, Rejected) else None
 
+    def _base(self) -> Candidate | None:
+        return next((c for c in self.candidates if c.name == self.baseline), None)
+
     def _is_behind(self, time: Time, m: int) -> bool:
-        """Whether the unquantized kernel is faster: then a larger error is no answer anyway."""
-        base = next((c for c in self.candidates if c.name == self.baseline), None)
+        """Whether the unquantized kernel is faster, so that the error does not matter."""
+        base = self._base()
         found = base.time_at(m) if base is not None else None
         return found is not None and time.latency_us > found[0].latency_us
 
     def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
-        """No measured kernel is left: the most accurate measured one, else one that accepts.
+        """The choice if no timed kernel is legal: the most accurate one, else one that supports it.
 
-        None of a library's: nothing is known of what it does at this problem.
+        Kernels of libraries are excluded from the latter: nothing is known of them at this problem.
         """
         note = self._miss_words(m)
-        limit = next(iter(self.budget.limits)) if self.budget is not None else "row_err"
-        if self.budget is not None and any(
-            c.time_at(m) and limit not in c.errors and self._refusal(c, problem) is None
-            for c in self.candidates
-        ):
-            note = f"no error is known of what was timed there: nothing is within {self.budget}"
-        usable = [
-            c
-            for c in self.candidates
-            if limit in c.errors and c.time_at(m) and self._refusal(c, problem) is None
-        ]
-        if self.budget is not None and usable:
-            sign = -1 if limit == "sqnr_db" else 1
-            best = min(usable, key=lambda c: (sign * c.errors[limit], c.name))
-            return Pick(best, note=f"no kernel is within {self.budget}; the most accurate is taken",
-                        rejected=tuple(rejected))  # fmt: skip
-        if self.callable_here:
-            for kernel in sorted(
-                kernels_for(problem.op, self.device),
-                key=lambda k: (
-                    k.language == "torch",
-                    self.device.architecture in k.unmeasured,
-                    len(k.parts),
-                    k.name,
-                ),
-            ):
-                if kernel.libraries:
-                    continue
-                answer = kernel.supports(problem, self.device)
-                if not isinstance(answer, Rejected) and kernel.lacks(self.needs) is None:
-                    return Pick(_unmeasured(kernel.name, kernel), note=note,
-                                rejected=tuple(rejected))  # fmt: skip
+        if self.budget is not None:
+            limit = next(iter(self.budget.limits))
+            usable = [
+                c for c in self.candidates if c.time_at(m) and self._refusal(c, problem) is None
+            ]
+            known = [c for c in usable if limit in c.errors]
+            if known:
+                sign = -1 if limit == "sqnr_db" else 1
+                best = min(known, key=lambda c: (sign * c.errors[limit], c.name))
+                note = f"no kernel is within {self.budget}; the most accurate is taken"
+                return Pick(best, note=note, rejected=tuple(rejected))
+            if usable:
+                note = f"no error is known of what was timed there: nothing is within {self.budget}"
+
+        def order(kernel: Kernel) -> tuple[bool, bool, int, str]:
+            is_unmeasured = self.device.architecture in kernel.unmeasured
+            return kernel.language == "torch", is_unmeasured, len(kernel.parts), kernel.name
+
+        kernels = kernels_for(problem.op, self.device) if self.callable_here else ()
+        for kernel in sorted(kernels, key=order):
+            if not kernel.libraries and kernel.lacks(self.needs) is None:
+                candidate = _unmeasured(kernel.name, kernel)
+                if self._refusal(candidate, problem) is None:
+                    return Pick(candidate, note=note, rejected=tuple(rejected))
         return Pick(None, note=note, rejected=tuple(rejected))
 
     def _miss_words(self, m: int) -> str:
@@ -302,14 +295,14 @@ class Table:
 
 
 class FrozenTable(Table):
-    """A table read from a file: who wins where, and nothing of why."""
+    """A table read from a file, which has winners without reasons."""
 
     def _freeze(self) -> None:
-        """Breakpoints and winners were given."""
+        """Keep the given breakpoints and winners."""
 
     @property
     def measured_m(self) -> list[int]:
-        """Where the answer changes: all that is known of what was measured."""
+        """The m at which the winner changes; the measured m are not in the file."""
         return self.breakpoints[1:]
 
     def pick(self, m: int) -> Pick:
@@ -320,19 +313,19 @@ class FrozenTable(Table):
 
 
 class LooseTable(Table):
-    """A table that is asked with `pick` only: at few m, but within many budgets.
+    """A table for `pick` only, at few m and within many budgets.
 
-    To find where the winner changes between measured m takes most of the time of another table.
+    It skips the search for breakpoints, which takes most of the time of building a table.
     """
 
     _refusals: dict[tuple[str, int], str | None]
 
     def _freeze(self) -> None:
-        """`breakpoints` and `winners` stay empty."""
+        """Leave `breakpoints` and `winners` empty."""
         self._refusals = {}
 
     def within(self, budget: ErrorBudget | None) -> LooseTable:
-        """What is known is the same; what is allowed is not."""
+        """The same table with another budget."""
         table = replace(self, budget=budget)
         table._refusals = self._refusals
         return table
@@ -349,7 +342,7 @@ def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
 
 
 def _us_words(time: Time) -> str:
-    """A time that was compared, and whether it is hearsay."""
+    """A time, marked if it is unverified."""
     return f"{time.latency_us:.2f} us" + ("" if time.is_verified else ", imported and not verified")
 
 

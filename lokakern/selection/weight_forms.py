@@ -1,4 +1,4 @@
-"""Forms in which a weight is quantized ahead, as operands of problems."""
+"""The forms of prepared weights, as operands of problems."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from lokakern.registry.register import fp8_format
 from lokakern.types import Device, Granularity, Layout, Operand, Problem
 
-FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)  # its scales
+FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
 
 
 def with_weight(problem: Problem, form: Granularity, device: Device) -> Problem:
-    """A problem whose right operand is a weight that was prepared in a form."""
+    """A problem with a prepared weight as its right operand."""
     return replace(problem, b=Operand(fp8_format(device), form, Layout.COLUMN), prepared=True)

@@ -1,4 +1,4 @@
-"""What is compiled ahead is what a launch asks for, and nothing that goes wrong stops the rest."""
+"""Launches find all that was compiled ahead of time, and failures do not stop a build."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Hashable
 from dataclasses import asdict, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from lokakern.errors import BudgetError, DeviceError, ShapeError
 from lokakern.kernels.adapters import deep_gemm, fbgemm
 from lokakern.nvrtc import Program
 from lokakern.problems import make_problem
+from lokakern.progress import Progress
 from lokakern.registry.register import (
     KERNELS,
     fp8_format,
@@ -88,7 +90,7 @@ def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) ->
         assert keys(found) <= keys([*jobs, *programs])
 
 
-def test_of_a_library_only_our_quantizers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_quantizers_of_a_library_gemm_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for adapter in (fbgemm.operators, deep_gemm.library):
         monkeypatch.setattr(sys.modules[adapter.__module__], adapter.__name__, None)  # not called
     problem = make_problem("gemm", (256, 256, 256))
@@ -107,7 +109,7 @@ def test_of_a_library_only_our_quantizers_are_recorded(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)
-def test_m_decides_nothing_but_the_tile(device: Device) -> None:
+def test_m_changes_only_the_tile(device: Device) -> None:
     def at(m: int) -> list[TritonJob]:
         cases = gemm_cases(m, 1024, 1024, "X1", fp8_format(device), bias=True)
         return triton_jobs([case.problem for case in cases], device)
@@ -131,8 +133,8 @@ def test_m_decides_nothing_but_the_tile(device: Device) -> None:
         assert {tile(job) for job in jobs if job.name == "scaled_gemm_kernel"} <= every
 
 
-def test_recorded_constants_are_those_of_the_recorded_gpu() -> None:
-    """OCP formats: AMD sets NaN by hand and pipelines two stages deep; NVIDIA does neither."""
+def test_constants_are_recorded_for_the_target_gpu() -> None:
+    """With OCP formats AMD sets NaN explicitly and pipelines two stages; NVIDIA does neither."""
     here = quantize.format_constants(torch.float8_e4m3fn)
     quantizing = make_problem("quantize", (2048, 1024))
     multiplying = make_problem("scaled_gemm", (2048, 1024, 1024))
@@ -147,7 +149,7 @@ def test_recorded_constants_are_those_of_the_recorded_gpu() -> None:
     assert jit.recording is None
 
 
-def test_tiles_follow_the_compute_units_of_the_recorded_gpu() -> None:
+def test_tiles_follow_the_compute_units_of_the_target_gpu() -> None:
     def tile(units: int) -> Any:
         device = replace(H200, compute_units=units)
         problem = make_problem("scaled_gemm", (256, 1024, 1024))
@@ -182,7 +184,7 @@ def test_one_recording_at_a_time() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_meta_operands_lie_like_those_of_a_sweep(problem: Problem) -> None:
+def test_meta_operands_have_the_layouts_of_a_sweep(problem: Problem) -> None:
     from lokakern.measure.operands import Operands
     from lokakern.types import QuantizedTensor
 
@@ -232,7 +234,7 @@ def folders(cache: Path) -> set[str]:
 
 def launch_prebuilt(device: Device, **environment: str) -> dict[str, Any]:
     ran = subprocess.run(
-        [sys.executable, ROOT / "tests" / "support" / "launch_prebuilt.py", json.dumps(asdict(device))],
+        [sys.executable, ROOT / "tests/support/launch_prebuilt.py", json.dumps(asdict(device))],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
@@ -247,10 +249,10 @@ def problems_launched(device: Device) -> list[Problem]:
 
 @pytest.mark.parametrize("device", [H200, MI300X], ids=lambda d: d.architecture)
 @pytest.mark.rest
-def test_launches_of_real_tensors_find_all_compiled(
+def test_launches_find_all_compiled_kernels(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process launches through Triton's own code, with a driver that drives nothing."""
+    """Another process launches through Triton with a driver that does nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     jobs = triton_jobs(problems_launched(device), device)
     report = build(jobs, device)
@@ -277,10 +279,10 @@ def test_cuda_programs_are_compiled_with_the_others(
 
 
 @pytest.mark.rest
-def test_what_was_prebuilt_is_remembered_as_long_as_nothing_changes(
+def test_a_prebuild_is_remembered_until_something_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep that goes on need not find out again what it would compile."""
+    """A sweep that is continued need not record again."""
     monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     recorded: list[int] = []
@@ -313,7 +315,7 @@ def test_what_was_prebuilt_is_remembered_as_long_as_nothing_changes(
 
 
 @pytest.mark.rest
-def test_integers_that_triton_does_not_tell_apart_are_one_job(
+def test_integers_that_triton_specializes_alike_are_one_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -371,7 +373,7 @@ class Unpicklable(Fine):
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of jobs that workers can import, too."""
+    """A module of jobs that workers can import."""
     (tmp_path / "made_jobs.py").write_text(JOBS)
     monkeypatch.syspath_prepend(str(tmp_path))
     import made_jobs  # type: ignore[import-not-found]
@@ -380,7 +382,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     del sys.modules["made_jobs"]
 
 
-class Steps:
+class Steps(Progress):
     def __init__(self) -> None:
         self.total, self.steps = 0, 0
 
@@ -392,7 +394,7 @@ class Steps:
 
 
 @pytest.mark.rest
-def test_what_fails_is_reported_and_the_rest_is_built(made: Any) -> None:
+def test_failures_are_reported_and_other_jobs_are_built(made: Any) -> None:
     bad = [made.Raises(100), made.Dies(101), made.Exits(102), made.Unpicklable(103)]
     jobs = [*map(made.Fine, range(5)), *bad, *map(made.Fine, range(5, 10)), made.Fine(-1)]
     steps = Steps()
@@ -408,15 +410,21 @@ def test_what_fails_is_reported_and_the_rest_is_built(made: Any) -> None:
     assert ", 4 failed, in " in str(report)
 
 
-def test_a_compilation_without_end_is_given_up(
+def test_a_compilation_that_hangs_is_ended(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where it says that it began
+    monkeypatch.chdir(tmp_path)  # where the job creates a file when it begins
 
-    def clock() -> float:  # stands still until then, and again thereafter
-        return 2 * pool.LONGEST_S if list(tmp_path.glob("*.pid")) else 0.0
+    def wait_for_answer(connections: Any, limit_s: float) -> list[Any]:
+        """Run out of time as soon as the job has begun."""
+        assert limit_s == pool.LONGEST_S
+        while not (ready := wait(connections, 0.1)):
+            for begun in tmp_path.glob("*.pid"):
+                begun.unlink()
+                return []
+        return ready
 
-    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(pool, "wait", wait_for_answer)
     sleeps = made.Sleeps(1)
     report = build([made.Fine(0), sleeps, made.Fine(2)], H200, 1)
     assert report.compiled == 2
@@ -506,14 +514,14 @@ def test_warmup_without_a_gpu_asks_for_a_name(monkeypatch: pytest.MonkeyPatch) -
         (([(32, 64, 64)], -1.0), BudgetError, "expected a finite number"),
     ],
 )
-def test_warmup_says_what_it_takes(
+def test_warmup_rejects_invalid_arguments(
     arguments: tuple[Any, ...], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         lokakern.warmup(*arguments, device=H200)
 
 
-def test_warmup_wants_a_worker() -> None:
+def test_warmup_needs_a_worker() -> None:
     with pytest.raises(ValueError, match="workers is 0"):
         lokakern.warmup([(32, 64, 64)], device=H200, workers=0)
 
@@ -530,7 +538,7 @@ def test_warmup_without_a_budget_compiles_for_every_kernel(built: list[Any]) -> 
 def test_warmup_with_a_budget_compiles_the_winners_at_every_m(
     built: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of every measured m are there, and no kernel that is chosen nowhere."""
+    """Tiles of every measured m are compiled, and no kernel that is never chosen."""
     table = SimpleNamespace(
         breakpoints=[0, 256, 4097], winners=["torch.bf16", ROW, "torch.bf16"],
         measured_m=[256, 4096],
@@ -557,7 +565,7 @@ def test_ops_without_a_budget_are_asked_without_one(
     assert [job.name for job in built] == ["quantize_row_kernel"]
 
 
-def test_a_prebuild_keeps_to_the_kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prebuild_compiles_only_the_given_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
     def build_nothing(jobs: list[Any], *_: Any) -> BuildReport:
@@ -601,7 +609,7 @@ assert report.compiled > 10 and not report.failures, report
 
 
 @pytest.mark.gpu
-def test_warmup_spares_the_first_call_its_compilation(
+def test_the_first_call_after_warmup_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

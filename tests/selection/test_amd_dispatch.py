@@ -1,4 +1,4 @@
-"""What lokakern does on an AMD GPU, with a torch that says it is for ROCm: no such GPU is here."""
+"""Dispatch on AMD GPUs, with a torch that is patched to look like a ROCm build."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN = {MI300X: Format.E4M3FNUZ, MI350X: Format.E4M3FN}
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Make torch say that there is such a GPU, and the driver tell of it."""
+    """Patch torch and the files of the driver to show a GPU."""
 
     def install(found: Device, *, compute: str = "SPX", memory: str = "NPS1") -> None:
         properties = SimpleNamespace(
@@ -88,7 +88,7 @@ def test_a_partition_is_another_device(rocm: Any) -> None:
     assert found != MI300X
 
 
-def test_a_driver_that_says_nothing_is_no_error(
+def test_a_driver_without_information_is_no_error(
     rocm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     rocm(MI300X)
@@ -109,8 +109,8 @@ def taking(problem: Problem, gpu: Device, language: str) -> set[str]:
 
 
 @pytest.mark.parametrize("gpu", OWN, ids=str)
-def test_each_multiplies_its_own_format(gpu: Device) -> None:
-    """The other's bits would mean half or twice as much: refused, with a reason."""
+def test_each_gpu_multiplies_its_own_format(gpu: Device) -> None:
+    """Bits of the other format mean half or twice as much; they are refused with a reason."""
     (other,) = set(OWN.values()) - {OWN[gpu]}
     for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
         own = make_problem("scaled_gemm", (256, 128, 256), a=Operand(OWN[gpu], granularity))
@@ -125,7 +125,7 @@ def test_each_multiplies_its_own_format(gpu: Device) -> None:
                 assert isinstance(answer, Rejected) and other.value in answer.reason
 
 
-def test_ocp_tensors_become_fnuz_exactly_and_not_the_other_way() -> None:
+def test_ocp_tensors_convert_to_fnuz_exactly_and_not_back() -> None:
     x = torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
     for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK):
         q = numerics.quantize(x, Format.E4M3FN, granularity)
@@ -137,7 +137,7 @@ def test_ocp_tensors_become_fnuz_exactly_and_not_the_other_way() -> None:
 
 
 @pytest.mark.parametrize("gpu", OWN, ids=str)
-def test_without_measurements_the_answer_is_bf16_and_how_to_measure(
+def test_without_measurements_bf16_is_chosen_and_the_command_is_logged(
     gpu: Device, rocm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rocm(gpu)
@@ -156,8 +156,8 @@ def test_without_measurements_the_answer_is_bf16_and_how_to_measure(
 
 
 @pytest.mark.parametrize("gpu", OWN, ids=str)
-def test_every_kernel_that_would_race_there_is_named(gpu: Device) -> None:
-    """HIP's, Triton's and torch's compete on the same problem, whole and by parts."""
+def test_kernels_of_all_languages_compete(gpu: Device) -> None:
+    """HIP, Triton and torch, as single kernels and as compositions."""
     gemm = make_problem("gemm", (4096, 256, 512))
     names = {name for name in KERNELS if isinstance(KERNELS[name].supports(gemm, gpu), Accepted)}
     assert {

@@ -1,4 +1,4 @@
-"""Arguments of dispatch: numbers of any kind, names with typos, and equal answers when warm."""
+"""Arguments of dispatch: kinds of numbers, names with typos, and equal results of warm calls."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_combinations_of_malformed_arguments_are_answered_alike_cold_and_warm(
 
 
 @pytest.mark.parametrize("op", [["gemm"], 3, None, "gem"])
-def test_an_op_that_is_none_is_named(op: Any) -> None:
+def test_an_unknown_op_is_named(op: Any) -> None:
     with pytest.raises(UnknownNameError, match="is unknown; expected one of dequantize, gemm"):
         dispatch(op, (1, 2, 3))
 
@@ -164,7 +164,7 @@ def test_sizes_of_numpy_are_those_of_python(facts: Snapshot, kind: Callable[[int
 
 
 @pytest.mark.parametrize("budget", [np.array(0.06), torch.tensor(0.06), [0.06], "0.06", True])
-def test_what_is_no_number_is_no_budget(budget: Any) -> None:
+def test_budgets_must_be_numbers(budget: Any) -> None:
     """An array of one value is none: a tensor's would wait for its device."""
     x, w = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(16, 16, dtype=torch.bfloat16)
     asks: list[Callable[[], object]] = [

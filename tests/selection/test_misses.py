@@ -1,4 +1,4 @@
-"""Misses: what is counted and kept of them, and what a sweep is told to measure."""
+"""Misses: the counts, the ledger and the commands that measure them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_misses_are_counted_by_problem_and_device(ledger: Path) -> None:
     assert misses.read() == [(PROBLEM, 3), (other, 2)]
 
 
-def test_what_counts_is_saved_at_exit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misses_are_saved_once_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[Any] = []
     monkeypatch.setattr(misses.atexit, "register", registered.append)
     misses.record(PROBLEM, CPU)
@@ -60,7 +60,7 @@ def test_what_counts_is_saved_at_exit_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert registered == [misses.save]
 
 
-def test_so_many_problems_are_counted_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_counted_problems_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(misses, "MOST_COUNTED", 3)
     for m in (16, 17, 18, 19, 20, 16):
         misses.record(replace(PROBLEM, m=m), CPU)
@@ -88,7 +88,7 @@ def test_a_ledger_that_cannot_be_written_loses_only_misses(ledger: Path) -> None
     assert misses.read() == [] and not misses._COUNTS
 
 
-def test_what_cannot_be_measured_is_not_read_back() -> None:
+def test_misses_that_cannot_be_measured_are_not_read() -> None:
     misses.record(replace(PROBLEM, out_strided=True), CPU)
     misses.record(PROBLEM, CPU)
     misses.save()
@@ -113,12 +113,12 @@ def test_what_cannot_be_measured_is_not_read_back() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_laid_out_says_why(problem: Problem, why: str | None) -> None:
+def test_unsupported_layouts_have_a_reason(problem: Problem, why: str | None) -> None:
     found = misses.why_not_measurable(problem)
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
-def test_rows_of_fp8_are_padded_however_long() -> None:
+def test_rows_of_fp8_are_always_aligned() -> None:
     a = Operand(Format.E4M3FN, alignment=16)
     assert misses._natural_alignment(16, 65, a) == 16
     assert misses._natural_alignment(16, 65, replace(a, format=Format.BFLOAT16)) == 2
@@ -136,7 +136,7 @@ def test_rows_of_fp8_are_padded_however_long() -> None:
     ],
     ids=str,
 )
-def test_a_command_names_the_problem_that_it_measures(problem: Problem) -> None:
+def test_a_sweep_command_parses_to_its_problem(problem: Problem) -> None:
     words = shlex.split(misses.sweep_command(problem))
     assert words[:4] == ["python", "-m", "lokakern.bench", "sweep"] and len(words) == 6
     if problem == PROBLEM:
@@ -151,14 +151,14 @@ def test_a_command_names_the_problem_that_it_measures(problem: Problem) -> None:
     [{"m": 0}, {"n": -1}, {"k": 1.5}, {"m": True}, {"op": "sing"}, {"a": "bf17"}, {"k": None}],
     ids=str,
 )
-def test_what_is_no_problem_is_refused(change: dict[str, Any]) -> None:
+def test_malformed_problems_are_refused(change: dict[str, Any]) -> None:
     text = json.dumps({**misses._plain(PROBLEM), **change})
     with pytest.raises(MeasurementError, match="which is no problem"):
         misses.parse(text)
 
 
 @pytest.mark.parametrize(("code", "good"), [(0, True), (5, True), (1, False), (-9, False)])
-def test_a_sweep_in_a_process_says_how_it_ended(
+def test_a_failed_sweep_process_raises_with_its_output(
     code: int, good: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []

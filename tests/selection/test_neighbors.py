@@ -1,4 +1,4 @@
-"""A miss says what was measured of the same shape, and what to ask; a weight's form is derived."""
+"""Misses name measured neighbors; the form of a prepared weight is chosen."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def arguments_of(note: str) -> dict[str, Any]:
          "only prepared (row) with bias: ask with prepared=True, epilogue='bias'"),
     ],
 )  # fmt: skip
-def test_a_miss_says_what_was_measured_and_what_to_ask(
+def test_a_miss_names_measured_neighbors_and_their_arguments(
     book: Book, measured: dict[str, Any], asked: dict[str, Any], words: str
 ) -> None:
     book.write(bf16_at(**measured))
@@ -76,7 +76,7 @@ def test_a_miss_says_what_was_measured_and_what_to_ask(
         assert not ask(**{**kept, **way}).is_miss, "asked so there is an answer"
 
 
-def test_several_ways_that_differ_as_little_are_named(book: Book) -> None:
+def test_equally_near_neighbors_are_all_named(book: Book) -> None:
     book.write(bf16_at(epilogue="bias"), bf16_at(b=ROWS, prepared=True),
                bf16_at(b=WHOLE, prepared=True), bf16_at(epilogue="bias", batch=4),
                time(BF16, gemm(64, epilogue="bias"), 2.0))  # fmt: skip
@@ -87,7 +87,7 @@ def test_several_ways_that_differ_as_little_are_named(book: Book) -> None:
 
 
 @pytest.mark.parametrize("what", ["k", "device", "op", "failed", "stale"])
-def test_nothing_was_measured_is_said_where_it_is_true(book: Book, what: str) -> None:
+def test_a_miss_without_neighbors_says_that_nothing_was_measured(book: Book, what: str) -> None:
     other = {
         "k": time(BF16, gemm(4096, k=640, epilogue="bias"), 20.0),
         "device": time(BF16, gemm(4096, epilogue="bias"), 20.0,
@@ -105,7 +105,7 @@ def replace_op(problem: Problem) -> Problem:
     return replace(problem, op="scaled_gemm", a=a, b=replace(a, layout=ROWS.layout))
 
 
-def test_times_that_do_not_count_are_not_called_unmeasured(book: Book) -> None:
+def test_a_miss_names_times_that_do_not_count(book: Book) -> None:
     book.write(time(ROW, gemm(4096), 10.0, status="wrong"), bf16_at(epilogue="bias"))
     assert noted() == (
         f"no time at n=512 k=512, graph-cold, counts: {ROW}: wrong at m=4096: made up"
@@ -129,7 +129,7 @@ def prepared(book: Book, m: int = 4096, *, row: float = 10.0, whole: float = 12.
     )  # fmt: skip
 
 
-def test_a_prepared_weight_that_is_not_described_has_the_fastest_form(book: Book) -> None:
+def test_a_prepared_weight_without_a_description_takes_the_fastest_form(book: Book) -> None:
     """At each m; of the forms whose error is affordable."""
     book.write(accuracy(ROW, gemm(1), 0.04), accuracy(TENSOR, gemm(1), 0.05))
     prepared(book), prepared(book, 8192, row=10.0, whole=8.0)
@@ -145,9 +145,7 @@ def test_a_prepared_weight_that_is_not_described_has_the_fastest_form(book: Book
     assert ask(prepared=False).is_miss
 
 
-def test_a_warm_question_is_answered_without_its_problem(
-    book: Book, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_call_builds_no_problem(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a weight in whatever form, at each m that was asked."""
     book.write(accuracy(ROW, gemm(1), 0.04), accuracy(TENSOR, gemm(1), 0.05))
     prepared(book), prepared(book, 8192, row=10.0, whole=8.0)
@@ -170,7 +168,7 @@ def test_a_warm_question_is_answered_without_its_problem(
     assert ask(prepared=True).table is not cold[1].table, "of another snapshot"
 
 
-def test_what_is_kept_of_prepared_weights_is_bounded(
+def test_the_cache_of_prepared_weights_is_bounded(
     book: Book, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared(book)
@@ -180,7 +178,7 @@ def test_what_is_kept_of_prepared_weights_is_bounded(
     assert 0 < len(dispatcher._PREPARED) <= 3
 
 
-def test_the_form_that_was_measured_is_taken_where_others_are_misses(book: Book) -> None:
+def test_a_measured_form_is_preferred_to_misses(book: Book) -> None:
     problem = gemm(4096, b=WHOLE, prepared=True)
     book.write(time(BF16, problem, 20.0), accuracy(BF16, gemm(1), 0.002))
     choice = ask(prepared=True)
@@ -188,7 +186,7 @@ def test_the_form_that_was_measured_is_taken_where_others_are_misses(book: Book)
     assert ask(prepared=True, batch=4).is_miss
 
 
-def test_a_prepared_weight_at_the_shipped_anchor_is_faster_than_one_that_is_not() -> None:
+def test_a_prepared_weight_is_faster_at_the_shipped_anchor() -> None:
     dispatcher.use_snapshot(None)
     plain = dispatch("gemm", (32768, 2048, 2048), 0.06, device="NVIDIA H200")
     choice = dispatch("gemm", (32768, 2048, 2048), 0.06, device="NVIDIA H200", prepared=True)
@@ -201,7 +199,7 @@ def test_a_prepared_weight_at_the_shipped_anchor_is_faster_than_one_that_is_not(
     assert plain.latency_us is not None and choice.latency_us < plain.latency_us
 
 
-def test_only_the_form_that_is_taken_is_frozen(book: Book, tmp_path: Path) -> None:
+def test_only_the_chosen_form_is_frozen(book: Book, tmp_path: Path) -> None:
     book.write(accuracy(ROW, gemm(1), 0.04))
     prepared(book)
     dispatcher._answer_from(dispatcher.snapshot(), None, True)
@@ -209,7 +207,7 @@ def test_only_the_form_that_is_taken_is_frozen(book: Book, tmp_path: Path) -> No
     assert [table.problem.b for table in dispatcher.chosen()] == [ROWS]
 
 
-def test_frozen_choices_know_the_form_that_was_taken(book: Book, tmp_path: Path) -> None:
+def test_frozen_choices_have_the_chosen_form(book: Book, tmp_path: Path) -> None:
     """A file has no times: of all forms the one it holds is the answer."""
     here = current_device("cpu")
     book.write(time(BF16, gemm(4096, b=ROWS, prepared=True), 20.0, device=here))

@@ -1,4 +1,4 @@
-"""A distribution that is like none that was measured."""
+"""Dispatch under a distribution unlike all measured ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import lokakern
 from lokakern.selection.dispatcher import OUTSIDE
 
 
-def test_outside_what_was_measured_the_unquantized_kernel_is_taken() -> None:
+def test_an_unmeasured_distribution_takes_the_unquantized_kernel() -> None:
     inside, outside = (
         lokakern.dispatch("gemm", (8192, 4096, 4096), 0.06, distribution=name, device="NVIDIA H200")
         for name in ("X3", ("X3", OUTSIDE))

@@ -1,4 +1,4 @@
-"""Dispatch on measurements of others: cautious until some of them were measured again here."""
+"""Dispatch with imported measurements, which count less until some are verified here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Write = Callable[..., None]
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A database with bf16's times of two layers, and no shipped file."""
+    """A database with times of bf16 for two layers, and no shipped file."""
     path = tmp_path / "mine.sqlite"
     monkeypatch.setenv("LOKAKERN_DB", str(path))
     monkeypatch.setattr("lokakern.registry.storage.paths.shipped_databases", list)
@@ -50,7 +50,7 @@ def own(path: Path, *rows: Any) -> None:
 
 
 def others(path: Path, *rows: Any) -> None:
-    """Import what somebody else measured."""
+    """Import rows that were measured elsewhere."""
     theirs = path.with_name(f"theirs{len(os.listdir(path.parent))}.sqlite")
     Book(theirs).write(*rows)
     import_file(theirs, path)
@@ -62,7 +62,7 @@ def chosen(budget: float = 0.06, m: int = M) -> Choice:
     return dispatch("gemm", (m, 512, 512), budget, device=H200)
 
 
-def test_an_imported_error_counts_as_what_is_known_of_its_arithmetic(mine: Path) -> None:
+def test_an_imported_error_is_at_least_that_of_its_arithmetic(mine: Path) -> None:
     own(mine, time(ROW, DEEPER, 50.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.02))
     choice = chosen()
@@ -75,14 +75,14 @@ def test_an_imported_error_counts_as_what_is_known_of_its_arithmetic(mine: Path)
     assert chosen(0.03).kernel == BF16
 
 
-def test_a_larger_imported_error_stays(mine: Path) -> None:
+def test_a_larger_imported_error_is_kept(mine: Path) -> None:
     own(mine, accuracy(ROW, DEEPER, 0.041))
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.055))
     assert chosen().errors["row_err"] == 0.055
 
 
-def test_an_imported_error_with_nothing_to_compare_is_none(mine: Path) -> None:
-    """Neither another granularity, nor another distribution, tells anything."""
+def test_an_imported_error_without_comparison_does_not_count(mine: Path) -> None:
+    """Other granularities and distributions are no comparison."""
     own(mine, accuracy(TENSOR, ELSEWHERE, 0.041), accuracy(ROW, ELSEWHERE, 0.041, without=("X3",)))
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     choice = chosen()
@@ -91,8 +91,8 @@ def test_an_imported_error_with_nothing_to_compare_is_none(mine: Path) -> None:
     assert "`python -m lokakern.bench verify`" in choice.rejected[ROW]
 
 
-def test_an_error_of_ours_at_the_problem_decides(mine: Path) -> None:
-    """It needs no comparison, and theirs makes it neither better nor worse."""
+def test_a_measured_error_at_the_problem_decides(mine: Path) -> None:
+    """It needs no comparison, and imported errors do not change it."""
     own(mine, time(ROW, HERE, 6.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.02))
     choice = chosen()
@@ -112,14 +112,14 @@ def test_times_measured_here_come_first(mine: Path) -> None:
     assert far.kernel == ROW and "imported and not verified" in far.explain()
 
 
-def test_what_nobody_verified_does_not_outvote_what_we_know(mine: Path) -> None:
+def test_imported_failures_do_not_outvote_a_measurement(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0, status="wrong"))
     others(mine, time(ROW, HERE, 5.0, status="error"))
     assert chosen().kernel == ROW, "it was right here, at the same problem"
 
 
-def test_what_nobody_verified_redeems_no_crash_of_ours(mine: Path) -> None:
+def test_an_imported_success_cancels_no_measured_crash(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0, status="crashed"), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0))
     assert chosen().kernel == BF16 and "crashed" in chosen().rejected[ROW]
@@ -127,7 +127,7 @@ def test_what_nobody_verified_redeems_no_crash_of_ours(mine: Path) -> None:
     assert chosen().kernel == ROW
 
 
-def test_between_times_of_ours_nobody_else_is_asked(mine: Path) -> None:
+def test_interpolation_of_measured_times_ignores_imports(mine: Path) -> None:
     for m, us in ((M // 2, 15.0), (2 * M, 45.0)):
         own(mine, time(BF16, gemm(m), us), time(ROW, gemm(m), 2 * us), accuracy(ROW, gemm(m), 0.04))
     others(mine, time(ROW, HERE, 5.0))
@@ -136,7 +136,7 @@ def test_between_times_of_ours_nobody_else_is_asked(mine: Path) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(M // 2, 2 * M), (2 * M, M // 2)])
-def test_a_time_between_one_of_ours_and_one_of_others_is_not_verified(
+def test_a_time_interpolated_with_an_imported_one_is_unverified(
     mine: Path, ours: int, theirs: int
 ) -> None:
     own(mine, *(time(BF16, gemm(m), 50.0) for m in (ours, theirs)))
@@ -147,8 +147,8 @@ def test_a_time_between_one_of_ours_and_one_of_others_is_not_verified(
     assert "graph-cold, imported and not verified)" in choice.explain()
 
 
-def test_every_time_that_was_compared_says_where_it_is_from(mine: Path) -> None:
-    """A slow time made up for the unquantized kernel would make any other win."""
+def test_unverified_times_are_marked_in_reasons(mine: Path) -> None:
+    """A forged slow time of the unquantized kernel would make any other win."""
     own(mine, time(ROW, ELSEWHERE, 50.0), time(ROW, gemm(2 * M), 70.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(BF16, gemm(2 * M), 90.0))
     choice = chosen(m=2 * M)
@@ -157,8 +157,8 @@ def test_every_time_that_was_compared_says_where_it_is_from(mine: Path) -> None:
     assert choice.table.rests_on_imports, "what wins is ours, and by what"
 
 
-def test_a_device_that_somebody_made_up_is_not_ours(mine: Path) -> None:
-    """Its name is that of ours, and it has more timings."""
+def test_a_device_name_means_the_measured_device(mine: Path) -> None:
+    """Also if an import has another device of this name, with more timings."""
     more = replace(H200, memory_gib=999)
     rows = [time(BF16, gemm(m), 9.0, device=more) for m in (1024, 2048, M, 2 * M)]
     others(mine, *rows)
@@ -173,7 +173,7 @@ def test_a_rejected_file_is_not_read(mine: Path) -> None:
     assert "not measured here" in chosen().rejected.get(ROW, "not measured here")
 
 
-def test_what_was_settled_is_trusted_and_the_rest_waits(mine: Path) -> None:
+def test_settled_rows_are_trusted_and_the_rest_waits(mine: Path) -> None:
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     (waiting,) = waiting_for(mine)
     rows = read_rows(waiting.path)
@@ -204,10 +204,10 @@ def test_a_contradiction_with_a_shipped_file_is_refused(
         assert waiting_for(mine) == []
 
 
-def test_what_comes_to_contradict_is_left_out(
+def test_an_import_that_contradicts_a_new_shipped_file_is_left_out(
     mine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A later version ships a file with which something that waits does not go together."""
+    """A later version ships a file that contradicts a waiting import."""
     shipped = mine.with_name("shipped.sqlite")
     Book(shipped).write(time(BF16, HERE, 20.0))
     import_file(edit(shipped, latency_us_p50=5.0, latency_us_p20=5.0), mine)
@@ -231,10 +231,10 @@ def times_here() -> list[float]:
 
 
 @pytest.mark.parametrize("lies", [(5.0,), (5.0, 4.0), (5.0, 6.0, 4.0)])
-def test_what_two_imports_tell_differently_is_read_of_neither(
+def test_rows_that_differ_between_imports_are_not_read(
     mine: Path, caplog: pytest.LogCaptureFixture, lies: tuple[float, ...]
 ) -> None:
-    """In whatever order they came, however many there are; and what else they tell is read."""
+    """In any order and number; their other rows are read."""
     genuine = mine.with_name("genuine.sqlite")
     Book(genuine).write(time(BF16, HERE, 21.0))
     for place, us in enumerate(lies):
@@ -258,7 +258,7 @@ def test_what_two_imports_tell_differently_is_read_of_neither(
     assert times_here() == [7.0, 20.0, 21.0, 40.0] and "differ" not in caplog.text
 
 
-def test_of_a_run_of_which_two_imports_tell_different_things_nothing_is_read(mine: Path) -> None:
+def test_runs_that_differ_between_imports_are_not_read(mine: Path) -> None:
     genuine = mine.with_name("genuine.sqlite")
     Book(genuine).write(time(BF16, HERE, 21.0), accuracy(BF16, HERE, 0.002))
     import_file(genuine, mine)
@@ -286,8 +286,7 @@ def edit(path: Path, **changes: float) -> Path:
     return edited
 
 
-def test_what_is_trusted_too_is_trusted(mine: Path) -> None:
-    """A run that is in the database does not become doubtful because somebody sends it back."""
+def test_an_import_of_trusted_rows_leaves_them_trusted(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     Book(mine.with_name("more.sqlite")).write(time(ROW, ELSEWHERE, 5.0))
     import_file(mine, mine.with_name("again.sqlite"))
@@ -299,14 +298,14 @@ def test_what_is_trusted_too_is_trusted(mine: Path) -> None:
     assert choice.kernel == ROW and "not verified" not in choice.explain()
 
 
-def test_an_import_of_another_state_of_a_kernel_is_no_evidence(mine: Path) -> None:
+def test_an_import_with_another_digest_does_not_count(mine: Path) -> None:
     own(mine, accuracy(ROW, gemm(M, k=1024), 0.041))
     others(mine, time(ROW, HERE, 5.0, digest="f" * 64),
            accuracy(ROW, HERE, 0.04, digest="f" * 64))  # fmt: skip
     assert chosen().kernel == BF16 and KERNELS[ROW].digest != "f" * 64
 
 
-def test_a_row_that_somebody_adds_to_a_run_of_ours_is_theirs(mine: Path) -> None:
+def test_a_row_added_to_a_measured_run_is_unverified(mine: Path) -> None:
     own(mine, time(ROW, HERE, 30.0), accuracy(ROW, HERE, 0.04))
     rows = read_rows(mine)
     forged = []
@@ -326,8 +325,7 @@ def test_a_row_that_somebody_adds_to_a_run_of_ours_is_theirs(mine: Path) -> None
     assert facts.digest != database_digest(mine)
 
 
-def test_the_digest_says_what_is_trusted(mine: Path) -> None:
-    """Ranks that differ in it choose differently."""
+def test_the_snapshot_digest_covers_trust(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0))
     before = load_snapshot().digest
     others(mine, accuracy(ROW, HERE, 0.04))
@@ -340,7 +338,7 @@ def test_the_digest_says_what_is_trusted(mine: Path) -> None:
     assert merged.keys_digest == load_snapshot([ours, mine]).keys_digest
 
 
-def test_a_kernel_is_what_it_is_here_whatever_a_file_says(mine: Path) -> None:
+def test_the_registered_numerics_class_of_a_kernel_counts(mine: Path) -> None:
     """A quantized kernel that claims bf16's class would have bf16's errors."""
     own(mine, accuracy(BF16, ELSEWHERE, 0.0016), time(BF16, gemm(1), 9.0))
     forged = {"granularity": "none", "b_granularity": "none", "accumulation": "float32"}
@@ -353,7 +351,7 @@ def test_a_kernel_is_what_it_is_here_whatever_a_file_says(mine: Path) -> None:
     assert all(c.name != ROW or not c.unquantized for c in choice.table.candidates)
 
 
-def test_a_digest_of_nothing_is_never_current(mine: Path) -> None:
+def test_a_digest_without_modules_is_never_current(mine: Path) -> None:
     row = KernelRow.of(KERNELS[BF16])
     assert is_current(row)
     assert not is_current(replace(row, modules=(), digest=kernel_digest(row.name, ())))
@@ -361,7 +359,7 @@ def test_a_digest_of_nothing_is_never_current(mine: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["crashed", "timeout", "wrong", "error"])
-def test_what_others_say_of_the_unquantized_kernel_stops_nobody(mine: Path, status: str) -> None:
+def test_imported_failures_of_the_unquantized_kernel_do_not_count(mine: Path, status: str) -> None:
     own(mine, *(time(BF16, gemm(m), 20.0) for m in (M // 2, 2 * M)))
     own(mine, *(time(ROW, gemm(m), 5.0) for m in (M // 2, 2 * M)), accuracy(ROW, HERE, 0.04))
     before = [chosen(m=m).kernel for m in (M, M + 16, 2 * M)]

@@ -1,4 +1,4 @@
-"""What others say and nobody verified takes nothing away that was measured here, or shipped."""
+"""Unverified imports reject nothing that was measured here or shipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = [(32768, 2048, 2048), (16384, 1024, 4096), (4096, 512, 512), (1024, 409
 
 
 def failures(name: str, problem: Any, device: Any = H200) -> list[list[Any]]:
-    """All that hostile files can say against a kernel at a problem, and at its neighbors."""
+    """All failures that hostile files can claim of a kernel at a problem and its neighbors."""
     near = [gemm(m, problem.n, problem.k) for m in (problem.m, 4 * problem.m)]
     beside, few = gemm(M, problem.n + 8, problem.k), ("X3", "X12")
     return [
@@ -39,7 +39,7 @@ def failures(name: str, problem: Any, device: Any = H200) -> list[list[Any]]:
 
 
 def together(each: list[list[list[Any]]]) -> list[list[Any]]:
-    """What several say, in one file each."""
+    """The rows of several, in one file each."""
     return [[row for rows in same for row in rows] for same in zip(*each, strict=True)]
 
 
@@ -49,17 +49,17 @@ def answer(choice: Choice) -> tuple[Any, ...]:
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user without a database, who has the shipped file."""
+    """A user with the shipped file and no database."""
     monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "mine.sqlite"))
     dispatcher.use_snapshot(None)
     yield tmp_path / "mine.sqlite"
     dispatcher.use_snapshot(None)
 
 
-def test_no_answer_of_the_shipped_file_changes_with_failures_of_others(
+def test_imported_failures_change_no_choice_of_the_shipped_file(
     shipped: Path, tmp_path: Path
 ) -> None:
-    """For each question what wins and what comes next are said to be wrong, to crash and to err."""
+    """For each problem, the winner and bf16 are claimed to be incorrect, to crash and to err."""
     questions = [(shape, budget) for shape in SHAPES for budget in (0.04, 0.06, 0.2)]
 
     def ask() -> list[Choice]:
@@ -87,7 +87,9 @@ def test_no_answer_of_the_shipped_file_changes_with_failures_of_others(
 
 @pytest.mark.parametrize("name", [ROW, BF16])
 @pytest.mark.parametrize("number", range(7))
-def test_no_failure_of_others_takes_a_choice_away(mine: Path, name: str, number: int) -> None:
+def test_an_imported_failure_does_not_reject_a_measured_kernel(
+    mine: Path, name: str, number: int
+) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04), accuracy(BF16, HERE, 0.002))
     before = answer(chosen())
     assert before[0] == ROW
@@ -97,7 +99,7 @@ def test_no_failure_of_others_takes_a_choice_away(mine: Path, name: str, number:
     assert not choice.table.rests_on_imports
 
 
-def test_what_others_say_against_a_choice_is_told(mine: Path) -> None:
+def test_explain_lists_imported_failures_that_are_set_aside(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     assert "set aside" not in chosen().explain()
     others(mine, time(ROW, gemm(2 * M), 5.0, status="wrong"))
@@ -111,13 +113,13 @@ def test_what_others_say_against_a_choice_is_told(mine: Path) -> None:
     assert "set aside, imported and not verified: crashed on X4: made up" in found
 
 
-def test_an_error_of_others_that_is_within_ours_is_not_worth_a_word(mine: Path) -> None:
+def test_an_imported_error_below_the_measured_one_is_not_listed(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     others(mine, accuracy(ROW, HERE, 0.04, seeds=UNUSED))
     assert "set aside" not in chosen().explain()
 
 
-def test_failures_of_others_count_where_nothing_better_is_known(mine: Path) -> None:
+def test_imported_failures_count_without_measurements(mine: Path) -> None:
     own(mine, accuracy(ROW, WIDE, 0.041), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0))
     assert chosen().kernel == ROW
@@ -127,7 +129,7 @@ def test_failures_of_others_count_where_nothing_better_is_known(mine: Path) -> N
     assert choice.rejected[ROW] == "wrong at m=8192: made up (imported and not verified)"
 
 
-def test_wrong_errors_of_others_count_where_times_are_only_theirs(mine: Path) -> None:
+def test_imported_incorrect_results_count_if_times_are_imported(mine: Path) -> None:
     own(mine, accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0))
     assert chosen().kernel == ROW
@@ -135,7 +137,7 @@ def test_wrong_errors_of_others_count_where_times_are_only_theirs(mine: Path) ->
     assert chosen().rejected[ROW].startswith("wrong on X3: made up (imported")
 
 
-def test_wrong_errors_of_others_count_where_errors_are_only_theirs(mine: Path) -> None:
+def test_imported_incorrect_results_count_if_errors_are_imported(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, HERE, 0.04))
     assert chosen().kernel == ROW
@@ -143,14 +145,14 @@ def test_wrong_errors_of_others_count_where_errors_are_only_theirs(mine: Path) -
     assert chosen().rejected[ROW].startswith("wrong on X3: made up (imported")
 
 
-def test_larger_errors_of_others_count_where_errors_are_only_theirs(mine: Path) -> None:
+def test_the_larger_imported_error_counts_if_errors_are_imported(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, HERE, 0.04))
     others(mine, accuracy(ROW, HERE, 0.055, seeds=UNUSED))
     assert chosen().errors["row_err"] == 0.055
 
 
-def test_errors_of_others_of_a_lower_grade_count_where_errors_are_only_theirs(mine: Path) -> None:
+def test_imported_errors_of_a_lower_grade_count_if_errors_are_imported(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, HERE, 0.04))
     quick = Book(mine.with_name("quick.sqlite"))
@@ -160,8 +162,7 @@ def test_errors_of_others_of_a_lower_grade_count_where_errors_are_only_theirs(mi
     assert chosen().errors["row_err"] == 0.055
 
 
-def test_times_of_others_beyond_ours_fall_with_their_wrong_results(mine: Path) -> None:
-    """What was measured here stays; what only others timed does not, whoever said it is wrong."""
+def test_imported_incorrect_results_reject_imported_times_only(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04), time(BF16, gemm(4 * M), 90.0))
     others(mine, time(ROW, gemm(4 * M), 20.0))
     assert chosen(m=4 * M).kernel == ROW
@@ -171,14 +172,14 @@ def test_times_of_others_beyond_ours_fall_with_their_wrong_results(mine: Path) -
 
 
 @pytest.mark.parametrize("status", ["wrong", "crashed"])
-def test_a_failure_of_ours_outweighs_a_success_of_others(mine: Path, status: str) -> None:
+def test_a_measured_failure_outweighs_an_imported_success(mine: Path, status: str) -> None:
     own(mine, time(ROW, gemm(2 * M), 5.0, status=status), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0), time(ROW, gemm(2 * M), 5.0))
     assert chosen().rejected[ROW] == f"{status} at m=8192: made up"
 
 
-def test_a_failure_of_others_hides_none_of_ours(mine: Path) -> None:
-    """Whichever comes first, by m or by the name of the distribution."""
+def test_an_imported_failure_hides_no_measured_failure(mine: Path) -> None:
+    """In either order of m and of names of distributions."""
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, gemm(64), 5.0, status="wrong"))
     others(mine, accuracy(ROW, HERE, 0.9, seeds=(907,), only=("X1",), status="wrong"))
@@ -189,7 +190,7 @@ def test_a_failure_of_others_hides_none_of_ours(mine: Path) -> None:
     assert chosen().rejected[ROW] == "wrong at m=8192: made up"
 
 
-def test_a_wrong_error_of_ours_outweighs_good_ones_of_others(mine: Path) -> None:
+def test_a_measured_incorrect_result_outweighs_imported_errors(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0))
     own(mine, accuracy(ROW, HERE, 0.04, only=("X3",), seeds=(0,), status="wrong"))
     own(mine, accuracy(ROW, DEEPER, 0.041))
@@ -198,7 +199,7 @@ def test_a_wrong_error_of_ours_outweighs_good_ones_of_others(mine: Path) -> None
 
 
 def test_a_choice_by_time_alone_needs_no_error(mine: Path) -> None:
-    """Without a budget any quantizer will do that was right where it was timed."""
+    """Without a budget any quantizer counts that was correct where it was timed."""
     quantizing = make_problem("quantize", (M, 512))
     names = [kernel.name for kernel in kernels_for("quantize", H200)
              if kernel.supports(quantizing, H200) == ACCEPTED][:2]  # fmt: skip
@@ -213,7 +214,7 @@ def test_a_choice_by_time_alone_needs_no_error(mine: Path) -> None:
     assert choose() == names[0]
 
 
-def test_one_error_of_others_does_not_hide_the_one_of_another_n(mine: Path) -> None:
+def test_an_imported_error_does_not_hide_a_measured_one_at_another_n(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, WIDE, 0.04))
     before = chosen()
     assert before.kernel == ROW and before.errors["row_err"] == pytest.approx(0.05)
@@ -223,7 +224,7 @@ def test_one_error_of_others_does_not_hide_the_one_of_another_n(mine: Path) -> N
     assert "set aside, imported and not verified: row_err 0.9 on X" in chosen().explain()
 
 
-def test_an_error_of_others_at_this_n_comes_before_theirs_of_another(mine: Path) -> None:
+def test_an_imported_error_at_the_same_n_comes_first(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, DEEPER, 0.041))
     others(mine, accuracy(ROW, WIDE, 0.04))
     assert chosen().errors["row_err"] == pytest.approx(0.041 * 1.25)
@@ -231,7 +232,7 @@ def test_an_error_of_others_at_this_n_comes_before_theirs_of_another(mine: Path)
     assert chosen().errors["row_err"] == 0.05
 
 
-def test_failures_of_others_leave_another_kernel_as_it_was(mine: Path) -> None:
+def test_imported_failures_of_one_kernel_leave_another_unchanged(mine: Path) -> None:
     own(mine, *(time(name, HERE, us) for name, us in ((ROW, 5.0), (TENSOR, 9.0))))
     own(mine, *(accuracy(name, HERE, 0.04) for name in (ROW, TENSOR)))
     before = answer(chosen())

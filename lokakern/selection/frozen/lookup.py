@@ -1,4 +1,4 @@
-"""Frozen choices: the answers of a file that `lokakern.freeze` wrote, and of no database."""
+"""Frozen choices: the content of a file that `lokakern.freeze` wrote."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from lokakern.device import devices_here
 from lokakern.errors import DeviceError
-from lokakern.problems import baseline_name
-from lokakern.registry.register import KERNELS
 from lokakern.selection.table import FrozenTable, Origin, Table
 from lokakern.types import Device, ErrorBudget, Format, Granularity, Problem, alignment_of
 
@@ -18,7 +16,7 @@ logger = logging.getLogger("lokakern")
 
 
 class Weight(NamedTuple):
-    """What `prepare_weight` is asked, but for the weight's values."""
+    """The arguments of `prepare_weight` without the values of the weight."""
 
     n: int
     k: int
@@ -30,7 +28,7 @@ class Weight(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a table answers."""
+    """The question that a table answers."""
 
     problem: Problem  # with m = 0
     m_alignment: int
@@ -48,12 +46,12 @@ class Key(NamedTuple):
 
 
 class Choices:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         origin: The file.
-        digest: Of what is in it, SHA-256 in hex.
-        device: Where it was frozen.
+        digest: SHA-256, in hex, of its content.
+        device: The device of the choices.
     """
 
     def __init__(
@@ -87,25 +85,20 @@ class Choices:
         regime: str,
         needs: frozenset[str],
     ) -> Table:
-        """The frozen table, or one that knows nothing: its answer is what runs unmeasured."""
+        """The frozen table, or one without candidates, which chooses the unquantized kernel."""
         unit = alignment_of(problem.m)
         key = Key(replace(problem, m=0), unit, budget, distributions, regime, needs)
         found = self._tables.get(key) if device == self.device else None
         if found is not None:
             return found
-        base = baseline_name(problem)
-        return Table(
-            problem=problem, device=device, budget=budget, distributions=distributions,
-            regime=regime, candidates=(), rejected=(), baseline=base,
-            baseline_kernel=KERNELS.get(base) if base else None,
-            callable_here=device in devices_here(), m_alignment=unit, needs=needs,
-            origin=self.origin,
-        )  # fmt: skip
+        local = device in devices_here()
+        return Table(problem, device, budget, distributions, regime, local,
+                     needs=needs, origin=self.origin)  # fmt: skip
 
     def tell(self, table: Table) -> None:
-        """Log, once for a family of problems, that it is not in the file.
+        """Log, once for each family of problems, that a table is not in the file.
 
-        Only what has no unquantized kernel, whose misses nobody else logs.
+        Only for ops without an unquantized kernel; other misses are logged by `kernel_policy`.
         """
         if table.baseline is None and not isinstance(table, FrozenTable) and table.callable_here:
             self._tell(str(replace(table.problem, m=0)), table.winners[0] or "no kernel")
@@ -117,7 +110,7 @@ class Choices:
             logger.warning(words, family, self.origin, instead, self.origin.remedy)
 
     def form(self, asked: Weight, device: Device) -> Granularity:
-        """Scales of a prepared weight; NONE, which leaves it as it is, where nothing is known."""
+        """The scaling of a prepared weight; NONE, which leaves it unquantized, if unknown."""
         found = self._forms.get(asked) if device == self.device else None
         if found is None:
             sizes = f"n={asked.n} k={asked.k} m={asked.least_m} to {asked.largest_m}"
@@ -126,10 +119,10 @@ class Choices:
         return found or Granularity.NONE
 
     def find_device(self, name: str) -> Device:
-        """The device of the file, by its product.
+        """The device of the file, if it has this product name.
 
         Raises:
-            DeviceError: It is another.
+            DeviceError: It has another.
         """
         if _plain(name) != _plain(self.device.product):
             raise DeviceError(

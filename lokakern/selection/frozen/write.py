@@ -1,4 +1,4 @@
-"""`freeze`: what this process chose, in a file that another answers from without a database."""
+"""`freeze`: write the choices of this process to a file that replaces the database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lokakern.selection.frozen.file_format import (
     VERSION,
     digest_of,
     parse,
-    rows_of,
+    table_row,
     weight_row,
 )
 from lokakern.selection.frozen.lookup import Key
@@ -28,25 +28,25 @@ from lokakern.version import __version__
 
 
 def freeze(path: str | os.PathLike[str]) -> None:
-    """Write the choices that this process made so far to a file that needs no database.
+    """Write the choices that this process has made to a file that replaces the database.
 
-    With ``LOKAKERN_CHOICES=FILE``, or after `lokakern.selection.dispatcher.use_choices`, everything
-    that chooses a kernel answers from the file and reads no database. So run the model once, or
-    `dispatch` its problems, then freeze. A choice holds for every m that the same powers of two up
-    to 16 divide: let m be odd once where it may be, and a multiple of 2, of 4, of 8 and of 16.
+    With ``LOKAKERN_CHOICES=FILE``, or after `lokakern.selection.dispatcher.use_choices`, dispatch
+    answers from the file and reads no database. Run the model once, or `dispatch` its problems,
+    then freeze. A choice holds for every m with the same largest power-of-two divisor up to 16:
+    where m varies, run once with an odd m, and with multiples of 2, 4, 8 and 16.
 
-    What is not in the file, and a budget that is another one, is a miss: the unquantized kernel,
-    logged once. The file is refused on another type of device, and where a kernel that it names is
-    not what it was: its digest covers its source and the versions of libraries. Kept are choices
-    for the device here, with those of `prepare_weight`, and none of `dispatch_chain`, which under
-    frozen choices gives the unquantized chain.
+    A problem or budget that is not in the file is a miss: the unquantized kernel is used, and a
+    warning is logged once. The file is refused on another type of device, and if the digest of a
+    kernel that it names has changed, which covers its source and the versions of its libraries.
+    The file has the choices for the local device, with those of `prepare_weight` and without those
+    of `dispatch_chain`: under frozen choices a chain is unquantized.
 
     Args:
-        path: The file, which is replaced as a whole.
+        path: The file, which is replaced atomically.
 
     Raises:
-        ChoicesError: Nothing was chosen yet, choices are for more than one type of GPU, answers are
-            frozen already, or the file cannot be written.
+        ChoicesError: There are no choices, they are for more than one type of GPU, they come from
+            a frozen file themselves, or the file cannot be written.
     """
     shown = os.fspath(path)
     held = dispatcher.choices()
@@ -72,7 +72,7 @@ def freeze(path: str | os.PathLike[str]) -> None:
         "snapshot": dispatcher.snapshot().digest,
         "unverified": sum(table.rests_on_imports for table in tables.values()),
         "kernels": {name: _digest(name, shown) for name in names},
-        "tables": sorted((rows_of(key, table) for key, table in tables.items()), key=json.dumps),
+        "tables": sorted((table_row(key, table) for key, table in tables.items()), key=json.dumps),
         "weights": sorted((weight_row(*pair) for pair in forms.items()), key=json.dumps),
     }
     whole["digest"] = digest_of(whole)
@@ -80,25 +80,24 @@ def freeze(path: str | os.PathLike[str]) -> None:
     if len(content) > LARGEST_FILE_BYTES:
         raise ChoicesError(
             f"freeze {shown}: {len(tables)} choices take {len(content) >> 20} MiB, and at most "
-            f"{LARGEST_FILE_BYTES >> 20} are read; freeze in a process that does nothing but run "
-            "the model"
+            f"{LARGEST_FILE_BYTES >> 20} are read; freeze in a process that only runs the model"
         )
-    parse(content, shown)  # what would be refused is not written
+    parse(content, shown)  # a file that would be refused is not written
     _write(Path(path), content)
 
 
 def _device(found: set[Device], path: str) -> Device:
-    """The GPU that choices are for; without one, the CPU."""
+    """The GPU of the choices, or the CPU if there is none."""
     devices = [device for device in found if device.is_gpu] or list(found)
     if not devices:
         raise ChoicesError(
-            f"freeze {path}: nothing was chosen here yet; run the model once, or `dispatch` its "
+            f"freeze {path}: there are no choices yet; run the model once, or `dispatch` its "
             "problems, and then freeze (without a budget `gemm` chooses nothing)"
         )
     if len(devices) > 1:
         names = " and ".join(sorted(device.product for device in devices))
         raise ChoicesError(
-            f"freeze {path}: choices are for {names}; freeze in a process for each, which sees one"
+            f"freeze {path}: choices are for {names}; freeze in one process per GPU type"
         )
     return devices[0]
 
@@ -108,13 +107,13 @@ def _digest(name: str, path: str) -> str:
         return KERNELS[name].digest
     except (OSError, ValueError, SyntaxError) as error:
         raise ChoicesError(
-            f"freeze {path}: the source of kernel {name} cannot be read ({error}), so that nobody "
-            "could say whether it is the same; put it in a file"
+            f"freeze {path}: the source of kernel {name} cannot be read ({error}), so that "
+            "changes could not be detected; put it in a file"
         ) from None
 
 
 def _text_of(whole: dict[str, Any]) -> str:
-    """JSON with a table a line, for whoever compares two files."""
+    """JSON with one line for each table and weight, so that files can be compared by line."""
     lines = []
     for name, value in whole.items():
         if name in ("tables", "weights") and value:
@@ -126,20 +125,16 @@ def _text_of(whole: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All or nothing: a temporary file beside it, to the disk, renamed."""
+    """Write a temporary file beside the path, sync it to disk and rename it."""
+    from lokakern.registry.storage.writer import synchronize  # which imports SQLite
+
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         try:
-            with unfinished.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            unfinished.write_bytes(content)
+            synchronize(unfinished)
             unfinished.replace(path)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            synchronize(path.parent)
         finally:
             unfinished.unlink(missing_ok=True)
     except (OSError, ValueError) as error:

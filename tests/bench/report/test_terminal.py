@@ -30,11 +30,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def waiting_on(file: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> terminal.Waiting:
+def bar_on(file: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> terminal.TerminalProgress:
     monkeypatch.setattr(terminal, "A_MOMENT_S", -1.0)
-    waiting = terminal.Waiting()
-    waiting._console = Console(file=file, width=80)
-    return waiting
+    monkeypatch.setattr(terminal, "Console", lambda **_: Console(file=file, width=80))
+    return terminal.TerminalProgress()
 
 
 def work() -> None:
@@ -46,27 +45,52 @@ def test_long_work_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
-    waiting = waiting_on(file, monkeypatch)
-    with progress.told_to(waiting):
+    with bar_on(file, monkeypatch) as bar:
         work()
-        assert waiting._bar is not None
-        assert waiting._bar.tasks[0].percentage == pytest.approx(90)
+        (task,) = bar._bar.tasks
+        assert task.percentage == pytest.approx(90)
         progress.tell("checking timing", 1)
-        assert waiting._bar is None
-    assert "checking timing" in file.getvalue()
-    work()  # nobody listens any more
+        assert not bar._bar.tasks
+    assert "checking timing" in file.getvalue() and "50%" in file.getvalue()
+    shown = file.getvalue()
+    work()  # no progress is active
+    assert file.getvalue() == shown
+
+
+def test_work_inside_a_phase_shares_its_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    file = Terminal()
+    with bar_on(file, monkeypatch) as bar:
+        bar.begin("times", 3)
+        work()
+        bar.step("first")
+        assert [(task.description, task.completed) for task in bar._bar.tasks] == [
+            ("times", 1),
+            ("checking timing", 0.9),
+        ]
+        progress.tell("checking timing", 1)
+        assert [task.description for task in bar._bar.tasks] == ["times"]
+    assert "1/3" in file.getvalue()
+
+
+def test_short_work_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Terminal()
+    bar = bar_on(file, monkeypatch)
+    monkeypatch.setattr(terminal, "A_MOMENT_S", 600.0)
+    with bar:
+        work()
+        progress.tell("checking timing", 1)
+    assert "checking" not in file.getvalue()
 
 
 def test_a_pipe_gets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    with progress.told_to(waiting_on(file, monkeypatch)):
+    with bar_on(file, monkeypatch):
         work()
     assert file.getvalue() == ""
 
 
-def test_a_sweeps_bar_is_for_terminals_and_its_notes_for_all(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_pipe_gets_the_notes_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.TerminalProgress() as bar:
         bar.begin("times", 3)
         bar.step("first")
@@ -74,7 +98,7 @@ def test_a_sweeps_bar_is_for_terminals_and_its_notes_for_all(
     assert capsys.readouterr().err == "a note\n"
 
 
-def test_quiet_commands_listen_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_commands_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     with options._showing_progress(quiet=True):
         assert not progress._LISTENERS

@@ -1,6 +1,6 @@
-"""Frozen choices: a file answers as the database did, or is refused; ranks compare what they read.
+"""Frozen choices equal those of the database, bad files are refused, and ranks compare digests.
 
-Rows are hand-made, for the CPU here: FP8 is faster at some m.
+Rows are made up for the local CPU: FP8 is faster at some m.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ROW_WEIGHT = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
 
 
 def write(path: Path, fp8_us: float = 4.0) -> Path:
-    """GEMMs of 64 x 64 between m of 64 and 512: FP8 is slower at first, and then faster."""
+    """Write GEMMs of 64 x 64 for m from 64 to 512: FP8 is slower at first and then faster."""
     ones = torch.ones(4, 4, dtype=torch.float64)
     with RunFile.create(path, suite="t", command="t", harness_digest="0" * 64) as run:
 
@@ -146,7 +146,7 @@ def ask() -> None:
 
 
 def answers() -> dict[tuple[int, int], tuple[str, bool]]:
-    """Every answer at every second m and all those at edges."""
+    """The choices at every second m and at the edges."""
     found = {}
     for place, (op, sizes, budget, options) in enumerate(ASKED):
         for m in (*range(0, 700, 2), *range(1, 700, 14), 513, 100_000):
@@ -157,7 +157,7 @@ def answers() -> dict[tuple[int, int], tuple[str, bool]]:
 
 @pytest.fixture(scope="module")
 def content(facts: Snapshot, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What is frozen once everything was asked for."""
+    """The content of a file with all choices of `ask`."""
     path = tmp_path_factory.mktemp("frozen") / "choices.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatcher, "current_device", lambda: CPU)
@@ -179,7 +179,7 @@ def content_of(path: Path) -> dict[str, Any]:
 
 
 def seal(path: Path, whole: dict[str, Any]) -> Path:
-    """Write what was edited so that its digest is right."""
+    """Write edited content with a valid digest."""
     whole["digest"] = file_format.digest_of(whole)
     path.write_text(json.dumps(whole))
     return path
@@ -188,7 +188,7 @@ def seal(path: Path, whole: dict[str, Any]) -> Path:
 # --- the file answers as the database did
 
 
-def test_every_answer_is_that_of_the_database(tmp_path: Path) -> None:
+def test_frozen_choices_equal_those_of_the_database(tmp_path: Path) -> None:
     before = answers()
     assert {name for name, _ in before.values()} >= {BF16, FP8, SCALED, QUANTIZE}
     assert {miss for _, miss in before.values()} == {True, False}
@@ -199,7 +199,7 @@ def test_every_answer_is_that_of_the_database(tmp_path: Path) -> None:
     assert answers() == before
 
 
-def test_gemm_gives_the_bits_it_gave(tmp_path: Path) -> None:
+def test_gemm_is_bit_identical_with_frozen_choices(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(512, K).bfloat16(), torch.randn(N, K).bfloat16()
 
@@ -220,8 +220,8 @@ def test_gemm_gives_the_bits_it_gave(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_what_was_weighed_and_not_asked_for_is_not_kept(tmp_path: Path) -> None:
-    """Other forms of a weight, and those of a chain's layers."""
+def test_tables_that_were_only_compared_are_not_frozen(tmp_path: Path) -> None:
+    """Such as other forms of a weight, and the layers of a chain."""
     lokakern.prepare_weight(torch.randn(N, K).bfloat16(), 0.06, (512, 512))
     lokakern.dispatch_chain([(N, K, "bias+layer")], 512, 0.06)
     lokakern.freeze(tmp_path / "choices.json")
@@ -230,7 +230,7 @@ def test_what_was_weighed_and_not_asked_for_is_not_kept(tmp_path: Path) -> None:
     assert [weight["form"] for weight in whole["weights"]] == ["row"]
 
 
-def test_explain_says_where_the_answer_is_from(file: Path) -> None:
+def test_explain_names_the_file(file: Path) -> None:
     digest = dispatcher.snapshot().digest
     assert "frozen" not in lokakern.dispatch("gemm", (512, N, K), 0.06).explain()
     dispatcher.use_choices(file)
@@ -243,10 +243,9 @@ def test_explain_says_where_the_answer_is_from(file: Path) -> None:
     assert choice(torch.randn(512, K).bfloat16(), torch.randn(K, N).bfloat16()).shape == (512, N)
 
 
-def test_a_file_says_how_many_of_its_choices_rest_on_imports(
+def test_a_file_counts_choices_that_rest_on_imports(
     facts: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What made a difference where the choice was made is not lost where it is used."""
     monkeypatch.setattr("lokakern.selection.table.Table.rests_on_imports", True)
     lokakern.dispatch("gemm", (512, N, K), 0.06)
     lokakern.freeze(tmp_path / "choices.json")
@@ -255,8 +254,8 @@ def test_a_file_says_how_many_of_its_choices_rest_on_imports(
     assert ", 1 of its choices by imports that were not verified" in text
 
 
-def test_the_order_of_questions_is_not_in_the_file(facts: Snapshot, tmp_path: Path) -> None:
-    """Of two ranks, say: nor are the digests, which are compared, of different times."""
+def test_the_order_of_calls_does_not_change_the_file(facts: Snapshot, tmp_path: Path) -> None:
+    """So that ranks with different orders have equal digests."""
     contents = []
     for place, order in enumerate((ASKED[:3], ASKED[2::-1])):
         dispatcher.use_snapshot(facts)
@@ -290,7 +289,7 @@ print(json.dumps([choice.kernel, weight.granularity.value, chain.note, read]))
 
 @pytest.mark.rest
 def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
-    """The user's is a file that nobody can read, and the shipped ones would be opened first."""
+    """The user's database is unreadable; the shipped ones would be opened before it."""
     lokakern.dispatch("gemm", (512, N, K), 0.06)
     lokakern.prepare_weight(torch.ones(N, K).bfloat16(), 0.06, (512, 512))
     lokakern.freeze(tmp_path / "choices.json")
@@ -313,7 +312,7 @@ def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["another size", "another budget", "another m", "more"])
-def test_what_is_not_in_the_file_is_a_miss(
+def test_a_problem_that_is_not_in_the_file_is_a_miss(
     asked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lokakern.dispatch("gemm", (512, N, K), 0.06)
@@ -340,14 +339,14 @@ def test_what_is_not_in_the_file_is_a_miss(
         lokakern.gemm(x, w.t(), budget=budget, distribution=names, on_miss="measure")
 
 
-def test_a_miss_that_was_frozen_says_how_to_measure_it(file: Path) -> None:
+def test_a_frozen_miss_names_the_command_that_measures_it(file: Path) -> None:
     dispatcher.use_choices(file)
     x, w = torch.ones(512, 2 * K).bfloat16(), torch.ones(N, 2 * K).bfloat16()
     with pytest.raises(MissError, match=r"lokakern\.freeze\(.*bench sweep --shape 512,64,128"):
         lokakern.gemm(x, w.t(), budget=0.06, on_miss="raise")
 
 
-def test_ops_without_an_unquantized_kernel_miss_aloud_once(
+def test_misses_of_ops_without_an_unquantized_kernel_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lokakern.dispatch("gemm", (512, N, K), 0.06)
@@ -366,7 +365,7 @@ def test_ops_without_an_unquantized_kernel_miss_aloud_once(
     assert [r.message.split()[0] for r in caplog.records] == ["prepare_weight"]
 
 
-def test_another_device_is_not_asked_of_a_file(file: Path) -> None:
+def test_a_file_answers_for_its_device_only(file: Path) -> None:
     dispatcher.use_choices(file)
     choice = lokakern.dispatch("gemm", (512, N, K), 0.06, device=CPU.product)
     assert (choice.kernel, choice.callable) == (FP8, True)
@@ -397,7 +396,7 @@ def test_the_environment_is_read_at_first_use(file: Path, monkeypatch: pytest.Mo
     assert torch.equal(lokakern.gemm(x, x), x @ x), "needs no choice"
 
 
-def test_a_file_that_is_refused_changes_nothing(file: Path) -> None:
+def test_a_refused_file_leaves_the_previous_source(file: Path) -> None:
     dispatcher.use_choices(file)
     with pytest.raises(ChoicesError):
         dispatcher.use_choices(file.with_name("none.json"))
@@ -409,25 +408,25 @@ def test_a_file_that_is_refused_changes_nothing(file: Path) -> None:
 # --- freezing
 
 
-def test_there_must_be_something_to_freeze(tmp_path: Path) -> None:
+def test_freeze_without_choices_is_refused(tmp_path: Path) -> None:
     x = torch.ones(16, 16).bfloat16()
     lokakern.gemm(x, x)
     with pytest.raises(ChoicesError, match="run the model once, or `dispatch`"):
         lokakern.freeze(tmp_path / "choices.json")
     lokakern.dispatch("gemm", (16, 16, 16), 0.06, device=replace(CPU, product="another"))
-    with pytest.raises(ChoicesError, match="nothing was chosen here"):
+    with pytest.raises(ChoicesError, match="there are no choices yet"):
         lokakern.freeze(tmp_path / "choices.json")
     assert not list(tmp_path.iterdir())
 
 
-def test_frozen_answers_are_not_frozen_again(file: Path) -> None:
+def test_frozen_choices_are_not_frozen_again(file: Path) -> None:
     dispatcher.use_choices(file)
     ask()
     with pytest.raises(ChoicesError, match="copy that file"):
         lokakern.freeze(file)
 
 
-def test_choices_that_were_forgotten_are_not_frozen_in_part(
+def test_freeze_is_refused_after_choices_were_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher, "_MOST_TABLES", 2)
@@ -441,7 +440,7 @@ def test_choices_that_were_forgotten_are_not_frozen_in_part(
     assert len(content_of(tmp_path / "choices.json")["tables"]) == 1
 
 
-def test_a_file_is_written_whole_or_not_at_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_atomically(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_bytes()
     lokakern.dispatch("gemm", (512, N, K), 0.06)
 
@@ -458,7 +457,7 @@ def test_a_file_is_written_whole_or_not_at_all(file: Path, monkeypatch: pytest.M
         lokakern.freeze(file / "inside a file")
 
 
-def test_what_would_be_refused_is_not_written(
+def test_a_file_that_would_be_refused_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = lokakern.dispatch("gemm", (512, N, K), 0.06).table
@@ -470,7 +469,7 @@ def test_what_would_be_refused_is_not_written(
 
 @pytest.fixture(scope="module")
 def sample(content: bytes) -> tuple[bytes, dict[tuple[Any, ...], tuple[Any, ...]]]:
-    """A file with fewer tables, and what they answer."""
+    """A file with fewer tables, and their choices."""
     whole = json.loads(content)
     tables = [table for table in whole["tables"] if table["m_alignment"] == 16]
     whole["tables"] = sorted(tables, key=lambda table: FP8 not in table["winners"])[:5]
@@ -497,10 +496,9 @@ def test_a_kernel_that_changed_is_refused(file: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("limit", [100, 400])
-def test_a_kernel_must_take_every_m_that_it_wins(
+def test_a_kernel_must_support_both_ends_of_its_range(
     sample: Any, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only that from which on it wins, here one between 64 and 200."""
 
     def small(problem: Problem, device: Device) -> Support:
         return ACCEPTED if problem.m < limit else Rejected("too many rows")
@@ -551,11 +549,11 @@ def text(words: str) -> Callable[[Path], object]:
     [
         (nothing, "cannot be read"),
         (too_large, "more than 16 MiB"),
-        (a_pipe, "is no file"),
-        (a_folder, "is no file"),
+        (a_pipe, "not a regular file"),
+        (a_folder, "not a regular file"),
         (text(""), "damaged"),
-        (text("[]"), "is no 'lokakern choices'"),
-        (text("{}"), "is no 'lokakern choices'"),
+        (text("[]"), "is not 'lokakern choices'"),
+        (text("{}"), "is not 'lokakern choices'"),
         (text('{"format": "lokakern choices", "version": NaN}'), "holds NaN"),
         (text('{"version": 1, "version": 1}'), "twice"),
         (text('{"version": ' + "9" * 5000 + "}"), "damaged"),
@@ -568,7 +566,7 @@ def text(words: str) -> Callable[[Path], object]:
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), "damaged"),
     ],
 )
-def test_what_is_no_such_file_is_refused(
+def test_other_and_damaged_files_are_refused(
     file: Path, damage: Callable[[Path], object], words: str
 ) -> None:
     damage(file)
@@ -599,60 +597,60 @@ def in_gemm(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (set_in("tables", to={}), "tables is"),
-        (set_in("extra", to=1), "fields of the file"),
-        (set_in("snapshot", to="0"), "snapshot is"),
-        (set_in("unverified", to=-1), "unverified is"),
-        (set_in("frozen_utc_ms", to=-1), "frozen_utc_ms is"),
-        (set_in("lokakern", to="\x1b[2J"), "lokakern is"),
-        (set_in("device", "memory_gib", to="1"), "memory_gib is"),
-        (set_in("device", "speed", to=1), "fields of device"),
-        (set_in("kernels", to=[]), "kernels is"),
-        (set_in("kernels", BF16, to=7), "digest of"),
-        (lambda whole: whole["tables"].append(whole["tables"][0]), "twice"),
-        (lambda whole: whole["kernels"].pop(FP8), "a winner is"),
+        (set_in("tables", to={}), "at `$.tables`, found {}"),
+        (set_in("extra", to=1), "unknown field `extra`"),
+        (set_in("snapshot", to="0"), "at `$.snapshot`, found '0'"),
+        (set_in("unverified", to=-1), "at `$.unverified`, found -1"),
+        (set_in("frozen_utc_ms", to=-1), "at `$.frozen_utc_ms`, found -1"),
+        (set_in("lokakern", to="\x1b[2J"), "at `$.lokakern`, found '\\x1b[2J'"),
+        (set_in("device", "memory_gib", to="1"), ", 1 GiB); here is"),
+        (set_in("device", "speed", to=1), "unexpected keyword argument 'speed'"),
+        (set_in("kernels", to=[]), "at `$.kernels`, found []"),
+        (set_in("kernels", BF16, to=7), "got `int` - at `$.kernels[...]`"),
+        (lambda whole: whole["tables"].append(whole["tables"][0]), "occurs twice"),
+        (lambda whole: whole["kernels"].pop(FP8), "expected a kernel of the file"),
         (in_gemm("problem", "op", to="gem"), "op 'gem' is unknown"),
-        (in_gemm("problem", "op", to="quantize"), "none of its op"),
-        (in_gemm("problem", "n", to=-1), "n is -1"),
-        (in_gemm("problem", "n", to=64.0), "n is 64.0"),
-        (in_gemm("problem", "k", to=2**60), "k is"),
-        (in_gemm("problem", "k", to=True), "k is True"),
-        (in_gemm("problem", "prepared", to=2), "prepared is 2"),
+        (in_gemm("problem", "op", to="quantize"), "not the operands of its op"),
+        (in_gemm("problem", "n", to=-1), "`$.tables[0].problem.n`, found -1"),
+        (in_gemm("problem", "n", to=64.0), "problem.n`, found 64.0"),
+        (in_gemm("problem", "k", to=2**60), "problem.k`, found 1152921504606846976"),
+        (in_gemm("problem", "k", to=True), "problem.k`, found True"),
+        (in_gemm("problem", "prepared", to=2), "problem.prepared`, found 2"),
         (in_gemm("problem", "a", to="bfloat16/none"), "cannot be read"),
         (in_gemm("problem", "a", to="bfloat17/none/row-major/16"), "bfloat17"),
         (in_gemm("problem", "out_format", to="e4m3fn"), "does not take"),
         (in_gemm("problem", "epilogue", to="silly"), "does not take"),
-        (in_gemm("problem", to=None), "problem is None"),
-        (in_gemm("m_alignment", to=3), "m_alignment is 3"),
-        (in_gemm("budget", to=0.06), "budget is"),
+        (in_gemm("problem", to=None), "`$.tables[0].problem`, found None"),
+        (in_gemm("m_alignment", to=3), "m_alignment`, found 3"),
+        (in_gemm("budget", to=0.06), "`$.tables[0].budget`, found 0.06"),
         (in_gemm("budget", to={}), "no limit"),
         (in_gemm("budget", to={"row_err": -1}), "zero or larger"),
-        (in_gemm("budget", to={"row_err": 10**400}), "damaged"),
-        (in_gemm("budget", to={"_hash": 1}), "budget is"),
-        (in_gemm("distributions", to=[]), "distributions are none"),
-        (in_gemm("distributions", to=["X1\n"]), "distributions is"),
+        (in_gemm("budget", to={"row_err": 10**400}), "out of range - at `$.tables[0].budget[...]`"),
+        (in_gemm("budget", to={"_hash": 1}), "unexpected keyword argument '_hash'"),
+        (in_gemm("distributions", to=[]), "at `$.tables[0].distributions`, found []"),
+        (in_gemm("distributions", to=["X1\n"]), "at `$.tables[0].distributions[0]`, found 'X1\\n'"),
         (in_gemm("regime", to="warm"), "regime is"),
         (in_gemm("needs", to=["wings"]), "needs are"),
         (in_gemm("needs", to=["offsets"]), "takes no groups"),
-        (in_gemm("breakpoints", to=[]), "breakpoints are"),
+        (in_gemm("breakpoints", to=[]), "breakpoints`, found []"),
         (in_gemm("breakpoints", 0, to=1), "breakpoints are"),
         (in_gemm("breakpoints", 1, to=10**6), "breakpoints are"),
         (in_gemm("breakpoints", 1, to=0), "breakpoints are"),
-        (in_gemm("breakpoints", 1, to=1.5), "a breakpoint is"),
-        (in_gemm("winners", to=[BF16]), "not a winner each"),
-        (in_gemm("winners", 1, to="torch.nothing"), "a winner is"),
-        (in_gemm("winners", 1, to=["torch.bf16"]), "a winner is"),
+        (in_gemm("breakpoints", 1, to=1.5), "breakpoints[1]`, found 1.5"),
+        (in_gemm("winners", to=[BF16]), "one for each breakpoint - at `$.tables[0]`"),
+        (in_gemm("winners", 1, to="torch.nothing"), "is 'torch.nothing'; expected"),
+        (in_gemm("winners", 1, to=["torch.bf16"]), "winners[1]`, found ['torch.bf16']"),
         (in_gemm("winners", 1, to=QUANTIZE), "computes quantize, not gemm"),
-        (in_gemm("winners", 1, to=""), "a winner is ''"),
-        (in_gemm("misses", 1, to=0), "a miss is 0"),
-        (set_in("weights", 0, "form", to="1x32"), "form of a weight"),
-        (set_in("weights", 0, "format", to="e4m3fn"), "format of a weight"),
-        (set_in("weights", 0, "least_m", to=0), "least_m is 0"),
+        (in_gemm("winners", 1, to=""), "is ''; expected a kernel of the file"),
+        (in_gemm("misses", 1, to=0), "misses[1]`, found 0"),
+        (set_in("weights", 0, "form", to="1x32"), "at `$.weights[0]`, found"),
+        (set_in("weights", 0, "format", to="e4m3fn"), "format is 'e4m3fn'"),
+        (set_in("weights", 0, "least_m", to=0), "least_m`, found 0"),
         (set_in("weights", 0, "largest_m", to=3), "largest_m is 3"),
-        (lambda whole: whole["weights"].append(whole["weights"][0]), "twice"),
+        (lambda whole: whole["weights"].append(whole["weights"][0]), "occurs twice"),
     ],
 )
-def test_what_nobody_wrote_is_refused(
+def test_forged_files_are_refused(
     sample: Any, tmp_path: Path, edit: Callable[[dict[str, Any]], object], words: str
 ) -> None:
     whole = json.loads(sample[0])
@@ -676,8 +674,8 @@ def answers_of(content: bytes) -> dict[tuple[Any, ...], tuple[Any, ...]]:
 
 @settings(max_examples=200, deadline=None)
 @given(place=st.integers(0, 10**6), what=st.integers(0, 255), kind=st.integers(0, 3))
-def test_damage_is_found(sample: Any, place: int, what: int, kind: int) -> None:
-    """Whatever byte is changed, added, lost or cut off: refused, or the same answers."""
+def test_damage_is_detected(sample: Any, place: int, what: int, kind: int) -> None:
+    """A file with a changed, added or lost byte is refused or gives the same choices."""
     content, before = bytearray(sample[0]), sample[1]
     place %= len(content)
     if kind == 0:
@@ -702,7 +700,7 @@ VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.just({}), st.just(
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with a key in it."""
+    """Every container with each of its keys."""
     keys = list(value) if isinstance(value, dict) else range(len(value))
     for key in keys:
         yield value, key
@@ -712,8 +710,10 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_no_file_makes_a_kernel_run_what_it_does_not_take(sample: Any, data: st.DataObject) -> None:
-    """Of files made up so that their digest is right, whatever is changed in them."""
+def test_no_forged_file_runs_a_kernel_on_an_unsupported_problem(
+    sample: Any, data: st.DataObject
+) -> None:
+    """Including files with a valid digest."""
     whole = json.loads(sample[0])
     table = data.draw(st.sampled_from(whole["tables"]))
     for value in data.draw(st.lists(VALUES, min_size=1, max_size=2)):
@@ -743,7 +743,7 @@ def said(snapshot: str = "snapshot " + "a" * 64, kernels: str = "kernels " + "b"
     return {"answers": snapshot, "kernels": kernels}
 
 
-def test_ranks_with_other_digests_are_told_which_and_of_whom() -> None:
+def test_disagreeing_ranks_get_both_digests_and_the_other_rank() -> None:
     store = torch.distributed.HashStore()
     rank_agreement.compare(store, CPU, "rank 0 on a", said())
     rank_agreement.compare(store, CPU, "rank 1 on b", said())
@@ -761,7 +761,7 @@ def test_ranks_with_other_digests_are_told_which_and_of_whom() -> None:
         rank_agreement.compare(store, other, "rank 5 on f", said())
 
 
-def test_the_digest_of_kernels_changes_with_them_and_what_compiles_them(
+def test_the_digest_of_kernels_covers_the_toolchain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = rank_agreement.usable_digest(CPU)
@@ -825,10 +825,8 @@ for name, each in ways.items():
 
 
 @pytest.mark.rest
-def test_ranks_of_a_job_compare_what_they_answer_from(
-    database: Path, file: Path, tmp_path: Path
-) -> None:
-    """One that dispatches alone waits for nobody."""
+def test_ranks_compare_their_sources_of_choices(database: Path, file: Path, tmp_path: Path) -> None:
+    """A rank that dispatches alone waits for no other."""
     other = write(tmp_path / "other.sqlite", fp8_us=30.0)
     command = [sys.executable, "-c", RANK]
     rest = [str(tmp_path), str(database), str(other), str(file)]
@@ -858,9 +856,7 @@ def test_ranks_of_a_job_compare_what_they_answer_from(
     assert "the kernels that run here" not in words
 
 
-def test_one_rank_has_nobody_to_compare_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_rank_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement, "COMPARED", set())
     monkeypatch.setattr(rank_agreement, "compare", lambda *_: pytest.fail("compared"))
     lokakern.dispatch("gemm", (512, N, K), 0.06)
