@@ -13,12 +13,12 @@ from lokakern.bench.cli.compare import _library_words
 from lokakern.bench.compare import by_library as libraries
 from lokakern.bench.compare import dispatch, race
 from lokakern.bench.compare.by_library import Row, by_library, owner_of, row_of, summaries_of
-from lokakern.bench.compare.race import Entry
+from lokakern.bench.compare.race import Entry, Setting
 from lokakern.device import current_device
 from lokakern.measure import operand_cache, operands, timing
 from lokakern.measure.timing import Contender
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.types import ErrorBudget, Format, Problem
+from lokakern.types import Format, Problem
 from lokakern.workloads.filters import parse_condition
 from lokakern.workloads.gemm_cases import Case, unquantized_case, whole_gemm_cases
 from tests.support.inline_worker import launches_take
@@ -157,7 +157,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def answer(monkeypatch: pytest.MonkeyPatch, of: Callable[[Problem], Answer]) -> None:
     for module in (dispatch, libraries):
-        monkeypatch.setattr(module, "choice_of", lambda case, *_: of(case.problem))
+        monkeypatch.setattr(module, "chooser", lambda _setting: lambda case: of(case.problem))
 
 
 def emulated(problem: Problem) -> Answer:
@@ -171,7 +171,7 @@ def emulated(problem: Problem) -> Answer:
 
 
 def run(seed: int = 0) -> libraries.ByLibrary:
-    return by_library(CASES, budget=ErrorBudget.of(0.06), seed=seed)
+    return by_library(CASES, Setting(seed=seed))
 
 
 def test_all_forms_of_a_shape_race_together(
@@ -179,7 +179,7 @@ def test_all_forms_of_a_shape_race_together(
 ) -> None:
     answer(monkeypatch, emulated)
     steps: list[Any] = []
-    found = by_library(CASES, budget=ErrorBudget.of(0.06), begin=steps.append, step=steps.append)
+    found = by_library(CASES, Setting(begin=steps.append, step=steps.append))
     assert steps == [2, str(CASES[0].problem), str(ROW)]
     assert found.libraries == ("torch",)
     whole, prepared = found.rows

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from lokakern.bench.cli.main import app
 from lokakern.bench.compare import compiled_baselines
 from lokakern.bench.compare.kernels import contest
+from lokakern.bench.compare.race import Setting
 from lokakern.build.pool import build
 from lokakern.device import current_device
 from lokakern.measure import operands
@@ -125,8 +126,8 @@ def test_what_does_not_compile_is_told_and_left_to_the_race(
     told: list[str] = []
     cases = [Case(layer("layer"), "X1")]
     with compiled_baselines.registered():
-        found = contest(cases, "gemm_norm", ours=["torch.norm_*"],
-                        rivals=["torch.compiled_norm"], note=told.append)  # fmt: skip
+        found = contest(cases, "gemm_norm", Setting(note=told.append), ours=["torch.norm_*"],
+                        rivals=["torch.compiled_norm"])  # fmt: skip
     (row,) = found.rows
     (entry,) = [entry for entry in row.entries if not entry.ours]
     assert "no such template" in entry.failed and not entry.wrong and row.ours
@@ -190,7 +191,7 @@ def test_formats_of_a_layer_meet() -> None:
     """FP8 in and bfloat16 out, FP8 in and out, and bfloat16 throughout: users choose among them."""
     cases = list(gemm_norm_cases(48, 64, 32, "X1", Format.E4M3FN))
     with compiled_baselines.registered():
-        found = contest(cases, "gemm_norm", ours=["torch.norm_emulated_*"],
+        found = contest(cases, "gemm_norm", Setting(), ours=["torch.norm_emulated_*"],
                         rivals=["torch.compiled_norm", "torch.norm_unfused"])  # fmt: skip
     after_layer, after_block = found.rows
     for row in (after_layer, after_block):

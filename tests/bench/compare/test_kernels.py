@@ -13,7 +13,7 @@ from lokakern.bench.cli.compare import _failures, _pair_words, _words
 from lokakern.bench.compare import kernels as contests
 from lokakern.bench.compare import race
 from lokakern.bench.compare.kernels import Contest, bound_us, contest, contests_of, unscaled
-from lokakern.bench.compare.race import Entry
+from lokakern.bench.compare.race import Entrant, Entry, Setting
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, UnknownNameError
 from lokakern.measure import operands
@@ -52,7 +52,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(cases: Sequence[Case], op: str, ours: str, rivals: str, *groups: str) -> Contest:
     conditions = [parse_condition(text) for text in groups]
-    return contest(cases, op, ours=[ours], rivals=[rivals], groups=conditions)
+    return contest(cases, op, Setting(groups=conditions), ours=[ours], rivals=[rivals])
 
 
 def test_kernels_of_every_scale_meet_at_a_shape() -> None:
@@ -125,8 +125,7 @@ def test_whoever_makes_a_layer_stands_in_its_contest() -> None:
 def test_sums_rounded_before_a_norm_are_no_fast_ones(accumulation: str, accurate: bool) -> None:
     kernel = replace(KERNELS["torch.norm_unfused"], accumulation=accumulation)
     problem = make_problem("gemm_norm", (64, 32, 128), epilogue="layer")
-    one = race._Running(kernel, problem, True, None, Contender("", ()))
-    assert one.accurate is accurate
+    assert Entrant(Case(problem, "X1"), kernel, "", True).accurate is accurate
 
 
 def test_a_gemm_of_another_does_not_become_ours_by_a_norm_of_ours() -> None:
@@ -233,16 +232,13 @@ def entry(kernel: str, ours: bool, accurate: bool, us: float | None) -> Entry:
     return Entry(kernel, problem, ours, accurate, us, 0.0, False, "" if us else "broken")
 
 
-def row_of(monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> contests.Row:
-    monkeypatch.setattr(contests, "timed", lambda *_: list(entries))
-    return contests._row(unscaled(SHAPES[0].problem), SHAPES, lambda _: None, (), "eager")
+def row_of(*entries: Entry) -> contests.Row:
+    return contests._row(unscaled(SHAPES[0].problem), SHAPES, entries, ())
 
 
-def test_fast_kernels_meet_any_and_accurate_ones_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fast_kernels_meet_any_and_accurate_ones_each_other() -> None:
     row = row_of(
-        monkeypatch, entry("ours.fast", True, False, 1.0), entry("ours.promoted", True, True, 4.0),
+        entry("ours.fast", True, False, 1.0), entry("ours.promoted", True, True, 4.0),
         entry("theirs.fast", False, False, 2.0), entry("theirs.promoted", False, True, 6.0),
         entry("theirs.broken", False, True, None),
     )  # fmt: skip
@@ -251,19 +247,19 @@ def test_fast_kernels_meet_any_and_accurate_ones_each_other(
     assert (row.speedup, row.accurate_speedup) == (2.0, 1.5)
 
 
-def test_a_shape_without_ours_is_counted_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = row_of(monkeypatch, entry("ours.a", True, True, None), entry("b", False, True, 2.0))
+def test_a_shape_without_ours_is_counted_and_not_compared() -> None:
+    row = row_of(entry("ours.a", True, True, None), entry("b", False, True, 2.0))
     assert (row.ours, row.ours_us, row.speedup, row.over_bound) == ("", None, None, None)
     summary = contests._summary("all", [row])
     assert (summary.count, summary.compared, summary.speedup) == (1, 0, None)
 
 
-def test_a_mean_comes_with_how_often_ours_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_comes_with_how_often_ours_was_wrong() -> None:
     wrong = replace(entry("ours.c", True, True, None), wrong=True)
     rows = [
-        row_of(monkeypatch, entry("ours.a", True, True, 1.0), entry("b", False, True, 2.0), wrong,
+        row_of(entry("ours.a", True, True, 1.0), entry("b", False, True, 2.0), wrong,
                entry("ours.d", True, True, None)),
-        row_of(monkeypatch, wrong, replace(wrong, ours=False), entry("b", False, True, None)),
+        row_of(wrong, replace(wrong, ours=False), entry("b", False, True, None)),
     ]  # fmt: skip
     summary = contests._summary("all", rows)
     assert (summary.wrong, summary.failed, summary.missing) == (2, 1, 1)
@@ -369,7 +365,7 @@ def test_each_pattern_of_ours_meets_each_of_the_rivals() -> None:
     """One run tells how ours do against every library; one pattern a side needs no more lines."""
     ours, rivals = ["torch.*_row", "torch.*_block"], ["torch.*_tensor", "torch.*_t*"]
     conditions = [parse_condition("m > 64")]
-    found = contest(SHAPES, "scaled_gemm", ours=ours, rivals=rivals, groups=conditions)
+    found = contest(SHAPES, "scaled_gemm", Setting(groups=conditions), ours=ours, rivals=rivals)
     (row,) = found.rows
     us = {entry.kernel.rpartition("_")[2]: entry.latency_us or 0 for entry in row.entries}
     assert us.keys() == {"row", "block", "tensor"}
