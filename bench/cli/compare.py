@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -237,7 +238,7 @@ class _Report(NamedTuple):
     """A comparison to print.
 
     Attributes:
-        data: For JSON.
+        data: The comparison, a dataclass, for JSON.
         title: Title of the table, without the device.
         rows: Rows of the table.
         lines: Summary on stderr.
@@ -262,7 +263,7 @@ def _print(report: _Report, how: OutputFormat, fail_under: float | None) -> None
     from lokakern.render import terminal
 
     if how is OutputFormat.JSON:
-        print(json.dumps(report.data, indent=2))
+        print(json.dumps(asdict(report.data), indent=2))
     else:
         rows = [
             {name: report.missing if x is None else x for name, x in r.items()} for r in report.rows
@@ -306,7 +307,7 @@ def _dispatch_report(found: choices.Comparison, names: Sequence[str], budget: fl
         f"{len(found.fp8_missed)} more where an admissible FP8 kernel was faster beyond noise"
     )
     least_by_name = {name: found.least_speedup.get(name, 0.0) for name in names}
-    return _Report(found.as_json(), f"dispatch within {budget:g}", rows, lines, least_by_name)
+    return _Report(found, f"dispatch within {budget:g}", rows, lines, least_by_name)
 
 
 def _held_out_report(found: choices.HeldOut, budget: float) -> _Report:
@@ -333,7 +334,7 @@ def _held_out_report(found: choices.HeldOut, budget: float) -> _Report:
     ]
     title = f"choices within {budget:g}, measured again"
     is_slower = bool(found.slower)
-    return _Report(found.as_json(), title, rows, lines, {}, is_slower, missing=None)
+    return _Report(found, title, rows, lines, {}, is_slower, missing=None)
 
 
 def _library_report(found: libraries.ByLibrary, budget: float) -> _Report:
@@ -354,7 +355,7 @@ def _library_report(found: libraries.ByLibrary, budget: float) -> _Report:
     # A row that could not be compared is slower than any limit.
     least = {"the best library": min((row.speedup or 0.0 for row in found.rows), default=0.0)}
     title = f"dispatch within {budget:g} against libraries"
-    return _Report(found.as_json(), title, rows, lines, least)
+    return _Report(found, title, rows, lines, least)
 
 
 def _library_words(summary: libraries.Summary) -> str:
@@ -382,7 +383,7 @@ def _contest_report(
     # A row where ours did not run is slower than any limit.
     speedups = (row.speedup or 0.0 if row.rival else 1.0 for row in found.rows)
     return _Report(
-        found.as_json(),
+        found,
         f"{op}: {', '.join(ours)} against {', '.join(rivals)}",
         [_cells(op, row) for row in found.rows],
         lines,

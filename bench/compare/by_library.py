@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from lokakern.bench.compare.dispatch import Chooser, admissible_of, chooser, compared_of
 from lokakern.bench.compare.kernels import contests_of
@@ -107,9 +107,6 @@ class ByLibrary:
     libraries: tuple[str, ...]
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def owner_of(kernel: Kernel) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lokakern.bench.compare.race import (
@@ -71,9 +71,6 @@ class Comparison:
     fp8_share: float
     fp8_missed: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class HeldOutRow:
@@ -119,9 +116,6 @@ class HeldOut:
     geometric_mean: float | None
     least_speedup: float | None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(
     cases: Iterable[Case],
@@ -149,10 +143,15 @@ def compare(
         if name != UNQUANTIZED:
             kernel_named(name)
     choose, groups = chooser(setting), setting.groups
-    plans = [_Plan(case, choose(case), baselines) for case in compared_of(cases, choose)]
-    races = [Race(p.case.problem, [p.case], list(p.entrants(alone))) for p in plans]
-    results = zip(plans, run(races, setting), strict=True)
-    rows = [plan.row(entries, groups) for plan, entries in results]
+    races, admissible = [], []
+    for case in compared_of(cases, choose):
+        choice = choose(case)
+        kernels = admissible_of(case, choice)
+        entrants = _entrants(case, choice, baselines, () if alone else kernels)
+        races.append(Race(case.problem, [case], entrants))
+        admissible.append({kernel.name for kernel in kernels})
+    results = zip(races, admissible, run(races, setting), strict=True)
+    rows = [_row(*result, baselines, groups) for result in results]
     (_, every), *parts = ((text, _group(some, baselines)) for text, some in by_group(rows, groups))
     return Comparison(
         rows=tuple(rows),
@@ -179,7 +178,7 @@ def held_out(cases: Sequence[Case], count: int, setting: Setting) -> HeldOut:
     choices = [(case, choose(case)) for case in compared_of(cases, choose)]
     promised = [
         (case, _promise(choice)) for case, choice in choices
-        if not choice.is_miss and choice.callable and is_quantized(choice.kernel)
+        if not choice.is_miss and choice.callable and is_quantized(kernel_named(choice.kernel))
     ]  # fmt: skip
     if not promised:
         raise MeasurementError(
@@ -267,56 +266,53 @@ def admissible_of(case: Case, choice: Choice) -> list[Kernel]:
     return [k for k in candidates(case.problem, current_device()) if k.name in names]
 
 
-def is_quantized(name: str) -> bool:
-    """Whether a kernel quantizes its operands."""
-    return kernel_named(name).granularity is not Granularity.NONE
+def is_quantized(kernel: Kernel) -> bool:
+    return kernel.granularity is not Granularity.NONE
 
 
-class _Plan:
-    """The kernels that are compared at a problem."""
+def _entrants(
+    case: Case, choice: Choice, baselines: Sequence[str], others: Sequence[Kernel]
+) -> list[Entrant]:
+    """Dispatch's choice and the baselines that take the problem, then other kernels."""
+    base = baseline_name(case.problem)
+    kernels = {name: base if name == UNQUANTIZED else name for name in baselines}
+    runnable = {kernel.name: kernel for kernel in candidates(case.problem, current_device())}
+    named = {name: runnable[kernel] for name, kernel in kernels.items() if kernel in runnable}
+    taken = {choice.kernel, *kernels.values()}
+    rest = {kernel.name: kernel for kernel in others if kernel.name not in taken}
+    entering = {DISPATCH: kernel_named(choice.kernel), **named, **rest}
+    return [Entrant(case, kernel, name, name == DISPATCH) for name, kernel in entering.items()]
 
-    def __init__(self, case: Case, choice: Choice, baselines: Sequence[str]) -> None:
-        base = baseline_name(case.problem)
-        assert base is not None  # only gemms are compared
-        self.case, self.base = case, base
-        self.baselines = {name: base if name == UNQUANTIZED else name for name in baselines}
-        self.named = {DISPATCH: choice.kernel, **self.baselines}  # kernels by their part
-        self.admissible = [kernel.name for kernel in admissible_of(case, choice)]
 
-    def entrants(self, alone: bool) -> Iterator[Entrant]:
-        runnable = {kernel.name for kernel in candidates(self.case.problem, current_device())}
-        runnable.add(self.named[DISPATCH])
-        others = set() if alone else set(self.admissible) - set(self.named.values())
-        entering = {**self.named, **{name: name for name in self.admissible if name in others}}
-        for name, kernel in entering.items():
-            if kernel in runnable:
-                yield Entrant(self.case, kernel_named(kernel), name, name == DISPATCH)
-
-    def row(self, entries: Sequence[Entry], groups: Sequence[Condition]) -> Row:
-        problem, names = self.case.problem, self.named
-        entered = {entry.kernel: entry.failed for entry in entries}
-        failed = {n: "does not take this problem" for n in self.baselines if n not in entered}
-        us = {e.kernel: e.latency_us for e in entries if e.latency_us is not None}
-        margin = {e.kernel: e.margin_us for e in entries if e.margin_us is not None}
-        quantized = [
-            name for name in us
-            if (kernel := names.get(name, name)) in self.admissible and is_quantized(kernel)
-        ]  # fmt: skip
-        best = min(quantized, key=us.__getitem__, default="")
-        plain = next((name for name in names if names[name] == self.base and name in us), "")
-        timed = self.baselines if DISPATCH in us else ()
-        return Row(
-            **shape_of(problem, groups),
-            prepared=problem.b.granularity.value if problem.prepared and problem.b else "no",
-            chosen=names[DISPATCH],
-            is_fp8=is_quantized(names[DISPATCH]),
-            latency_us=us,
-            margin_us=margin,
-            speedup={name: us[name] / us[DISPATCH] for name in timed if name in us},
-            failed=failed | {name: why for name, why in entered.items() if why},
-            fastest_admissible=names.get(best, best),
-            should_be_fp8=bool(best and plain) and _is_faster(best, plain, us, margin),
-        )
+def _row(
+    race: Race,
+    admissible: set[str],
+    entries: Sequence[Entry],
+    baselines: Sequence[str],
+    groups: Sequence[Condition],
+) -> Row:
+    problem = race.problem
+    kernels = {entrant.name: entrant.kernel for entrant in race.entrants}
+    failed = {name: "does not take this problem" for name in baselines if name not in kernels}
+    us = {e.kernel: e.latency_us for e in entries if e.latency_us is not None}
+    margin = {e.kernel: e.margin_us for e in entries if e.margin_us is not None}
+    quantized = [x for x in us if kernels[x].name in admissible and is_quantized(kernels[x])]
+    best = min(quantized, key=us.__getitem__, default="")
+    named, base = (DISPATCH, *baselines), baseline_name(problem)
+    plain = next((name for name in named if name in us and kernels[name].name == base), "")
+    timed = [name for name in baselines if name in us and DISPATCH in us]
+    return Row(
+        **shape_of(problem, groups),
+        prepared=problem.b.granularity.value if problem.prepared and problem.b else "no",
+        chosen=kernels[DISPATCH].name,
+        is_fp8=is_quantized(kernels[DISPATCH]),
+        latency_us=us,
+        margin_us=margin,
+        speedup={name: us[name] / us[DISPATCH] for name in timed},
+        failed=failed | {entry.kernel: entry.failed for entry in entries if entry.failed},
+        fastest_admissible=kernels[best].name if best else "",
+        should_be_fp8=bool(best and plain) and _is_faster(best, plain, us, margin),
+    )
 
 
 def _is_faster(one: str, other: str, us: dict[str, float], margin: dict[str, float]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -123,9 +123,6 @@ class Contest:
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
     pairings: tuple[Pairing, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def unscaled(problem: Problem) -> Problem:
@@ -251,24 +248,23 @@ def _refuse_unknown(op: str, globs: Sequence[str]) -> None:
 def _row(
     problem: Problem, same: Sequence[Case], entries: Sequence[Entry], groups: Sequence[Condition]
 ) -> Row:
-    ours = fastest(e for e in entries if e.ours)
-    rival = fastest(e for e in entries if not e.ours)
-    accurate_ours = fastest(e for e in entries if e.ours and e.accurate)
-    accurate_rival = fastest(e for e in entries if not e.ours and e.accurate)
+    best = {
+        "ours": fastest(e for e in entries if e.ours),
+        "rival": fastest(e for e in entries if not e.ours),
+        "accurate_ours": fastest(e for e in entries if e.ours and e.accurate),
+        "accurate_rival": fastest(e for e in entries if not e.ours and e.accurate),
+    }
+    ours = best["ours"]
+    names: dict[str, Any] = {side: entry.kernel if entry else "" for side, entry in best.items()}
+    us: dict[str, Any] = {f"{side}_us": e.latency_us if e else None for side, e in best.items()}
     problems = {str(case.problem): case.problem for case in same}
     bound = None if ours is None else bound_us(problems[ours.problem])
     return Row(
         **shape_of(same[0].problem, groups, str(problem)),
-        ours=ours.kernel if ours else "",
-        ours_us=ours.latency_us if ours else None,
-        rival=rival.kernel if rival else "",
-        rival_us=rival.latency_us if rival else None,
-        speedup=_ratio(rival, ours),
-        accurate_ours=accurate_ours.kernel if accurate_ours else "",
-        accurate_ours_us=accurate_ours.latency_us if accurate_ours else None,
-        accurate_rival=accurate_rival.kernel if accurate_rival else "",
-        accurate_rival_us=accurate_rival.latency_us if accurate_rival else None,
-        accurate_speedup=_ratio(accurate_rival, accurate_ours),
+        **names,
+        **us,
+        speedup=_ratio(best["rival"], ours),
+        accurate_speedup=_ratio(best["accurate_rival"], best["accurate_ours"]),
         bound_us=bound,
         over_bound=ours.latency_us / bound if ours and ours.latency_us and bound else None,
         entries=tuple(entries),
