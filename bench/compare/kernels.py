@@ -177,9 +177,7 @@ def contest(
             are compositions with parts that are not ours.
         DeviceLostError: A kernel, which is named, left the device unusable.
     """
-    _refuse_unknown(op, ours)
-    _refuse_unknown(op, rivals)
-    _refuse_parts_of_others(op, ours)
+    _check_names(op, ours, rivals)
     sides, groups = _sides(ours, rivals), setting.groups
     races = []
     for (problem, _), same in contests_of(cases, op).items():
@@ -225,24 +223,21 @@ def _is_ours(kernel: Kernel, globs: Sequence[str]) -> bool:
     return _matches(kernel.name, whole) or all(_matches(part, globs) for part in kernel.parts)
 
 
-def _refuse_parts_of_others(op: str, globs: Sequence[str]) -> None:
-    if not any(_is_ours(kernel, globs) for kernel in kernels_for(op)):
-        raise UnknownNameError(
-            f"every kernel of {op} named by {', '.join(globs)} has parts with other names; name "
-            "these, too, or whole compositions, such as 'cuda.quantize_*+torch.*'"
-        )
-
-
-def _refuse_unknown(op: str, globs: Sequence[str]) -> None:
+def _check_names(op: str, ours: Sequence[str], rivals: Sequence[str]) -> None:
     kernels = kernels_for(op)
     names = [kernel.name for kernel in kernels]
     parts = [part for kernel in kernels for part in kernel.parts]
-    for glob in globs:
+    for glob in (*ours, *rivals):
         if not any(fnmatchcase(name, glob) for name in (*names, *parts)):
             raise UnknownNameError(
                 f"no kernel of {op} is named {glob!r}; expected one of {', '.join(names)}, or a "
                 "pattern such as 'cuda.*'"
             )
+    if not any(_is_ours(kernel, ours) for kernel in kernels):
+        raise UnknownNameError(
+            f"every kernel of {op} named by {', '.join(ours)} has parts with other names; name "
+            "these, too, or whole compositions, such as 'cuda.quantize_*+torch.*'"
+        )
 
 
 def _row(
