@@ -147,9 +147,14 @@ def compare(
         except ImportError as error:
             raise UnknownNameError(f"--load: {module!r} cannot be imported: {error}") from None
     is_contest = op != "gemm" or bool(ours or rivals)
-    if held_out is not None:
-        others = is_contest or any((baseline, group, by_library, fail_under is not None))
-        _check_held_out(seed, is_plain=not others)
+    others = is_contest or any((baseline, group, by_library, fail_under is not None))
+    if held_out is not None and others:
+        raise typer.BadParameter("compares dispatch with the unquantized kernel: --op gemm, "
+                                 "without --ours, --rivals, --baseline, --group, --by-library and "
+                                 "--fail-under", param_hint="--held-out")  # fmt: skip
+    if held_out is not None and seed == 0:
+        raise typer.BadParameter("0 is what databases are measured with; give another with "
+                                 "--held-out", param_hint="--seed")  # fmt: skip
     how_timed = regime.value if regime else ""
     cases = _cases(op, suite, shape, epilogue, where, db, how_timed, is_held_out=bool(held_out))
     groups = [parse_condition(text) for text in group or ()]
@@ -224,16 +229,6 @@ def _cases(
     return cases
 
 
-def _check_held_out(seed: int | None, *, is_plain: bool) -> None:
-    if not is_plain:
-        raise typer.BadParameter("compares dispatch with the unquantized kernel: --op gemm, "
-                                 "without --ours, --rivals, --baseline, --group, --by-library and "
-                                 "--fail-under", param_hint="--held-out")  # fmt: skip
-    if seed == 0:
-        raise typer.BadParameter("0 is what databases are measured with; give another with "
-                                 "--held-out", param_hint="--seed")  # fmt: skip
-
-
 class _Report(NamedTuple):
     """A comparison to print.
 
@@ -242,7 +237,7 @@ class _Report(NamedTuple):
         title: Title of the table, without the device.
         rows: Rows of the table.
         lines: Summary on stderr.
-        least: Least speedups, by what is compared with; a missing one is 0.
+        least: Least speedups, by rival; a missing one is 0.
         is_slower: Whether to exit with 4 whatever the limit.
         note: Below the table.
         missing: Cell of a value that is missing.

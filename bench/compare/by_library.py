@@ -18,7 +18,7 @@ from lokakern.bench.compare.race import (
     Shape,
     Side,
     by_group,
-    geometric_mean,
+    means_of,
     run,
     shape_of,
 )
@@ -252,8 +252,9 @@ def _summary(group: str, which: str, rows: Sequence[Row], libraries: Sequence[st
     libraries = libraries if compared else ()
     ratios = {name: [row.library_us[name] / us for row, us in compared] for name in libraries}
     fp8_ratios = {name: [row.fp8_us[name] / us for row, us in compared] for name in libraries}
-    (means, best), (fp8_means, fp8_best) = _means(ratios), _means(fp8_ratios)
-    least = {name: min(column) for name, column in ratios.items()}
+    (means, least), (fp8_means, _) = means_of(ratios), means_of(fp8_ratios)
+    best = min(means, key=means.__getitem__, default="")
+    fp8_best = min(fp8_means, key=fp8_means.__getitem__, default="")
     return Summary(
         group=group,
         libraries=which,
@@ -268,9 +269,3 @@ def _summary(group: str, which: str, rows: Sequence[Row], libraries: Sequence[st
         fp8_best=fp8_best,
         fp8_speedup=fp8_means.get(fp8_best),
     )
-
-
-def _means(columns: dict[str, list[float]]) -> tuple[dict[str, float], str]:
-    """Geometric means by library, and the library of the lowest."""
-    means = {library: geometric_mean(column) or 0.0 for library, column in columns.items()}
-    return means, min(means, key=means.__getitem__, default="")

@@ -15,7 +15,7 @@ from lokakern.bench.compare.race import (
     Setting,
     Shape,
     by_group,
-    geometric_mean,
+    means_of,
     run,
     shape_of,
 )
@@ -224,8 +224,7 @@ def _promise(choice: Choice) -> float | None:
 
 def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
     ratios = {name: [r.speedup[name] for r in rows if name in r.speedup] for name in baselines}
-    means = {name: mean for name, found in ratios.items() if (mean := geometric_mean(found))}
-    return Group(len(rows), means, {name: min(ratios[name]) for name in means})
+    return Group(len(rows), *means_of(ratios))
 
 
 def chooser(setting: Setting) -> Chooser:

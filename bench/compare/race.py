@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -31,8 +31,8 @@ from lokakern.types import ErrorBudget, Problem
 from lokakern.workloads.filters import Condition
 from lokakern.workloads.suites import Case
 
-# Accumulations. "none" sums nothing; "rounded" sums are those of an unfused norm in bfloat16. What
-# follows a + (another rounding, a library's quantizer) does not matter here.
+# Accumulations. "none" sums nothing; "rounded" sums are those of an unfused norm in bfloat16. The
+# part after a + (another rounding, a library's quantizer) does not matter here.
 ACCURATE = ("promoted", "float32", "none", "rounded")
 
 
@@ -275,6 +275,12 @@ def median_of(contender: Contender) -> tuple[float, float]:
 def geometric_mean(ratios: Sequence[float]) -> float | None:
     """The geometric mean of ratios; None of none."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def means_of(ratios: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Geometric means and least ratios, by name; names without ratios have none."""
+    means = {name: mean for name, found in ratios.items() if (mean := geometric_mean(found))}
+    return means, {name: min(ratios[name]) for name in means}
 
 
 def fastest(entries: Iterable[Entry]) -> Entry | None:

@@ -1,4 +1,4 @@
-"""Mods of what follows a product: `NoBias`, `BlockNorm`, `NormOrder` and `HardSwish`."""
+"""Mods of the epilogue of linear layers: `NoBias`, `BlockNorm`, `NormOrder` and `HardSwish`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _batch_norms(model: nn.Module) -> dict[nn.Module, nn.BatchNorm1d]:
         for sequence in model.modules()
         if isinstance(sequence, nn.Sequential)
         for layer, norm in pairwise(sequence)
-        if type(layer) in (nn.Linear, Linear)  # of others the bias may not be what is added last
+        if type(layer) in (nn.Linear, Linear)  # subclasses may add the bias earlier
         and type(norm) is nn.BatchNorm1d
         and not (layer._forward_hooks or norm._forward_pre_hooks)
         and norm.num_features == layer.out_features  # else it is over another axis
@@ -205,7 +205,7 @@ class NormOrder(Mod):
             found = [module for _, module in items[place:end]]
             if not all(isinstance(m, kind) for m, kind in zip(found, kinds, strict=True)):
                 continue
-            effect = "the norm sees what was not activated"
+            effect = "the norm reads the input of the activation"
             if self.order == "pre":
                 if place and isinstance(items[place - 1][1], NORMS):
                     continue
@@ -214,7 +214,7 @@ class NormOrder(Mod):
                     why = f"the layer has {sizes}: the norm does not fit before it"
                     editor.left(self, site_of(name, items[place + 1][0]), "post-norm", why)
                     continue
-                effect = "the norm sees the input of the layer"
+                effect = "the norm reads the input of the layer"
             items[end - 2 : end] = items[end - 1], items[end - 2]
             moved.append((site_of(name, items[end - 2][0]), effect))
         if moved:  # modules keep their names, and so the keys of a state_dict

@@ -106,7 +106,7 @@ class HighResidual(Mod):
         if not found:
             raise UnknownNameError(
                 f"HighResidual: no module is {self.sites or 'a transformer layer of torch'}; name "
-                "those whose output is added to a residual: HighResidual(('blocks.*.project',))"
+                "modules whose output is added to a residual: HighResidual(('blocks.*.project',))"
             )
         for name, module in found:
             dtypes = {p.dtype for p in module.parameters()} - {torch.float32, torch.float64}

@@ -42,7 +42,7 @@ class Pad(Mod):
             )
         inner, uncalled = inner_layers(editor.model), never_called(editor.model)
         for name, layer in editor.modules(nn.Linear):
-            assert isinstance(layer, nn.Linear)  # what was asked for
+            assert isinstance(layer, nn.Linear)  # as filtered
             k, n = layer.in_features, layer.out_features
             more = (-k % self.k, -n % self.n)
             if more == (0, 0):

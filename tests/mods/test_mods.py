@@ -222,7 +222,7 @@ def test_a_frozen_fused_layer_can_be_sharded_and_loaded(route: str) -> None:
             assert torch.equal(model(x), expected)
             model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
             assert torch.equal(model(x), 2 * expected)
-            # Of what is not quantized each rank has rows of its own now.
+            # Each rank has its own rows of an unquantized weight now.
             assert len(list(fused.buffers())) == (2 if route else 0)
     finally:
         distributed.destroy_process_group()
