@@ -1,17 +1,17 @@
-"""The command `compare`: dispatch against baselines, or kernels of ours against rivals."""
+"""The command `compare`: dispatch against baselines or libraries, or kernels against rivals."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lokakern.bench.cli import held_out as cli_held_out
 from lokakern.bench.cli.options import (
     BudgetOption,
     DatabaseOption,
@@ -28,18 +28,19 @@ from lokakern.bench.cli.options import (
     says_errors,
 )
 from lokakern.errors import UnknownNameError
-from lokakern.types import ErrorBudget
 
 if TYPE_CHECKING:
     from lokakern.bench.compare import by_library as libraries
-    from lokakern.bench.compare.kernels import Contest, Pairing, Row, Summary
-    from lokakern.workloads.filters import Condition
+    from lokakern.bench.compare import dispatch as choices
+    from lokakern.bench.compare import kernels as contests
     from lokakern.workloads.gemm_cases import Case
 
 SLOWER_EXIT = 4
 DEFAULT_SUITE = "smoke"
 OURS = ("cuda.*",)
+HELD_OUT_SEED = 1
 NAN = float("nan")
+MOST_FAILURES = 20  # lines on stderr
 
 
 @says_errors
@@ -130,12 +131,14 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
-    from lokakern.bench.compare.compiled_baselines import are_asked_for
-    from lokakern.device import current_device
+    from lokakern.bench.compare import by_library as libraries
+    from lokakern.bench.compare import dispatch as choices
+    from lokakern.bench.compare import kernels as contests
+    from lokakern.bench.compare.compiled_baselines import are_asked_for, registered
+    from lokakern.bench.compare.race import Setting
     from lokakern.registry.ops import op_named
-    from lokakern.registry.register import fp8_format
+    from lokakern.render import terminal
     from lokakern.workloads.filters import parse_condition
-    from lokakern.workloads.suite_files import suite_named
 
     op_named(op)
     for module in load or ():
@@ -143,15 +146,74 @@ def compare(
             importlib.import_module(module)
         except ImportError as error:
             raise UnknownNameError(f"--load: {module!r} cannot be imported: {error}") from None
+    is_contest = op != "gemm" or bool(ours or rivals)
+    others = is_contest or any((baseline, group, by_library, fail_under is not None))
+    if held_out is not None and others:
+        raise typer.BadParameter("compares dispatch with the unquantized kernel: --op gemm, "
+                                 "without --ours, --rivals, --baseline, --group, --by-library and "
+                                 "--fail-under", param_hint="--held-out")  # fmt: skip
+    if held_out is not None and seed == 0:
+        raise typer.BadParameter("0 is what databases are measured with; give another with "
+                                 "--held-out", param_hint="--seed")  # fmt: skip
+    how_timed = regime.value if regime else ""
+    cases = _cases(op, suite, shape, epilogue, where, db, how_timed, is_held_out=bool(held_out))
+    groups = [parse_condition(text) for text in group or ()]
+    if by_library and (is_contest or baseline):
+        raise typer.BadParameter("compares dispatch with libraries: --op gemm, without --ours, "
+                                 "--rivals and --baseline", param_hint="--by-library")  # fmt: skip
+    if is_contest and baseline:
+        raise typer.BadParameter("goes with dispatch: with --ours, name --rivals",
+                                 param_hint="--baseline")  # fmt: skip
+    names = tuple(baseline or ("bf16",))
+    mine, theirs = tuple(ours or OURS), tuple(rivals or ("*",))
+    compiles = is_contest and (compiled or are_asked_for([*(ours or ()), *(rivals or ())]))
+    with (
+        contextlib.nullcontext() if is_contest else reading(db),
+        registered(compiles),
+        terminal.TerminalProgress(quiet=quiet) as progress,
+    ):
+        setting = Setting(
+            regime=how_timed,
+            seed=seed if seed is not None else 0 if held_out is None else HELD_OUT_SEED,
+            groups=groups,
+            budget=budget,
+            distribution=distribution,
+            begin=lambda count: progress.begin("compare", count),
+            step=progress.step,
+            note=progress.note,
+        )
+        if is_contest:
+            contest = contests.contest(cases, op, setting, ours=mine, rivals=theirs)
+            report = _contest_report(contest, op, mine, theirs)
+        elif held_out is not None:
+            report = _held_out_report(choices.held_out(cases, held_out, setting), budget)
+        elif by_library:
+            report = _library_report(libraries.by_library(cases, setting), budget)
+        else:
+            report = _dispatch_report(choices.compare(cases, setting, names), names, budget)
+    _print(report, OutputFormat.JSON if as_json else how, fail_under)
+
+
+def _cases(
+    op: str, suite: str | None, shape: list[str] | None, epilogue: str | None, where: str | None,
+    db: str | None, regime: str, *, is_held_out: bool,
+) -> list[Case]:  # fmt: skip
+    """The problems of an op to compare."""
+    from lokakern.device import current_device
+    from lokakern.registry.register import fp8_format
+    from lokakern.selection import dispatcher
+    from lokakern.sweep.staleness import cases_timed
+    from lokakern.workloads.filters import parse_condition
+    from lokakern.workloads.suite_files import suite_named
+
     device = current_device()
-    if held_out is not None:
-        others = any((ours, rivals, baseline, group, by_library, fail_under is not None))
-        cli_held_out.check(seed, is_plain=op == "gemm" and not others)
-    how_timed = regime.value if regime else None
     if shape:
         cases, source = cases_of(shape, epilogue, fp8_format(device)), "the shapes"
-    elif held_out is not None and suite is None:
-        cases, source = cli_held_out.cases_timed_here(db, how_timed), "what was timed here"
+    elif is_held_out and suite is None:
+        with reading(db):
+            known = dispatcher.snapshot()
+            cases = cases_timed(known, device, regime or dispatcher.default_regime(device))
+        source = "what was timed here"
     else:
         found = suite_named(suite or DEFAULT_SUITE)
         cases, source = found.cases(device), found.name
@@ -164,148 +226,131 @@ def compare(
         words = f" for which {where!r} holds" if where else ""
         raise UnknownNameError(f"no problem of {op} is in {source}{words}; see `list suites`, or "
                                "give --shape")  # fmt: skip
-    groups = [parse_condition(text) for text in group or ()]
-    chosen = OutputFormat.JSON if as_json else how
-    if by_library and (op != "gemm" or ours or rivals or baseline):
-        raise typer.BadParameter("compares dispatch with libraries: --op gemm, without --ours, "
-                                 "--rivals and --baseline", param_hint="--by-library")  # fmt: skip
-    if op != "gemm" or ours or rivals:
-        if baseline:
-            raise typer.BadParameter("goes with dispatch: with --ours, name --rivals",
-                                     param_hint="--baseline")  # fmt: skip
-        _compare_kernels(
-            cases, op, tuple(ours or OURS), tuple(rivals or ("*",)), groups,
-            compiled=compiled or are_asked_for([*(ours or ()), *(rivals or ())]),
-            regime=how_timed, seed=seed or 0, fail_under=fail_under, how=chosen, quiet=quiet,
-        )  # fmt: skip
-        return
-    names = tuple(baseline or ("bf16",))
-    against = _compare_libraries if by_library else functools.partial(_compare_dispatch, names)
-    with reading(db):
-        if held_out is not None:
-            slower = cli_held_out.compare_held_out(
-                cases, held_out, budget=budget, distribution=distribution, regime=how_timed,
-                seed=seed, how=chosen, quiet=quiet,
-            )  # fmt: skip
-            if slower:
-                raise typer.Exit(SLOWER_EXIT)
-            return
-        against(
-            cases, groups, budget=budget, distribution=distribution, regime=how_timed,
-            seed=seed or 0, fail_under=fail_under, how=chosen, quiet=quiet,
-        )  # fmt: skip
+    return cases
 
 
-def _compare_dispatch(
-    names: Sequence[str],
-    cases: Sequence[Case],
-    groups: Sequence[Condition],
-    *,
-    budget: float,
-    distribution: str | None,
-    regime: str | None,
-    seed: int,
-    fail_under: float | None,
-    how: OutputFormat,
-    quiet: bool,
-) -> None:
-    from lokakern.bench.compare.dispatch import compare as compare_cases
+class _Report(NamedTuple):
+    """A comparison to print.
+
+    Attributes:
+        data: The comparison, a dataclass, for JSON.
+        title: Title of the table, without the device.
+        rows: Rows of the table.
+        lines: Summary on stderr.
+        least: Least speedups, by rival; a missing one is 0.
+        is_slower: Whether to exit with 4 whatever the limit.
+        note: Below the table.
+        missing: Cell of a value that is missing.
+    """
+
+    data: Any
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+    lines: Sequence[str]
+    least: Mapping[str, float]
+    is_slower: bool = False
+    note: str = ""
+    missing: float | None = NAN
+
+
+def _print(report: _Report, how: OutputFormat, fail_under: float | None) -> None:
     from lokakern.device import current_device
     from lokakern.render import terminal
 
-    with terminal.TerminalProgress(quiet=quiet) as progress:
-        progress.begin("compare", len(cases))
-        found = compare_cases(
-            cases, budget=ErrorBudget.of(budget), baselines=names, regime=regime,
-            distribution=distribution, groups=groups, seed=seed, step=progress.step,
-        )  # fmt: skip
     if how is OutputFormat.JSON:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(asdict(report.data), indent=2))
     else:
         rows = [
-            {
-                "problem": row.problem,
-                "chosen": row.chosen,
-                "dispatch us": row.latency_us.get("dispatch", NAN),
-                **{f"{n} us": row.latency_us.get(n, NAN) for n in names},
-                **{f"x {n}": row.speedup.get(n, NAN) for n in names},
-            }
-            for row in found.rows
+            {name: report.missing if x is None else x for name, x in r.items()} for r in report.rows
         ]
-        title = f"dispatch within {budget:g} on {current_device().product}"
-        terminal.print_rows(rows, how.value, title=title)
-    for name in names:
-        if name in found.geometric_mean:
-            print(
-                f"geometric mean against {name}: {found.geometric_mean[name]:.3f}x, "
-                f"least {found.least_speedup[name]:.3f}x",
-                file=sys.stderr,
-            )
-        for text, part in found.groups.items():
-            if name in part.geometric_mean:
-                print(
-                    f"geometric mean against {name} where {text} ({part.count} problems): "
-                    f"{part.geometric_mean[name]:.3f}x, least {part.least_speedup[name]:.3f}x",
-                    file=sys.stderr,
-                )
-    print(
-        f"FP8 chosen for {found.fp8_share:.0%} of {len(found.rows)} problems; "
-        f"{len(found.fp8_missed)} more where an admissible FP8 kernel was faster beyond noise",
-        file=sys.stderr,
-    )
-    if fail_under is not None:
-        slower = [n for n in names if found.least_speedup.get(n, 0.0) < fail_under]
-        _end_if_slower(slower, fail_under)
-
-
-def _compare_libraries(
-    cases: Sequence[Case],
-    groups: Sequence[Condition],
-    *,
-    budget: float,
-    distribution: str | None,
-    regime: str | None,
-    seed: int,
-    fail_under: float | None,
-    how: OutputFormat,
-    quiet: bool,
-) -> None:
-    from lokakern.bench.compare.by_library import by_library
-    from lokakern.device import current_device
-    from lokakern.render import terminal
-
-    with terminal.TerminalProgress(quiet=quiet) as progress:
-        found = by_library(
-            cases, budget=ErrorBudget.of(budget), regime=regime, distribution=distribution,
-            groups=groups, seed=seed, begin=functools.partial(progress.begin, "compare"),
-            step=progress.step,
-        )  # fmt: skip
-    if how is OutputFormat.JSON:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        rows = [
-            {
-                "problem": row.problem.removeprefix("gemm "),
-                "chosen": row.chosen,
-                "dispatch us": _number(row.dispatch_us),
-                **{f"{name} us": row.library_us.get(name, NAN) for name in found.libraries},
-                "best library": row.fastest,
-                "x best": _number(row.speedup),
-                "best not ours": row.fastest_other,
-                "x not ours": _number(row.other_speedup),
-            }
-            for row in found.rows
-        ]
-        title = f"dispatch within {budget:g} against libraries on {current_device().product}"
-        terminal.print_rows(rows, how.value, title=title)
-    for summary in found.summaries:
-        print(_library_words(summary), file=sys.stderr)
-    for line in _shown(_failed(found.rows)):
+        title = f"{report.title} on {current_device().product}"
+        terminal.print_rows(rows, how.value, title=title, note=report.note)
+    for line in report.lines:
         print(line, file=sys.stderr)
-    if fail_under is not None:
-        # A row that could not be compared is slower than anything.
-        worst = min((row.speedup or 0.0 for row in found.rows), default=0.0)
-        _end_if_slower(["the best library"] if worst < fail_under else [], fail_under)
+    limit = 0.0 if fail_under is None else fail_under
+    slower = [name for name, least in report.least.items() if least < limit]
+    if slower:
+        print(f"less than {limit:g} times as fast as {', '.join(slower)}", file=sys.stderr)
+    if slower or report.is_slower:
+        raise typer.Exit(SLOWER_EXIT)
+
+
+def _dispatch_report(found: choices.Comparison, names: Sequence[str], budget: float) -> _Report:
+    rows = [
+        {
+            "problem": row.problem,
+            "chosen": row.chosen,
+            "dispatch us": row.latency_us.get("dispatch"),
+            **{f"{name} us": row.latency_us.get(name) for name in names},
+            **{f"x {name}": row.speedup.get(name) for name in names},
+        }
+        for row in found.rows
+    ]
+    lines = []
+    parts: list[tuple[str, choices.Comparison | choices.Group]] = [
+        ("", found),
+        *((f" where {text} ({x.count} problems)", x) for text, x in found.groups.items()),
+    ]
+    for name in names:
+        for where, part in parts:
+            if name in part.geometric_mean:
+                mean, least = part.geometric_mean[name], part.least_speedup[name]
+                words = f"geometric mean against {name}{where}: {mean:.3f}x, least {least:.3f}x"
+                lines.append(words)
+    lines.append(
+        f"FP8 chosen for {found.fp8_share:.0%} of {len(found.rows)} problems; "
+        f"{len(found.fp8_missed)} more where an admissible FP8 kernel was faster beyond noise"
+    )
+    least_by_name = {name: found.least_speedup.get(name, 0.0) for name in names}
+    return _Report(found, f"dispatch within {budget:g}", rows, lines, least_by_name)
+
+
+def _held_out_report(found: choices.HeldOut, budget: float) -> _Report:
+    rows = [
+        {
+            "problem": row.problem.removeprefix("gemm "),
+            "chosen": row.chosen,
+            "us": row.chosen_us,
+            "bf16 us": row.unquantized_us,
+            "x bf16": row.speedup,
+            "x promised": row.promised,
+            "slower": row.slower,
+            "why": row.why,
+        }
+        for row in found.rows
+    ]
+    means = ""
+    if found.geometric_mean is not None and found.least_speedup is not None:
+        means = f": {found.geometric_mean:.3f}x bf16, least {found.least_speedup:.3f}x"
+    lines = [
+        f"{len(found.rows)} of {found.candidates} choices of a quantized kernel, drawn with seed "
+        f"{found.seed}{means}; {len(found.slower)} slower than bf16 beyond noise",
+        *(f"slower: {problem}" for problem in found.slower),
+    ]
+    title = f"choices within {budget:g}, measured again"
+    is_slower = bool(found.slower)
+    return _Report(found, title, rows, lines, {}, is_slower, missing=None)
+
+
+def _library_report(found: libraries.ByLibrary, budget: float) -> _Report:
+    rows = [
+        {
+            "problem": row.problem.removeprefix("gemm "),
+            "chosen": row.chosen,
+            "dispatch us": row.dispatch_us,
+            **{f"{name} us": row.library_us.get(name) for name in found.libraries},
+            "best library": row.fastest,
+            "x best": row.speedup,
+            "best not ours": row.fastest_other,
+            "x not ours": row.other_speedup,
+        }
+        for row in found.rows
+    ]
+    lines = [*map(_library_words, found.summaries), *_shown(_failed(found.rows))]
+    # A row that could not be compared is slower than any limit.
+    least = {"the best library": min((row.speedup or 0.0 for row in found.rows), default=0.0)}
+    title = f"dispatch within {budget:g} against libraries"
+    return _Report(found, title, rows, lines, least)
 
 
 def _library_words(summary: libraries.Summary) -> str:
@@ -313,14 +358,10 @@ def _library_words(summary: libraries.Summary) -> str:
     where = f"{which}, {summary.group}, {summary.compared} of {summary.count} compared"
     if summary.speedup is None or summary.least_speedup is None:
         return f"{where}: nothing to compare"
-    each = ", ".join(
-        f"{name} {mean:.3f}x (least {summary.least[name]:.3f}x)"
-        for name, mean in sorted(summary.geometric_mean.items(), key=lambda item: item[1])
-    )
-    in_fp8 = ", ".join(
-        f"{name} {mean:.3f}x"
-        for name, mean in sorted(summary.fp8_mean.items(), key=lambda item: item[1])
-    )
+    means = sorted(summary.geometric_mean.items(), key=lambda item: item[1])
+    fp8_means = sorted(summary.fp8_mean.items(), key=lambda item: item[1])
+    each = ", ".join(f"{n} {mean:.3f}x (least {summary.least[n]:.3f}x)" for n, mean in means)
+    in_fp8 = ", ".join(f"{name} {mean:.3f}x" for name, mean in fp8_means)
     return (
         f"{where}: {summary.speedup:.3f}x {summary.best}, the best single one; least "
         f"{summary.least_speedup:.3f}x the best of a problem; {each}; in FP8 wherever they can: "
@@ -328,55 +369,27 @@ def _library_words(summary: libraries.Summary) -> str:
     )
 
 
-def _number(value: float | None) -> float:
-    return NAN if value is None else value
+def _contest_report(
+    found: contests.Contest, op: str, ours: Sequence[str], rivals: Sequence[str]
+) -> _Report:
+    from lokakern.bench.compare.kernels import bound_words
+
+    lines = [*map(_words, found.summaries), *map(_pair_words, found.pairings), *_failures(found)]
+    # A row where ours did not run is slower than any limit.
+    speedups = (row.speedup or 0.0 if row.rival else 1.0 for row in found.rows)
+    return _Report(
+        found,
+        f"{op}: {', '.join(ours)} against {', '.join(rivals)}",
+        [_cells(op, row) for row in found.rows],
+        lines,
+        {"the best rival": min(speedups, default=0.0)},
+        note=bound_words(op),
+    )
 
 
-def _compare_kernels(
-    cases: Sequence[Case],
-    op: str,
-    ours: Sequence[str],
-    rivals: Sequence[str],
-    groups: Sequence[Condition],
-    *,
-    compiled: bool,
-    regime: str | None,
-    seed: int,
-    fail_under: float | None,
-    how: OutputFormat,
-    quiet: bool,
-) -> None:
-    from lokakern.bench.compare.compiled_baselines import registered
-    from lokakern.bench.compare.kernels import bound_words, contest, contests_of
-    from lokakern.device import current_device
-    from lokakern.render import terminal
-
-    with registered(compiled), terminal.TerminalProgress(quiet=quiet) as progress:
-        progress.begin("compare", len(contests_of(cases, op)))
-        found = contest(cases, op, ours=ours, rivals=rivals, groups=groups, regime=regime,
-                        seed=seed, step=progress.step, note=progress.note)  # fmt: skip
-    if how is OutputFormat.JSON:
-        print(json.dumps(found.as_json(), indent=2))
-    else:
-        title = f"{op}: {', '.join(ours)} against {', '.join(rivals)} on {current_device().product}"
-        terminal.print_rows(
-            [_cells(op, row) for row in found.rows], how.value, title=title, note=bound_words(op)
-        )
-    for summary in found.summaries:
-        print(_words(summary), file=sys.stderr)
-    for pairing in found.pairings:
-        print(_pair_words(pairing), file=sys.stderr)
-    for line in _failures(found):
-        print(line, file=sys.stderr)
-    if fail_under is not None:
-        # A row where ours did not run is slower than anything.
-        worst = min((row.speedup or 0.0 if row.rival else 1.0 for row in found.rows), default=0.0)
-        _end_if_slower(["the best rival"] if worst < fail_under else [], fail_under)
-
-
-def _cells(op: str, row: Row) -> dict[str, Any]:
+def _cells(op: str, row: contests.Row) -> dict[str, Any]:
     same = row.accurate_rival == row.rival
-    cells = {
+    return {
         "problem": row.problem.removeprefix(f"{op} "),
         "ours": row.ours,
         "us": row.ours_us,
@@ -389,10 +402,9 @@ def _cells(op: str, row: Row) -> dict[str, Any]:
         "bound us": row.bound_us,
         "/ bound": row.over_bound,
     }
-    return {name: NAN if value is None else value for name, value in cells.items()}
 
 
-def _words(summary: Summary) -> str:
+def _words(summary: contests.Summary) -> str:
     words = []
     if summary.speedup and summary.least_speedup:
         words.append(f"{summary.speedup:.3f}x the best rival (least {summary.least_speedup:.3f}x)")
@@ -414,7 +426,7 @@ def _words(summary: Summary) -> str:
     return f"{', '.join(counts)}: {found}"
 
 
-def _pair_words(pairing: Pairing) -> str:
+def _pair_words(pairing: contests.Pairing) -> str:
     where = f"{pairing.ours} against {pairing.rivals}, {pairing.group}"
     if pairing.speedup is None or pairing.least_speedup is None:
         return f"{where}: nothing to compare"
@@ -424,12 +436,12 @@ def _pair_words(pairing: Pairing) -> str:
     )
 
 
-def _failures(found: Contest) -> list[str]:
+def _failures(found: contests.Contest) -> list[str]:
     missing = [f"none of ours: {row.problem}" for row in found.rows if not row.ours]
     return _shown(_failed(found.rows) + missing)
 
 
-def _failed(rows: Sequence[Row | libraries.Row]) -> list[str]:
+def _failed(rows: Sequence[contests.Row | libraries.Row]) -> list[str]:
     entries = [entry for row in rows for entry in row.entries if entry.failed]
     return [
         f"{'WRONG' if entry.wrong else 'not ok'}: {entry.kernel}: {entry.problem}: {entry.failed}"
@@ -438,11 +450,5 @@ def _failed(rows: Sequence[Row | libraries.Row]) -> list[str]:
 
 
 def _shown(lines: Sequence[str]) -> list[str]:
-    left = len(lines) - 20
-    return [*lines[:20], f"and {left} more"] if left > 0 else list(lines)
-
-
-def _end_if_slower(slower: Sequence[str], limit: float) -> None:
-    if slower:
-        print(f"less than {limit:g} times as fast as {', '.join(slower)}", file=sys.stderr)
-        raise typer.Exit(SLOWER_EXIT)
+    left = len(lines) - MOST_FAILURES
+    return [*lines[:MOST_FAILURES], f"and {left} more"] if left > 0 else list(lines)

@@ -1,25 +1,32 @@
-"""By library: what dispatch over everybody's kernels gains over any single library, timed now."""
+"""Dispatch over all kernels against each library alone, timed now."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from lokakern.bench.compare.dispatch import admissible_of, choice_of, compared_of
-from lokakern.bench.compare.kernels import contests_of, geometric_mean
-from lokakern.bench.compare.race import Entry, timed
-from lokakern.build.prebuild import prebuild
+from lokakern.bench.compare.dispatch import Chooser, admissible_of, chooser, compared_of
+from lokakern.bench.compare.kernels import contests_of
+from lokakern.bench.compare.race import (
+    RIVALS,
+    Entrant,
+    Entry,
+    Race,
+    Setting,
+    Shape,
+    Side,
+    by_group,
+    means_of,
+    run,
+    shape_of,
+)
 from lokakern.device import current_device
-from lokakern.measure import timing
-from lokakern.measure.operand_cache import in_turn
-from lokakern.measure.time_problem import torch_device
 from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel
-from lokakern.selection.dispatcher import default_regime
-from lokakern.sweep.engine import FEWEST_PREBUILT, candidates
-from lokakern.types import ErrorBudget, Problem
+from lokakern.sweep.engine import candidates
+from lokakern.types import Problem
 from lokakern.workloads.filters import Condition
 from lokakern.workloads.suites import Case
 
@@ -28,30 +35,26 @@ ALL, OTHERS = "all", "not ours"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Shape):
     """One shape: dispatch's choice, and each library alone, from the same race.
 
+    The problem is the one dispatch would run: of prepared forms the best.
+
     Attributes:
-        problem: The problem as dispatch would take it: of the prepared forms the best.
-        chosen: The kernel that dispatch takes.
-        dispatch_us: Its median time per call; None if it did not run or was wrong.
-        library_us: By library, the time of the fastest of its admissible kernels, in whichever
-            prepared form, and of the unquantized kernel; empty where that has no time.
-        kernels: By library, whose time that is.
+        chosen: The kernel that dispatch chooses.
+        dispatch_us: Its median time per call; None if it failed or was incorrect.
+        library_us: By library, the time of the fastest of its admissible kernels, in any prepared
+            form, and of the unquantized kernel; empty where the unquantized kernel has no time.
+        kernels: By library, the kernel of that time.
         fp8_us: By library, the time of the fastest of its admissible kernels that quantize, or a
             lower bound of it; of the unquantized kernel only where it has none.
-        fastest: The library that is the fastest here; "" where there is nothing to compare.
+        fastest: The fastest library; "" where there is nothing to compare.
         speedup: Its time over dispatch's; above 1 dispatch is faster.
         fastest_other: The fastest of the libraries that are not ours.
         other_speedup: The same against it.
-        groups: Texts of the conditions that hold.
-        entries: Everybody.
+        entries: All kernels of the race.
     """
 
-    problem: str
-    m: int
-    n: int
-    k: int
     chosen: str
     dispatch_us: float | None
     library_us: dict[str, float]
@@ -61,13 +64,12 @@ class Row:
     speedup: float | None
     fastest_other: str
     other_speedup: float | None
-    groups: tuple[str, ...]
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What rows come to against libraries; ratios are a library's time over dispatch's.
+    """Speedups of dispatch over libraries: a library's time over dispatch's.
 
     Attributes:
         group: Text of a condition, or "all".
@@ -76,9 +78,9 @@ class Summary:
         compared: Those where dispatch's choice and the unquantized kernel have times.
         geometric_mean: By library, over the rows compared.
         least: By library, the least over these rows.
-        best: The best single library: whose geometric mean is lowest; "" if nothing is compared.
+        best: The best single library, with the lowest geometric mean; "" if nothing is compared.
         speedup: The geometric mean against it.
-        least_speedup: The least over rows of the ratio to the library that is the fastest there.
+        least_speedup: The least ratio of a row to the fastest library of that row.
         fp8_mean: By library, the geometric mean where it runs its FP8 kernels wherever it can.
         fp8_best: The best single library then.
         fp8_speedup: The geometric mean against it.
@@ -100,124 +102,85 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class ByLibrary:
-    """All rows, and what they come to: all of them first, then by group."""
+    """All rows, and summaries of all of them and of each group."""
 
     libraries: tuple[str, ...]
     rows: tuple[Row, ...]
     summaries: tuple[Summary, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Who races at a shape: its forms, that of dispatch first, and the names admissible there."""
-
-    same: Sequence[Case]
-    chosen: str
-    names: frozenset[str]
-
 
 def owner_of(kernel: Kernel) -> str:
     """The library of a kernel, or the language of one that is in none.
 
-    A composition belongs to the owner of its GEMM, whoever's quantizer is in front: ours lend
-    their speed to libraries that have none as fast, which flatters these.
+    A composition belongs to the owner of its GEMM, whichever quantizer it has: libraries without a
+    fast quantizer profit from ours.
     """
     last = KERNELS.get(kernel.parts[-1], kernel) if kernel.parts else kernel
     return last.library or last.language
 
 
-def by_library(
-    cases: Sequence[Case],
-    *,
-    budget: ErrorBudget,
-    regime: str | None = None,
-    distribution: str | None = None,
-    groups: Sequence[Condition] = (),
-    seed: int = 0,
-    begin: Callable[[int], None] = lambda _count: None,
-    step: Callable[[str], None] = lambda _text: None,
-) -> ByLibrary:
+def by_library(cases: Sequence[Case], setting: Setting) -> ByLibrary:
     """Time dispatch's choice for every gemm of the cases against each library alone.
 
-    All prepared forms of a shape race together: dispatch runs the kernel and the form that its
-    database says, a library whatever is fastest now of its kernels within the budget. Nobody has
-    to use FP8: each may run the unquantized kernel instead. So a library is served by a perfect
-    choice of its own, which is more than it brings; what it comes to where its FP8 kernels run
-    wherever they can, as where a library is all there is, is said beside. What a kernel wrote is
-    checked; who is wrong has no time.
-
-    Args:
-        cases: Of any op; only gemm is compared.
-        budget: What every kernel may err, by the errors in the database; one without is left out
-            unless it was slower than the unquantized kernel.
-        regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
-        distribution: Judge errors on one distribution instead of all realistic ones.
-        groups: Conditions under which means are taken, too.
-        seed: Of operands and order; rows of a database have 0.
-        begin: Called with the number of shapes.
-        step: Called with each problem.
+    All prepared forms of a shape are in one race: dispatch runs the kernel and the form of its
+    database, a library its kernel within the budget that is fastest now, or the unquantized kernel.
+    So each library is given a perfect choice. Times of libraries that run their FP8 kernels
+    wherever they can are reported separately. A kernel without errors in the database takes part
+    only if it was slower than the unquantized kernel. Outputs are checked; incorrect kernels get no
+    time.
 
     Raises:
         DeviceLostError: A kernel, which is named, left the device unusable.
     """
-    device, where = current_device(), torch_device()
-    regime = regime or default_regime(device)
-    timing.check_regime(regime, where)
-    plans = [
-        _plan(same, budget, regime, distribution) for same in contests_of(cases, "gemm").values()
+    choose, groups = chooser(setting), setting.groups
+    plans = [_plan(same, choose) for same in contests_of(cases, "gemm").values()]
+    libraries = sorted({owner_of(e.kernel) for plan in plans for e in plan.entrants})
+    races = [
+        Race(plan.same[0].problem, plan.same, plan.entrants, _sides(plan, libraries))
+        for plan in plans
     ]
-    begin(len(plans))
-    names = sorted(frozenset[str]().union(*(plan.names for plan in plans)))
-    libraries = sorted({owner_of(KERNELS[name]) for name in names})
-    problems = [case.problem for plan in plans for case in plan.same]
-    if device.is_gpu and len(problems) >= FEWEST_PREBUILT:
-        prebuild(problems, device, names)
-    timing.warm(where)
-    rows = []
-    for plan, same in zip(plans, in_turn([p.same for p in plans], seed=seed), strict=True):
-        problem = same[0].problem
-        step(str(problem))
-        sides = _sides(plan, libraries, baseline_name(problem))
-        takes_part = functools.partial(_takes_part, plan.names)
-        entries = timed(same, takes_part, regime, sides, seed)
-        rows.append(row_of(problem, plan.chosen, libraries, entries, groups))
+    rows = [
+        row_of(plan.same[0].problem, plan.chosen, libraries, entries, groups)
+        for plan, entries in zip(plans, run(races, setting), strict=True)
+    ]
     return ByLibrary(tuple(libraries), tuple(rows), tuple(summaries_of(rows, libraries, groups)))
 
 
-def _plan(
-    same: Sequence[Case], budget: ErrorBudget, regime: str, distribution: str | None
-) -> _Plan:
-    taken = compared_of(same, budget, regime, distribution)[0]
-    names: set[str] = set()
-    for case in same:
-        choice = choice_of(case, budget, regime, distribution)
-        kernels = candidates(case.problem, current_device())
-        names.update(kernel.name for kernel in admissible_of(choice, kernels))
+class _Plan(NamedTuple):
+    """The forms of a shape, that of dispatch first, with its choice and the admissible kernels."""
+
+    same: Sequence[Case]
+    chosen: str
+    entrants: Sequence[Entrant]
+
+
+def _plan(same: Sequence[Case], choose: Chooser) -> _Plan:
+    taken = compared_of(same, choose)[0]
+    names = {kernel.name for case in same for kernel in admissible_of(case, choose(case))}
     # The unquantized kernel runs on the operands of the first form, which are needed anyway.
     forms = [taken, *(case for case in same if case != taken)]
-    return _Plan(forms, choice_of(taken, budget, regime, distribution).kernel, frozenset(names))
+    entrants = [
+        Entrant(case, kernel, kernel.name, False)
+        for case in forms
+        for kernel in candidates(case.problem, current_device())
+        if kernel.name in names
+    ]
+    return _Plan(forms, choose(taken).kernel, entrants)
 
 
-def _takes_part(names: frozenset[str], kernel: Kernel) -> bool | None:
-    return False if kernel.name in names else None
+def _sides(plan: _Plan, libraries: Sequence[str]) -> list[Side]:
+    """Dispatch's choice, and each library with the unquantized kernel.
 
-
-def _sides(
-    plan: _Plan, libraries: Sequence[str], base: str | None
-) -> list[Callable[[Kernel], bool]]:
-    """Whose fastest kernel needs a time that is no lower bound: dispatch's, and each library's.
-
-    With the unquantized kernel, so that a library behind that by a lower bound is left at it.
+    A library that even by a lower bound is behind the unquantized kernel needs no time.
     """
+    base = baseline_name(plan.same[0].problem)
 
-    def is_among(kernel: Kernel, library: str) -> bool:
-        return kernel.name == base or owner_of(kernel) == library
+    def is_among(entrant: Entrant, library: str) -> bool:
+        return entrant.name == base or owner_of(entrant.kernel) == library
 
     return [
-        lambda kernel: kernel.name == plan.chosen,
+        *RIVALS,
+        lambda entrant: entrant.name == plan.chosen,
         *(functools.partial(is_among, library=library) for library in libraries),
     ]
 
@@ -229,22 +192,19 @@ def row_of(
     entries: Sequence[Entry],
     groups: Sequence[Condition] = (),
 ) -> Row:
-    """One shape's row, of a race of all its forms.
+    """The row of one shape.
 
     Args:
-        problem: In the form that dispatch would take.
-        chosen: The kernel that it would.
-        libraries: Who is compared.
-        entries: Of the race; times in microseconds.
+        problem: The problem in the form that dispatch would run.
+        chosen: The kernel that it would run.
+        libraries: The libraries to compare.
+        entries: The race of all forms.
         groups: Conditions that may hold.
     """
     base = baseline_name(problem)  # it runs once, at any of the forms
     us = {entry: entry.latency_us for entry in entries if entry.latency_us is not None}
-    mine = [
-        time for entry, time in us.items()
-        if entry.kernel == chosen and (chosen == base or entry.problem == str(problem))
-    ]  # fmt: skip
-    dispatch_us = min(mine, default=None)
+    own_form = (e for e in us if chosen == base or e.problem == str(problem))
+    dispatch_us = min((us[e] for e in own_form if e.kernel == chosen), default=None)
     alone: dict[str, Entry] = {}
     fp8_us: dict[str, float] = {}
     unquantized = [entry for entry in us if entry.kernel == base]
@@ -253,7 +213,7 @@ def row_of(
         alone[library] = min((*own, *unquantized), key=us.__getitem__)
         fp8_us[library] = min(us[entry] for entry in own or unquantized)
 
-    def order(library: str) -> tuple[float, bool]:  # of those that run the same, whose it is
+    def order(library: str) -> tuple[float, bool]:  # of equal kernels, the owner's library first
         entry = alone[library]
         return us[entry], owner_of(KERNELS[entry.kernel]) != library
 
@@ -261,12 +221,9 @@ def row_of(
         return us[alone[library]] / dispatch_us if library and dispatch_us else None
 
     fastest = min(alone, key=order, default="")
-    fastest_other = min(_others(alone), key=order, default="")
+    fastest_other = min((x for x in alone if x not in OURS), key=order, default="")
     return Row(
-        problem=str(problem),
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
+        **shape_of(problem, groups),
         chosen=chosen,
         dispatch_us=dispatch_us,
         library_us={library: us[entry] for library, entry in alone.items()},
@@ -276,49 +233,39 @@ def row_of(
         speedup=speedup(fastest),
         fastest_other=fastest_other,
         other_speedup=speedup(fastest_other),
-        groups=tuple(str(group) for group in groups if group.holds(problem)),
         entries=tuple(entries),
     )
-
-
-def _others(libraries: Iterable[str]) -> list[str]:
-    return [library for library in libraries if library not in OURS]
 
 
 def summaries_of(
     rows: Sequence[Row], libraries: Sequence[str], groups: Sequence[Condition] = ()
 ) -> Iterator[Summary]:
-    """What all rows come to, and those of each group: against all libraries, and the others'."""
-    for group in ("all", *map(str, groups)):
-        inside = [row for row in rows if group == "all" or group in row.groups]
-        yield _summary(group, ALL, inside, libraries)
-        yield _summary(group, OTHERS, inside, _others(libraries))
+    """Summaries of all rows and of each group, against all libraries and those not ours."""
+    others = [library for library in libraries if library not in OURS]
+    for group, some in by_group(rows, groups):
+        yield _summary(group, ALL, some, libraries)
+        yield _summary(group, OTHERS, some, others)
 
 
 def _summary(group: str, which: str, rows: Sequence[Row], libraries: Sequence[str]) -> Summary:
     compared = [(row, row.dispatch_us) for row in rows if row.dispatch_us and row.library_us]
     libraries = libraries if compared else ()
-    columns = {name: [row.library_us[name] / us for row, us in compared] for name in libraries}
-    fp8_columns = {name: [row.fp8_us[name] / us for row, us in compared] for name in libraries}
-    means, best = _means(columns)
-    fp8_means, fp8_best = _means(fp8_columns)
+    ratios = {name: [row.library_us[name] / us for row, us in compared] for name in libraries}
+    fp8_ratios = {name: [row.fp8_us[name] / us for row, us in compared] for name in libraries}
+    (means, least), (fp8_means, _) = means_of(ratios), means_of(fp8_ratios)
+    best = min(means, key=means.__getitem__, default="")
+    fp8_best = min(fp8_means, key=fp8_means.__getitem__, default="")
     return Summary(
         group=group,
         libraries=which,
         count=len(rows),
         compared=len(compared),
         geometric_mean=means,
-        least={library: min(column) for library, column in columns.items()},
+        least=least,
         best=best,
         speedup=means.get(best),
-        least_speedup=min((min(column) for column in columns.values()), default=None),
+        least_speedup=min(least.values(), default=None),
         fp8_mean=fp8_means,
         fp8_best=fp8_best,
         fp8_speedup=fp8_means.get(fp8_best),
     )
-
-
-def _means(columns: dict[str, list[float]]) -> tuple[dict[str, float], str]:
-    """Geometric means by library, and whose is the lowest."""
-    means = {library: geometric_mean(column) or 0.0 for library, column in columns.items()}
-    return means, min(means, key=means.__getitem__, default="")

@@ -1,7 +1,7 @@
-"""A chain measured whole: its time in one graph and its error at the end, beside the sums of both.
+"""A chain measured whole: time in one graph and error at the end, beside the sums over layers.
 
-The chain that dispatch chose, the fastest unquantized one and what torch.compile makes of the whole
-are timed in the same rounds, on the same inputs.
+Dispatch's choice, the fastest unquantized chain and torch.compile of the whole are timed in the
+same rounds, on the same inputs.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lokakern import numerics
 from lokakern.bench.compare import compiled_baselines as compiled_layers
+from lokakern.bench.compare.race import Setting, median_of
 from lokakern.chain.candidates import NONE, Chain
 from lokakern.chain.choice import ChainChoice
-from lokakern.chain.runner import ChainRun
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.kernels.torch import norm as stock
@@ -30,14 +30,7 @@ from lokakern.measure.operand_cache import Draw, drawn_on, most_rows
 from lokakern.measure.time_problem import floor_us, torch_device
 from lokakern.measure.timing import Contender, faults_of
 from lokakern.registry import ops
-from lokakern.selection.candidates import margin_us
-from lokakern.selection.dispatcher import default_regime
-from lokakern.types import (
-    Format,
-    NormEpilogue,
-    QuantizedTensor,
-    norm_form,
-)
+from lokakern.types import Format, NormEpilogue, QuantizedTensor, norm_form
 
 CHOSEN, UNQUANTIZED = "dispatch_chain", "unquantized"
 COMPILED = {
@@ -55,15 +48,15 @@ class Row:
 
     Attributes:
         name: `CHOSEN`, `UNQUANTIZED` or one of `COMPILED`.
-        kernels: In the order of launches.
+        kernels: Kernels in the order of launches.
         summed_us: Sum of the stored times of the layers; None where one is not known.
-        latency_us: Median of the whole; None where it failed.
+        latency_us: Median time of the whole; None where it failed.
         margin_us: Half-width of the 95 % interval of the median.
         speedup: Its time over that of the chosen chain; above 1 the chosen one is faster.
-        summed_row_err: What the stored errors of the layers come to.
-        row_err: Of the whole against float64: the largest upper limit over distributions and seeds.
+        summed_row_err: The row error that the stored errors of the layers predict.
+        row_err: Row error against float64: the largest upper limit over distributions and seeds.
         worst_on: The distribution of that.
-        failed: Why there is no time, or what was wrong.
+        failed: Why there is no time, or why the output is incorrect.
     """
 
     name: str
@@ -78,32 +71,21 @@ class Row:
     failed: str
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """Drawn weights, and what comes after the products, bfloat16 as models have them."""
+class _Operands(NamedTuple):
+    """Drawn weights and epilogues in bfloat16."""
 
     weights: tuple[Tensor, ...]
     epilogues: tuple[NormEpilogue, ...]
 
-    def prepared(self, choice: ChainChoice) -> ChainRun:
-        """Ready to run, with copies of all parameters of its own."""
-        return choice.prepare(
-            [w.clone() for w in self.weights],
-            *[[_copied(getattr(e, name)) for e in self.epilogues]
-              for name in ("bias", "norm_weight", "norm_bias")],
-        )  # fmt: skip
-
-
-def _copied(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.clone()
+    def parameters(self) -> tuple[list[Any], ...]:
+        """Copies of weights, biases, weights and biases of norms."""
+        layers = zip(self.weights, self.epilogues, strict=True)
+        columns = zip(*((w, e.bias, e.norm_weight, e.norm_bias) for w, e in layers), strict=True)
+        return tuple([None if x is None else x.clone() for x in column] for column in columns)
 
 
 def rivals_named(words: Sequence[str]) -> list[str]:
-    """Names in `COMPILED` that begin with one of the words.
-
-    Raises:
-        UnknownNameError: None does.
-    """
+    """Names in `COMPILED` that begin with one of the words; an UnknownNameError if none does."""
     for word in words:
         if not any(name.startswith(word) for name in COMPILED):
             raise UnknownNameError(f"rival {word!r} is unknown; expected {', '.join(COMPILED)}")
@@ -121,40 +103,39 @@ def measure_chain(
     """Time a choice and its rivals whole, in the same rounds, and measure errors of the whole.
 
     Args:
-        choice: For the device here.
+        choice: A choice for the device here.
         rivals: Names in `COMPILED`.
-        regime: Of times; None means graph-cold on GPUs and eager on CPUs.
-        seeds: Of the inputs whose error is measured.
-        step: Called with what comes next.
+        regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
+        seeds: Seeds of the inputs whose error is measured.
+        step: Called with each phase.
 
     Raises:
         UnsupportedError: The choice is for another device.
         MeasurementError: A graph regime on a device without graphs.
         DeviceLostError: A chain left the device unusable.
     """
-    regime = regime or default_regime(choice.chain.device)
-    timing.check_regime(regime, torch_device())
+    regime = Setting(regime or "").regime
     choices = {CHOSEN: choice}
     if choice.steps != choice.plain:
         choices[UNQUANTIZED] = choice.unquantized
     step("times")
     contenders = _timed(choices, rivals, regime)
     errors = {name: _error_of(found, seeds, step) for name, found in choices.items()}
-    first = contenders[0]
+    times = {one.name: median_of(one) for one in contenders if one.status == "ok"}
+    ours = times.get(CHOSEN)
     rows = []
     for contender in contenders:
         name = contender.name
         found = choices.get(name)
-        times = timing.quantiles(contender) if contender.status == "ok" else None
-        ours = timing.quantiles(first) if first.status == "ok" else None
+        median, margin = times.get(name, (None, None))
         error, worst_on, wrong = errors.get(name, (None, "", ""))
         rows.append(Row(
             name=name,
             kernels=found.kernels if found else (),
             summed_us=found.latency_us if found else None,
-            latency_us=times.p50 if times else None,
-            margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
-            speedup=times.p50 / ours.p50 if times and ours else None,
+            latency_us=median,
+            margin_us=margin,
+            speedup=median / ours[0] if median and ours else None,
             summed_row_err=found.row_err if found else None,
             row_err=error,
             worst_on=worst_on,
@@ -167,7 +148,7 @@ def measure_chain(
 def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) -> list[Contender]:
     """Contenders with their samples, the chosen chain first.
 
-    Every set has inputs, weights and outputs of its own, until their bytes pass 2x the cache.
+    Each operand set is distinct, until their bytes exceed 2x the cache.
     """
     chain, where = choices[CHOSEN].chain, torch_device()
     operands = _drawn(chain, TIMED_ON, 0)
@@ -181,12 +162,12 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
     contenders: list[Contender] = []
     outputs: list[Matrix] = []
     for name, choice in choices.items():
-        runs = [operands.prepared(choice) for _ in range(count)]
+        runs = [choice.prepare(*operands.parameters()) for _ in range(count)]
         outputs = outputs or [run.empty_output() for run in runs]
         sets = zip(runs, given, outputs, strict=True)
-        contenders.append(Contender(name, [_call_of(*each) for each in sets]))
-    for name in rivals:
-        contenders.append(_compiled(name, chain, operands, inputs))
+        calls: list[Any] = [functools.partial(run, x, out) for run, x, out in sets]
+        contenders.append(Contender(name, calls))
+    contenders += [_compiled(name, chain, operands, inputs) for name in rivals]
     timing.warm(where)
     floor = sum(floor_us(s.problem) for s in choices[CHOSEN].steps)
     ready = [contender for contender in contenders if contender.status == "ok"]
@@ -203,15 +184,8 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
     return contenders
 
 
-def _call_of(run: ChainRun, x: Matrix, out: Matrix) -> Callable[[], None]:
-    def call() -> None:
-        run(x, out)
-
-    return call
-
-
 def _compiled(name: str, chain: Chain, operands: _Operands, inputs: Sequence[Tensor]) -> Contender:
-    """The whole chain in bfloat16, as torch.compile makes it of stock modules."""
+    """The whole chain in bfloat16, compiled by torch.compile from stock modules."""
     contender = Contender(name, ())
     with faults_of(contender, torch_device()):
         compiled = torch.compile(
@@ -220,17 +194,11 @@ def _compiled(name: str, chain: Chain, operands: _Operands, inputs: Sequence[Ten
         )  # fmt: skip
         columns = chain.layers[-1].n
         contender.calls = [
-            functools.partial(compiled, x, x.new_empty((chain.m, columns)), *_parameters(operands))
+            functools.partial(compiled, x, x.new_empty((chain.m, columns)), *operands.parameters())
             for x in inputs
         ]
         contender.calls[0]()  # compiles and tunes, once for all sets
     return contender
-
-
-def _parameters(operands: _Operands) -> tuple[list[Any], ...]:
-    layers = zip(operands.weights, operands.epilogues, strict=True)
-    given = [(w, e.bias, e.norm_weight, e.norm_bias) for w, e in layers]
-    return tuple([_copied(x) for x in column] for column in zip(*given, strict=True))
 
 
 def _function_of(epilogues: Sequence[NormEpilogue]) -> Callable[..., None]:
@@ -256,7 +224,7 @@ def _function_of(epilogues: Sequence[NormEpilogue]) -> Callable[..., None]:
 def _error_of(
     choice: ChainChoice, seeds: Sequence[int], step: Callable[[str], None]
 ) -> tuple[float, str, str]:
-    """Largest upper limit of the row error, where, and what was wrong; all rows of m are run."""
+    """Largest upper limit of the row error, its distribution, and non-finite outputs."""
     worst, where, wrong = 0.0, "", ""
     for distribution in choice.chain.distributions:
         step(f"errors on {distribution}")
@@ -275,7 +243,7 @@ def _errors(
     for seed in seeds:
         operands = _drawn(chain, distribution, seed)
         x = _inputs(chain, distribution, seed)
-        out = operands.prepared(choice)(_as_read(chain, x))
+        out = choice.prepare(*operands.parameters())(_as_read(chain, x))
         exact = x[: most_rows(chain.layers[0].k)].double()  # the rest repeats it
         for weight, epilogue in zip(operands.weights, operands.epilogues, strict=True):
             sums = exact @ weight.double().t()
@@ -285,10 +253,10 @@ def _errors(
 
 
 def _drawn(chain: Chain, distribution: str, seed: int) -> _Operands:
-    """Weights of the distribution; what is added is small, as models begin with it.
+    """Weights of the distribution, and biases as small as after initialization.
 
-    What is large and the same in all rows hides errors: a bias as large as the sums leaves 0.024 of
-    the 0.085 that four layers with BlockNorm and hard-swish come to in FP8.
+    Large biases hide errors: one as large as the sums reduces the row error of four FP8 layers with
+    BlockNorm and hard-swish from 0.085 to 0.024.
     """
     where, form = torch_device(), Format.BFLOAT16
     weights, epilogues = [], []
@@ -297,11 +265,8 @@ def _drawn(chain: Chain, distribution: str, seed: int) -> _Operands:
         draw = Draw(distribution, layer.n, layer.k, own, weight=True)
         weights.append(drawn_on(draw, layer.n, form, where))
         drawn = draw_epilogue(norm_form(layer.epilogue), 1, layer.n, where, seed=own)
-        small = {
-            name: getattr(drawn, name) * layer.k**-0.5
-            for name in ("bias", "norm_bias")
-            if getattr(drawn, name) is not None
-        }
+        biases = {"bias": drawn.bias, "norm_bias": drawn.norm_bias}
+        small = {name: x * layer.k**-0.5 for name, x in biases.items() if x is not None}
         parts: list[Any] = [
             x.to(form.dtype) if isinstance(x, Tensor) else x for x in drawn._replace(**small)
         ]
@@ -310,7 +275,7 @@ def _drawn(chain: Chain, distribution: str, seed: int) -> _Operands:
 
 
 def _inputs(chain: Chain, distribution: str, seed: int) -> Tensor:
-    """Rows of the input, the drawn ones over and over."""
+    """Rows of the input: the drawn rows, repeated."""
     k = chain.layers[0].k
     rows = min(most_rows(k), chain.m)
     draw = Draw(distribution, most_rows(k), k, seed, weight=False)

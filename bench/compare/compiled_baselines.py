@@ -1,8 +1,8 @@
-"""What `compare` also races against: a layer as torch.compile makes it of stock modules.
+"""Rivals of `compare`: a layer of stock modules compiled by torch.compile.
 
-Linear, norm and what comes after, in bfloat16 with bfloat16 parameters, is compiled once for each
-shape and epilogue, before anything is timed. These kernels are in the registry only while
-`compare` asks for them: they are never swept, and nothing dispatches to them.
+Linear, norm and epilogue, in bfloat16 with bfloat16 parameters, are compiled once for each shape
+and epilogue, before anything is timed. These kernels are registered only while `compare` needs
+them: they are never swept, and dispatch never chooses them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from lokakern.types import (
     norm_form,
 )
 
-# Graphs are captured by the harness, of the compiled kernels as of all others.
+# The harness captures their graphs, as of all kernels.
 MODES = {
     "torch.compiled_norm": "default",
     "torch.compiled_norm_max_autotune": "max-autotune-no-cudagraphs",
 }
-WORD = "compiled"  # a pattern that holds it asks for them
-# A rounding to bfloat16 is up to 2^-8 of what it rounds, 32 times the 2^-13 that a bound of 1
-# leaves of the magnitude. Here three follow each other: the bias, the sums, and the norm's weights.
+WORD = "compiled"  # patterns with it ask for them
+# A rounding to bfloat16 is up to 2^-8 of the value, 32 times the 2^-13 of a bound of 1. There are
+# three: of the bias, of the sums, and of the norm's weights.
 KERNEL_ERR_BOUND = 3 * 32.0 + 1.0
 
 BACKEND = "inductor"
-FEWEST_LAYERS = 4  # from which on it pays to start processes that compile
+FEWEST_LAYERS = 4  # from which on it pays to compile in other processes
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": functional.relu,
@@ -62,7 +62,7 @@ _compiled: dict[Any, Callable[..., None]] = {}
 
 
 def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
-    """The layer as a model has it, for torch.compile; what is None is not there."""
+    """The layer of a model, for torch.compile; parts that are None are absent."""
     norm, residual_last = epilogue.norm, epilogue.residual_last
     activation = _ACTIVATIONS[epilogue.activation]
 
@@ -95,7 +95,7 @@ def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
             y = y + residual
         out.copy_(y)  # inside, so that the last kernel writes there
 
-    # torch.compile counts how often it compiled a code object, and stops at eight.
+    # torch.compile recompiles a code object eight times at most.
     code = layer.__code__.replace(co_name=f"layer_{len(_compiled)}")
     return types.FunctionType(code, globals(), code.co_name, None, layer.__closure__)
 
@@ -103,7 +103,7 @@ def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
 def _workspace(
     mode: str, a: Tensor, b: Tensor, out: Tensor, epilogue: NormEpilogue
 ) -> tuple[Any, ...]:
-    """The compiled layer, and its parameters in bfloat16; compiles it where that was not done."""
+    """The compiled layer and its parameters in bfloat16; compiles it the first time."""
     dtype = Format.BFLOAT16.dtype
     parameters = tuple(
         None if x is None else x.to(dtype)
@@ -153,13 +153,13 @@ def _kernel(name: str, mode: str) -> Kernel:
 
 
 def are_asked_for(globs: Iterable[str]) -> bool:
-    """Whether a pattern names one of them, rather than everybody: compiling takes minutes."""
+    """Whether a pattern names one of them rather than all kernels: compiling takes minutes."""
     return any(WORD in glob and any(fnmatchcase(name, glob) for name in MODES) for glob in globs)
 
 
 @contextlib.contextmanager
 def registered(wanted: bool = True) -> Iterator[None]:
-    """They are in the registry inside, if they are wanted."""
+    """Register them inside, if they are wanted."""
     if wanted:
         for name, mode in MODES.items():
             add(_kernel(name, mode))
@@ -178,21 +178,21 @@ def compile_ahead(
     device: Device,
     note: Callable[[str], None] = lambda _text: None,
 ) -> int:
-    """Compile those that are named for all problems, so that nothing compiles between races.
+    """Compile all layers before any race.
 
-    To tune one layer takes tens of seconds of a core. On a GPU many processes compile first, on all
-    cores, into Inductor's caches on disk, which this process then reads. A shape's second layer
-    comes long after its first, whose products are tuned by then.
+    Tuning one layer takes tens of seconds of a core. For a GPU, processes on all cores first
+    compile into Inductor's caches on disk, which this process then reads. The layers of one shape
+    are far apart in the queue, so that later ones find the products tuned.
 
     Args:
-        problems: Of any ops.
-        names: Of kernels that take part.
+        problems: Problems of any ops.
+        names: Names of kernels that take part.
         where: Torch device.
         device: The device type there.
-        note: Told what was compiled, and what was not.
+        note: Called with successes and failures.
 
     Returns:
-        How many layers are compiled.
+        The number of compiled layers.
     """
     wanted = tuple(sorted(set(names) & MODES.keys()))
     asked = [
@@ -204,7 +204,7 @@ def compile_ahead(
     for problem in asked:
         jobs.append((seen[problem.shape], _Layer(problem, wanted, str(where))))
         seen[problem.shape] += 1
-    jobs.sort(key=lambda job: (job[0], -job[1].problem.flops))  # the longest are begun first
+    jobs.sort(key=lambda job: (job[0], -job[1].problem.flops))  # the longest first
     if where.type == "cuda" and len(jobs) >= FEWEST_LAYERS:
         note(f"compiling {len(jobs)} layers by torch.compile")
         with _one_thread_each():
@@ -214,7 +214,7 @@ def compile_ahead(
         try:
             _compile(name, problem, where)
             count += 1
-        except Exception as error:  # the race meets it again, and says so in its entry
+        except Exception as error:  # the race meets it again, and puts it into its entry
             note(f"not compiled: {name} at {problem}: {type(error).__name__}: {error}"[:500])
     if where.type == "cuda":
         torch.cuda.synchronize()
@@ -223,7 +223,7 @@ def compile_ahead(
 
 
 def _compile(name: str, problem: Problem, where: torch.device) -> None:
-    """Compile a layer, unless it is, and launch it once, which tunes it."""
+    """Compile a layer the first time, and launch it once, which tunes it."""
     m, n, k = problem.m, problem.n, problem.k
     dtype = Format.BFLOAT16.dtype
     a, weight, out = (torch.zeros(shape, dtype=dtype, device=where)
@@ -234,7 +234,7 @@ def _compile(name: str, problem: Problem, where: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer, for a process to compile."""
+    """A layer to compile in a process."""
 
     problem: Problem
     names: tuple[str, ...]
@@ -256,20 +256,20 @@ class _Layer:
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Processes begun inside compile on one core each, unless the user says otherwise."""
-    unset = "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
-    if unset:
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    """Processes started inside compile on one core each, unless the user's environment differs."""
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    is_unset = name not in os.environ
+    os.environ.setdefault(name, "1")
     try:
         yield
     finally:
-        if unset:
-            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+        if is_unset:
+            del os.environ[name]
 
 
 @functools.cache
 def _benchmark_one_at_a_time() -> None:
-    """From now on Inductor waits for other processes that tune: together they would mistime."""
+    """Make Inductor's benchmarks exclusive among processes, which would disturb each other."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     path = Path(tempfile.gettempdir()) / f"lokakern-tuning-{os.getuid()}.lock"

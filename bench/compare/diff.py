@@ -1,8 +1,8 @@
-"""Differences: two databases, two GPUs or two spans of time, cell by cell, beyond noise.
+"""Differences beyond noise between two databases, GPUs or spans of time, cell by cell.
 
-A cell is a kernel by name, a problem and a distribution, for times also a regime and, unless two
-GPUs are compared, the GPU. Of several states of a kernel's source the one measured last counts, of
-its rows those of the best grade: the median over runs for times, the largest bound for errors.
+A cell is a kernel by name, a problem and a distribution; for times also a regime and, unless two
+GPUs are compared, the GPU. The newest source of a kernel counts, with the rows of its best grade:
+for times the median over runs, for errors the largest bound.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lokakern.registry.storage.reader import Rows
 from lokakern.selection.candidates import LIMIT_COLUMNS, margin_us, within_noise
 from lokakern.types import Device
 
-# Errors within 1 % are equal: as much as that of the same kernel changes with the seed.
+# Errors within 1 % are equal: errors of the same kernel vary as much with the seed.
 ERROR_NOISE = 0.01
 LIMITS = tuple(limit for limit in LIMIT_COLUMNS if limit != "sqnr_db")  # which is rel_err in dB
 WORSE = ("slower", "wronger", "fails")
@@ -31,13 +31,13 @@ VERDICTS = (*WORSE, "faster", "more accurate", "works", "only in A", "only in B"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two that are compared.
+    """One side of the comparison.
 
     Attributes:
-        rows: Of a database.
-        device: Only this GPU's; None: every one's.
-        since_ms: Only what was measured from then on, UTC milliseconds.
-        until_ms: Only what was measured before.
+        rows: The rows of a database.
+        device: Compare only rows of this GPU; None means all.
+        since_ms: Compare only rows measured from then on, UTC milliseconds.
+        until_ms: Compare only rows measured before.
     """
 
     rows: Rows
@@ -48,7 +48,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a side knows of a cell; ``value`` is NaN where the status is not "ok"."""
+    """A cell of one side; ``value`` is NaN where the status is not "ok"."""
 
     status: str
     digest: str
@@ -60,15 +60,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A cell of both, or of one of them.
+    """A cell of both sides, or of one.
 
     Attributes:
         verdict: One of `VERDICTS`.
         what: "time_us", or the name of an error.
         cell: Kernel, problem's key, distribution's key, regime ("" for errors), and device's key or
             architecture ("" where two are compared).
-        a: What the first side knows.
-        b: What the second side knows.
+        a: The cell of the first side.
+        b: The cell of the second side.
     """
 
     verdict: str
@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def effect(self) -> float | None:
-        """The second value over the first, where both have one; None where that is no number."""
+        """The second value over the first; None where one is missing or it is not finite."""
         if self.a is None or self.b is None or not self.a.value > 0:
             return None
         ratio = self.b.value / self.a.value
@@ -93,7 +93,7 @@ class Difference:
 
 
 def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]:
-    """Every cell of two sides, the largest effect first; cells that only one has come last.
+    """Every cell of two sides, the largest effect first; cells of only one side come last.
 
     Args:
         a: Before.
@@ -101,28 +101,17 @@ def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]
         limit: The error to compare, one of `LIMITS`.
     """
     across = a.device is not None and b.device is not None and a.device != b.device
-    read = []
-    for place, side in enumerate((a, b)):
-        tell("comparing", place / 2)
-        times = _times(side, across)
-        tell("comparing", place / 2 + 0.25)
-        read.append((times, _errors(side, across, limit)))
-    (a_times, a_errors), (b_times, b_errors) = read
-    found = [
-        *_compared("time_us", a_times, b_times),
-        *_compared(limit, a_errors, b_errors),
-    ]
+    found = []
+    for share, what in ((0.0, "time_us"), (0.5, limit)):
+        sides: list[dict[tuple[str, ...], Found]] = []
+        for side in (a, b):
+            tell("comparing", share + 0.25 * len(sides))
+            sides.append(_found(side, what, across))
+        for cell in sides[0].keys() | sides[1].keys():
+            one, other = sides[0].get(cell), sides[1].get(cell)
+            found.append(Difference(_verdict(what, one, other), what, cell, one, other))
     tell("comparing", 1)
     return sorted(found, key=lambda difference: difference._order)
-
-
-def _compared(
-    what: str, a: Mapping[tuple[str, ...], Found], b: Mapping[tuple[str, ...], Found]
-) -> list[Difference]:
-    return [
-        Difference(_verdict(what, a.get(cell), b.get(cell)), what, cell, a.get(cell), b.get(cell))
-        for cell in a.keys() | b.keys()
-    ]
 
 
 def _verdict(what: str, a: Found | None, b: Found | None) -> str:
@@ -143,11 +132,10 @@ def _verdict(what: str, a: Found | None, b: Found | None) -> str:
     return "slower" if b.value > a.value else "faster"
 
 
-_Cells = dict[tuple[str, ...], list[dict[str, Any]]]
-
-
-def _cells(side: Side, table: str, columns: Sequence[str], where: str, across: bool) -> _Cells:
-    """Rows of a side by cell: of each the state of the kernel that was measured last."""
+def _cells(
+    side: Side, table: str, columns: Sequence[str], where: str, across: bool
+) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Rows of a side by cell, of the newest source of each kernel."""
     wanted = ("kernel", "run", "problem", "distribution", "status", "measured_utc_ms", where)
     names = tuple(dict.fromkeys((*wanted, *columns)))
     pick = itemgetter(*(COLUMNS[table].index(name) for name in names))
@@ -157,7 +145,7 @@ def _cells(side: Side, table: str, columns: Sequence[str], where: str, across: b
     if side.device is not None:
         device = side.device
         only = row_keys.device_key(device) if where == "device" else device.architecture
-    cells: _Cells = {}
+    cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for values in map(pick, side.rows[table]):
         row = dict(zip(names, values, strict=True))
         here = only is None or row[where] == only
@@ -177,7 +165,7 @@ def _named(rows: Rows, table: str, columns: Iterable[str]) -> dict[str, tuple[st
 
 
 def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the state measured last; of the good ones those of the best grade, if any."""
+    """Rows of the newest source; of the good ones those of the best grade."""
     digest = max(rows, key=lambda row: (row["measured_utc_ms"], row["digest"]))["digest"]
     rows = [row for row in rows if row["digest"] == digest]
     good = [row for row in rows if row["status"] == "ok"]
@@ -186,63 +174,56 @@ def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in good if row["grade"] == "full"] or good
 
 
-def _failure(rows: list[dict[str, Any]]) -> Found | None:
-    if rows[0]["status"] == "ok":
-        return None
-    last = max(rows, key=lambda row: (row["status"] == "wrong", row["measured_utc_ms"]))
-    return Found(last["status"], last["digest"])
-
-
-def _times(side: Side, across: bool) -> dict[tuple[str, ...], Found]:
-    quantiles = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
-    columns = ("regime", "replay_count", *quantiles)
+def _found(side: Side, what: str, across: bool) -> dict[tuple[str, ...], Found]:
+    """Times or errors of a side, by cell."""
+    if what == "time_us":
+        columns = ("regime", "replay_count", "latency_us_p20", "latency_us_p50", "latency_us_p80")
+        cells = _cells(side, "timing", columns, "device", across)
+    else:
+        column = LIMIT_COLUMNS[what]
+        cells = _cells(side, "accuracy", (column,), "architecture", across)
     found = {}
-    for cell, rows in _cells(side, "timing", columns, "device", across).items():
-        by_run: dict[str, list[float]] = {}
-        failure = _failure(rows)
-        if failure is not None:
-            found[cell] = failure
-            continue
-        for row in rows:
-            by_run.setdefault(row["run"], []).append(row["latency_us_p50"])
-        found[cell] = Found(
-            "ok",
-            rows[0]["digest"],
-            statistics.median(map(statistics.median, by_run.values())),
-            min(row["latency_us_p20"] for row in rows),
-            max(row["latency_us_p80"] for row in rows),
-            max(
-                margin_us(row["latency_us_p20"], row["latency_us_p80"], row["replay_count"])
-                for row in rows
-            ),
-        )
+    for cell, rows in cells.items():
+        digest = rows[0]["digest"]
+        if rows[0]["status"] != "ok":
+            last = max(rows, key=lambda row: (row["status"] == "wrong", row["measured_utc_ms"]))
+            found[cell] = Found(last["status"], last["digest"])
+        elif what == "time_us":
+            found[cell] = _time(rows, digest)
+        else:
+            found[cell] = Found("ok", digest, max(row[column] for row in rows))
     return found
 
 
-def _errors(side: Side, across: bool, limit: str) -> dict[tuple[str, ...], Found]:
-    column = LIMIT_COLUMNS[limit]
-    found = {}
-    for cell, rows in _cells(side, "accuracy", (column,), "architecture", across).items():
-        failure = _failure(rows)
-        bound = 0.0 if failure else max(row[column] for row in rows)
-        found[cell] = failure or Found("ok", rows[0]["digest"], bound)
-    return found
+def _time(rows: list[dict[str, Any]], digest: str) -> Found:
+    by_run: dict[str, list[float]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], []).append(row["latency_us_p50"])
+    spreads = [(row["latency_us_p20"], row["latency_us_p80"], row["replay_count"]) for row in rows]
+    return Found(
+        "ok",
+        digest,
+        statistics.median(map(statistics.median, by_run.values())),
+        min(p20 for p20, _, _ in spreads),
+        max(p80 for _, p80, _ in spreads),
+        max(margin_us(*spread) for spread in spreads),
+    )
 
 
 def counts_of(found: Iterable[Difference]) -> dict[str, int]:
-    """How many cells there are of each verdict, in the order of `VERDICTS`."""
+    """Number of cells of each verdict, in the order of `VERDICTS`."""
     counts = Counter(difference.verdict for difference in found)
     return {verdict: counts[verdict] for verdict in VERDICTS}
 
 
 def rows_of(found: Iterable[Difference], a: Side, b: Side, *, brief: bool) -> list[dict[str, Any]]:
-    """Differences to print.
+    """Differences as rows to print.
 
     Args:
-        found: Which.
+        found: The differences.
         a: The first side, for names.
-        b: The second.
-        brief: Only the columns that a person needs in a table.
+        b: The second side.
+        brief: Only the columns of a table.
     """
     problems: dict[str, str] = {}
     names: dict[str, str] = {}
@@ -251,10 +232,8 @@ def rows_of(found: Iterable[Difference], a: Side, b: Side, *, brief: bool) -> li
             if row[0] not in problems:
                 values = dict(zip(COLUMNS["problem"], row, strict=True))
                 problems[row[0]] = str(row_keys.problem_from_row(values))
-        names |= {
-            key: name for key, (name,) in _named(side.rows, "distribution", ("name",)).items()
-        }
-        names |= {key: name for key, (name,) in _named(side.rows, "device", ("product",)).items()}
+        for table, column in (("distribution", "name"), ("device", "product")):
+            names |= {key: name for key, (name,) in _named(side.rows, table, (column,)).items()}
     return [_row(difference, problems, names, brief) for difference in found]
 
 
@@ -277,9 +256,8 @@ def _row(
     if brief:
         row["b_over_a"] = "-" if found.effect is None else f"{found.effect:.3f}"
         return row
-    sides: dict[str, Found | None] = {"a": a, "b": b}
     spreads: dict[str, float | None] = {}
-    for name, side in sides.items():
+    for name, side in (("a", a), ("b", b)):
         timed = side is not None and found.what == "time_us" and side.status == "ok"
         for quantile in ("p20", "p80", "margin"):
             spreads[f"{name}_{quantile}"] = getattr(side, quantile) if timed else None

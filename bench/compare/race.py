@@ -1,29 +1,116 @@
-"""Race: kernels at problems of different scales, timed in the same rounds and checked."""
+"""Races: kernels timed against each other in interleaved rounds, and checked.
+
+Every comparison runs its kernels here and makes its own rows of the entries.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
+from lokakern.bench.compare import compiled_baselines
+from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError
 from lokakern.measure import timing
+from lokakern.measure.operand_cache import in_turn
 from lokakern.measure.operands import Operands
 from lokakern.measure.problem_operands import operands_of
 from lokakern.measure.time_problem import contender_of, floor_us, torch_device, write_again
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.registry.register import Kernel
 from lokakern.selection.candidates import margin_us
-from lokakern.sweep.engine import candidates
-from lokakern.types import Problem
+from lokakern.selection.dispatcher import default_regime
+from lokakern.sweep.engine import FEWEST_PREBUILT
+from lokakern.types import ErrorBudget, Problem
+from lokakern.workloads.filters import Condition
 from lokakern.workloads.suites import Case
 
-# Accumulations; "none" sums nothing. Sums that are rounded before a norm are those of an unfused
-# one in bfloat16, which nobody calls inaccurate: "rounded". What follows a + (another rounding, a
-# library's quantizers) is not looked at.
+# Accumulations. "none" sums nothing; "rounded" sums are those of an unfused norm in bfloat16. The
+# part after a + (another rounding, a library's quantizer) does not matter here.
 ACCURATE = ("promoted", "float32", "none", "rounded")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a comparison is run.
+
+    Attributes:
+        regime: Timing regime; "" means graph-cold on GPUs and eager on CPUs.
+        seed: Seed of operands and of the order in rounds; rows of a database have 0.
+        groups: Conditions; each gets a summary of the rows where it holds.
+        budget: The error budget of dispatch; a number limits ``row_err``.
+        distribution: Judge errors on one distribution instead of all realistic ones.
+        begin: Called with the number of races.
+        step: Called with each problem.
+        note: Called with what torch.compile compiled.
+
+    Raises:
+        UnknownNameError: The regime is unknown.
+        MeasurementError: The device here has no graphs.
+    """
+
+    regime: str = ""
+    seed: int = 0
+    groups: Sequence[Condition] = ()
+    budget: float | ErrorBudget = 0.06
+    distribution: str | None = None
+    begin: Callable[[int], None] = lambda _count: None
+    step: Callable[[str], None] = lambda _text: None
+    note: Callable[[str], None] = lambda _text: None
+
+    def __post_init__(self) -> None:
+        regime = self.regime or default_regime(current_device())
+        timing.check_regime(regime, torch_device())
+        object.__setattr__(self, "regime", regime)
+
+
+class Entrant(NamedTuple):
+    """A kernel that takes part in a race.
+
+    Attributes:
+        case: The problem it runs, and the distribution of its operands.
+        kernel: The kernel.
+        name: Its name in the entry: that of the kernel, or its part in the comparison.
+        ours: Whether it is on the side under test, not a rival.
+    """
+
+    case: Case
+    kernel: Kernel
+    name: str
+    ours: bool
+
+    @property
+    def accurate(self) -> bool:
+        return self.kernel.accumulation.partition("+")[0] in ACCURATE
+
+
+Side = Callable[[Entrant], bool]
+RIVALS: tuple[Side, Side] = (
+    lambda entrant: not entrant.ours,
+    lambda entrant: not entrant.ours and entrant.accurate,
+)
+
+
+class Race(NamedTuple):
+    """Kernels to be timed in the same rounds.
+
+    Attributes:
+        problem: The problem that progress reports.
+        cases: Problems that ask for the same product.
+        entrants: Kernels at these problems, case by case.
+        sides: The fastest of each side gets a time that is no lower bound.
+    """
+
+    problem: Problem
+    cases: Sequence[Case]
+    entrants: Sequence[Entrant]
+    sides: Sequence[Side] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +119,14 @@ class Entry:
 
     Attributes:
         kernel: Its name.
-        problem: The problem as it saw it.
-        ours: Whose it is.
+        problem: The problem it ran.
+        ours: Whether it is on the side under test, not a rival.
         accurate: Whether its sums are promoted, or float32.
         latency_us: Median time per call.
         margin_us: Half-width of the 95 % interval of the median.
-        is_lower_bound: Whether it was too far behind to be timed cold.
+        is_lower_bound: Whether it was too slow to be timed cold.
         failed: Why it has no time; "" if it has.
-        wrong: Whether that is because of what it wrote.
+        wrong: Whether its output was incorrect.
     """
 
     kernel: str
@@ -55,17 +142,11 @@ class Entry:
 
 @dataclass(slots=True)
 class _Running:
-    """A kernel at a problem while it is timed; without operands where there is no room."""
+    """An entrant while it is timed; without operands where memory is short."""
 
-    kernel: Kernel
-    problem: Problem
-    ours: bool
+    entrant: Entrant
     operands: Operands | None
     contender: Contender
-
-    @property
-    def accurate(self) -> bool:
-        return self.kernel.accumulation.partition("+")[0] in ACCURATE
 
     @property
     def median_us(self) -> float:
@@ -73,36 +154,53 @@ class _Running:
         return statistics.median(samples) if samples and self.contender.status == "ok" else math.inf
 
 
-def timed(
-    same: Sequence[Case],
-    side_of: Callable[[Kernel], bool | None],
-    regime: str,
-    sides: Sequence[Callable[[Kernel], bool]] = (),
-    seed: int = 0,
-) -> list[Entry]:
-    """Everybody's time at the problems of one contest, in the same rounds.
+def run(races: Sequence[Race], setting: Setting) -> Iterator[list[Entry]]:
+    """Build all kernels, then run race after race.
 
-    Args:
-        same: Problems that ask for the same product.
-        side_of: Whether a kernel is ours; None if it does not take part.
-        regime: Timing regime.
-        sides: Of whom the fastest is wanted, too, beside ours and the rivals.
-        seed: Of operands and order.
+    Yields:
+        The entries of each race, in the order of its entrants.
 
     Raises:
         DeviceLostError: A kernel, which is named, left the device unusable.
     """
-    running = list(_running(same, side_of, regime, seed))
-    ready = [one.contender for one in running if one.contender.status == "ok"]
-    floor = min((floor_us(case.problem) for case in same), default=1.0)
+    device, where = current_device(), torch_device()
+    problems = [case.problem for race in races for case in race.cases]
+    names = sorted({entrant.kernel.name for race in races for entrant in race.entrants})
+    if device.is_gpu and len(problems) >= FEWEST_PREBUILT:
+        prebuild(problems, device, names)
+    compiled_baselines.compile_ahead(problems, names, where, device, setting.note)
+    timing.warm(where)
+    setting.begin(len(races))
+    ready = in_turn([race.cases for race in races], seed=setting.seed)
+    for race, _ in zip(races, ready, strict=True):
+        setting.step(str(race.problem))
+        yield _timed(race, setting.regime, setting.seed)
+
+
+def _timed(race: Race, regime: str, seed: int) -> list[Entry]:
+    running = list(_started(race, regime, seed))
+    floor = min((floor_us(case.problem) for case in race.cases), default=1.0)
     launched = ""
 
     def announce(contender: Contender) -> None:
         nonlocal launched
         launched = contender.name
 
+    def time(contenders: Sequence[Contender]) -> None:
+        timing.time_contenders(
+            contenders, regime=regime, device=torch_device(), floor_us=floor, seed=seed,
+            announce=announce,
+        )  # fmt: skip
+
     try:
-        _race(running, ready, regime, floor, seed, announce, sides)
+        time([one.contender for one in running if one.contender.status == "ok"])
+        while screened := [c for c in _leaders(running, race.sides) if c.screened]:
+            # A time of a few warm calls is too short: a ratio to it would be too low.
+            for contender in screened:
+                contender.screened = contender.dropped = False
+                contender.samples_us.clear()
+                contender.clocks_mhz.clear()
+                time([contender])
         entries = [_entry(one, announce) for one in running]
     except DeviceLostError as error:
         raise DeviceLostError(f"{launched}: {error}; leave that kernel out") from error
@@ -110,41 +208,12 @@ def timed(
     return entries
 
 
-def _race(
-    running: Sequence[_Running],
-    ready: Sequence[Contender],
-    regime: str,
-    floor: float,
-    seed: int,
-    announce: Callable[[Contender], None],
-    also: Sequence[Callable[[Kernel], bool]],
-) -> None:
-    def race(contenders: Sequence[Contender]) -> None:
-        timing.time_contenders(
-            contenders, regime=regime, device=torch_device(), floor_us=floor, seed=seed,
-            announce=announce,
-        )  # fmt: skip
-
-    race(ready)
-    while flattered := [one for one in _leaders(running, also) if one.contender.screened]:
-        # Who was timed by a few warm calls only is ahead of all others of its side: a ratio to it
-        # would be too low.
-        for one in flattered:
-            one.contender.screened = one.contender.dropped = False
-            one.contender.samples_us.clear()
-            one.contender.clocks_mhz.clear()
-            race([one.contender])
-
-
-def _running(
-    same: Sequence[Case], side_of: Callable[[Kernel], bool | None], regime: str, seed: int
-) -> Iterator[_Running]:
+def _started(race: Race, regime: str, seed: int) -> Iterator[_Running]:
     device, where = current_device(), torch_device()
     unquantized: set[str] = set()
-    for case in same:
-        kernels = [kernel for kernel in candidates(case.problem, device)
-                   if side_of(kernel) is not None and kernel.name not in unquantized]  # fmt: skip
-        if not kernels:
+    for case, group in itertools.groupby(race.entrants, attrgetter("case")):
+        entrants = [entrant for entrant in group if entrant.kernel.name not in unquantized]
+        if not entrants:
             continue
         operands, status, reason = None, "ok", ""
         try:
@@ -152,53 +221,99 @@ def _running(
                                    cold=regime != "graph-hot", seed=seed)  # fmt: skip
         except Exception as error:  # memory above all; another problem may fit
             status, reason = status_and_reason(error)
-        for kernel in kernels:
-            name = f"{kernel.name} at {case.problem}"  # some take more than one kind of scale
+        for entrant in entrants:
+            name = f"{entrant.name} at {case.problem}"  # some take more than one kind of scale
             contender = Contender(name, (), status, reason)
             if operands is not None:
                 with faults_of(contender, where):
-                    contender = contender_of(operands, kernel, name)
+                    contender = contender_of(operands, entrant.kernel, name)
+            kernel = entrant.kernel
             if kernel.op == "gemm" and not kernel.quantizes and contender.status == "ok":
                 # It reads the source of a prepared weight, whatever its form: once is enough.
                 unquantized.add(kernel.name)
-            yield _Running(kernel, case.problem, bool(side_of(kernel)), operands, contender)
+            yield _Running(entrant, operands, contender)
 
 
-def _leaders(
-    running: Sequence[_Running], also: Sequence[Callable[[Kernel], bool]]
-) -> list[_Running]:
-    """Who is fastest of ours, of the rivals, of the accurate rivals, and of each other side."""
-    sides = (
-        [one for one in running if one.ours and one.accurate],
-        [one for one in running if not one.ours],
-        [one for one in running if not one.ours and one.accurate],
-        *([one for one in running if member(one.kernel) and (one.accurate or not one.ours)]
-          for member in also),
-    )  # fmt: skip
-    found = [min(side, key=lambda one: one.median_us) for side in sides if side]
-    distinct = {id(one): one for one in found if one.median_us < math.inf}
-    return list(distinct.values())
+def _leaders(running: Sequence[_Running], sides: Sequence[Side]) -> list[Contender]:
+    """The fastest of each side."""
+    teams = [[one for one in running if side(one.entrant)] for side in sides]
+    found = [min(team, key=lambda one: one.median_us) for team in teams if team]
+    leaders = {id(one): one.contender for one in found if one.median_us < math.inf}
+    return list(leaders.values())
 
 
 def _entry(one: _Running, announce: Callable[[Contender], None]) -> Entry:
-    """Check what was written while it was timed, and put its entry together."""
-    contender = one.contender
+    """Check the output of a timed kernel, and make its entry."""
+    entrant, contender = one.entrant, one.contender
     wrong = ""
     if contender.status == "ok" and one.operands is not None:
         announce(contender)
         with faults_of(contender, torch_device()):
             write_again(one.operands, contender)
-            _, wrong = one.operands.check(one.kernel)
+            _, wrong = one.operands.check(entrant.kernel)
     reason = wrong or contender.reason
-    times = None if reason else timing.quantiles(contender)
+    median, margin = (None, None) if reason else median_of(contender)
     return Entry(
-        kernel=one.kernel.name,
-        problem=str(one.problem),
-        ours=one.ours,
-        accurate=one.accurate,
-        latency_us=times.p50 if times else None,
-        margin_us=margin_us(times.p20, times.p80, times.replay_count) if times else None,
+        kernel=entrant.name,
+        problem=str(entrant.case.problem),
+        ours=entrant.ours,
+        accurate=entrant.accurate,
+        latency_us=median,
+        margin_us=margin,
         is_lower_bound=contender.screened,
         failed=reason,
         wrong=bool(wrong),
     )
+
+
+def median_of(contender: Contender) -> tuple[float, float]:
+    """The median time of a contender, and the half-width of its 95 % interval."""
+    times = timing.quantiles(contender)
+    return times.p50, margin_us(times.p20, times.p80, times.replay_count)
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """The geometric mean of ratios; None of none."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+
+
+def means_of(ratios: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Geometric means and least ratios, by name; names without ratios have none."""
+    means = {name: mean for name, found in ratios.items() if (mean := geometric_mean(found))}
+    return means, {name: min(ratios[name]) for name in means}
+
+
+def fastest(entries: Iterable[Entry]) -> Entry | None:
+    """The entry with the shortest time; None where none has a time."""
+    timed = [entry for entry in entries if entry.latency_us is not None]
+    return min(timed, key=lambda entry: entry.latency_us or math.inf, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What rows of all comparisons begin with: the problem, and texts of conditions that hold."""
+
+    problem: str
+    m: int
+    n: int
+    k: int
+    groups: tuple[str, ...]
+
+
+def shape_of(problem: Problem, groups: Sequence[Condition], name: str = "") -> dict[str, Any]:
+    """Fields of a `Shape`."""
+    holding = tuple(str(group) for group in groups if group.holds(problem))
+    return {"problem": name or str(problem), "m": problem.m, "n": problem.n, "k": problem.k,
+            "groups": holding}  # fmt: skip
+
+
+_Row = TypeVar("_Row", bound=Shape)
+
+
+def by_group(
+    rows: Sequence[_Row], groups: Sequence[Condition]
+) -> Iterator[tuple[str, Sequence[_Row]]]:
+    """All rows, then those of each group."""
+    yield "all", rows
+    for text in map(str, groups):
+        yield text, [row for row in rows if text in row.groups]

@@ -1,19 +1,14 @@
-"""Mods: reusable changes to a model that widen where FP8 is safe and fast.
+"""Mods: reusable changes to a model that make FP8 safe and fast at more sites.
 
 ``mods.apply(model, [mods.NoBias(), mods.BlockNorm(256), mods.HardSwish()])`` changes a model in
-place and reports what changed where; those that are exact keep what the model computes.
+place and reports each change. Exact mods do not change the result of the model.
 """
 
-from lokakern.mods.block_norm import BlockNorm
 from lokakern.mods.editor import Change, Editor, Mod, Report, apply
-from lokakern.mods.hard_swish import HardSwish
-from lokakern.mods.intermediates import KeepIntermediates
-from lokakern.mods.mix_tokens import MixTokens
-from lokakern.mods.no_bias import NoBias
-from lokakern.mods.norm_order import NormOrder
+from lokakern.mods.epilogue import BlockNorm, HardSwish, NoBias, NormOrder
+from lokakern.mods.float32 import HighResidual, KeepIntermediates
 from lokakern.mods.pad import Pad
-from lokakern.mods.residual import HighResidual
-from lokakern.mods.together import BatchEqual, FuseShared
+from lokakern.mods.together import BatchEqual, FuseShared, MixTokens
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 
 __all__ = [

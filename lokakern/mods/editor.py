@@ -1,31 +1,28 @@
-"""`apply`: changes a model mod by mod, all or nothing, and reports what changed where."""
+"""`apply`: changes a model mod by mod, all or nothing, and reports each change."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lokakern.errors import FormatError, UnsupportedError
+from lokakern.nn.adoption import adopt, release, retake
 from lokakern.nn.module_scan import ModuleFilter, named_modules
 from lokakern.nn.torch_owners import fast_paths, set_fast_paths
 
 
 class Mod(ABC):
-    """One reusable change to a model.
-
-    Attributes:
-        is_exact: Whether the model computes the same, but for the order of sums.
-    """
+    """A reusable change to a model; exact if the model computes the same but for sum order."""
 
     is_exact: ClassVar[bool] = False
 
     @abstractmethod
     def edit(self, editor: Editor) -> None:
-        """Change what the editor offers, through its methods only."""
+        """Change modules through the methods of an editor."""
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -33,16 +30,10 @@ class Mod(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one mod did at one place, or why it did nothing there.
+    """A change that one mod made at one module, or the reason for none.
 
-    Attributes:
-        mod: Its name.
-        site: Name of the module.
-        before: What was there.
-        after: What is there now; the same where nothing changed.
-        is_exact: Whether the model computes the same there, but for the order of sums.
-        effect: What changes in what is computed, or why nothing was done.
-        is_done: Whether something was done.
+    ``is_exact``: the module computes the same, but for the order of sums. ``effect``: the change of
+    the result, or the reason why nothing changed.
     """
 
     mod: str
@@ -55,45 +46,58 @@ class Change:
 
 
 class Editor:
-    """Changes modules, and remembers how to take every change back."""
+    """Changes modules, and can undo every change."""
 
     def __init__(self, model: nn.Module, accepts: ModuleFilter | None) -> None:
         self.model = model
         self.changes: list[Change] = []
-        self._accepts = accepts
+        self.accepts: ModuleFilter = accepts or (lambda _module, _name: True)
         self._undo: list[Callable[[], object]] = []
         self._set: dict[tuple[int, str], tuple[Any, object]] = {}  # owner and value, as set last
         self._owners = fast_paths(model)
 
     def modules(self, *kinds: type[nn.Module]) -> list[tuple[str, nn.Module]]:
-        """Modules of some kinds, or of all, that the filter accepts, by name; as they are now."""
+        """Current modules of some kinds, or of all, that the filter accepts, with names."""
 
         def is_wanted(module: nn.Module, name: str) -> bool:
-            is_kind = not kinds or isinstance(module, kinds)
-            return is_kind and (self._accepts is None or self._accepts(module, name))
+            return (not kinds or isinstance(module, kinds)) and self.accepts(module, name)
 
         return list(named_modules(self.model, is_wanted))
 
-    def accepts(self, module: nn.Module, name: str) -> bool:
-        """Whether the filter does."""
-        return self._accepts is None or self._accepts(module, name)
-
     def do(self, act: Callable[[], object], undo: Callable[[], object]) -> None:
-        """Change something that `undo` takes back, whatever else was changed since."""
-        self._undo.append(undo)  # before: what fails halfway is taken back as well
+        """Make a change that `undo` reverts, whatever else was changed since."""
+        self._undo.append(undo)  # first, so that a change that fails halfway is undone
         act()
 
     def set(self, owner: Any, name: str, value: object) -> None:
         """Set an attribute: a parameter, a child, the class, or a plain one."""
         known = _value(owner, name)
         self._set[id(owner), name] = owner, value
-        if known is _ABSENT:
-            self.do(lambda: setattr(owner, name, value), lambda: delattr(owner, name))
-        else:
-            self.do(lambda: setattr(owner, name, value), lambda: setattr(owner, name, known))
+
+        def undo() -> None:
+            delattr(owner, name) if known is _ABSENT else setattr(owner, name, known)
+
+        self.do(lambda: setattr(owner, name, value), undo)
+
+    def set_of_linear(
+        self, layer: Any, name: str, value: object, undo: Callable[[], object] = lambda: None
+    ) -> None:
+        """Set an attribute of a `Linear` beside its routes; an `nn.Linear` becomes one."""
+
+        def start() -> None:
+            adopt(layer)
+            layer.is_special = True
+
+        def end() -> None:
+            undo()
+            retake(layer)
+            release(layer)
+
+        self.do(start, end)
+        self.set(layer, name, value)
 
     def replace(self, module: nn.Module, new: nn.Module) -> bool:
-        """Put another module in its place, wherever it stands; False where it is the model."""
+        """Replace a module in all its places; False if it is the model."""
         places = [
             (parent, name)
             for parent in self.model.modules()
@@ -112,26 +116,22 @@ class Editor:
         self.changes.append(Change(str(mod), site, before, after, exact, effect))
 
     def left(self, mod: Mod, site: str, what: str, why: str) -> None:
-        """Report what was left alone."""
+        """Report a module that was not changed."""
         self.changes.append(Change(str(mod), site, what, what, True, why, is_done=False))
 
     def finish(self) -> None:
-        """See that modules of torch call their children where these are not what they were."""
+        """Make modules of torch call their changed children instead of a fast path."""
         set_fast_paths(self._owners)
 
     def undo(self) -> None:
-        """Take everything back, the last first."""
+        """Undo all changes, the last first."""
         self._set.clear()
         while self._undo:
             self._undo.pop()()
         self.finish()
 
     def check_undo(self) -> None:
-        """Raise if an attribute was set anew since: what it was then would be lost.
-
-        Raises:
-            UnsupportedError: With the names of such attributes.
-        """
+        """Raise an UnsupportedError if undoing would overwrite a later change."""
         names = {id(module): name for name, module in self.model.named_modules()}
         found = [
             f"{attribute} of {names.get(id(owner)) or type(owner).__name__}"
@@ -145,11 +145,16 @@ class Editor:
             )
 
 
+def site_of(name: str, child: object) -> str:
+    """Name of a child of a module."""
+    return f"{name}.{child}" if name else str(child)
+
+
 _ABSENT = object()
 
 
 def _value(owner: Any, name: str) -> object:
-    """What an attribute is of an object itself, and not of its class."""
+    """An attribute of an object itself, not of its class."""
     known = type(owner) if name == "__class__" else vars(owner).get(name, _ABSENT)
     if known is _ABSENT and isinstance(owner, nn.Module):
         for kept in (owner._parameters, owner._modules, owner._buffers):
@@ -158,7 +163,7 @@ def _value(owner: Any, name: str) -> object:
 
 
 class Report(Sequence[Change]):
-    """What mods changed where: a sequence of `Change`, in order."""
+    """The changes of some mods, in order."""
 
     def __init__(self, editor: Editor) -> None:
         self._editor = editor
@@ -170,12 +175,9 @@ class Report(Sequence[Change]):
     def __len__(self) -> int:
         return len(self._changes)
 
-    def __iter__(self) -> Iterator[Change]:
-        return iter(self._changes)
-
     @property
     def changed(self) -> tuple[Change, ...]:
-        """Changes that were done."""
+        """The changes that were made."""
         return tuple(change for change in self._changes if change.is_done)
 
     @property
@@ -184,7 +186,7 @@ class Report(Sequence[Change]):
         return all(change.is_exact for change in self._changes)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Plain data: one row for each change."""
+        """One dictionary for each change."""
         return [asdict(change) for change in self._changes]
 
     def table(self) -> None:
@@ -202,13 +204,13 @@ class Report(Sequence[Change]):
         print_rows(rows, "table", title=repr(self))
 
     def undo(self) -> None:
-        """Make the model what it was before, with the parameters it has now.
+        """Restore the model, with its current parameters.
 
-        Reports and conversions can be undone in any order, as long as no later one set the same
+        Reports and conversions can be undone in any order, unless a later one set the same
         attribute. A second call does nothing.
 
         Raises:
-            UnsupportedError: One did; nothing is undone then.
+            UnsupportedError: A later one did; nothing is undone.
         """
         self._editor.check_undo()
         self._editor.undo()
@@ -220,22 +222,22 @@ class Report(Sequence[Change]):
 
 
 def apply(model: nn.Module, mods: Sequence[Mod], *, filter: ModuleFilter | None = None) -> Report:
-    """Change a model in place, mod after mod, each on what the one before left.
+    """Change a model in place by mods, in order.
 
-    Apply mods before an optimizer is made, because some take parameters away, and before
+    Apply mods before creating an optimizer, because some remove parameters, and before
     `lokakern.convert`, DDP, `fully_shard` and torch.compile.
 
     Args:
         model: Any module.
-        mods: In order.
+        mods: The mods.
         filter: ``(module, name) -> bool``, which modules may be changed; None: all.
 
     Returns:
-        What changed where, and what was left alone and why.
+        All changes, and the modules left alone, with reasons.
 
     Raises:
         FormatError: One of ``mods`` is no mod.
-        LokakernError: A mod cannot do what it was asked; then the model is as it was before.
+        LokakernError: A mod failed; the model is unchanged.
     """
     given: Sequence[object] = mods
     for mod in given:

@@ -1,32 +1,33 @@
-"""`Pad`: zeros beside operands whose sizes fast kernels do not take."""
+"""`Pad`: zero padding of operands to sizes that fast kernels support."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from lokakern.errors import ShapeError
 from lokakern.mods.editor import Editor, Mod
-from lokakern.nn.adoption import adopt, release, resize, retake
+from lokakern.nn.adoption import resize
 from lokakern.nn.linear import Linear
 from lokakern.nn.module_scan import INNER, inner_layers
 from lokakern.nn.torch_owners import NEVER_CALLED, never_called
 
+_FROZEN = "its weight is quantized: put Mods before convert"
+
 
 @dataclass(frozen=True)
 class Pad(Mod):
-    """Add zeros to inputs and outputs of linear layers up to a multiple, at each call.
+    """Pad inputs and outputs of linear layers with zeros to a multiple, at each call.
 
-    Parameters keep their shapes, and so do checkpoints; of weights in bfloat16, inference keeps a
-    padded copy (`lokakern.convert`). Zeros add nothing to a sum: exact.
+    Parameters and checkpoints keep their shapes; for inference with bfloat16 weights
+    `lokakern.convert` keeps a padded copy. Exact, because zeros add nothing to a sum.
 
     Args:
-        k: What the number of inputs becomes a multiple of; 16 is what FP8 kernels of libraries ask.
-        n: The same of outputs.
-        most_growth: A layer whose product would grow to more than this times its size is left
-            alone: zeros would cost more than alignment gains.
+        k: Multiple of the number of inputs; FP8 kernels of libraries need 16.
+        n: Multiple of the number of outputs.
+        most_growth: Largest factor by which a product may grow; beyond it, zeros cost too much.
     """
 
     is_exact = True
@@ -35,48 +36,33 @@ class Pad(Mod):
     most_growth: float = 1.25
 
     def edit(self, editor: Editor) -> None:
-        """See `Mod`."""
         if not all(isinstance(x, int) and x >= 1 for x in (self.k, self.n)):
             raise ShapeError(
                 f"Pad: multiples are {self.k!r} and {self.n!r}; expected integers >= 1"
             )
         inner, uncalled = inner_layers(editor.model), never_called(editor.model)
         for name, layer in editor.modules(nn.Linear):
-            assert isinstance(layer, nn.Linear)  # what was asked for
+            assert isinstance(layer, nn.Linear)  # as filtered
             k, n = layer.in_features, layer.out_features
             more = (-k % self.k, -n % self.n)
             if more == (0, 0):
                 continue
             shape, wide = f"k={k} n={n}", f"k={k + more[0]} n={n + more[1]}"
             growth = (k + more[0]) * (n + more[1]) / (k * n)
-            if id(layer) in uncalled:
-                editor.left(self, name, shape, NEVER_CALLED)
-            elif type(layer) not in (nn.Linear, Linear):
-                editor.left(self, name, shape, f"it is a {type(layer).__name__}")
-            elif id(layer) in inner:
-                editor.left(self, name, shape, INNER)
-            elif getattr(layer, "is_frozen", False):
-                editor.left(self, name, shape, "its weight is quantized: put Mods before convert")
-            elif getattr(layer, "is_mixing", False):
-                editor.left(self, name, shape, "MixTokens has it multiply tokens as they lie")
-            elif growth > self.most_growth:
-                editor.left(self, name, shape, f"the product would be {growth:.2f} times as large")
+            reasons = {
+                NEVER_CALLED: id(layer) in uncalled,
+                f"it is a {type(layer).__name__}": type(layer) not in (nn.Linear, Linear),
+                INNER: id(layer) in inner,
+                _FROZEN: getattr(layer, "is_frozen", False),
+                "MixTokens has it multiply tokens as they lie": getattr(layer, "is_mixing", False),
+                f"the product would be {growth:.2f} times as large": growth > self.most_growth,
+            }
+            why = next((why for why, holds in reasons.items() if holds), "")
+            if why:
+                editor.left(self, name, shape, why)
             else:
-                _pad(editor, name, layer, more)
+                before = getattr(layer, "_choices", ())
+                what = f"Pad of {name or 'the model'}"
+                undo = functools.partial(resize, layer, before, what)  # type: ignore[arg-type]
+                editor.set_of_linear(layer, "padding", more, undo)
                 editor.done(self, name, shape, wide, "zeros are added to sums")
-
-
-def _pad(editor: Editor, name: str, layer: Any, more: tuple[int, int]) -> None:
-    before = getattr(layer, "_choices", ())
-
-    def start() -> None:
-        adopt(layer)
-        layer.is_special = True
-
-    def end() -> None:
-        resize(layer, before, f"Pad of {name or 'the model'}")
-        retake(layer)
-        release(layer)
-
-    editor.do(start, end)
-    editor.set(layer, "padding", more)

@@ -1,18 +1,19 @@
-"""`FuseShared` and `BatchEqual`: several small products as one.
+"""Mods of traced forwards: `FuseShared`, `BatchEqual` and `MixTokens`.
 
-The ``forward`` of the module that calls the layers is traced by torch.fx and written anew; its
-children are not looked into. A forward that cannot be traced, or that depends on whether the module
-trains, is left alone.
+The ``forward`` of the module that calls the layers is traced by torch.fx; its children are not.
+A forward that cannot be traced, or that depends on ``training``, is left alone.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
-from lokakern.mods.editor import Editor, Mod
+from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.adoption import resize
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.module_scan import Joined
@@ -31,11 +32,7 @@ _PLAIN = (nn.Linear, Linear)
 
 
 class FusedLinear(Joined, Routed):
-    """Linear layers on one input as one product.
-
-    Args:
-        parts: The layers, as many inputs each, all with a bias or none.
-    """
+    """Linear layers on one input as one product; all have a bias, or none has."""
 
     makes_weight = True
 
@@ -44,11 +41,11 @@ class FusedLinear(Joined, Routed):
         self.is_mixing = all(getattr(part, "is_mixing", False) for part in parts)
 
     def weight(self) -> Tensor:
-        """The weights one below the other."""
+        """The weights, concatenated along n."""
         return torch.cat(tuple(part.weight for part in self.parts))
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        """What each layer makes of the input."""
+        """The output of each layer."""
         biases = tuple(part.bias for part in self.parts)
         bias = None if biases[0] is None else torch.cat(biases)
         held = self.held(input)
@@ -59,13 +56,12 @@ class FusedLinear(Joined, Routed):
         return self.product(input, weight, bias).split(sizes, -1)  # type: ignore[no-any-return, no-untyped-call]
 
     def product_shape(self) -> tuple[int, int, bool, Tensor]:
-        """n, k, whether there is a bias, and a parameter: what `lokakern.convert` asks."""
+        """n, k, whether there is a bias, and a parameter, for `lokakern.convert`."""
         first = self.parts[0]
         n = sum(part.out_features for part in self.parts)
         return n, first.in_features, first.bias is not None, first.weight
 
     def freeze(self) -> None:
-        """See `Routed`."""
         self.freeze_weight(self.weight())
 
     def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
@@ -74,20 +70,15 @@ class FusedLinear(Joined, Routed):
             self.freeze()
 
     def extra_repr(self) -> str:
-        """Sizes, and the choice of each product."""
         n, k, _, _ = self.product_shape()
         return f"{len(self.parts)} layers, k={k}, n={n}, {self.route_words()}"
 
 
 class BatchedLinear(Joined):
-    """Equal linear layers on inputs of their own as one batched product.
-
-    Args:
-        parts: The layers, of one shape, all with a bias or none.
-    """
+    """Linear layers of one shape as one batched product; all have a bias, or none has."""
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What each layer makes of its input."""
+        """The output of each layer."""
         if any(x.shape != inputs[0].shape or x.dtype != inputs[0].dtype for x in inputs):
             pairs = zip(inputs, self.parts, strict=True)
             return tuple(functional.linear(x, part.weight, part.bias) for x, part in pairs)
@@ -104,43 +95,196 @@ class BatchedLinear(Joined):
         return tuple(part.view(shape) for part in y.unbind(0))
 
     def extra_repr(self) -> str:
-        """Sizes."""
         first = self.parts[0]
         return f"{len(self.parts)} layers, k={first.in_features}, n={first.out_features}"
 
 
-@dataclass(frozen=True)
-class FuseShared(Mod):
-    """Multiply once where several linear layers read the same tensor (horizontal fusion).
+_KINDS = (*_PLAIN, FusedLinear)
+# Ops with a new memory layout, and modules whose outputs have the layout of their inputs.
+_ANEW = frozenset(
+    ("reshape", "flatten", "contiguous", "clone", "matmul", "bmm", "einsum", "cat", "stack")
+)
+_ELEMENTWISE = frozenset(f"torch.nn.modules.{word}" for word in ("activation", "dropout"))
 
-    Exact: each output has the sums that it had. The input is read, and quantized, once.
+
+class _Joining(Mod):
+    """Replaces several linear layers by one module that multiplies once."""
+
+    is_exact = True
+    kind: ClassVar[type[FusedLinear | BatchedLinear]]
+    effect: ClassVar[str]
+
+    @abstractmethod
+    def groups(self, layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
+        """Calls of layers to replace by one."""
+
+    def edit(self, editor: Editor) -> None:
+        for name, parent, graph in _graphs(
+            self, editor, lambda m: sum(type(x) in _PLAIN for x in m.modules()) > 1
+        ):
+            layers = _layers(graph, parent, editor, name)
+            groups = self.groups(layers)
+            for number, nodes in enumerate(groups):
+                fused = self.kind([layers[node] for node in nodes])
+                child = f"{self.kind.__name__.lower()}_{number}"
+                while hasattr(parent, child):
+                    child += "_"
+                site = site_of(name, child)
+                editor.set(parent, child, fused)
+                if isinstance(fused, Routed):
+                    undo = functools.partial(resize, fused, (), f"{self} of {site}")
+                    editor.do(lambda: None, undo)
+                _replace(graph, nodes, child, is_shared=self.kind is FusedLinear)
+                names = ", ".join(str(node.target) for node in nodes)
+                after = f"{self.kind.__name__} of {len(nodes)}"
+                editor.done(self, site, names, after, self.effect)
+            if groups:
+                rewritten = legalize_graph(fx.GraphModule(parent, graph))
+                rewritten.recompile()
+                forward = type(rewritten).forward
+                _GRAPHS[forward] = rewritten.graph
+                editor.set(parent, "forward", MethodType(forward, parent))
+
+
+@dataclass(frozen=True)
+class FuseShared(_Joining):
+    """Fuse linear layers that read the same tensor into one product (horizontal fusion).
+
+    Exact: each output has the same sums. The input is read, and quantized, once.
+    """
+
+    kind, effect = FusedLinear, "one product for all that read the tensor"
+
+    def groups(self, layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
+        """Calls with the same input."""
+        groups: dict[Any, list[fx.Node]] = {}
+        for node, layer in layers.items():
+            is_mixing = getattr(layer, "is_mixing", False)
+            key = (node.args[0], layer.bias is None, layer.weight.dtype, is_mixing)
+            groups.setdefault(key, []).append(node)
+        return [group for group in groups.values() if len(group) > 1]
+
+
+@dataclass(frozen=True)
+class BatchEqual(_Joining):
+    """Batch linear layers of one shape on different tensors into one product.
+
+    Exact: each output has the same sums. A batched product is not quantized. Layers whose inputs
+    differ in shape at a call are multiplied one by one.
+    """
+
+    kind, effect = BatchedLinear, "one batched product for all of the shape"
+
+    def groups(self, layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
+        """Greedily, in order: a call joins the first group of its shape it does not depend on."""
+        before: dict[fx.Node, set[fx.Node]] = {}  # layers that a node depends on
+        for node in next(iter(layers)).graph.nodes if layers else ():
+            inputs = node.all_input_nodes
+            before[node] = layers.keys() & set(inputs).union(*(before[x] for x in inputs))
+
+        def depend(group: list[fx.Node], other: list[fx.Node]) -> bool:
+            return any(not before[node].isdisjoint(other) for node in group)
+
+        groups: dict[Any, list[list[fx.Node]]] = {}
+        for node, layer in layers.items():
+            if getattr(layer, "is_mixing", False):
+                continue
+            key = (layer.weight.shape, layer.bias is None, layer.weight.dtype)
+            same = groups.setdefault(key, [])
+            free = next((group for group in same if not depend([node], group)), [])
+            if not free:
+                same.append(free)
+            free.append(node)
+        found: list[list[fx.Node]] = []
+        for group in (g for same in groups.values() for g in same if len(g) > 1):
+            # Two groups must not depend on each other.
+            if not any(depend(group, other) and depend(other, group) for other in found):
+                found.append(group)
+        return found
+
+
+@dataclass(frozen=True)
+class MixTokens(Mod):
+    """Multiply across tokens without copies: ``linear(x.transpose(1, 2))`` as ``weight @ x``.
+
+    Exact, but for the order of sums. Saves transposing copies of x, the output and their gradients,
+    and slow kernels where the number of tokens is no multiple of 8. Differentiable once, backward.
+
+    Applies to layers called with the transpose of a tensor ``[batch, tokens, d]``; their output has
+    the layout of the input of each call. `lokakern.convert` leaves them unquantized, because no FP8
+    kernel reads operands across rows. Exclude with a filter layers whose ``transpose(1, 2)`` is of
+    a tensor of four dimensions, which tracing does not show.
     """
 
     is_exact = True
 
     def edit(self, editor: Editor) -> None:
-        """See `Mod`."""
-        _rewrite(self, editor, _shared, FusedLinear, "one product for all that read the tensor")
+        for name, parent, graph in _graphs(self, editor, _calls_linear):
+            for node in graph.nodes:
+                if node.op == "call_module" and node.args and _is_transposed(node.args[0]):
+                    self._mark(editor, site_of(name, node.target), parent, node)
+
+    def _mark(self, editor: Editor, site: str, parent: nn.Module, call: fx.Node) -> None:
+        layer: Any = parent.get_submodule(str(call.target))
+        if type(layer) not in _KINDS or not editor.accepts(layer, site):
+            return
+        if getattr(layer, "is_mixing", False) or getattr(layer, "padding", (0, 0)) != (0, 0):
+            return
+        before = type(layer).__name__
+        if any(getattr(layer, "_routes", ())):
+            editor.left(self, site, before, "it is converted to FP8: apply Mods before convert")
+        elif _is_viewed(parent, call):
+            why = "its output is taken by view, which needs rows in memory: use reshape"
+            editor.left(self, site, before, why)
+        else:
+            editor.set_of_linear(layer, "is_mixing", True)
+            effect = "nothing is transposed to be multiplied"
+            editor.done(self, site, f"{before} of x.mT", "W @ x", effect)
 
 
-@dataclass(frozen=True)
-class BatchEqual(Mod):
-    """Multiply once where several linear layers of one shape read tensors of their own.
-
-    Exact: each output has the sums that it had. A batched product is not quantized. Layers whose
-    inputs differ in shape when called are multiplied one by one.
-    """
-
-    is_exact = True
-
-    def edit(self, editor: Editor) -> None:
-        """See `Mod`."""
-        _rewrite(self, editor, _equal, BatchedLinear, "one batched product for all of the shape")
+def _calls_linear(parent: nn.Module) -> bool:
+    """Whether a linear layer is a child, or in a list, which is never called itself."""
+    lists = (nn.ModuleList, nn.ModuleDict)
+    children = parent.children()
+    return any(_calls_linear(c) if isinstance(c, lists) else type(c) in _KINDS for c in children)
 
 
-# Of forwards that were written here: what they are traced to.
-_GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()
-Grouping = Callable[[list[fx.Node], dict[fx.Node, nn.Linear]], list[list[fx.Node]]]
+def _name_of(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _is_viewed(parent: nn.Module, call: fx.Node) -> bool:
+    """Whether a view is taken of a tensor with the layout of an output, by columns."""
+    waiting, seen = list(call.users), set()
+    while waiting:
+        user = waiting.pop()
+        name = _name_of(user)
+        if user.op == "call_method" and name in ("view", "view_as"):
+            return True
+        is_module = user.op == "call_module"
+        kind = type(parent.get_submodule(name)).__module__ if is_module else ""
+        if (kind in _ELEMENTWISE if is_module else name not in _ANEW) and user not in seen:
+            seen.add(user)
+            waiting += user.users
+    return False
+
+
+def _is_transposed(node: Any) -> bool:
+    """Whether a node transposes the last two of three dimensions, as far as tracing shows."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_method", "call_function"):
+        return False
+    if node.target is getattr:
+        return node.args[1] == "mT"
+    name, rest = _name_of(node), node.args[1:]
+    found: Any = rest[0] if len(rest) == 1 and isinstance(rest[0], tuple | list) else rest
+    places = [place % 3 for place in found if isinstance(place, int)]
+    if name in ("transpose", "swapaxes", "swapdims"):
+        return sorted(places) == [1, 2]
+    return name == "permute" and places == [0, 2, 1]
+
+
+_GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
 
 
 class _Tracer(fx.Tracer):
@@ -148,68 +292,26 @@ class _Tracer(fx.Tracer):
         return True
 
 
-def _rewrite(
-    mod: Mod, editor: Editor, grouping: Grouping, make: Callable[[list[nn.Linear]], nn.Module],
-    effect: str,
-) -> None:  # fmt: skip
+def _graphs(
+    mod: Mod, editor: Editor, has_site: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module, fx.Graph]]:
+    """Modules that may have sites of a mod, with their graphs; others are reported."""
     for name, parent in editor.modules():
-        if type(parent).__module__.startswith("torch."):
+        if type(parent).__module__.startswith("torch.") or not has_site(parent):
             continue
-        inside = [m for m in parent.modules() if type(m) in _PLAIN]
-        if len(inside) < 2:
-            continue
-        graph = graph_of(mod, editor, name, parent)
+        try:
+            graph = _traced(parent)
+            why = "its forward depends on whether it trains"
+        except Exception as error:  # fx raises whatever a forward does with a proxy
+            graph, why = None, f"torch.fx cannot trace it: {error}"
         if graph is None:
-            continue
-        layers = _layers(graph, parent, editor, name)
-        groups = grouping(list(layers), layers)
-        if not groups:
-            continue
-        for number, nodes in enumerate(groups):
-            parts = [layers[node] for node in nodes]
-            child = f"{type(make(parts)).__name__.lower()}_{number}"
-            while hasattr(parent, child):
-                child += "_"
-            fused = make(parts)
-            site = f"{name}.{child}" if name else child
-            _add(editor, parent, child, fused, f"{mod} of {site}")
-            _replace(graph, nodes, child, is_shared=isinstance(fused, FusedLinear))
-            names = ", ".join(str(node.target) for node in nodes)
-            editor.done(mod, site, names, f"{type(fused).__name__} of {len(nodes)}", effect)
-        rewritten = legalize_graph(fx.GraphModule(parent, graph))
-        rewritten.recompile()
-        forward = type(rewritten).forward
-        _GRAPHS[forward] = rewritten.graph
-        editor.set(parent, "forward", MethodType(forward, parent))
-
-
-def _add(editor: Editor, parent: nn.Module, child: str, fused: nn.Module, what: str) -> None:
-    def remove() -> None:
-        delattr(parent, child)
-        if isinstance(fused, Routed):
-            resize(fused, (), what)
-
-    editor.do(lambda: parent.add_module(child, fused), remove)
-
-
-def graph_of(mod: Mod, editor: Editor, name: str, parent: nn.Module) -> fx.Graph | None:
-    """The graph of a forward; None, and the reason in the report, where there is none."""
-    try:
-        graph = _traced(parent)
-        why = "its forward depends on whether it trains" if graph is None else ""
-    except Exception as error:  # fx raises whatever a forward does with a proxy
-        graph, why = None, f"torch.fx cannot trace it: {error}"
-    if why:
-        editor.left(mod, name, type(parent).__name__, why)
-    return graph
+            editor.left(mod, name, type(parent).__name__, why)
+        else:
+            yield name, parent, graph
 
 
 def _traced(parent: nn.Module) -> fx.Graph | None:
-    """The graph of a forward; None where it is another in training than in evaluation.
-
-    Raises:
-        UnsupportedError: The object has a forward of its own that is not of here.
-    """
+    """The graph of a forward; None if those of training and evaluation differ."""
     own = vars(parent).get("forward")
     if own is not None:
         known = _GRAPHS.get(getattr(own, "__func__", None))
@@ -220,7 +322,7 @@ def _traced(parent: nn.Module) -> fx.Graph | None:
     graphs = []
     try:
         for mode in (True, False):
-            parent.training = mode  # of itself only: children are not looked into
+            parent.training = mode  # not of its children, which are not traced
             graphs.append(_Tracer().trace(parent))
     finally:
         parent.training = was_training
@@ -233,71 +335,16 @@ def _layers(
 ) -> dict[fx.Node, nn.Linear]:
     """Calls of plain linear layers that are called once, with one tensor."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    targets = [parent.get_submodule(str(node.target)) for node in calls]
+    targets: list[Any] = [parent.get_submodule(str(node.target)) for node in calls]
     found: dict[fx.Node, nn.Linear] = {}
     for node, module in zip(calls, targets, strict=True):
-        site = f"{name}.{node.target}" if name else str(node.target)
-        once = sum(other is module for other in targets) == 1
-        simple = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
-        hooks = module._forward_hooks or module._forward_pre_hooks
-        if (
-            type(module) in _PLAIN
-            and once
-            and simple
-            and not hooks
-            and editor.accepts(module, site)
-        ):
-            assert isinstance(module, nn.Linear)  # as its type is
-            if getattr(module, "padding", (0, 0)) == (0, 0):
-                found[node] = module
-    return found
-
-
-def _shared(nodes: list[fx.Node], layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
-    groups: dict[Any, list[fx.Node]] = {}
-    for node in nodes:
-        layer = layers[node]
-        is_mixing = getattr(layer, "is_mixing", False)
-        key = (node.args[0], layer.bias is None, layer.weight.dtype, is_mixing)
-        groups.setdefault(key, []).append(node)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def _equal(nodes: list[fx.Node], layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
-    """Greedily, in order: a call joins the first group of its shape none of which it depends on."""
-    before = {node: _ancestors(node) for node in nodes}
-    groups: dict[Any, list[list[fx.Node]]] = {}
-    for node in nodes:
-        layer = layers[node]
-        if getattr(layer, "is_mixing", False):
-            continue
-        key = (layer.weight.shape, layer.bias is None, layer.weight.dtype)
-        for group in groups.setdefault(key, []):
-            if not before[node] & set(group):
-                group.append(node)
-                break
-        else:
-            groups[key].append([node])
-    found: list[list[fx.Node]] = []
-    for group in (g for same in groups.values() for g in same if len(g) > 1):
-        # Two groups must not wait for each other: a call of this one for that, and the other way.
-        if not any(_wait(group, other, before) and _wait(other, group, before) for other in found):
-            found.append(group)
-    return found
-
-
-def _wait(group: list[fx.Node], other: list[fx.Node], before: dict[fx.Node, set[fx.Node]]) -> bool:
-    return any(before[node] & set(other) for node in group)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = list(node.all_input_nodes)
-    while waiting:
-        one = waiting.pop()
-        if one not in found:
-            found.add(one)
-            waiting += one.all_input_nodes
+        is_plain = type(module) in _PLAIN and getattr(module, "padding", (0, 0)) == (0, 0)
+        is_hooked = module._forward_hooks or module._forward_pre_hooks
+        is_once = sum(other is module for other in targets) == 1
+        is_simple = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        is_free = is_plain and is_once and is_simple and not is_hooked
+        if is_free and editor.accepts(module, site_of(name, node.target)):
+            found[node] = module
     return found
 
 

@@ -1,4 +1,4 @@
-"""Mods: exact ones keep what a model computes, the others change what they say, and all undo."""
+"""Mods: exact ones keep the results of a model, others change them as documented; all undo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEDS = (0,)
 
 
 class Tower(nn.Module):
-    """Attention-like: layers that share an input, equal ones that do not, and a residual."""
+    """Layers that share an input, equal ones that do not, and a residual, as in attention."""
 
     def __init__(self, bias: bool = True, activation: Any = functional.silu) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Tower(nn.Module):
 
 
 def whole(*shape: int) -> Tensor:
-    """Small integers: sums of their products are exact in float64, whatever their order."""
+    """Small integers: sums of their products are exact in float64, in any order."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(1)).double()
 
 
@@ -81,7 +81,7 @@ EXACT = [
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("mod", EXACT, ids=str)
 def test_exact_mods_are_exact(mod: mods.Mod, bias: bool) -> None:
-    """In float64, of integers: to the bit; gradients, too."""
+    """Bit-identical in float64 on integers, gradients too."""
     model = with_whole_weights(Tower(bias, functional.relu))
     model.mix = model.mix[0]  # no norm: its quotients round
     x = whole(2, 7, 24)
@@ -104,7 +104,7 @@ def with_whole_relu(bias: bool) -> nn.Module:
     return model
 
 
-def test_what_is_not_finite_stays_in_its_rows_through_exact_mods() -> None:
+def test_exact_mods_keep_nonfinite_values_in_their_rows() -> None:
     model = Tower(activation=functional.relu).double()
     x = whole(6, 24)
     x[2, 3], x[4, 0] = float("nan"), float("inf")
@@ -115,7 +115,7 @@ def test_what_is_not_finite_stays_in_its_rows_through_exact_mods() -> None:
     assert torch.allclose(found, expected, equal_nan=True, rtol=1e-12)
 
 
-def test_fused_and_batched_layers_compile_whole_and_train() -> None:
+def test_fused_and_batched_layers_compile_as_one_graph_and_train() -> None:
     torch._dynamo.reset()
     model = Tower(activation=functional.relu)
     expected = [passed(model, whole(5, 24).float())]
@@ -129,7 +129,7 @@ def test_fused_and_batched_layers_compile_whole_and_train() -> None:
         )
 
 
-def test_layers_that_read_one_tensor_become_one_site() -> None:
+def test_layers_with_a_shared_input_become_one_site() -> None:
     model = Tower(activation=functional.relu)
     report = mods.apply(model, [mods.FuseShared()])
     assert [(c.before, c.site) for c in report.changed] == [("query, key", "fusedlinear_0")]
@@ -145,8 +145,8 @@ ROUTE = "row;16:0=cuda.quantize_row+cuda.scaled_gemm_row;1:0=cuda.quantize_row+c
 
 
 @pytest.mark.parametrize("mod", [mods.FuseShared(), mods.Pad(16, most_growth=9.0)], ids=str)
-def test_what_exact_mods_make_is_quantized_as_the_layers_would_be(mod: mods.Mod) -> None:
-    """To the bit: a row of a weight has its own scale, and zeros change none."""
+def test_exact_mods_do_not_change_quantized_results(mod: mods.Mod) -> None:
+    """Bit-identical: each row of a weight has its own scale, and zeros change none."""
     model = Tower(activation=functional.relu).bfloat16()
     x = torch.randn(6, 24).bfloat16()
     expected = []
@@ -178,7 +178,7 @@ def test_what_exact_mods_make_is_quantized_as_the_layers_would_be(mod: mods.Mod)
     [("", ["held_weight"]), (ROUTE, ["fp8_data", "fp8_scale"])],
     ids=["bf16", "fp8"],
 )
-def test_a_frozen_fused_layer_keeps_what_its_parts_were(route: str, kept: list[str]) -> None:
+def test_a_frozen_fused_layer_keeps_the_weights_of_its_parts(route: str, kept: list[str]) -> None:
     model = Tower(activation=functional.relu).bfloat16()
     x = torch.randn(6, 24).bfloat16()
     mods.apply(model, [mods.FuseShared()])
@@ -208,7 +208,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("route", ["", ROUTE], ids=["bf16", "fp8"])
-def test_what_is_frozen_may_be_sharded_and_loaded(route: str) -> None:
+def test_a_frozen_fused_layer_can_be_sharded_and_loaded(route: str) -> None:
     model, x = Pair().bfloat16(), torch.randn(6, 51).bfloat16()
     mods.apply(model, [mods.FuseShared()])
     fused = model.fusedlinear_0
@@ -222,13 +222,13 @@ def test_what_is_frozen_may_be_sharded_and_loaded(route: str) -> None:
             assert torch.equal(model(x), expected)
             model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
             assert torch.equal(model(x), 2 * expected)
-            # Of what is not quantized each rank has rows of its own now.
+            # Each rank has its own rows of an unquantized weight now.
             assert len(list(fused.buffers())) == (2 if route else 0)
     finally:
         distributed.destroy_process_group()
 
 
-def test_a_frozen_fused_layer_in_bfloat16_is_not_made_of_its_parts(
+def test_a_frozen_bfloat16_fused_layer_does_not_read_its_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Tower(activation=functional.relu).bfloat16()
@@ -240,10 +240,10 @@ def test_a_frozen_fused_layer_in_bfloat16_is_not_made_of_its_parts(
     with torch.no_grad():
         assert torch.equal(model(x), expected)
     with pytest.raises(AttributeError, match="weight"):
-        model(x)  # of which somebody may want gradients
+        model(x)  # gradients need the parts
 
 
-def test_equal_layers_are_batched_only_where_none_waits_for_another() -> None:
+def test_only_independent_layers_are_batched() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -286,10 +286,10 @@ def test_a_forward_that_cannot_be_traced_is_left_alone() -> None:
         assert "forward" not in vars(model) and model.training
 
 
-# ---- those that change something ----
+# ---- mods that change results ----
 
 
-def test_no_bias_keeps_that_of_the_prediction_layer() -> None:
+def test_no_bias_keeps_the_bias_of_the_prediction_layer() -> None:
     model = Tower()
     with torch.no_grad():
         model.key.bias.zero_()
@@ -311,15 +311,15 @@ def test_no_bias_keeps_that_of_the_prediction_layer() -> None:
         mods.apply(model, [mods.NoBias(keep=("nobody",))])
 
 
-def test_no_bias_knows_a_batch_norm_of_another_axis() -> None:
+def test_no_bias_ignores_a_batch_norm_of_another_axis() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(5), nn.Linear(6, 1))
     report = mods.apply(model, [mods.NoBias()])
     assert "batch norm" not in report[0].effect
     model(torch.randn(3, 5, 8))
 
 
-def test_a_batch_norm_that_lacks_a_bias_refuses_another_axis() -> None:
-    """With as many channels as columns sizes do not tell that it is not of rows."""
+def test_a_batch_norm_without_a_bias_refuses_another_axis() -> None:
+    """With as many channels as columns, sizes do not show the axis."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
     nn.init.normal_(model[0].bias)
@@ -342,8 +342,8 @@ def test_a_batch_norm_that_lacks_a_bias_refuses_another_axis() -> None:
     torch.testing.assert_close(model(tokens), expected[1])
 
 
-def test_a_bias_that_a_batch_norm_does_not_subtract_is_not_called_exact() -> None:
-    """Of a layer that normalizes and activates behind its bias, and of one with a hook."""
+def test_no_bias_is_not_exact_where_the_batch_norm_keeps_the_bias() -> None:
+    """A layer with a norm and an activation after its bias, and a layer with a hook."""
     hooked = nn.Linear(8, 6)
     hooked.register_forward_hook(lambda module, args, output: output.relu())
     for layer in (lokakern.LinearNormAct(8, 6), hooked):
@@ -355,7 +355,7 @@ def test_a_bias_that_a_batch_norm_does_not_subtract_is_not_called_exact() -> Non
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_no_bias_takes_nothing_from_a_batch_norm(train: bool) -> None:
+def test_no_bias_is_exact_before_a_batch_norm(train: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
     x = torch.randn(32, 8, dtype=torch.float64)
@@ -377,7 +377,7 @@ def test_no_bias_takes_nothing_from_a_batch_norm(train: bool) -> None:
     close(other(x), model(x))
 
 
-def test_norms_of_columns_and_calls_of_silu_are_left_alone_with_the_reason() -> None:
+def test_batch_norms_and_calls_of_silu_are_left_alone_with_a_reason() -> None:
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return functional.silu(x)
@@ -390,7 +390,7 @@ def test_norms_of_columns_and_calls_of_silu_are_left_alone_with_the_reason() -> 
 
 
 @pytest.mark.parametrize(("columns", "block"), [(512, 256), (24, 256), (24, 8), (1, 1)])
-def test_block_norm_is_what_gemm_norm_calls_so(columns: int, block: int) -> None:
+def test_block_norm_equals_block_rms_of_gemm_norm(columns: int, block: int) -> None:
     model = nn.Sequential(nn.LayerNorm(columns, eps=1e-3), nn.RMSNorm(columns))
     mods.apply(model, [mods.BlockNorm(block)])
     x = torch.randn(5, columns)
@@ -408,7 +408,7 @@ def test_block_norm_is_what_gemm_norm_calls_so(columns: int, block: int) -> None
             assert torch.autograd.gradcheck(norm, row)
 
 
-def test_probe_judges_after_block_norm() -> None:
+def test_probe_finds_the_block_norm_of_a_site() -> None:
     model = nn.Sequential(nn.Linear(24, 16), nn.LayerNorm(16), nn.Linear(16, 1))
     mods.apply(model, [mods.BlockNorm(8)])
     with lokakern.Probe(model) as probe:
@@ -418,7 +418,7 @@ def test_probe_judges_after_block_norm() -> None:
     }  # fmt: skip
 
 
-def test_block_norm_leaves_what_it_cannot_divide() -> None:
+def test_block_norm_leaves_norms_that_blocks_do_not_divide() -> None:
     model = nn.Sequential(nn.LayerNorm(24), nn.LayerNorm((4, 6)), nn.RMSNorm(16))
     report = mods.apply(model, [mods.BlockNorm(16)])
     assert [c.is_done for c in report] == [False, False, True]
@@ -430,7 +430,7 @@ def test_block_norm_leaves_what_it_cannot_divide() -> None:
     assert "it is the model itself" in report[0].effect
 
 
-def test_hard_swish_differs_by_what_it_says() -> None:
+def test_hard_swish_differs_by_at_most_its_documented_bound() -> None:
     x = torch.linspace(-20, 20, 400001).double()
     difference = (functional.hardswish(x) - functional.silu(x)).abs()
     assert difference.max() < 0.143 and abs(abs(x[difference.argmax()]) - 3) < 1e-3
@@ -442,7 +442,7 @@ def test_hard_swish_differs_by_what_it_says() -> None:
     assert isinstance(model.mix[1], nn.SiLU) and model.activation is functional.silu
 
 
-def test_norms_move_and_keep_their_names() -> None:
+def test_moved_norms_keep_their_names() -> None:
     model = nn.Sequential(
         nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 4), nn.LayerNorm(4)
     )
@@ -479,7 +479,7 @@ class Blocks(nn.Module):
         return x
 
 
-def test_a_residual_in_float32_loses_less() -> None:
+def test_a_float32_residual_has_smaller_errors() -> None:
     model = Blocks()
     x = torch.randn(64, 16)
     exact = copy.deepcopy(model).double()(x.double())
@@ -504,7 +504,7 @@ def test_a_residual_in_float32_loses_less() -> None:
         assert layer(torch.randn(3, 2, 8)).dtype == torch.float32
 
 
-def test_sums_that_stay_float32_survive_a_norm_that_subtracts_a_large_mean() -> None:
+def test_float32_sums_are_exact_before_a_norm_with_a_large_mean() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 1))
     with torch.no_grad():
@@ -537,7 +537,7 @@ def test_sums_that_stay_float32_survive_a_norm_that_subtracts_a_large_mean() -> 
     assert error() == before and type(model[0]) is nn.Linear
 
 
-def test_sums_do_not_stay_float32_before_a_norm_that_takes_none() -> None:
+def test_sums_are_rounded_before_a_norm_without_float32_parameters() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6)).bfloat16()
     report = mods.apply(model, [mods.KeepIntermediates()])
     assert not report.changed and "takes no float32 sums" in report[0].effect
@@ -545,7 +545,7 @@ def test_sums_do_not_stay_float32_before_a_norm_that_takes_none() -> None:
 
 
 def test_parts_of_a_fused_layer_are_not_padded() -> None:
-    """What multiplies them knows of no zeros of theirs."""
+    """The fused layer does not pad its parts."""
     model = Tower(True, functional.relu)
     mods.apply(model, [mods.FuseShared()])
     inner = inner_layers(model)
@@ -557,7 +557,7 @@ def test_parts_of_a_fused_layer_are_not_padded() -> None:
             assert getattr(layer, "padding", (0, 0)) == (0, 0) and name in left
 
 
-def test_padding_that_costs_more_than_it_gains_is_left() -> None:
+def test_padding_with_too_much_growth_is_left() -> None:
     model = nn.Sequential(nn.Linear(312, 512), nn.Linear(512, 1), nn.Linear(13, 512))
     report = mods.apply(model, [mods.Pad(16)])
     assert [c.is_done for c in report] == [True, False, True]
@@ -583,7 +583,7 @@ class Whole(nn.Module):
         return self.tower(x) + self.last(x + self.blocks[0](x))  # type: ignore[no-any-return]
 
 
-def test_all_mods_together_compile_whole_and_train() -> None:
+def test_all_mods_together_compile_as_one_graph_and_train() -> None:
     torch._dynamo.reset()
     model = Whole()
     every = [
@@ -606,7 +606,7 @@ def test_all_mods_together_compile_whole_and_train() -> None:
 # ---- apply ----
 
 
-def test_mods_follow_each_other_and_a_filter_narrows_them() -> None:
+def test_mods_apply_in_order_and_a_filter_restricts_them() -> None:
     model = Tower()
     both = [mods.NoBias(), mods.BlockNorm(8), mods.HardSwish(), mods.FuseShared(), mods.Pad(16)]
     x = torch.randn(4, 24)
@@ -626,7 +626,7 @@ class Failing(mods.Mod):
             editor.set(module, "bias", None)
 
 
-def test_a_mod_that_fails_leaves_the_model_as_it_was() -> None:
+def test_a_failed_mod_leaves_the_model_unchanged() -> None:
     model, x = Tower(), torch.randn(3, 24)
     before, parts = model(x), list(model.named_modules())
     with pytest.raises(LokakernError):
@@ -634,19 +634,19 @@ def test_a_mod_that_fails_leaves_the_model_as_it_was() -> None:
     assert list(model.named_modules()) == parts and torch.equal(model(x), before)
 
 
-def test_what_is_no_mod_is_refused() -> None:
+def test_apply_refuses_objects_that_are_no_mods() -> None:
     with pytest.raises(FormatError, match=r"NoBias'> is not a mod; make one: NoBias\(\)"):
         mods.apply(Tower(), [mods.NoBias])  # type: ignore[list-item]
 
 
-def test_shared_modules_are_replaced_wherever_they_stand() -> None:
+def test_shared_modules_are_replaced_in_all_places() -> None:
     norm = nn.LayerNorm(8)
     model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm)})
     mods.apply(model, [mods.BlockNorm(8)])
     assert model["a"] is model["b"][0] and isinstance(model["a"], mods.BlockRMSNorm)
 
 
-def test_a_report_is_a_table_and_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_prints_a_table_and_gives_rows(capsys: pytest.CaptureFixture[str]) -> None:
     report = mods.apply(Tower(), [mods.NoBias(), mods.BlockNorm(8)])
     report.table()
     out = capsys.readouterr().out

@@ -613,6 +613,22 @@ def test_a_choice_that_fails_is_no_faster(
                for row in ran.json["rows"])  # fmt: skip
 
 
+def test_an_incorrect_choice_gets_no_time(
+    command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = KERNELS[COMPOSED]
+
+    def launch(a: Any, b: Any, out: Any, bias: Any, workspace: Any) -> None:
+        right.launch(a, b, out, bias, workspace)
+        out[1, 1] = 99.0
+
+    monkeypatch.setitem(KERNELS, COMPOSED, replace(right, launch=launch))
+    ran = command(*HELD_OUT, str(choosy_file))
+    assert ran.code == 4
+    assert all(row["chosen_us"] is None and "dispatch: kernel_err " in row["why"]
+               for row in ran.json["rows"])  # fmt: skip
+
+
 def test_a_draw_can_be_repeated_and_others_drawn(
     command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""By library: who owns a kernel, what a library alone takes, and what dispatch gains over it."""
+"""By library: owners of kernels, times of each library, and the gain of dispatch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lokakern.bench.cli.compare import _library_words
 from lokakern.bench.compare import by_library as libraries
 from lokakern.bench.compare import dispatch, race
 from lokakern.bench.compare.by_library import Row, by_library, owner_of, row_of, summaries_of
-from lokakern.bench.compare.race import Entry
+from lokakern.bench.compare.race import Entry, Setting
 from lokakern.device import current_device
 from lokakern.measure import operand_cache, operands, timing
 from lokakern.measure.timing import Contender
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.types import ErrorBudget, Format, Problem
+from lokakern.types import Format, Problem
 from lokakern.workloads.filters import parse_condition
 from lokakern.workloads.gemm_cases import Case, unquantized_case, whole_gemm_cases
 from tests.support.inline_worker import launches_take
@@ -61,7 +61,7 @@ def test_a_composition_belongs_to_the_owner_of_its_gemm() -> None:
     assert owner_of(KERNELS["triton.scaled_gemm_row"]) == "triton"
 
 
-def test_each_library_counts_by_its_fastest_kernel() -> None:
+def test_a_library_has_the_time_of_its_fastest_kernel() -> None:
     found = row(entry(BF16, 9.0), entry(OUR_ROW, 4.0), entry(TORCH_ROW, 6.0), entry(ACME, 5.0))
     assert found.dispatch_us == 4.0
     assert found.library_us == {"acme": 5.0, "cuda": 4.0, "torch": 6.0}
@@ -71,26 +71,25 @@ def test_each_library_counts_by_its_fastest_kernel() -> None:
 
 
 def test_a_library_may_run_the_unquantized_kernel() -> None:
-    """Where its own are slower, wrong, or none."""
+    """If its own kernels are slower, incorrect or missing."""
     slow = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0), entry(ACME, 6.0))
     wrong = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0), entry(ACME, None, wrong=True))
     absent = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0))
     for found in (slow, wrong, absent):
         assert found.library_us == {"acme": 5.0, "cuda": 4.0, "torch": 5.0}
         assert found.kernels["acme"] == found.kernels["torch"] == BF16
-        assert found.fastest_other == "torch", "of those that run the same, whose it is"
+        assert found.fastest_other == "torch", "of equal kernels, the owner comes first"
         assert found.other_speedup == 1.25
 
 
-def test_a_library_takes_its_best_form_and_dispatch_its_own() -> None:
+def test_a_library_uses_its_fastest_form_and_dispatch_its_choice() -> None:
     found = row(entry(BF16, 9.0, BLOCK), entry(OUR_ROW, 3.0, BLOCK), entry(OUR_ROW, 4.0))
     assert (found.dispatch_us, found.library_us["cuda"], found.speedup) == (4.0, 3.0, 0.75)
     unquantized = row(entry(BF16, 9.0, BLOCK), entry(TORCH_ROW, 10.0), chosen=BF16)
-    assert unquantized.dispatch_us == 9.0, "it runs once, whatever the form"
+    assert unquantized.dispatch_us == 9.0, "it runs once, at any form"
 
 
-def test_fp8_wherever_a_library_can() -> None:
-    """As where it is all there is: also where the unquantized kernel is faster."""
+def test_fp8_times_ignore_a_faster_unquantized_kernel() -> None:
     found = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0), entry(ACME, 10.0), entry(ACME, 8.0, BLOCK))
     assert found.fp8_us == {"acme": 8.0, "cuda": 4.0, "torch": 5.0}
     every, others = summaries_of([found], NAMES)
@@ -100,7 +99,7 @@ def test_fp8_wherever_a_library_can() -> None:
     assert row(entry(OUR_ROW, 4.0)).fp8_us == {}
 
 
-def test_what_did_not_run_is_not_compared() -> None:
+def test_rows_without_times_are_not_compared() -> None:
     choice = row(entry(BF16, 9.0), entry(OUR_ROW, None, wrong=True))
     assert (choice.dispatch_us, choice.fastest, choice.speedup) == (None, "torch", None)
     base = row(entry(BF16, None), entry(OUR_ROW, 4.0))
@@ -132,12 +131,12 @@ def test_the_best_single_library_has_the_lowest_mean() -> None:
     )
 
 
-# --- raced on the CPU
+# --- races on the CPU
 
 
 @dataclass
 class Answer:
-    """What dispatch says of a problem."""
+    """A choice of dispatch."""
 
     kernel: str
     latency_us: float
@@ -157,11 +156,11 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def answer(monkeypatch: pytest.MonkeyPatch, of: Callable[[Problem], Answer]) -> None:
     for module in (dispatch, libraries):
-        monkeypatch.setattr(module, "choice_of", lambda case, *_: of(case.problem))
+        monkeypatch.setattr(module, "chooser", lambda _setting: lambda case: of(case.problem))
 
 
 def emulated(problem: Problem) -> Answer:
-    """Row scales are the best of a prepared weight, 128x128 scales are beyond the budget."""
+    """Rowwise scaling is the fastest for a prepared weight; blockwise exceeds the budget."""
     rejected = {"torch.quantize_tensor+torch.emulated_tensor": "slower: 7.00 us",
                 "torch.quantize_block+torch.emulated_block": "row_err 0.0700 > 0.06",
                 BF16: "tied, larger error or later name: 6.00 us"}  # fmt: skip
@@ -171,15 +170,15 @@ def emulated(problem: Problem) -> Answer:
 
 
 def run(seed: int = 0) -> libraries.ByLibrary:
-    return by_library(CASES, budget=ErrorBudget.of(0.06), seed=seed)
+    return by_library(CASES, Setting(seed=seed))
 
 
-def test_all_forms_of_a_shape_race_together(
+def test_all_forms_of_a_shape_are_in_one_race(
     on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, emulated)
     steps: list[Any] = []
-    found = by_library(CASES, budget=ErrorBudget.of(0.06), begin=steps.append, step=steps.append)
+    found = by_library(CASES, Setting(begin=steps.append, step=steps.append))
     assert steps == [2, str(CASES[0].problem), str(ROW)]
     assert found.libraries == ("torch",)
     whole, prepared = found.rows
@@ -197,10 +196,10 @@ def test_all_forms_of_a_shape_race_together(
     assert found.summaries[0].least_speedup == min(r.speedup or 0.0 for r in found.rows)
 
 
-def test_a_lower_bound_is_no_time_of_dispatch_or_of_a_library(
+def test_dispatch_and_libraries_have_no_lower_bounds(
     on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But a library that is behind the unquantized kernel even so is left there."""
+    """Except a library that is slower than the unquantized kernel by its lower bound."""
     answer(monkeypatch, emulated)
     chosen, races = emulated(ROW).kernel, []
 
@@ -220,7 +219,7 @@ def test_a_lower_bound_is_no_time_of_dispatch_or_of_a_library(
     assert (prepared.dispatch_us, prepared.library_us) == (9.0, {"torch": 1.0})
 
 
-def test_a_seed_draws_other_operands_in_another_order(
+def test_the_seed_sets_operands_and_order(
     on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, emulated)
@@ -242,8 +241,7 @@ def test_a_seed_draws_other_operands_in_another_order(
     assert seeds == {("order", 7), ("draw", 7)}
 
 
-def test_draws_are_made_for_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many groups ahead as fit."""
+def test_operands_are_drawn_for_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def finish(cases: list[Case], *, seed: int) -> int:

@@ -1,4 +1,4 @@
-"""Rivals that torch.compile makes: right, compiled once for each layer, raced on request only."""
+"""Rivals made by torch.compile: correct, compiled once for each layer, timed on request only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from lokakern.bench.cli.main import app
 from lokakern.bench.compare import compiled_baselines
 from lokakern.bench.compare.kernels import contest
+from lokakern.bench.compare.race import Setting
 from lokakern.build.pool import build
 from lokakern.device import current_device
 from lokakern.measure import operands
@@ -34,7 +35,7 @@ ROW = Operand(Format.E4M3FN, Granularity.ROW)
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is traced is run as it is: C++ of Inductor takes many seconds to compile."""
+    """Run traced graphs directly: Inductor takes many seconds to compile C++."""
     monkeypatch.setattr(compiled_baselines, "BACKEND", "eager")
     monkeypatch.setattr(operands, "l2_bytes", lambda: 20_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -69,7 +70,7 @@ def check(kernel: Kernel, problem: Problem, distribution: str = "X1") -> str:
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("distribution", ["X1", "X6", "X13"])
 @pytest.mark.sample(every=5)
-def test_they_compute_the_layer(epilogue: str, distribution: str) -> None:
+def test_compiled_layers_are_correct(epilogue: str, distribution: str) -> None:
     problem = layer(epilogue)
     with compiled_baselines.registered():
         for name in compiled_baselines.MODES:
@@ -79,9 +80,9 @@ def test_they_compute_the_layer(epilogue: str, distribution: str) -> None:
 
 
 @pytest.mark.rest
-def test_inductor_computes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled in a process of its own, into caches that this one reads."""
-    if not shutil.which("g++"):  # nothing to compile with; what is traced was tested above
+def test_layers_of_inductor_are_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled in another process, into caches that this one reads."""
+    if not shutil.which("g++"):  # no compiler; traced graphs are tested above
         return
     monkeypatch.setattr(compiled_baselines, "BACKEND", "inductor")
     name, problem = "torch.compiled_norm", layer("bias+layer+affine")
@@ -92,8 +93,8 @@ def test_inductor_computes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
         assert check(KERNELS[name], problem) == ""
 
 
-def test_a_layer_is_compiled_once_whatever_the_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And many layers do not make torch give up on compiling one more."""
+def test_a_layer_is_compiled_once_for_all_operand_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many layers do not reach the recompilation limit of torch."""
     made: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -115,7 +116,7 @@ def test_a_layer_is_compiled_once_whatever_the_sets(monkeypatch: pytest.MonkeyPa
         assert compiled_baselines.compile_ahead(problems, ["torch.bf16"], CPU, HERE) == 0
 
 
-def test_what_does_not_compile_is_told_and_left_to_the_race(
+def test_a_failed_compilation_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -125,15 +126,15 @@ def test_what_does_not_compile_is_told_and_left_to_the_race(
     told: list[str] = []
     cases = [Case(layer("layer"), "X1")]
     with compiled_baselines.registered():
-        found = contest(cases, "gemm_norm", ours=["torch.norm_*"],
-                        rivals=["torch.compiled_norm"], note=told.append)  # fmt: skip
+        found = contest(cases, "gemm_norm", Setting(note=told.append), ours=["torch.norm_*"],
+                        rivals=["torch.compiled_norm"])  # fmt: skip
     (row,) = found.rows
     (entry,) = [entry for entry in row.entries if not entry.ours]
     assert "no such template" in entry.failed and not entry.wrong and row.ours
     assert len(told) == 1 and "no such template" in told[0]
 
 
-def test_they_take_bfloat16_only() -> None:
+def test_compiled_layers_take_bfloat16_only() -> None:
     static: dict[str, Any] = {"out_format": ROW.format, "out_granularity": Granularity.TENSOR}
     with compiled_baselines.registered():
         for problem in (layer("layer", a=ROW), layer("layer", **static),
@@ -141,7 +142,7 @@ def test_they_take_bfloat16_only() -> None:
             assert KERNELS["torch.compiled_norm"].supports(problem, HERE) != ACCEPTED
 
 
-def test_they_are_registered_only_while_they_are_asked_for() -> None:
+def test_compiled_layers_are_registered_on_request_only() -> None:
     problem = layer("layer")
     before = {kernel.name for kernel in candidates(problem, HERE)}
     with compiled_baselines.registered():
@@ -160,12 +161,14 @@ def test_they_are_registered_only_while_they_are_asked_for() -> None:
     [(["torch.compiled_norm"], True), (["torch.compiled*"], True), (["*compiled*"], True),
      (["*"], False), (["torch.*"], False), (["cuda.*", "*+*"], False), (["cuda.compiled"], False)],
 )  # fmt: skip
-def test_a_pattern_asks_for_them_by_name(globs: list[str], asked: bool) -> None:
-    """Everybody (*) is not enough: compiling takes minutes."""
+def test_only_patterns_with_their_name_ask_for_compiled_layers(
+    globs: list[str], asked: bool
+) -> None:
+    """All kernels (*) is not enough: compiling takes minutes."""
     assert compiled_baselines.are_asked_for(globs) is asked
 
 
-def test_the_bars_are_one_command_each() -> None:
+def test_one_command_compares_with_each_kind_of_rival() -> None:
     shape = ["compare", "--op", "gemm_norm", "--shape", "48,64,32", "--quiet", "--format", "csv"]
     bars = [
         ["--epilogue", "bias+layer+affine", "--rivals", "torch.compiled_norm*"],
@@ -186,11 +189,11 @@ def test_the_bars_are_one_command_each() -> None:
     assert result.exit_code == 0
 
 
-def test_formats_of_a_layer_meet() -> None:
-    """FP8 in and bfloat16 out, FP8 in and out, and bfloat16 throughout: users choose among them."""
+def test_formats_of_a_layer_are_compared() -> None:
+    """FP8 in and bfloat16 out, FP8 in and out, and bfloat16 throughout."""
     cases = list(gemm_norm_cases(48, 64, 32, "X1", Format.E4M3FN))
     with compiled_baselines.registered():
-        found = contest(cases, "gemm_norm", ours=["torch.norm_emulated_*"],
+        found = contest(cases, "gemm_norm", Setting(), ours=["torch.norm_emulated_*"],
                         rivals=["torch.compiled_norm", "torch.norm_unfused"])  # fmt: skip
     after_layer, after_block = found.rows
     for row in (after_layer, after_block):
@@ -216,7 +219,7 @@ def test_processes_that_compile_use_one_core_each(monkeypatch: pytest.MonkeyPatc
     assert os.environ[name] == "7"
 
 
-def test_a_user_names_shapes_with_an_epilogue() -> None:
+def test_shapes_with_an_epilogue_make_all_cases() -> None:
     cases = list(epilogue_cases([(48, 64, 32), (48, 64)], "bias+layer", Format.E4M3FN))
     assert {case.problem.epilogue for case in cases} == {"bias+layer"}
     layers = [case.problem for case in cases if case.problem.op == "gemm_norm"]

@@ -1,4 +1,4 @@
-"""Differences: what is faster, slower, wronger or missing, and only beyond noise."""
+"""Differences: faster, slower, less accurate or missing cells, beyond noise only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DAY = 24 * 3600 * 1000
 
 
 def rows(*facts: dict[str, Any]) -> Rows:
-    """A database of times (`us`) and errors (`err`); of what is not said, the usual."""
+    """A database of times (`us`) and errors (`err`), with defaults for other columns."""
     from dataclasses import asdict, replace
 
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in TABLES}
@@ -104,11 +104,11 @@ def verdicts(a: Rows, b: Rows, **sides: Any) -> list[str]:
     ],
     ids=str,
 )
-def test_a_cell_is_compared(before: dict[str, Any], after: dict[str, Any], verdict: str) -> None:
+def test_verdict_of_a_cell(before: dict[str, Any], after: dict[str, Any], verdict: str) -> None:
     assert verdicts(rows(before), rows(after)) == [verdict]
 
 
-def test_what_is_infinite_is_still_json(diff: Callable[..., Ran]) -> None:
+def test_infinite_errors_are_valid_json(diff: Callable[..., Ran]) -> None:
     code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}), "--json")
     (row,) = json.loads(out, parse_constant=pytest.fail)
     assert code == 6 and (row["verdict"], row["b_over_a"], row["b"]) == (
@@ -118,7 +118,7 @@ def test_what_is_infinite_is_still_json(diff: Callable[..., Ran]) -> None:
     )
 
 
-def test_noise_is_that_of_dispatch() -> None:
+def test_noise_is_the_same_as_for_dispatch() -> None:
     for us in (9.4, 9.55, 9.69, 9.71, 10.29, 10.31, 10.45, 10.6):
         a, b = rows({"us": 10.0, "spread": 1.0}), rows({"us": us, "spread": 1.0})
         margin = differences(Side(a), Side(b))[0].a
@@ -127,8 +127,8 @@ def test_noise_is_that_of_dispatch() -> None:
         assert (verdicts(a, b) == ["same"]) == tied
 
 
-def test_which_rows_count() -> None:
-    """The state measured last, its best grade, the median over runs; of errors the largest."""
+def test_newest_source_and_best_grade_count() -> None:
+    """Of times the median over runs, of errors the largest."""
     a = rows({"us": 10.0})
     old = {"us": 20.0, "digest": "e" * 64, "at": NOW - 1}
     quick = {"us": 30.0, "grade": "quick"}
@@ -142,7 +142,7 @@ def test_which_rows_count() -> None:
     ]
 
 
-def test_the_largest_effect_comes_first_and_the_missing_last() -> None:
+def test_largest_effects_come_first_and_missing_cells_last() -> None:
     a = rows({"m": 1}, {"m": 2}, {"m": 3}, {"m": 4}, {"m": 6}, {"m": 8, "err": 0.1})
     b = rows({"m": 1, "us": 15.0}, {"m": 2, "us": 5.0}, {"m": 3}, {"m": 5},
              {"m": 6, "status": "error"}, {"m": 8, "err": 0.4})  # fmt: skip
@@ -238,5 +238,5 @@ def test_usage(diff: Callable[..., Ran], words: tuple[str, ...], error: str) -> 
     assert code == 2 and error in " ".join(err.replace("│", " ").split())
 
 
-def test_every_table_has_a_place_in_the_rows_of_these_tests() -> None:
+def test_rows_of_these_tests_have_every_table() -> None:
     assert {*rows({}, {"err": 0.1})} == {*DIMENSIONS, *FACTS}

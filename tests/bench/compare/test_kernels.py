@@ -1,4 +1,4 @@
-"""Contests: who stands against whom, who counts, and what the ratios are."""
+"""Contests: their problems, their sides, and the ratios."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lokakern.bench.cli.compare import _failures, _pair_words, _words
 from lokakern.bench.compare import kernels as contests
 from lokakern.bench.compare import race
 from lokakern.bench.compare.kernels import Contest, bound_us, contest, contests_of, unscaled
-from lokakern.bench.compare.race import Entry
+from lokakern.bench.compare.race import Entrant, Entry, Setting
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, UnknownNameError
 from lokakern.measure import operands
@@ -52,10 +52,10 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(cases: Sequence[Case], op: str, ours: str, rivals: str, *groups: str) -> Contest:
     conditions = [parse_condition(text) for text in groups]
-    return contest(cases, op, ours=[ours], rivals=[rivals], groups=conditions)
+    return contest(cases, op, Setting(groups=conditions), ours=[ours], rivals=[rivals])
 
 
-def test_kernels_of_every_scale_meet_at_a_shape() -> None:
+def test_kernels_of_all_granularities_are_compared_at_a_shape() -> None:
     found = run(SHAPES, "scaled_gemm", "torch.*_row", "torch.*", "m >= 64", "m > 64")
     (row,) = found.rows
     assert row.problem == "scaled_gemm m=64 n=32 k=128 a=e4m3fn b=e4m3fn out=bfloat16"
@@ -97,8 +97,8 @@ def test_the_anchors_are_27_contests() -> None:
         ]  # fmt: skip
 
 
-def test_whoever_makes_a_layer_stands_in_its_contest() -> None:
-    """In whatever format it reads and writes; what comes after the sums must be the same."""
+def test_layers_of_all_formats_share_a_contest() -> None:
+    """Formats of input and output may differ; the epilogue must be the same."""
     row, group = (Operand(Format.E4M3FN, g) for g in (Granularity.ROW, Granularity.GROUP))
     small: dict[str, Any] = {"out_format": Format.E4M3FN, "out_granularity": Granularity.TENSOR}
     weight = Operand(Format.E4M3FN, Granularity.BLOCK, Layout.COLUMN)
@@ -122,14 +122,13 @@ def test_whoever_makes_a_layer_stands_in_its_contest() -> None:
     [("float32", True), ("promoted", True), ("none", True), ("rounded", True),
      ("promoted+rounded", True), ("fast", False), ("fast+rounded", False)],
 )  # fmt: skip
-def test_sums_rounded_before_a_norm_are_no_fast_ones(accumulation: str, accurate: bool) -> None:
+def test_rounded_sums_before_a_norm_are_accurate(accumulation: str, accurate: bool) -> None:
     kernel = replace(KERNELS["torch.norm_unfused"], accumulation=accumulation)
     problem = make_problem("gemm_norm", (64, 32, 128), epilogue="layer")
-    one = race._Running(kernel, problem, True, None, Contender("", ()))
-    assert one.accurate is accurate
+    assert Entrant(Case(problem, "X1"), kernel, "", True).accurate is accurate
 
 
-def test_a_gemm_of_another_does_not_become_ours_by_a_norm_of_ours() -> None:
+def test_a_composition_with_a_rival_gemm_is_not_ours() -> None:
     theirs = replace(
         KERNELS["torch.emulated_row+torch.norm_quantize"],
         name="torch.scaled_mm_row+cuda.norm_quantize",
@@ -144,7 +143,7 @@ def test_a_gemm_of_another_does_not_become_ours_by_a_norm_of_ours() -> None:
     assert not contests._is_ours(ours, ["cuda.gemm_norm*"]), "then it is the unfused rival"
 
 
-def test_a_composition_with_a_norm_is_a_rival_by_its_pattern() -> None:
+def test_a_pattern_selects_compositions_as_rivals() -> None:
     cases = [gemm_norm_case(64, 32, 128, "bias+layer", "X1",
                             Operand(Format.E4M3FN, Granularity.ROW))]  # fmt: skip
     (row,) = run(cases, "gemm_norm", "torch.norm_emulated_*", "*+torch.norm_quantize").rows
@@ -154,7 +153,7 @@ def test_a_composition_with_a_norm_is_a_rival_by_its_pattern() -> None:
     assert not any(entry.failed for entry in row.entries)
 
 
-def test_one_form_without_room_leaves_the_unquantized_kernel_to_the_others(
+def test_out_of_memory_moves_the_unquantized_kernel_to_another_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = 0
@@ -200,7 +199,7 @@ def test_a_prepared_weight_counts_in_its_fastest_form() -> None:
     assert len({entry.kernel for entry in prepared.entries if entry.ours}) == 3
 
 
-def test_quantizers_stand_alone_and_against_their_bound() -> None:
+def test_quantizers_are_compared_by_granularity_and_with_their_bound() -> None:
     cases = [quantize_case(64, 256, granularity, "X1", Format.E4M3FN)
              for granularity in (Granularity.ROW, Granularity.GROUP)]  # fmt: skip
     found = run(cases, "quantize", "torch.*", "torch.*")
@@ -233,16 +232,13 @@ def entry(kernel: str, ours: bool, accurate: bool, us: float | None) -> Entry:
     return Entry(kernel, problem, ours, accurate, us, 0.0, False, "" if us else "broken")
 
 
-def row_of(monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> contests.Row:
-    monkeypatch.setattr(contests, "timed", lambda *_: list(entries))
-    return contests._row(unscaled(SHAPES[0].problem), SHAPES, lambda _: None, (), "eager")
+def row_of(*entries: Entry) -> contests.Row:
+    return contests._row(unscaled(SHAPES[0].problem), SHAPES, entries, ())
 
 
-def test_fast_kernels_meet_any_and_accurate_ones_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_accurate_kernels_are_also_compared_among_themselves() -> None:
     row = row_of(
-        monkeypatch, entry("ours.fast", True, False, 1.0), entry("ours.promoted", True, True, 4.0),
+        entry("ours.fast", True, False, 1.0), entry("ours.promoted", True, True, 4.0),
         entry("theirs.fast", False, False, 2.0), entry("theirs.promoted", False, True, 6.0),
         entry("theirs.broken", False, True, None),
     )  # fmt: skip
@@ -251,19 +247,19 @@ def test_fast_kernels_meet_any_and_accurate_ones_each_other(
     assert (row.speedup, row.accurate_speedup) == (2.0, 1.5)
 
 
-def test_a_shape_without_ours_is_counted_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = row_of(monkeypatch, entry("ours.a", True, True, None), entry("b", False, True, 2.0))
+def test_a_shape_without_ours_is_counted_and_not_compared() -> None:
+    row = row_of(entry("ours.a", True, True, None), entry("b", False, True, 2.0))
     assert (row.ours, row.ours_us, row.speedup, row.over_bound) == ("", None, None, None)
     summary = contests._summary("all", [row])
     assert (summary.count, summary.compared, summary.speedup) == (1, 0, None)
 
 
-def test_a_mean_comes_with_how_often_ours_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incorrect_outputs_are_counted_beside_the_mean() -> None:
     wrong = replace(entry("ours.c", True, True, None), wrong=True)
     rows = [
-        row_of(monkeypatch, entry("ours.a", True, True, 1.0), entry("b", False, True, 2.0), wrong,
+        row_of(entry("ours.a", True, True, 1.0), entry("b", False, True, 2.0), wrong,
                entry("ours.d", True, True, None)),
-        row_of(monkeypatch, wrong, replace(wrong, ours=False), entry("b", False, True, None)),
+        row_of(wrong, replace(wrong, ours=False), entry("b", False, True, None)),
     ]  # fmt: skip
     summary = contests._summary("all", rows)
     assert (summary.wrong, summary.failed, summary.missing) == (2, 1, 1)
@@ -277,7 +273,7 @@ def test_a_mean_comes_with_how_often_ours_was_wrong(monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
 
 
-def test_a_wrong_kernel_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incorrect_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     right = KERNELS["torch.emulated_row"]
 
     def launch(a, a_scale, b, b_scale, out, bias, workspace):  # type: ignore[no-untyped-def]
@@ -292,8 +288,8 @@ def test_a_wrong_kernel_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.latency_us is None and found.failed.startswith("kernel_err ") and found.wrong
 
 
-def test_who_adds_to_its_output_is_checked_after_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is timed may hold a call several times, as graphs do."""
+def test_accumulating_kernels_are_checked_after_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may hold a call several times."""
 
     def run_all(contender: Contender) -> None:
         for call in (*contender.calls, *contender.calls):
@@ -316,8 +312,8 @@ def test_a_kernel_that_raises_does_not_stop_the_others(monkeypatch: pytest.Monke
     assert "RuntimeError: no such tile" in {entry.failed for entry in row.entries}
 
 
-def test_contenders_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of a race are kept by name."""
+def test_contenders_have_unique_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time spent on a contender is stored by name."""
     seen: list[str] = []
 
     def time(contenders: Sequence[Contender], **_: object) -> None:
@@ -330,7 +326,7 @@ def test_contenders_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(set(seen)) == len(seen) > 6
 
 
-def test_who_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(contenders: Sequence[Contender], *, announce: Callable[[Contender], None],
              **_: object) -> None:  # fmt: skip
         announce(contenders[1])
@@ -342,7 +338,7 @@ def test_who_loses_the_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a few warm calls took is no time to compare with."""
+    """A time of a few warm calls is a lower bound only."""
     warm = {"torch.emulated_tensor": 3.0, "torch.emulated_row": 1.0, "torch.emulated_block": 5.0}
     cold = {"torch.emulated_tensor": 6.0, "torch.emulated_row": 1.0, "torch.emulated_block": 7.0}
     races: list[list[str]] = []
@@ -365,11 +361,11 @@ def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(entry.is_lower_bound for entry in row.entries)
 
 
-def test_each_pattern_of_ours_meets_each_of_the_rivals() -> None:
-    """One run tells how ours do against every library; one pattern a side needs no more lines."""
+def test_each_pattern_of_ours_is_compared_with_each_of_the_rivals() -> None:
+    """With one pattern on each side there are no pairings."""
     ours, rivals = ["torch.*_row", "torch.*_block"], ["torch.*_tensor", "torch.*_t*"]
     conditions = [parse_condition("m > 64")]
-    found = contest(SHAPES, "scaled_gemm", ours=ours, rivals=rivals, groups=conditions)
+    found = contest(SHAPES, "scaled_gemm", Setting(groups=conditions), ours=ours, rivals=rivals)
     (row,) = found.rows
     us = {entry.kernel.rpartition("_")[2]: entry.latency_us or 0 for entry in row.entries}
     assert us.keys() == {"row", "block", "tensor"}
@@ -389,6 +385,6 @@ def test_each_pattern_of_ours_meets_each_of_the_rivals() -> None:
 
 
 @pytest.mark.parametrize(("ours", "rivals"), [("nope.*", "torch.*"), ("torch.*", "torch.nope")])
-def test_a_pattern_that_names_nobody_is_refused(ours: str, rivals: str) -> None:
+def test_a_pattern_without_kernels_is_refused(ours: str, rivals: str) -> None:
     with pytest.raises(UnknownNameError, match=r"no kernel of scaled_gemm is named .* expected"):
         run(SHAPES, "scaled_gemm", ours, rivals)
