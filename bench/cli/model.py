@@ -90,12 +90,10 @@ def model(
     """
     import torch
 
-    from lokakern.bench.models.arms import arms_named
+    from lokakern.bench.models.arms import Setting, arms_named
     from lokakern.bench.models.catalog import CATALOG, config_named
-    from lokakern.bench.models.comparison import compare, rows_of
-    from lokakern.bench.models.curves import save_curves
-    from lokakern.bench.models.layers import write_suite
-    from lokakern.bench.models.setting import Setting
+    from lokakern.bench.models.comparison import compare, rows_of, write_suite
+    from lokakern.bench.models.learning import save_curves
     from lokakern.device import current_device
     from lokakern.measure.time_problem import torch_device
     from lokakern.render import terminal

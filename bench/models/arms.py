@@ -1,29 +1,144 @@
-"""Arms of a comparison: ways to make a model as written faster, each told apart from the others."""
+"""Arms of a comparison: a model in a setting, and the ways of running it in bf16 or FP8."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lokakern.bench.compare.by_library import owner_of
+from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
+from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.everywhere import FP8_MULTIPLE, fits, quantize_everywhere
-from lokakern.bench.models.setting import Interact, Predictor, Setting, Trainer, to_bfloat16
+from lokakern.conversion.convert import convert
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.module_scan import inner_layers
+from lokakern.nn.routed_matmul import PLAIN, route_text
 from lokakern.registry.libraries import LIBRARIES
-from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.selection import dispatcher
 from lokakern.types import Granularity
+
+LEARNING_RATE = 1e-3
+
+Interact = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model in a given size, trained or asked for predictions.
+
+    Attributes:
+        name: Of the model.
+        size: Name of its size.
+        config: Of that size.
+        samples: In a batch.
+        training: Whether steps are of training; else they are predictions.
+        device: Where it runs.
+        budget: Largest row error of a product that is quantized.
+    """
+
+    name: str
+    size: str
+    config: Any
+    samples: int
+    training: bool
+    device: torch.device
+    budget: float
+
+    @property
+    def inputs(self) -> Inputs:
+        """What the model is fed."""
+        return cast(Inputs, self.config.inputs)
+
+    def build(self, seed: int) -> ClickModel:
+        """The model as written, with parameters of a seed, the same on every device."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = CATALOG[self.name].build(self.config)
+        return model.to(self.device)
+
+
+def to_bfloat16(model: ClickModel) -> ClickModel:
+    """All parameters but those of the tables, in place: what predictions are made with."""
+    for module in model.modules():
+        if not isinstance(module, Tables):
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter.detach().bfloat16(), False))
+    return model
+
+
+class Predictor:
+    """Predictions in bfloat16.
+
+    Args:
+        model: After `to_bfloat16`.
+        interact: Its `interact`, compiled or not.
+    """
+
+    def __init__(self, model: ClickModel, interact: Interact) -> None:
+        self.model, self.interact = model.eval(), interact
+
+    @torch.no_grad()
+    def embed(self, batch: Batch) -> Sequence[Tensor]:
+        """What the tables give, as the layers take it."""
+        given = (batch.dense, *self.model.embed(batch))
+        return [x.bfloat16() if x.is_floating_point() else x for x in given]
+
+    @torch.no_grad()
+    def logits(self, given: Sequence[Tensor]) -> Tensor:
+        """Logits ``[batch]`` of what `embed` gave."""
+        return self.interact(*given).float()
+
+
+class Trainer:
+    """Steps of training: bfloat16 by autocast, parameters in float32, Adam.
+
+    Args:
+        model: Its parameters are changed.
+        interact: Its `interact`, compiled or not.
+    """
+
+    def __init__(self, model: ClickModel, interact: Interact) -> None:
+        self.model, self.interact = model.train(), interact
+        self.device = next(model.parameters()).device
+        self.optimizer = torch.optim.Adam(
+            model.parameters(), LEARNING_RATE, fused=True, capturable=self.device.type == "cuda"
+        )
+
+    def embed(self, batch: Batch) -> Sequence[Tensor]:
+        """What the tables give, in bfloat16: so they send it, and are sent its gradients."""
+        found = self.model.embed(batch)
+        return (batch.dense, *(x.bfloat16() if x.is_floating_point() else x for x in found))
+
+    def logits(self, given: Sequence[Tensor]) -> Tensor:
+        """Logits ``[batch]`` of what `embed` gave."""
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.interact(*given).float()
+
+    def loss(self, given: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Mean cross entropy of what `embed` gave."""
+        return F.binary_cross_entropy_with_logits(self.logits(given), labels)
+
+    def step(self, given: Sequence[Tensor] | Batch, labels: Tensor) -> Tensor:
+        """One step on a batch, or on what `embed` gave of one; returns the loss before it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.embed(given) if isinstance(given, Batch) else given, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+# --- arms
 
 AS_WRITTEN, BASELINE, BUDGETED, PROBED = "as-written", "bf16", "by-budget", "lokakern"
 TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
@@ -71,7 +186,7 @@ class Built:
     """
 
     arm: Arm
-    model: nn.Module
+    model: ClickModel
     interact: Interact
     conversion: Any = None
     notes: tuple[str, ...] = ()
@@ -79,7 +194,7 @@ class Built:
     @property
     def uncompiled(self) -> Built:
         """The same model, called as it is: a graph for every use of it would take minutes."""
-        return replace(self, interact=self.model.interact)  # type: ignore[arg-type]
+        return replace(self, interact=self.model.interact)
 
     def trainer(self) -> Trainer:
         """Takes steps with it."""
@@ -179,7 +294,7 @@ def build(
             )
             if not setting.training:
                 conversion.offload(m_range=(setting.samples, setting.samples))
-    interact: Interact = model.interact  # type: ignore[assignment]
+    interact: Interact = model.interact
     if arm.compiled:
         # On a CPU it is traced and nothing more: what Inductor makes of it there is no evidence.
         backend = "inductor" if setting.device.type == "cuda" else "eager"
@@ -189,7 +304,7 @@ def build(
 
 def _changed(
     arm: Arm, setting: Setting, seed: int, state: State | None
-) -> tuple[nn.Module, list[str]]:
+) -> tuple[ClickModel, list[str]]:
     """A model with the arm's Mods, and what is to be said of them."""
     model = setting.build(seed)
     # Of a fused layer the tools of these arms would see nothing, and leave it in bfloat16.
@@ -297,7 +412,7 @@ def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) ->
     """
     model, _ = _changed(arm, setting, seed, state)
     log = ClickLog(setting.inputs, seed, setting.device)
-    trainer = Trainer(model, model.interact)  # type: ignore[arg-type]
+    trainer = Trainer(model, model.interact)
     with public("Probe")(model, every=1) as probe:
         for step in range(PROBED_STEPS):
             batch = log.batch(PROBE_FROM + step, setting.samples)
@@ -338,3 +453,71 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
     if left:
         found.append(f"{len(left)} layers are not multiples of {FP8_MULTIPLE}: {', '.join(left)}")
     return found
+
+
+# --- FP8 without dispatch
+
+FP8_MULTIPLE = 16  # of the sizes that torch's FP8 product takes
+
+
+def fits(layer: nn.Linear) -> bool:
+    """Whether torch's FP8 product takes its sizes."""
+    return layer.in_features % FP8_MULTIPLE == 0 == layer.out_features % FP8_MULTIPLE
+
+
+def stock_kernel(granularity: Granularity) -> Kernel:
+    """The FP8 product of torch itself, promoted, on this device; its emulation elsewhere.
+
+    Raises:
+        UnsupportedError: Neither takes such scales.
+    """
+    load_kernels()
+    found = [
+        kernel
+        for kernel in KERNELS.values()
+        if kernel.op == "gemm"
+        and kernel.quantizes
+        and owner_of(kernel) == "torch"
+        and kernel.granularity is kernel.b_granularity is granularity
+        and kernel.accumulation in ("promoted", "float32")
+        and kernel.runs_on(current_device())
+    ]
+    if not found:
+        raise UnsupportedError(f"torch has no FP8 product with {granularity} scales here")
+    return min(found, key=lambda kernel: ("any" in kernel.architectures, kernel.name))
+
+
+def quantize_everywhere(
+    model: nn.Module, granularity: Granularity, *, inference: bool
+) -> tuple[str, ...]:
+    """Run all three products of every layer that fits in E4M3, in place.
+
+    Args:
+        model: Its linear layers become `lokakern.Linear`.
+        granularity: Of all scales: TENSOR or ROW.
+        inference: Whether weights are quantized once and for all.
+
+    Returns:
+        What ran, and the layers that do not fit.
+    """
+    kernel = stock_kernel(granularity)
+    everywhere, nowhere = [(0, kernel.name)], [(0, "")]
+    weight_route = route_text(granularity, everywhere, nowhere)
+    sum_route = route_text(Granularity.NONE, everywhere, nowhere)
+    left = []
+    for site in convert(model, None, inference=inference).sites.values():
+        layer = site.module
+        assert isinstance(layer, nn.Linear)  # of which the models are made
+        if not fits(layer):
+            left.append(f"{site.name} ({layer.out_features}x{layer.in_features})")
+            continue
+        routes = (
+            weight_route,
+            PLAIN if inference else weight_route,
+            PLAIN if inference else sum_route,
+        )
+        layer.take_routes(routes, layer.weight)
+        if inference:
+            layer.freeze()
+    words = f"{len(left)} layers are not multiples of {FP8_MULTIPLE}: {', '.join(left)}"
+    return (kernel.name, *([words] if left else []))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-from torch import Tensor, nn
+from typing import Any
 
 from lokakern.bench.models import dhen, dlrm, interformer, wukong
-from lokakern.bench.models.batch import Batch, Inputs
+from lokakern.bench.models.blocks import ClickModel, Inputs
 from lokakern.errors import UnknownNameError
 
 # Of all tables: as published most fit on no GPU, and what an optimizer does to each row at each
@@ -17,19 +15,11 @@ from lokakern.errors import UnknownNameError
 FITTING_ROWS = 2**20
 
 
-class Model(Protocol):
-    """What every model does."""
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]: ...
-    def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor: ...
-    def __call__(self, batch: Batch) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A model, its sizes, and the batch that they were published with."""
 
-    build: Callable[[Any], nn.Module]
+    build: Callable[[Any], ClickModel]
     sizes: Mapping[str, Any]
     default_size: str
     samples: int

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lokakern.bench.models.batch import PADDING, Batch, Inputs
+from lokakern.bench.models.blocks import PADDING, Batch, Inputs
 
 # NVIDIA's benchmark of recommenders: 1.05 for ids, 1.2 for lengths of histories.
 ID_EXPONENT, LENGTH_EXPONENT = 1.05, 1.2

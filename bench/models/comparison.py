@@ -1,36 +1,165 @@
-"""Arms of a model side by side: how fast, and how good; what is missing has a reason."""
+"""Arms of a model side by side: how fast, how good, and by which kernels."""
 
 from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lokakern.bench.models import arms as ways
-from lokakern.bench.models.arms import Arm, Built
-from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices, rows_of_sites
+from lokakern.bench.models.arms import Arm, Built, Setting, apply_mods
+from lokakern.bench.models.blocks import Batch, random_batch
+from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.learning import Run, best_quality, judged, learn
-from lokakern.bench.models.metrics import Quality
-from lokakern.bench.models.setting import Setting
-from lokakern.bench.models.shares import Shares, shares_of
+from lokakern.bench.models.learning import Quality, Run, best_quality, judged, learn
 from lokakern.bench.models.throughput import (
     BATCHES,
     GRAPH,
     Pace,
+    Shares,
     Stepper,
     memory,
     pace_words,
     race,
+    shares_of,
     stepper,
 )  # fmt: skip
 from lokakern.errors import UnsupportedError
 from lokakern.measure import timing
+from lokakern.nn.linear import Routed
+from lokakern.nn.module_scan import shape_of
+from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe.loss import LossChange, interval_of
+from lokakern.selection.choice import Choice
+
+EXPLAINED = 0.10  # of the step's gain; a larger gap is explained
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """One product of a layer.
+
+    Attributes:
+        site: Name of the layer.
+        gemm: "output", "grad_input" or "grad_weight".
+        rows: Of the layer's input, in the batch at hand.
+        n: Outputs.
+        k: Inputs.
+        kernel: What runs; "bf16" where nothing is quantized.
+        bf16_us: Time of the unquantized product in the database; None where there is none.
+        us: Of the kernel, with what it quantizes; None where there is none.
+        why: In a few words.
+    """
+
+    site: str
+    gemm: str
+    rows: int
+    n: int
+    k: int
+    kernel: str
+    bf16_us: float | None
+    us: float | None
+    why: str
+
+    @property
+    def gain_us(self) -> float:
+        """What it saves by the database."""
+        return 0.0 if self.bf16_us is None or self.us is None else self.bf16_us - self.us
+
+
+def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
+    """Rows that each converted layer multiplies in ``run``, which must not be compiled."""
+    rows: dict[str, int] = {}
+    handles = []
+    for name, site in built.conversion.sites.items():
+
+        def see(_module: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+            rows[name] = inputs[0].numel() // inputs[0].shape[-1]
+
+        handles.append(site.module.register_forward_pre_hook(see))
+    with torch.no_grad():
+        run()
+    for handle in handles:
+        handle.remove()
+    return rows
+
+
+def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
+    """What runs in each layer that was called, product by product."""
+    found = []
+    for name, site in built.conversion.sites.items():
+        if name not in rows:
+            continue
+        m = rows[name]
+        n, k, _, _ = shape_of(site.module)
+        for route in site.routes if training else site.routes[:1]:
+            kernel = kernel_at(route.text, m) or "bf16"
+            plain, chosen = _times(route.choices, route.gemm, m, kernel)
+            found.append(LayerChoice(name, route.gemm, m, n, k, kernel, plain, chosen, route.why))
+    return found
+
+
+def _times(
+    choices: Sequence[Choice], gemm: str, m: int, kernel: str
+) -> tuple[float | None, float | None]:
+    """Of the unquantized product and of the kernel, at m rows of a layer."""
+    if gemm == "grad_weight":  # sums over m, so that each m has a table of its own
+        choices = [choice for choice in choices if choice.problem.k == m]
+    if not choices:
+        return None, None
+    table = choices[0].table
+    at = choices[0].m if gemm == "grad_weight" else m
+    by_name = {candidate.name: candidate for candidate in table.candidates}
+
+    def time_of(name: str | None) -> float | None:
+        timed = by_name[name].time_at(at) if name in by_name else None
+        return timed[0].latency_us if timed else None
+
+    plain = time_of(table.baseline)
+    return plain, plain if kernel == "bf16" else time_of(kernel)
+
+
+def gap_words(
+    choices: Sequence[LayerChoice], gained_us: float, before: Shares, after: Shares
+) -> str:
+    """What the layers' gains add up to, and where the rest of the step's gain is.
+
+    Args:
+        choices: Of all layers.
+        gained_us: By how much the step is shorter than the baseline's.
+        before: Of the baseline.
+        after: Of the arm.
+    """
+    summed = sum(choice.gain_us for choice in choices)
+    missing = sum(choice.bf16_us is None for choice in choices)
+    words = (
+        f"the layers' gains add up to {summed:.0f} us by the database, the step's is "
+        f"{gained_us:.0f} us"
+    )
+    if missing:
+        words += f"; {missing} of {len(choices)} products have no time in it"
+    gap = gained_us - summed
+    if abs(gap) <= EXPLAINED * abs(gained_us):
+        return f"{words}: within {EXPLAINED:.0%}"
+    moved = {kind: before.us[kind] - us for kind, us in after.us.items()}
+    seen = moved["GEMM"] + moved["quantizing"]
+    rest = ", ".join(
+        f"{kind} {us:+.0f}" for kind, us in moved.items() if kind not in ("GEMM", "quantizing")
+    )
+    idle = gained_us - sum(moved.values())
+    return (
+        f"{words}. Of the gap of {gap:+.0f} us, GEMMs and quantizing, {seen:.0f} us shorter in the "
+        f"profile, are {seen - summed:+.0f}; what is gained (+) or lost (-) elsewhere: {rest}, "
+        f"gaps between kernels {idle:+.0f}"
+    )
+
 
 States = dict[tuple[bool, int], ways.State]  # by whether Mods were applied, and seed
 
@@ -259,3 +388,50 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- suites
+
+# Sweeps time layers on a distribution that somebody says; Probe looks for itself. Most inputs come
+# out of a norm.
+DISTRIBUTION = "X3"
+FEW = 16  # samples of a batch that is run: rows of every layer are so many for each
+
+
+def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
+    """Rows, outputs and inputs of the linear layers, and how often; nothing is computed."""
+    with torch.device("meta"):
+        model = CATALOG[setting.name].build(setting.config)
+    apply_mods(model)
+    found: Counter[tuple[int, int, int]] = Counter()
+
+    def see(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if getattr(layer, "is_mixing", False):
+            return  # is never quantized
+        n, k, _, _ = shape_of(layer)
+        rows = inputs[0].numel() // inputs[0].shape[-1]  # of which Pad makes k
+        found[rows * setting.samples // FEW, n, k] += 1
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | Routed):
+            layer.register_forward_pre_hook(see)
+    batch = random_batch(setting.inputs, FEW)
+    model(Batch(*(tensor.to("meta") for tensor in batch)))
+    return found
+
+
+def write_suite(setting: Setting, path: Path) -> int:
+    """Write a suite for ``sweep --suite``; returns the number of layers in it."""
+    forms = ["gemm", "prepared", *(["grad_input", "grad_weight"] if setting.training else [])]
+    words = ", ".join(f'"{form}"' for form in forms)
+    name = f"{setting.name}-{setting.size}-{setting.samples}"
+    parts = [f'name = "{name}"\ntitle = "layers of {setting.name} {setting.size}"\n']
+    products = products_of(setting)
+    for (m, n, k), count in products.items():
+        parts.append(
+            f"\n[[layer]]\nm = {m}\nn = {n}\nk = {k}\ncount = {count}\n"
+            f'distribution = "{DISTRIBUTION}"\nforms = [{words}]\n'
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(parts), encoding="utf-8")
+    return len(products)

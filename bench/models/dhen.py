@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from lokakern.bench.models.batch import Batch, Inputs, spread_rows
-from lokakern.bench.models.perceptron import Compression, perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import (
+    ClickModel,
+    Compression,
+    Inputs,
+    Tables,
+    perceptron,
+    spread_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class DHENLayer(nn.Module):
         return self.norm(found)  # type: ignore[no-any-return]
 
 
-class DHEN(nn.Module):
+class DHEN(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: DHENConfig) -> None:
@@ -121,17 +125,3 @@ class DHEN(nn.Module):
         self.head = perceptron(
             (config.count * config.dim, *config.final), last=1, norm=True, activation=nn.SiLU
         )
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What comes out of the tables: ``[batch, tables, dim]``."""
-        return (self.tables(batch),)
-
-    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
-        return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))

@@ -19,10 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lokakern.bench.models.batch import PADDING, Batch, Inputs, spread_rows
-from lokakern.bench.models.cross import CrossLayer
-from lokakern.bench.models.perceptron import Compression, perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import (
+    PADDING,
+    Batch,
+    ClickModel,
+    Compression,
+    CrossLayer,
+    Inputs,
+    Tables,
+    perceptron,
+    spread_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +219,10 @@ class InterFormerLayer(nn.Module):
         )
 
 
-class InterFormer(nn.Module):
+class InterFormer(ClickModel):
     """A logit for each sample."""
+
+    layers: nn.ModuleList
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -237,10 +246,10 @@ class InterFormer(nn.Module):
         """Bags ``[batch, tables, dim]``, the history ``[batch, t, dim]``, where it is present."""
         return self.tables(batch), self.tables.sequence(batch), batch.history != PADDING
 
-    def interact(self, dense: Tensor, embedded: Tensor, history: Tensor, present: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
+    def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor:
+        """Logits ``[batch]`` of dense features and the result of `embed`."""
+        bags, history, present = embedded
+        x = self.join(dense, bags)
         s = self.unify(history * self.mask(history))
         summary = self.compressions[0](x)
         s = torch.cat([summary.to(s.dtype), s], dim=1)
@@ -253,7 +262,3 @@ class InterFormer(nn.Module):
         assert isinstance(last, InterFormerLayer)  # there is at least one layer
         found = torch.cat([summary, last.summarize(s, present).to(summary.dtype)], dim=1)
         return self.head(found.flatten(1)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))

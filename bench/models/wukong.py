@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lokakern.bench.models.batch import CRITEO, Batch, Inputs, spread_rows
-from lokakern.bench.models.perceptron import perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import CRITEO, ClickModel, Inputs, Tables, perceptron, spread_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class WukongLayer(nn.Module):
         return self.norm(made + kept)  # type: ignore[no-any-return]
 
 
-class Wukong(nn.Module):
+class Wukong(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: WukongConfig) -> None:
@@ -113,17 +111,3 @@ class Wukong(nn.Module):
             *(WukongLayer(n if layer == 0 else out, config) for layer in range(config.layers))
         )
         self.head = perceptron((out * config.dim, *config.final), last=1)
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What comes out of the tables: ``[batch, tables, dim]``."""
-        return (self.tables(batch),)
-
-    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
-        return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))

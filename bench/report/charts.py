@@ -342,7 +342,7 @@ def by_answer(choices: Iterable[Row]) -> list[Row]:
             for rows in found.values()]  # fmt: skip
 
 
-def _select(name: str, title: str, value: Any, options: Sequence[Any], **more: Any) -> Spec:
+def _select(name: str, title: str, value: Any, options: Iterable[Any], **more: Any) -> Spec:
     bind = {"input": "select", "name": f"{title} ", "options": list(options), **more}
     return {"name": name, "value": value, "bind": bind}
 

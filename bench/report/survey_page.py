@@ -26,7 +26,7 @@ NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not nu
 
 
 class Table(NamedTuple):
-    """At most `MOST_ROWS` of `count` rows in groups of equal form.
+    """At most `MOST_ROWS` of `total` rows in groups of equal form.
 
     Columns are of numbers, from `text` on of texts.
     """
@@ -36,7 +36,7 @@ class Table(NamedTuple):
     text: str
     groups: list[tuple[str, list[Row]]]
     shown: int
-    count: int
+    total: int
 
 
 def page_of(survey: Survey) -> str:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lokakern.bench.models.batch import PADDING, Inputs
+from lokakern.bench.models.blocks import PADDING, Inputs
 from lokakern.bench.models.click_log import (
     CLICK_RATE,
     DEVIATION,
@@ -17,7 +17,7 @@ from lokakern.bench.models.click_log import (
     ClickLog,
     zipf,
 )
-from lokakern.bench.models.metrics import quality_of
+from lokakern.bench.models.learning import quality_of
 
 INPUTS = Inputs(dense=6, rows=(2000, 3, 500), slots=(1, 2, 5), history=8)
 

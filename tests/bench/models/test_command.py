@@ -19,14 +19,13 @@ from typer.testing import CliRunner
 
 import lokakern
 from lokakern.bench.cli.main import app
-from lokakern.bench.models import arms, curves, shares, throughput
+from lokakern.bench.models import arms, learning, throughput
+from lokakern.bench.models.arms import Setting, to_bfloat16
 from lokakern.bench.models.catalog import config_named
-from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.learning import Run, learn
-from lokakern.bench.models.metrics import Quality
-from lokakern.bench.models.setting import Setting, to_bfloat16
-from lokakern.bench.models.shares import Shares, kind_of, shares_of
+from lokakern.bench.models.comparison import LayerChoice, gap_words, layer_choices
+from lokakern.bench.models.learning import Quality, Run, learn
+from lokakern.bench.models.throughput import Shares, kind_of, shares_of
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Device
@@ -238,8 +237,8 @@ def test_of_a_gpu_kernels_count_and_ranges_that_hold_them_do_not() -> None:
 
     kernel, held = event(DeviceType.CUDA, False), event(DeviceType.CUDA, True)
     launch = event(DeviceType.CPU, False)
-    assert [shares._spent_us(x, True) for x in (kernel, held, launch)] == [7.0, 0.0, 0.0]
-    assert shares._spent_us(launch, False) == 3.0
+    assert [throughput._spent_us(x, True) for x in (kernel, held, launch)] == [7.0, 0.0, 0.0]
+    assert throughput._spent_us(launch, False) == 3.0
     a = torch.randn(8, 8)
     with profile() as found:
         a @ a
@@ -280,11 +279,11 @@ def test_a_gap_between_layers_and_step_is_explained() -> None:
 
 
 def test_curves_are_means_of_neighbors_and_lines_hold_everything(tmp_path: Path) -> None:
-    middles, means = curves.smoothed([1.0, 3.0, 2.0, 4.0, 9.0], points=2)
+    middles, means = learning.smoothed([1.0, 3.0, 2.0, 4.0, 9.0], points=2)
     assert (middles, means) == ([0.5, 2.5, 4.0], [2.0, 3.0, 9.0])
     quality = Quality(0.5, 0.5, 0.9, 0.7, 64)
     runs = [Run(arm, seed, (0.7, 0.6), quality) for arm in ("bf16", "x") for seed in (0, 1)]
-    paths = curves.save_curves(runs, tmp_path / "new", "title")
+    paths = learning.save_curves(runs, tmp_path / "new", "title")
     lines = [json.loads(line) for line in paths[0].read_text().splitlines()]
     assert [(x["arm"], x["seed"]) for x in lines] == [("bf16", 0), ("bf16", 1), ("x", 0), ("x", 1)]
     assert lines[0]["losses"] == [0.7, 0.6]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lokakern.bench.models.metrics import quality_of
+from lokakern.bench.models.learning import quality_of
 from lokakern.errors import MeasurementError
 
 

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from lokakern.bench.models import dlrm, interformer, wukong
-from lokakern.bench.models.arms import apply_mods
-from lokakern.bench.models.batch import CRITEO, PADDING, Batch, Inputs, random_batch
+from lokakern.bench.models.arms import apply_mods, fits
+from lokakern.bench.models.blocks import CRITEO, PADDING, Batch, Inputs, Tables, random_batch
 from lokakern.bench.models.catalog import CATALOG, config_named
-from lokakern.bench.models.everywhere import fits
-from lokakern.bench.models.tables import Tables
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.mods.together import FusedLinear
 from lokakern.nn.linear import Linear
