@@ -161,9 +161,6 @@ def gap_words(
     )
 
 
-States = dict[tuple[bool, int], ways.State]  # by whether Mods were applied, and seed
-
-
 @dataclass
 class Result:
     """An arm.
@@ -223,90 +220,111 @@ def compare(
     Raises:
         UnsupportedError: The baseline cannot be built.
     """
-    # All arms compile the same code, each for modules of its own: not one that changes its mind.
+    # All arms compile the same code for modules of their own; this is no recompilation.
     with torch._dynamo.config.patch(recompile_limit=8 * len(arms)):
-        results = _measured(setting, arms, steps, seeds, whole, say)
+        results = _Bench(setting, steps, seeds, whole, say).results(arms)
     return Comparison(setting, tuple(results), best_quality(setting, 0))
 
 
-def _measured(
-    setting: Setting,
-    arms: Sequence[Arm],
-    steps: int,
-    seeds: int,
-    whole: bool,
-    say: Callable[[str], None],
-) -> list[Result]:
-    states: States = {}
-    if not setting.training and steps:
-        states = _trained(setting, arms, steps, seeds, say)
-    reports: dict[str, Any] = {}
-    for arm in arms:
-        if arm.name == ways.PROBED:
-            say(f"{arm.name}: probing")
+@dataclass
+class _Bench:
+    """The arguments of `compare`, and parameters by whether Mods were applied, and by seed."""
+
+    setting: Setting
+    steps: int
+    seeds: int
+    whole: bool
+    say: Callable[[str], None]
+    states: dict[tuple[bool, int], ways.State] = field(default_factory=dict)
+
+    def results(self, arms: Sequence[Arm]) -> list[Result]:
+        if not self.setting.training and self.steps:
+            self.train_states(arms)
+        reports: dict[str, Any] = {}
+        for arm in arms:  # Probe before any CUDA graph is captured: it resets the compiler
+            if arm.name == ways.PROBED:
+                self.say(f"{arm.name}: probing")
+                try:
+                    reports[arm.name] = ways.probed(arm, self.setting, 0, self.state_of(arm))
+                except Exception as error:  # reported when the arm is measured
+                    reports[arm.name] = error
+        first = Result(arms[0])
+        clock = self.measure(first)
+        results = [first]
+        for arm in arms[1:]:
+            result = Result(arm)
+            results.append(result)
             try:
-                reports[arm.name] = ways.probed(arm, setting, 0, states.get((arm.has_mods, 0)))
-            except Exception as error:  # is said of the arm when its turn comes
-                reports[arm.name] = error
-    say(f"{arms[0].name}: building")
-    before = memory(setting.device)
-    base = ways.build(arms[0], setting, 0, states.get((arms[0].has_mods, 0)))
-    clock = stepper(base, setting, whole=whole, before=before)
-    first = Result(arms[0], notes=base.notes)
-    first.pace = race(clock, clock, setting.device)
-    say(f"{arms[0].name}: {pace_words(first.pace)}")
-    first.shares = shares_of(clock.step, BATCHES, setting.device)
-    first.runs = _runs(base, setting, steps, seeds, states, say)
-    results = [first]
-    for arm in arms[1:]:
-        result = Result(arm)
-        results.append(result)
-        try:
-            report = reports.get(arm.name)
-            if isinstance(report, Exception):
-                raise report
-            _measure(result, setting, first, clock, states, report, steps, seeds, whole, say)
-        except UnsupportedError as error:
-            result.failed = f"left out: {error}"
-        except Exception as error:  # any library may raise anything; the others go on
-            result.failed = "{}: {}".format(*timing.status_and_reason(error))
-        gc.collect()
-    return results
+                report = reports.get(arm.name)
+                if isinstance(report, Exception):
+                    raise report
+                self.measure(result, first, clock, report)
+            except UnsupportedError as error:
+                result.failed = f"left out: {error}"
+            except Exception as error:  # a library may raise anything; other arms continue
+                result.failed = "{}: {}".format(*timing.status_and_reason(error))
+            gc.collect()
+        return results
 
+    def state_of(self, arm: Arm, seed: int = 0) -> ways.State | None:
+        return self.states.get((arm.has_mods, seed))
 
-def _measure(
-    result: Result,
-    setting: Setting,
-    first: Result,
-    clock: Stepper,
-    states: States,
-    report: Any,
-    steps: int,
-    seeds: int,
-    whole: bool,
-    say: Callable[[str], None],
-) -> None:
-    arm = result.arm
-    say(f"{arm.name}: building")
-    before = memory(setting.device)
-    built = ways.build(arm, setting, 0, states.get((arm.has_mods, 0)), report)
-    result.notes = built.notes
-    if built.conversion is not None:
-        result.choices = _choices(built, setting)
-    mine = stepper(built, setting, whole=whole, before=before)
-    say(f"{arm.name}: timing")
-    result.pace = race(clock, mine, setting.device)
-    say(f"{arm.name}: {pace_words(result.pace)}")
-    result.shares = shares_of(mine.step, BATCHES, setting.device)
-    if result.choices and first.shares is not None:
-        gained = result.pace.baseline_us - result.pace.step_us
-        result.gap = gap_words(result.choices, gained, first.shares, result.shares)
-    result.runs = _runs(built, setting, steps, seeds, states, say)
-    changes = [
-        run.quality.expected_log_loss / base.quality.expected_log_loss - 1
-        for run, base in zip(result.runs, first.runs, strict=True)
-    ]
-    result.change = interval_of(changes) if len(changes) > 1 else None
+    def measure(
+        self,
+        result: Result,
+        first: Result | None = None,
+        clock: Stepper | None = None,
+        report: Any = None,
+    ) -> Stepper:
+        """Fill the result of an arm; ``first`` and ``clock`` are the baseline's, once it ran."""
+        arm, setting = result.arm, self.setting
+        self.say(f"{arm.name}: building")
+        before = memory(setting.device)
+        built = ways.build(arm, setting, 0, self.state_of(arm), report)
+        result.notes = built.notes
+        if built.conversion is not None:
+            result.choices = _choices(built, setting)
+        mine = stepper(built, setting, whole=self.whole, before=before)
+        self.say(f"{arm.name}: timing")
+        result.pace = race(clock or mine, mine, setting.device)
+        self.say(f"{arm.name}: {pace_words(result.pace)}")
+        result.shares = shares_of(mine.step, BATCHES, setting.device)
+        if result.choices and first is not None and first.shares is not None:
+            gained = result.pace.baseline_us - result.pace.step_us
+            result.gap = gap_words(result.choices, gained, first.shares, result.shares)
+        result.runs = [self.run(built, seed) for seed in range(self.seeds if self.steps else 0)]
+        if first is not None and len(result.runs) > 1:
+            result.change = interval_of(
+                [
+                    run.quality.expected_log_loss / base.quality.expected_log_loss - 1
+                    for run, base in zip(result.runs, first.runs, strict=True)
+                ]
+            )
+        return mine
+
+    def run(self, built: Built, seed: int) -> Run:
+        setting = self.setting
+        self.say(f"{built.arm.name}: seed {seed}")
+        if setting.training:
+            return learn(built, setting, seed, self.steps)
+        # Not compiled: each seed has its own weights, and compiling a graph takes a minute.
+        plain = replace(built.arm, compiled=False)
+        other = ways.build(plain, setting, seed, self.state_of(plain, seed))
+        log = ClickLog(setting.inputs, seed, setting.device)
+        return Run(plain.name, seed, (), judged(other.predictor(), log, setting.samples))
+
+    def train_states(self, arms: Sequence[Arm]) -> None:
+        """Train the parameters of predictions in bf16, with Mods and without."""
+        training = replace(self.setting, training=True)
+        for has_mods in sorted({arm.has_mods for arm in arms}):
+            teacher = Arm(ways.BASELINE if has_mods else ways.AS_WRITTEN, "", has_mods)
+            built = ways.build(teacher, training, 0)
+            for seed in range(max(1, self.seeds)):
+                words = " with Mods" if has_mods else ""
+                self.say(f"training what predicts{words}: seed {seed}")
+                learn(built, training, seed, self.steps)
+                state = built.model.state_dict()
+                self.states[has_mods, seed] = {name: x.cpu().clone() for name, x in state.items()}
 
 
 def _choices(built: Built, setting: Setting) -> list[LayerChoice]:
@@ -317,67 +335,30 @@ def _choices(built: Built, setting: Setting) -> list[LayerChoice]:
     return layer_choices(built, rows, setting.training)
 
 
-def _runs(
-    built: Built,
-    setting: Setting,
-    steps: int,
-    seeds: int,
-    states: States,
-    say: Callable[[str], None],
-) -> list[Run]:
-    found = []
-    for seed in range(seeds if steps else 0):
-        say(f"{built.arm.name}: seed {seed}")
-        if setting.training:
-            found.append(learn(built, setting, seed, steps))
-            continue
-        # Not compiled: a seed has weights of its own, and a compiled graph takes a minute.
-        plain = replace(built.arm, compiled=False)
-        other = ways.build(plain, setting, seed, states[plain.has_mods, seed])
-        log = ClickLog(setting.inputs, seed, setting.device)
-        found.append(Run(plain.name, seed, (), judged(other.predictor(), log, setting.samples)))
-    return found
-
-
-def _trained(
-    setting: Setting, arms: Sequence[Arm], steps: int, seeds: int, say: Callable[[str], None]
-) -> States:
-    """Parameters that predictions are made with: of bf16, with Mods and without."""
-    states: States = {}
-    training = replace(setting, training=True)
-    for has_mods in sorted({arm.has_mods for arm in arms}):
-        teacher = Arm(ways.BASELINE if has_mods else ways.AS_WRITTEN, "", has_mods)
-        built = ways.build(teacher, training, 0)
-        for seed in range(max(1, seeds)):
-            say(f"training what predicts{' with Mods' if has_mods else ''}: seed {seed}")
-            learn(built, training, seed, steps)
-            state = built.model.state_dict()
-            states[has_mods, seed] = {name: x.cpu().clone() for name, x in state.items()}
-    return states
-
-
 def rows_of(found: Comparison) -> list[dict[str, Any]]:
     """One row for each arm, with units in the names of columns."""
     rows = []
     for result in found.results:
-        pace, runs = result.pace, result.runs
-        row: dict[str, Any] = {"arm": result.arm.name}
-        row["step us"] = pace.step_us if pace else None
-        row["+- us"] = pace.margin_us if pace else None
-        row["x bf16"] = pace.speedup if pace else None
-        row["+-"] = pace.speedup_margin if pace else None
-        row["samples/s"] = round(found.setting.samples / pace.step_us * 1e6) if pace else None
-        row["graph"] = pace.timer == GRAPH if pace else None
-        row["peak GiB"] = pace.peak_gib if pace else None
-        row["breaks"] = pace.graph_breaks if pace else None
-        row["recompiles"] = pace.recompiles if pace else None
-        row["log loss"] = _mean([run.quality.log_loss for run in runs])
-        row["NE"] = _mean([run.quality.normalized_entropy for run in runs])
-        row["AUC"] = _mean([run.quality.auc for run in runs])
-        change = result.change
-        row["expected %"] = 100 * change.mean if change else None
-        row["+- %"] = 100 * (change.high - change.low) / 2 if change else None
-        row["note"] = result.failed or (pace.note if pace else "")
+        pace, change = result.pace, result.change
+        qualities = [run.quality for run in result.runs]
+        row = {
+            "arm": result.arm.name,
+            "step us": pace and pace.step_us,
+            "+- us": pace and pace.margin_us,
+            "x bf16": pace and pace.speedup,
+            "+-": pace and pace.speedup_margin,
+            "samples/s": pace and round(found.setting.samples / pace.step_us * 1e6),
+            "graph": pace and pace.timer == GRAPH,
+            "peak GiB": pace and pace.peak_gib,
+            "breaks": pace and pace.graph_breaks,
+            "recompiles": pace and pace.recompiles,
+            "log loss": _mean([quality.log_loss for quality in qualities]),
+            "NE": _mean([quality.normalized_entropy for quality in qualities]),
+            "AUC": _mean([quality.auc for quality in qualities]),
+            "expected %": change and 100 * change.mean,
+            "+- %": change and 100 * (change.high - change.low) / 2,
+            "note": result.failed or (pace.note if pace else ""),
+        }
         rows.append({name: _finite(value) for name, value in row.items()})
     return rows
 
