@@ -20,13 +20,13 @@ PADDING = 0  # the row of zeros before the first table, for empty slots
 class Batch(NamedTuple):
     """Samples of a click log.
 
-    Ids are rows of all tables one after the other, from 1 (`Inputs.starts`). A table has the same
-    number of slots in every sample, and `PADDING` in those that a bag leaves empty: sizes never
-    change, so that a step is compiled once and may be a CUDA graph.
+    Ids are rows of the concatenated tables, from 1 (`Inputs.starts`). A table has the same number
+    of slots in every sample, and empty slots hold `PADDING`: sizes never change, so a step is
+    compiled once and can be a CUDA graph.
 
     Attributes:
         dense: ``[batch, dense]`` float32.
-        ids: ``[batch * slots]`` int64, sample by sample, in it table by table.
+        ids: ``[batch * slots]`` int64, by sample, then by table.
         offsets: ``[batch * tables]`` int64, the first slot of each bag.
         history: ``[batch, length]`` int64, rows of the first table, padded at the front.
         labels: ``[batch]`` float32, 1 for a click.
@@ -124,13 +124,13 @@ CRITEO = Inputs(
 
 
 class Tables(nn.Module):
-    """All tables of a model, one below the other, and sums over bags of their rows.
+    """All tables of a model, concatenated, with sums over bags of rows.
 
     Hundreds of small lookups would be bound by launches; one lookup is bound by memory.
 
     Args:
-        inputs: How many rows each has.
-        dim: Columns of all of them.
+        inputs: Their numbers of rows.
+        dim: Their columns.
     """
 
     def __init__(self, inputs: Inputs, dim: int) -> None:
@@ -172,9 +172,9 @@ def perceptron(
 
     Args:
         sizes: Inputs, then outputs of each layer.
-        activation: After each of these layers.
-        norm: Whether a LayerNorm comes before the activation.
-        last: Outputs of one more linear layer with nothing after it.
+        activation: Follows each of these layers.
+        norm: Whether a LayerNorm precedes each activation.
+        last: Outputs of a final linear layer without activation.
     """
     layers: list[nn.Module] = []
     for k, n in itertools.pairwise(sizes):

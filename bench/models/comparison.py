@@ -39,23 +39,23 @@ from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe.loss import LossChange, interval_of
 from lokakern.selection.choice import Choice
 
-EXPLAINED = 0.10  # of the step's gain; a larger gap is explained
+EXPLAINED = 0.10  # share of the step's gain; a larger gap is explained
 
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """One product of a layer.
+    """The kernel of one product of a layer.
 
     Attributes:
         site: Name of the layer.
         gemm: "output", "grad_input" or "grad_weight".
-        rows: Of the layer's input, in the batch at hand.
+        rows: Rows of the layer's input.
         n: Outputs.
         k: Inputs.
-        kernel: What runs; "bf16" where nothing is quantized.
-        bf16_us: Time of the unquantized product in the database; None where there is none.
-        us: Of the kernel, with what it quantizes; None where there is none.
-        why: In a few words.
+        kernel: The kernel; "bf16" if nothing is quantized.
+        bf16_us: Time of the unquantized product in the database, if known.
+        us: Time of the kernel with its quantization, if known.
+        why: A short reason.
     """
 
     site: str
@@ -70,12 +70,12 @@ class LayerChoice:
 
     @property
     def gain_us(self) -> float:
-        """What it saves by the database."""
+        """Time saved according to the database."""
         return 0.0 if self.bf16_us is None or self.us is None else self.bf16_us - self.us
 
 
 def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
-    """Rows that each converted layer multiplies in ``run``, which must not be compiled."""
+    """Input rows of each converted layer during ``run``, which must not be compiled."""
     rows: dict[str, int] = {}
     handles = []
     for name, site in built.conversion.sites.items():
@@ -92,7 +92,7 @@ def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
 
 
 def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
-    """What runs in each layer that was called, product by product."""
+    """The kernel of each product of the layers that were called."""
     found = []
     for name, site in built.conversion.sites.items():
         if name not in rows:
@@ -109,8 +109,8 @@ def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[La
 def _times(
     choices: Sequence[Choice], gemm: str, m: int, kernel: str
 ) -> tuple[float | None, float | None]:
-    """Of the unquantized product and of the kernel, at m rows of a layer."""
-    if gemm == "grad_weight":  # sums over m, so that each m has a table of its own
+    """Times of the unquantized product and of the kernel at m rows of a layer."""
+    if gemm == "grad_weight":  # m is the summed dimension: each m has its own table
         choices = [choice for choice in choices if choice.problem.k == m]
     if not choices:
         return None, None
@@ -129,13 +129,13 @@ def _times(
 def gap_words(
     choices: Sequence[LayerChoice], gained_us: float, before: Shares, after: Shares
 ) -> str:
-    """What the layers' gains add up to, and where the rest of the step's gain is.
+    """Compare the sum of the layers' gains with the gain of the step, and explain the difference.
 
     Args:
-        choices: Of all layers.
-        gained_us: By how much the step is shorter than the baseline's.
-        before: Of the baseline.
-        after: Of the arm.
+        choices: Choices of all layers.
+        gained_us: Gain of the step over the baseline's.
+        before: Shares of the baseline.
+        after: Shares of the arm.
     """
     summed = sum(choice.gain_us for choice in choices)
     missing = sum(choice.bf16_us is None for choice in choices)
@@ -163,19 +163,18 @@ def gap_words(
 
 @dataclass
 class Result:
-    """An arm.
+    """The measurements of an arm.
 
     Attributes:
-        arm: Which.
-        failed: Why it has no numbers; "" where it has.
-        pace: Its time against the baseline's.
-        runs: What it learned, by seed.
-        change: Relative change of the expected log loss against the baseline, over seeds; None of
-            fewer than 2.
-        choices: What runs in each layer, of arms that were converted.
-        gap: What the layers' gains add up to, and where the rest of the step's is.
-        shares: Where the time of its step goes.
-        notes: What a reader should know of it.
+        arm: The arm.
+        failed: Why there are no measurements, else "".
+        pace: Step time against the baseline's.
+        runs: Training runs by seed.
+        change: Relative change of the expected log loss against the baseline, over 2 seeds or more.
+        choices: The kernels of each layer of a converted arm.
+        gap: `gap_words` of the choices.
+        shares: Time of the step by kind of kernel.
+        notes: Remarks on the arm.
     """
 
     arm: Arm
@@ -191,7 +190,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Arms, the baseline first, and what no model could do better."""
+    """Results of all arms, the baseline first, and the best possible quality."""
 
     setting: Setting
     results: tuple[Result, ...]
@@ -207,15 +206,15 @@ def compare(
     whole: bool = True,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Comparison:
-    """Time and judge arms of a model.
+    """Measure the step time and quality of arms of a model.
 
     Args:
         setting: The model and where it runs.
         arms: The baseline first.
-        steps: Of training, before quality is judged; 0: it is not.
-        seeds: How many pairs of runs quality is judged by.
+        steps: Training steps before the evaluation; 0 skips it.
+        seeds: Number of runs of each arm.
         whole: Whether the timed step includes the tables.
-        say: Told of what is done.
+        say: Called with progress messages.
 
     Raises:
         UnsupportedError: The baseline cannot be built.
@@ -373,14 +372,13 @@ def _finite(value: Any) -> Any:
 
 # --- suites
 
-# Sweeps time layers on a distribution that somebody says; Probe looks for itself. Most inputs come
-# out of a norm.
+# Of the operands in a sweep: most inputs of these layers come from a norm.
 DISTRIBUTION = "X3"
-FEW = 16  # samples of a batch that is run: rows of every layer are so many for each
+FEW = 16  # samples of the traced batch; the rows of every layer scale with them
 
 
 def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
-    """Rows, outputs and inputs of the linear layers, and how often; nothing is computed."""
+    """Count the (rows, outputs, inputs) of the linear layers on the meta device."""
     with torch.device("meta"):
         model = CATALOG[setting.name].build(setting.config)
     apply_mods(model)
@@ -388,9 +386,9 @@ def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
 
     def see(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if getattr(layer, "is_mixing", False):
-            return  # is never quantized
+            return  # never quantized
         n, k, _, _ = shape_of(layer)
-        rows = inputs[0].numel() // inputs[0].shape[-1]  # of which Pad makes k
+        rows = inputs[0].numel() // inputs[0].shape[-1]  # padded to k
         found[rows * setting.samples // FEW, n, k] += 1
 
     for layer in model.modules():
@@ -402,7 +400,7 @@ def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
 
 
 def write_suite(setting: Setting, path: Path) -> int:
-    """Write a suite for ``sweep --suite``; returns the number of layers in it."""
+    """Write a suite of the layers for ``sweep --suite``; returns their number."""
     forms = ["gemm", "prepared", *(["grad_input", "grad_weight"] if setting.training else [])]
     words = ", ".join(f'"{form}"' for form in forms)
     name = f"{setting.name}-{setting.size}-{setting.samples}"

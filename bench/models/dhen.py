@@ -1,12 +1,12 @@
 """DHEN over DCNv2: ensembles of interactions, stacked; a stand-in for External Large FM.
 
-A layer sums what different interactions make of n embeddings (Zhang et al., arXiv 2203.11014):
+A layer sums several interactions of n embeddings (Zhang et al., arXiv 2203.11014):
 
     X' = LN(sum_i interaction_i(X) + shortcut(X))
 
-Here these are DCNv2's cross, dot products of compressed embeddings, and a perceptron over all of
-them. Each hidden layer is a product, a LayerNorm and SiLU. Neither DHEN's sizes in production nor
-those of External Large FM are published: those below are ours, of the kind of Wukong's.
+The interactions are DCNv2's cross, dot products of compressed embeddings, and a perceptron over all
+embeddings. A hidden layer is a linear layer, a LayerNorm and SiLU. Production sizes of DHEN and
+External Large FM are not published; the sizes below are our own, similar to Wukong's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lokakern.bench.models.blocks import (
 
 @dataclass(frozen=True, slots=True)
 class DHENConfig:
-    """Sizes of the composite.
+    """Sizes of a DHEN.
 
     Attributes:
-        inputs: What it is fed; all dense features become one embedding.
+        inputs: The features; all dense features become one embedding.
         dim: Columns of an embedding, d.
-        layers: How many.
-        count: Embeddings that a layer makes.
-        rank: Of the cross.
-        compressed: Embeddings whose dot products are taken.
+        layers: Number of layers.
+        count: Output embeddings of a layer.
+        rank: Rank of the cross.
+        compressed: Embeddings that enter the dot products.
         hidden: Hidden layers of each interaction's perceptron.
         final: Hidden layers before the logit.
         bottom: Hidden layers of the perceptron of the dense features.
@@ -62,7 +62,7 @@ SIZES = {
         dim=128, layers=4, count=64, rank=512, compressed=32, hidden=(1024, 1024),
         final=(1024, 512, 256),
     ),
-    # 770 embeddings of 160 side by side are the longest k that is known of LoKA's models, 123200.
+    # Flattened, 770 embeddings of 160 give the largest known k of LoKA's models, 123200.
     "large": DHENConfig(
         Inputs(dense=13, rows=spread_rows(769), slots=(*(4, 1, 1, 1, 1, 1, 1, 1) * 96, 1)),
         dim=160, layers=4, count=96, rank=512, compressed=64, hidden=(1024, 1024),
@@ -72,22 +72,22 @@ SIZES = {
 
 
 class DHENLayer(nn.Module):
-    """``[batch, n, d]`` to ``[batch, count, d]``; layers on one tensor are called in one place."""
+    """``[batch, n, d]`` to ``[batch, count, d]``; layers of one input are called together."""
 
     def __init__(self, n: int, config: DHENConfig) -> None:
         super().__init__()
         flat, made = n * config.dim, config.count * config.dim
         self.shape = (config.count, config.dim)
-        # DCNv2's cross of all embeddings side by side, recombined.
+        # DCNv2's cross of the flattened embeddings, recombined.
         self.down = nn.Linear(flat, config.rank, bias=False)
         self.up = nn.Linear(config.rank, flat)
         self.recombine = Compression(n, config.count)
-        # Dot products of every two of few recombined embeddings, through a perceptron.
+        # Pairwise dot products of a few recombined embeddings, then a perceptron.
         self.few = nn.Linear(n, config.compressed, bias=False)
         self.dots = perceptron(
             (config.compressed**2, *config.hidden), last=made, norm=True, activation=nn.SiLU
         )
-        # A perceptron over all embeddings side by side.
+        # A perceptron over the flattened embeddings.
         first, *others = config.hidden
         self.first = nn.Linear(flat, first)
         self.deep = nn.Sequential(

@@ -1,4 +1,4 @@
-"""DLRMv2: dense features and embeddings through cross layers, as MLPerf trains it on Criteo."""
+"""DLRMv2: cross layers over dense features and embeddings, as in MLPerf on Criteo."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DLRMConfig:
     """Sizes of a DLRMv2.
 
     Attributes:
-        inputs: What it is fed.
-        dim: Columns of an embedding, and outputs of the perceptron of the dense features.
-        bottom: Hidden layers of that.
-        crosses: Cross layers.
-        rank: Of them.
-        over: Hidden layers after them, before the logit.
+        inputs: The features.
+        dim: Columns of an embedding, and outputs of the bottom perceptron.
+        bottom: Hidden layers of the perceptron of the dense features.
+        crosses: Number of cross layers.
+        rank: Rank of the cross layers.
+        over: Hidden layers between the cross layers and the logit.
     """
 
     inputs: Inputs

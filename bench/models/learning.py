@@ -1,4 +1,4 @@
-"""What arms learn: the same samples in the same order; quality on held-out ones; loss curves."""
+"""Training runs of arms on equal samples, their quality on held-out samples, and loss curves."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lokakern.errors import MeasurementError
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of predictions of clicks; what is not finite has an infinite loss.
+    """Quality of predicted clicks; non-finite predictions have an infinite loss.
 
     Attributes:
-        log_loss: Mean cross entropy, in nats.
-        expected_log_loss: Its mean over the clicks that might have been; two models differ by it as
-            by the other, without the chance of clicks.
-        normalized_entropy: The same over that of a model that always says the click rate.
-        auc: How probably a click is ranked before what is none; equal ranks count half.
-        samples: How many.
+        log_loss: Mean cross entropy in nats.
+        expected_log_loss: Its expectation over the clicks, which removes their sampling noise from
+            comparisons of models.
+        normalized_entropy: `log_loss` over that of always predicting the click rate.
+        auc: Probability that a click is ranked before a non-click; ties count half.
+        samples: Number of samples.
     """
 
     log_loss: float
@@ -46,9 +46,9 @@ def quality_of(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Quality
     """Quality of logits ``[samples]``, computed in float64.
 
     Args:
-        logits: What a model says.
-        labels: 1 where there was a click, else 0.
-        probabilities: With which these were drawn.
+        logits: Predictions of a model.
+        labels: 1 for a click, else 0.
+        probabilities: The probabilities the labels were drawn with.
 
     Raises:
         MeasurementError: All labels are equal.
@@ -69,7 +69,7 @@ def quality_of(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Quality
 
 
 def _auc(logits: Tensor, labels: Tensor, clicks: int) -> float:
-    """Exact, by the sum of the ranks of clicks (Mann and Whitney); equal logits share a rank."""
+    """Exact AUC by the rank sum of clicks (Mann and Whitney); ties share a rank."""
     _, place, count = torch.unique(logits, return_inverse=True, return_counts=True)
     rank = count.cumsum(0) - (count - 1) / 2
     above = float((rank[place] * labels).sum()) - clicks * (clicks + 1) / 2
@@ -82,13 +82,13 @@ WARM_UP = 0.1  # of the steps
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An arm with a seed.
+    """A run of an arm with one seed.
 
     Attributes:
-        arm: Its name.
-        seed: Of parameters and samples.
-        losses: Of each step, before it; none of predictions.
-        quality: On held-out samples.
+        arm: The arm's name.
+        seed: Seed of parameters and samples.
+        losses: Loss before each step; empty for predictions.
+        quality: Quality on held-out samples.
     """
 
     arm: str
@@ -98,16 +98,16 @@ class Run:
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Part of the learning rate at a step: up during `WARM_UP` of all, then down to nothing.
+    """Share of the learning rate at a step: linear warm-up, then linear decay to 0.
 
-    At a constant rate the last steps' samples, and what rounding made of them, decide more about a
-    model than its arithmetic does.
+    At a constant rate the samples of the last steps and their rounding affect a model more than its
+    arithmetic does.
     """
     return min((step + 1) / max(1.0, WARM_UP * steps), 1 - step / (steps + 1))
 
 
 def restart(built: Built, setting: Setting, seed: int) -> None:
-    """Give an arm the parameters that every arm with its Mods begins with at a seed."""
+    """Reset an arm to the initial parameters of a seed, equal for all arms with its Mods."""
     fresh = setting.build(seed)
     if built.arm.has_mods:
         apply_mods(fresh)
@@ -115,13 +115,10 @@ def restart(built: Built, setting: Setting, seed: int) -> None:
 
 
 def learn(built: Built, setting: Setting, seed: int, steps: int) -> Run:
-    """Train for so many steps from the start, then judge on held-out samples.
-
-    The learning rate rises, then falls to nothing: see `share_of_rate`.
-    """
+    """Train from the initial parameters, then evaluate on held-out samples."""
     restart(built, setting, seed)
     log, trainer = ClickLog(setting.inputs, seed, setting.device), built.trainer()
-    losses = torch.empty(steps, device=setting.device)  # read once: a step must not wait
+    losses = torch.empty(steps, device=setting.device)  # read at the end, without waiting in a step
     schedule = LambdaLR(trainer.optimizer, lambda step: share_of_rate(step, steps))
     for step in range(steps):
         batch = log.batch(step, setting.samples)
@@ -141,7 +138,7 @@ def judged(model: Trainer | Predictor, log: ClickLog, samples: int) -> Quality:
 
 
 def best_quality(setting: Setting, seed: int) -> Quality:
-    """What the teacher itself reaches on the same held-out samples: nobody can do better."""
+    """Quality of the teacher on the same held-out samples, the upper limit for any model."""
     log = ClickLog(setting.inputs, seed, setting.device)
     return _quality(log, setting.samples, log.teacher_logits)
 
@@ -157,20 +154,11 @@ def _quality(log: ClickLog, samples: int, logits_of: Callable[[Batch], Tensor]) 
 
 # --- curves
 
-SMOOTHED = 50  # points of a curve: a step's loss is mostly noise
+SMOOTHED = 50  # points of a curve: single losses are noisy
 
 
 def save_curves(runs: Sequence[Run], folder: Path, title: str) -> list[Path]:
-    """Write the runs into a folder.
-
-    Args:
-        runs: Of all arms and seeds.
-        folder: Made if it is not there.
-        title: Above the plot.
-
-    Returns:
-        The files: ``runs.jsonl`` with one line for each run, and ``loss.png``.
-    """
+    """Write runs as ``runs.jsonl``, and with matplotlib as ``loss.png``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = folder / "runs.jsonl"
     lines.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs), encoding="utf-8")
@@ -181,7 +169,7 @@ def save_curves(runs: Sequence[Run], folder: Path, title: str) -> list[Path]:
 
 
 def smoothed(losses: Sequence[float], points: int = SMOOTHED) -> tuple[list[float], list[float]]:
-    """Means over equal runs of steps: the steps in their middles, and the means."""
+    """Means over windows of steps: the middle step of each window, and its mean."""
     width = max(1, len(losses) // points)
     pieces = [losses[start : start + width] for start in range(0, len(losses), width)]
     middles = [place * width + (len(piece) - 1) / 2 for place, piece in enumerate(pieces)]

@@ -1,6 +1,6 @@
-"""Wukong: layers of factorization machines over embeddings (Zhang et al., arXiv 2403.02545).
+"""Wukong: stacked factorization machines over embeddings (Zhang et al., arXiv 2403.02545).
 
-A layer maps n embeddings X ``[n, d]`` of a sample to others:
+A layer maps the n embeddings X ``[n, d]`` of a sample to new ones:
 
     FMB(X) = reshape(MLP(LN(flatten(X (X^T Y)))))     pairwise products, of rank k
     LCB(X) = W X                                      embeddings recombined
@@ -22,12 +22,12 @@ class WukongConfig:
     """Sizes of a Wukong.
 
     Attributes:
-        inputs: What it is fed; all dense features become one embedding.
+        inputs: The features; all dense features become one embedding.
         dim: Columns of an embedding, d.
-        layers: How many.
-        machines: Embeddings that a layer's factorization machine makes, n_F.
-        linear: Embeddings that its linear compression makes, n_L.
-        rank: Of the products, k.
+        layers: Number of layers.
+        machines: Output embeddings of the factorization machine, n_F.
+        linear: Output embeddings of the linear compression, n_L.
+        rank: Rank k of the products.
         hidden: Hidden layers of a factorization machine's perceptron.
         final: Hidden layers of the last perceptron, before the logit.
         bottom: Hidden layers of the perceptron of the dense features.
@@ -47,7 +47,8 @@ class WukongConfig:
 def _internal(layers: int, count: int, rank: int, width: int) -> WukongConfig:
     """A size of the paper's Table 5: 720 embeddings of 160, three hidden layers.
 
-    The tables' sizes, bags and the last perceptron are not published: one table is a bag of 4.
+    Table sizes, bags and the last perceptron are not published; here every eighth table has bags
+    of 4.
     """
     rows = spread_rows(719)
     slots = tuple(4 if table % 8 == 0 else 1 for table in range(719))
