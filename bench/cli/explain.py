@@ -273,10 +273,8 @@ def _products(
             raise UnknownNameError(f"--probe: {str(probe)!r} holds no layer that was called")
         return found, [alone, "Errors are those of the benchmarked distributions that operands are "
                        "like; `report --probe` replays the operands themselves."]  # fmt: skip
-    from lokakern.bench.fp8_gain.factories import products_of_model
-
     assert model is not None  # one of the three is given
-    found, share = products_of_model(model, rows, say)
+    found, share = products.products_of_model(model, rows, say)
     if share is not None:
         alone += (f" Linear layers, as under autocast to bfloat16, are {share:.1%} of the FLOPs of "
                   "a forward pass.")  # fmt: skip

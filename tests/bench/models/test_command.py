@@ -315,7 +315,7 @@ def test_training_is_compared_from_the_command_line(tmp_path: Path) -> None:
     assert all(len(json.loads(line)["losses"]) == 6 for line in lines)
 
 
-def test_a_failing_arm_has_a_reason_and_the_others_continue(
+def test_a_failing_arm_has_a_reason_and_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object, **_options: object) -> None:
