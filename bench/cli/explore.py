@@ -1,4 +1,4 @@
-"""The command `explore`: databases in a browser."""
+"""The command `explore`: browse databases."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lokakern.bench.cli.options import say, says_errors
 def explore(
     files: Annotated[
         list[Path] | None,
-        typer.Argument(help="Databases. Default: the shipped ones, and yours."),
+        typer.Argument(help="Databases. Default: the shipped ones and yours."),
     ] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0 is any that is free.")
+        int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0 is any free port.")
     ] = 8001,
 ) -> None:
-    """Look at databases in a browser, with Datasette: read-only, for this machine alone.
+    """Browse databases with Datasette, read-only and on this machine only.
 
-    With facets, what each column means, and queries: the fastest kernel within a budget, where FP8
-    loses, which kernel regressed, errors by distribution, who measured what. Ctrl-C ends it. Needs
-    the extra `explore`.
+    It has facets, descriptions of columns, and queries: the fastest kernel within a budget, where
+    FP8 loses, which kernel regressed, errors by distribution, who measured what. Ctrl-C ends it.
+    Needs the extra `explore`.
     """
     from lokakern.bench.explorer.server import LOOPBACK, explorer_of, listen, serve
     from lokakern.registry.storage.paths import shipped_databases, user_database

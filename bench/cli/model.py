@@ -1,4 +1,4 @@
-"""The command `model`: what FP8 gains, and costs, in whole models."""
+"""The command `model`: throughput and quality of whole models in FP8."""
 
 from __future__ import annotations
 
@@ -29,25 +29,23 @@ if TYPE_CHECKING:
 def model(
     name: Annotated[str, typer.Argument(help="wukong, interformer, dhen or dlrm.")] = "wukong",
     training: Annotated[
-        bool, typer.Option("--train/--infer", help="Steps of training, or predictions.")
+        bool, typer.Option("--train/--infer", help="Training steps, or predictions.")
     ] = True,
     size: Annotated[
-        str | None, typer.Option(help="Such as small, S, M of wukong; tiny of all.")
+        str | None, typer.Option(help="Such as small, S, M of wukong, or tiny of all models.")
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(min=0, help="Of training, before quality is judged. 0: only times."),
+        typer.Option(min=0, help="Training steps before the evaluation; 0 measures times only."),
     ] = 200,
     batch: Annotated[
-        int | None, typer.Option(min=16, help="Samples of a batch. Default: as published.")
+        int | None, typer.Option(min=16, help="Batch size. Default: as published.")
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Pairs of runs by which quality is judged.")
-    ] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each arm for the evaluation.")] = 3,
     arm: Annotated[
         list[str] | None,
         typer.Option(
-            help="bf16 (Mods, compiled: the baseline, always there), as-written, "
+            help="bf16 (Mods, compiled; the baseline, always included), as-written, "
             "torchao-tensorwise, torchao-rowwise, fp8-tensorwise, fp8-rowwise, only-LIBRARY, "
             "by-budget, lokakern; repeatable. Default: all."
         ),
@@ -56,15 +54,15 @@ def model(
         int | None,
         typer.Option(
             min=1,
-            help="Tables are cut to this many rows. Default: a power of ten, all tables within a "
-            "million; as published they fit on no GPU.",
+            help="Largest number of rows of a table. Default: the power of ten that limits all "
+            "tables to a million rows; published sizes fit on no GPU.",
         ),
     ] = None,
     whole: Annotated[
         bool,
         typer.Option(
             "--whole/--without-tables",
-            help="Whether the timed step looks up embeddings and trains their tables.",
+            help="Whether the timed step includes the embedding tables and their training.",
         ),
     ] = True,
     out: Annotated[
@@ -74,8 +72,8 @@ def model(
     suite: Annotated[
         Path | None,
         typer.Option(
-            help="Only write the model's layers at this batch into a TOML file, for sweep --suite: "
-            "what was not measured runs in bf16, and layers across tokens do in any case."
+            help="Only write the model's layers at this batch size into a TOML file for sweep "
+            "--suite. Layers without measurements, and layers across tokens, run in bf16."
         ),
     ] = None,
     budget: BudgetOption = 0.06,
@@ -84,9 +82,9 @@ def model(
     as_json: JsonOption = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
-    """Train a model, or predict with it, in bf16 and in FP8: throughput and quality of each way.
+    """Compare throughput and quality of a model in bf16 and FP8, in training or inference.
 
-    Nothing is stored in a database; times on a CPU say nothing of a GPU.
+    Nothing is stored in a database; times on a CPU are not those of a GPU.
     """
     import torch
 
@@ -132,12 +130,12 @@ def model(
 
 def _bound_words(found: Comparison) -> str:
     shares = found.results[0].shares
-    assert shares is not None  # the baseline has been timed
+    assert shares is not None  # the baseline was timed
     parts = ", ".join(f"{kind} {shares.share(kind):.1%}" for kind in shares.us)
     return (
-        f"of the baseline's step: {parts} ({shares.timer}).\n"
+        f"Time of the baseline's step: {parts} ({shares.timer}).\n"
         f"Amdahl: {shares.bound:.2f}x if GEMMs took half and norms no time, {shares.limit:.2f}x if "
-        f"neither took any.\nA model that knew the teacher would have a normalized entropy of "
+        f"neither took any.\nThe best possible quality is a normalized entropy of "
         f"{found.best.normalized_entropy:.4f}, log loss {found.best.log_loss:.5f}, AUC "
         f"{found.best.auc:.4f} (seed 0)."
     )
@@ -158,7 +156,7 @@ def _print_choices(result: Result) -> None:
         }
         for c in result.choices
     ]  # fmt: skip
-    title = f"{result.arm.name}: choices, and times of the database"
+    title = f"{result.arm.name}: choices, with times of the database"
     terminal.print_rows(rows, "table", title=title, note=result.gap)
 
 

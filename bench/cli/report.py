@@ -1,4 +1,4 @@
-"""The command `report`: what is known of a device, or what a Probe learned, judged."""
+"""The command `report`: the measurements of a device, or the verdicts on a Probe."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ if TYPE_CHECKING:
 def report(
     probe: Annotated[
         Path | None,
-        typer.Option(help="What `Probe.save` wrote; without, all that is known of a device."),
+        typer.Option(help="A file of `Probe.save`. Default: report on a device."),
     ] = None,
     budget: BudgetOption = 0.06,
     device: Annotated[
         str | None,
-        typer.Option(help='Whose times count, such as "NVIDIA H200". Default: the GPU here.'),
+        typer.Option(help='Device of the times, such as "NVIDIA H200". Default: this GPU.'),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write everything as a page, FILE.html, that needs nothing else."),
+        typer.Option(help="Write a self-contained page, FILE.html."),
     ] = None,
     png: Annotated[
         Path | None,
-        typer.Option(help="Write the pictures of a device into this folder."),
+        typer.Option(help="Write the pictures of a device as PNG into this folder."),
     ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what is known of a device: who wins where, errors, limits, what is held and how old.
+    """Report the measurements of a device: winning kernels, errors, limits, coverage, staleness.
 
-    A page with pictures (--out), the pictures (--png), or without these a table of dispatch's
-    choices within the budget. With --probe, judge the GEMMs that a Probe saw instead: where FP8 is
-    safe and fast, why, and what would change it. What was learned is replayed here, on a GPU by its
-    kernels, elsewhere by emulation.
-    """  # fmt: skip
+    Writes a page (--out) or its pictures (--png); by default prints a table of dispatch's choices
+    within the budget. With --probe, reports on the GEMMs of a Probe instead: where FP8 is safe and
+    fast, why, and what would change the verdict. Their operands are replayed with the kernels of
+    this GPU, or without a GPU by emulation.
+    """
     how = OutputFormat.JSON if as_json else how
     if probe is None:
         _of_device(device, budget, out, png, db, how)
@@ -78,7 +78,7 @@ def _of_device(
     from lokakern.selection.dispatcher import snapshot
 
     if out is not None or png is not None:
-        charts.vl_convert()  # that it is missing is said before the work
+        charts.vl_convert()  # raises before the work if it is missing
     with reading(db), TerminalProgress() as progress:
         facts = snapshot()
         device = current_device() if name is None else facts.find_device(name)

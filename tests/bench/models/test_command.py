@@ -358,7 +358,7 @@ def test_predictions_are_compared_from_the_command_line() -> None:
     assert "dlrm tiny, predicting, batch 32, on " in done.stdout
     assert throughput.HOST in done.stdout
     assert "Amdahl: " in done.stdout
-    assert "only-torch: choices, and times of the database" in done.stdout
+    assert "only-torch: choices, with times of the database" in done.stdout
 
 
 def test_arm_by_budget_chooses_among_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
