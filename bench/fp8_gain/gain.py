@@ -84,55 +84,37 @@ class Worth:
     device: Device
     budget: ErrorBudget
 
-    @property
-    def measured(self) -> list[Row]:
-        """Rows with measured times."""
-        return [row for row in self.rows if row.us is not None]
-
-    @property
-    def flops_share(self) -> float:
-        """Share of the measured rows in all FLOPs."""
-        total = sum(row.product.flops for row in self.rows)
-        return sum(row.product.flops for row in self.measured) / total
-
-    @property
-    def bf16_us(self) -> float:
-        """Time of all calls of the measured rows in bf16."""
-        return sum(row.product.count * (row.bf16_us or 0.0) for row in self.measured)
-
-    @property
-    def us(self) -> float:
-        """Time of the same calls with the choices."""
-        return sum(row.product.count * (row.us or 0.0) for row in self.measured)
-
     def total(self) -> dict[str, Any]:
-        """Sums for JSON; null if nothing was measured."""
-        known = bool(self.measured)
+        """Sums over measured rows for JSON; null if there are none."""
+        rows = [row for row in self.rows if row.us is not None]
+        flops = sum(row.product.flops for row in rows)
+        bf16_us = sum(row.product.count * (row.bf16_us or 0.0) for row in rows)
+        us = sum(row.product.count * (row.us or 0.0) for row in rows)
         return {
             "products": len(self.rows),
-            "measured": len(self.measured),
+            "measured": len(rows),
             "interpolated": sum(row.state == "interpolated" for row in self.rows),
             "quantized": sum(row.is_quantized for row in self.rows),
-            "measured_flops_share": self.flops_share,
-            "bf16_us": self.bf16_us if known else None,
-            "us": self.us if known else None,
-            "gain_us": self.bf16_us - self.us if known else None,
-            "speedup": self.bf16_us / self.us if known else None,
+            "measured_flops_share": flops / sum(row.product.flops for row in self.rows),
+            "bf16_us": bf16_us if rows else None,
+            "us": us if rows else None,
+            "gain_us": bf16_us - us if rows else None,
+            "speedup": bf16_us / us if rows else None,
         }
 
     def words(self) -> str:
         """The sums in two lines."""
         total, count = self.total(), len(self.rows)
         what = "GEMMs" if any(row.gemm != "output" for row in self.rows) else "products"
-        if not self.measured:
+        if not total["measured"]:
             return f"None of {count} {what} was ever measured on {self.device}."
         between = total["interpolated"]
         how = f" ({between} between measured m)" if between else ""
         first = (
             f"{total['measured']} of {count} {what} were measured{how}, "
-            f"{self.flops_share:.1%} of the FLOPs: {self.bf16_us:.1f} us in bf16, {self.us:.1f} us "
-            f"by these choices, {total['speedup']:.2f}x as fast, {total['quantized']} of them in "
-            "FP8."
+            f"{total['measured_flops_share']:.1%} of the FLOPs: {total['bf16_us']:.1f} us in bf16, "
+            f"{total['us']:.1f} us by these choices, {total['speedup']:.2f}x as fast, "
+            f"{total['quantized']} of them in FP8."
         )
         if total["measured"] == count:
             return first

@@ -29,6 +29,7 @@ TITLES = {
     "fronts": "Error against time",
     "typical": "Row error at the median shape",
     "worst": "Row error at the worst shape",
+    "accuracy": "Row error",
     "coverage": "Problems of which every kernel was timed",
     "freshness": "Rows that are as new as their kernels",
 }
@@ -418,7 +419,7 @@ def page_specs(survey: Survey) -> dict[str, Spec]:
     """One spec with all pictures of each op, and under "" that of all ops."""
 
     def titled(views: Mapping[str, Spec], *names: str) -> list[Spec]:
-        return [{"title": {"text": TITLES.get(name, "Row error")}, **views[name]} for name in names]
+        return [{"title": {"text": TITLES[name]}, **views[name]} for name in names]
 
     specs = {}
     for op in survey.ops:

@@ -44,7 +44,7 @@ FACTS: Snapshot | None = None  # of `small`
 
 @pytest.fixture(scope="module", autouse=True)
 def one_bundle() -> Iterator[None]:
-    """What takes seconds to put together is put together by one process."""
+    """Build the bundle, which takes seconds, in one process only."""
     make = charts.bundle
     path = shared_folder("report") / "bundle.js"
     made_once(path, lambda to: to.write_text(make(), encoding="utf-8"))
@@ -66,7 +66,7 @@ def scaled(m: int, n: int, k: int) -> Problem:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survey]:
-    """Three ops: gemm at four shapes, one of them where FP8 loses; tensor scales err too much."""
+    """Three ops: gemm at four shapes, at one of which FP8 loses; tensorwise scaling errs too much."""
     book = Book(tmp_path_factory.mktemp("report") / "rows.sqlite")
     rows: list[Any] = []
     for n, k, us in ((512, 512, 10.0), (512, 2048, 30.0), (2048, 2048, 90.0), (64, 512, 5.0)):
@@ -100,7 +100,7 @@ def at(survey: Survey, **wanted: Any) -> dict[str, Any]:
 
 
 @pytest.mark.rest
-def test_choices_are_those_of_dispatch(small: Survey) -> None:
+def test_choices_equal_those_of_dispatch(small: Survey) -> None:
     assert small.budgets == ("none", "0.03", "0.045", "0.06", "0.08", "0.12")
     gemms = [row for row in small.choices if row["op"] == "gemm"]
     assert len(gemms) == 8 * len(small.budgets)
@@ -112,7 +112,7 @@ def test_choices_are_those_of_dispatch(small: Survey) -> None:
     assert {row["kernel"] for row in gemms} == {BF16, ROW}
 
 
-def test_the_time_without_fp8_is_found_where_rows_are_odd() -> None:
+def test_the_baseline_is_found_for_odd_rows() -> None:
     """Bfloat16 rows of 479 are aligned by 2 bytes, the FP8 of a prepared weight by 16."""
     weight = Operand(Format.E4M3FN, Granularity.ROW, "column-major")
     prepared = make_problem("gemm", (2048, 512, 479), prepared=True, b=weight)
@@ -120,7 +120,7 @@ def test_the_time_without_fp8_is_found_where_rows_are_odd() -> None:
     assert survey._plain_us(scaled(2048, 512, 479), {gemm(2048, 512, 479): 60.0}) == 60.0
 
 
-def test_a_gain_is_over_what_is_unquantized(small: Survey) -> None:
+def test_gains_are_over_the_unquantized_kernel(small: Survey) -> None:
     wide = {"op": "gemm", "m": 2048, "n": 2048, "k": 2048}
     row = at(small, budget="0.06", **wide)
     assert (row["kernel"], row["plain_us"], row["us"]) == (ROW, 90.0, 54.0)
@@ -134,13 +134,13 @@ def test_a_gain_is_over_what_is_unquantized(small: Survey) -> None:
     assert quantizer["plain_us"] is quantizer["speedup"] is None and quantizer["light"] > 0
 
 
-def test_what_cannot_be_answered_says_why(small: Survey) -> None:
+def test_a_miss_has_a_reason(small: Survey) -> None:
     row = at(small, op="quantize", m=2048, budget="0.06")
     assert (row["kernel"], row["letter"], row["us"]) == ("no answer", "-", None)
     assert not row["answered"] and "no error is known" in row["note"]
 
 
-def test_nothing_beats_a_front_in_time_and_error(small: Survey) -> None:
+def test_the_front_is_pareto_optimal(small: Survey) -> None:
     here = [row for row in small.times if (row["op"], row["m"]) == ("gemm", 2048)]
     narrow = {row["kernel"]: row["front"] for row in here if row["n"] == 64}
     wide = {row["kernel"]: row["front"] for row in here if row["n"] == 2048}
@@ -162,7 +162,7 @@ def test_errors_and_holdings_are_counted(small: Survey) -> None:
 
 
 class Parsed(Closed):
-    """Elements of a page whose tables leave out the end tags that HTML allows to leave out."""
+    """Elements of a page whose tables omit optional end tags."""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         super().handle_starttag(tag, attrs)
@@ -188,7 +188,7 @@ def test_a_page_runs_its_own_scripts_only(small: Survey) -> None:
     assert [*json.loads(data)["specs"]] == ["gemm", "quantize", "scaled_gemm", ""]
 
 
-def test_the_tables_of_a_page_need_no_script(small: Survey) -> None:
+def test_the_tables_of_a_page_are_static(small: Survey) -> None:
     text = re.sub(r"<script.*?</script>", "", page_of(small), flags=re.DOTALL)
     rows = [re.findall(r"<td[^>]*>([^<\n]*)", row) for row in text.split("<tr>")]
     assert ["2048", "2048", "2048", "90", "90", "1", *rows_end(small, BF16)] in rows
@@ -200,13 +200,15 @@ def test_the_tables_of_a_page_need_no_script(small: Survey) -> None:
 
 
 def rows_end(survey: Survey, kernel: str) -> list[str]:
-    """The last cells of the row of the widest gemm that a strict budget leaves to a kernel."""
+    """The last cells of the row of the widest gemm at a strict budget."""
     row = at(survey, op="gemm", m=2048, n=2048, k=2048, budget="0.03")
     light = f"{row['light']:.4g}"
     return [light, "0.003", "none 0.03", "yes", row["letter"], kernel, row["note"] or "-"]
 
 
-def test_a_long_table_is_cut_with_a_note(small: Survey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_tables_are_truncated_with_a_note(
+    small: Survey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "Only the first" not in page_of(small)
     monkeypatch.setattr(survey_page, "MOST_ROWS", 7)
     text = page_of(small)
@@ -244,7 +246,7 @@ def test_hostile_names_do_not_break_the_markup(small: Survey) -> None:
 
 
 @needs_chromium
-def test_a_page_is_used_in_a_browser(small: Survey, tmp_path: Path) -> None:
+def test_a_page_works_in_a_browser(small: Survey, tmp_path: Path) -> None:
     path, hostile = tmp_path / "small.html", tmp_path / "hostile.html"
     path.write_text(page_of(small), encoding="utf-8")
     hostile.write_text(page_of(hostile_of(small)), encoding="utf-8")
@@ -293,7 +295,7 @@ def drawn_letters(page: browser.Page) -> list[str]:
 
 
 @needs_chromium
-def test_the_shipped_file_is_shown_whole(tmp_path: Path) -> None:
+def test_the_page_of_the_shipped_file_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "h200.html"
     dispatcher.use_snapshot(None)
     done = CliRunner().invoke(app, ["report", "--device", "NVIDIA H200", "--out", str(out)])
@@ -356,7 +358,7 @@ def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-def test_choices_are_printed_without_a_page(small: Survey) -> None:
+def test_choices_are_printed_by_default(small: Survey) -> None:
     run = CliRunner().invoke
     done = run(app, ["report", "--device", "NVIDIA H200", "--budget", "0.05", "--json"])
     rows = json.loads(done.stdout)
@@ -364,7 +366,7 @@ def test_choices_are_printed_without_a_page(small: Survey) -> None:
     assert {row["kernel"] for row in rows if row["op"] == "gemm"} == {BF16, ROW}
 
 
-def test_what_is_missing_is_said_in_a_line(
+def test_missing_times_and_packages_are_errors_of_one_line(
     small: Survey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = CliRunner().invoke
