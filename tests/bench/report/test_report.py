@@ -66,7 +66,7 @@ def scaled(m: int, n: int, k: int) -> Problem:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survey]:
-    """Three ops: gemm at four shapes, at one of which FP8 loses; tensorwise scaling errs too much."""
+    """Three ops: gemm at four shapes; FP8 loses at one, and tensorwise errors are large."""
     book = Book(tmp_path_factory.mktemp("report") / "rows.sqlite")
     rows: list[Any] = []
     for n, k, us in ((512, 512, 10.0), (512, 2048, 30.0), (2048, 2048, 90.0), (64, 512, 5.0)):
