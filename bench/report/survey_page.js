@@ -32,13 +32,23 @@ function sort(head) {
   }
 }
 
+let shown = Promise.resolve(); // pictures of ops are drawn one after the other
+function show() {
+  shown = shown.then((last) => {
+    last?.finalize();
+    document.getElementById("params").replaceChildren();
+    return draw("#pictures", asked.op.value);
+  });
+}
+
+function showAll() {
+  draw("#held-pictures", "");
+  show();
+}
+
 document.forms.asked.addEventListener("input", filter);
 document.addEventListener("click", ({target}) => target.matches("thead button") && sort(target.parentNode));
-dark.addEventListener("change", () => location.reload());
-asked.op.addEventListener("change", () => {
-  document.getElementById("params").replaceChildren();
-  draw("#pictures", asked.op.value);
-});
+asked.op.addEventListener("change", show);
+dark.addEventListener("change", showAll);
 filter();
-draw("#held-pictures", "");
-draw("#pictures", asked.op.value);
+showAll();
