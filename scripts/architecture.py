@@ -20,12 +20,13 @@ FLAT_LIMITS = {"lokakern": 26, "lokakern.bench": 12, "lokakern.registry": 14}
 
 
 def layers() -> list[tuple[str, list[set[str]]]]:
-    """Of each contract: the package, and the names in its layers, the highest first."""
+    """The package of each layers contract, and the names in its layers, the highest first."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return [
         (contract["containers"][0], [set(layer.replace("|", ":").replace(" ", "").split(":"))
                                      for layer in contract["layers"]])
         for contract in table["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
     ]  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def _products(
     from lokakern.bench.fp8_gain.factories import products_of_model
 
     assert model is not None  # one of the three is given
-    found, share = products_of_model(model, rows, say)
+    found, share = products.products_of_model(model, rows, say)
     if share is not None:
         alone += (f" Linear layers, under autocast to bfloat16, take {share:.1%} of the FLOPs of a "
                   "forward pass.")  # fmt: skip

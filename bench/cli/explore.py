@@ -1,4 +1,4 @@
-"""The command `explore`: databases in a browser."""
+"""The command `explore`: browse databases."""
 
 from __future__ import annotations
 

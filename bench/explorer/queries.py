@@ -1,7 +1,7 @@
-"""What an explorer of a database asks: queries in SQL, whose answers say names and not numbers.
+"""SQL queries of the explorer, whose answers contain names instead of keys.
 
-They read the newest row of each kernel, whatever its source was then. Dispatch knows more (medians
-over runs, sources that changed, noise, seeds): `explain` says what it would choose.
+They read the newest row of each kernel, whatever its source was then. Dispatch also considers
+medians over runs, changed sources, noise and seeds; `explain` prints its choice.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A query that is there under a name.
+    """A named query.
 
     Attributes:
-        title: Above the answer.
-        what: Says how to read it; of each parameter, what an empty one means.
+        title: Its heading.
+        what: How to read the answer, and defaults of empty parameters.
         sql: The query; words after a colon are its parameters.
     """
 
@@ -44,9 +44,9 @@ _SIZES = """\
 
 FASTEST = Question(
     "The fastest kernel within an error budget",
-    "Of each product the fastest kernel whose row error is within the budget on every realistic "
-    "distribution, against bfloat16, greatest gain first. Errors are those of the kernel's "
-    "arithmetic at the same n and k. Empty: a budget of 0.06, any device, m, n and k.",
+    "For each product the fastest kernel whose row error is within the budget on every realistic "
+    "distribution, compared with bfloat16, greatest gain first. Errors are those of the kernel's "
+    "arithmetic at the same n and k. Defaults: a budget of 0.06, any device, m, n and k.",
     f"""\
 WITH {_TIMED}, bound AS (
   SELECT kernel.granularity, kernel.b_granularity, kernel.accumulation, architecture, n, k,
@@ -74,8 +74,8 @@ ORDER BY x_bf16 DESC, n, k, m""",
 
 FP8_LOSES = Question(
     "Where FP8 loses",
-    "Products at which bfloat16 is faster than every kernel that quantizes, whatever their error, "
-    "greatest loss first. Empty: any device, m, n and k.",
+    "Products for which bfloat16 is faster than every quantizing kernel of any error, greatest "
+    "loss first. Defaults: any device, m, n and k.",
     f"""\
 WITH {_TIMED}
 SELECT {_SHAPE}, timed.kernel AS fastest_fp8, min(timed.us) / plain.us AS times_as_long,
@@ -106,9 +106,9 @@ since AS (
 
 REGRESSED = Question(
     "Which kernel regressed",
-    "Kernels that take more than 5 % longer since a day than before, at the same problem: newest "
-    "time of each side, the worst first. `diff --before` counts noise, too. Empty: any device, "
-    "and the day of the newest measurement, such as 2026-01-31 (UTC).",
+    "Kernels that are more than 5 % slower since a day than before, at the same problem: newest "
+    "time of each side, the worst first. `diff --before` also considers noise. Defaults: any "
+    "device, and the day of the newest measurement, such as 2026-01-31 (UTC).",
     f"""\
 WITH {_BEFORE_AFTER}
 SELECT now.kernel, problem.op, {_SHAPE}, now.us / old.us AS times_as_long,
@@ -125,7 +125,7 @@ ORDER BY times_as_long DESC""",
 ERRORS = Question(
     "Errors by distribution",
     "The worst row error of each kernel's arithmetic on each distribution, over all shapes and "
-    "seeds, and the shape it is worst at. Empty: any kernel, else names that hold this.",
+    "seeds, and its shape. Default: any kernel; otherwise those whose names contain the text.",
     """\
 SELECT kernel.name AS kernel, kernel.op, kernel.granularity, kernel.accumulation,
        distribution.name AS distribution, architecture, max(row_err_upper) AS row_err, n, k,
@@ -140,7 +140,7 @@ ORDER BY row_err DESC""",
 
 RUNS = Question(
     "Who measured what, and when",
-    "Every run with the rows it brought, newest first.",
+    "Every run with its numbers of rows, newest first.",
     """\
 SELECT datetime(started_utc_ms / 1000, 'unixepoch') AS started_utc, suite, grade,
        (SELECT count(*) FROM timing WHERE timing.run = run.id) AS timings,

@@ -36,22 +36,21 @@ _FACETS = {
     "test_result": ("architecture", "status", "suite"),
 }
 _STYLE = "dl.column-descriptions { columns: 22em; font-size: smaller; } " + " ".join(
-    # Links to single rows, which Datasette does not find by a key in bytes.
+    # Hide links to single rows: Datasette cannot look up binary keys.
     f".table-{name} .col-Link, .table-{name} .col-key {{ display: none; }}"
     for name in FACTS
 )
 _SETTINGS = {
-    # Of the shipped file the slowest question takes 0.4 s; a database of a user may be ten times
-    # as large.
+    # The slowest query of the shipped file takes 0.4 s; a user's file may be ten times as large.
     "sql_time_limit_ms": 10_000,
     "facet_time_limit_ms": 2_000,
-    "suggest_facets": False,  # each page would try every column
+    "suggest_facets": False,  # they try every column on each page
     "truncate_cells_html": 100,
 }
 
 
 def explorer_of(files: Sequence[Path]) -> Datasette:
-    """Files of databases in Datasette; nothing is served yet.
+    """Open databases in Datasette without serving them yet.
 
     Raises:
         UnsupportedError: Datasette is not installed.
@@ -66,33 +65,32 @@ def explorer_of(files: Sequence[Path]) -> Datasette:
             f"explore: {error.name} is not installed; pip install 'lokakern[explore]', or "
             "pip install 'datasette>=0.65,<1'"
         ) from None
-    # Where rich is installed, it prints 300 lines for every page that is not there.
+    # With rich installed it prints 300 lines for every missing page.
     pm.get_plugin("datasette.handle_exception").rich = None
     for path in files:
-        if any(letter in str(path) for letter in "#?%"):  # goes into a URI as it is
+        if any(letter in str(path) for letter in "#?%"):  # not escaped in its URI
             raise DatabaseError(
-                f"database {str(path)!r}: Datasette opens another file where # ? or % is in a "
-                "path; copy it to one without"
+                f"database {str(path)!r}: Datasette cannot open paths with #, ? or %; copy the file"
             )
-        with open_guarded(path):  # whose schema is ours, so that the questions have answers
+        with open_guarded(path):  # checks the schema, which the queries require
             pass
     names = _names_of(files)
     metadata = {
         "title": "lokakern: what was measured",
-        "description": "Facts, never updated. Which kernel dispatch would choose, and why, says "
-        "python -m lokakern.bench explain.",
+        "description": "Measurements, never updated. python -m lokakern.bench explain prints the "
+        "choice of dispatch and its reasons.",
         "extra_css_urls": [f"data:text/css,{quote(_STYLE)}"],
         "databases": {name: metadata_of() for name in names},
     }
     found = Datasette(files=(), metadata=metadata, settings=_SETTINGS)
-    found.remove_database("_memory")  # which it adds where it is given no files
+    found.remove_database("_memory")  # its default without files
     for name, path in names.items():
         found.add_database(Database(found, path=str(path), is_mutable=False), name=name)
     return found
 
 
 def _names_of(files: Sequence[Path]) -> dict[str, Path]:
-    """Names of files without folders and endings; a number where they are alike."""
+    """Stems of files, numbered where they are equal."""
     names: dict[str, Path] = {}
     for path in files:
         name, count = path.stem, 1
@@ -104,7 +102,7 @@ def _names_of(files: Sequence[Path]) -> dict[str, Path]:
 
 
 def metadata_of() -> dict[str, Any]:
-    """What Datasette shows of one database."""
+    """Datasette's metadata of one database."""
     return {
         "queries": {
             name: {"title": q.title, "description": q.what, "sql": q.sql, "hide_sql": True}
@@ -131,10 +129,10 @@ def _table(name: str) -> Mapping[str, Any]:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket on this machine alone; port 0 is any that is free.
+    """A socket on the loopback interface; port 0 is any free port.
 
     Raises:
-        UnsupportedError: The port cannot be had.
+        UnsupportedError: The port cannot be opened.
     """
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,14 +141,14 @@ def listen(port: int) -> socket.socket:
     except OSError as error:
         found.close()
         raise UnsupportedError(
-            f"explore: port {port} of {LOOPBACK} cannot be had: {error.strerror}; --port 0 takes "
-            "one that is free"
+            f"explore: port {port} of {LOOPBACK} cannot be opened: {error.strerror}; "
+            "--port 0 takes any free port"
         ) from None
     return found
 
 
 def serve(explorer: Datasette, listening: socket.socket) -> None:
-    """Answer until Ctrl-C."""
+    """Serve until Ctrl-C."""
     import uvicorn  # comes with Datasette
 
     config = uvicorn.Config(explorer.app(), log_level="warning")

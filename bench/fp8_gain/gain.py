@@ -1,15 +1,14 @@
-"""Whether FP8 is worth it: of somebody's products what dispatch would choose, and what that gains.
+"""Choices of dispatch for the products of a user's model, and their gains over bf16.
 
-Times are those that were measured on a device; what was never measured is said to be so, and is
-part of no sum. Predictions may multiply weights that were quantized once, in the form that is
-fastest; training quantizes both operands anew. A gain is over the unquantized kernel as it was
-timed beside the choice, as `explain` says it of that problem.
+Times are measurements on a device; GEMMs without any are reported and left out of sums. Inference
+may use prepared weights in the fastest form, training quantizes both operands each time. A gain is
+over the unquantized kernel that was timed with the choice, as in `explain`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lokakern.bench.fp8_gain.products import Product
@@ -25,7 +24,7 @@ from lokakern.workloads.gemm_cases import (
 )
 
 NEVER = "never measured"
-# Of a GEMM, what a suite of a user's own calls it.
+# Forms of a GEMM in suite files.
 FORMS = {"grad_input": ("grad_input",), "grad_weight": ("grad_weight",)}
 
 
@@ -34,14 +33,14 @@ class Row:
     """One GEMM of a product.
 
     Attributes:
-        product: Of which.
+        product: The product.
         gemm: "output", "grad_input" or "grad_weight".
         state: "measured", "interpolated" between measured m, or `NEVER`.
-        kernel: The choice; "" where nothing was measured.
-        us: Its time, with what it quantizes; None where nothing was measured.
-        bf16_us: Of the unquantized kernel.
-        row_err: The worst stored bound of the choice; None where it is not known.
-        why: In a few words.
+        kernel: The choice; "" if nothing was measured.
+        us: Its time including quantization, if measured.
+        bf16_us: Time of the unquantized kernel.
+        row_err: The worst stored bound of the choice, if known.
+        why: A short reason.
     """
 
     product: Product
@@ -55,92 +54,74 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as bf16."""
+        """Speedup over bf16."""
         return None if self.us is None or self.bf16_us is None else self.bf16_us / self.us
 
     @property
     def gain_us(self) -> float | None:
-        """What all its calls save together."""
+        """Time saved by all its calls together."""
         if self.us is None or self.bf16_us is None:
             return None
         return self.product.count * (self.bf16_us - self.us)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the choice is not the unquantized kernel."""
+        """Whether the choice quantizes."""
         return bool(self.gain_us)
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What all products come to.
+    """Rows and sums of all products.
 
     Attributes:
         rows: One for each GEMM of each product.
-        device: Whose times these are.
-        budget: Within which the choices are.
+        device: The device of the times.
+        budget: The error budget of the choices.
     """
 
     rows: tuple[Row, ...]
     device: Device
     budget: ErrorBudget
 
-    @property
-    def measured(self) -> list[Row]:
-        """Those that were measured."""
-        return [row for row in self.rows if row.us is not None]
-
-    @property
-    def flops_share(self) -> float:
-        """Of all FLOPs, the share of what was measured."""
-        total = sum(row.product.flops for row in self.rows)
-        return sum(row.product.flops for row in self.measured) / total
-
-    @property
-    def bf16_us(self) -> float:
-        """Of all calls of what was measured."""
-        return sum(row.product.count * (row.bf16_us or 0.0) for row in self.measured)
-
-    @property
-    def us(self) -> float:
-        """The same by the choices."""
-        return sum(row.product.count * (row.us or 0.0) for row in self.measured)
-
     def total(self) -> dict[str, Any]:
-        """Sums, as JSON holds them; null where nothing was measured."""
-        known = bool(self.measured)
+        """Sums over measured rows for JSON; null if there are none."""
+        rows = [row for row in self.rows if row.us is not None]
+        flops = sum(row.product.flops for row in rows)
+        bf16_us = sum(row.product.count * (row.bf16_us or 0.0) for row in rows)
+        us = sum(row.product.count * (row.us or 0.0) for row in rows)
         return {
             "products": len(self.rows),
-            "measured": len(self.measured),
+            "measured": len(rows),
             "interpolated": sum(row.state == "interpolated" for row in self.rows),
             "quantized": sum(row.is_quantized for row in self.rows),
-            "measured_flops_share": self.flops_share,
-            "bf16_us": self.bf16_us if known else None,
-            "us": self.us if known else None,
-            "gain_us": self.bf16_us - self.us if known else None,
-            "speedup": self.bf16_us / self.us if known else None,
+            "measured_flops_share": flops / sum(row.product.flops for row in self.rows),
+            "bf16_us": bf16_us if rows else None,
+            "us": us if rows else None,
+            "gain_us": bf16_us - us if rows else None,
+            "speedup": bf16_us / us if rows else None,
         }
 
     def words(self) -> str:
         """The sums in two lines."""
         total, count = self.total(), len(self.rows)
         what = "GEMMs" if any(row.gemm != "output" for row in self.rows) else "products"
-        if not self.measured:
-            return f"None of {count} {what} was ever measured on {self.device}: nothing is known."
+        if not total["measured"]:
+            return f"None of {count} {what} was ever measured on {self.device}."
         between = total["interpolated"]
         how = f" ({between} between measured m)" if between else ""
         first = (
             f"{total['measured']} of {count} {what} were measured{how}, "
-            f"{self.flops_share:.1%} of the FLOPs: {self.bf16_us:.1f} us in bf16, {self.us:.1f} us "
-            f"by these choices, {total['speedup']:.2f}x as fast, {total['quantized']} of them in "
-            "FP8."
+            f"{total['measured_flops_share']:.1%} of the FLOPs: {total['bf16_us']:.1f} us in bf16, "
+            f"{total['us']:.1f} us by these choices, {total['speedup']:.2f}x as fast, "
+            f"{total['quantized']} of them in FP8."
         )
         if total["measured"] == count:
             return first
         return f"{first}\nNever measured, and in no sum: {count - total['measured']}."
 
     def missing(self) -> dict[tuple[int, int, int], list[str]]:
-        """By m, n and k, the forms that were never measured; batches are left out."""
+        """Forms that were never measured, by m, n and k; without batched products."""
         found: dict[tuple[int, int, int], list[str]] = {}
         is_training = any(row.gemm != "output" for row in self.rows)
         of_output = ("gemm",) if is_training else ("gemm", "prepared")
@@ -161,22 +142,22 @@ def worth(
     gemms: Sequence[str] = ("output",),
     step: Callable[[str], None] = lambda _text: None,
 ) -> Worth:
-    """Ask dispatch about every product.
+    """Choose kernels for every product.
 
     Args:
-        products: Which.
+        products: The products.
         budget: Largest accepted error.
-        device: Whose times count; need not be here.
-        distributions: Errors are judged on; None: what a product says, else all realistic ones.
-        regime: Of the times; None: the device's usual.
-        gemms: Of each product; with gradients, weights are quantized anew each time.
-        step: Told of each product.
+        device: The device of the times, which need not be this one.
+        distributions: Distributions of the errors; None takes a product's own, or all realistic.
+        regime: Regime of the times; None is the device's default.
+        gemms: GEMMs of each product; with gradients, weights are quantized each time.
+        step: Called with each layer's name.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
     """
     is_training = len(gemms) > 1
-    known: dict[tuple[Any, ...], Row] = {}  # layers are often alike
+    known: dict[tuple[Any, ...], Row] = {}  # many layers are equal
     rows = []
     for product in products:
         for gemm in gemms:
@@ -189,11 +170,7 @@ def worth(
                     for problems in _problems(product, gemm, device, is_training)
                 ]
                 known[key] = _row(product, gemm, choices)
-            found = known[key]
-            rows.append(
-                Row(product, gemm, found.state, found.kernel, found.us, found.bf16_us,
-                    found.row_err, found.why)
-            )  # fmt: skip
+            rows.append(replace(known[key], product=product))
         step(product.layer)
     return Worth(tuple(rows), device, budget)
 
@@ -201,7 +178,7 @@ def worth(
 def _problems(
     product: Product, gemm: str, device: Device, is_training: bool
 ) -> list[list[Problem]]:
-    """What a GEMM may be computed as; first with the bias, then without where that is not known."""
+    """Alternative problems of a GEMM, with the bias and as a fallback without."""
     m, n, k, form, batch = product.m, product.n, product.k, product.format, product.batch
     if gemm == "grad_weight":
         return [[grad_weight_case(m, n, k, form, batch=batch).problem]]
@@ -235,12 +212,12 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
             continue
         choice, plain = min(timed, key=lambda pair: (not _quantizes(pair[0]), pair[0].latency_us))
         if not _quantizes(choice):
-            choice, plain = timed[0]  # the weight as it is
+            choice, plain = timed[0]  # the unprepared weight
         state = "interpolated" if choice.interpolated else "measured"
         us = choice.latency_us or plain
         quantized = _quantizes(choice)
         why = (
-            f"row_err {choice.errors['row_err']:.4f}{_where(choice)}, worst on {_worst(choice)}"
+            _why_quantized(choice)
             if quantized and choice.errors
             else _why_plain([c for c, _ in timed])
         )
@@ -256,7 +233,7 @@ def _quantizes(choice: Choice) -> bool:
 
 
 def _bf16_us(choice: Choice) -> float | None:
-    """Of the unquantized kernel, where dispatch has an answer."""
+    """Time of the unquantized kernel, if dispatch has an answer."""
     table = choice.table
     if choice.is_miss or choice.latency_us is None:
         return None
@@ -265,17 +242,15 @@ def _bf16_us(choice: Choice) -> float | None:
     return None if found is None else found[0].latency_us
 
 
-def _where(choice: Choice) -> str:
-    n = choice.pick.candidate.errors_of_n if choice.pick.candidate else 0
-    return f" at most, by n={n}" if n else ""
-
-
-def _worst(choice: Choice) -> str:
-    return choice.pick.candidate.worst_distribution if choice.pick.candidate else ""
+def _why_quantized(choice: Choice) -> str:
+    found = choice.pick.candidate
+    limit = f" at most, by n={found.errors_of_n}" if found and found.errors_of_n else ""
+    worst = found.worst_distribution if found else ""
+    return f"row_err {choice.errors['row_err']:.4f}{limit}, worst on {worst}"
 
 
 def _why_plain(choices: Sequence[Choice]) -> str:
-    """Why nothing is quantized: the reason against the fastest kernel that quantizes."""
+    """The reason against the fastest quantizing kernel."""
     against: list[tuple[float, str]] = []
     for choice in choices:
         for candidate in choice.table.candidates:

@@ -1,6 +1,6 @@
-"""Products of somebody's model: where they come from, whatever was measured of them.
+"""Products of a user's model, from a file of shapes, a Probe, or the model itself.
 
-A file of shapes is TOML as ``sweep --suite`` takes it (`lokakern/workloads/suite_files.py`), CSV
+A file of shapes is TOML as ``sweep --suite`` reads it (`lokakern/workloads/suite_files.py`), CSV
 with a header, or JSON, a list of objects or of lists:
 
     m,n,k,count,layer           [{"m": 8192, "n": 512, "k": 1024, "count": 3}, [8192, 512, 512]]
@@ -11,9 +11,13 @@ with a header, or JSON, a list of objects or of lists:
 from __future__ import annotations
 
 import csv
+import importlib
+import inspect
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +47,11 @@ class Product:
         m: Rows of X.
         n: Outputs.
         k: Inputs.
-        count: How often it is multiplied.
-        bias: Whether the output has one.
-        batch: Products at once.
-        format: Of X, W and Y.
-        distributions: By GEMM, what its operands are like; a GEMM that is not there is judged on
-            all realistic ones.
+        count: Number of calls.
+        bias: Whether the output has a bias.
+        batch: Products in a batch.
+        format: Format of X, W and Y.
+        distributions: Distributions similar to the operands, by GEMM; by default all realistic.
     """
 
     layer: str
@@ -63,15 +66,15 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one of its GEMMs, as often as it is multiplied."""
+        """FLOPs of all calls of one of its GEMMs."""
         return 2 * self.m * self.n * self.k * self.batch * self.count
 
 
 def products_from_file(path: Path) -> list[Product]:
-    """Products that a file of shapes lists.
+    """Read the products of a file of shapes.
 
     Raises:
-        SuiteError: It cannot be read, or is not as the module says.
+        SuiteError: The file is unreadable or malformed.
     """
     readers = {".toml": _from_toml, ".csv": _from_csv, ".json": _from_json}
     reader = readers.get(path.suffix.lower())
@@ -87,7 +90,7 @@ def _from_toml(path: Path) -> list[Product]:
     return [
         Product(layer.name, m, layer.n, layer.k, layer.count, layer.bias, layer.batch, layer.format)
         for layer in layers_from_file(path)
-        if {"gemm", "prepared"} & set(layer.forms)  # others are no products that a model makes
+        if {"gemm", "prepared"} & set(layer.forms)  # other forms are not products of a model
         for m in layer.m
     ]
 
@@ -143,9 +146,9 @@ def _product(entry: object, place: int, path: Path) -> Product:
 
 
 def products_of_probe(sites: Mapping[str, SiteStatistics], gemms: Sequence[str]) -> list[Product]:
-    """Products that a Probe saw, judged on the benchmarked distributions that they are like.
+    """Products of a Probe, each with the benchmarked distributions most similar to its operands.
 
-    Nothing is replayed: `ProbeReport` judges by errors of the operands themselves.
+    Nothing is replayed; `ProbeReport` judges by errors of the operands themselves.
     """
     found: list[Product] = []
     for place, (name, site) in enumerate(sites.items()):
@@ -171,14 +174,182 @@ def _of_site(name: str, site: SiteStatistics, gemms: Sequence[str]) -> Iterator[
 
 
 def suite_of(missing: Mapping[tuple[int, int, int], Sequence[str]], name: str) -> str:
-    """TOML for ``sweep --suite`` of products that were never measured.
-
-    Args:
-        missing: By m, n and k, the forms of a layer.
-        name: Of the suite.
-    """
+    """TOML for ``sweep --suite`` of the missing forms of layers, by m, n and k."""
     parts = [f"name = {json.dumps(name)}\n"]
     for (m, n, k), forms in missing.items():
         given: list[Any] = list(dict.fromkeys(forms))
         parts.append(f"[[layer]]\nm = {m}\nn = {n}\nk = {k}\nforms = {json.dumps(given)}\n")
     return "\n".join(parts)
+
+
+# --- a model, named on the command line
+
+_TORCH = str(Path(torch.__file__).parent)
+EXPECTED = (
+    "a function without arguments that returns a model, or a model and an example of its inputs: a "
+    "tensor, a tuple of arguments, or a dictionary of them by name"
+)
+
+
+def factory_named(spec: str) -> Callable[[], Any]:
+    """Import the function named ``package.module:factory``.
+
+    Raises:
+        UnknownNameError: The module or function is missing.
+        UnsupportedError: It cannot be called without arguments.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not (module_name and colon and name):
+        raise UnknownNameError(f"--model is {spec!r}; expected package.module:factory, {EXPECTED}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = "" if error.name == module_name else f" needs {error.name!r}, which"
+        raise UnknownNameError(
+            f"--model: {module_name!r}{missing} was not found; run this in the folder that holds "
+            "it, set PYTHONPATH, or install it"
+        ) from None
+    except Exception as error:
+        raise UnsupportedError(
+            f"--model: importing {module_name!r} raised {_words(error)}"
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        known = [n for n, value in vars(module).items()
+                 if inspect.isfunction(value) and value.__module__ == module_name]  # fmt: skip
+        raise UnknownNameError(
+            f"--model: {module_name!r} has no {name!r}; it has {', '.join(known) or 'no functions'}"
+        )
+    if isinstance(found, nn.Module):
+        return lambda: found
+    if not callable(found):
+        raise UnsupportedError(
+            f"--model: {spec} is of type {type(found).__name__}, which cannot be called; expected "
+            f"{EXPECTED}"
+        )
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise UnsupportedError(f"--model: {spec} cannot be called: {error}; expected {EXPECTED}"
+                               ) from None  # fmt: skip
+    except ValueError:  # a builtin without a signature
+        pass
+    made: Callable[[], Any] = found
+    return made
+
+
+def products_of_model(
+    spec: str, rows: int | None, say: Callable[[str], None]
+) -> tuple[list[Product], float | None]:
+    """Products of a model's linear layers in a forward pass.
+
+    The model is built and called on the meta device, without memory or computation; a model that
+    needs values is called on the CPU, with a message.
+
+    Args:
+        spec: ``package.module:factory``.
+        rows: Rows of every layer, for a factory without an example of inputs.
+        say: Called with messages.
+
+    Returns:
+        The products, and their share of the FLOPs of the forward pass as torch counts them; None
+        if nothing was called.
+
+    Raises:
+        UnknownNameError: The module or function is missing, or the model has no linear layer.
+        UnsupportedError: The factory or the model failed, or returned an unexpected type.
+    """
+    factory = factory_named(spec)
+    try:
+        with torch.device("meta"):
+            found = _traced(spec, factory, rows)
+    except _Failed as error:
+        say(f"{spec} runs on the CPU, with all its memory: on the meta device {error}")
+        try:
+            found = _traced(spec, factory, rows)
+        except _Failed as again:
+            raise UnsupportedError(f"--model: {again}") from again.__cause__
+    if not found[0]:
+        raise UnknownNameError(
+            f"--model: no nn.Linear of {spec} was called; other products are not counted"
+        )
+    return found
+
+
+class _Failed(Exception):
+    """The user's code raised an exception."""
+
+
+def _traced(
+    spec: str, factory: Callable[[], Any], rows: int | None
+) -> tuple[list[Product], float | None]:
+    try:
+        made = factory()
+    except Exception as error:
+        raise _Failed(f"{spec} raised {_words(error)}") from error
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(
+            f"--model: {spec} returned {type(model).__name__}; expected {EXPECTED}"
+        )
+    if (example is None) == (rows is None):
+        raise UnsupportedError(
+            f"--model: {spec} returned a model alone; return an example of its inputs, too, or say "
+            "with --rows how many rows each layer multiplies" if example is None
+            else f"--rows: {spec} returns an example, which says how many rows there are"
+        )  # fmt: skip
+    inner = inner_layers(model)
+
+    def is_site(module: nn.Module, _name: str) -> bool:
+        return isinstance(module, nn.Linear | Routed) and id(module) not in inner
+
+    sites = list(named_modules(model, is_site))
+    if rows is not None:
+        return [_layer_product(name, layer, rows, 1) for name, layer in sites], None
+    calls: Counter[tuple[str, int]] = Counter()
+    for name, module in sites:
+        module.register_forward_pre_hook(_counter(name, calls), with_kwargs=True)
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        try:
+            _call(model.eval(), example)
+        except Exception as error:
+            raise _Failed(f"calling {type(model).__name__} raised {_words(error)}") from error
+    by_name = dict(sites)
+    products = []
+    for (name, m), count in calls.items():
+        products.append(_layer_product(name, by_name[name], m, count))
+    counted = flops.get_total_flops()
+    share = sum(p.flops for p in products) / counted if counted else None
+    return products, share
+
+
+def _layer_product(name: str, layer: nn.Module, m: int, count: int) -> Product:
+    n, k, has_bias, _ = shape_of(layer)  # as padded
+    return Product(name or "the model", m, n, k, count, has_bias)
+
+
+def _counter(name: str, calls: Counter[tuple[str, int]]) -> Callable[..., None]:
+    def see(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        x = inputs[0] if inputs else named["input"]
+        if x.numel():
+            calls[name, x.numel() // x.shape[-1]] += 1
+
+    return see
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    if isinstance(example, dict):
+        model(**example)
+    elif isinstance(example, tuple | list):
+        model(*example)
+    else:
+        model(example)
+
+
+def _words(error: Exception) -> str:
+    """The exception, and its line in the user's code."""
+    every = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is ours
+    frames = [frame for frame in every if not frame.filename.startswith(_TORCH)] or every
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}{place}"

@@ -1,36 +1,151 @@
-"""Arms of a comparison: ways to make a model as written faster, each told apart from the others."""
+"""Arms of a comparison: a model in a setting, and the ways of running it in bf16 or FP8."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lokakern.bench.compare.by_library import owner_of
+from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
+from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.everywhere import FP8_MULTIPLE, fits, quantize_everywhere
-from lokakern.bench.models.setting import Interact, Predictor, Setting, Trainer, to_bfloat16
+from lokakern.conversion.convert import convert
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.module_scan import inner_layers
+from lokakern.nn.routed_matmul import PLAIN, route_text
 from lokakern.registry.libraries import LIBRARIES
-from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.selection import dispatcher
 from lokakern.types import Granularity
+
+LEARNING_RATE = 1e-3
+
+Interact = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model at one of its sizes, and how it runs.
+
+    Attributes:
+        name: The model's name in `CATALOG`.
+        size: The size's name.
+        config: The config of that size.
+        samples: Batch size.
+        training: Whether steps are training steps or predictions.
+        device: Where it runs.
+        budget: Largest accepted row error of a quantized product.
+    """
+
+    name: str
+    size: str
+    config: Any
+    samples: int
+    training: bool
+    device: torch.device
+    budget: float
+
+    @property
+    def inputs(self) -> Inputs:
+        """The model's features."""
+        return cast(Inputs, self.config.inputs)
+
+    def build(self, seed: int) -> ClickModel:
+        """The model as written, with the parameters of a seed, equal on every device."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = CATALOG[self.name].build(self.config)
+        return model.to(self.device)
+
+
+def to_bfloat16(model: ClickModel) -> ClickModel:
+    """Cast all parameters but those of the tables in place, for predictions."""
+    for module in model.modules():
+        if not isinstance(module, Tables):
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter.detach().bfloat16(), False))
+    return model
+
+
+class Predictor:
+    """Predictions in bfloat16.
+
+    Args:
+        model: After `to_bfloat16`.
+        interact: Its `interact`, compiled or not.
+    """
+
+    def __init__(self, model: ClickModel, interact: Interact) -> None:
+        self.model, self.interact = model.eval(), interact
+
+    @torch.no_grad()
+    def embed(self, batch: Batch) -> Sequence[Tensor]:
+        """The inputs of `logits`."""
+        given = (batch.dense, *self.model.embed(batch))
+        return [x.bfloat16() if x.is_floating_point() else x for x in given]
+
+    @torch.no_grad()
+    def logits(self, given: Sequence[Tensor]) -> Tensor:
+        """Logits ``[batch]`` of the result of `embed`."""
+        return self.interact(*given).float()
+
+
+class Trainer:
+    """Training steps: autocast to bfloat16, float32 parameters, Adam.
+
+    Args:
+        model: Its parameters are changed.
+        interact: Its `interact`, compiled or not.
+    """
+
+    def __init__(self, model: ClickModel, interact: Interact) -> None:
+        self.model, self.interact = model.train(), interact
+        self.device = next(model.parameters()).device
+        self.optimizer = torch.optim.Adam(
+            model.parameters(), LEARNING_RATE, fused=True, capturable=self.device.type == "cuda"
+        )
+
+    def embed(self, batch: Batch) -> Sequence[Tensor]:
+        """The inputs of `logits`; embeddings and their gradients are communicated in bfloat16."""
+        found = self.model.embed(batch)
+        return (batch.dense, *(x.bfloat16() if x.is_floating_point() else x for x in found))
+
+    def logits(self, given: Sequence[Tensor]) -> Tensor:
+        """Logits ``[batch]`` of the result of `embed`."""
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return self.interact(*given).float()
+
+    def loss(self, given: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """Mean cross entropy of the result of `embed`."""
+        return F.binary_cross_entropy_with_logits(self.logits(given), labels)
+
+    def step(self, given: Sequence[Tensor] | Batch, labels: Tensor) -> Tensor:
+        """One step on a batch or the result of `embed`; returns the loss before it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.embed(given) if isinstance(given, Batch) else given, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+# --- arms
 
 AS_WRITTEN, BASELINE, BUDGETED, PROBED = "as-written", "bf16", "by-budget", "lokakern"
 TORCHAO = ("torchao-tensorwise", "torchao-rowwise")
 EVERYWHERE = {"fp8-tensorwise": Granularity.TENSOR, "fp8-rowwise": Granularity.ROW}
 ONLY = "only-"  # and the name of a library
 PROBED_STEPS, PROBE_FROM = 4, 2**39
-LEAST_PADDED = 128  # inputs; fewer are read in little time, and a copy costs a launch
+LEAST_PADDED = 128  # inputs; padding fewer costs more than it gains
 REPLAYED_SEEDS = (0, 1, 2)
 
 State = dict[str, Tensor]  # parameters by name
@@ -41,10 +156,10 @@ class Arm:
     """A way to run a model.
 
     Attributes:
-        name: As on the command line.
-        title: What it is.
-        has_mods: Whether the model is changed by Mods first.
-        compiled: Whether it runs compiled, and in a CUDA graph where it can.
+        name: Its name on the command line.
+        title: One line of explanation.
+        has_mods: Whether Mods are applied to the model first.
+        compiled: Whether it runs compiled, and in a CUDA graph where possible.
     """
 
     name: str
@@ -54,44 +169,44 @@ class Arm:
 
     @property
     def library(self) -> str:
-        """The only library that it may take kernels of; "" where it is no such arm."""
+        """The only library whose kernels it may use; "" for other arms."""
         return self.name.removeprefix(ONLY) if self.name.startswith(ONLY) else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An arm that is ready.
+    """An arm that is ready to run.
 
     Attributes:
-        arm: Which.
-        model: Changed, and where it is to run.
+        arm: The arm.
+        model: The converted model, on its device.
         interact: Its `interact`, compiled if the arm is.
-        conversion: What `lokakern.convert` gave; None in arms without it.
-        notes: What a reader should know of it.
+        conversion: The result of `lokakern.convert`; None for arms without it.
+        notes: Remarks for the report.
     """
 
     arm: Arm
-    model: nn.Module
+    model: ClickModel
     interact: Interact
     conversion: Any = None
     notes: tuple[str, ...] = ()
 
     @property
     def uncompiled(self) -> Built:
-        """The same model, called as it is: a graph for every use of it would take minutes."""
-        return replace(self, interact=self.model.interact)  # type: ignore[arg-type]
+        """The same model without compilation, which takes minutes for every new use."""
+        return replace(self, interact=self.model.interact)
 
     def trainer(self) -> Trainer:
-        """Takes steps with it."""
+        """A trainer of the model."""
         return Trainer(self.model, self.interact)
 
     def predictor(self) -> Predictor:
-        """Predicts with it."""
+        """A predictor of the model."""
         return Predictor(self.model, self.interact)
 
 
 def libraries_here() -> list[str]:
-    """Owners of kernels of op gemm that quantize and run on this device."""
+    """Owners of quantizing gemm kernels that run on this device."""
     load_kernels()
     device = current_device()
     return sorted(
@@ -104,10 +219,10 @@ def libraries_here() -> list[str]:
 
 
 def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
-    """Arms by name; all of them where none is named. The baseline is always the first.
+    """Arms by name, by default all; the baseline is always the first.
 
     Raises:
-        UnknownNameError: There is no such arm.
+        UnknownNameError: An arm is unknown.
     """
     alone = [Arm(f"{ONLY}{name}", f"kernels of {name} alone") for name in libraries_here()]
     arms = [
@@ -128,12 +243,12 @@ def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
 
 
 def why_not(arm: Arm, device: torch.device) -> str:
-    """Why an arm cannot run here; "" where it can."""
+    """Why an arm cannot run here; "" if it can."""
     if arm.name in TORCHAO:
         if importlib.util.find_spec("torchao") is None:
             return "torchao is not installed (pip install torchao)"
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
-            return "torch multiplies FP8 matrices on GPUs of compute capability 8.9 and later"
+            return "FP8 products of torch need a GPU of compute capability 8.9 or later"
     library = LIBRARIES.get(arm.library)
     return (library.why_not_here() or "") if library else ""
 
@@ -145,17 +260,17 @@ def build(
     state: State | None = None,
     report: Any = None,
 ) -> Built:
-    """A model as an arm runs it.
+    """Convert a model for an arm.
 
     Args:
-        arm: Which.
+        arm: The arm.
         setting: The model and where it runs.
-        seed: Of the parameters, and of the samples that Probe sees.
-        state: Parameters instead of those of the seed, after Mods.
-        report: Of Probe, see `probed`; None: it is made where the arm needs one.
+        seed: Seed of the parameters, and of the samples for Probe.
+        state: Parameters to load after Mods, instead of those of the seed.
+        report: The Probe report of `probed`; None makes one if the arm needs it.
 
     Raises:
-        UnsupportedError: The arm needs what is not here.
+        UnsupportedError: The arm needs hardware or a package that is missing.
     """
     reason = why_not(arm, setting.device)
     if reason:
@@ -167,7 +282,7 @@ def build(
         to_bfloat16(model)
     conversion = None
     if arm.name == BASELINE and not setting.training:
-        public("convert")(model, None, inference=True)  # which lays weights out
+        public("convert")(model, None, inference=True)  # sets the layout of weights
     elif arm.name in TORCHAO:
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
     elif arm.name in EVERYWHERE:
@@ -179,9 +294,9 @@ def build(
             )
             if not setting.training:
                 conversion.offload(m_range=(setting.samples, setting.samples))
-    interact: Interact = model.interact  # type: ignore[assignment]
+    interact: Interact = model.interact
     if arm.compiled:
-        # On a CPU it is traced and nothing more: what Inductor makes of it there is no evidence.
+        # On a CPU it is only traced: CPU code of Inductor is no evidence for a GPU.
         backend = "inductor" if setting.device.type == "cuda" else "eager"
         interact = torch.compile(interact, dynamic=False, backend=backend)
     return Built(arm, model, interact, conversion, tuple(notes))
@@ -189,10 +304,10 @@ def build(
 
 def _changed(
     arm: Arm, setting: Setting, seed: int, state: State | None
-) -> tuple[nn.Module, list[str]]:
-    """A model with the arm's Mods, and what is to be said of them."""
+) -> tuple[ClickModel, list[str]]:
+    """A model with the arm's Mods, and remarks on them."""
     model = setting.build(seed)
-    # Of a fused layer the tools of these arms would see nothing, and leave it in bfloat16.
+    # The tools of these arms do not recognize fused layers and would leave them in bfloat16.
     is_fused = arm.name not in (*TORCHAO, *EVERYWHERE)
     notes = apply_mods(model, is_fused=is_fused) if arm.has_mods else []
     if state is not None:
@@ -201,10 +316,10 @@ def _changed(
 
 
 def public(name: str) -> Any:
-    """A public name of lokakern that arms need.
+    """A public name of lokakern that an arm needs.
 
     Raises:
-        UnsupportedError: This version has none.
+        UnsupportedError: This version does not have it.
     """
     import lokakern
 
@@ -217,18 +332,18 @@ def public(name: str) -> Any:
 
 
 def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
-    """The Mods of the paper and exact ones, in place; returns what is to be said of them.
+    """Apply the Mods of the paper and the exact ones in place; returns remarks.
 
     Args:
-        model: Is changed.
-        is_fused: Whether layers that share an input become one product, too.
+        model: The model.
+        is_fused: Whether layers that share an input are fused into one product.
     """
     mods = public("mods")
-    # 128 divides the 17280 columns of Wukong S's first norm, and 256 does not.
+    # 128 divides the 17280 columns of Wukong S's first norm; 256 does not.
     wanted = [mods.NoBias(), mods.BlockNorm(256), mods.BlockNorm(128), mods.HardSwish()]
     together = [mods.FuseShared()] if is_fused else []
     changes = [*mods.apply(model, [*wanted, *together])]
-    # Tools that are not of here replace every layer that fits by one that does not mix.
+    # Other tools replace every supported layer by one that cannot mix tokens.
     changes += mods.apply(
         model, [mods.MixTokens()], filter=lambda layer, _: is_fused or not _is_fp8(layer)
     )
@@ -252,7 +367,7 @@ def _is_fp8(layer: nn.Module) -> bool:
 
 
 def _is_long(layer: nn.Module) -> bool:
-    """Whether to align rows: of k = 900 cuBLAS takes 114 us, of 904 36."""
+    """Whether to align rows: cuBLAS takes 114 us at k=900 and 36 us at k=904."""
     if not isinstance(layer, nn.Linear) or getattr(layer, "is_mixing", False):
         return False
     return layer.in_features >= LEAST_PADDED
@@ -260,12 +375,12 @@ def _is_long(layer: nn.Module) -> bool:
 
 @contextmanager
 def only(library: str) -> Iterator[None]:
-    """Dispatch knows no quantizing kernel of op gemm but those of one library while inside.
+    """Restrict dispatch to the quantizing gemm kernels of one library inside the context.
 
-    Emulations, which run anywhere and win nowhere, stay: a device that is not here needs them.
+    Emulations stay: they never win, but a device that is not here needs them.
 
     Args:
-        library: Its name; "" for all of them.
+        library: The library's name; "" restricts nothing.
     """
     if not library:
         yield
@@ -282,7 +397,7 @@ def only(library: str) -> Iterator[None]:
     }
     for name in hidden:
         del KERNELS[name]
-    dispatcher.use_snapshot(facts)  # which forgets what was chosen among all
+    dispatcher.use_snapshot(facts)  # clears the cached choices
     try:
         yield
     finally:
@@ -291,13 +406,13 @@ def only(library: str) -> Iterator[None]:
 
 
 def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) -> Any:
-    """What Probe says of an arm's model on samples that neither training nor evaluation sees.
+    """The Probe report of an arm's model, on samples outside of training and evaluation.
 
-    Probe makes torch forget what it compiled: what is to be replayed is captured afterwards.
+    Probe resets torch's compiler, so it must run before a CUDA graph is captured.
     """
     model, _ = _changed(arm, setting, seed, state)
     log = ClickLog(setting.inputs, seed, setting.device)
-    trainer = Trainer(model, model.interact)  # type: ignore[arg-type]
+    trainer = Trainer(model, model.interact)
     with public("Probe")(model, every=1) as probe:
         for step in range(PROBED_STEPS):
             batch = log.batch(PROBE_FROM + step, setting.samples)
@@ -310,12 +425,12 @@ def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) ->
 
 
 def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
-    """All layers that torchao takes in FP8; names those that it does not."""
+    """Convert all layers that torchao supports; returns its version and the other layers."""
     left: list[str] = []
 
     def accepts(module: nn.Module, name: str) -> bool:
         if isinstance(module, nn.Linear) and not fits(module):
-            left.append(f"{name} ({module.out_features}x{module.in_features})")
+            left.append(_size_words(module, name))
         return _is_fp8(module)
 
     if training:
@@ -326,15 +441,87 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
         quantization = importlib.import_module("torchao.quantization")
         per = {"tensorwise": "PerTensor", "rowwise": "PerRow"}[recipe]
         config = quantization.Float8DynamicActivationFloat8WeightConfig(
-            # Else torchao turns coordinate descent on in the whole process: every arm after it
-            # would be compiled otherwise than the baseline, in minutes.
+            # Otherwise torchao enables coordinate descent for the whole process, and later arms
+            # would be compiled differently from the baseline.
             granularity=getattr(quantization, per)(), set_inductor_config=False,
         )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=accepts)
-        if left:  # as the baseline's
+        if left:  # same layout as in the baseline
             public("convert")(model, None, filter=lambda layer, _: not fits(layer), inference=True)
-    version = importlib.metadata.version("torchao")
-    found = [f"torchao {version}"]
-    if left:
-        found.append(f"{len(left)} layers are not multiples of {FP8_MULTIPLE}: {', '.join(left)}")
-    return found
+    return [f"torchao {importlib.metadata.version('torchao')}", *_unfit_words(left)]
+
+
+# --- FP8 without dispatch
+
+FP8_MULTIPLE = 16  # sizes of torch's FP8 product are multiples of it
+
+
+def fits(layer: nn.Linear) -> bool:
+    """Whether torch's FP8 product supports the layer's sizes."""
+    return layer.in_features % FP8_MULTIPLE == 0 == layer.out_features % FP8_MULTIPLE
+
+
+def stock_kernel(granularity: Granularity) -> Kernel:
+    """Torch's own FP8 product with promoted accumulation; without hardware its emulation.
+
+    Raises:
+        UnsupportedError: Neither supports these scales.
+    """
+    load_kernels()
+    found = [
+        kernel
+        for kernel in KERNELS.values()
+        if kernel.op == "gemm"
+        and kernel.quantizes
+        and owner_of(kernel) == "torch"
+        and kernel.granularity is kernel.b_granularity is granularity
+        and kernel.accumulation in ("promoted", "float32")
+        and kernel.runs_on(current_device())
+    ]
+    if not found:
+        raise UnsupportedError(f"torch has no FP8 product with {granularity} scales here")
+    return min(found, key=lambda kernel: ("any" in kernel.architectures, kernel.name))
+
+
+def quantize_everywhere(
+    model: nn.Module, granularity: Granularity, *, inference: bool
+) -> tuple[str, ...]:
+    """Run all products of every layer with supported sizes in E4M3, in place, without dispatch.
+
+    Args:
+        model: Its linear layers become `lokakern.Linear`.
+        granularity: Tensorwise or rowwise scaling.
+        inference: Whether weights are quantized once.
+
+    Returns:
+        The kernel's name, and the layers with unsupported sizes.
+    """
+    kernel = stock_kernel(granularity)
+    everywhere, nowhere = [(0, kernel.name)], [(0, "")]
+    weight_route = route_text(granularity, everywhere, nowhere)
+    sum_route = route_text(Granularity.NONE, everywhere, nowhere)
+    left = []
+    for site in convert(model, None, inference=inference).sites.values():
+        layer = site.module
+        assert isinstance(layer, nn.Linear)  # the models have no other sites
+        if not fits(layer):
+            left.append(_size_words(layer, site.name))
+            continue
+        routes = (
+            weight_route,
+            PLAIN if inference else weight_route,
+            PLAIN if inference else sum_route,
+        )
+        layer.take_routes(routes, layer.weight)
+        if inference:
+            layer.freeze()
+    return (kernel.name, *_unfit_words(left))
+
+
+def _size_words(layer: nn.Linear, name: str) -> str:
+    return f"{name} ({layer.out_features}x{layer.in_features})"
+
+
+def _unfit_words(left: Sequence[str]) -> list[str]:
+    words = f"{len(left)} layers are not multiples of {FP8_MULTIPLE}: {', '.join(left)}"
+    return [words] if left else []

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-from torch import Tensor, nn
+from typing import Any
 
 from lokakern.bench.models import dhen, dlrm, interformer, wukong
-from lokakern.bench.models.batch import Batch, Inputs
+from lokakern.bench.models.blocks import ClickModel, Inputs
 from lokakern.errors import UnknownNameError
 
-# Of all tables: as published most fit on no GPU, and what an optimizer does to each row at each
-# step would hide all else. Production's optimizers look at the rows of a batch only.
+# Rows of all tables: at published sizes most models fit on no GPU, and a dense optimizer step on
+# every row would dominate the time. Production optimizers update only the rows of a batch.
 FITTING_ROWS = 2**20
-
-
-class Model(Protocol):
-    """What every model does."""
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]: ...
-    def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor: ...
-    def __call__(self, batch: Batch) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model, its sizes, and the batch that they were published with."""
+    """A model, its sizes, and its published batch size."""
 
-    build: Callable[[Any], nn.Module]
+    build: Callable[[Any], ClickModel]
     sizes: Mapping[str, Any]
     default_size: str
     samples: int
@@ -44,15 +34,15 @@ CATALOG = {
 
 
 def config_named(name: str, size: str | None = None, most_rows: int | None = None) -> Any:
-    """The sizes of a model.
+    """The config of a model.
 
     Args:
-        name: Of the model.
-        size: Of its sizes; None: the default one.
-        most_rows: No table has more; None: the power of ten with which all have `FITTING_ROWS`.
+        name: The model.
+        size: One of its sizes; None is the default.
+        most_rows: Limit on the rows of a table; None is that of `fitting_rows`.
 
     Raises:
-        UnknownNameError: There is no such model or size.
+        UnknownNameError: The model or size is unknown.
     """
     if name not in CATALOG:
         raise UnknownNameError(f"model {name!r} is unknown; expected one of {', '.join(CATALOG)}")
@@ -67,6 +57,6 @@ def config_named(name: str, size: str | None = None, most_rows: int | None = Non
 
 
 def fitting_rows(inputs: Inputs) -> int:
-    """The largest power of ten that, as the cap of each table, leaves `FITTING_ROWS` or fewer."""
+    """The largest power of ten that limits all tables together to `FITTING_ROWS`."""
     caps = (10**power for power in range(9, 0, -1))
     return next((c for c in caps if sum(inputs.capped(c).rows) <= FITTING_ROWS), 1)

@@ -1,10 +1,9 @@
-"""A click log that is made up: Zipf ids in bags, skewed features, and a teacher behind its clicks.
+"""A synthetic click log: Zipf ids in bags, skewed dense features, and labels of a teacher.
 
-Batches are drawn where the model runs and kept nowhere. One is a function of the log's seed and the
-step, on one type of device, so that arms of a comparison see the same samples. The teacher is the
-same for all seeds: it scores a sample by effects of single ids and features, by products between
-them and by how the history suits the first table's bag, and clicks are drawn with that probability.
-So the log loss that no model can beat is known.
+A batch is a function of the log's seed and the step (on one type of device), so all arms of a
+comparison see the same samples. The teacher is the same for all seeds: its logit adds effects of
+single ids and features, products between them, and the match of the history with the first table's
+bag. Clicks are drawn with its probability, so the best possible log loss is known.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lokakern.bench.models.batch import PADDING, Batch, Inputs
+from lokakern.bench.models.blocks import PADDING, Batch, Inputs
 
-# NVIDIA's benchmark of recommenders: 1.05 for ids, 1.2 for lengths of histories.
+# As in NVIDIA's recommender benchmark: 1.05 for ids, 1.2 for lengths of histories.
 ID_EXPONENT, LENGTH_EXPONENT = 1.05, 1.2
-MISSING_SHARE = 0.1  # of bags that are empty
+MISSING_SHARE = 0.1  # of empty bags
 ZERO_SHARE, SPREAD = 0.3, 2.0  # of dense features, as distribution X7
 CLICK_RATE = 0.1
-# Of the teacher's logits: with 1.5 and this rate a perfect model has a normalized entropy of 0.8.
+# Of the teacher's logits: at this click rate a perfect model has a normalized entropy of 0.8.
 DEVIATION = 1.5
-LATENT = 4  # columns of what the teacher knows of an id
+LATENT = 4  # columns of the teacher's latent factors
 CALIBRATION_SAMPLES = 8192
-HELD_OUT = 2**40  # batches from this step on are for evaluation
+HELD_OUT = 2**40  # the first step of the batches for evaluation
 
 
 def zipf(uniform: Tensor, largest: Tensor, exponent: float) -> Tensor:
-    """Ranks from 1 to ``largest`` of uniform numbers: a bounded Pareto law, rounded down.
+    """Map uniform numbers to Zipf ranks from 1 to ``largest``: a bounded Pareto law, rounded down.
 
     Args:
-        uniform: Of [0, 1), float64.
+        uniform: In [0, 1), float64.
         largest: Broadcastable to it.
-        exponent: The share of rank r falls as ``r^-exponent``; not 1.
+        exponent: The share of rank r is proportional to ``r^-exponent``; not 1.
     """
     power = 1 - exponent
     end = (largest.double() + 1) ** power
@@ -45,15 +44,15 @@ def zipf(uniform: Tensor, largest: Tensor, exponent: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Teacher:
-    """What decides about clicks.
+    """Parameters of the click probabilities.
 
     Attributes:
-        effects: ``[1 + rows]``, of single ids.
-        latent: ``[1 + rows, LATENT]``, whose products between the tables' two halves count.
-        slot_half: ``[slots, 2]``, what a slot counts in each half.
+        effects: ``[1 + rows]``, effects of single ids.
+        latent: ``[1 + rows, LATENT]``, factors of products between two halves of the tables.
+        slot_half: ``[slots, 2]``, weights of a slot in each half.
         dense_effects: ``[dense]``.
         dense_latent: ``[dense, LATENT]``, added to the second half.
-        mixing: ``[dense, dense]``, what correlates the dense features.
+        mixing: ``[dense, dense]``, correlates the dense features.
     """
 
     effects: Tensor
@@ -74,7 +73,7 @@ class _Teacher:
         effects, latent = normal(rows), normal(rows, LATENT)
         effects[PADDING], latent[PADDING] = 0, 0
         slots = torch.tensor(inputs.slots)
-        # A few tables matter most, as in the world; a model learns these first.
+        # A few tables matter most, as in real data; a model learns these first.
         weight = 1 / torch.arange(1, len(slots) + 1)
         share = (weight * slots.rsqrt()).repeat_interleave(slots)
         half = (torch.arange(len(slots)) % 2).repeat_interleave(slots)
@@ -86,7 +85,7 @@ class _Teacher:
         )  # fmt: skip
 
     def parts(self, batch: Batch, slots: tuple[int, ...]) -> Tensor:
-        """Single effects, products, and how the history suits: ``[3, batch]``, of any scale."""
+        """Single effects, products, and match of the history, ``[3, batch]``, uncalibrated."""
         ids = batch.ids.view(len(batch.dense), -1)
         dense = batch.dense - batch.dense.new_tensor(1.0)  # about its mean
         single = (self.effects[ids] @ self.slot_half).sum(1) + dense @ self.dense_effects
@@ -103,8 +102,8 @@ class ClickLog:
 
     Args:
         inputs: What the model is fed.
-        seed: Of the samples; the teacher has none.
-        device: Where batches are made.
+        seed: Seed of the samples, not of the teacher.
+        device: Where batches are generated.
     """
 
     def __init__(self, inputs: Inputs, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -121,11 +120,11 @@ class ClickLog:
         self._calibrate()
 
     def batch(self, step: int, samples: int) -> Batch:
-        """Samples of a step; from `HELD_OUT` on, those that no training sees."""
+        """Samples of a step; steps from `HELD_OUT` on are never trained on."""
         return self._draw(f"{self.seed} {step}", samples)
 
     def teacher_logits(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]`` of the probabilities that the clicks were drawn with."""
+        """Logits ``[batch]`` of the click probabilities."""
         parts = self._teacher.parts(batch, self.inputs.slots)
         return self._intercept + (self._scale * parts).sum(0)
 
@@ -150,7 +149,7 @@ class ClickLog:
         return blank._replace(labels=clicked.float())
 
     def _dense(self, samples: int, generator: torch.Generator) -> Tensor:
-        """``log(1 + count)`` of counts that are log-normal, or 0."""
+        """``log(1 + count)`` of counts that are 0 or log-normal."""
         shape = (samples, self.inputs.dense)
         normal = torch.randn(shape, generator=generator, device=self.device)
         counts = (SPREAD * (normal @ self._teacher.mixing)).exp()
@@ -168,7 +167,7 @@ class ClickLog:
         return history
 
     def _calibrate(self) -> None:
-        """Give the three parts a like share, the logits `DEVIATION`, and clicks `CLICK_RATE`."""
+        """Scale the parts equally, the logits to `DEVIATION` and the clicks to `CLICK_RATE`."""
         batch = self._draw("calibration", CALIBRATION_SAMPLES)
         parts = self._teacher.parts(batch, self.inputs.slots)
         deviation = parts.std(1, keepdim=True)
@@ -176,7 +175,7 @@ class ClickLog:
         self._scale = torch.where(deviation > 0, DEVIATION / (counts * deviation), 0.0)
         logits = (self._scale * parts).sum(0).double()
         low, high = torch.full_like(logits[0], -50), torch.full_like(logits[0], 50)
-        for _ in range(60):  # halves an interval of 100 down to nothing
+        for _ in range(60):  # bisection
             middle = (low + high) / 2
             above = (logits + middle).sigmoid().mean() > CLICK_RATE
             low, high = torch.where(above, low, middle), torch.where(above, middle, high)

@@ -1,55 +1,180 @@
-"""Arms of a model side by side: how fast, and how good; what is missing has a reason."""
+"""Arms of a model side by side: how fast, how good, and by which kernels."""
 
 from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lokakern.bench.models import arms as ways
-from lokakern.bench.models.arms import Arm, Built
-from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices, rows_of_sites
+from lokakern.bench.models.arms import Arm, Built, Setting, apply_mods
+from lokakern.bench.models.blocks import Batch, random_batch
+from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.learning import Run, best_quality, judged, learn
-from lokakern.bench.models.metrics import Quality
-from lokakern.bench.models.setting import Setting
-from lokakern.bench.models.shares import Shares, shares_of
+from lokakern.bench.models.learning import Quality, Run, best_quality, judged, learn
 from lokakern.bench.models.throughput import (
     BATCHES,
     GRAPH,
     Pace,
+    Shares,
     Stepper,
     memory,
     pace_words,
     race,
+    shares_of,
     stepper,
 )  # fmt: skip
 from lokakern.errors import UnsupportedError
 from lokakern.measure import timing
+from lokakern.nn.linear import Routed
+from lokakern.nn.module_scan import shape_of
+from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe.loss import LossChange, interval_of
+from lokakern.selection.choice import Choice
 
-States = dict[tuple[bool, int], ways.State]  # by whether Mods were applied, and seed
+EXPLAINED = 0.10  # share of the step's gain; a larger gap is explained
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """The kernel of one product of a layer.
+
+    Attributes:
+        site: Name of the layer.
+        gemm: "output", "grad_input" or "grad_weight".
+        rows: Rows of the layer's input.
+        n: Outputs.
+        k: Inputs.
+        kernel: The kernel; "bf16" if nothing is quantized.
+        bf16_us: Time of the unquantized product in the database, if known.
+        us: Time of the kernel with its quantization, if known.
+        why: A short reason.
+    """
+
+    site: str
+    gemm: str
+    rows: int
+    n: int
+    k: int
+    kernel: str
+    bf16_us: float | None
+    us: float | None
+    why: str
+
+    @property
+    def gain_us(self) -> float:
+        """Time saved according to the database."""
+        return 0.0 if self.bf16_us is None or self.us is None else self.bf16_us - self.us
+
+
+def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
+    """Input rows of each converted layer during ``run``, which must not be compiled."""
+    rows: dict[str, int] = {}
+    handles = []
+    for name, site in built.conversion.sites.items():
+
+        def see(_module: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+            rows[name] = inputs[0].numel() // inputs[0].shape[-1]
+
+        handles.append(site.module.register_forward_pre_hook(see))
+    with torch.no_grad():
+        run()
+    for handle in handles:
+        handle.remove()
+    return rows
+
+
+def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
+    """The kernel of each product of the layers that were called."""
+    found = []
+    for name, site in built.conversion.sites.items():
+        if name not in rows:
+            continue
+        m = rows[name]
+        n, k, _, _ = shape_of(site.module)
+        for route in site.routes if training else site.routes[:1]:
+            kernel = kernel_at(route.text, m) or "bf16"
+            plain, chosen = _times(route.choices, route.gemm, m, kernel)
+            found.append(LayerChoice(name, route.gemm, m, n, k, kernel, plain, chosen, route.why))
+    return found
+
+
+def _times(
+    choices: Sequence[Choice], gemm: str, m: int, kernel: str
+) -> tuple[float | None, float | None]:
+    """Times of the unquantized product and of the kernel at m rows of a layer."""
+    if gemm == "grad_weight":  # m is the summed dimension: each m has its own table
+        choices = [choice for choice in choices if choice.problem.k == m]
+    if not choices:
+        return None, None
+    table = choices[0].table
+    at = choices[0].m if gemm == "grad_weight" else m
+    by_name = {candidate.name: candidate for candidate in table.candidates}
+
+    def time_of(name: str | None) -> float | None:
+        timed = by_name[name].time_at(at) if name in by_name else None
+        return timed[0].latency_us if timed else None
+
+    plain = time_of(table.baseline)
+    return plain, plain if kernel == "bf16" else time_of(kernel)
+
+
+def gap_words(
+    choices: Sequence[LayerChoice], gained_us: float, before: Shares, after: Shares
+) -> str:
+    """Compare the sum of the layers' gains with the gain of the step, and explain the difference.
+
+    Args:
+        choices: Choices of all layers.
+        gained_us: Gain of the step over the baseline's.
+        before: Shares of the baseline.
+        after: Shares of the arm.
+    """
+    summed = sum(choice.gain_us for choice in choices)
+    missing = sum(choice.bf16_us is None for choice in choices)
+    words = (
+        f"the layers' gains add up to {summed:.0f} us by the database, the step's is "
+        f"{gained_us:.0f} us"
+    )
+    if missing:
+        words += f"; {missing} of {len(choices)} products have no time in it"
+    gap = gained_us - summed
+    if abs(gap) <= EXPLAINED * abs(gained_us):
+        return f"{words}: within {EXPLAINED:.0%}"
+    moved = {kind: before.us[kind] - us for kind, us in after.us.items()}
+    seen = moved["GEMM"] + moved["quantizing"]
+    rest = ", ".join(
+        f"{kind} {us:+.0f}" for kind, us in moved.items() if kind not in ("GEMM", "quantizing")
+    )
+    idle = gained_us - sum(moved.values())
+    return (
+        f"{words}. Of the gap of {gap:+.0f} us, GEMMs and quantizing, {seen:.0f} us shorter in the "
+        f"profile, are {seen - summed:+.0f}; what is gained (+) or lost (-) elsewhere: {rest}, "
+        f"gaps between kernels {idle:+.0f}"
+    )
 
 
 @dataclass
 class Result:
-    """An arm.
+    """The measurements of an arm.
 
     Attributes:
-        arm: Which.
-        failed: Why it has no numbers; "" where it has.
-        pace: Its time against the baseline's.
-        runs: What it learned, by seed.
-        change: Relative change of the expected log loss against the baseline, over seeds; None of
-            fewer than 2.
-        choices: What runs in each layer, of arms that were converted.
-        gap: What the layers' gains add up to, and where the rest of the step's is.
-        shares: Where the time of its step goes.
-        notes: What a reader should know of it.
+        arm: The arm.
+        failed: Why there are no measurements, else "".
+        pace: Step time against the baseline's.
+        runs: Training runs by seed.
+        change: Relative change of the expected log loss against the baseline, over 2 seeds or more.
+        choices: The kernels of each layer of a converted arm.
+        gap: `gap_words` of the choices.
+        shares: Time of the step by kind of kernel.
+        notes: Remarks on the arm.
     """
 
     arm: Arm
@@ -65,7 +190,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Arms, the baseline first, and what no model could do better."""
+    """Results of all arms, the baseline first, and the best possible quality."""
 
     setting: Setting
     results: tuple[Result, ...]
@@ -81,103 +206,124 @@ def compare(
     whole: bool = True,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Comparison:
-    """Time and judge arms of a model.
+    """Measure the step time and quality of arms of a model.
 
     Args:
         setting: The model and where it runs.
         arms: The baseline first.
-        steps: Of training, before quality is judged; 0: it is not.
-        seeds: How many pairs of runs quality is judged by.
+        steps: Training steps before the evaluation; 0 skips it.
+        seeds: Number of runs of each arm.
         whole: Whether the timed step includes the tables.
-        say: Told of what is done.
+        say: Called with progress messages.
 
     Raises:
         UnsupportedError: The baseline cannot be built.
     """
-    # All arms compile the same code, each for modules of its own: not one that changes its mind.
+    # All arms compile the same code for modules of their own; this is no recompilation.
     with torch._dynamo.config.patch(recompile_limit=8 * len(arms)):
-        results = _measured(setting, arms, steps, seeds, whole, say)
+        results = _Bench(setting, steps, seeds, whole, say).results(arms)
     return Comparison(setting, tuple(results), best_quality(setting, 0))
 
 
-def _measured(
-    setting: Setting,
-    arms: Sequence[Arm],
-    steps: int,
-    seeds: int,
-    whole: bool,
-    say: Callable[[str], None],
-) -> list[Result]:
-    states: States = {}
-    if not setting.training and steps:
-        states = _trained(setting, arms, steps, seeds, say)
-    reports: dict[str, Any] = {}
-    for arm in arms:
-        if arm.name == ways.PROBED:
-            say(f"{arm.name}: probing")
+@dataclass
+class _Bench:
+    """The arguments of `compare`, and parameters by whether Mods were applied, and by seed."""
+
+    setting: Setting
+    steps: int
+    seeds: int
+    whole: bool
+    say: Callable[[str], None]
+    states: dict[tuple[bool, int], ways.State] = field(default_factory=dict)
+
+    def results(self, arms: Sequence[Arm]) -> list[Result]:
+        if not self.setting.training and self.steps:
+            self.train_states(arms)
+        reports: dict[str, Any] = {}
+        for arm in arms:  # Probe before any CUDA graph is captured: it resets the compiler
+            if arm.name == ways.PROBED:
+                self.say(f"{arm.name}: probing")
+                try:
+                    reports[arm.name] = ways.probed(arm, self.setting, 0, self.state_of(arm))
+                except Exception as error:  # reported when the arm is measured
+                    reports[arm.name] = error
+        first = Result(arms[0])
+        clock = self.measure(first)
+        results = [first]
+        for arm in arms[1:]:
+            result = Result(arm)
+            results.append(result)
             try:
-                reports[arm.name] = ways.probed(arm, setting, 0, states.get((arm.has_mods, 0)))
-            except Exception as error:  # is said of the arm when its turn comes
-                reports[arm.name] = error
-    say(f"{arms[0].name}: building")
-    before = memory(setting.device)
-    base = ways.build(arms[0], setting, 0, states.get((arms[0].has_mods, 0)))
-    clock = stepper(base, setting, whole=whole, before=before)
-    first = Result(arms[0], notes=base.notes)
-    first.pace = race(clock, clock, setting.device)
-    say(f"{arms[0].name}: {pace_words(first.pace)}")
-    first.shares = shares_of(clock.step, BATCHES, setting.device)
-    first.runs = _runs(base, setting, steps, seeds, states, say)
-    results = [first]
-    for arm in arms[1:]:
-        result = Result(arm)
-        results.append(result)
-        try:
-            report = reports.get(arm.name)
-            if isinstance(report, Exception):
-                raise report
-            _measure(result, setting, first, clock, states, report, steps, seeds, whole, say)
-        except UnsupportedError as error:
-            result.failed = f"left out: {error}"
-        except Exception as error:  # any library may raise anything; the others go on
-            result.failed = "{}: {}".format(*timing.status_and_reason(error))
-        gc.collect()
-    return results
+                report = reports.get(arm.name)
+                if isinstance(report, Exception):
+                    raise report
+                self.measure(result, first, clock, report)
+            except UnsupportedError as error:
+                result.failed = f"left out: {error}"
+            except Exception as error:  # a library may raise anything; other arms continue
+                result.failed = "{}: {}".format(*timing.status_and_reason(error))
+            gc.collect()
+        return results
 
+    def state_of(self, arm: Arm, seed: int = 0) -> ways.State | None:
+        return self.states.get((arm.has_mods, seed))
 
-def _measure(
-    result: Result,
-    setting: Setting,
-    first: Result,
-    clock: Stepper,
-    states: States,
-    report: Any,
-    steps: int,
-    seeds: int,
-    whole: bool,
-    say: Callable[[str], None],
-) -> None:
-    arm = result.arm
-    say(f"{arm.name}: building")
-    before = memory(setting.device)
-    built = ways.build(arm, setting, 0, states.get((arm.has_mods, 0)), report)
-    result.notes = built.notes
-    if built.conversion is not None:
-        result.choices = _choices(built, setting)
-    mine = stepper(built, setting, whole=whole, before=before)
-    say(f"{arm.name}: timing")
-    result.pace = race(clock, mine, setting.device)
-    say(f"{arm.name}: {pace_words(result.pace)}")
-    result.shares = shares_of(mine.step, BATCHES, setting.device)
-    if result.choices and first.shares is not None:
-        gained = result.pace.baseline_us - result.pace.step_us
-        result.gap = gap_words(result.choices, gained, first.shares, result.shares)
-    result.runs = _runs(built, setting, steps, seeds, states, say)
-    changes = [
-        run.quality.expected_log_loss / base.quality.expected_log_loss - 1
-        for run, base in zip(result.runs, first.runs, strict=True)
-    ]
-    result.change = interval_of(changes) if len(changes) > 1 else None
+    def measure(
+        self,
+        result: Result,
+        first: Result | None = None,
+        clock: Stepper | None = None,
+        report: Any = None,
+    ) -> Stepper:
+        """Fill the result of an arm; ``first`` and ``clock`` are the baseline's, once it ran."""
+        arm, setting = result.arm, self.setting
+        self.say(f"{arm.name}: building")
+        before = memory(setting.device)
+        built = ways.build(arm, setting, 0, self.state_of(arm), report)
+        result.notes = built.notes
+        if built.conversion is not None:
+            result.choices = _choices(built, setting)
+        mine = stepper(built, setting, whole=self.whole, before=before)
+        self.say(f"{arm.name}: timing")
+        result.pace = race(clock or mine, mine, setting.device)
+        self.say(f"{arm.name}: {pace_words(result.pace)}")
+        result.shares = shares_of(mine.step, BATCHES, setting.device)
+        if result.choices and first is not None and first.shares is not None:
+            gained = result.pace.baseline_us - result.pace.step_us
+            result.gap = gap_words(result.choices, gained, first.shares, result.shares)
+        result.runs = [self.run(built, seed) for seed in range(self.seeds if self.steps else 0)]
+        if first is not None and len(result.runs) > 1:
+            result.change = interval_of(
+                [
+                    run.quality.expected_log_loss / base.quality.expected_log_loss - 1
+                    for run, base in zip(result.runs, first.runs, strict=True)
+                ]
+            )
+        return mine
+
+    def run(self, built: Built, seed: int) -> Run:
+        setting = self.setting
+        self.say(f"{built.arm.name}: seed {seed}")
+        if setting.training:
+            return learn(built, setting, seed, self.steps)
+        # Not compiled: each seed has its own weights, and compiling a graph takes a minute.
+        plain = replace(built.arm, compiled=False)
+        other = ways.build(plain, setting, seed, self.state_of(plain, seed))
+        log = ClickLog(setting.inputs, seed, setting.device)
+        return Run(plain.name, seed, (), judged(other.predictor(), log, setting.samples))
+
+    def train_states(self, arms: Sequence[Arm]) -> None:
+        """Train the parameters of predictions in bf16, with Mods and without."""
+        training = replace(self.setting, training=True)
+        for has_mods in sorted({arm.has_mods for arm in arms}):
+            teacher = Arm(ways.BASELINE if has_mods else ways.AS_WRITTEN, "", has_mods)
+            built = ways.build(teacher, training, 0)
+            for seed in range(max(1, self.seeds)):
+                words = " with Mods" if has_mods else ""
+                self.say(f"training what predicts{words}: seed {seed}")
+                learn(built, training, seed, self.steps)
+                state = built.model.state_dict()
+                self.states[has_mods, seed] = {name: x.cpu().clone() for name, x in state.items()}
 
 
 def _choices(built: Built, setting: Setting) -> list[LayerChoice]:
@@ -188,67 +334,30 @@ def _choices(built: Built, setting: Setting) -> list[LayerChoice]:
     return layer_choices(built, rows, setting.training)
 
 
-def _runs(
-    built: Built,
-    setting: Setting,
-    steps: int,
-    seeds: int,
-    states: States,
-    say: Callable[[str], None],
-) -> list[Run]:
-    found = []
-    for seed in range(seeds if steps else 0):
-        say(f"{built.arm.name}: seed {seed}")
-        if setting.training:
-            found.append(learn(built, setting, seed, steps))
-            continue
-        # Not compiled: a seed has weights of its own, and a compiled graph takes a minute.
-        plain = replace(built.arm, compiled=False)
-        other = ways.build(plain, setting, seed, states[plain.has_mods, seed])
-        log = ClickLog(setting.inputs, seed, setting.device)
-        found.append(Run(plain.name, seed, (), judged(other.predictor(), log, setting.samples)))
-    return found
-
-
-def _trained(
-    setting: Setting, arms: Sequence[Arm], steps: int, seeds: int, say: Callable[[str], None]
-) -> States:
-    """Parameters that predictions are made with: of bf16, with Mods and without."""
-    states: States = {}
-    training = replace(setting, training=True)
-    for has_mods in sorted({arm.has_mods for arm in arms}):
-        teacher = Arm(ways.BASELINE if has_mods else ways.AS_WRITTEN, "", has_mods)
-        built = ways.build(teacher, training, 0)
-        for seed in range(max(1, seeds)):
-            say(f"training what predicts{' with Mods' if has_mods else ''}: seed {seed}")
-            learn(built, training, seed, steps)
-            state = built.model.state_dict()
-            states[has_mods, seed] = {name: x.cpu().clone() for name, x in state.items()}
-    return states
-
-
 def rows_of(found: Comparison) -> list[dict[str, Any]]:
     """One row for each arm, with units in the names of columns."""
     rows = []
     for result in found.results:
-        pace, runs = result.pace, result.runs
-        row: dict[str, Any] = {"arm": result.arm.name}
-        row["step us"] = pace.step_us if pace else None
-        row["+- us"] = pace.margin_us if pace else None
-        row["x bf16"] = pace.speedup if pace else None
-        row["+-"] = pace.speedup_margin if pace else None
-        row["samples/s"] = round(found.setting.samples / pace.step_us * 1e6) if pace else None
-        row["graph"] = pace.timer == GRAPH if pace else None
-        row["peak GiB"] = pace.peak_gib if pace else None
-        row["breaks"] = pace.graph_breaks if pace else None
-        row["recompiles"] = pace.recompiles if pace else None
-        row["log loss"] = _mean([run.quality.log_loss for run in runs])
-        row["NE"] = _mean([run.quality.normalized_entropy for run in runs])
-        row["AUC"] = _mean([run.quality.auc for run in runs])
-        change = result.change
-        row["expected %"] = 100 * change.mean if change else None
-        row["+- %"] = 100 * (change.high - change.low) / 2 if change else None
-        row["note"] = result.failed or (pace.note if pace else "")
+        pace, change = result.pace, result.change
+        qualities = [run.quality for run in result.runs]
+        row = {
+            "arm": result.arm.name,
+            "step us": pace and pace.step_us,
+            "+- us": pace and pace.margin_us,
+            "x bf16": pace and pace.speedup,
+            "+-": pace and pace.speedup_margin,
+            "samples/s": pace and round(found.setting.samples / pace.step_us * 1e6),
+            "graph": pace and pace.timer == GRAPH,
+            "peak GiB": pace and pace.peak_gib,
+            "breaks": pace and pace.graph_breaks,
+            "recompiles": pace and pace.recompiles,
+            "log loss": _mean([quality.log_loss for quality in qualities]),
+            "NE": _mean([quality.normalized_entropy for quality in qualities]),
+            "AUC": _mean([quality.auc for quality in qualities]),
+            "expected %": change and 100 * change.mean,
+            "+- %": change and 100 * (change.high - change.low) / 2,
+            "note": result.failed or (pace.note if pace else ""),
+        }
         rows.append({name: _finite(value) for name, value in row.items()})
     return rows
 
@@ -259,3 +368,49 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- suites
+
+# Of the operands in a sweep: most inputs of these layers come from a norm.
+DISTRIBUTION = "X3"
+FEW = 16  # samples of the traced batch; the rows of every layer scale with them
+
+
+def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
+    """Count the (rows, outputs, inputs) of the linear layers on the meta device."""
+    with torch.device("meta"):
+        model = CATALOG[setting.name].build(setting.config)
+    apply_mods(model)
+    found: Counter[tuple[int, int, int]] = Counter()
+
+    def see(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if getattr(layer, "is_mixing", False):
+            return  # never quantized
+        n, k, _, _ = shape_of(layer)
+        rows = inputs[0].numel() // inputs[0].shape[-1]  # padded to k
+        found[rows * setting.samples // FEW, n, k] += 1
+
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | Routed):
+            layer.register_forward_pre_hook(see)
+    batch = random_batch(setting.inputs, FEW)
+    model(Batch(*(tensor.to("meta") for tensor in batch)))
+    return found
+
+
+def write_suite(setting: Setting, path: Path) -> int:
+    """Write a suite of the layers for ``sweep --suite``; returns their number."""
+    forms = ["gemm", "prepared", *(["grad_input", "grad_weight"] if setting.training else [])]
+    words = ", ".join(f'"{form}"' for form in forms)
+    name = f"{setting.name}-{setting.size}-{setting.samples}"
+    parts = [f'name = "{name}"\ntitle = "layers of {setting.name} {setting.size}"\n']
+    products = products_of(setting)
+    for (m, n, k), count in products.items():
+        parts.append(
+            f"\n[[layer]]\nm = {m}\nn = {n}\nk = {k}\ncount = {count}\n"
+            f'distribution = "{DISTRIBUTION}"\nforms = [{words}]\n'
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(parts), encoding="utf-8")
+    return len(products)

@@ -1,37 +1,41 @@
 """DHEN over DCNv2: ensembles of interactions, stacked; a stand-in for External Large FM.
 
-A layer sums what different interactions make of n embeddings (Zhang et al., arXiv 2203.11014):
+A layer sums several interactions of n embeddings (Zhang et al., arXiv 2203.11014):
 
     X' = LN(sum_i interaction_i(X) + shortcut(X))
 
-Here these are DCNv2's cross, dot products of compressed embeddings, and a perceptron over all of
-them. Each hidden layer is a product, a LayerNorm and SiLU. Neither DHEN's sizes in production nor
-those of External Large FM are published: those below are ours, of the kind of Wukong's.
+The interactions are DCNv2's cross, dot products of compressed embeddings, and a perceptron over all
+embeddings. A hidden layer is a linear layer, a LayerNorm and SiLU. Production sizes of DHEN and
+External Large FM are not published; the sizes below are our own, similar to Wukong's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from lokakern.bench.models.batch import Batch, Inputs, spread_rows
-from lokakern.bench.models.perceptron import Compression, perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import (
+    ClickModel,
+    Compression,
+    Inputs,
+    Tables,
+    perceptron,
+    spread_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class DHENConfig:
-    """Sizes of the composite.
+    """Sizes of a DHEN.
 
     Attributes:
-        inputs: What it is fed; all dense features become one embedding.
+        inputs: The features; all dense features become one embedding.
         dim: Columns of an embedding, d.
-        layers: How many.
-        count: Embeddings that a layer makes.
-        rank: Of the cross.
-        compressed: Embeddings whose dot products are taken.
+        layers: Number of layers.
+        count: Output embeddings of a layer.
+        rank: Rank of the cross.
+        compressed: Embeddings that enter the dot products.
         hidden: Hidden layers of each interaction's perceptron.
         final: Hidden layers before the logit.
         bottom: Hidden layers of the perceptron of the dense features.
@@ -58,7 +62,7 @@ SIZES = {
         dim=128, layers=4, count=64, rank=512, compressed=32, hidden=(1024, 1024),
         final=(1024, 512, 256),
     ),
-    # 770 embeddings of 160 side by side are the longest k that is known of LoKA's models, 123200.
+    # Flattened, 770 embeddings of 160 give the largest known k of LoKA's models, 123200.
     "large": DHENConfig(
         Inputs(dense=13, rows=spread_rows(769), slots=(*(4, 1, 1, 1, 1, 1, 1, 1) * 96, 1)),
         dim=160, layers=4, count=96, rank=512, compressed=64, hidden=(1024, 1024),
@@ -68,22 +72,22 @@ SIZES = {
 
 
 class DHENLayer(nn.Module):
-    """``[batch, n, d]`` to ``[batch, count, d]``; layers on one tensor are called in one place."""
+    """``[batch, n, d]`` to ``[batch, count, d]``; layers of one input are called together."""
 
     def __init__(self, n: int, config: DHENConfig) -> None:
         super().__init__()
         flat, made = n * config.dim, config.count * config.dim
         self.shape = (config.count, config.dim)
-        # DCNv2's cross of all embeddings side by side, recombined.
+        # DCNv2's cross of the flattened embeddings, recombined.
         self.down = nn.Linear(flat, config.rank, bias=False)
         self.up = nn.Linear(config.rank, flat)
         self.recombine = Compression(n, config.count)
-        # Dot products of every two of few recombined embeddings, through a perceptron.
+        # Pairwise dot products of a few recombined embeddings, then a perceptron.
         self.few = nn.Linear(n, config.compressed, bias=False)
         self.dots = perceptron(
             (config.compressed**2, *config.hidden), last=made, norm=True, activation=nn.SiLU
         )
-        # A perceptron over all embeddings side by side.
+        # A perceptron over the flattened embeddings.
         first, *others = config.hidden
         self.first = nn.Linear(flat, first)
         self.deep = nn.Sequential(
@@ -103,7 +107,7 @@ class DHENLayer(nn.Module):
         return self.norm(found)  # type: ignore[no-any-return]
 
 
-class DHEN(nn.Module):
+class DHEN(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: DHENConfig) -> None:
@@ -121,17 +125,3 @@ class DHEN(nn.Module):
         self.head = perceptron(
             (config.count * config.dim, *config.final), last=1, norm=True, activation=nn.SiLU
         )
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What comes out of the tables: ``[batch, tables, dim]``."""
-        return (self.tables(batch),)
-
-    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
-        return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))

@@ -1,16 +1,19 @@
-"""DLRMv2: dense features and embeddings through cross layers, as MLPerf trains it on Criteo."""
+"""DLRMv2: cross layers over dense features and embeddings, as in MLPerf on Criteo."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lokakern.bench.models.batch import CRITEO, Batch, Inputs
-from lokakern.bench.models.cross import CrossNetwork
-from lokakern.bench.models.perceptron import perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import (
+    CRITEO,
+    ClickModel,
+    CrossNetwork,
+    Inputs,
+    Tables,
+    perceptron,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +21,12 @@ class DLRMConfig:
     """Sizes of a DLRMv2.
 
     Attributes:
-        inputs: What it is fed.
-        dim: Columns of an embedding, and outputs of the perceptron of the dense features.
-        bottom: Hidden layers of that.
-        crosses: Cross layers.
-        rank: Of them.
-        over: Hidden layers after them, before the logit.
+        inputs: The features.
+        dim: Columns of an embedding, and outputs of the bottom perceptron.
+        bottom: Hidden layers of the perceptron of the dense features.
+        crosses: Number of cross layers.
+        rank: Rank of the cross layers.
+        over: Hidden layers between the cross layers and the logit.
     """
 
     inputs: Inputs
@@ -45,7 +48,7 @@ SIZES = {
 }  # fmt: skip
 
 
-class DLRM(nn.Module):
+class DLRM(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: DLRMConfig) -> None:
@@ -57,16 +60,7 @@ class DLRM(nn.Module):
         self.cross = CrossNetwork(k, config.rank, config.crosses)
         self.head = perceptron((k, *config.over), last=1)
 
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What comes out of the tables: ``[batch, tables, dim]``."""
-        return (self.tables(batch),)
-
-    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom, embedded.flatten(1).to(bottom.dtype)], dim=1)
-        return self.head(self.cross(x)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))
+    def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor:
+        """Logits ``[batch]`` of dense features and the result of `embed`."""
+        x = self.cross(self.join(dense, *embedded).flatten(1))
+        return self.head(x).squeeze(1)  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
-"""InterFormer: features and a sequence learn from summaries of each other (arXiv 2411.09852).
+"""InterFormer: features and a sequence exchange summaries (arXiv 2411.09852).
 
-In a layer, X ``[n, d]`` are a sample's features, S ``[t, d]`` its history:
+In a layer, X ``[n, d]`` holds a sample's features and S ``[t, d]`` its history:
 
     summary of X = gate(W X)                              gate(Y) = sigmoid(Y * MLP(Y))
     summary of S = gate(concat(class tokens, tokens pooled by attention, the latest tokens))
     X' = LN(interaction(concat(X, summary of S)) + X)     dot products and DCNv2's cross, summed
-    S' = LN(attention(S f(summary of X)) + S)             f makes a d x d matrix for each sample
+    S' = LN(attention(S f(summary of X)) + S)             f gives a d x d matrix per sample
 
 The sequence begins as ``W1 (S * MLP(S))`` behind the first summary of X as class tokens.
 """
@@ -19,10 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lokakern.bench.models.batch import PADDING, Batch, Inputs, spread_rows
-from lokakern.bench.models.cross import CrossLayer
-from lokakern.bench.models.perceptron import Compression, perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import (
+    PADDING,
+    Batch,
+    ClickModel,
+    Compression,
+    CrossLayer,
+    Inputs,
+    Tables,
+    perceptron,
+    spread_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +37,14 @@ class InterFormerConfig:
     """Sizes of an InterFormer.
 
     Attributes:
-        inputs: What it is fed; all dense features become one embedding.
+        inputs: The features; all dense features become one embedding.
         dim: Columns of an embedding, d.
-        layers: How many.
+        layers: Number of layers.
         classes: Class tokens, and embeddings in the summary of X.
         pooled: Tokens pooled by attention.
-        latest: Of the latest tokens those that are in the summary of S.
-        heads: Of attention.
-        rank: Of the cross.
+        latest: Latest tokens in the summary of S.
+        heads: Attention heads.
+        rank: Rank of the cross.
         final: Hidden layers before the logit.
     """
 
@@ -58,8 +65,8 @@ class InterFormerConfig:
 
 
 def _public(tables: int, most_rows: int, history: int) -> InterFormerConfig:
-    """A model of a public data set: features, lengths and head as in the paper, the rest ours."""
-    rows = spread_rows(tables, most=most_rows)[::-1]  # items, of which histories are, come first
+    """A model of a public data set: features, lengths and head as published, the rest our own."""
+    rows = spread_rows(tables, most=most_rows)[::-1]  # the table of items first
     inputs = Inputs(dense=1, rows=rows, slots=(1,) * tables, history=history)
     return InterFormerConfig(
         inputs, dim=64, layers=3, classes=4, pooled=2, latest=2, heads=4, rank=64
@@ -89,7 +96,7 @@ class Gate(nn.Module):
 
 
 class Interaction(nn.Module):
-    """Dot products and a cross of embeddings, each brought to ``[batch, count, d]``, summed."""
+    """Dot products and a cross of embeddings, each mapped to ``[batch, count, d]`` and summed."""
 
     def __init__(self, n: int, count: int, config: InterFormerConfig) -> None:
         super().__init__()
@@ -105,7 +112,7 @@ class Interaction(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of tokens, ``length`` at most, with several heads, by rotary positions."""
+    """Multi-head self-attention of at most ``length`` tokens with rotary positions."""
 
     cos: Tensor
     sin: Tensor
@@ -115,18 +122,18 @@ class Attention(nn.Module):
         self.heads = heads
         self.inputs = nn.Linear(dim, 3 * dim)
         self.output = nn.Linear(dim, dim)
-        # A table: computed for each element, cosines, sines and powers take 293 us on an H200 at a
-        # batch of 8192 where this takes 75.
+        # Tables take 75 us on an H200 at a batch of 8192; computing cosines, sines and powers for
+        # each element takes 293 us.
         cos, sin = _turns(length, dim // heads // 2)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x: Tensor, present: Tensor) -> Tensor:
-        """Tokens ``[batch, t, d]``, of which those count that are present ``[batch, t]``."""
+        """Attend to the tokens of ``[batch, t, d]`` that are present ``[batch, t]``."""
         parts = _by_head(self.inputs(x), 3, self.heads)
         mask = present[:, None, None, :]
-        # By default torch takes cuDNN's kernel, which at 54 tokens and heads of 16 is slower on an
-        # H200: with the positions 933 us where this takes 562.
+        # torch's default, the cuDNN kernel, is slower on an H200 at 54 tokens and heads of 16:
+        # 933 us instead of 562, including the positions.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             found = F.scaled_dot_product_attention(
                 self._turned(parts[0]), self._turned(parts[1]), parts[2], attn_mask=mask
@@ -134,7 +141,7 @@ class Attention(nn.Module):
         return self.output(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Halves of each head turned by angles that grow with the position."""
+        """Rotate the halves of each head by angles proportional to the position."""
         half = x.shape[-1] // 2
         cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x[..., :half], x[..., half:]
@@ -142,7 +149,7 @@ class Attention(nn.Module):
 
 
 class Pool(nn.Module):
-    """Attention of a few learned queries to tokens, with several heads."""
+    """Multi-head attention of a few learned queries to tokens."""
 
     def __init__(self, dim: int, heads: int, queries: int) -> None:
         super().__init__()
@@ -152,12 +159,12 @@ class Pool(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, present: Tensor) -> Tensor:
-        """``[batch, queries, d]`` of tokens as of `Attention`, of which each sample has some."""
+        """``[batch, queries, d]`` of tokens as in `Attention`; each sample has at least one."""
         parts = _by_head(self.inputs(x), 2, self.heads)
         key, value = parts[0], parts[1]
         query = self.learned.to(key.dtype).view(-1, self.heads, key.shape[-1]).transpose(0, 1)
-        # Kernels for attention compute tiles of queries, of which two are there: written out it
-        # takes an H200 234 us where scaled_dot_product_attention's take 417 and more.
+        # Attention kernels compute whole tiles of queries, and there are only two: this takes
+        # 234 us on an H200, scaled_dot_product_attention 417 us or more.
         scores = query @ key.mT * key.shape[-1] ** -0.5
         weight = scores.masked_fill(~present[:, None, None, :], -torch.inf).softmax(-1)
         found = weight.to(value.dtype) @ value
@@ -178,7 +185,7 @@ def _turns(length: int, half: int) -> tuple[Tensor, Tensor]:
 
 
 class InterFormerLayer(nn.Module):
-    """Features ``[batch, n, d]`` and tokens ``[batch, t, d]`` to others of the same shapes."""
+    """Maps features ``[batch, n, d]`` and tokens ``[batch, t, d]`` to the same shapes."""
 
     def __init__(self, n: int, config: InterFormerConfig) -> None:
         super().__init__()
@@ -212,8 +219,10 @@ class InterFormerLayer(nn.Module):
         )
 
 
-class InterFormer(nn.Module):
+class InterFormer(ClickModel):
     """A logit for each sample."""
+
+    layers: nn.ModuleList
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -234,13 +243,13 @@ class InterFormer(nn.Module):
         )
 
     def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Bags ``[batch, tables, dim]``, the history ``[batch, t, dim]``, where it is present."""
+        """Bags ``[batch, tables, dim]``, history ``[batch, t, dim]``, and its mask."""
         return self.tables(batch), self.tables.sequence(batch), batch.history != PADDING
 
-    def interact(self, dense: Tensor, embedded: Tensor, history: Tensor, present: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
+    def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor:
+        """Logits ``[batch]`` of dense features and the result of `embed`."""
+        bags, history, present = embedded
+        x = self.join(dense, bags)
         s = self.unify(history * self.mask(history))
         summary = self.compressions[0](x)
         s = torch.cat([summary.to(s.dtype), s], dim=1)
@@ -253,7 +262,3 @@ class InterFormer(nn.Module):
         assert isinstance(last, InterFormerLayer)  # there is at least one layer
         found = torch.cat([summary, last.summarize(s, present).to(summary.dtype)], dim=1)
         return self.head(found.flatten(1)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))

@@ -1,19 +1,80 @@
-"""What arms learn: the same samples in the same order, and held-out ones to tell them apart."""
+"""Training runs of arms on equal samples, their quality on held-out samples, and loss curves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lokakern.bench.models.arms import Built, apply_mods
-from lokakern.bench.models.batch import Batch
+from lokakern.bench.models.arms import Built, Predictor, Setting, Trainer, apply_mods
+from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.click_log import HELD_OUT, ClickLog
-from lokakern.bench.models.metrics import Quality, quality_of
-from lokakern.bench.models.setting import Predictor, Setting, Trainer
+from lokakern.errors import MeasurementError
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Quality of predicted clicks; non-finite predictions have an infinite loss.
+
+    Attributes:
+        log_loss: Mean cross entropy in nats.
+        expected_log_loss: Its expectation over the clicks, which removes their sampling noise from
+            comparisons of models.
+        normalized_entropy: `log_loss` over that of always predicting the click rate.
+        auc: Probability that a click is ranked before a non-click; ties count half.
+        samples: Number of samples.
+    """
+
+    log_loss: float
+    expected_log_loss: float
+    normalized_entropy: float
+    auc: float
+    samples: int
+
+
+def quality_of(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Quality:
+    """Quality of logits ``[samples]``, computed in float64.
+
+    Args:
+        logits: Predictions of a model.
+        labels: 1 for a click, else 0.
+        probabilities: The probabilities the labels were drawn with.
+
+    Raises:
+        MeasurementError: All labels are equal.
+    """
+    clicks, count = int(labels.sum()), len(labels)
+    if clicks in (0, count):
+        raise MeasurementError(f"{clicks} clicks in {count} samples; expected some of both")
+    if not logits.isfinite().all():
+        return Quality(math.inf, math.inf, math.inf, 0.5, count)
+    logits, labels = logits.double(), labels.double()
+    loss, expected = (
+        F.binary_cross_entropy_with_logits(logits, target).item()
+        for target in (labels, probabilities.double())
+    )
+    rate = clicks / count
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+    return Quality(loss, expected, loss / entropy, _auc(logits, labels, clicks), count)
+
+
+def _auc(logits: Tensor, labels: Tensor, clicks: int) -> float:
+    """Exact AUC by the rank sum of clicks (Mann and Whitney); ties share a rank."""
+    _, place, count = torch.unique(logits, return_inverse=True, return_counts=True)
+    rank = count.cumsum(0) - (count - 1) / 2
+    above = float((rank[place] * labels).sum()) - clicks * (clicks + 1) / 2
+    return above / (clicks * (len(labels) - clicks))
+
 
 HELD_OUT_BATCHES = 32
 WARM_UP = 0.1  # of the steps
@@ -21,13 +82,13 @@ WARM_UP = 0.1  # of the steps
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An arm with a seed.
+    """A run of an arm with one seed.
 
     Attributes:
-        arm: Its name.
-        seed: Of parameters and samples.
-        losses: Of each step, before it; none of predictions.
-        quality: On held-out samples.
+        arm: The arm's name.
+        seed: Seed of parameters and samples.
+        losses: Loss before each step; empty for predictions.
+        quality: Quality on held-out samples.
     """
 
     arm: str
@@ -37,16 +98,16 @@ class Run:
 
 
 def share_of_rate(step: int, steps: int) -> float:
-    """Part of the learning rate at a step: up during `WARM_UP` of all, then down to nothing.
+    """Share of the learning rate at a step: linear warm-up, then linear decay to 0.
 
-    At a constant rate the last steps' samples, and what rounding made of them, decide more about a
-    model than its arithmetic does.
+    At a constant rate the samples of the last steps and their rounding affect a model more than its
+    arithmetic does.
     """
     return min((step + 1) / max(1.0, WARM_UP * steps), 1 - step / (steps + 1))
 
 
 def restart(built: Built, setting: Setting, seed: int) -> None:
-    """Give an arm the parameters that every arm with its Mods begins with at a seed."""
+    """Reset an arm to the initial parameters of a seed, equal for all arms with its Mods."""
     fresh = setting.build(seed)
     if built.arm.has_mods:
         apply_mods(fresh)
@@ -54,13 +115,10 @@ def restart(built: Built, setting: Setting, seed: int) -> None:
 
 
 def learn(built: Built, setting: Setting, seed: int, steps: int) -> Run:
-    """Train for so many steps from the start, then judge on held-out samples.
-
-    The learning rate rises, then falls to nothing: see `share_of_rate`.
-    """
+    """Train from the initial parameters, then evaluate on held-out samples."""
     restart(built, setting, seed)
     log, trainer = ClickLog(setting.inputs, seed, setting.device), built.trainer()
-    losses = torch.empty(steps, device=setting.device)  # read once: a step must not wait
+    losses = torch.empty(steps, device=setting.device)  # read at the end, without waiting in a step
     schedule = LambdaLR(trainer.optimizer, lambda step: share_of_rate(step, steps))
     for step in range(steps):
         batch = log.batch(step, setting.samples)
@@ -80,7 +138,7 @@ def judged(model: Trainer | Predictor, log: ClickLog, samples: int) -> Quality:
 
 
 def best_quality(setting: Setting, seed: int) -> Quality:
-    """What the teacher itself reaches on the same held-out samples: nobody can do better."""
+    """Quality of the teacher on the same held-out samples, the upper limit for any model."""
     log = ClickLog(setting.inputs, seed, setting.device)
     return _quality(log, setting.samples, log.teacher_logits)
 
@@ -92,3 +150,44 @@ def _quality(log: ClickLog, samples: int, logits_of: Callable[[Batch], Tensor]) 
         batch = log.batch(HELD_OUT + step, samples)
         found.append((logits_of(batch), batch.labels, log.teacher_logits(batch).double().sigmoid()))
     return quality_of(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+# --- curves
+
+SMOOTHED = 50  # points of a curve: single losses are noisy
+
+
+def save_curves(runs: Sequence[Run], folder: Path, title: str) -> list[Path]:
+    """Write runs as ``runs.jsonl``, and with matplotlib as ``loss.png``; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = folder / "runs.jsonl"
+    lines.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs), encoding="utf-8")
+    trained = [run for run in runs if run.losses]
+    if not trained or importlib.util.find_spec("matplotlib") is None:
+        return [lines]
+    return [lines, _plot(trained, folder / "loss.png", title)]
+
+
+def smoothed(losses: Sequence[float], points: int = SMOOTHED) -> tuple[list[float], list[float]]:
+    """Means over windows of steps: the middle step of each window, and its mean."""
+    width = max(1, len(losses) // points)
+    pieces = [losses[start : start + width] for start in range(0, len(losses), width)]
+    middles = [place * width + (len(piece) - 1) / 2 for place, piece in enumerate(pieces)]
+    return middles, [sum(piece) / len(piece) for piece in pieces]
+
+
+def _plot(runs: Sequence[Run], path: Path, title: str) -> Path:
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    ordered = sorted(runs, key=lambda run: run.arm)
+    for place, (arm, mine) in enumerate(itertools.groupby(ordered, lambda run: run.arm)):
+        for number, run in enumerate(mine):
+            axes.plot(*smoothed(run.losses), color=f"C{place}", lw=1, alpha=0.8,
+                      label=arm if number == 0 else None)  # fmt: skip
+    axes.set(xlabel="step", ylabel="log loss (nats), mean over neighboring steps", title=title)
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+    return path

@@ -1,9 +1,8 @@
-"""Times of a step: each arm against the baseline, in turn, on the device's own clock.
+"""Step times of each arm against the baseline, and the shares of kinds of kernels in a step.
 
-The baseline and one arm run side by side, in an order drawn anew each round, so that what heats or
-throttles the device meets both; ratios are of rounds. A replay is `BATCHES` steps on as many
-batches. Compiled arms replay a CUDA graph of them where they can be captured; what is as written
-runs from the host, whose time counts.
+The baseline and one arm alternate in random order, so that heating and throttling affect both;
+speedups are ratios within a round. A replay is `BATCHES` steps on as many batches: a CUDA graph for
+compiled arms where capture works, otherwise calls from the host, whose time is included.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from lokakern.bench.models.arms import Built
-from lokakern.bench.models.batch import Batch
+from lokakern.bench.models.arms import Built, Setting
+from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.setting import Setting
 from lokakern.measure import timing
 from lokakern.selection.candidates import margin_us
 
@@ -36,16 +37,16 @@ HOST = "host clock of a CPU: says nothing of a GPU"
 
 @dataclass
 class Stepper:
-    """Steps of an arm, ready to be timed.
+    """An arm that is ready to be timed.
 
     Attributes:
-        name: Of the arm.
-        replay: Takes `BATCHES` steps.
+        name: The arm's name.
+        replay: Runs `BATCHES` steps.
         step: The same, never as a CUDA graph.
-        timer: What measures.
-        note: Why there is no graph, where one was tried.
-        graph_breaks: While it was compiled.
-        peak_gib: Memory of a step with the arm's parameters; None on a CPU.
+        timer: The clock.
+        note: Why capturing a CUDA graph failed.
+        graph_breaks: Graph breaks of the compilation.
+        peak_gib: Peak memory of a step with the arm's parameters; None on a CPU.
     """
 
     name: str
@@ -59,21 +60,17 @@ class Stepper:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Time of an arm's step.
+    """The step time of an arm; other attributes are those of `Stepper`.
 
     Attributes:
-        arm: Its name.
+        arm: The arm's name.
         step_us: Median.
         margin_us: Half of its 95 % interval.
-        baseline_us: Of the baseline, in the same rounds.
+        baseline_us: Median of the baseline in the same rounds.
         speedup: Median over rounds of the baseline's time over the arm's.
         speedup_margin: Half of its 95 % interval.
-        rounds: How many.
-        timer: What measured.
-        note: Why there is no CUDA graph, where one was tried.
-        graph_breaks: Of the compiled arm.
+        rounds: Rounds with a steady clock.
         recompiles: Graphs compiled after the warm-up.
-        peak_gib: Memory of a step with the arm's parameters; None on a CPU.
     """
 
     arm: str
@@ -91,7 +88,7 @@ class Pace:
 
 
 def pace_words(pace: Pace) -> str:
-    """An arm's time and ratio, for who waits for the other arms."""
+    """The step time and speedup of an arm in words."""
     words = f"{pace.step_us / 1e3:.3f} ms, {pace.speedup:.3f}x +- {pace.speedup_margin:.3f}"
     return f"{words} ({pace.note})" if pace.note else words
 
@@ -102,13 +99,13 @@ def memory(device: torch.device) -> int:
 
 
 def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> Stepper:
-    """Warm an arm up, which compiles it, and capture its steps where that is possible.
+    """Warm up and compile an arm, and capture its steps in a CUDA graph where possible.
 
     Args:
         built: The arm.
         setting: The model and where it runs.
-        whole: Whether a step looks rows up in tables, and trains these; else what came out of the
-            tables is given, and its gradient is part of a step.
+        whole: Whether a step includes the lookup in the tables and their training; otherwise
+            embeddings are inputs, whose gradients are part of a step.
         before: Bytes in use before the arm was built.
     """
     on_gpu = setting.device.type == "cuda"
@@ -138,7 +135,7 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
 
 @contextlib.contextmanager
 def _aside(on_gpu: bool) -> Iterator[None]:
-    """Run on a stream of its own, as what is captured later must be warmed."""
+    """Run on a side stream, as the warm-up of a later capture requires."""
     if not on_gpu:
         yield
         return
@@ -183,10 +180,10 @@ def _sent(x: Tensor) -> Tensor:
 
 
 class _Sent(torch.autograd.Function):
-    """What tables sent: its gradient is made, and then it is theirs.
+    """Embeddings whose gradient is computed and dropped.
 
-    A tensor that keeps it would copy what is a slice of the gradient of all embeddings: 5.4 ms of
-    an H200 for 8192 samples of 770 embeddings of 160, a 14th of DHEN's step.
+    A leaf tensor would copy its gradient, a slice of the gradient of all embeddings: 5.4 ms on an
+    H200 for 8192 samples of 770 embeddings of 160, 1/14 of DHEN's step.
     """
 
     @staticmethod
@@ -199,15 +196,15 @@ class _Sent(torch.autograd.Function):
 
 
 def _capture(found: Stepper) -> None:
-    # A graph has memory of its own: what was only warmed up with must not stand beside it. Wukong M
-    # trains in 41 GiB at a batch of 8192: an arm would hold that twice.
+    # A graph has its own memory pool, so free that of the warm-up: Wukong M trains in 41 GiB at a
+    # batch of 8192, which an arm would otherwise hold twice.
     gc.collect()
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             found.replay()
-    except Exception as error:  # any library may do what a graph cannot hold
+    except Exception as error:  # a library may launch work that cannot be captured
         torch.cuda.synchronize()
         found.note = f"no CUDA graph: {timing.status_and_reason(error)[1][:160]}"
         return
@@ -215,7 +212,7 @@ def _capture(found: Stepper) -> None:
 
 
 def race(baseline: Stepper, other: Stepper, device: torch.device, *, seed: int = 0) -> Pace:
-    """Time an arm against the baseline; it may be the baseline itself."""
+    """Time an arm, or the baseline itself, against the baseline."""
     timing.warm(device)
     read_clock = timing.clock_reader(device)
     once = max(_elapsed_us(s, device) for s in (baseline, other))
@@ -258,7 +255,7 @@ def _elapsed_us(runner: Stepper, device: torch.device) -> float:
 
 
 def _steady(clocks: Sequence[tuple[float, float]]) -> list[int]:
-    """Rounds in which neither ran at under 90 % of its own median clock."""
+    """Rounds in which neither ran below 90 % of its own median clock."""
     medians = [statistics.median(column) for column in zip(*clocks, strict=True)]
     return [
         place
@@ -271,3 +268,79 @@ def _margin(values: Sequence[float]) -> float:
     ordered = sorted(values)
     low, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.2, 0.8))
     return margin_us(low, high, len(ordered))
+
+
+# --- shares
+
+# The first match counts. Names of fused Inductor kernels list their operations.
+KINDS = {
+    "attention": r"attention|sdpa|fmha",  # before GEMM: some names contain cutlass
+    "quantizing": r"quantize|float8|_fp8|amax",
+    "GEMM": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|triton_tem|_mm\b|::mm|addmm|bmm|linear"
+    r"|token_gradient",
+    "norm": r"norm|rsqrt",
+    "tables": r"embedding|segment|radix|sort",
+    "optimizer": r"adam|multi_tensor",
+}
+OTHER = "other"
+FP8_GAIN = 2.0  # peak rate of FP8 tensor cores over bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Time of a step by kind of kernel.
+
+    Attributes:
+        us: Microseconds of a step by kind.
+        timer: Whether kernels of a GPU or operators of a CPU were profiled.
+    """
+
+    us: dict[str, float]
+    timer: str
+
+    @property
+    def total_us(self) -> float:
+        """Time of all kernels, without the gaps between them."""
+        return sum(self.us.values())
+
+    def share(self, *kinds: str) -> float:
+        """Share of some kinds in the total."""
+        return sum(self.us[kind] for kind in kinds) / self.total_us if self.total_us else 0.0
+
+    @property
+    def bound(self) -> float:
+        """Amdahl's bound on the speedup if GEMMs took half of their time and norms none."""
+        return 1 / (1 - self.share("GEMM") * (1 - 1 / FP8_GAIN) - self.share("norm"))
+
+    @property
+    def limit(self) -> float:
+        """The same bound if GEMMs and norms took no time."""
+        left = 1 - self.share("GEMM", "norm")
+        return 1 / left if left > 0 else float("inf")
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel or CPU operator by its name."""
+    return next((k for k, words in KINDS.items() if re.search(words, kernel, re.I)), OTHER)
+
+
+def shares_of(run: Callable[[], None], steps: int, device: torch.device) -> Shares:
+    """Profile ``run``, which runs ``steps`` steps on a device."""
+    on_gpu = device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=kinds) as found:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    us = dict.fromkeys((*KINDS, OTHER), 0.0)
+    for event in found.key_averages():
+        us[kind_of(event.key)] += _spent_us(event, on_gpu) / steps
+    return Shares(us, "kernels of the GPU" if on_gpu else "operators of the CPU")
+
+
+def _spent_us(event: Any, on_gpu: bool) -> float:
+    if not on_gpu:
+        return float(event.self_cpu_time_total)
+    # Annotated ranges, such as an optimizer step, contain kernels that are counted themselves.
+    is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    return float(event.self_device_time_total) if is_kernel else 0.0

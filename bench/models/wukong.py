@@ -1,6 +1,6 @@
-"""Wukong: layers of factorization machines over embeddings (Zhang et al., arXiv 2403.02545).
+"""Wukong: stacked factorization machines over embeddings (Zhang et al., arXiv 2403.02545).
 
-A layer maps n embeddings X ``[n, d]`` of a sample to others:
+A layer maps the n embeddings X ``[n, d]`` of a sample to new ones:
 
     FMB(X) = reshape(MLP(LN(flatten(X (X^T Y)))))     pairwise products, of rank k
     LCB(X) = W X                                      embeddings recombined
@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lokakern.bench.models.batch import CRITEO, Batch, Inputs, spread_rows
-from lokakern.bench.models.perceptron import perceptron
-from lokakern.bench.models.tables import Tables
+from lokakern.bench.models.blocks import CRITEO, ClickModel, Inputs, Tables, perceptron, spread_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,12 @@ class WukongConfig:
     """Sizes of a Wukong.
 
     Attributes:
-        inputs: What it is fed; all dense features become one embedding.
+        inputs: The features; all dense features become one embedding.
         dim: Columns of an embedding, d.
-        layers: How many.
-        machines: Embeddings that a layer's factorization machine makes, n_F.
-        linear: Embeddings that its linear compression makes, n_L.
-        rank: Of the products, k.
+        layers: Number of layers.
+        machines: Output embeddings of the factorization machine, n_F.
+        linear: Output embeddings of the linear compression, n_L.
+        rank: Rank k of the products.
         hidden: Hidden layers of a factorization machine's perceptron.
         final: Hidden layers of the last perceptron, before the logit.
         bottom: Hidden layers of the perceptron of the dense features.
@@ -49,7 +47,8 @@ class WukongConfig:
 def _internal(layers: int, count: int, rank: int, width: int) -> WukongConfig:
     """A size of the paper's Table 5: 720 embeddings of 160, three hidden layers.
 
-    The tables' sizes, bags and the last perceptron are not published: one table is a bag of 4.
+    Table sizes, bags and the last perceptron are not published; here every eighth table has bags
+    of 4.
     """
     rows = spread_rows(719)
     slots = tuple(4 if table % 8 == 0 else 1 for table in range(719))
@@ -100,7 +99,7 @@ class WukongLayer(nn.Module):
         return self.norm(made + kept)  # type: ignore[no-any-return]
 
 
-class Wukong(nn.Module):
+class Wukong(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: WukongConfig) -> None:
@@ -113,17 +112,3 @@ class Wukong(nn.Module):
             *(WukongLayer(n if layer == 0 else out, config) for layer in range(config.layers))
         )
         self.head = perceptron((out * config.dim, *config.final), last=1)
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What comes out of the tables: ``[batch, tables, dim]``."""
-        return (self.tables(batch),)
-
-    def interact(self, dense: Tensor, embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and what came out of the tables."""
-        bottom = self.bottom(dense)
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)
-        return self.head(self.layers(x).flatten(1)).squeeze(1)  # type: ignore[no-any-return]
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[batch]``."""
-        return self.interact(batch.dense, *self.embed(batch))

@@ -1,13 +1,13 @@
-"""Pictures of a survey, in Vega-Lite: the same for a page, which draws them itself, and for PNG."""
+"""Pictures of a survey as Vega-Lite specs, the same for the page and for PNG files."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lokakern.bench.report.themes import THEMES, config_of
 from lokakern.errors import DatabaseError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -16,15 +16,100 @@ if TYPE_CHECKING:
 
 Spec = dict[str, Any]
 
-_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name, which nobody opens
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # an identifier; never fetched
 _VERSION = "6.4"  # of Vega-Lite
-HUES = len(THEMES["light"]["category"])
-LINE = 4  # times the least: the dashed line beside the solid one of the least
+_FONT = "system-ui, sans-serif"
+_WIDTH = 860
+LINE = 4  # the dashed line of the roofline picture, in multiples of the least time
 GAINS = {"speedup": "times as fast as unquantized", "light": "share of the speed of light"}
+TITLES = {
+    "winners": "Winning kernel",
+    "gains": "What it gains",
+    "light": "Measured time against the least possible",
+    "fronts": "Error against time",
+    "typical": "Row error at the median shape",
+    "worst": "Row error at the worst shape",
+    "accuracy": "Row error",
+    "coverage": "Problems of which every kernel was timed",
+    "freshness": "Rows that are as new as their kernels",
+}
+COVERED = ("covered", "partly", "not timed")  # by all kernels that support a problem, some, none
+FRESH = ("fresh", "usable", "stale", "older")
+# Tints behind letters and numbers have a contrast of at least 4.5 to the text on them; `ordinal`
+# are for points, with at least 3 to the background.
+THEMES: dict[str, dict[str, Any]] = {
+    "light": {
+        "ground": "#ffffff", "text": "#1c2024", "faint": "#5f6770", "line": "#d9dde2",
+        "ramp": ["#f3f6fa", "#6ea8e0"], "heatmap": ["#f2f8ec", "#e39a52"],
+        "category": ["#b9c2cc", "#9ecae9", "#ffc98a", "#a8dba2", "#f5aeb0", "#d3bdf0", "#e3cf7a",
+                     "#8fd6cf", "#f3b5d8", "#cdb49a"],
+        "ordinal": ["#3b444d", "#0b57d0", "#b34a00", "#146c37", "#8a2be2", "#a3195b"],
+    },
+    "dark": {
+        "ground": "#14171a", "text": "#e6e9ec", "faint": "#a3abb3", "line": "#343a41",
+        "ramp": ["#222a33", "#1f69b3"], "heatmap": ["#1f2a20", "#94520e"],
+        "category": ["#4a535c", "#205f8f", "#80500f", "#2b6b34", "#8a3438", "#5e4390", "#655a10",
+                     "#16665f", "#83386a", "#6a513a"],
+        "ordinal": ["#c5ccd3", "#9ec1ff", "#ffb27a", "#74d99f", "#d0a6ff", "#ff9ec6"],
+    },
+}  # fmt: skip
 
 
-def _spec(**parts: Any) -> Spec:
-    return {"$schema": _SCHEMA, "data": {"name": "rows"}, **parts}
+def config_of(theme: str) -> Spec:
+    """Vega-Lite configuration of the "light" or "dark" theme."""
+    colors = THEMES[theme]
+    words = {"labelColor": colors["text"], "titleColor": colors["text"], "labelFont": _FONT,
+             "titleFont": _FONT, "titleFontWeight": 500, "labelFontSize": 12, "titleFontSize": 13,
+             "aria": False}  # fmt: skip
+    return {
+        "background": colors["ground"],
+        "view": {"stroke": None},
+        "font": _FONT,
+        "axis": words | {"gridColor": colors["line"], "domainColor": colors["faint"],
+                         "tickColor": colors["faint"], "labelLimit": 620},
+        "legend": words | {"labelLimit": 420, "titleLimit": 420, "symbolStrokeWidth": 1,
+                           "symbolSize": 150},
+        "title": {"color": colors["text"], "subtitleColor": colors["faint"], "anchor": "start",
+                  "font": _FONT, "subtitleFont": _FONT},
+        "range": {name: colors[name] for name in ("category", "ordinal", "ramp", "heatmap")},
+        "text": {"color": colors["text"], "font": _FONT, "fontSize": 12},
+        "rule": {"color": colors["text"]},
+        "line": {"color": colors["text"]},
+        "rect": {"stroke": colors["faint"], "strokeWidth": 0.5},
+        "circle": {"stroke": colors["faint"], "strokeWidth": 1, "opacity": 1},
+        "bar": {"stroke": colors["ground"]},
+        "mark": {"aria": False},
+    }  # fmt: skip
+
+
+# --- data: one row of columns, which the transforms of a view flatten; each text is stored once
+
+
+def _columns(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
+    columns: Row = {}
+    for name in names:
+        values = [row[name] for row in rows]
+        if all(isinstance(value, str) for value in values):
+            places = {word: place for place, word in enumerate(dict.fromkeys(values))}
+            columns[f"{name}_words"] = list(places)
+            values = [places[value] for value in values]
+        columns[name] = values
+    return [columns]
+
+
+def _view(data: str, columns: Mapping[str, Any], filters: Iterable[str], view: Spec) -> Spec:
+    """A view of the rows that pass all filters."""
+    texts = [name.removesuffix("_words") for name in columns if name.endswith("_words")]
+    transform = [
+        {"flatten": [name for name in columns if not name.endswith("_words")]},
+        *({"calculate": f"datum.{text}_words[datum.{text}]", "as": text} for text in texts),
+        *({"filter": test} for test in filters),
+        *view.get("transform", ()),
+    ]
+    return view | {"data": {"name": data}, "transform": transform}
+
+
+# --- views
 
 
 def _channel(field: str, kind: str = "quantitative", title: str | None = None, **more: Any) -> Spec:
@@ -32,73 +117,86 @@ def _channel(field: str, kind: str = "quantitative", title: str | None = None, *
 
 
 _HINTS = {
-    "op": "op", "form": "form", "m": "m", "n": "n", "k": "k", "kernel": "kernel", "us": "us",
     "least_us": "least us", "plain_us": "unquantized us", "speedup": "times as fast",
-    "light": "share of speed of light", "row_err": "row error", "note": "note",
-    "arithmetic": "arithmetic", "distribution": "distribution",
+    "light": "share of speed of light", "row_err": "row error",
     "typical_row_err": "median shape's row error", "row_p99": "99 % of rows",
-    "mean_rel_err": "mean relative error", "mean_shift": "mean shift", "shapes": "shapes",
-    "part": "part", "state": "state", "count": "count",
+    "mean_rel_err": "mean relative error", "mean_shift": "mean shift",
 }  # fmt: skip
 
 
 def _hints(*fields: str) -> list[Spec]:
-    return [{"field": field, "title": _HINTS[field]} for field in fields]
+    return [{"field": field, "title": _HINTS.get(field, field)} for field in fields]
 
 
-def _map_axes(op: Row) -> Spec:
-    x, y = op["axes"]
-    titles = {"m": "m (rows)", "n": "n (columns of the weight)", "k": "k (summed over)"}
-    titles["k"] = "k (columns)" if x == "m" else titles["k"]
-    return {
-        "x": _channel(x, "ordinal", titles[x], axis={"labelAngle": -60, "grid": False}),
-        "y": _channel(y, "ordinal", titles[y], axis={"grid": False}),
-        "tooltip": _hints("m", *(["n"] if y == "k" and x == "n" else []), "k", "kernel", "us",
-                          "plain_us", "speedup", "light", "row_err", "note"),
-    }  # fmt: skip
-
-
-# The same for a kernel in all pictures of an op; who is who is said by letters beside them.
+# Kernels have the same color in all pictures of an op; letters tell kernels of a color apart.
 _HUE = {
     "field": "hue",
     "type": "ordinal",
-    "scale": {"domain": list(range(HUES)), "range": "category"},
+    "scale": {"domain": list(range(len(THEMES["light"]["category"]))), "range": "category"},
     "legend": None,
 }
-_CELL = {"width": {"step": 33}, "height": {"step": 21}}
+_LETTER = {
+    "mark": {"type": "text", "fontWeight": 600},
+    "encoding": {"text": {"field": "letter"}},
+}
+_INDEPENDENT = {"scale": {"color": "independent", "shape": "independent"}}
 
 
-def winners(op: Row) -> Spec:
-    """Which kernel dispatch takes at each shape, by its letter."""
-    return _spec(
-        **_CELL,
-        encoding=_map_axes(op),
-        layer=[
-            {"mark": "rect", "encoding": {"color": _HUE}},
+def _kernels(title: str) -> Spec:
+    """The legend of letters: a bar for each kernel with its number of rows."""
+    return {
+        "title": {"text": title, "fontSize": 12, "fontWeight": 500},
+        "transform": [{"aggregate": [{"op": "count", "as": "count"}], "groupby": ["key", "hue"]}],
+        "width": 160,
+        "height": {"step": 20},
+        "encoding": {
+            "y": _channel("key", "nominal", axis={"grid": False}),
+            "x": _channel("count", axis=None),
+            "tooltip": _hints("key", "count"),
+        },
+        "layer": [
+            {"mark": "bar", "encoding": {"color": _HUE}},
             {
-                "mark": {"type": "text", "fontWeight": 600},
-                "encoding": {"text": {"field": "letter"}},
+                "mark": {"type": "text", "align": "left", "dx": 4},
+                "encoding": {"text": {"field": "count"}},
             },
         ],
-    )
+    }
 
 
-def gains(op: Row) -> Spec:
-    """What that gains at each shape, in numbers."""
+def _map(op: Row, layer: list[Spec], **more: Any) -> Spec:
+    """A cell for each shape."""
+    x, y = op["axes"]
+    titles = {"m": "m (rows)", "n": "n (columns of the weight)", "k": "k (summed over)"}
+    titles["k"] = "k (columns)" if x == "m" else titles["k"]
+    encoding = {
+        "x": _channel(x, "ordinal", titles[x], axis={"labelAngle": -60, "grid": False}),
+        "y": _channel(y, "ordinal", titles[y], axis={"grid": False}),
+        "tooltip": _hints("m", *(["n"] if x == "n" else []), "k", "kernel", "us", "plain_us",
+                          "speedup", "light", "row_err", "note"),
+    }  # fmt: skip
+    size = {"width": {"step": 33}, "height": {"step": 21}}
+    return size | {"encoding": encoding, "layer": layer, **more}
+
+
+def _winners(op: Row) -> Spec:
+    cells = _map(op, [{"mark": "rect", "encoding": {"color": _HUE}}, _LETTER])
+    return {"vconcat": [cells, _kernels("Letters of kernels, and their numbers of shapes")],
+            "resolve": _INDEPENDENT}  # fmt: skip
+
+
+def _gains(op: Row) -> Spec:
     field = op["gain"]
     scale: Spec = {"range": "ramp", "clamp": True, "nice": False}
     scale |= {"domainMin": 1} if field == "speedup" else {"domain": [0, 1]}
     color = _channel(
         field, title=GAINS[field], scale=scale, legend={"orient": "top", "gradientLength": 180}
     )
-    return _spec(
-        **_CELL,
+    number = {"mark": "text", "encoding": {"text": {"field": field, "format": ".2f"}}}
+    return _map(
+        op,
+        [{"mark": "rect", "encoding": {"color": color}}, number],
         transform=[{"filter": f"isValid(datum.{field})"}],
-        encoding=_map_axes(op),
-        layer=[
-            {"mark": "rect", "encoding": {"color": color}},
-            {"mark": "text", "encoding": {"text": {"field": field, "format": ".2f"}}},
-        ],
     )
 
 
@@ -108,7 +206,7 @@ def _log(field: str, title: str, **more: Any) -> Spec:
     return _channel(field, title=title, scale=scale | more.pop("scale", {}), axis=axis | more)
 
 
-def light(op: Row) -> Spec:
+def _light() -> Spec:
     """Measured time against the least that FLOPs and bytes allow."""
 
     def bound(factor: int) -> Spec:
@@ -133,55 +231,57 @@ def light(op: Row) -> Spec:
             "tooltip": _hints("form", "m", "n", "k", "kernel", "us", "least_us", "row_err"),
         },
     }
-    return _spec(
-        width="container",
-        height=420,
-        encoding={
+    return {
+        "width": _WIDTH,
+        "height": 420,
+        "encoding": {
             "x": _log("least_us", "the least possible, microseconds"),
             "y": _log("us", "measured, microseconds"),
         },
-        layer=[points, bound(1), bound(LINE)],
-    )
+        "layer": [points, bound(1), bound(LINE)],
+    }
 
 
-def fronts(op: Row, budgets: Sequence[str]) -> Spec:
-    """Error against time at one shape; what no other kernel beats in both is on the line."""
+def _fronts(budgets: Sequence[str]) -> Spec:
+    """Error against time at one shape; the line connects the Pareto front."""
     limits = [{"row_err": float(word), "words": f"budget {word}"}
               for word in budgets if word != "none" and float(word) > 0]  # fmt: skip
     x = _log("us", "microseconds", scale={"type": "linear", "zero": False, "padding": 24})
     y = _log("row_err", "worst row error")
-    hints = _hints("kernel", "us", "row_err", "least_us")
-    seen = [{"filter": "isValid(datum.row_err) && datum.row_err > 0"}]  # of a logarithm
-    return _spec(
-        width="container",
-        height=380,
-        layer=[
-            {"data": {"values": limits}, "encoding": {"y": y},
-             "layer": [{"mark": {"type": "rule", "strokeDash": [3, 4], "opacity": 0.6}},
-                       {"mark": {"type": "text", "align": "left", "dx": 4, "dy": -7},
-                        "encoding": {"x": {"value": 0}, "text": {"field": "words"}}}]},
-            {"transform": [*seen, {"filter": "datum.front"}],
+    rules = [
+        {"mark": {"type": "rule", "strokeDash": [3, 4], "opacity": 0.6}},
+        {"mark": {"type": "text", "align": "left", "dx": 4, "dy": -7},
+         "encoding": {"x": {"value": 0}, "text": {"field": "words"}}},
+    ]  # fmt: skip
+    width = {"condition": {"test": "datum.front", "value": 2.5}, "value": 0.6}
+    circle = {
+        "mark": {"type": "circle", "size": 330},
+        "encoding": {"color": _HUE, "strokeWidth": width},
+    }
+    points = {
+        "width": _WIDTH,
+        "height": 380,
+        "layer": [
+            {"data": {"values": limits}, "encoding": {"y": y}, "layer": rules},
+            {"transform": [{"filter": "datum.front"}],
              "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
              "encoding": {"x": x, "y": y, "order": {"field": "us"}}},
-            {"transform": seen, "encoding": {"x": x, "y": y, "tooltip": hints},
-             "layer": [
-                 {"mark": {"type": "circle", "size": 330},
-                  "encoding": {
-                      "color": _HUE,
-                      "strokeWidth": {"condition": {"test": "datum.front", "value": 2.5},
-                                      "value": 0.6}}},
-                 {"mark": {"type": "text", "fontWeight": 600},
-                  "encoding": {"text": {"field": "letter"}}}]},
+            {"encoding": {"x": x, "y": y, "tooltip": _hints("kernel", "us", "row_err", "least_us")},
+             "layer": [circle, _LETTER]},
         ],
-    )  # fmt: skip
+    }  # fmt: skip
+    return {"vconcat": [points, _kernels("Letters of kernels")], "resolve": _INDEPENDENT}
 
 
-def accuracy(field: str, title: str) -> Spec:
-    """An error of each arithmetic on each distribution."""
-    return _spec(
-        width={"step": 52},
-        height={"step": 22},
-        encoding={
+def _accuracy() -> Spec:
+    """The error of each arithmetic on each distribution; param `error` names the column."""
+    legend = {"orient": "top", "format": "~r", "gradientLength": 180, "values": [0.001, 0.01, 0.1]}
+    scale = {"type": "log", "range": "heatmap", "clamp": True, "domain": [0.001, 0.3]}
+    return {
+        "transform": [{"calculate": "datum[error]", "as": "shown"}],
+        "width": {"step": 52},
+        "height": {"step": 22},
+        "encoding": {
             "x": _channel("distribution", "nominal", "distribution",
                           sort=[f"X{i}" for i in range(1, 33)],
                           axis={"labelAngle": 0, "grid": False}),
@@ -189,33 +289,29 @@ def accuracy(field: str, title: str) -> Spec:
             "tooltip": _hints("arithmetic", "distribution", "typical_row_err", "row_err",
                               "row_p99", "mean_rel_err", "mean_shift", "shapes"),
         },
-        layer=[
+        "layer": [
             {"mark": "rect", "encoding": {
-                "color": _channel(field, title=title,
-                                  scale={"type": "log", "range": "heatmap", "clamp": True,
-                                         "domain": [0.001, 0.3]},
-                                  legend={"orient": "top", "format": "~r", "gradientLength": 180,
-                                          "values": [0.001, 0.01, 0.1]})}},
-            {"mark": "text", "encoding": {"text": {"field": field, "format": ".3f"}}},
+                "color": _channel("shown", title="row error", scale=scale, legend=legend)}},
+            {"mark": "text", "encoding": {"text": {"field": "shown", "format": ".3f"}}},
         ],
-    )  # fmt: skip
+    }  # fmt: skip
 
 
-def shares(states: Sequence[str], title: str, parts: int) -> Spec:
-    """Of each part how much is in each state, in counts and widths."""
-    order = f"indexof({list(states)!r}, datum.state)".replace('"', "'")
+def _shares(states: Sequence[str], title: str, parts: int) -> Spec:
+    """Of each part the share in each state."""
+    order = f"indexof({list(states)!r}, datum.state)"
     stack = {"stack": "count", "as": ["from", "to"], "groupby": ["part"], "offset": "normalize",
              "sort": [{"field": "place"}]}  # fmt: skip
-    return _spec(
-        width="container",
-        height=26 * parts,  # Vega-Lite fits no width beside a height in steps
-        transform=[{"filter": "datum.count > 0"}, {"calculate": order, "as": "place"}, stack,
-                   {"calculate": "(datum.from + datum.to) / 2", "as": "middle"},
-                   {"calculate": "datum.to - datum.from > 0.3 ? datum.count + ' ' + datum.state : "
-                                 "datum.to - datum.from > 0.06 ? datum.count : ''",
-                    "as": "words"}],
-        encoding={"y": _channel("part", "nominal", None, sort=None, axis={"grid": False})},
-        layer=[
+    return {
+        "width": _WIDTH,
+        "height": 26 * parts,
+        "transform": [{"calculate": order, "as": "place"}, stack,
+                      {"calculate": "(datum.from + datum.to) / 2", "as": "middle"},
+                      {"calculate": "datum.to - datum.from > 0.3 ? datum.count + ' ' + datum.state "
+                                    ": datum.to - datum.from > 0.06 ? datum.count : ''",
+                       "as": "words"}],
+        "encoding": {"y": _channel("part", "nominal", None, sort=None, axis={"grid": False})},
+        "layer": [
             {"mark": "bar", "encoding": {
                 "x": _channel("from", title=title, axis={"format": "%", "tickCount": 10}),
                 "x2": {"field": "to"},
@@ -226,71 +322,123 @@ def shares(states: Sequence[str], title: str, parts: int) -> Spec:
             {"mark": "text", "encoding": {"x": {"field": "middle", "type": "quantitative"},
                                           "text": {"field": "words"}}},
         ],
-    )  # fmt: skip
+    }  # fmt: skip
 
 
-COVERED = ("covered", "partly", "not timed")  # by all kernels that take a problem, some, none
-FRESH = ("fresh", "usable", "stale", "older")
+# --- pictures
 
 
-def specs_of(survey: Survey) -> dict[str, dict[str, Spec]]:
-    """Pictures by op, and under "" those of all ops."""
-    found: dict[str, dict[str, Spec]] = {
-        op["op"]: {
-            "winners": winners(op),
-            "gains": gains(op),
-            "light": light(op),
-            "fronts": fronts(op, survey.budgets),
-            "typical": accuracy("typical_row_err", TITLES["typical"]),
-            "worst": accuracy("row_err", TITLES["worst"]),
-        }
-        for op in survey.ops
+def sizes_of(row: Row) -> str:
+    """Sizes of a row's problem in words."""
+    return " ".join(f"{name}={row[name]}" for name in "mnk" if row[name] is not None)
+
+
+def by_answer(choices: Iterable[Row]) -> list[Row]:
+    """Choices with equal answers at a problem as one row, whose `budgets` names all of them."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in choices:
+        key = tuple(row[name] for name in ("op", "form", "m", "n", "k", "kernel", "note"))
+        found.setdefault(key, []).append(row)
+    return [rows[0] | {"budgets": " ".join(row["budget"] for row in rows)}
+            for rows in found.values()]  # fmt: skip
+
+
+def _select(name: str, title: str, value: Any, options: Iterable[Any], **more: Any) -> Spec:
+    bind = {"input": "select", "name": f"{title} ", "options": list(options), **more}
+    return {"name": name, "value": value, "bind": bind}
+
+
+def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:
+    """The data and params of an op's pictures, and their views by name."""
+    choices = by_answer(row for row in survey.choices if row["op"] == op["op"])
+    times = [row | {"shape": sizes_of(row)} for row in survey.times if row["op"] == op["op"]]
+    errors = [row for row in survey.errors if row["op"] == op["op"]]
+    forms = [form for form, _ in Counter(row["form"] for row in choices).most_common()]
+    shapes = sorted(times, key=lambda row: (row["m"], row["n"] or 0, row["k"]))
+    first = sizes_of(dict(zip("mnk", op["shape"], strict=True)))
+    datasets = {
+        "choices": _columns(choices, ["form", "m", "n", "k", "budgets", "kernel", "us", "plain_us",
+                                      "speedup", "light", "row_err", "note", "letter", "key",
+                                      "hue"]),
+        "times": _columns(times, ["form", "shape", "m", "n", "k", "kernel", "kind", "us",
+                                  "least_us", "row_err", "front", "letter", "key", "hue"]),
+        "errors": _columns(errors, ["arithmetic", "distribution", "typical_row_err", "row_err",
+                                    "row_p99", "mean_rel_err", "mean_shift", "shapes"]),
+    }  # fmt: skip
+    by_m = op["axes"][0] != "m"
+    params = [
+        _select("form", "Form", op["form"], forms),
+        *([_select("m", "m", op["m"], sorted({row["m"] for row in choices}))] if by_m else []),
+        _select("budget", "Budget", op["budget"], survey.budgets),
+        _select("shape", "Shape", first, dict.fromkeys(row["shape"] for row in shapes)),
+        _select("error", "Error of", "typical_row_err", ["typical_row_err", "row_err"],
+                labels=["the median shape", "the worst shape"]),
+    ]  # fmt: skip
+    here = ["datum.form === form"]
+    chosen = [*here, "indexof(split(datum.budgets, ' '), budget) >= 0"]
+    chosen += ["datum.m === m"] if by_m else []
+    at_shape = [*here, "datum.shape === shape", "datum.row_err > 0"]  # of a logarithm
+    data = {name: columns[0] for name, columns in datasets.items()}
+    views = {
+        "winners": _view("choices", data["choices"], chosen, _winners(op)),
+        "gains": _view("choices", data["choices"], chosen, _gains(op)),
+        "light": _view("times", data["times"], here, _light()),
+        "fronts": _view("times", data["times"], at_shape, _fronts(survey.budgets)),
     }
-    parts = {name: len({row["part"] for row in rows}) for name, rows in held_rows(survey).items()}
-    found[""] = {
-        "coverage": shares(COVERED, "share of problems", parts["coverage"]),
-        "freshness": shares(FRESH, "share of rows", parts["freshness"]),
-    }
-    return found
+    if errors:
+        views["accuracy"] = _view("errors", data["errors"], [], _accuracy())
+    return {"$schema": _SCHEMA, "datasets": datasets, "params": params}, views
 
 
 def held_rows(survey: Survey) -> dict[str, list[Row]]:
-    """Rows for the pictures of what is held: of problems, and of rows of times and errors."""
+    """Rows of the coverage picture (problems) and the freshness picture (rows of the database)."""
     coverage, freshness = [], []
     for row in survey.holdings:
         if row["covered"] is not None:
             rest = row["problems"] - row["covered"] - row["untimed"]
             counts = zip(COVERED, (row["covered"], rest, row["untimed"]), strict=True)
             coverage += [{"part": row["part"], "state": word, "count": n} for word, n in counts]
-        if not row["part"].startswith("suite "):  # whose rows are those of ops
+        if not row["part"].startswith("suite "):  # their rows are also rows of ops
             part = {"part": f"{row['part']}, {row['of']}"}
             freshness += [part | {"state": word, "count": row[word]} for word in FRESH]
     return {"coverage": coverage, "freshness": freshness}
 
 
-def rows_shown(survey: Survey, op: Row) -> dict[str, list[Row]]:
-    """Rows of an op's pictures as a page shows them first."""
+def held_pictures(survey: Survey) -> tuple[Spec, dict[str, Spec]]:
+    """The data of the pictures of all ops, and their views by name."""
+    rows = held_rows(survey)
+    datasets = {name: _columns(found, ["part", "state", "count"]) for name, found in rows.items()}
+    views = {}
+    for name, states, what in (("coverage", COVERED, "problems"), ("freshness", FRESH, "rows")):
+        view = _shares(states, f"share of {what}", len({row["part"] for row in rows[name]}))
+        views[name] = _view(name, datasets[name][0], ["datum.count > 0"], view)
+    return {"$schema": _SCHEMA, "datasets": datasets}, views
 
-    def picked(rows: Sequence[Row], **wanted: Any) -> list[Row]:
-        return [row for row in rows if all(row[name] == wanted[name] for name in wanted)]
 
-    m, n, k = op["shape"]
-    of_op = {"op": op["op"], "form": op["form"]}
-    choices = picked(survey.choices, **of_op, budget=op["budget"])
-    choices = picked(choices, m=op["m"]) if op["axes"] == ["n", "k"] else choices
-    errors = picked(survey.errors, op=op["op"])
-    return {
-        "winners": choices,
-        "gains": choices,
-        "light": picked(survey.times, **of_op),
-        "fronts": picked(survey.times, **of_op, m=m, n=n, k=k),
-        "typical": errors,
-        "worst": errors,
+def page_specs(survey: Survey) -> dict[str, Spec]:
+    """One spec with all pictures of each op, and under "" that of all ops."""
+
+    def titled(views: Mapping[str, Spec], *names: str) -> list[Spec]:
+        return [{"title": {"text": TITLES[name]}, **views[name]} for name in names]
+
+    specs = {}
+    for op in survey.ops:
+        base, views = op_pictures(survey, op)
+        maps = {"hconcat": titled(views, "winners", "gains"), "resolve": _INDEPENDENT}
+        rest = [name for name in views if name not in ("winners", "gains")]
+        concat = [maps | {"spacing": 40}, *titled(views, *rest)]
+        specs[op["op"]] = base | {"description": f"Pictures of {op['op']}", "vconcat": concat}
+    base, views = held_pictures(survey)
+    specs[""] = base | {
+        "description": "Coverage and staleness",
+        "vconcat": titled(views, *views),
     }
+    more = {"resolve": _INDEPENDENT, "spacing": 40}
+    return {name: spec | more for name, spec in specs.items()}
 
 
 def vl_convert() -> Any:
-    """The module that draws.
+    """The module that renders Vega-Lite.
 
     Raises:
         UnsupportedError: It is not installed.
@@ -316,7 +464,7 @@ def save_pictures(survey: Survey, folder: Path, progress: Progress) -> int:
     """Write a PNG of every picture as a page shows it first, in the light theme.
 
     Returns:
-        How many there are.
+        The number of pictures.
 
     Raises:
         DatabaseError: A file cannot be written.
@@ -325,11 +473,8 @@ def save_pictures(survey: Survey, folder: Path, progress: Progress) -> int:
     drawer = vl_convert()
     pictures = list(_pictures(survey))
     progress.begin("drawing", len(pictures))
-    for name, title, spec, rows in pictures:
-        whole = spec | {"data": {"values": rows}, "config": config_of("light"), "padding": 12,
-                        "title": title}  # fmt: skip
-        if whole.get("width") == "container":
-            whole["width"] = 860
+    for name, spec in pictures:
+        whole = spec | {"config": config_of("light"), "padding": 12}
         png = drawer.vegalite_to_png(whole, vl_version=_VERSION, scale=2)
         path = folder / f"{name}.png"
         try:
@@ -341,40 +486,32 @@ def save_pictures(survey: Survey, folder: Path, progress: Progress) -> int:
     return len(pictures)
 
 
-TITLES = {
-    "winners": "Winning kernel",
-    "gains": "What it gains",
-    "light": "Measured time against the least possible",
-    "fronts": "Error against time",
-    "typical": "Row error at the median shape",
-    "worst": "Row error at the worst shape",
-    "coverage": "Problems of which every kernel was timed",
-    "freshness": "Rows that are as new as their kernels",
-}
-
-
-def _pictures(survey: Survey) -> Iterator[tuple[str, Spec, Spec, list[Row]]]:
-    """Names, titles, pictures and rows; of those that have rows."""
-    specs = specs_of(survey)
+def _pictures(survey: Survey) -> Iterator[tuple[str, Spec]]:
+    """Names and whole specs of the pictures that have rows."""
     on = f"{survey.device.product}, {survey.regime}"
     for op in survey.ops:
-        m, n, k = op["shape"]
-        sizes = f"m={m} n={n} k={k}" if n is not None else f"m={m} k={k}"
-        at = f"m={op['m']}, " if op["axes"] == ["n", "k"] else ""
+        base, views = op_pictures(survey, op)
+        values = {param["name"]: param["value"] for param in base["params"]}
+        at = f"m={op['m']}, " if "m" in values else ""
         chosen = f"{op['form']}, {at}budget {op['budget']}, {on}"
         below = {
             "winners": chosen,
             "gains": chosen,
             "light": f"{op['form']}, {on}; lines: the least, and {LINE} times that",
-            "fronts": f"{op['form']}, {sizes}, {on}",
+            "fronts": f"{op['form']}, {values['shape']}, {on}",
         }
-        for name, rows in rows_shown(survey, op).items():
-            if name == "fronts":
-                rows = [row for row in rows if row["row_err"] is not None]
-            if rows:
-                who = sorted({row["key"] for row in rows}) if name in ("winners", "fronts") else []
-                title = {"text": f"{op['op']}: {TITLES[name][0].lower()}{TITLES[name][1:]}",
-                         "subtitle": [below.get(name, on), *who]}  # fmt: skip
-                yield f"{op['op']}-{name}", title, specs[op["op"]][name], rows
-    for name, rows in held_rows(survey).items():
-        yield name, {"text": TITLES[name], "subtitle": on}, specs[""][name], rows
+        if not any(row["row_err"] for row in survey.times
+                   if (row["op"], row["form"]) == (op["op"], op["form"])):  # fmt: skip
+            del views["fronts"]
+        for error, column in (("typical", "typical_row_err"), ("worst", "row_err")):
+            if "accuracy" in views:
+                shown = {"params": [{"name": "error", "value": column}]}
+                views[error] = views["accuracy"] | shown
+        views.pop("accuracy", None)
+        for name, view in views.items():
+            title = {"text": f"{op['op']}: {TITLES[name][0].lower()}{TITLES[name][1:]}",
+                     "subtitle": below.get(name, on)}  # fmt: skip
+            yield f"{op['op']}-{name}", base | view | {"title": title}
+    base, views = held_pictures(survey)
+    for name, view in views.items():
+        yield name, base | view | {"title": {"text": TITLES[name], "subtitle": on}}

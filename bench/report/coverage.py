@@ -1,4 +1,4 @@
-"""What the database holds of a device: how much of each op and suite, and how fresh it is."""
+"""Coverage and staleness of the database for a device, by op and suite."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What is held of a part of all problems.
+    """Coverage of the problems of an op or a suite.
 
     Attributes:
-        part: An op, of all its problems that were timed on the device; or a suite, of its own.
-        of: "times", or the "errors" that belong to problems that were timed.
-        problems: How many there are, or for how many there are errors.
-        covered: Problems of which every kernel that takes them has a row that is no older than the
-            kernel; a failure is one.
-        share: `covered` of `problems`.
+        part: An op, for its timed problems on the device; or a suite, for its own problems.
+        of: "times", or "errors" of timed problems.
+        problems: Number of problems, or of problems with errors.
+        covered: Problems with a row, possibly a failure, of every kernel that supports them, no
+            older than the kernel.
+        share: `covered` over `problems`.
         untimed: Problems without any row.
-        kernels: That have rows.
-        rows: How many there are, each of them one of the next four.
-        fresh: As `lokakern.selection.candidates.freshness_of` says, like `usable` and `stale`.
-        older: Stale or usable, but nobody reads them: a fresher one of the same is there.
-        missing: Kernels, added up over the other problems, that take one and have no row of it.
-        seeds: Of errors.
+        kernels: Kernels with rows.
+        rows: Rows; each is counted in one of the next four.
+        fresh: By `lokakern.selection.candidates.freshness_of`, like `usable` and `stale`.
+        older: Stale or usable rows that a fresher one supersedes.
+        missing: Kernels without a row of a problem they support, summed over problems with rows.
+        seeds: Seeds of errors.
         grade: "full", "quick" or both.
-        newest: When the last row was measured, UTC.
+        newest: Day of the newest row, UTC.
     """
 
     part: str
@@ -63,13 +63,10 @@ class Holding:
     grade: str
     newest: str
 
-    def as_row(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class _Rows:
-    """Rows, counted."""
+    """Counts of rows."""
 
     words: Counter[str] = field(default_factory=Counter)  # of `FRESHNESS`, or "older"
     kernels: set[str] = field(default_factory=set)
@@ -117,11 +114,11 @@ class _Rows:
         )
 
 
-Lack = tuple[int, int]  # kernels that take a problem: without a row of it, and with stale ones only
+Lack = tuple[int, int]  # kernels supporting a problem: without rows, and with stale rows only
 
 
 class Holdings:
-    """What a snapshot holds of a device in a regime, which is by default that of dispatch."""
+    """Coverage of a device by a snapshot, by default in the regime of dispatch."""
 
     def __init__(self, facts: Snapshot, device: Device, regime: str | None = None) -> None:
         self._facts, self._device = facts, device
@@ -133,6 +130,14 @@ class Holdings:
             here.add(cell, word if word == best else "older")
         self._lacks: dict[Problem, Lack] = {}
         self._kernels = functools.cache(self._registered)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All holdings as rows."""
+        return [asdict(holding) for holding in self.every()]
+
+    def every(self) -> list[Holding]:
+        """Holdings of all ops and suites."""
+        return [*self.of_ops(), *self.of_suites()]
 
     def of_ops(self) -> list[Holding]:
         """Times and errors of each op that was timed."""
@@ -164,13 +169,13 @@ class Holdings:
 
     def _times(self, part: str, problems: Sequence[Problem]) -> Holding:
         rows = _Rows()
-        for problem in dict.fromkeys(problems):  # a suite may have one under two distributions
+        for problem in dict.fromkeys(problems):  # a suite may repeat one with another distribution
             if problem in self._rows:
                 rows.join(self._rows[problem])
         return rows.holding(part, "times", len(problems), map(self._lack, problems))
 
     def _registered(self, op: str) -> list[Kernel]:
-        """Kernels of an op that may take a problem, if no library that they need is absent."""
+        """Kernels of an op whose libraries are available."""
         return [
             kernel
             for kernel in kernels_for(op, self._device)
@@ -178,13 +183,13 @@ class Holdings:
         ]
 
     def _lack(self, problem: Problem) -> Lack | None:
-        """None where there is no row at all."""
+        """Missing and stale kernels of a problem; None if it has no row."""
         if problem not in self._rows:
             return None
         found = self._lacks.get(problem)
         if found is None:
             here = self._ages.times[problem]
-            # Who has a row that counts needs not be asked: that takes nine tenths of the time.
+            # `supports` takes 90 % of the time: it is not called for kernels with a current row.
             words = [
                 here.get(kernel.name)
                 for kernel in self._kernels(problem.op)
@@ -195,9 +200,9 @@ class Holdings:
         return found
 
     def errors(self) -> Iterator[tuple[Problem, AccuracyCell, str]]:
-        """Errors that belong to problems that were timed, with the problem they are stored under.
+        """Errors of timed problems: the problem of the row, the row, and its freshness.
 
-        And a word of `FRESHNESS`, or "older" where a fresher one of the same is there.
+        The freshness is a word of `FRESHNESS`, or "older" for superseded rows.
         """
         fp8 = fp8_format(self._device)
         asked = dict.fromkeys(accuracy_problem(problem, fp8) for problem in self._rows)
@@ -216,7 +221,7 @@ class Holdings:
                     yield problem, cell, word if word == best[place] else "older"
 
     def _errors(self) -> dict[str, tuple[_Rows, set[Problem]]]:
-        """By the op of the kernel that brought them, with the problems they are stored under."""
+        """Counts of errors and their problems, by the op of the kernel."""
         found: dict[str, tuple[_Rows, set[Problem]]] = {}
         for problem, cell, word in self.errors():
             rows, problems = found.setdefault(cell.kernel.op, (_Rows(), set()))
@@ -227,7 +232,7 @@ class Holdings:
 
 
 def totals(holdings: Sequence[Holding]) -> dict[str, str]:
-    """What ops come to, in words: times, errors, grades, when; and each suite."""
+    """Sums over ops in words (times, errors, grades, newest), and each suite."""
     words: dict[str, str] = {}
     for of in ("times", "errors"):
         parts = [h for h in holdings if h.of == of and not h.part.startswith("suite ")]

@@ -1,9 +1,8 @@
-"""Try installed libraries and plugins, each in processes of its own: who imports, who computes.
+"""Smoke tests of installed libraries and plugins, each in its own processes.
 
-A process imports the library, then times each of its kernels on a small problem that it takes and
-checks what was written, as a sweep does. Before each step it says what it begins: when it dies or
-is silent for too long, its last word names the culprit, and another process goes on with the
-kernels that are left.
+A process imports the library, then times each of its kernels on a small supported problem and
+checks the result, as a sweep does. It announces each step: if it dies or hangs, its last message
+names the kernel, and another process continues with the remaining kernels.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from lokakern.types import Device, Format, Granularity, Rejected
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
 POLL_S = 0.2
-MOST_PROCESSES = 16  # that kernels of a library may end
+MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
-RIGHT, IDLE = "right", "idle"  # what is said of a kernel; all else is a fault
-# Of a kernel the first that it takes: one tile of most, a usual layer, long sums.
+RIGHT, IDLE = "right", "idle"  # outcomes of a kernel; all others are faults
+# A kernel runs the first supported one: one tile of most kernels, a usual layer, long sums.
 SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
-BACKWARD = (2048, 512, 256)  # gradients, and groups, where a kernel takes nothing of those
+BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports none of those
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
-NORMS = ("layer+affine", "rms+affine")  # of rows, where they stay bfloat16
+NORMS = ("layer+affine", "rms+affine")  # rowwise norms with bfloat16 output
 
 
 def known() -> list[Library]:
-    """Libraries that have an adapter, and plugins that are installed, by name."""
+    """Libraries with an adapter and installed plugins, by name."""
     register.load_kernels()
     found = LIBRARIES | libraries.plugins()
     return [found[name] for name in sorted(found)]
 
 
 def state_of(library: Library, device: Device) -> tuple[str, str]:
-    """One word on a library on a device, and why.
+    """The state of a library on a device, and why.
 
-    "not installed", "unsuitable" (another version), "untried", "broken", "partly" (some kernels
-    are), or "usable".
+    States are "not installed", "unsuitable" (unsupported version), "untried", "broken", "partly"
+    (some kernels are broken), and "usable".
     """
     absent = library.why_not_here()
     trial = libraries.trial_of(library, device) if absent is None else None
@@ -73,12 +72,12 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
 
 
 def untried(device: Device) -> list[Library]:
-    """Those that are here, in a version that is taken, and of which no trial is kept."""
+    """Installed libraries of a supported version without a stored trial."""
     return [library for library in known() if state_of(library, device)[0] == "untried"]
 
 
 def doubtful(device: Device) -> list[Library]:
-    """Those, and what did not work when it was tried."""
+    """Untried libraries, and those with faults in their last trial."""
     states = ("untried", "broken", "partly")
     return [library for library in known() if state_of(library, device)[0] in states]
 
@@ -86,10 +85,10 @@ def doubtful(device: Device) -> list[Library]:
 def try_all(
     wanted: Sequence[Library], say: Callable[[str], None], patience_s: float = PATIENCE_S
 ) -> None:
-    """Try libraries on the device here, one after the other, and keep how it ended.
+    """Try libraries on this device in turn, and store the results.
 
     Args:
-        wanted: Libraries that are installed.
+        wanted: Installed libraries.
         say: Called with a line before each.
         patience_s: Longest silence of a process, in seconds.
     """
@@ -101,7 +100,7 @@ def try_all(
 
 
 def _try(library: Library, patience_s: float) -> Trial:
-    """Try a library in as many processes as it takes."""
+    """Try a library, with a new process after each crash."""
     kernels: dict[str, str] = {}
     for _ in range(MOST_PROCESSES):
         end = _run(library.name, tuple(kernels), patience_s)
@@ -115,7 +114,7 @@ def _try(library: Library, patience_s: float) -> Trial:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a process ended: its words on kernels, what ended it, and at which kernel."""
+    """How a process ended: outcomes of kernels, the reason, and the kernel at which it died."""
 
     kernels: dict[str, str]
     why: str
@@ -127,7 +126,7 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
     code = (
         f"from lokakern.bench.report.library_smoke import main; main({name!r}, {done!r}, {writing})"
     )
-    paths = [path or os.getcwd() for path in sys.path]  # it finds what this process would
+    paths = [path or os.getcwd() for path in sys.path]  # same import paths as this process
     with tempfile.TemporaryFile() as printed, os.fdopen(reading, "rb", buffering=0) as pipe:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=printed,
@@ -151,7 +150,7 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
             silent = True
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it has started, too
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
             code_of_exit = process.wait()
         how = f"no sign of life for {patience_s:g} s" if silent else _words_of_exit(code_of_exit)
         step = f"when {at} was launched" if at else "when it was imported"
@@ -161,10 +160,10 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
 def _words(
     pipe: IO[bytes], process: subprocess.Popen[bytes], patience_s: float
 ) -> Iterator[list[Any]]:
-    """What it says, until it is dead and all is read.
+    """Messages of a process until it has ended.
 
     Raises:
-        TimeoutError: It is silent for too long, or closed what it talks through and lives on.
+        TimeoutError: It is silent for too long, or closed the pipe without ending.
     """
     text, last = b"", time.monotonic()
     while time.monotonic() - last < patience_s:
@@ -212,12 +211,12 @@ def _last_line(printed: IO[bytes]) -> str:
 
 
 def main(name: str, done: Sequence[str], pipe: int) -> None:
-    """Try a library and say how it goes; never returns.
+    """Try a library in this process, which then exits.
 
     Args:
-        name: Of the library.
-        done: Kernels that are tried already.
-        pipe: Where words go: ["launch", kernel], ["done", kernel, why], ["end", why].
+        name: The library's name.
+        done: Kernels that were tried already.
+        pipe: For messages: ["launch", kernel], ["done", kernel, why], ["end", why].
     """
 
     def say(*words: str) -> None:
@@ -238,12 +237,12 @@ def main(name: str, done: Sequence[str], pipe: int) -> None:
         for kernel in mine:
             if kernel.name not in done:
                 say("launch", kernel.name)
-                # What it raises past this ends the process at this kernel, not at its library.
+                # An exception here is reported for this kernel, not for the library.
                 say("done", kernel.name, _outcome_of(kernel))
-    except BaseException as error:  # SystemExit, too: it ends whoever imports the library
+    except BaseException as error:  # including SystemExit, which would end an importer
         why = _first_line(error)
     say("end", why)
-    os._exit(0)  # what libraries do at exit is not what is tried
+    os._exit(0)  # exit handlers of libraries are not tested
 
 
 def _first_line(error: BaseException) -> str:
@@ -251,7 +250,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _outcome_of(kernel: Kernel) -> str:
-    """What is wrong with what it computes, or that nothing is, or that no problem suits it."""
+    """The fault of a kernel, `RIGHT`, or `IDLE` if it supports none of the problems."""
     from lokakern.measure.time_problem import time_case
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format

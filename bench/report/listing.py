@@ -1,26 +1,30 @@
-"""What ``list`` shows: kernels with their evidence, suites, distributions, devices."""
+"""The rows of ``list``: kernels, libraries, suites, distributions, devices, coverage."""
 
 from __future__ import annotations
 
 import functools
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from lokakern.bench.report import library_smoke
 from lokakern.bench.report.coverage import Holdings, totals
-from lokakern.bench.report.wins import wins_of
 from lokakern.device import current_device, current_environment
 from lokakern.registry.coverage import coverage_of
+from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.registry.storage.run_files import shipped_databases, user_database
 from lokakern.selection import dispatcher
+from lokakern.types import Device, Problem
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES
 
 Row = dict[str, Any]
 
 
-# What fits a terminal of 100 columns; names of kernels tell the rest.
+# Columns that fit a terminal of 100 characters; names of kernels contain the others.
 BRIEF = {
     "kernels": ("kernel", "state", "architectures", "why"),
     "libraries": ("library", "version", "state", "won", "why"),
@@ -35,11 +39,11 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
 
     Args:
         what: "kernels", "libraries", "suites", "distributions", "device" or "coverage".
-        brief: Only the columns that a person needs in a table.
-        device: Of which device or coverage, such as "NVIDIA H200"; None is the one here.
+        brief: Whether to select the most useful columns.
+        device: For "device" and "coverage", such as "NVIDIA H200"; None is this one.
 
     Raises:
-        DeviceError: The database does not know the device.
+        DeviceError: The device is not in the database.
     """
     listings: dict[str, Callable[[], list[Row]]] = {
         "kernels": _kernels,
@@ -56,7 +60,7 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
 
 
 def _kernels() -> list[Row]:
-    """A row for each kernel and what is known of it alike, with the architectures of that."""
+    """A row for each kernel and state, with the architectures of that state."""
     unavailable = load_kernels()
     kernels = [kernel for _, kernel in sorted(KERNELS.items())]
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -89,7 +93,7 @@ def _kernels() -> list[Row]:
 
 
 def _libraries() -> list[Row]:
-    """A row for each adapter and plugin; `won` counts problems timed here that it is fastest at."""
+    """A row for each adapter and plugin; `won` counts problems where its kernel is the fastest."""
     device = current_device()
     won = wins_of(dispatcher.snapshot(), device)
     unavailable = load_kernels()
@@ -98,7 +102,7 @@ def _libraries() -> list[Row]:
         state, why = library_smoke.state_of(library, device)
         failure = unavailable.get(f"plugin {library.name}")
         if state in ("usable", "partly") and failure is not None:
-            state, why = "broken", failure  # it was not when it was tried alone
+            state, why = "broken", failure  # although its trial succeeded
         kernels = [k.name for k in KERNELS.values() if k.library == library.name and not k.parts]
         rows.append(
             {
@@ -113,6 +117,29 @@ def _libraries() -> list[Row]:
             }
         )
     return rows
+
+
+def wins_of(facts: Snapshot, device: Device) -> Counter[str]:
+    """The number of problems at which a kernel of each library has the least time.
+
+    Times are medians over runs of current kernels in the device's regime, at problems with at least
+    two timed kernels; incorrect kernels are left out. A composition counts for the libraries of all
+    its parts, a kernel without a library for "".
+    """
+    times: dict[Problem, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    wrong = set()
+    for cell in facts.timings_on(device, dispatcher.default_regime(device)):
+        if cell.kernel.name in KERNELS and is_current(cell.kernel):
+            if cell.status == "ok":
+                times[cell.problem][cell.kernel.name].append(cell.latency_us_p50)
+            elif cell.status == "wrong":
+                wrong.add(cell.kernel.name)
+    won: Counter[str] = Counter()
+    for found in times.values():
+        medians = [(statistics.median(us), name) for name, us in found.items() if name not in wrong]
+        if len(medians) > 1:
+            won.update(KERNELS[min(medians)[1]].libraries or [""])
+    return won
 
 
 def _suites() -> list[Row]:
@@ -146,7 +173,7 @@ def _device(name: str | None) -> list[Row]:
         "memory GiB": device.memory_gib,
         "partition": device.partition,
     }
-    if device == current_device():  # what software another one has is not known
+    if device == current_device():  # the software of another one is unknown
         environment = current_environment()
         pairs |= {
             "driver": environment.driver,
@@ -162,14 +189,12 @@ def _device(name: str | None) -> list[Row]:
         "snapshot digest": facts.digest,
     }
     pairs["regime"] = dispatcher.default_regime(device)
-    held = Holdings(facts, device)
-    pairs |= totals([*held.of_ops(), *held.of_suites()])
+    pairs |= totals(Holdings(facts, device).every())
     return [{"what": what, "value": value} for what, value in pairs.items()]
 
 
 def _coverage(name: str | None) -> list[Row]:
-    """A row for the times and one for the errors of each op that was timed; one for each suite."""
+    """A row for the times and one for the errors of each timed op, and one for each suite."""
     facts = dispatcher.snapshot()
     device = current_device() if name is None else facts.find_device(name)
-    held = Holdings(facts, device)
-    return [holding.as_row() for holding in (*held.of_ops(), *held.of_suites())]
+    return Holdings(facts, device).rows()

@@ -1,6 +1,6 @@
-"""What ``list kernels --resources`` shows: what HIP and Triton kernels take of AMD's GPUs.
+"""Resources of HIP and Triton kernels on AMD GPUs, for ``list kernels --resources``.
 
-Read from snapshots that tests hold against the compilers: no compiler and no GPU is needed.
+They are read from snapshots, which tests compare with the compilers' output.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from lokakern.registry.digests import KERNELS_ROOT
 
 Row = dict[str, Any]
 
-# A snapshot and the module that writes it.
+# Snapshots and the modules that write them.
 SNAPSHOTS = {
     KERNELS_ROOT / "hip" / "resources.json": "tests.kernels.test_hip_compiled",
     KERNELS_ROOT / "triton" / "resources.json": "tests.kernels.test_triton_compiled",
 }
-# Column to the name in a snapshot.
+# Columns and their names in a snapshot.
 COLUMNS = {
-    "vgpr": "vector_registers",  # with those for accumulation
+    "vgpr": "vector_registers",  # including accumulation registers
     "agpr": "accumulation_registers",
     "sgpr": "scalar_registers",
     "lds_bytes": "local_bytes",
@@ -30,7 +30,7 @@ COLUMNS = {
     "occupancy": "occupancy",
     "mfma_share": "matrix_share",
 }
-# What fits a terminal of 100 columns.
+# Columns that fit a terminal of 100 characters.
 BRIEF = ("kernel", "variant", "architecture", "matrix", "vgpr", "occupancy", "mfma_share")
 NOTE = (
     "occupancy in waves of a SIMD; mfma_share is counted, in the main loop only "
@@ -40,10 +40,10 @@ NOTE = (
 
 
 def resource_rows(*, brief: bool = False) -> list[Row]:
-    """A row for each kernel, architecture and variant that was compiled.
+    """A row for each compiled kernel, architecture and variant.
 
     Args:
-        brief: Only the columns that a person needs in a table, instructions without what is common.
+        brief: Whether to select the most useful columns and shorten names of instructions.
 
     Raises:
         DatabaseError: A snapshot is missing or malformed.
@@ -76,7 +76,7 @@ def _read(recorded: dict[str, Any]) -> Iterator[Row]:
     for architecture, variants in recorded.items():
         for variant, found in variants.items():
             for kernel in found["kernels"]:
-                # The variant's first word is the function, which most kernels are named after.
+                # The variant's first word is the function, usually part of the kernel's name.
                 function, _, rest = variant.partition(" ")
                 yield {
                     "kernel": kernel,
@@ -89,5 +89,5 @@ def _read(recorded: dict[str, Any]) -> Iterator[Row]:
 
 
 def _matrix(instructions: dict[str, int]) -> str | None:
-    """Instructions with their number, such as "16 v_mfma_f32_32x32x16_fp8_fp8"."""
+    """Instructions with counts, such as "16 v_mfma_f32_32x32x16_fp8_fp8"."""
     return ", ".join(f"{count} {name}" for name, count in instructions.items()) or None

@@ -1,4 +1,4 @@
-"""The table a sweep ends with: every kernel at every problem, its time and its worst error."""
+"""The final table of a sweep: time and worst error of every kernel at every problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def summary_rows(
     """One row per problem and kernel, fastest first within a problem.
 
     Columns: problem, kernel, median time in microseconds, the worst stored bound of the row error
-    and the distribution it is on, largest kernel error, status.
+    and its distribution, largest kernel error, status.
     """
     facts = load_snapshot([database])
     device = current_device()

@@ -1,7 +1,7 @@
-"""What a snapshot says of a device, as flat tables: choices, times, errors, and what is held.
+"""A snapshot's data on a device as flat tables: choices, times, errors and coverage.
 
-Choices are dispatch's own: each is what `lokakern.selection.dispatcher.Table.pick` says at a
-problem that was timed, within a budget, judged on all realistic distributions.
+Choices are those of dispatch (`lokakern.selection.dispatcher.Table.pick`) at every timed problem
+and budget, by errors on all realistic distributions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# E4M3 within none of them; scales of rows and groups; all E4M3; E5M2, too; scales of tensors.
+# They admit: no E4M3; rowwise and groupwise scaling; all E4M3; E5M2; tensorwise scaling.
 BUDGETS = (0.03, 0.045, 0.06, 0.08, 0.12)
 USUAL_BUDGET = 0.06
-NO_BUDGET = "none"  # what `ErrorBudget` cannot say: only what is unquantized, where there is such
-UNQUANTIZED = "unquantized"  # in the place of a language
+NO_BUDGET = "none"  # not an `ErrorBudget`: the unquantized kernel where an op has one
+UNQUANTIZED = "unquantized"  # instead of a language
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -50,17 +50,17 @@ class Survey:
     """Tables of rows with equal columns.
 
     Attributes:
-        device: Whose.
-        regime: Of all times.
+        device: The device.
+        regime: The regime of all times.
         snapshot: `Snapshot.keys_digest`.
-        budgets: Words for the limits on row error that choices were made within.
-        ops: Of each op: how many problems, what its pictures show first, and `gain`, which is
-            "speedup" where something in bfloat16 can be compared with, else "light".
-        choices: Of each problem and budget: the kernel, its time, the least that is possible, that
-            of bfloat16, and why there is no better answer (`note`).
-        times: Of each problem and kernel: time and worst row error, and whether no other is better
-            in both (`front`).
-        errors: Of each op, arithmetic and distribution: the worst limits over all shapes.
+        budgets: Budgets on the row error, as words.
+        ops: For each op: number of problems, initial selection of its pictures, and `gain`:
+            "speedup" if there is an unquantized baseline, else "light".
+        choices: For each problem and budget: the kernel, its time, the least possible time, the
+            baseline's time, and why there is no better answer (`note`).
+        times: For each problem and kernel: time, worst row error, and whether it is on the Pareto
+            front of both (`front`).
+        errors: For each op, arithmetic and distribution: the worst bounds over all shapes.
         holdings: `lokakern.bench.report.coverage.Holding` of every op and suite.
     """
 
@@ -81,16 +81,16 @@ def survey_of(
     budgets: Iterable[float] = BUDGETS,
     progress: Progress | None = None,
 ) -> Survey:
-    """Everything that a report shows of a device, in its usual regime.
+    """Collect the data of a report on a device, in its default regime.
 
     Args:
-        facts: What `lokakern.selection.dispatcher.snapshot` gives.
-        device: One of `facts`.
-        budgets: Limits on row error, beside none.
-        progress: Told of every problem without m.
+        facts: The result of `lokakern.selection.dispatcher.snapshot`.
+        device: A device of `facts`.
+        budgets: Limits on the row error, in addition to none.
+        progress: Reports every group of problems that differ in m only.
 
     Raises:
-        ChoicesError: Answers are frozen.
+        ChoicesError: Choices are frozen.
         BudgetError: A budget is not a finite, non-negative number.
     """
     progress = progress or Progress()
@@ -100,7 +100,7 @@ def survey_of(
     for cell in facts.timings_on(device, regime):
         place = (replace(cell.problem, m=0), alignment_of(cell.problem.m))
         groups[place][cell.problem] = None
-    # Those with the same errors follow each other: a snapshot keeps what it read last.
+    # Problems with the same errors are adjacent: a snapshot caches its last read.
     order = sorted(groups, key=lambda place: (place[0].n, place[0].k, str(place[0]), place[1]))
     tables: dict[tuple[Problem, int], LooseTable] = {}
     progress.begin("choosing", len(order))
@@ -138,12 +138,12 @@ def survey_of(
         choices=choices,
         times=times,
         errors=_errors(held, facts, device),
-        holdings=[holding.as_row() for holding in (*held.of_ops(), *held.of_suites())],
+        holdings=held.rows(),
     )
 
 
 def form_of(problem: Problem) -> str:
-    """All of a problem but its op and sizes, in words."""
+    """A problem in words without its op and sizes."""
     sizes = ("m=", "n=", "k=")
     return " ".join(word for word in str(problem).split()[1:] if not word.startswith(sizes))
 
@@ -165,15 +165,14 @@ def _baseline_times(table: LooseTable, problems: Iterable[Problem]) -> dict[Prob
 
 
 def _plain_us(problem: Problem, plain: dict[Problem, float]) -> float | None:
-    """Time of the unquantized kernel at the problem, in microseconds, as `explain` compares it.
+    """Time of the unquantized kernel at the problem in microseconds, as in `explain`.
 
-    Of quantized operands, which it does not take, that of the same product of bfloat16 ones, to
-    bfloat16.
+    For quantized operands it is the time of the same product in bfloat16.
     """
     if baseline_name(problem) is None:
         if problem.op not in ("scaled_gemm", "gemm_norm") or problem.b is None:
             return None
-        if problem.accumulate:  # into float32: nothing in bfloat16 does the same
+        if problem.accumulate:  # into float32, which has no counterpart in bfloat16
             return None
         k = problem.k
         problem = replace(
@@ -189,7 +188,7 @@ def _plain_us(problem: Problem, plain: dict[Problem, float]) -> float | None:
 
 
 def _unquantized(operand: Operand, contiguous: int) -> Operand:
-    """In bfloat16, without the padding that only FP8 has."""
+    """The operand in bfloat16, without the padding of FP8."""
     form = Format.BFLOAT16
     size = form.dtype.itemsize
     return Operand(form, layout=operand.layout, alignment=alignment_of(contiguous * size))
@@ -204,34 +203,31 @@ def _choice(place: Row, budget: str, pick: Pick) -> Row:
         "budget": budget,
         "kernel": pick.name or "no answer",
         "us": us,
-        "speedup": None if us is None or plain is None else _short(plain / us),
-        "light": None if us is None else _short(least / us),
-        "row_err": None if error is None else _short(error),
+        "speedup": _short(us and plain and plain / us),
+        "light": _short(us and least / us),
+        "row_err": _short(error),
         "answered": not pick.note,
         "note": note,
     }
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _times_of(place: Row, candidates: Sequence[Candidate], m: int) -> list[Row]:
-    rows = []
-    for candidate in candidates:
-        time = candidate.times.get(m)
-        if time is not None:
-            error = candidate.errors.get("row_err")
-            rows.append(
-                place
-                | {
-                    "kernel": candidate.name,
-                    "kind": UNQUANTIZED if candidate.unquantized else _language(candidate.name),
-                    "us": _us(time.latency_us),
-                    "row_err": None if error is None else _short(error),
-                    "state": time.freshness,
-                }
-            )
+    rows = [
+        place
+        | {
+            "kernel": candidate.name,
+            "kind": UNQUANTIZED if candidate.unquantized else _language(candidate.name),
+            "us": _us(time.latency_us),
+            "row_err": _short(candidate.errors.get("row_err")),
+            "state": time.freshness,
+        }
+        for candidate in candidates
+        if (time := candidate.times.get(m)) is not None
+    ]
     known = [(row["us"], row["row_err"]) for row in rows if row["row_err"] is not None]
     for row in rows:
         here = (row["us"], row["row_err"])
@@ -242,7 +238,7 @@ def _times_of(place: Row, candidates: Sequence[Candidate], m: int) -> list[Row]:
 
 
 def _language(name: str) -> str:
-    """Of what multiplies: the last part of a composition."""
+    """Language of the product, which is the last part of a composition."""
     kernel = KERNELS.get(name)
     if kernel is not None and kernel.parts:
         kernel = KERNELS.get(kernel.parts[-1])
@@ -250,7 +246,7 @@ def _language(name: str) -> str:
 
 
 def _letters(choices: Iterable[Row], times: Iterable[Row]) -> dict[tuple[str, str], str]:
-    """A letter, or more, for each kernel of an op; the first for those chosen most often."""
+    """Letters for the kernels of each op, in order of how often they are chosen."""
     won = Counter((row["op"], row["kernel"]) for row in choices if row["us"] is not None)
     timed = Counter((row["op"], row["kernel"]) for row in times)
     letters: dict[tuple[str, str], str] = {}
@@ -264,7 +260,7 @@ def _letters(choices: Iterable[Row], times: Iterable[Row]) -> dict[tuple[str, st
 
 
 def _hue(letter: str) -> int:
-    """Which of ten colors; kernels in the same one differ in their letters."""
+    """Index of one of ten colors; letters distinguish kernels of one color."""
     return 0 if letter == "-" else (_LETTERS.index(letter[-1]) + 26 * (len(letter) - 1)) % 10
 
 
@@ -301,7 +297,7 @@ def _ops(choices: Sequence[Row], times: Sequence[Row]) -> list[Row]:
 
 
 def _errors(held: Holdings, facts: Snapshot, device: Device) -> list[Row]:
-    """The worst over seeds, of kernels as they are now; of shapes the worst, and the median."""
+    """Errors of current kernels, worst over seeds; the worst and the median of all shapes."""
     names = ("row_err", "row_p99", "mean_rel_err", "mean_shift")
     worst: dict[tuple[str, str, str], dict[Problem, list[float]]] = {}
     for problem, cell, word in held.errors():
@@ -323,7 +319,7 @@ def _errors(held: Holdings, facts: Snapshot, device: Device) -> list[Row]:
 
 
 def _arithmetic(problem: Problem, kernel: Any) -> str:
-    """Formats, scales and sums, which decide an error."""
+    """The formats, scales and accumulation that determine an error."""
     words = []
     if problem.a.format.is_fp8 and problem.b is not None:
         words.append(f"{problem.a.format} x {problem.b.format},")

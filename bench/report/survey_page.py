@@ -1,87 +1,143 @@
-"""A survey as one HTML page that needs nothing else: tables, and pictures that it draws itself."""
+"""A survey as one self-contained HTML page: static tables, and pictures from Vega-Lite specs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lokakern.bench.report import charts
-from lokakern.bench.report.survey import USUAL_BUDGET
-from lokakern.bench.report.themes import THEMES, config_of
 from lokakern.render.html import hash_of, json_of, rendered, script_of
 from lokakern.workloads.distributions import DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from lokakern.bench.report.survey import Row, Survey
 
-_FOLDER = Path(__file__).parent
+MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
+LABELS = {
+    "budgets": "Budgets", "us": "us", "plain_us": "Unquantized us", "speedup": "Times as fast",
+    "least_us": "Least us", "light": "Share of light", "row_err": "Row error", "kind": "Language",
+    "front": "On the line", "typical_row_err": "Row error, median shape",
+    "row_p99": "99 % of rows", "mean_rel_err": "Mean relative error", "m": "m", "n": "n", "k": "k",
+}  # fmt: skip
+NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not numbers
+
+
+class Table(NamedTuple):
+    """At most `MOST_ROWS` of `total` rows in groups of equal form.
+
+    Columns are of numbers, from `text` on of texts.
+    """
+
+    caption: str
+    columns: list[str]
+    text: str
+    groups: list[tuple[str, list[Row]]]
+    shown: int
+    total: int
 
 
 def page_of(survey: Survey) -> str:
     """HTML of a survey.
 
-    Names of kernels, reasons and forms are anybody's: they are data, and become text only. The page
-    runs our scripts alone, by their hashes, evaluates no text, and allows itself nothing from
-    elsewhere.
+    Names of kernels, reasons and forms are untrusted: they are inserted as escaped text and as
+    JSON. The Content-Security-Policy admits only the page's own scripts, by their hashes, no
+    evaluation of text, and no network.
 
     Raises:
-        UnsupportedError: vl-convert, which brings the scripts that draw, is not installed.
+        UnsupportedError: vl-convert, which provides Vega's scripts, is not installed.
     """
-    scripts = [
-        script_of(charts.bundle()),
-        script_of(_FOLDER.joinpath("survey_page.js").read_text("utf-8")),
-    ]
-    usual = f"{USUAL_BUDGET:g}"
-    content = {
-        "device": survey.device.product,
-        "budgets": survey.budgets,
-        "budget": usual if usual in survey.budgets else survey.budgets[-1],
-        "ops": survey.ops,
-        "line": charts.LINE,
-        "gains": charts.GAINS,
-        "themes": {
-            name: {"config": config_of(name), "hues": theme["category"]}
-            for name, theme in THEMES.items()
-        },
-        "charts": charts.specs_of(survey),
-        "tables": {
-            name: _columns(rows)
-            for name, rows in (
-                ("choices", survey.choices),
-                ("times", survey.times),
-                ("errors", survey.errors),
-                ("holdings", survey.holdings),
-                *charts.held_rows(survey).items(),
-            )
-        },
-    }
-    newest = max((row["newest"] for row in survey.holdings if row["rows"]), default="never")
+    page = Path(__file__).with_suffix(".html")
+    scripts = [script_of(charts.bundle()), script_of(page.with_suffix(".js").read_text("utf-8"))]
+    specs = charts.page_specs(survey)
+    content = {"themes": {name: charts.config_of(name) for name in charts.THEMES}, "specs": specs}
+    largest = max(survey.ops, key=lambda op: op["problems"])["op"]
     return rendered(
-        _FOLDER / "survey_page.html",
+        page,
+        {"words": _words},
         survey=survey,
-        newest=newest,
+        newest=max((row["newest"] for row in survey.holdings if row["rows"]), default="never"),
+        largest=largest,
         line=charts.LINE,
         problems=sum(op["problems"] for op in survey.ops),
-        distributions=[
-            (d.name, d.title) for d in DISTRIBUTIONS.values()
-            if d.name in {row["distribution"] for row in survey.errors}
-        ],
+        ms=sorted({row["m"] for row in survey.choices}),
+        tables={op["op"]: _tables(survey, op) for op in survey.ops},
+        holdings=_table("Rows and problems of each op and suite", survey.holdings,
+                        " ".join(n for n in survey.holdings[0] if n not in NAMES),
+                        " ".join(NAMES)),
+        labels=LABELS,
+        distributions=[(d.name, d.title) for d in DISTRIBUTIONS.values()
+                       if d.name in {row["distribution"] for row in survey.errors}],
         content=json_of(content),
         scripts=scripts,
         hashes=" ".join(map(hash_of, scripts)),
     )  # fmt: skip
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, Any]:
-    """By column: numbers as they are; of texts, which repeat, each once, and places among them."""
-    columns: dict[str, Any] = {}
-    for name in rows[0] if rows else ():
-        values = [row[name] for row in rows]
-        if all(isinstance(value, str) for value in values):
-            words = dict.fromkeys(values)
-            places = {word: place for place, word in enumerate(words)}
-            columns[name] = {"words": list(words), "at": [places[value] for value in values]}
-        else:
-            columns[name] = {"values": values}
-    return columns
+def _tables(survey: Survey, op: Row) -> list[Table]:
+    name = op["op"]
+    choices, times, errors = (
+        [row for row in rows if row["op"] == name]
+        for rows in (survey.choices, survey.times, survey.errors)
+    )
+    answers = charts.by_answer(choices)
+    answers.sort(key=lambda row: -(row[op["gain"]] or 0))
+    answers = [row | {"answer": "yes" if row["answered"] else "none"} for row in answers]
+    return [
+        _table("Choices of dispatch by budget", _by_budget(choices, op),
+               f"problems answered chosen {op['gain']}", "kernel budget best"),
+        _table("Choices of dispatch", answers,
+               "m n k us plain_us speedup light row_err", "budgets answer letter kernel note"),
+        _table("Times", times, "m n k us least_us row_err", "letter kernel kind front state"),
+        _table("Errors by arithmetic and distribution", errors,
+               "typical_row_err row_err row_p99 mean_rel_err mean_shift shapes",
+               "arithmetic distribution"),
+    ]  # fmt: skip
+
+
+def _table(caption: str, rows: list[Row], numbers: str, texts: str) -> Table:
+    shown = sorted(rows[:MOST_ROWS], key=lambda row: row.get("form", ""))
+    groups = itertools.groupby(shown, key=lambda row: row.get("form", ""))
+    return Table(
+        caption,
+        [*numbers.split(), *texts.split()],
+        texts.split()[0],
+        [(form, list(found)) for form, found in groups],
+        len(shown),
+        len(rows),
+    )
+
+
+def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
+    """For each budget: the kernel chosen most often, and the largest gain and its problem."""
+    rows = []
+    for budget, found in itertools.groupby(
+        sorted(choices, key=lambda row: row["budget"]), key=lambda row: row["budget"]
+    ):
+        here = list(found)
+        answered = [row for row in here if row["answered"]]
+        often = Counter(row["kernel"] for row in answered).most_common(1)
+        best = max((row for row in here if row[op["gain"]] is not None),
+                   key=lambda row: row[op["gain"]], default=None)  # fmt: skip
+        rows.append(
+            {
+                "budget": budget,
+                "problems": len(here),
+                "answered": len(answered),
+                "kernel": often[0][0] if often else None,
+                "chosen": often[0][1] if often else None,
+                op["gain"]: best and best[op["gain"]],
+                "best": best and f"{charts.sizes_of(best)} {best['form']}",
+            }
+        )
+    return rows
+
+
+def _words(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{float(f'{value:.4g}'):.12g}" if isinstance(value, float) else str(value)

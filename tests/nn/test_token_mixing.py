@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern import mods
+from lokakern.bench.models.arms import Setting
 from lokakern.bench.models.catalog import config_named
-from lokakern.bench.models.layers import products_of
-from lokakern.bench.models.setting import Setting
-from lokakern.bench.models.shares import kind_of
+from lokakern.bench.models.comparison import products_of
+from lokakern.bench.models.throughput import kind_of
 from lokakern.errors import UnsupportedError
 from lokakern.mods.together import BatchedLinear, FusedLinear
 from lokakern.nn import token_mixing

@@ -423,7 +423,7 @@ def test_what_nobody_measured_is_never_a_librarys(
 
 
 def test_wins_are_of_medians_against_others() -> None:
-    from lokakern.bench.report.wins import wins_of
+    from lokakern.bench.report.listing import wins_of
 
     device = current_device()
     problem, alone = (make_problem("gemm", (m, 64, 64)) for m in (16, 32))

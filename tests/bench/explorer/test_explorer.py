@@ -1,4 +1,4 @@
-"""Databases in Datasette, asked in this process: no port is opened."""
+"""Databases in Datasette, queried in this process without a port."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(get: Get, name: str, **parameters: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_every_question_has_an_answer_in_the_shipped_file(get: Get, name: str) -> None:
+def test_every_query_has_an_answer_in_the_shipped_file(get: Get, name: str) -> None:
     answer = get(f"/{name}.json", _shape="objects").json()
     assert answer["ok"], answer
     assert answer["rows"]
@@ -65,7 +65,7 @@ def test_every_question_has_an_answer_in_the_shipped_file(get: Get, name: str) -
     assert QUESTIONS[name].title in get(f"/{name}", **{"m": "1"}).text
 
 
-def test_the_fastest_kernel_is_the_one_that_dispatch_chooses(get: Get) -> None:
+def test_the_fastest_kernel_equals_the_choice_of_dispatch(get: Get) -> None:
     """The README's shape: among kernels that are there, one that is 1.4 times as fast as bf16."""
     rows = rows_of(get, "fastest", m="32768", n="2048", k="2048", device="NVIDIA H200")
     (row,) = [r for r in rows if r["prepared"] and "/row/" in r["b"] and r["epilogue"] == "none"]
@@ -84,7 +84,7 @@ def test_fp8_loses_only_where_it_is_slower(get: Get) -> None:
     assert ratios == sorted(ratios, reverse=True)
 
 
-def test_a_kernel_that_became_slower_is_named(tmp_path: Path) -> None:
+def test_a_slower_kernel_is_a_regression(tmp_path: Path) -> None:
     """Twice as slow, 4 % slower and faster since a day; what was measured once has no before."""
     path = tmp_path / "twice.sqlite"
     noon = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp() * 1000)
@@ -129,7 +129,7 @@ def slower_since(path: Path, day: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_table_has_facets_and_says_what_its_columns_hold(get: Get, table: str) -> None:
+def test_every_table_has_facets_and_column_descriptions(get: Get, table: str) -> None:
     answer = get(f"/{table}.json", _facet_size="3").json()
     facets = answer["facet_results"]
     assert "facets_timed_out" not in answer or not answer["facets_timed_out"]
@@ -140,13 +140,13 @@ def test_every_table_has_facets_and_says_what_its_columns_hold(get: Get, table: 
     assert shown == [column.name for column in TABLES[table].columns]
 
 
-def test_facets_name_what_rows_refer_to(get: Get) -> None:
+def test_facets_show_names_of_references(get: Get) -> None:
     facets = get("/timing.json").json()["facet_results"]
     assert facets["device"]["results"][0]["label"] == "NVIDIA H200"
     assert "torch.bf16" in {result["label"] for result in facets["kernel"]["results"]}
 
 
-def test_nothing_can_be_written(found: Any, get: Get) -> None:
+def test_databases_are_read_only(found: Any, get: Get) -> None:
     before = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
     refused = get(".json", sql="DELETE FROM timing")
     assert refused.status_code == 400
@@ -158,12 +158,12 @@ def test_nothing_can_be_written(found: Any, get: Get) -> None:
     assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == before
 
 
-def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_files_with_equal_names_are_numbered(tmp_path: Path) -> None:
     files = [tmp_path / folder / "a.sqlite" for folder in ("x", "y")]
     assert list(server._names_of([*files, tmp_path / "b.sqlite"])) == ["a", "a-2", "b"]
 
 
-def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
+def test_foreign_databases_are_rejected(tmp_path: Path) -> None:
     other = tmp_path / "other.sqlite"
     with sqlite3.connect(other) as connection:
         connection.execute("CREATE TABLE timing (a)")
@@ -174,18 +174,18 @@ def test_what_is_no_database_of_ours_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a#1", "a?mode=rw&x=", "a%41"])
-def test_a_path_that_means_another_in_a_uri_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DatabaseError, match="copy it to one without"):  # before it is looked for
+def test_paths_with_uri_characters_are_rejected(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DatabaseError, match="cannot open paths"):  # before it is looked for
         server.explorer_of([tmp_path / f"{name}.sqlite"])
 
 
-def test_without_datasette_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasette_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasette.app", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):
         server.explorer_of([SHIPPED])
 
 
-def test_it_listens_to_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[tuple[str, int]] = []
 
     def taken(self: socket.socket, place: tuple[str, int]) -> None:

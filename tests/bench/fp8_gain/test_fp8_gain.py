@@ -105,7 +105,7 @@ def shapes_file(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_layers_and_their_sum(run: Run, tmp_path: Path) -> None:
+def test_layers_and_their_sums(run: Run, tmp_path: Path) -> None:
     """Each layer is what `explain` says of it alone, and the sum holds what was measured only."""
     path = shapes_file(tmp_path, "32768,2048,2048,3,big", "8192,512,512,,small", "64,77,99,,odd")
     code, out, _ = run("--shapes", path, *H200, "--json")
@@ -129,7 +129,7 @@ def test_layers_and_their_sum(run: Run, tmp_path: Path) -> None:
     assert total["measured_flops_share"] == pytest.approx(sum(flops[:2]) / sum(flops))
 
 
-def test_a_table_says_what_is_not_known(run: Run, tmp_path: Path) -> None:
+def test_a_table_reports_missing_measurements(run: Run, tmp_path: Path) -> None:
     path = shapes_file(tmp_path, "8192,512,512,,small", "64,77,99,,odd")
     code, out, err = run("--shapes", path, *H200)
     assert code == 0
@@ -148,7 +148,7 @@ def test_csv_has_all_columns(run: Run, tmp_path: Path) -> None:
     assert "1 of 1 products were measured, 100.0% of the FLOPs" in err
 
 
-def test_csv_as_spreadsheets_write_it(run: Run, tmp_path: Path) -> None:
+def test_csv_of_spreadsheets_is_read(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "sheet.csv"
     path.write_bytes(b"\xef\xbb\xbfm,n,k\r8192,512,512\r")
     code, out, _ = run("--shapes", path, *H200, "--json")
@@ -159,7 +159,7 @@ def test_csv_as_spreadsheets_write_it(run: Run, tmp_path: Path) -> None:
         assert code and str(path) in err
 
 
-def test_a_strict_budget_leaves_bf16(run: Run, tmp_path: Path) -> None:
+def test_a_strict_budget_chooses_bf16(run: Run, tmp_path: Path) -> None:
     path = shapes_file(tmp_path, "32768,2048,2048,1,big")
     _, out, _ = run("--shapes", path, *H200, "--budget", "0.01", "--json")
     (row,) = json.loads(out)["layers"]
@@ -167,7 +167,7 @@ def test_a_strict_budget_leaves_bf16(run: Run, tmp_path: Path) -> None:
     assert "row_err" in row["why"]
 
 
-def test_between_measured_m_is_marked(run: Run, tmp_path: Path) -> None:
+def test_interpolated_m_is_marked(run: Run, tmp_path: Path) -> None:
     path = shapes_file(tmp_path, "16384,2048,2048,1,between")
     _, out, _ = run("--shapes", path, *H200, "--json")
     found = json.loads(out)
@@ -175,7 +175,7 @@ def test_between_measured_m_is_marked(run: Run, tmp_path: Path) -> None:
     assert found["total"]["interpolated"] == 1
 
 
-def test_training_asks_for_gradients(run: Run, tmp_path: Path) -> None:
+def test_training_includes_gradients(run: Run, tmp_path: Path) -> None:
     path = shapes_file(tmp_path, "8192,2048,2048,1,layer")
     _, out, _ = run("--shapes", path, *H200, "--training", "--json")
     rows = {row["gemm"]: row for row in json.loads(out)["layers"]}
@@ -185,7 +185,7 @@ def test_training_asks_for_gradients(run: Run, tmp_path: Path) -> None:
     assert rows["output"]["us"] == choice.latency_us
 
 
-def test_what_is_missing_becomes_a_suite(run: Run, tmp_path: Path) -> None:
+def test_missing_measurements_become_a_suite(run: Run, tmp_path: Path) -> None:
     path, suite = shapes_file(tmp_path, "8192,512,512,,a", "64,77,99,2,b"), tmp_path / "more.toml"
     code, _, err = run("--shapes", path, *H200, "--missing", suite)
     assert (code, "sweep --suite" in err) == (0, True)
@@ -196,7 +196,7 @@ def test_what_is_missing_becomes_a_suite(run: Run, tmp_path: Path) -> None:
     assert "cannot be written: No such file or directory" in err
 
 
-def test_suites_and_json_are_shapes_too(tmp_path: Path) -> None:
+def test_suites_and_json_are_read(tmp_path: Path) -> None:
     suite = tmp_path / "suite.toml"
     suite.write_text(
         'name = "mine"\n[[layer]]\nm = [16, 32]\nn = 8\nk = 64\nbias = true\ncount = 3\n'
@@ -230,7 +230,7 @@ def test_suites_and_json_are_shapes_too(tmp_path: Path) -> None:
         ("a.txt", "", r"ends in \.toml, \.csv, \.json"),
     ],
 )
-def test_files_that_are_no_shapes(tmp_path: Path, name: str, text: str, words: str) -> None:
+def test_malformed_files_of_shapes_raise(tmp_path: Path, name: str, text: str, words: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(SuiteError, match=words):
         products_from_file(tmp_path / name)
@@ -248,7 +248,7 @@ def test_a_model_on_the_meta_device(run: Run, factories: str) -> None:
     assert f"Linear layers, under autocast to bfloat16, take {share:.1%}" in found["notes"][0]
 
 
-def test_layers_that_are_multiplied_as_one_are_one(run: Run, factories: str) -> None:
+def test_fused_layers_are_one_product(run: Run, factories: str) -> None:
     for words in ((f"{factories}:fused",), (f"{factories}:fused_alone", "--rows", 8192)):
         code, out, err = run("--model", *words, *H200, "--json")
         assert code == 0 and "somebodys" not in err
@@ -258,7 +258,7 @@ def test_layers_that_are_multiplied_as_one_are_one(run: Run, factories: str) -> 
         ]
 
 
-def test_a_model_that_reads_values_is_called_on_the_cpu(run: Run, factories: str) -> None:
+def test_a_model_that_needs_values_runs_on_the_cpu(run: Run, factories: str) -> None:
     code, out, err = run("--model", f"{factories}:reader", *H200, "--json")
     assert code == 0
     assert {row["m"] for row in json.loads(out)["layers"]} == {16}
@@ -290,14 +290,14 @@ def test_a_model_without_an_example_needs_rows(run: Run, factories: str) -> None
         ("somebodys:none", "no nn.Linear of somebodys:none was called"),
     ],
 )
-def test_factories_that_do_not_do(run: Run, factories: str, spec: str, words: str) -> None:
+def test_unusable_factories_raise(run: Run, factories: str, spec: str, words: str) -> None:
     code, out, err = run("--model", spec, *H200)
     assert (code, out) == (1, "")
     assert words in err
     assert "Traceback" not in err
 
 
-def test_a_probe_is_judged_by_what_its_operands_are_like(run: Run, tmp_path: Path) -> None:
+def test_a_probe_is_judged_on_similar_distributions(run: Run, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512))
     with lokakern.Probe(model, every=1) as probe:
@@ -324,11 +324,11 @@ def test_a_probe_is_judged_by_what_its_operands_are_like(run: Run, tmp_path: Pat
     ],
     ids=" ".join,
 )
-def test_options_that_do_not_go_together(run: Run, words: tuple[str, ...]) -> None:
+def test_incompatible_options_raise(run: Run, words: tuple[str, ...]) -> None:
     assert run(*words)[0] == 2
 
 
-def test_a_machine_without_measurements_names_devices(run: Run, tmp_path: Path) -> None:
+def test_a_device_without_measurements_lists_others(run: Run, tmp_path: Path) -> None:
     _, out, err = run("--shapes", shapes_file(tmp_path, "8,8,8,,a"))
     if not torch.cuda.is_available():
         assert "None of 1 products was ever measured on" in out

@@ -1,4 +1,4 @@
-"""The click log: the same for everybody, shaped as said, and learnable."""
+"""The click log: reproducible, with the documented distributions, and learnable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lokakern.bench.models.batch import PADDING, Inputs
+from lokakern.bench.models.blocks import PADDING, Inputs
 from lokakern.bench.models.click_log import (
     CLICK_RATE,
     DEVIATION,
@@ -17,7 +17,7 @@ from lokakern.bench.models.click_log import (
     ClickLog,
     zipf,
 )
-from lokakern.bench.models.metrics import quality_of
+from lokakern.bench.models.learning import quality_of
 
 INPUTS = Inputs(dense=6, rows=(2000, 3, 500), slots=(1, 2, 5), history=8)
 
@@ -27,7 +27,7 @@ def log() -> ClickLog:
     return ClickLog(INPUTS, seed=1)
 
 
-def test_a_batch_depends_on_the_seed_and_the_step_alone(log: ClickLog) -> None:
+def test_a_batch_depends_only_on_seed_and_step(log: ClickLog) -> None:
     log.batch(3, 64)  # what was drawn before does not matter
     again = ClickLog(INPUTS, seed=1).batch(7, 64)
     assert all(map(torch.equal, log.batch(7, 64), again))
@@ -42,7 +42,7 @@ def test_the_teacher_is_the_same_for_every_seed(log: ClickLog) -> None:
     torch.testing.assert_close(other.teacher_logits(batch), log.teacher_logits(batch))
 
 
-def test_ids_belong_to_their_tables_and_bags_may_be_short_or_empty(log: ClickLog) -> None:
+def test_ids_are_in_their_tables_and_bags_may_be_short_or_empty(log: ClickLog) -> None:
     ids = log.batch(0, 4096).ids.view(-1, 8)
     for start, rows, slots in zip(INPUTS.starts, INPUTS.rows, (ids[:, :1], ids[:, 1:3], ids[:, 3:]),
                                   strict=True):  # fmt: skip
@@ -62,7 +62,7 @@ def test_histories_are_padded_at_the_front(log: ClickLog) -> None:
     assert present[:, -1].all() and not present[:, 0].all()
 
 
-def test_popularity_falls_as_zipf_says() -> None:
+def test_popularity_follows_zipf() -> None:
     """In 2e5 draws of 10000 ids the share of ranks 8 to 512 falls by the exponent."""
     uniform = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ranks = zipf(uniform, torch.tensor(10_000), ID_EXPONENT)
@@ -90,7 +90,7 @@ def test_dense_features_are_skewed_with_zeros_and_a_mean(log: ClickLog) -> None:
 
 
 def test_clicks_follow_the_teacher(log: ClickLog) -> None:
-    """What the teacher says is calibrated, and better than anything that sees less."""
+    """The teacher is calibrated, and better than distorted predictions."""
     batches = [log.batch(HELD_OUT + step, 8192) for step in range(4)]
     labels = torch.cat([batch.labels for batch in batches])
     logits = torch.cat([log.teacher_logits(batch) for batch in batches])
@@ -111,7 +111,7 @@ def test_clicks_follow_the_teacher(log: ClickLog) -> None:
         assert said == pytest.approx(seen, abs=4 * math.sqrt(said / int(among.sum())))
 
 
-def test_every_part_of_the_teacher_counts(log: ClickLog) -> None:
+def test_every_part_of_the_teacher_affects_its_logits(log: ClickLog) -> None:
     batch = log.batch(0, 4096)
     said = log.teacher_logits(batch)
     for changed in (

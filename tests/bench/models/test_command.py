@@ -19,14 +19,13 @@ from typer.testing import CliRunner
 
 import lokakern
 from lokakern.bench.cli.main import app
-from lokakern.bench.models import arms, curves, shares, throughput
+from lokakern.bench.models import arms, learning, throughput
+from lokakern.bench.models.arms import Setting, to_bfloat16
 from lokakern.bench.models.catalog import config_named
-from lokakern.bench.models.choices import LayerChoice, gap_words, layer_choices
 from lokakern.bench.models.click_log import ClickLog
-from lokakern.bench.models.learning import Run, learn
-from lokakern.bench.models.metrics import Quality
-from lokakern.bench.models.setting import Setting, to_bfloat16
-from lokakern.bench.models.shares import Shares, kind_of, shares_of
+from lokakern.bench.models.comparison import LayerChoice, gap_words, layer_choices
+from lokakern.bench.models.learning import Quality, Run, learn
+from lokakern.bench.models.throughput import Shares, kind_of, shares_of
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Device
@@ -39,7 +38,7 @@ SETTING = Setting("dlrm", "tiny", config_named("dlrm", "tiny"), 32, True, CPU, 0
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rounds, and one draw of what Probe learned."""
+    """Few rounds, and one seed of replays."""
     monkeypatch.setattr(arms, "REPLAYED_SEEDS", (0,))
     monkeypatch.setattr(throughput, "MOST_ROUNDS", 3)
     monkeypatch.setattr(throughput, "FEWEST_ROUNDS", 3)
@@ -51,7 +50,7 @@ def run(*words: str) -> Any:
     return done
 
 
-def test_arms_are_named_and_the_baseline_is_always_there() -> None:
+def test_arms_are_selected_by_name_and_include_the_baseline() -> None:
     everybody = [arm.name for arm in arms.arms_named()]
     assert everybody[:2] == ["bf16", "as-written"] and everybody[-1] == "lokakern"
     assert {"torchao-tensorwise", "torchao-rowwise"} <= set(everybody)
@@ -60,7 +59,7 @@ def test_arms_are_named_and_the_baseline_is_always_there() -> None:
         arms.arms_named(("te",))
 
 
-def test_what_is_not_here_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_raise_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     rowwise = arms.arms_named(("torchao-rowwise",))[1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UnsupportedError, match="torchao-rowwise: torchao is not installed"):
@@ -70,13 +69,13 @@ def test_what_is_not_here_is_refused_with_the_reason(monkeypatch: pytest.MonkeyP
 
 
 def routes_of_a_layer() -> str:
-    """What an H200 would run for a layer of 2048 by 2048."""
+    """Routes of a layer of 2048 by 2048 on an H200."""
     layer = nn.Linear(2048, 2048, bias=False, device="meta")
     conversion = lokakern.convert(layer, 0.06, device="NVIDIA H200", inference=False)
     return " ".join(route.text for site in conversion.sites.values() for route in site.routes)
 
 
-def test_only_one_library_is_known_for_a_while() -> None:
+def test_dispatch_is_restricted_to_one_library_in_the_context() -> None:
     load_kernels()
     before = dict(KERNELS)
     owners = {arms.owner_of(k) for k in before.values() if k.op == "gemm" and k.quantizes}
@@ -102,7 +101,7 @@ def test_predictions_keep_tables_in_high_precision() -> None:
     assert set(dtypes.values()) == {torch.bfloat16}
 
 
-def test_a_run_is_its_seed() -> None:
+def test_runs_are_reproducible_by_seed() -> None:
     built = arms.build(arms.arms_named()[0], SETTING, 0).uncompiled
     first, other, again = (learn(built, SETTING, seed, 3) for seed in (0, 1, 0))
     assert first == again
@@ -110,7 +109,7 @@ def test_a_run_is_its_seed() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_fp8_everywhere_is_seen_in_the_loss(training: bool) -> None:
+def test_fp8_in_all_layers_changes_the_loss(training: bool) -> None:
     """Every layer of multiples of 16 rounds its operands; the others, and the tables, do not."""
     setting = replace(SETTING, training=training, config=config_named("wukong", "tiny"),
                       name="wukong")  # fmt: skip
@@ -130,7 +129,7 @@ def test_fp8_everywhere_is_seen_in_the_loss(training: bool) -> None:
     assert 1e-5 < error < 0.3, "E4M3 rounds by 4 %, bfloat16 by 0.3 %"
 
 
-def test_training_lowers_the_loss_towards_the_teachers() -> None:
+def test_training_lowers_the_loss() -> None:
     setting = replace(SETTING, samples=256)
     torch.manual_seed(0)
     model = setting.build(0)
@@ -143,9 +142,7 @@ def test_training_lowers_the_loss_towards_the_teachers() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_step_is_of_the_tables_only_where_they_are_part_of_it(
-    training: bool, whole: bool
-) -> None:
+def test_a_step_trains_the_tables_only_if_they_are_part_of_it(training: bool, whole: bool) -> None:
     setting = replace(SETTING, training=training)
     arm = arms.arms_named(("as-written",))[1]
     built = arms.build(arm, setting, 0)
@@ -157,7 +154,7 @@ def test_a_step_is_of_the_tables_only_where_they_are_part_of_it(
     assert found.timer == throughput.HOST
 
 
-def test_gradients_of_what_tables_sent_are_made_and_kept_by_nobody() -> None:
+def test_gradients_of_given_embeddings_are_computed_and_dropped() -> None:
     x, dense = torch.ones(3, requires_grad=True), torch.ones(3)
     seen: list[torch.Tensor] = []
     sent = throughput._sent(x)
@@ -167,7 +164,7 @@ def test_gradients_of_what_tables_sent_are_made_and_kept_by_nobody() -> None:
     assert throughput._sent(dense) is dense
 
 
-def test_ratios_are_of_rounds_and_rounds_of_a_low_clock_are_void(
+def test_ratios_are_per_round_and_rounds_at_a_low_clock_are_void(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The baseline takes twice as long; the fourth round is at half the clock, and slow."""
@@ -212,24 +209,24 @@ def test_ratios_are_of_rounds_and_rounds_of_a_low_clock_are_void(
     ("aten::addmm", "GEMM"), ("aten::bmm", "GEMM"), ("aten::native_layer_norm", "norm"),
     ("aten::add_", "other"),
 ])  # fmt: skip
-def test_kernels_are_sorted_by_their_names(kernel: str, kind: str) -> None:
+def test_kinds_of_kernels_follow_from_their_names(kernel: str, kind: str) -> None:
     assert kind_of(kernel) == kind
 
 
-def test_amdahl_bounds_what_gemms_and_norms_may_gain() -> None:
+def test_amdahl_bounds_the_gain_of_gemms_and_norms() -> None:
     us = {"GEMM": 50.0, "norm": 10.0, "quantizing": 0.0, "other": 40.0}
     assert Shares(us, "").bound == pytest.approx(1 / (0.25 + 0.4))
     assert Shares(us, "").limit == pytest.approx(1 / 0.4)
 
 
-def test_products_are_most_of_a_step_of_products() -> None:
+def test_gemms_dominate_the_profile_of_gemms() -> None:
     a = torch.randn(512, 512)
     found = shares_of(lambda: [a @ a for _ in range(5)] and None, 5, CPU)
     assert found.share("GEMM") > 0.5
     assert found.total_us > 0
 
 
-def test_of_a_gpu_kernels_count_and_ranges_that_hold_them_do_not() -> None:
+def test_gpu_shares_count_kernels_but_not_annotated_ranges() -> None:
     def event(device: DeviceType, is_user_annotation: bool) -> SimpleNamespace:
         return SimpleNamespace(
             device_type=device, is_user_annotation=is_user_annotation, self_device_time_total=7.0,
@@ -238,16 +235,16 @@ def test_of_a_gpu_kernels_count_and_ranges_that_hold_them_do_not() -> None:
 
     kernel, held = event(DeviceType.CUDA, False), event(DeviceType.CUDA, True)
     launch = event(DeviceType.CPU, False)
-    assert [shares._spent_us(x, True) for x in (kernel, held, launch)] == [7.0, 0.0, 0.0]
-    assert shares._spent_us(launch, False) == 3.0
+    assert [throughput._spent_us(x, True) for x in (kernel, held, launch)] == [7.0, 0.0, 0.0]
+    assert throughput._spent_us(launch, False) == 3.0
     a = torch.randn(8, 8)
     with profile() as found:
         a @ a
     assert not found.key_averages()[0].is_user_annotation
 
 
-def test_gains_of_layers_are_those_of_the_database() -> None:
-    """What `lokakern.dispatch` says of the same products on an H200."""
+def test_gains_of_layers_come_from_the_database() -> None:
+    """They equal `lokakern.dispatch` of the same products on an H200."""
     model = nn.Sequential(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16))
     conversion = lokakern.convert(model, 0.06, device="NVIDIA H200")
     built = arms.Built(arms.arms_named(("lokakern",))[1], model, model, conversion)
@@ -265,7 +262,7 @@ def test_gains_of_layers_are_those_of_the_database() -> None:
     assert [c.gemm for c in layer_choices(built, {"0": 64}, training=False)] == ["output"]
 
 
-def test_a_gap_between_layers_and_step_is_explained() -> None:
+def test_a_gap_between_layers_and_the_step_is_explained() -> None:
     def choice(gain: float) -> LayerChoice:
         return LayerChoice("a", "output", 8, 8, 8, "x", 100.0 + gain, 100.0, "")
 
@@ -279,12 +276,12 @@ def test_a_gap_between_layers_and_step_is_explained() -> None:
     assert "other -50" in words and "gaps between kernels +10" in words
 
 
-def test_curves_are_means_of_neighbors_and_lines_hold_everything(tmp_path: Path) -> None:
-    middles, means = curves.smoothed([1.0, 3.0, 2.0, 4.0, 9.0], points=2)
+def test_curves_are_smoothed_and_lines_hold_all_losses(tmp_path: Path) -> None:
+    middles, means = learning.smoothed([1.0, 3.0, 2.0, 4.0, 9.0], points=2)
     assert (middles, means) == ([0.5, 2.5, 4.0], [2.0, 3.0, 9.0])
     quality = Quality(0.5, 0.5, 0.9, 0.7, 64)
     runs = [Run(arm, seed, (0.7, 0.6), quality) for arm in ("bf16", "x") for seed in (0, 1)]
-    paths = curves.save_curves(runs, tmp_path / "new", "title")
+    paths = learning.save_curves(runs, tmp_path / "new", "title")
     lines = [json.loads(line) for line in paths[0].read_text().splitlines()]
     assert [(x["arm"], x["seed"]) for x in lines] == [("bf16", 0), ("bf16", 1), ("x", 0), ("x", 1)]
     assert lines[0]["losses"] == [0.7, 0.6]
@@ -294,7 +291,7 @@ def test_curves_are_means_of_neighbors_and_lines_hold_everything(tmp_path: Path)
 
 @pytest.mark.rest
 def test_training_is_compared_from_the_command_line(tmp_path: Path) -> None:
-    """On a CPU nothing is measured, so that lokakern is the baseline, to the bit."""
+    """A CPU has no measurements, so lokakern equals the baseline bit by bit."""
     done = run("--steps", "6", "--seeds", "2", "--arm", "lokakern", "--arm", "as-written",
                "--arm", "torchao-rowwise", "--out", str(tmp_path), "--json")  # fmt: skip
     facts = json.loads(done.stdout)
@@ -318,7 +315,9 @@ def test_training_is_compared_from_the_command_line(tmp_path: Path) -> None:
     assert all(len(json.loads(line)["losses"]) == 6 for line in lines)
 
 
-def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_arm_has_a_reason_and_others_continue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object, **_options: object) -> None:
         raise RuntimeError("out of luck")
 
@@ -331,8 +330,8 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch: pytest.Mon
     assert rows["bf16"]["step us"] > 0 and rows["bf16"]["expected %"] is None
 
 
-def test_layers_of_a_model_are_a_suite_to_sweep(tmp_path: Path) -> None:
-    """Wukong S at 2048 samples poses rows B3 to B12 of the table of workloads, with gradients.
+def test_layers_of_a_model_become_a_suite(tmp_path: Path) -> None:
+    """Wukong S at 2048 samples has rows B3 to B12 of the table of workloads, with gradients.
 
     B1, B6 and B7, and B8 and B11, multiply across tokens: nothing is chosen for them.
     """
@@ -362,7 +361,7 @@ def test_predictions_are_compared_from_the_command_line() -> None:
     assert "only-torch: choices, and times in the database" in done.stdout
 
 
-def test_the_budget_alone_chooses_among_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arm_by_budget_chooses_among_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def convert(_model: nn.Module, wanted: Any, **_: Any) -> None:

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from lokakern.bench.models.metrics import quality_of
+from lokakern.bench.models.learning import quality_of
 from lokakern.errors import MeasurementError
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("levels", [7, 10**6], ids=["ties", "no ties"])
-def test_quality_is_what_its_definitions_say(seed: int, levels: int) -> None:
+def test_quality_matches_its_definitions(seed: int, levels: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(levels, (300,), generator=generator) / levels * 6 - 4
     probabilities = torch.rand(300, generator=generator)
@@ -39,19 +39,19 @@ def test_quality_is_what_its_definitions_say(seed: int, levels: int) -> None:
     assert found.samples == 300
 
 
-def test_saying_the_click_rate_has_a_normalized_entropy_of_one() -> None:
+def test_predicting_the_click_rate_has_a_normalized_entropy_of_one() -> None:
     labels = torch.tensor([1.0, 0, 0, 0])
     found = quality_of(torch.full((4,), math.log(1 / 3), dtype=torch.float64), labels, labels)
     assert found.normalized_entropy == pytest.approx(1)
     assert found.auc == 0.5
 
 
-def test_what_diverged_has_an_infinite_loss() -> None:
+def test_diverged_predictions_have_an_infinite_loss() -> None:
     found = quality_of(torch.tensor([0.0, math.nan]), *[torch.tensor([1.0, 0.0])] * 2)
     assert (found.log_loss, found.expected_log_loss) == (math.inf, math.inf)
     assert (found.normalized_entropy, found.auc) == (math.inf, 0.5)
 
 
-def test_labels_that_are_all_equal_say_nothing() -> None:
+def test_equal_labels_raise() -> None:
     with pytest.raises(MeasurementError, match="0 clicks in 5 samples"):
         quality_of(torch.zeros(5), torch.zeros(5), torch.zeros(5))

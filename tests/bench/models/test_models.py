@@ -9,18 +9,16 @@ import torch
 from torch import nn
 
 from lokakern.bench.models import dlrm, interformer, wukong
-from lokakern.bench.models.arms import apply_mods
-from lokakern.bench.models.batch import CRITEO, PADDING, Batch, Inputs, random_batch
+from lokakern.bench.models.arms import apply_mods, fits
+from lokakern.bench.models.blocks import CRITEO, PADDING, Batch, Inputs, Tables, random_batch
 from lokakern.bench.models.catalog import CATALOG, config_named
-from lokakern.bench.models.everywhere import fits
-from lokakern.bench.models.tables import Tables
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.mods.together import FusedLinear
 from lokakern.nn.linear import Linear
 
 
 def multiply_adds(model: nn.Module, samples: int = 2) -> float:
-    """Of a sample, all matrix products of a forward pass, counted where nothing is computed."""
+    """FLOPs of all matrix products of a forward pass per sample, counted on the meta device."""
     from torch.utils.flop_counter import FlopCounterMode
 
     batch = random_batch(model.config.inputs, samples)  # type: ignore[union-attr]
@@ -55,7 +53,7 @@ def test_mods_reach_every_norm_and_every_layer_across_tokens(
         assert all(type(m) is Linear and not fits(m) for m in mixing)
 
 
-def test_bags_are_sums_of_rows_of_their_own_table() -> None:
+def test_bags_sum_rows_of_their_own_table() -> None:
     inputs = Inputs(dense=1, rows=(3, 5), slots=(2, 3))
     tables, batch = Tables(inputs, 4), random_batch(inputs, 6)
     ids = batch.ids.view(6, 5)
@@ -68,7 +66,7 @@ def test_bags_are_sums_of_rows_of_their_own_table() -> None:
     assert found[0, 1].count_nonzero() == 0
 
 
-def test_tables_begin_as_wide_as_they_are_short() -> None:
+def test_initial_tables_scale_with_their_rows() -> None:
     torch.manual_seed(0)
     tables = Tables(Inputs(dense=1, rows=(4, 10_000), slots=(1, 1)), 64)
     short, long = tables.weight.detach()[1:].split([4, 10_000])
@@ -76,17 +74,17 @@ def test_tables_begin_as_wide_as_they_are_short() -> None:
     assert long.abs().max() == pytest.approx(0.01, rel=0.02)
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_inputs_raise() -> None:
     with pytest.raises(ShapeError, match="as many bags as tables"):
         Inputs(dense=1, rows=(3, 5), slots=(2,))
 
 
-def test_tables_can_be_capped() -> None:
+def test_table_sizes_can_be_limited() -> None:
     assert max(CRITEO.capped(1000).rows) == 1000
     assert CRITEO.capped(1000).rows[5] == 3
 
 
-def test_models_and_sizes_are_named() -> None:
+def test_models_and_sizes_are_found_by_name() -> None:
     assert config_named("wukong", "tiny") == wukong.SIZES["tiny"]
     assert config_named("dlrm", most_rows=100).inputs == CRITEO.capped(100)
     assert config_named("wukong", "S").inputs == wukong.SIZES["S"].inputs.capped(1000)
@@ -99,7 +97,7 @@ def test_models_and_sizes_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_a_model_learns_a_batch_by_heart(name: str) -> None:
+def test_a_model_overfits_one_batch(name: str) -> None:
     torch.manual_seed(0)
     config = config_named(name, "tiny")
     model, batch = CATALOG[name].build(config), random_batch(config.inputs, 64)
@@ -118,7 +116,7 @@ def test_a_model_learns_a_batch_by_heart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CATALOG)
-def test_samples_do_not_see_each_other(name: str) -> None:
+def test_samples_are_independent(name: str) -> None:
     """Logits of a sample are the same in every batch, and change with each of its inputs."""
     torch.manual_seed(0)
     config = config_named(name, "tiny")
@@ -205,7 +203,7 @@ def test_interformer_has_public_sizes(size: str, features: int, length: int) -> 
     assert {(512, 1024), (256, 512), (128, 256)} <= gemms_of(model)
 
 
-def test_attention_counts_what_is_present_and_how_far_apart_tokens_are() -> None:
+def test_attention_uses_present_tokens_and_relative_positions() -> None:
     """Against sums written out; tokens that lie k further do not change what others say."""
     torch.manual_seed(0)
     attention, pool = interformer.Attention(16, 2, 7).double(), interformer.Pool(16, 2, 3).double()
@@ -234,7 +232,7 @@ def test_attention_counts_what_is_present_and_how_far_apart_tokens_are() -> None
     assert not any("cos" in name or "sin" in name for name in attention.state_dict())
 
 
-def test_only_long_rows_that_begin_anywhere_are_padded() -> None:
+def test_only_long_unaligned_rows_are_padded() -> None:
     with torch.device("meta"):
         model = CATALOG["interformer"].build(config_named("interformer", "taobao"))
     assert "Pad: 3" in apply_mods(model)[0]
@@ -243,7 +241,7 @@ def test_only_long_rows_that_begin_anywhere_are_padded() -> None:
     assert padded == {f"layers.{i}.interaction.dots": (4, 0) for i in range(3)}
 
 
-def test_the_longest_product_of_the_composite_is_lokas() -> None:
+def test_the_longest_k_of_dhen_is_that_of_loka() -> None:
     with torch.device("meta"):
         model = CATALOG["dhen"].build(config_named("dhen", "large"))
     assert (1024, 123_200) in gemms_of(model)

@@ -51,7 +51,7 @@ def shares_of(left: dict[str, Any]) -> dict[str, float]:
     return {name: float(found[1]) for name, found in words.items() if found}
 
 
-def test_each_takes_less_than_fifteen_lines() -> None:
+def test_each_conversion_takes_fewer_than_fifteen_lines() -> None:
     assert list(SNIPPETS) == ["DCNv2", "DCNMix", "HSTU"]
     for code in SNIPPETS.values():
         _, ours = code.split("# With lokakern:\n")
@@ -59,7 +59,7 @@ def test_each_takes_less_than_fifteen_lines() -> None:
 
 
 @pytest.mark.rest
-def test_they_train_on_in_fp8_where_it_was_measured(ran: Ran) -> None:
+def test_public_models_train_in_fp8_where_it_was_measured(ran: Ran) -> None:
     expected = {
         "DCNv2": {"parallel_dnn.mlp.0/output"}, "DCNMix": {"dnn.linears.0/output"}, "HSTU": set(),
     }  # fmt: skip
@@ -75,7 +75,7 @@ def test_they_train_on_in_fp8_where_it_was_measured(ran: Ran) -> None:
 
 
 @pytest.mark.rest
-def test_they_learn_as_without(ran: Ran) -> None:
+def test_conversion_preserves_learning(ran: Ran) -> None:
     """From the same parameters on the same samples: the converted model, and after `undo`."""
     left = ran["DCNv2"]
     model, batch, label = left["model"], left["batch"], left["batches"][0][1].float()
@@ -98,7 +98,7 @@ def test_they_learn_as_without(ran: Ran) -> None:
 
 
 @pytest.mark.rest
-def test_what_no_linear_layer_multiplies_is_named(ran: Ran) -> None:
+def test_products_outside_of_linear_layers_are_named(ran: Ran) -> None:
     assert ran["DCNv2"]["report"].unseen == {}
     shares = shares_of(ran["DCNMix"])
     assert set(shares) == {

@@ -1,4 +1,4 @@
-"""The report of a device: what it holds is dispatch's, and its page works in a real browser."""
+"""The report of a device: its choices are those of dispatch, and its page works in a browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lokakern import dispatch
 from lokakern.bench.cli.main import app
-from lokakern.bench.report import charts, survey
+from lokakern.bench.report import charts, survey, survey_page
 from lokakern.bench.report.survey import Survey, survey_of
 from lokakern.bench.report.survey_page import page_of
 from lokakern.problems import make_problem
@@ -27,16 +27,16 @@ from lokakern.render.html import hash_of
 from lokakern.selection import dispatcher
 from lokakern.types import Format, Granularity, Operand, Problem
 from tests.probe.test_page import HOSTILE
-from tests.probe.test_page import Page as Parsed
+from tests.probe.test_page import Page as Closed
 from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 from tests.support import browser
 from tests.support.sharing import made_once, shared_folder
 
 needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="needs Chromium")
 SHIPPED_OPS = 8  # of the file of an H200; more when it has more
-DRAWN = ("winners", "gains", "light", "fronts", "accuracy", "coverage", "freshness")
-# All that is drawn when a page is opened.
-READY = " && ".join(f"document.querySelector('#{name} :is(svg, canvas, p)')" for name in DRAWN)
+DRAWN = ("pictures", "held-pictures")
+# All pictures that are drawn when a page is opened.
+READY = " && ".join(f"document.querySelector('#{name} svg')" for name in DRAWN)
 
 
 FACTS: Snapshot | None = None  # of `small`
@@ -44,7 +44,7 @@ FACTS: Snapshot | None = None  # of `small`
 
 @pytest.fixture(scope="module", autouse=True)
 def one_bundle() -> Iterator[None]:
-    """What takes seconds to put together is put together by one process."""
+    """Build the bundle, which takes seconds, in one process only."""
     make = charts.bundle
     path = shared_folder("report") / "bundle.js"
     made_once(path, lambda to: to.write_text(make(), encoding="utf-8"))
@@ -66,7 +66,7 @@ def scaled(m: int, n: int, k: int) -> Problem:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survey]:
-    """Three ops: gemm at four shapes, one of them where FP8 loses; tensor scales err too much."""
+    """Three ops: gemm at four shapes; FP8 loses at one, and tensorwise errors are large."""
     book = Book(tmp_path_factory.mktemp("report") / "rows.sqlite")
     rows: list[Any] = []
     for n, k, us in ((512, 512, 10.0), (512, 2048, 30.0), (2048, 2048, 90.0), (64, 512, 5.0)):
@@ -100,7 +100,7 @@ def at(survey: Survey, **wanted: Any) -> dict[str, Any]:
 
 
 @pytest.mark.rest
-def test_choices_are_those_of_dispatch(small: Survey) -> None:
+def test_choices_equal_those_of_dispatch(small: Survey) -> None:
     assert small.budgets == ("none", "0.03", "0.045", "0.06", "0.08", "0.12")
     gemms = [row for row in small.choices if row["op"] == "gemm"]
     assert len(gemms) == 8 * len(small.budgets)
@@ -112,7 +112,7 @@ def test_choices_are_those_of_dispatch(small: Survey) -> None:
     assert {row["kernel"] for row in gemms} == {BF16, ROW}
 
 
-def test_the_time_without_fp8_is_found_where_rows_are_odd() -> None:
+def test_the_baseline_is_found_for_odd_rows() -> None:
     """Bfloat16 rows of 479 are aligned by 2 bytes, the FP8 of a prepared weight by 16."""
     weight = Operand(Format.E4M3FN, Granularity.ROW, "column-major")
     prepared = make_problem("gemm", (2048, 512, 479), prepared=True, b=weight)
@@ -120,7 +120,7 @@ def test_the_time_without_fp8_is_found_where_rows_are_odd() -> None:
     assert survey._plain_us(scaled(2048, 512, 479), {gemm(2048, 512, 479): 60.0}) == 60.0
 
 
-def test_a_gain_is_over_what_is_unquantized(small: Survey) -> None:
+def test_gains_are_over_the_unquantized_kernel(small: Survey) -> None:
     wide = {"op": "gemm", "m": 2048, "n": 2048, "k": 2048}
     row = at(small, budget="0.06", **wide)
     assert (row["kernel"], row["plain_us"], row["us"]) == (ROW, 90.0, 54.0)
@@ -134,13 +134,13 @@ def test_a_gain_is_over_what_is_unquantized(small: Survey) -> None:
     assert quantizer["plain_us"] is quantizer["speedup"] is None and quantizer["light"] > 0
 
 
-def test_what_cannot_be_answered_says_why(small: Survey) -> None:
+def test_a_miss_has_a_reason(small: Survey) -> None:
     row = at(small, op="quantize", m=2048, budget="0.06")
     assert (row["kernel"], row["letter"], row["us"]) == ("no answer", "-", None)
     assert not row["answered"] and "no error is known" in row["note"]
 
 
-def test_nothing_beats_a_front_in_time_and_error(small: Survey) -> None:
+def test_the_front_is_pareto_optimal(small: Survey) -> None:
     here = [row for row in small.times if (row["op"], row["m"]) == ("gemm", 2048)]
     narrow = {row["kernel"]: row["front"] for row in here if row["n"] == 64}
     wide = {row["kernel"]: row["front"] for row in here if row["n"] == 2048}
@@ -161,6 +161,15 @@ def test_errors_and_holdings_are_counted(small: Survey) -> None:
     )
 
 
+class Parsed(Closed):
+    """Elements of a page whose tables omit optional end tags."""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attrs)
+        if tag in ("td", "tr", "tbody"):
+            self.open.pop()
+
+
 def scripts_of(text: str) -> list[str]:
     return re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
 
@@ -176,13 +185,39 @@ def test_a_page_runs_its_own_scripts_only(small: Survey) -> None:
     assert policy is not None and policy.startswith("default-src 'none'")
     assert policy.endswith(f"script-src {' '.join(map(hash_of, scripts))}")
     assert len(scripts) == 2 and "unsafe-eval" not in policy
-    assert [op["op"] for op in json.loads(data)["ops"]] == ["gemm", "quantize", "scaled_gemm"]
-    labels = {a.get("aria-label") for tag, a in parsed.tags if a.get("role") == "img"}
-    assert len(labels) == len(DRAWN) and None not in labels
+    assert [*json.loads(data)["specs"]] == ["gemm", "quantize", "scaled_gemm", ""]
+
+
+def test_the_tables_of_a_page_are_static(small: Survey) -> None:
+    text = re.sub(r"<script.*?</script>", "", page_of(small), flags=re.DOTALL)
+    rows = [re.findall(r"<td[^>]*>([^<\n]*)", row) for row in text.split("<tr>")]
+    assert ["2048", "2048", "2048", "90", "90", "1", *rows_end(small, BF16)] in rows
+    shown = {tuple(row[:3]) for row in rows if len(row) == 13}
+    assert shown == {(str(r["m"]), str(r["n"] or "-"), str(r["k"])) for r in small.choices}
+    assert sum(len(row) == 11 for row in rows) == len(small.times)
+    assert sum(len(row) == 8 for row in rows) == len(small.errors)
+    assert sum(len(row) == len(small.holdings[0]) for row in rows) == len(small.holdings)
+
+
+def rows_end(survey: Survey, kernel: str) -> list[str]:
+    """The last cells of the row of the widest gemm at a strict budget."""
+    row = at(survey, op="gemm", m=2048, n=2048, k=2048, budget="0.03")
+    light = f"{row['light']:.4g}"
+    return [light, "0.003", "none 0.03", "yes", row["letter"], kernel, row["note"] or "-"]
+
+
+def test_long_tables_are_truncated_with_a_note(
+    small: Survey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Only the first" not in page_of(small)
+    monkeypatch.setattr(survey_page, "MOST_ROWS", 7)
+    text = page_of(small)
+    assert "Only the first 7 rows are on this page." in text
+    assert "Times (24 rows)" in text and "Times (2 rows)" in text
 
 
 def hostile_of(survey: Survey) -> Survey:
-    """The same with names and reasons that want to be run."""
+    """The same survey with names and reasons that try to inject scripts."""
     names = {BF16: HOSTILE, ROW: "</script><script>window.ran = 1</script><!--"}
 
     def bad(row: dict[str, Any]) -> dict[str, Any]:
@@ -204,62 +239,69 @@ def hostile_of(survey: Survey) -> Survey:
     )
 
 
-def test_names_of_anybody_end_no_element(small: Survey) -> None:
+def test_hostile_names_do_not_break_the_markup(small: Survey) -> None:
     text = page_of(hostile_of(small))
     assert len(scripts_of(text)) == 3 and Parsed(text).open == []
-    assert json.loads(scripts_of(text)[0])["device"] == HOSTILE
+    assert json.loads(scripts_of(text)[0])["specs"]["gemm"]["params"][0]["value"] == HOSTILE
 
 
 @needs_chromium
-def test_a_page_is_used_in_a_browser(small: Survey, tmp_path: Path) -> None:
+def test_a_page_works_in_a_browser(small: Survey, tmp_path: Path) -> None:
     path, hostile = tmp_path / "small.html", tmp_path / "hostile.html"
     path.write_text(page_of(small), encoding="utf-8")
     hostile.write_text(page_of(hostile_of(small)), encoding="utf-8")
     with browser.opened(tmp_path / "profile") as page:
         page.open(path)
         page.until(READY)
-        assert (
-            page.run("document.querySelectorAll('#winners svg .role-mark.mark-text text').length")
-            == 4
-        )
-        status = "document.getElementById('status').textContent"
-        assert f"most often with {ROW} (3)" in page.run(status)
-        # By keyboard: the budget becomes a smaller one, the map is of bfloat16, the table sorts.
-        page.run("document.querySelector('#asked [name=budget]').focus()")
+        letters = drawn_letters(page)
+        assert letters.count("A") == 3 and letters.count("B") == 1
+        # By keyboard: a smaller budget makes the map one of bfloat16, and a table sorts.
+        page.run("document.querySelector('#params [name=budget]').focus()")
         for _ in range(2):
             page.press("ArrowUp")
-        page.until(f"{status}.includes('within 0.03') && {status}.includes('{BF16} (4)')")
-        page.run("document.querySelector('#choices thead button').focus()")
+        page.until(f"{TEXTS}.filter((text) => text === 'B').length >= 4")
+        choices = "document.querySelectorAll('[data-op=gemm] table')[1]"
+        page.run(f"{choices}.querySelector('thead button').focus()")
         page.press("Enter")
-        sorted_by = "document.querySelector('#choices th[aria-sort=ascending]').textContent"
-        assert page.run(sorted_by) == "Op"
-        page.run("""{const f = document.getElementById('filters');
-            f.elements.text.value = 'scaled_mm_row'; f.elements.op.value = 'gemm';
-            f.dispatchEvent(new Event('input', {bubbles: true}))}""")
-        rows = "Array.from(document.querySelectorAll('#choices tbody tr'))"
-        assert page.run(f"{rows}.length") == 6
+        assert page.run(f"{choices}.querySelector('[aria-sort=ascending]').textContent") == "m"
+        ms = f"Array.from({choices}.querySelectorAll('td:first-child'), (m) => m.textContent)"
+        assert page.run(ms) == sorted(page.run(ms), key=int)
+        page.run("""{const f = document.getElementById('asked').elements;
+            f.text.value = 'scaled_mm_row'; f.budgets.value = '0.06'; f.m.value = '2048';
+            document.getElementById('asked').dispatchEvent(new Event('input'))}""")
+        rows = f"Array.from({choices}.querySelectorAll('tr:not(.form, thead *, [hidden])'))"
+        assert page.run(f"{rows}.length") == 3
         assert page.run(f"{rows}.every((row) => row.textContent.includes('{ROW}'))")
         tree = page.call("Accessibility.getFullAXTree")["nodes"]
-        images = {n["name"]["value"] for n in tree
-                  if n.get("role", {}).get("value") == "image" and not n["ignored"]}  # fmt: skip
-        assert {"Map of the winning kernel", "Error against time"} <= images
+        names = {n["name"]["value"] for n in tree if "name" in n and not n["ignored"]}
+        assert {"Pictures of gemm", "Coverage and staleness"} <= names
         page.open(hostile)
         page.until(READY)
         assert page.run("document.title").startswith(HOSTILE)
-        names = "document.querySelectorAll('#winners-legend li span')"
-        assert HOSTILE in page.run(f"Array.from({names}, (name) => name.textContent)")
+        assert any(HOSTILE in text for text in page.run(TEXTS))
         assert page.run("window.ran") is None
         assert (page.errors, page.requests) == ([], [])
 
 
+TEXTS = "Array.from(document.querySelectorAll('#pictures svg text'), (text) => text.textContent)"
+
+
+def drawn_letters(page: browser.Page) -> list[str]:
+    """Letters in the first map."""
+    map_ = "document.querySelectorAll('#pictures svg .role-mark.mark-text')[0]"
+    texts = f"Array.from({map_}.querySelectorAll('text'), (text) => text.textContent)"
+    found: list[str] = page.run(texts)
+    return found
+
+
 @needs_chromium
-def test_the_shipped_file_is_shown_whole(tmp_path: Path) -> None:
+def test_the_page_of_the_shipped_file_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "h200.html"
     dispatcher.use_snapshot(None)
     done = CliRunner().invoke(app, ["report", "--device", "NVIDIA H200", "--out", str(out)])
     assert done.exit_code == 0, done.stderr
     size = out.stat().st_size
-    assert 100_000 < size < 5_000_000
+    assert 100_000 < size < 6_500_000
     (shipped,) = dispatcher.snapshot().sources
     with sqlite3.connect(f"file:{shipped}?mode=ro&immutable=1", uri=True) as database:
         ops = {op for (op,) in database.execute(
@@ -277,17 +319,17 @@ def test_the_shipped_file_is_shown_whole(tmp_path: Path) -> None:
         )
         assert {*told} == ops
         for op in sorted(ops):
-            page.run(f"""{{document.getElementById('winners').replaceChildren();
+            page.run(f"""{{document.getElementById('pictures').replaceChildren();
                 const s = document.querySelector('#asked [name=op]'); s.value = '{op}';
                 s.dispatchEvent(new Event('change', {{bubbles: true}}))}}""")
-            page.until("document.querySelector('#winners svg .role-mark.mark-text text')")
+            page.until("document.querySelector('#pictures svg .role-mark.mark-text text')")
         assert (page.errors, page.requests) == ([], [])
-    columns = json.loads(scripts_of(out.read_text(encoding="utf-8"))[0])["tables"]["choices"]
-    usual = {"op": "gemm", "form": "a=bfloat16 b=bfloat16 out=bfloat16", "budget": "0.06"}
+    spec = json.loads(scripts_of(out.read_text(encoding="utf-8"))[0])["specs"]["gemm"]
+    usual = {"form": "a=bfloat16 b=bfloat16 out=bfloat16"}
     shown = {
         (row["m"], row["n"], row["k"]): (row["kernel"], row["us"])
-        for row in rows_of(columns)
-        if row.items() >= usual.items()
+        for row in rows_of(spec["datasets"]["choices"][0])
+        if row.items() >= usual.items() and "0.06" in row["budgets"].split()
     }
     for shape in ((8192, 512, 512), (2048, 4096, 4096), (2048, 2048, 17280)):
         choice = dispatch("gemm", shape, 0.06, device="NVIDIA H200")
@@ -296,8 +338,11 @@ def test_the_shipped_file_is_shown_whole(tmp_path: Path) -> None:
 
 def rows_of(columns: dict[str, Any]) -> list[dict[str, Any]]:
     values = {
-        name: found.get("values") or [found["words"][place] for place in found["at"]]
+        name: [columns[f"{name}_words"][place] for place in found]
+        if f"{name}_words" in columns
+        else found
         for name, found in columns.items()
+        if not name.endswith("_words")
     }
     return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
 
@@ -313,7 +358,7 @@ def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-def test_choices_are_printed_without_a_page(small: Survey) -> None:
+def test_choices_are_printed_by_default(small: Survey) -> None:
     run = CliRunner().invoke
     done = run(app, ["report", "--device", "NVIDIA H200", "--budget", "0.05", "--json"])
     rows = json.loads(done.stdout)
@@ -321,7 +366,7 @@ def test_choices_are_printed_without_a_page(small: Survey) -> None:
     assert {row["kernel"] for row in rows if row["op"] == "gemm"} == {BF16, ROW}
 
 
-def test_what_is_missing_is_said_in_a_line(
+def test_missing_times_and_packages_are_errors_of_one_line(
     small: Survey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = CliRunner().invoke

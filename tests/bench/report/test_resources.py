@@ -1,4 +1,4 @@
-"""`list kernels --resources`: every kernel for AMD's GPUs, from snapshots that may be spoiled."""
+"""`list kernels --resources`: every kernel for AMD GPUs, from possibly damaged snapshots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_kernel_is_listed_for_every_amd_gpu_it_claims(
     assert len(set(names)) == len(names)
 
 
-def test_products_are_in_a_loop_and_nothing_is_in_scratch() -> None:
+def test_matrix_instructions_are_in_loops_and_scratch_is_unused() -> None:
     for row in resources.resource_rows():
         assert row["scratch_bytes"] == 0, row
         assert 0 <= row["agpr"] <= row["vgpr"] <= 512 and 1 <= row["occupancy"] <= 8, row
@@ -55,7 +55,7 @@ def test_products_are_in_a_loop_and_nothing_is_in_scratch() -> None:
             assert row["matrix"] is None and row["mfma_share"] is None, row
 
 
-def test_tables_csv_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_csv_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "--json")[1])
     read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))
     assert read == [{k: "" if v is None else str(v) for k, v in row.items()} for row in rows]
@@ -87,7 +87,7 @@ def test_a_table_fits_100_columns(
         (SHORT, "KeyError: 'matrix'"),
     ],
 )
-def test_a_snapshot_that_cannot_be_read_is_an_error_of_one_line(
+def test_an_unreadable_snapshot_is_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

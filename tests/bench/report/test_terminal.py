@@ -1,4 +1,4 @@
-"""What a terminal sees, and a pipe does not: bars, columns that fit, examples, and remedies."""
+"""Output on terminals and pipes: progress bars, widths of tables, examples, and remedies."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_quiet_commands_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not progress._LISTENERS
 
 
-def test_ctrl_c_is_one_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_one_word(capsys: pytest.CaptureFixture[str]) -> None:
     @options.says_errors
     def command() -> None:
         raise KeyboardInterrupt
@@ -148,7 +148,7 @@ def test_every_command_has_examples() -> None:
 
 
 @pytest.mark.parametrize("example", [e for found in EXAMPLES.values() for e in found])
-def test_examples_are_what_commands_take(example: str) -> None:
+def test_examples_parse(example: str) -> None:
     name, *words = shlex.split(example)
     assert example in EXAMPLES[name]
     assert len(example) <= 78, "it does not fit a terminal of 80 columns"
@@ -168,7 +168,7 @@ def test_help_shows_the_examples_at_80_columns(
     assert set(EXAMPLES[name]) <= set(lines)
 
 
-def test_a_database_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_database_has_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "mine.sqlite"
     with (
         pytest.raises(DatabaseError, match="is not there; check the path, or make one"),
