@@ -237,8 +237,6 @@ def _products(
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
         return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
                        "--probe` replays the operands themselves."]  # fmt: skip
-    from lokakern.bench.fp8_gain.factories import products_of_model
-
     assert model is not None  # one of the three is given
     found, share = products.products_of_model(model, rows, say)
     if share is not None:

@@ -88,12 +88,10 @@ def model(
 
     Nothing is stored in a database. Times on a CPU say nothing about a GPU.
     """
-    from lokakern.bench.models.arms import arms_named
+    from lokakern.bench.models.arms import Setting, arms_named
     from lokakern.bench.models.catalog import CATALOG, config_named
-    from lokakern.bench.models.comparison import compare, rows_of
-    from lokakern.bench.models.curves import save_curves
-    from lokakern.bench.models.layers import write_suite
-    from lokakern.bench.models.setting import Setting
+    from lokakern.bench.models.comparison import compare, rows_of, write_suite
+    from lokakern.bench.models.learning import save_curves
     from lokakern.measure.time_problem import torch_device
     from lokakern.render import terminal
 

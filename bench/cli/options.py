@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lokakern.errors import DatabaseError, LokakernError, ShapeError
-from lokakern.progress import told_to
 from lokakern.registry.storage import paths
 from lokakern.selection import dispatcher
 from lokakern.types import REGIMES, Format

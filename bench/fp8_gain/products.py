@@ -22,7 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lokakern.errors import SuiteError
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lokakern.errors import SuiteError, UnknownNameError, UnsupportedError
+from lokakern.nn.linear import Routed
+from lokakern.nn.module_scan import inner_layers, named_modules, shape_of
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.progress import tell
 from lokakern.types import Format
