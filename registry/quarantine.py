@@ -21,7 +21,7 @@ import numpy as np
 from lokakern.registry.sqlite_file import FACTS, KEY_BYTES
 
 if TYPE_CHECKING:
-    from lokakern.registry.snapshot.facts import Part
+    from lokakern.registry.snapshot.facts import Image
 
 
 class Tier(StrEnum):
@@ -78,7 +78,7 @@ class Doubts:
         waiting: Others.
     """
 
-    def __init__(self, trusted: Sequence[Part] = (), waiting: Sequence[Part] = ()) -> None:
+    def __init__(self, trusted: Sequence[Image] = (), waiting: Sequence[Image] = ()) -> None:
         self._keys = {
             name: [
                 without(key_array(part.keys(name)), [key_array(t.keys(name)) for t in trusted])

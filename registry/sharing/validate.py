@@ -116,7 +116,7 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
     opened.limit_rows(FACT_BYTES if is_fact else None)
     count = 0
     try:
-        cursor = opened.driver.execute(rows_text(name, *more))
+        cursor = opened.driver.execute(rows_text(name, (*more, *COLUMNS[name])))
         while batch := cursor.fetchmany(BATCH_ROWS if is_fact else FEW_ROWS):
             count += len(batch)
             if count > most:
@@ -135,7 +135,7 @@ def _not_text(opened: Foreign, name: str) -> DatabaseError:
     """Which text is not UTF-8: the driver does not say."""
     opened.driver.text_factory = bytes
     columns = COLUMNS[name]
-    for row in opened.driver.execute(rows_text(name)):
+    for row in opened.driver.execute(rows_text(name, columns)):
         for column, value in zip(columns[1:], row[1:], strict=True):
             if isinstance(value, bytes):
                 try:

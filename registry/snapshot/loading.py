@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.quarantine import Doubts, Waiting, waiting_for
-from lokakern.registry.snapshot.facts import check_agreement, set_disputed_apart, united
-from lokakern.registry.snapshot.image import facts_of
+from lokakern.registry.snapshot.facts import (
+    Facts,
+    Image,
+    check_agreement,
+    image_of,
+    set_disputed_apart,
+)
 from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.storage import paths as places
-
-if TYPE_CHECKING:
-    from lokakern.registry.snapshot.facts import Part
 
 logger = logging.getLogger("lokakern")
 
@@ -33,25 +34,25 @@ def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
     """
     with without_garbage_collection():
         if paths is not None:
-            return Snapshot(united([facts_of(path) for path in paths]), [*map(str, paths)])
+            return Snapshot(Facts([image_of(path) for path in paths]), [*map(str, paths)])
         user = places.user_database()
         # Before the database, into which it may be moved meanwhile: then both have it.
         waiting = _read_waiting(waiting_for(user))
         paths = [*places.shipped_databases(), *([user] if user.exists() else [])]
-        trusted = [facts_of(path) for path in paths]
+        trusted = [image_of(path) for path in paths]
         waiting = _agreeing(waiting, trusted)
         others = [part for _, part in waiting]
         # Before they are united, which takes from each what another has.
         doubts = Doubts(trusted, others) if others else None
         sources = [str(path) for path in (*paths, *(found.path for found, _ in waiting))]
-        return Snapshot(united([*trusted, *others]), sources, doubts)
+        return Snapshot(Facts([*trusted, *others]), sources, doubts)
 
 
-def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Part]]:
+def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Image]]:
     found = []
     for one in waiting:
         try:
-            found.append((one, facts_of(one.path)))
+            found.append((one, image_of(one.path)))
         except DatabaseError as error:
             if one.path.exists():  # else it was verified meanwhile
                 _leave_out(one, error)
@@ -59,13 +60,13 @@ def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Part]]:
 
 
 def _agreeing(
-    waiting: Sequence[tuple[Waiting, Part]], trusted: Sequence[Part]
-) -> list[tuple[Waiting, Part]]:
+    waiting: Sequence[tuple[Waiting, Image]], trusted: Sequence[Image]
+) -> list[tuple[Waiting, Image]]:
     """What contradicts nothing that is trusted, without what two tell differently.
 
     A file of others must stop neither dispatch nor one another.
     """
-    found: list[tuple[Waiting, Part]] = []
+    found: list[tuple[Waiting, Image]] = []
     for one, part in waiting:
         try:
             for known in trusted:

@@ -12,7 +12,7 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
-from lokakern.registry.snapshot.facts import Facts, GivenFacts, Row
+from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Lookup:
     ) -> None:
         self.sources = tuple(sources)
         self._doubts = doubts or None
-        self._facts = GivenFacts(rows) if isinstance(rows, Mapping) else rows
+        self._facts = rows if isinstance(rows, Facts) else Facts([image_of_rows(rows)])
         self._columns = self._facts.columns
         self._by_key = self._facts.dimensions
         self._built: dict[str, dict[str, Any]] = {name: {} for name in self._by_key}
