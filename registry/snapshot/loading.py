@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.quarantine import Doubts, Waiting, waiting_for
@@ -17,6 +19,10 @@ from lokakern.registry.snapshot.facts import (
 )
 from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.storage import paths as places
+
+if TYPE_CHECKING:
+    from lokakern.registry.storage.merge import MergeReport
+    from lokakern.registry.storage.reader import Source
 
 logger = logging.getLogger("lokakern")
 
@@ -45,7 +51,51 @@ def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
         # Before they are united, which takes from each what another has.
         doubts = Doubts(trusted, others) if others else None
         sources = [str(path) for path in (*paths, *(found.path for found, _ in waiting))]
-        return Snapshot(Facts([*trusted, *others]), sources, doubts)
+        return Snapshot(Facts([*others, *trusted]), sources, doubts)
+
+
+class SweepDatabase:
+    """The database of a sweep, read once for everything that is asked of it.
+
+    Args:
+        source: A file or URL; need not exist.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def collect_runs(self) -> MergeReport:
+        """Merge the run files that dead processes left, see `run_files.collect_runs`."""
+        from lokakern.registry.storage.run_files import collect_runs
+
+        report = collect_runs(self.source)
+        if any(report.added.values()):
+            self.forget()
+        return report
+
+    def forget(self) -> None:
+        """Read again next time, because rows were added."""
+        for cached in ("_image", "own", "dispatched"):
+            self.__dict__.pop(cached, None)
+
+    @cached_property
+    def _image(self) -> Image | None:
+        from lokakern.registry.storage.reader import is_there
+
+        return image_of(self.source) if is_there(self.source) else None
+
+    @cached_property
+    def own(self) -> Snapshot | None:
+        """What the database holds; None if it does not exist."""
+        return Snapshot(Facts([self._image]), [self._image.name]) if self._image else None
+
+    @cached_property
+    def dispatched(self) -> Snapshot:
+        """What dispatch would read if the database were the user's: the shipped files, too."""
+        with without_garbage_collection():
+            images = [*map(image_of, places.shipped_databases())]
+            images += [self._image] if self._image else []
+            return Snapshot(Facts(images), [image.name for image in images])
 
 
 def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Image]]:
