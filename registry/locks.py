@@ -28,6 +28,7 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
 
     def acquire(self, timeout_s: float = 0.0) -> bool:
@@ -36,6 +37,9 @@ class Lock:
         Raises:
             OSError: The file cannot be made, or nothing can be locked there.
         """
+        # FileLock would try again, until the timeout, where no file can be made.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        os.close(os.open(self._path, flags, 0o644))
         with suppress(Timeout):
             self._lock.acquire(timeout_s, _POLL_S)
             return True

@@ -108,7 +108,7 @@ class Doubts:
     def tier_of(self, name: str, key: str) -> str:
         """The tier of a fact, by its key as hex digits; "" if it is trusted."""
         asked = np.frombuffer(bytes.fromhex(key), dtype=_KEY)
-        waits = any(len(keys) and len(_places_of(asked, keys)) for keys in self._keys[name])
+        waits = any(len(keys) and len(places_of(asked, keys)) for keys in self._keys[name])
         return Tier.UNVERIFIED if waits else ""
 
 
@@ -121,7 +121,7 @@ def key_array(keys: bytes) -> Keys:
     return np.frombuffer(keys, dtype=_KEY)
 
 
-def _places_of(some: Keys, many: Keys) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+def places_of(some: Keys, many: Keys) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """Places of those of some keys that are among many, which are sorted."""
     places = np.minimum(np.searchsorted(many, some), max(len(many) - 1, 0))
     return np.flatnonzero(many[places] == some) if len(many) else np.flatnonzero([])
@@ -130,5 +130,5 @@ def _places_of(some: Keys, many: Keys) -> np.ndarray[tuple[int], np.dtype[np.int
 def without(keys: Keys, others: Sequence[Keys]) -> Keys:
     """Keys, sorted, but for those that others have."""
     for other in others:
-        keys = np.delete(keys, _places_of(keys, other))
+        keys = np.delete(keys, places_of(keys, other))
     return keys

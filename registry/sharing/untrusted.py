@@ -16,10 +16,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import URL, Connection
@@ -28,10 +27,18 @@ from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import private_folder
-from lokakern.registry.schema.tables import TABLES, sqlite_statements
-from lokakern.registry.sqlite_file import REMAKE, check_beside, check_header, shown
+from lokakern.registry.schema.tables import TABLES
+from lokakern.registry.sqlite_file import (
+    REMAKE,
+    check_beside,
+    check_header,
+    connect_readonly,
+    shown,
+    unreadable,
+)
 from lokakern.registry.storage.reader import (
     Source,
+    of_empty_file,
     read_rows,
     resolve,
     short,
@@ -154,19 +161,11 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
                 _check_entries(opened)
                 yield opened
         except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
-            raise _unreadable(name, error, deadline) from error
+            interrupted = short(error) == "interrupted"
+            why = f"not done after {deadline:.0f} s" if interrupted else short(error)
+            raise unreadable(name, why) from error
         finally:
             engine.dispose()
-
-
-def _unreadable(name: str, error: Exception, deadline: float) -> DatabaseError:
-    words = short(error)
-    if words == "interrupted":
-        words = f"not done after {deadline:.0f} s"
-    return DatabaseError(
-        f"database {name} cannot be read: {words}; expected a whole SQLite file "
-        f"(SQLite here is {sqlite3.sqlite_version}, 3.37 or later is needed); {REMAKE}"
-    )
 
 
 def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
@@ -236,12 +235,9 @@ def _check_encoding(path: Path, name: str) -> None:
 
 
 def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:
-    # Unquoted, a "?" in the name would end it and turn read-only into writable.
-    connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
+    connection = connect_readonly(path)
     for limit, value in _LIMITS.items():
         connection.setlimit(getattr(sqlite3, f"SQLITE_LIMIT_{limit}"), value)
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
-        connection.execute(f"PRAGMA {pragma}")
     if hasattr(connection, "setconfig"):  # Python 3.12
         for option, value in _OPTIONS.items():
             connection.setconfig(getattr(sqlite3, f"SQLITE_DBCONFIG_{option}"), value)
@@ -295,7 +291,4 @@ def _entries(connection: sqlite3.Connection) -> Entries:
 
 @functools.cache
 def _expected_entries(version: int) -> Entries:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        for statement in sqlite_statements(version):
-            connection.execute(statement)
-        return _entries(connection)
+    return of_empty_file(version, _entries)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lokakern.errors import DatabaseError
+from lokakern.registry.quarantine import key_array, places_of
 from lokakern.registry.sqlite_file import (
     DIMENSIONS,
     FACTS,
@@ -347,8 +348,7 @@ class Facts:
     def keys(self, name: str) -> bytes:
         if len(self.images) == 1:
             return self.images[0].keys(name)
-        joined = b"".join(image.keys(name) for image in self.images)
-        return np.sort(np.frombuffer(joined, dtype=f"S{KEY_BYTES}")).tobytes()
+        return np.sort(key_array(b"".join(image.keys(name) for image in self.images))).tobytes()
 
     def as_rows(self) -> dict[str, list[Row]]:
         """Every row, by table and key."""
@@ -425,12 +425,6 @@ def set_disputed_apart(parts: Sequence[Image]) -> list[tuple[Image, Image, int]]
 
 def common_keys(one: bytes, other: bytes) -> list[bytes]:
     """Keys, which lie sorted, that are among both: 44k among a million in 15 ms."""
-    small, large = sorted((one, other), key=len)
-    few, many = (np.frombuffer(keys, dtype=f"S{KEY_BYTES}") for keys in (small, large))
-    if not len(few):
-        return []
-    places = np.minimum(np.searchsorted(many, few), len(many) - 1)
-    return [
-        small[place * KEY_BYTES : (place + 1) * KEY_BYTES]
-        for place in np.flatnonzero(many[places] == few).tolist()
-    ]
+    few, many = sorted(map(key_array, (one, other)), key=len)
+    found = few[places_of(few, many)].tobytes()
+    return [found[start : start + KEY_BYTES] for start in range(0, len(found), KEY_BYTES)]
