@@ -1,4 +1,4 @@
-"""Locks that a process holds for as long as it lives, however it ends, and folders of its own."""
+"""Locks that end with their process, however it ends, and private folders."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Lock:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that nobody else may enter; first, those of processes that were killed are removed.
+    """A folder with mode 0700. Folders of killed processes are removed first.
 
     Raises:
         DatabaseError: It cannot be made.

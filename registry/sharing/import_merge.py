@@ -1,4 +1,4 @@
-"""Import and merge files of others: all or nothing, the sources unchanged."""
+"""Import and merge foreign files: all or nothing, the sources unchanged."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class ImportReport:
     Attributes:
         added: Rows that were new.
         known: Rows that were there.
-        left_out: Rows that no measurement refers to.
-        changed_kernels: Kernels of the file whose source is another one here.
-        contradicted: What waits with other contents of the same rows, with one of them. One of the
-            two was edited, and dispatch reads such rows of neither.
+        left_out: Rows to which no measurement refers.
+        changed_kernels: Kernels of the file whose source differs here.
+        contradicted: Quarantined files with other contents of the same rows, with the first
+            difference. One of the two was edited, and dispatch reads such rows of neither.
     """
 
     added: dict[str, int]
@@ -79,10 +79,10 @@ def import_file(
     Args:
         path: The file; a manifest beside it has to agree.
         target: What it is added to; made if it is missing.
-        trusted: Whether rows go into the database at once, as if measured here; else they wait
-            beside it (`registry.trust`).
-        sha256: That the file has to have, in hex.
-        guards: What the file may cost.
+        trusted: Whether rows go into the database at once, as if measured here; else they go
+            into quarantine (`registry.quarantine`).
+        sha256: The expected checksum of the file, in hex.
+        guards: Bounds on the cost of reading the file.
 
     Raises:
         DatabaseError: The file is not what it was said to be, cannot be read, holds what no row
@@ -105,7 +105,7 @@ def import_file(
         if trusted:
             added = _add(part, target)
         else:
-            added, contradicted = _let_wait(part, brought, target)
+            added, contradicted = _add_to_quarantine(part, brought, target)
     known = {name: brought[name] - added[name] for name in TABLES}
     return ImportReport(added, known, left_out, _changed(checked), contradicted)
 
@@ -137,16 +137,16 @@ def _add(part: Part, target: Path) -> dict[str, int]:
         return add_to_file(target, [part])
 
 
-def _let_wait(
+def _add_to_quarantine(
     part: Part, brought: Mapping[str, int], database: Path
 ) -> tuple[dict[str, int], tuple[tuple[Waiting, str], ...]]:
-    """Put a part beside a database, unless all of it is known.
+    """Put a part into the quarantine of a database, unless all of it is known.
 
-    What waits already stands in nobody's way: which of two contradictory files was edited is for
-    `verify` to say.
+    Contradictions with quarantined files do not prevent that: `verify` finds out which of two was
+    edited.
 
     Returns:
-        How many rows are new, by table, and what waits and contradicts them.
+        How many rows are new, by table, and the quarantined files that contradict them.
     """
     with locked(database) as place, private_folder() as folder:
         alone = folder / "alone.sqlite"
@@ -161,7 +161,7 @@ def _let_wait(
             check_agreement(known[-1], image_of(alone), part.name)
         contradicted = []
         for waiting in waiting_for(place):
-            with suppress(DatabaseError):  # what cannot be read is left out by dispatch, too
+            with suppress(DatabaseError):  # dispatch leaves out unreadable files, too
                 others = image_of(waiting.path)
                 try:
                     check_agreement(others, image_of(alone), part.name)
@@ -178,12 +178,12 @@ def _let_wait(
 
 
 def _check_rejected(alone: Path, database: Path) -> None:
-    """A file that was rejected does not come back, in one that has more neither.
+    """Refuse a file with all rows of a rejected one.
 
-    One that has only some of its rows may be what it was made from, and is let in.
+    A file with only some of its rows may be its origin and is accepted.
 
     Raises:
-        DatabaseError: It is one.
+        DatabaseError: It has all rows of a rejected file.
     """
     for rejected in waiting_for(database, Tier.REJECTED):
         if has_all(image_of(alone), image_of(rejected.path)):
@@ -204,18 +204,19 @@ def _shipped_with(database: Path) -> list[Path]:
 
 
 def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None:
-    """Move rows of an import into its database; what is left waits on.
+    """Move rows of an import into its database; the rest stays in quarantine.
 
-    Killed in between, the file waits as it was, and what the database has too is trusted.
+    If the process is killed in between, the file stays in quarantine as it was, and its rows that
+    are in the database are trusted.
 
     Args:
-        waiting: The file that both are of.
-        database: That it was imported into.
+        waiting: The quarantined file.
+        database: The database of the import.
         accepted: Rows to move.
-        left: All others, without any of which the file is removed.
+        left: All other rows. Without facts the file is removed.
 
     Raises:
-        DatabaseError: Somebody else settled it, or a row contradicts the database.
+        DatabaseError: Another process settled it, or a row contradicts the database.
     """
     with locked(database) as place:
         _check_waits(waiting)
@@ -231,10 +232,10 @@ def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None
 
 
 def reject(waiting: Waiting, database: Path) -> Path:
-    """Put a file that waits where dispatch does not read it.
+    """Move a quarantined file to a place that dispatch does not read.
 
     Raises:
-        DatabaseError: Somebody else settled it, or it cannot be moved.
+        DatabaseError: Another process settled it, or it cannot be moved.
     """
     with locked(database):
         _check_waits(waiting)
@@ -281,7 +282,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     Args:
         sources: Files or URLs; never changed.
         out: A file that is not there, or the URL of a server, to which the rows are added.
-        guards: What each source may cost.
+        guards: Bounds on the cost of reading each source.
 
     Returns:
         Rows of the union, by table, and how many more the sources had together.
@@ -316,10 +317,10 @@ def _refuse_existing(place: Path) -> None:
 
 
 def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
-    """Every row of a database of others, as `reader.read_rows` gives them.
+    """Every row of a foreign database, as `reader.read_rows` gives them.
 
     Raises:
-        DatabaseError: It cannot be read, or holds what no row may.
+        DatabaseError: It cannot be read, or has an invalid row.
     """
     with checked_file(source, guards) as (opened, _):
         return READERS[opened.version](opened.connection)
@@ -327,20 +328,20 @@ def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
 
 @contextmanager
 def checked_file(source: Source, guards: Guards = GUARDS) -> Iterator[tuple[Foreign, Checked]]:
-    """A database of others, open, with every row checked.
+    """An open foreign database with every row checked.
 
     Raises:
-        DatabaseError: It cannot be read, or holds what no row may.
+        DatabaseError: It cannot be read, or has an invalid row.
     """
     with open_guarded(source, guards) as opened:
         yield opened, check(opened)
 
 
 def union_of(trusted: Sequence[Source], foreign: Sequence[Source]) -> Facts:
-    """Rows of databases of ours and of others, merged in memory.
+    """The union of trusted and foreign databases in memory.
 
     Raises:
-        DatabaseError: One cannot be read, holds what no row may, or contradicts another.
+        DatabaseError: One cannot be read, has an invalid row, or contradicts another.
     """
     parts = [image_of(source) for source in trusted]
     for source in foreign:

@@ -1,8 +1,8 @@
-"""Files of others, opened so that they can neither write, run anything, hang nor fill the memory.
+"""Guarded access to foreign files: they can neither write, run code, hang nor exhaust the memory.
 
-A file is copied to a place that nobody else reads or writes, its header looked at, opened read-only
-and immutable behind SQLite's limits, an authorizer and a deadline, and its schema compared with
-ours to the letter before any of its text is compiled. Then `registry/sharing/validate.py` reads
+A file is copied to a private folder, its header is checked, and it is opened read-only and
+immutable with SQLite's limits, an authorizer and a deadline. Its schema must equal this one
+literally before any of its text is compiled. Then `registry/sharing/validate.py` reads
 every row.
 """
 
@@ -70,7 +70,7 @@ _PRAGMAS = frozenset({"quick_check", "read_uncommitted", "user_version"})
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """What a file of others may cost.
+    """Bounds on the cost of reading a foreign file.
 
     Attributes:
         largest_bytes: Of the file.
@@ -94,7 +94,7 @@ GUARDS = Guards()
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A guarded file, open. Nothing is known of its rows yet.
+    """An open guarded file, whose rows are not checked yet.
 
     Attributes:
         name: What errors call it.
@@ -103,7 +103,7 @@ class Foreign:
         version: Of its schema.
         copy: The private copy.
         connection: Reads the copy.
-        guards: What it may cost.
+        guards: Bounds on the cost of reading it.
     """
 
     name: str
@@ -122,14 +122,14 @@ class Foreign:
         return found
 
     def limit_rows(self, size_bytes: int | None = None) -> None:
-        """From now on refuse longer rows; None: longer ones than any table of ours has."""
+        """Refuse longer rows from now on; None is the limit of all tables."""
         size = _LIMITS["LENGTH"] if size_bytes is None else size_bytes
         self.driver.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, size)
 
 
 @contextmanager
 def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
-    """Open a database of others for reading. Whatever goes wrong inside is a `DatabaseError`.
+    """Open a foreign database for reading. Every failure inside is a `DatabaseError`.
 
     Rows of a server are first written into a private file, whose constraints they have to meet.
 
@@ -250,7 +250,7 @@ def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:
 def _authorize(
     action: int, first: str | None, second: str | None, _database: str | None, inner: str | None
 ) -> int:
-    """Only what our own questions need; `inner` is the view or trigger that asks."""
+    """Allow only what the queries here need; `inner` is the view or trigger that asks."""
     allowed = inner is None and (
         action == sqlite3.SQLITE_SELECT
         or (action == sqlite3.SQLITE_READ and first in _READABLE)
@@ -264,7 +264,7 @@ Entries = dict[tuple[str, str, str], str | None]
 
 
 def _check_entries(opened: Foreign) -> None:
-    """All of the schema is ours to the letter: constraints, too, which SQLite would run."""
+    """Compare the whole schema literally, with the constraints, which SQLite would run."""
     found, expected = _entries(opened.driver), _expected_entries(opened.version)
     for entry in sorted(found.keys() | expected.keys()):
         if entry not in found or entry not in expected or found[entry] != expected[entry]:

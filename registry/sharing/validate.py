@@ -1,7 +1,7 @@
-"""Whether the rows of a file of others are what they must be.
+"""Validation of the rows of a foreign file.
 
-Values are looked at a column at a time, which is ten times as fast as a row at a time; CHECK
-constraints are those of the models, asked of the file in SQL. Keys are computed again.
+Values are checked by column, which is ten times as fast as by row. The CHECK constraints are those
+of the models, as SQL queries of the file. Row keys are computed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODULE = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_]+)*|python:[\w.]+|package:[\w.+
 
 @dataclass(slots=True)
 class Checked:
-    """What was found in a file whose every row is right.
+    """The content of a file with valid rows only.
 
     Attributes:
         dimensions: By table and id, rows in the order of `tables.COLUMNS`, keys as hex digits.
@@ -55,11 +55,11 @@ class Checked:
 
 
 def check(opened: Foreign) -> Checked:
-    """Read every row of a file of others.
+    """Read and check every row of a foreign file.
 
     Raises:
-        DatabaseError: A page is damaged, or a value is not what it must be: with its table, key and
-            what was expected.
+        DatabaseError: A page is damaged, or a value is invalid: with its table, key and the
+            expected value.
     """
     complaint = _quick_check(opened)
     now_ms = now_utc_ms()
@@ -83,7 +83,7 @@ def check(opened: Foreign) -> Checked:
 
 
 def _quick_check(opened: Foreign) -> DatabaseError | None:
-    """SQLite's own opinion. What it says of single values is kept: we name the row."""
+    """Run SQLite's check. Complaints about single values are kept, as ours name the row."""
     found = [str(row[0]) for row in opened.driver.execute("PRAGMA quick_check(5)")]
     if found == ["ok"]:
         return None
@@ -133,7 +133,7 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
 
 
 def _not_text(opened: Foreign, name: str) -> DatabaseError:
-    """Which text is not UTF-8: the driver does not say."""
+    """Find the text that is not UTF-8, which the driver does not name."""
     opened.driver.text_factory = bytes
     columns = COLUMNS[name]
     for row in opened.driver.execute(rows_text(name, columns)):
@@ -232,7 +232,7 @@ def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) ->
 
 
 def _why_no_problem(problem: Problem) -> str | None:
-    """Why nobody can pose it, so that whoever looked at it would stumble."""
+    """The reason why a problem is invalid, or None."""
     if problem.op not in OPS:
         return f"op is {problem.op!r}"
     multiplies = len(OPS[problem.op].axes) == 3
@@ -364,7 +364,7 @@ _ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
 
 
 def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> None:
-    """Ascending, each once: what merging and looking up rely on."""
+    """Require ascending distinct keys, as merges and lookups do."""
     for key in keys:
         if key <= last:
             raise _wrong(opened, name, key, f"it comes after {last}", "keys in order, each once")
@@ -372,7 +372,7 @@ def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> 
 
 
 def _check_constraints(opened: Foreign, name: str) -> None:
-    """CHECK constraints, asked of rows whose types were looked at."""
+    """Check CHECK constraints of rows whose types were checked."""
     checks = constraints_of(name)
     if not checks:
         return

@@ -1,4 +1,4 @@
-"""Loading what dispatch reads: the shipped files, the user's, and what waits to be verified."""
+"""Loading the data of dispatch: the shipped files, the user's, and its quarantine."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
     """Read database files into memory, merged by key.
 
     Args:
-        paths: Files, all of which must exist, and nothing that waits beside them; by default the
-            shipped files and, if there is one, the user's, with what waits beside it to be
-            verified.
+        paths: Files that must exist, without their quarantines; by default the shipped files and,
+            if it exists, the user's with its quarantine.
 
     Raises:
         DatabaseError: A file cannot be read, or files contradict each other.
@@ -112,9 +111,9 @@ def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Image]]:
 def _agreeing(
     waiting: Sequence[tuple[Waiting, Image]], trusted: Sequence[Image]
 ) -> list[tuple[Waiting, Image]]:
-    """What contradicts nothing that is trusted, without what two tell differently.
+    """The quarantined files that agree with all trusted ones, without rows in which two differ.
 
-    A file of others must stop neither dispatch nor one another.
+    A foreign file must stop neither dispatch nor another foreign file.
     """
     found: list[tuple[Waiting, Image]] = []
     for one, part in waiting:

@@ -1,4 +1,4 @@
-"""Rows of a snapshot, as what they stand for: devices, kernels, problems, and cells of these."""
+"""Rows of a snapshot as objects: devices, kernels, problems, and cells of these."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lookup:
 
     @property
     def has_doubts(self) -> bool:
-        """Whether anything waits to be verified."""
+        """Whether any row is in quarantine."""
         return self._doubts is not None
 
     @cached_property

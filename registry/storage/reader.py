@@ -1,4 +1,4 @@
-"""Reading database files that may come from anyone: read-only, checked, never migrated in place."""
+"""Reading databases: read-only, checked, never migrated in place."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def open_readonly(path: str | Path) -> Iterator[Connection]:
 
 
 def short(error: Exception) -> str:
-    """What a driver says, in one line."""
+    """The message of a driver, in one line."""
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
@@ -134,7 +134,7 @@ def _expected_schema(version: int) -> Schema:
 
 
 def of_empty_file(version: int, read: Callable[[sqlite3.Connection], T]) -> T:
-    """What an empty file of a schema version says."""
+    """The result of `read` for an empty file of a schema version."""
     with closing(sqlite3.connect(":memory:")) as connection:
         for statement in sqlite_statements(version):
             connection.execute(statement)

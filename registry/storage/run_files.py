@@ -84,7 +84,7 @@ __all__ = [
 
 
 def runs_folder(database: Source) -> Path:
-    """Where the run files of a database wait to be merged."""
+    """The folder of run files of a database that are not merged yet."""
     target = resolve(database)
     if isinstance(target, Path):
         return target.with_name(target.name + ".runs")
@@ -95,7 +95,7 @@ def runs_folder(database: Source) -> Path:
 class RunFile:
     """What one process measures, committed row by row into a file of its own.
 
-    While open it holds a lock, by which `collect_runs` tells the living from the dead. Used as a
+    While open it holds a lock, by which `collect_runs` knows that its process lives. Used as a
     context manager it is merged at the end; after an exception it is left for `collect_runs`.
 
     Attributes:
@@ -161,7 +161,7 @@ class RunFile:
             replace_file(path, {"run": [tuple(row.values())]})
         except (OSError, DatabaseError) as error:
             with suppress(OSError):
-                _delete_run(path)  # nobody else knows of it
+                _delete_run(path)  # no other process knows it
             lock.release()
             if isinstance(error, DatabaseError):
                 raise

@@ -50,7 +50,7 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
 
 
-def test_what_a_file_is_read_by_without_its_models() -> None:
+def test_constants_for_reading_agree_with_the_models() -> None:
     """A new schema changes these constants, and may not be forgotten here."""
     assert tuple(tables.TABLES) == sqlite_file.TABLE_NAMES
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
@@ -213,7 +213,7 @@ def test_one_key_with_two_contents(small: Path, change: str, table: str) -> None
         ([], 40, 60),
     ],
 )  # fmt: skip
-def test_what_two_sources_tell_differently_is_taken_out_of_both(
+def test_contradictory_rows_are_removed_from_both_sources(
     small: Path, as_rows: tuple[bool, bool], changes: list[str], timings: int, accuracies: int
 ) -> None:
     other = edited(Path(shutil.copy(small, small.with_name("other.sqlite"))), *changes)
