@@ -1,4 +1,4 @@
-"""Whether what a database says of a kernel is said of the kernel as it is now."""
+"""Staleness: whether a row of a database belongs to a kernel as it is now."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def is_current(kernel: KernelRow) -> bool:
-    """Whether a row is of a kernel as it is now: its digest, and all that is said of it.
+    """Whether a row describes a kernel as it is now, digest and attributes.
 
-    A row of another version of a library than the one that is installed is none.
+    A row of another version of a library than the installed one does not.
     """
     return _belongs(kernel) and _has_its_digest(kernel)
 
 
 def _belongs(kernel: KernelRow) -> bool:
-    """Whether a row says of a registered kernel what it is; its digest is of its files alone.
+    """Whether a row has the attributes of the registered kernel, which its digest leaves out.
 
-    Which scales and sums it has decides whose errors are its own.
+    Scales and accumulation decide which errors belong to a kernel.
     """
     from lokakern.registry.register import KERNELS
 
@@ -37,7 +37,7 @@ def _belongs(kernel: KernelRow) -> bool:
 
 
 def _sources(modules: Iterable[str]) -> list[str]:
-    """Without libraries, whose versions may be others here."""
+    """The modules without libraries, whose versions may differ here."""
     return [module for module in modules if not module.startswith("package:")]
 
 

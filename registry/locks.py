@@ -1,16 +1,16 @@
-"""Locks that a process holds for as long as it lives, however it ends, and folders of its own."""
+"""Locks that end with their process, however it ends, and private folders."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from lokakern.errors import DatabaseError
 
@@ -19,10 +19,9 @@ _PREFIX = "lokakern-private-"
 
 
 class Lock:
-    """The system's lock of a file, or nothing: where there is none, that is an error.
+    """The system's lock of a file, which ends with its process; without such locks an error.
 
-    A file whose existence is the lock would outlive whoever is killed. The file may be removed by
-    whoever holds its lock.
+    The holder may remove the file: a lock of a removed file is none.
 
     Args:
         path: The file; made if it is missing.
@@ -30,7 +29,7 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor: int | None = None
+        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False)
 
     def acquire(self, timeout_s: float = 0.0) -> bool:
         """Take the lock; False if another process held it all the time.
@@ -38,39 +37,22 @@ class Lock:
         Raises:
             OSError: The file cannot be made, or nothing can be locked there.
         """
-        ends = time.monotonic() + timeout_s
-        while not self._try():
-            if time.monotonic() >= ends:
-                return False
-            time.sleep(_POLL_S)
-        return True
-
-    def _try(self) -> bool:
+        # FileLock would try again, until the timeout, where no file can be made.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self._path, flags, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Removed since it was opened, it locks nothing: another makes a new one.
-            if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
-                self._descriptor = descriptor
-                return True
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        finally:
-            if self._descriptor is None:
-                os.close(descriptor)
+        os.close(os.open(self._path, flags, 0o644))
+        with suppress(Timeout):
+            self._lock.acquire(timeout_s, _POLL_S)
+            return True
         return False
 
     def release(self) -> None:
-        """Let others have it; nothing if it is not held."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Release the lock; nothing if it is not held."""
+        self._lock.release()
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that nobody else may enter; first, those of processes that were killed are removed.
+    """A folder with mode 0700. Folders of killed processes are removed first.
 
     Raises:
         DatabaseError: It cannot be made.

@@ -1,8 +1,8 @@
-"""Measurements of others, until some of them were measured again here.
+"""The quarantine of imported measurements, until some of them are measured again here.
 
-They wait in the folder NAME.imports beside a database: a file of each import, by its content, in a
-folder that says how far it is trusted. `lokakern.bench.exchange.verify` moves what holds into the
-database. Dispatch reads what waits, and says so; what was rejected it does not.
+It is the folder NAME.imports beside a database: one file for each import, named by its content, in
+a folder for each tier of trust. `lokakern.bench.exchange.verify` moves rows that hold into the
+database. Dispatch reads quarantined files and marks their rows; it does not read rejected ones.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import numpy as np
 from lokakern.registry.sqlite_file import FACTS, KEY_BYTES
 
 if TYPE_CHECKING:
-    from lokakern.registry.snapshot.facts import Part
+    from lokakern.registry.snapshot.facts import Image
 
 
 class Tier(StrEnum):
-    """How far rows are trusted that nobody measured here."""
+    """The trust in rows that were not measured here."""
 
     UNVERIFIED = "unverified"
-    REJECTED = "rejected"  # what was measured again disagrees
+    REJECTED = "rejected"  # repeated measurements disagree
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A file that waits, or was rejected."""
+    """A file in quarantine, or a rejected one."""
 
     path: Path
     tier: Tier
 
     @property
     def name(self) -> str:
-        """The first digits of the checksum of what was imported."""
+        """The first digits of the checksum of the import."""
         return self.path.stem
 
     @property
     def since(self) -> str:
-        """When it was put there."""
+        """The time of the import."""
         try:
             when = datetime.fromtimestamp(self.path.stat().st_mtime, UTC)
         except OSError:  # verified meanwhile
@@ -54,31 +54,31 @@ class Waiting:
 
 
 def imports_folder(database: Path) -> Path:
-    """Where imports into a database wait."""
+    """The quarantine of a database."""
     real = Path(os.path.realpath(database))
     return real.with_name(real.name + ".imports")
 
 
 def waiting_for(database: Path, tier: Tier = Tier.UNVERIFIED) -> list[Waiting]:
-    """Imports of a database, by name."""
+    """The quarantined imports of a database, by name."""
     folder = imports_folder(database) / tier
     return [Waiting(path, tier) for path in sorted(folder.glob("*.sqlite"))]
 
 
 def place_for(database: Path, sha256: str) -> Path:
-    """Where an import into a database waits, by the SHA-256 of its rows as they lie alone."""
+    """The place of an import in quarantine, by the SHA-256 of a file of its rows alone."""
     return imports_folder(database) / Tier.UNVERIFIED / f"{sha256[:16]}.sqlite"
 
 
 class Doubts:
-    """Which facts of several sources wait, row by row: a file may add rows to a run that is known.
+    """The quarantined facts of several sources, by row: a file may add rows to a known run.
 
     Args:
-        trusted: Sources that are. What they have is trusted, whoever has it too.
-        waiting: Others.
+        trusted: Trusted sources. Their rows are trusted even if a quarantined file has them too.
+        waiting: Quarantined sources.
     """
 
-    def __init__(self, trusted: Sequence[Part] = (), waiting: Sequence[Part] = ()) -> None:
+    def __init__(self, trusted: Sequence[Image] = (), waiting: Sequence[Image] = ()) -> None:
         self._keys = {
             name: [
                 without(key_array(part.keys(name)), [key_array(t.keys(name)) for t in trusted])
@@ -92,7 +92,7 @@ class Doubts:
 
     @property
     def digest(self) -> str:
-        """SHA-256, in hex, of what waits."""
+        """SHA-256, in hex, of the quarantined facts."""
         digest = hashlib.sha256()
         for name, found in sorted(self._keys.items()):
             for keys in sorted(found, key=lambda keys: keys.tobytes()):
@@ -100,7 +100,7 @@ class Doubts:
         return digest.hexdigest()
 
     def count(self, name: str, keys: Iterable[str]) -> int:
-        """How many of some facts wait, by their keys as hex digits, each there once."""
+        """The number of quarantined ones among facts, given by distinct keys as hex digits."""
         asked = key_array(bytes.fromhex("".join(keys)))
         waiting = without(np.sort(asked), self._keys[name])
         return len(asked) - len(waiting)
@@ -108,7 +108,7 @@ class Doubts:
     def tier_of(self, name: str, key: str) -> str:
         """The tier of a fact, by its key as hex digits; "" if it is trusted."""
         asked = np.frombuffer(bytes.fromhex(key), dtype=_KEY)
-        waits = any(len(keys) and len(_places_of(asked, keys)) for keys in self._keys[name])
+        waits = any(len(keys) and len(places_of(asked, keys)) for keys in self._keys[name])
         return Tier.UNVERIFIED if waits else ""
 
 
@@ -121,14 +121,14 @@ def key_array(keys: bytes) -> Keys:
     return np.frombuffer(keys, dtype=_KEY)
 
 
-def _places_of(some: Keys, many: Keys) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Places of those of some keys that are among many, which are sorted."""
+def places_of(some: Keys, many: Keys) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """The places of the keys in `some` that are in `many`, which is sorted."""
     places = np.minimum(np.searchsorted(many, some), max(len(many) - 1, 0))
     return np.flatnonzero(many[places] == some) if len(many) else np.flatnonzero([])
 
 
 def without(keys: Keys, others: Sequence[Keys]) -> Keys:
-    """Keys, sorted, but for those that others have."""
+    """Sorted keys without those in `others`."""
     for other in others:
-        keys = np.delete(keys, _places_of(keys, other))
+        keys = np.delete(keys, places_of(keys, other))
     return keys

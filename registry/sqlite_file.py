@@ -106,7 +106,7 @@ def check_header(path: Path, name: str) -> int:
 
 
 def unreadable(name: str, why: str) -> DatabaseError:
-    """The error of a file of which SQLite says why it cannot be read."""
+    """The error of a file that SQLite cannot read."""
     return DatabaseError(
         f"database {name} cannot be read: {why}; expected a whole SQLite file (SQLite here is "
         f"{sqlite3.sqlite_version}, 3.37 or later is needed); {REMAKE}"
@@ -114,10 +114,10 @@ def unreadable(name: str, why: str) -> DatabaseError:
 
 
 def check_beside(path: Path, name: str) -> None:
-    """See that nobody left a transaction beside a file, which is not in it yet.
+    """Refuse a file with an unfinished transaction beside it.
 
     Raises:
-        DatabaseError: Somebody did.
+        DatabaseError: There is one.
     """
     for beside in (path.with_name(path.name + ending) for ending in ("-journal", "-wal")):
         if beside.exists() and beside.stat().st_size:

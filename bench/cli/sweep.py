@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -40,6 +41,8 @@ from lokakern.workloads.suite_files import suite_named
 from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
+    from lokakern.registry.snapshot.loading import SweepDatabase
+    from lokakern.registry.storage.reader import Source
     from lokakern.sweep.engine import SweepReport
     from lokakern.sweep.ranks import Alone
 
@@ -147,8 +150,7 @@ def sweep(
     """Measure times and errors and store them; resume where an earlier sweep stopped."""
     from lokakern.bench.report import library_smoke
     from lokakern.bench.report.summary import summary_rows
-    from lokakern.registry.storage.reader import is_there
-    from lokakern.registry.storage.run_files import collect_runs
+    from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.render import terminal
     from lokakern.sweep import engine as sweeping
     from lokakern.sweep.ranks import crew_of_torchrun, take_gpu
@@ -165,6 +167,11 @@ def sweep(
                                  param_hint="--only-stale")  # fmt: skip
     take_gpu()
     device = compiling.gpu_named(device_name) if prebuild else current_device()
+
+    @functools.cache
+    def read() -> SweepDatabase:
+        return SweepDatabase(_target(db))
+
     with crew_of_torchrun() as crew:
         if crew.world > 1 and prebuild:
             raise typer.BadParameter("goes without torchrun: one process compiles on all cores",
@@ -176,7 +183,7 @@ def sweep(
             cases = _asked_for(shape or [], epilogue, problem or [], from_misses, device)
             name = "misses" if from_misses else "shapes"
         elif only_stale and suite is None:
-            cases, name = _cases_timed(_target(db), regime, device, crew), "stale"
+            cases, name = _cases_timed(read(), regime, device, crew), "stale"
         else:
             cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
         if cases or not only_stale:  # an empty database is not a usage error
@@ -184,12 +191,12 @@ def sweep(
         if prebuild:
             _prebuild(cases, device, kernel or (), quiet)
             return
-        target = _target(db)
+        database = read()
         shown = terminal.TerminalProgress(quiet=quiet) if crew.rank == 0 else None
         with shown or contextlib.nullcontext() as progress:
             did = sweeping.sweep(
                 cases,
-                database=target,
+                database=database,
                 suite=name,
                 command=_command_again(sys.argv[1:]),
                 regime=regime.value if regime else None,
@@ -208,20 +215,20 @@ def sweep(
     if every is None:  # the first rank reports for all
         return
     if len(every) < crew.world:
-        collect_runs(target)
+        database.collect_runs()
         say(f"{crew.world - len(every)} of {crew.world} ranks ended early; what they had measured "
             "is in the database, what they had not was measured by the others")  # fmt: skip
     dispatcher.use_snapshot(None)
     done = sweeping.SweepReport.of_all(every)
-    _tell(done, target, only_stale)
-    if is_there(target):
+    _tell(done, database.source, only_stale)
+    if database.own is not None:
         shown_cases = [cases[place] for place in done.stale] if only_stale else cases
         how = OutputFormat.JSON if as_json else how
         if how is OutputFormat.TABLE and len(shown_cases) > MOST_SHOWN:
             say(f"{len(shown_cases)} problems are too many for a table: --format csv or json "
                 "prints them, `compare` shows gains, `explain` reasons")  # fmt: skip
         else:
-            rows = summary_rows(target, shown_cases, regime.value if regime else None)
+            rows = summary_rows(database.own, shown_cases, regime.value if regime else None)
             terminal.print_rows(rows, how.value, title=f"{name} on {device.product}")
     if done.out_of_time:
         say(f"the time limit of {time_limit:g} s ended the sweep; run it again")
@@ -250,20 +257,18 @@ def _asked_for(
 
 
 def _cases_timed(
-    target: Path | str, regime: Regime | None, device: Device, crew: Alone
+    database: SweepDatabase, regime: Regime | None, device: Device, crew: Alone
 ) -> list[Case]:
     """All problems with times on the device, in the database or a shipped one.
 
     One rank reads them for all ranks, which may have different copies.
     """
-    from lokakern.registry.storage.run_files import collect_runs
-    from lokakern.sweep.resume import read_by_dispatch
     from lokakern.sweep.staleness import cases_timed
 
     def look() -> list[Any]:
-        collect_runs(target)
+        database.collect_runs()
         how = regime.value if regime else dispatcher.default_regime(device)
-        found = cases_timed(read_by_dispatch(target), device, how)
+        found = cases_timed(database.dispatched, device, how)
         return [(problem_row(case.problem), case.distribution) for case in found]
 
     plain = crew.plan("cases", look)
@@ -334,7 +339,7 @@ def _target(db: str | None) -> Path | str:
     return target
 
 
-def _tell(done: SweepReport, target: Path | str, only_stale: bool) -> None:
+def _tell(done: SweepReport, target: Source, only_stale: bool) -> None:
     if only_stale and not (done.timed or done.measured or done.out_of_time):
         say("nothing is stale")
     others = "fresh or never measured" if only_stale else "there already"

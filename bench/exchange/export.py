@@ -10,6 +10,7 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_of, place_of, text_of
 from lokakern.registry.schema.tables import COLUMNS
+from lokakern.registry.snapshot.facts import Facts
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, rows_digest
@@ -17,7 +18,7 @@ from lokakern.registry.storage.writer import locked, publish, synchronize, write
 from lokakern.types import Device
 
 
-def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
+def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]:
     """Write the measurements of a GPU type and of current kernels into a new file.
 
     The file leaves out facts of changed kernels and of other devices, and all rows that no
@@ -34,7 +35,8 @@ def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
     Raises:
         DatabaseError: No rows are left, or the file cannot be written.
     """
-    kept = current_rows(merged, device)
+    rows = merged.as_rows() if isinstance(merged, Facts) else merged
+    kept = current_rows(rows, device)
     if not any(kept[name] for name in FACTS):
         raise DatabaseError(
             f"export: nothing was measured on {device} of kernels as they are now; sweep first"
@@ -53,7 +55,7 @@ def export(merged: Rows, target: Path, device: Device) -> dict[str, int]:
         # Both are written before either is renamed. The file comes first: an import refuses it
         # with the manifest of another file.
         publish(place_of(target), write_manifest)
-    return {name: len(merged[name]) - len(kept[name]) for name in FACTS}
+    return {name: len(rows[name]) - len(kept[name]) for name in FACTS}
 
 
 def current_rows(rows: Rows, device: Device) -> Rows:

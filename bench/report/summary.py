@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lokakern.device import current_device
@@ -10,22 +9,18 @@ from lokakern.problems import accuracy_problem
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import fp8_format
 from lokakern.registry.schema.row_keys import family_key, problem_key
-from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import TimingCell
+from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
 from lokakern.selection.dispatcher import default_regime
 from lokakern.types import Problem
 from lokakern.workloads.suites import Case
 
 
-def summary_rows(
-    database: str | Path, cases: list[Case], regime: str | None
-) -> list[dict[str, Any]]:
+def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list[dict[str, Any]]:
     """One row per problem and kernel, fastest first within a problem.
 
     Columns: problem, kernel, median time in microseconds, the worst stored bound of the row error
     and its distribution, largest kernel error, status.
     """
-    facts = load_snapshot([database])
     device = current_device()
     regime = regime or default_regime(device)
     cells: dict[Problem, list[TimingCell]] = {}

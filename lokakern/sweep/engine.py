@@ -39,7 +39,7 @@ from lokakern.sweep.plan import (
 )
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Alone, Share
-from lokakern.sweep.resume import Job, Known, Races, distribution_row, read_by_dispatch
+from lokakern.sweep.resume import Job, Known, Races, distribution_row
 from lokakern.sweep.staleness import Ages
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
@@ -56,6 +56,7 @@ from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Problem
 from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
+    from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.registry.storage.run_files import RunFile
 
 ERRORS = ("all", "needed", "none")
@@ -107,7 +108,7 @@ class SweepReport:
 def sweep(
     cases: Sequence[Case],
     *,
-    database: str | Path,
+    database: str | Path | SweepDatabase,
     suite: str,
     command: str,
     regime: str | None = None,
@@ -128,7 +129,8 @@ def sweep(
 
     Args:
         cases: Problems with the distribution each is timed under.
-        database: File or URL the rows go to; created if missing.
+        database: File or URL the rows go to; created if missing. A `SweepDatabase` hands on what
+            was read of it.
         suite: Name kept with the run.
         command: How to do it again; kept with the run.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
@@ -157,7 +159,8 @@ def sweep(
             different devices, software or cases.
         UnknownNameError: ``errors`` is none of those.
     """
-    from lokakern.registry.storage.run_files import RunFile, collect_runs
+    from lokakern.registry.snapshot.loading import SweepDatabase
+    from lokakern.registry.storage.run_files import RunFile
 
     if errors not in ERRORS:
         raise UnknownNameError(f"errors is {errors!r}; expected one of {', '.join(ERRORS)}")
@@ -169,6 +172,7 @@ def sweep(
     if watchdog_s is None:
         watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
     progress, crew = progress or Progress(), crew or Alone()
+    read = database if isinstance(database, SweepDatabase) else SweepDatabase(database)
     report = SweepReport()
     if device.is_gpu:  # elsewhere nothing is planned for seconds
         start_server()
@@ -182,12 +186,12 @@ def sweep(
 
     @functools.cache
     def known() -> Known:
-        return Known(database, device, environment, regime, grade, fresh, retry)
+        return Known(None if fresh else read.own, device, environment, regime, grade, retry)
 
     def look() -> dict[str, Any]:
-        for why in collect_runs(database).skipped.values():
+        for why in read.collect_runs().skipped.values():
             progress.note(f"left for later, with what it holds: {why}")
-        ages = Ages(read_by_dispatch(database), device, regime) if only_stale else None
+        ages = Ages(read.dispatched, device, regime) if only_stale else None
         return asdict(plan.look(known(), {} if retry else known().given_up(strikes), ages))
 
     def look_at_times() -> dict[str, Any]:
@@ -242,7 +246,7 @@ def sweep(
         problems = [job.case.problem for job in todo]
         crew.once("prebuild", lambda: _prebuild(problems, device, only, progress))
     run = RunFile.create(
-        database, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
+        read.source, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
     )
     with run:
         session = _Session(
@@ -252,6 +256,7 @@ def sweep(
             session.time(todo)
             left = choose_errors()
         session.measure(plan.wanted(left))
+    read.forget()
     report.seconds = time.monotonic() - begun
     return report
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lokakern.measure.accuracy import Cell
@@ -44,15 +43,6 @@ def distribution_row(name: str) -> DistributionRow:
     """The database's row of a distribution."""
     recipe = distribution_named(name)
     return DistributionRow.of(recipe.name, dict(recipe.parameters), realistic=recipe.realistic)
-
-
-def read_by_dispatch(database: str | Path) -> Snapshot:
-    """What dispatch reads where a database is the user's: the shipped files, too."""
-    from lokakern.registry.snapshot.loading import load_snapshot
-    from lokakern.registry.storage.reader import is_there
-    from lokakern.registry.storage.run_files import shipped_databases
-
-    return load_snapshot([*shipped_databases(), *([database] if is_there(database) else [])])
 
 
 class Races:
@@ -98,20 +88,14 @@ class Known:
 
     def __init__(
         self,
-        database: str | Path,
+        snapshot: Snapshot | None,
         device: Device,
         environment: Environment,
         regime: str,
         grade: str,
-        fresh: bool,
         retry: bool,
     ) -> None:
-        from lokakern.registry.snapshot.loading import load_snapshot
-        from lokakern.registry.storage.reader import is_there
-
-        self._snapshot = None
-        if not fresh and is_there(database):
-            self._snapshot = load_snapshot([database])
+        self._snapshot = snapshot
         self._target, self._regime, self._grade = device, regime, grade
         self._device, self._environment = device_key(device), environment_key(environment)
         self._retry = retry

@@ -1,7 +1,7 @@
-"""Manifests: what a file of a database is said to hold, in JSON beside it.
+"""Manifests: JSON beside a database file that describes its content.
 
-Its checksum finds damage on the way, and tells files apart. It is no signature: who changes the
-file can change the manifest. Whom a file comes from says only where the checksum comes from.
+The checksum detects damage in transit and identifies a file. It is not a signature: a change of
+the file can change the manifest, too. Trust in the origin comes with the source of the checksum.
 """
 
 from __future__ import annotations

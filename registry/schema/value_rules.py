@@ -79,7 +79,7 @@ class Rule:
         return found + (" or NULL" if self.nullable else "")
 
     def breach(self, values: Sequence[Any]) -> int | None:
-        """The place of the first value that is none, if there is one."""
+        """The place of the first invalid value, if there is one."""
         kinds = set(map(type, values))
         if self.nullable:
             kinds.discard(type(None))

@@ -1,4 +1,4 @@
-"""Fetching a file of others by its URL: only what has the checksum that was asked for."""
+"""Download of foreign files by URL, with a required checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIGEST = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
 
 def is_url(source: str) -> bool:
-    """Whether a source is to be downloaded."""
+    """Whether a source is a URL to download."""
     return source.lower().startswith(("http://", "https://"))
 
 
@@ -26,7 +26,7 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
     Args:
         url: Of http or https.
         sha256: That the file has to have, in hex.
-        folder: Where it goes; nobody else's.
+        folder: A private folder for it.
         largest_bytes: Of the file.
 
     Raises:
@@ -71,7 +71,7 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the address: libraries repeat it with its password."""
+    """The reason of a failure without the URL, which libraries repeat with its password."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return f"the server answered {status}"
@@ -80,7 +80,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Limited:
-    """A file that takes so many bytes, for so long; what is sent compressed counts unpacked."""
+    """A file with limits of size and time; compressed data counts unpacked."""
 
     def __init__(self, file: IO[bytes], largest_bytes: int) -> None:
         self._file, self._left = file, largest_bytes

@@ -1,11 +1,11 @@
-"""Import and merge files of others: all or nothing, the sources unchanged."""
+"""Import and merge foreign files: all or nothing, the sources unchanged."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +19,31 @@ from lokakern.registry.schema.manifest import manifest_beside
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.sharing.validate import Checked, check
-from lokakern.registry.snapshot.facts import check_agreement, has_all, unknown_keys
-from lokakern.registry.snapshot.image import facts_of
+from lokakern.registry.snapshot.facts import (
+    Facts,
+    check_agreement,
+    has_all,
+    image_of,
+    unknown_keys,
+)
 from lokakern.registry.sqlite_file import FACTS, shown
 from lokakern.registry.storage import paths
-from lokakern.registry.storage.merge import MergeReport, merge_rows, union
-from lokakern.registry.storage.reader import READERS, Rows, Source, read_rows, resolve
-from lokakern.registry.storage.union import Part, own_part, write_union
-from lokakern.registry.storage.writer import locked, publish, replace_file, synchronize
+from lokakern.registry.storage.merge import (
+    MergeReport,
+    Part,
+    add_to_file,
+    merge_checked,
+    own_part,
+    write_union,
+)
+from lokakern.registry.storage.reader import READERS, Rows, Source, resolve
+from lokakern.registry.storage.writer import (
+    locked,
+    publish,
+    replace_file,
+    synchronize,
+    write_file,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +53,10 @@ class ImportReport:
     Attributes:
         added: Rows that were new.
         known: Rows that were there.
-        left_out: Rows that no measurement refers to.
-        changed_kernels: Kernels of the file whose source is another one here.
-        contradicted: What waits with other contents of the same rows, with one of them. One of the
-            two was edited, and dispatch reads such rows of neither.
+        left_out: Rows to which no measurement refers.
+        changed_kernels: Kernels of the file whose source differs here.
+        contradicted: Quarantined files with other contents of the same rows, with the first
+            difference. One of the two was edited, and dispatch reads such rows of neither.
     """
 
     added: dict[str, int]
@@ -62,10 +79,10 @@ def import_file(
     Args:
         path: The file; a manifest beside it has to agree.
         target: What it is added to; made if it is missing.
-        trusted: Whether rows go into the database at once, as if measured here; else they wait
-            beside it (`registry.trust`).
-        sha256: That the file has to have, in hex.
-        guards: What the file may cost.
+        trusted: Whether rows go into the database at once, as if measured here; else they go
+            into quarantine (`registry.quarantine`).
+        sha256: The expected checksum of the file, in hex.
+        guards: Bounds on the cost of reading the file.
 
     Raises:
         DatabaseError: The file is not what it was said to be, cannot be read, holds what no row
@@ -79,11 +96,18 @@ def import_file(
         checked = check(opened)
         if manifest is not None:
             manifest.check_counts(opened, checked.counts)
-        part, left_out = _measured(opened, checked)
-        added, contradicted = _add(part, target) if trusted else _let_wait(part, target)
-    brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
+        part = replace(_part(opened), used=checked.used)
+        left_out = dict.fromkeys(TABLES, 0) | {
+            name: len(rows) - len(checked.used[name]) for name, rows in checked.dimensions.items()
+        }
+        brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
+        contradicted: tuple[tuple[Waiting, str], ...] = ()
+        if trusted:
+            added = _add(part, target)
+        else:
+            added, contradicted = _add_to_quarantine(part, brought, target)
     known = {name: brought[name] - added[name] for name in TABLES}
-    return ImportReport(added, known, left_out, _changed(part), contradicted)
+    return ImportReport(added, known, left_out, _changed(checked), contradicted)
 
 
 def _check_sha256(opened: Foreign, sha256: str | None) -> None:
@@ -94,57 +118,35 @@ def _check_sha256(opened: Foreign, sha256: str | None) -> None:
         )
 
 
-def _part(opened: Foreign, checked: Checked) -> Part:
-    facts = {name: checked.counts[name] for name in FACTS}
-    return Part(opened.name, opened.copy, opened.version, checked.dimensions, facts)
+def _part(opened: Foreign) -> Part:
+    """A file, whose rows were checked."""
+    return Part(opened.name, opened.copy, opened.version)
 
 
-def _measured(opened: Foreign, checked: Checked) -> tuple[Part, dict[str, int]]:
-    """A part without what no fact refers to, and how much that is."""
-    kept = {
-        name: {number: row for number, row in rows.items() if number in checked.used[name]}
-        for name, rows in checked.dimensions.items()
-    }
-    left_out = dict.fromkeys(TABLES, 0) | {
-        name: len(rows) - len(kept[name]) for name, rows in checked.dimensions.items()
-    }
-    return replace(_part(opened, checked), dimensions=kept), left_out
-
-
-_Added = tuple[dict[str, int], tuple[tuple[Waiting, str], ...]]
-
-
-def _add(part: Part, target: Path) -> _Added:
+def _add(part: Part, target: Path) -> dict[str, int]:
     """Add a part to a file.
 
     Returns:
-        How many rows were new to it, by table, and that nothing that waits was looked at.
+        How many rows were new to it, by table.
     """
-    with locked(target) as target, ExitStack() as stack:
-        known = [stack.enter_context(own_part(target))] if target.exists() else []
-        had, has = _counts(known), dict.fromkeys(TABLES, 0)
-        shipped = [stack.enter_context(own_part(path)) for path in _shipped_with(target)]
-        if shipped:
-            _counts([*shipped, part])  # reading contradictions together would fail ever after
-
-        def write(temporary: Path) -> None:
-            has.update(write_union(temporary, [*known, part]))
-            if has == had:  # nothing new: the file is let alone
-                raise _NothingNew
-
-        with suppress(_NothingNew):
-            publish(target, write)
-    return {name: has[name] - had[name] for name in TABLES}, ()
+    with locked(target) as target:
+        shipped = [own_part(path) for path in _shipped_with(target)]
+        if shipped:  # reading contradictions together would fail ever after
+            with private_folder() as folder:
+                write_union(folder / "union.sqlite", [*shipped, part])
+        return add_to_file(target, [part])
 
 
-def _let_wait(part: Part, database: Path) -> _Added:
-    """Put a part beside a database, unless all of it is known.
+def _add_to_quarantine(
+    part: Part, brought: Mapping[str, int], database: Path
+) -> tuple[dict[str, int], tuple[tuple[Waiting, str], ...]]:
+    """Put a part into the quarantine of a database, unless all of it is known.
 
-    What waits already stands in nobody's way: which of two contradictory files was edited is for
-    `verify` to say.
+    Contradictions with quarantined files do not prevent that: `verify` finds out which of two was
+    edited.
 
     Returns:
-        How many rows are new, by table, and what waits and contradicts them.
+        How many rows are new, by table, and the quarantined files that contradict them.
     """
     with locked(database) as place, private_folder() as folder:
         alone = folder / "alone.sqlite"
@@ -155,20 +157,20 @@ def _let_wait(part: Part, database: Path) -> _Added:
         own = [place] if place.exists() else []
         known = []
         for path in (*own, *_shipped_with(place)):
-            known.append(facts_of(path))
-            check_agreement(known[-1], facts_of(alone), part.name)
+            known.append(image_of(path))
+            check_agreement(known[-1], image_of(alone), part.name)
         contradicted = []
         for waiting in waiting_for(place):
-            with suppress(DatabaseError):  # what cannot be read is left out by dispatch, too
-                others = facts_of(waiting.path)
+            with suppress(DatabaseError):  # dispatch leaves out unreadable files, too
+                others = image_of(waiting.path)
                 try:
-                    check_agreement(others, facts_of(alone), part.name)
+                    check_agreement(others, image_of(alone), part.name)
                     known.append(others)
                 except DatabaseError as error:
                     contradicted.append((waiting, str(error)))
-        added = _counts([part])
+        added = dict(brought)
         if known:
-            added = {name: len(unknown_keys(facts_of(alone), name, known)) for name in TABLES}
+            added = {name: len(unknown_keys(image_of(alone), name, known)) for name in TABLES}
         if any(added.values()) and not target.exists():
             _make_folder(target.parent)
             publish(target, lambda temporary: shutil.copyfile(alone, temporary))
@@ -176,15 +178,15 @@ def _let_wait(part: Part, database: Path) -> _Added:
 
 
 def _check_rejected(alone: Path, database: Path) -> None:
-    """A file that was rejected does not come back, in one that has more neither.
+    """Refuse a file with all rows of a rejected one.
 
-    One that has only some of its rows may be what it was made from, and is let in.
+    A file with only some of its rows may be its origin and is accepted.
 
     Raises:
-        DatabaseError: It is one.
+        DatabaseError: It has all rows of a rejected file.
     """
     for rejected in waiting_for(database, Tier.REJECTED):
-        if has_all(facts_of(alone), facts_of(rejected.path)):
+        if has_all(image_of(alone), image_of(rejected.path)):
             raise DatabaseError(
                 f"import: all rows of {str(rejected.path)!r}, {rejected.since}, are in the file; "
                 "`verify` rejected them, because some disagree with what was measured here; leave "
@@ -202,24 +204,26 @@ def _shipped_with(database: Path) -> list[Path]:
 
 
 def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None:
-    """Move rows of an import into its database; what is left waits on.
+    """Move rows of an import into its database; the rest stays in quarantine.
 
-    Killed in between, the file waits as it was, and what the database has too is trusted.
+    If the process is killed in between, the file stays in quarantine as it was, and its rows that
+    are in the database are trusted.
 
     Args:
-        waiting: The file that both are of.
-        database: That it was imported into.
+        waiting: The quarantined file.
+        database: The database of the import.
         accepted: Rows to move.
-        left: All others, without any of which the file is removed.
+        left: All other rows. Without facts the file is removed.
 
     Raises:
-        DatabaseError: Somebody else settled it, or a row contradicts the database.
+        DatabaseError: Another process settled it, or a row contradicts the database.
     """
     with locked(database) as place:
         _check_waits(waiting)
         if any(accepted[name] for name in FACTS):
-            old = [read_rows(place)] if place.exists() else []
-            replace_file(place, union([*old, accepted]))
+            with private_folder() as folder:
+                write_file(folder / "accepted.sqlite", accepted)
+                add_to_file(place, [own_part(folder / "accepted.sqlite")])
         if any(left[name] for name in FACTS):
             replace_file(waiting.path, left)
         else:
@@ -228,10 +232,10 @@ def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None
 
 
 def reject(waiting: Waiting, database: Path) -> Path:
-    """Put a file that waits where dispatch does not read it.
+    """Move a quarantined file to a place that dispatch does not read.
 
     Raises:
-        DatabaseError: Somebody else settled it, or it cannot be moved.
+        DatabaseError: Another process settled it, or it cannot be moved.
     """
     with locked(database):
         _check_waits(waiting)
@@ -259,25 +263,11 @@ def _make_folder(folder: Path) -> None:
         ) from None
 
 
-def _counts(parts: Sequence[Part]) -> dict[str, int]:
-    """How many rows a union has, by table."""
-    if len(parts) < 2:
-        counts = dict.fromkeys(TABLES, 0)
-        for part in parts:
-            counts |= part.counts
-            counts |= {name: len(rows) for name, rows in part.dimensions.items()}
-        return counts
-    with private_folder() as folder:
-        return write_union(folder / "union.sqlite", parts)
-
-
-class _NothingNew(Exception):
-    """Ends a publication that would change nothing."""
-
-
-def _changed(part: Part) -> tuple[str, ...]:
+def _changed(checked: Checked) -> tuple[str, ...]:
     rows = [
-        dict(zip(COLUMNS["kernel"], row, strict=True)) for row in part.dimensions["kernel"].values()
+        dict(zip(COLUMNS["kernel"], row, strict=True))
+        for number, row in checked.dimensions["kernel"].items()
+        if number in checked.used["kernel"]
     ]
     kernels = [row_keys.kernel_from_row(row) for row in rows]
     return tuple(sorted({kernel.name for kernel in kernels if not is_current(kernel)}))
@@ -292,7 +282,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     Args:
         sources: Files or URLs; never changed.
         out: A file that is not there, or the URL of a server, to which the rows are added.
-        guards: What each source may cost.
+        guards: Bounds on the cost of reading each source.
 
     Returns:
         Rows of the union, by table, and how many more the sources had together.
@@ -303,7 +293,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     """
     place = resolve(out)
     if not isinstance(place, Path):
-        return merge_rows([read_foreign(source, guards) for source in sources], place)
+        return merge_checked({source: read_foreign(source, guards) for source in sources}, place)
     _refuse_existing(place)
     has: dict[str, int] = {}
     with locked(place) as place, ExitStack() as stack:
@@ -313,7 +303,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
             opened = stack.enter_context(open_guarded(source, guards))
             checked = check(opened)
             brought = {name: brought[name] + checked.counts[name] for name in TABLES}
-            parts.append(_part(opened, checked))
+            parts.append(_part(opened))
         publish(place, lambda temporary: has.update(write_union(temporary, parts)))
     return MergeReport(has, {name: brought[name] - has[name] for name in TABLES})
 
@@ -327,10 +317,10 @@ def _refuse_existing(place: Path) -> None:
 
 
 def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
-    """Every row of a database of others, as `reader.read_rows` gives them.
+    """Every row of a foreign database, as `reader.read_rows` gives them.
 
     Raises:
-        DatabaseError: It cannot be read, or holds what no row may.
+        DatabaseError: It cannot be read, or has an invalid row.
     """
     with checked_file(source, guards) as (opened, _):
         return READERS[opened.version](opened.connection)
@@ -338,20 +328,24 @@ def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
 
 @contextmanager
 def checked_file(source: Source, guards: Guards = GUARDS) -> Iterator[tuple[Foreign, Checked]]:
-    """A database of others, open, with every row checked.
+    """An open foreign database with every row checked.
 
     Raises:
-        DatabaseError: It cannot be read, or holds what no row may.
+        DatabaseError: It cannot be read, or has an invalid row.
     """
     with open_guarded(source, guards) as opened:
         yield opened, check(opened)
 
 
-def union_of(trusted: Sequence[Source], foreign: Sequence[Source]) -> Rows:
-    """Rows of databases of ours and of others, merged in memory.
+def union_of(trusted: Sequence[Source], foreign: Sequence[Source]) -> Facts:
+    """The union of trusted and foreign databases in memory.
 
     Raises:
-        DatabaseError: One cannot be read, holds what no row may, or contradicts another.
+        DatabaseError: One cannot be read, has an invalid row, or contradicts another.
     """
-    parts = [*map(read_rows, trusted), *map(read_foreign, foreign)]
-    return parts[0] if len(parts) == 1 else union(parts)
+    parts = [image_of(source) for source in trusted]
+    for source in foreign:
+        with checked_file(source) as (opened, _):
+            parts.append(image_of(opened.copy))
+            parts[-1].name = opened.name
+    return Facts(parts)

@@ -1,7 +1,7 @@
-"""What no measurement can be: faster than its GPU, or more accurate than its output's format.
+"""Bounds of measurements: no time beats its GPU, and no error its output's format.
 
-Bounds, not models: what they refuse cannot have been measured, and nothing that was is refused. The
-nearest that a time of the shipped file came to them is 1.29, and an error 1.30.
+They are bounds, not models: refused values cannot have been measured, and no measured value is
+refused. The closest time of the shipped file is 1.29 times its bound, the closest error 1.30.
 """
 
 from __future__ import annotations

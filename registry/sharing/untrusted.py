@@ -1,8 +1,8 @@
-"""Files of others, opened so that they can neither write, run anything, hang nor fill the memory.
+"""Guarded access to foreign files: they can neither write, run code, hang nor exhaust the memory.
 
-A file is copied to a place that nobody else reads or writes, its header looked at, opened read-only
-and immutable behind SQLite's limits, an authorizer and a deadline, and its schema compared with
-ours to the letter before any of its text is compiled. Then `registry/sharing/validate.py` reads
+A file is copied to a private folder, its header is checked, and it is opened read-only and
+immutable with SQLite's limits, an authorizer and a deadline. Its schema must equal this one
+literally before any of its text is compiled. Then `registry/sharing/validate.py` reads
 every row.
 """
 
@@ -16,10 +16,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy import URL, Connection
@@ -28,10 +27,18 @@ from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import private_folder
-from lokakern.registry.schema.tables import TABLES, sqlite_statements
-from lokakern.registry.sqlite_file import REMAKE, check_beside, check_header, shown
+from lokakern.registry.schema.tables import TABLES
+from lokakern.registry.sqlite_file import (
+    REMAKE,
+    check_beside,
+    check_header,
+    connect_readonly,
+    shown,
+    unreadable,
+)
 from lokakern.registry.storage.reader import (
     Source,
+    of_empty_file,
     read_rows,
     resolve,
     short,
@@ -63,7 +70,7 @@ _PRAGMAS = frozenset({"quick_check", "read_uncommitted", "user_version"})
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """What a file of others may cost.
+    """Bounds on the cost of reading a foreign file.
 
     Attributes:
         largest_bytes: Of the file.
@@ -87,7 +94,7 @@ GUARDS = Guards()
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A guarded file, open. Nothing is known of its rows yet.
+    """An open guarded file, whose rows are not checked yet.
 
     Attributes:
         name: What errors call it.
@@ -96,7 +103,7 @@ class Foreign:
         version: Of its schema.
         copy: The private copy.
         connection: Reads the copy.
-        guards: What it may cost.
+        guards: Bounds on the cost of reading it.
     """
 
     name: str
@@ -115,14 +122,14 @@ class Foreign:
         return found
 
     def limit_rows(self, size_bytes: int | None = None) -> None:
-        """From now on refuse longer rows; None: longer ones than any table of ours has."""
+        """Refuse longer rows from now on; None is the limit of all tables."""
         size = _LIMITS["LENGTH"] if size_bytes is None else size_bytes
         self.driver.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, size)
 
 
 @contextmanager
 def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
-    """Open a database of others for reading. Whatever goes wrong inside is a `DatabaseError`.
+    """Open a foreign database for reading. Every failure inside is a `DatabaseError`.
 
     Rows of a server are first written into a private file, whose constraints they have to meet.
 
@@ -154,19 +161,11 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
                 _check_entries(opened)
                 yield opened
         except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
-            raise _unreadable(name, error, deadline) from error
+            interrupted = short(error) == "interrupted"
+            why = f"not done after {deadline:.0f} s" if interrupted else short(error)
+            raise unreadable(name, why) from error
         finally:
             engine.dispose()
-
-
-def _unreadable(name: str, error: Exception, deadline: float) -> DatabaseError:
-    words = short(error)
-    if words == "interrupted":
-        words = f"not done after {deadline:.0f} s"
-    return DatabaseError(
-        f"database {name} cannot be read: {words}; expected a whole SQLite file "
-        f"(SQLite here is {sqlite3.sqlite_version}, 3.37 or later is needed); {REMAKE}"
-    )
 
 
 def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
@@ -236,12 +235,9 @@ def _check_encoding(path: Path, name: str) -> None:
 
 
 def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:
-    # Unquoted, a "?" in the name would end it and turn read-only into writable.
-    connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
+    connection = connect_readonly(path)
     for limit, value in _LIMITS.items():
         connection.setlimit(getattr(sqlite3, f"SQLITE_LIMIT_{limit}"), value)
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
-        connection.execute(f"PRAGMA {pragma}")
     if hasattr(connection, "setconfig"):  # Python 3.12
         for option, value in _OPTIONS.items():
             connection.setconfig(getattr(sqlite3, f"SQLITE_DBCONFIG_{option}"), value)
@@ -254,7 +250,7 @@ def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:
 def _authorize(
     action: int, first: str | None, second: str | None, _database: str | None, inner: str | None
 ) -> int:
-    """Only what our own questions need; `inner` is the view or trigger that asks."""
+    """Allow only what the queries here need; `inner` is the view or trigger that asks."""
     allowed = inner is None and (
         action == sqlite3.SQLITE_SELECT
         or (action == sqlite3.SQLITE_READ and first in _READABLE)
@@ -268,7 +264,7 @@ Entries = dict[tuple[str, str, str], str | None]
 
 
 def _check_entries(opened: Foreign) -> None:
-    """All of the schema is ours to the letter: constraints, too, which SQLite would run."""
+    """Compare the whole schema literally, with the constraints, which SQLite would run."""
     found, expected = _entries(opened.driver), _expected_entries(opened.version)
     for entry in sorted(found.keys() | expected.keys()):
         if entry not in found or entry not in expected or found[entry] != expected[entry]:
@@ -295,7 +291,4 @@ def _entries(connection: sqlite3.Connection) -> Entries:
 
 @functools.cache
 def _expected_entries(version: int) -> Entries:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        for statement in sqlite_statements(version):
-            connection.execute(statement)
-        return _entries(connection)
+    return of_empty_file(version, _entries)

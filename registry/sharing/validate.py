@@ -1,11 +1,12 @@
-"""Whether the rows of a file of others are what they must be.
+"""Validation of the rows of a foreign file.
 
-Values are looked at a column at a time, which is ten times as fast as a row at a time; CHECK
-constraints are those of the models, asked of the file in SQL. Keys are computed again.
+Values are checked by column, which is ten times as fast as by row. The CHECK constraints are those
+of the models, as SQL queries of the file. Row keys are computed again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ MODULE = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_]+)*|python:[\w.]+|package:[\w.+
 
 @dataclass(slots=True)
 class Checked:
-    """What was found in a file whose every row is right.
+    """The content of a file with valid rows only.
 
     Attributes:
         dimensions: By table and id, rows in the order of `tables.COLUMNS`, keys as hex digits.
@@ -54,11 +55,11 @@ class Checked:
 
 
 def check(opened: Foreign) -> Checked:
-    """Read every row of a file of others.
+    """Read and check every row of a foreign file.
 
     Raises:
-        DatabaseError: A page is damaged, or a value is not what it must be: with its table, key and
-            what was expected.
+        DatabaseError: A page is damaged, or a value is invalid: with its table, key and the
+            expected value.
     """
     complaint = _quick_check(opened)
     now_ms = now_utc_ms()
@@ -71,8 +72,8 @@ def check(opened: Foreign) -> Checked:
             keys[name] = {number: row[0] for number, row in found.items()}
             checked.counts[name] = len(found)
         else:
-            possible = _POSSIBLE.get(name, _Possible)(opened, checked.dimensions)
-            checked.counts[name] = _facts(opened, name, rules, keys, checked.used, possible)
+            bounds = _Bounds(opened, checked.dimensions)
+            checked.counts[name] = _facts(opened, name, rules, keys, checked.used, bounds)
         _check_constraints(opened, name)
     opened.limit_rows()
     checked.counts |= {name: 0 for name in TABLES if name not in checked.counts}
@@ -82,7 +83,7 @@ def check(opened: Foreign) -> Checked:
 
 
 def _quick_check(opened: Foreign) -> DatabaseError | None:
-    """SQLite's own opinion. What it says of single values is kept: we name the row."""
+    """Run SQLite's check. Complaints about single values are kept, as ours name the row."""
     found = [str(row[0]) for row in opened.driver.execute("PRAGMA quick_check(5)")]
     if found == ["ok"]:
         return None
@@ -116,7 +117,7 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
     opened.limit_rows(FACT_BYTES if is_fact else None)
     count = 0
     try:
-        cursor = opened.driver.execute(rows_text(name, *more))
+        cursor = opened.driver.execute(rows_text(name, (*more, *COLUMNS[name])))
         while batch := cursor.fetchmany(BATCH_ROWS if is_fact else FEW_ROWS):
             count += len(batch)
             if count > most:
@@ -132,10 +133,10 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
 
 
 def _not_text(opened: Foreign, name: str) -> DatabaseError:
-    """Which text is not UTF-8: the driver does not say."""
+    """Find the text that is not UTF-8, which the driver does not name."""
     opened.driver.text_factory = bytes
     columns = COLUMNS[name]
-    for row in opened.driver.execute(rows_text(name)):
+    for row in opened.driver.execute(rows_text(name, columns)):
         for column, value in zip(columns[1:], row[1:], strict=True):
             if isinstance(value, bytes):
                 try:
@@ -231,7 +232,7 @@ def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) ->
 
 
 def _why_no_problem(problem: Problem) -> str | None:
-    """Why nobody can pose it, so that whoever looked at it would stumble."""
+    """The reason why a problem is invalid, or None."""
     if problem.op not in OPS:
         return f"op is {problem.op!r}"
     multiplies = len(OPS[problem.op].axes) == 3
@@ -262,7 +263,7 @@ def _facts(
     rules: Mapping[str, Rule],
     keys: Mapping[str, Mapping[int, str]],
     used: Mapping[str, set[int]],
-    possible: _Possible,
+    bounds: _Bounds,
 ) -> int:
     """Check a table of facts.
 
@@ -286,7 +287,7 @@ def _facts(
                              f"an id of table {table}")  # fmt: skip
             used[table].update(columns[table])
             columns[table] = [keys[table][number] for number in columns[table]]
-        possible.check(given)
+        bounds.check(name, given)
         expected = row_keys.fact_keys(name, columns)
         if present != expected:
             place = next(i for i, pair in enumerate(zip(present, expected, strict=True))
@@ -302,77 +303,56 @@ def _facts(
     return count
 
 
-class _Possible:
-    """What physics allows of facts: nothing is said of most."""
+class _Bounds:
+    """Physical bounds of facts, see `plausibility`."""
 
-    def __init__(
-        self, opened: Foreign, dimensions: Mapping[str, Mapping[int, tuple[Any, ...]]]
-    ) -> None:
+    def __init__(self, opened: Foreign, dimensions: Mapping[str, Mapping[int, tuple[Any, ...]]]):
         self._opened, self._dimensions = opened, dimensions
-        self._known: dict[tuple[Any, ...], float] = {}
-        self._problems: dict[int, Problem] = {}
+        self.problem = functools.cache(self._problem)
+        self._least_us = functools.cache(self._find_least_us)
+        self._least_error = functools.cache(self._find_least_error)
 
-    def _least(self, *given: Any) -> float:
-        """`_find_least`, once."""
-        if given not in self._known:
-            self._known[given] = self._find_least(*given)
-        return self._known[given]
-
-    def _find_least(self, *given: Any) -> float:
-        raise NotImplementedError
-
-    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+    def check(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
         """Refuse rows, by column, that cannot have been measured."""
+        if name == "timing":
+            self._check_times(columns)
+        if name == "accuracy":
+            self._check_errors(columns)
 
     def _row(self, table: str, number: int) -> dict[str, Any]:
         return dict(zip(COLUMNS[table], self._dimensions[table][number], strict=True))
 
-    def _of_each(
-        self, table: str, name: str, columns: Mapping[str, Sequence[Any]]
-    ) -> Iterator[Any]:
-        """A column of a table, for each fact."""
-        place = COLUMNS[table].index(name)
-        return (self._dimensions[table][number][place] for number in columns[table])
-
     def _problem(self, number: int) -> Problem:
-        if number not in self._problems:
-            self._problems[number] = row_keys.problem_from_row(self._row("problem", number))
-        return self._problems[number]
+        return row_keys.problem_from_row(self._row("problem", number))
 
-
-class _PossibleTimes(_Possible):
-    """No time is shorter than the FLOPs and the bytes take."""
-
-    def _find_least(self, problem: int, device: int, regime: str) -> float:
+    def _find_least_us(self, problem: int, device: int, regime: str) -> float:
         found = row_keys.device_from_row(self._row("device", device))
-        return plausibility.least_us(self._problem(problem), found, regime)
+        return plausibility.least_us(self.problem(problem), found, regime)
 
-    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
+    def _find_least_error(self, problem: int, distribution: int, kernel: int) -> float:
+        quantizes = self._row("kernel", kernel)["granularity"] != Granularity.NONE
+        name = self._row("distribution", distribution)["name"]
+        return plausibility.least_error(self.problem(problem), name, quantizes)
+
+    def _check_times(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """No time is shorter than the FLOPs and the bytes take."""
         wanted = ("problem", "device", "regime", "latency_us_p20", "key")
         for problem, device, regime, us, key in zip(*map(columns.get, wanted), strict=True):
-            if us is not None and us < (least := self._least(problem, device, regime)):
+            if us is not None and us < (least := self._least_us(problem, device, regime)):
                 raise _wrong(self._opened, "timing", key, f"latency_us_p20 is {us:g}",
-                             f"at least {least:.3g}, which {self._problem(problem)} takes on "
+                             f"at least {least:.3g}, which {self.problem(problem)} takes on "
                              f"{self._row('device', device)['product']}")  # fmt: skip
 
-
-class _PossibleErrors(_Possible):
-    """No error of values of every size is smaller than rounding leaves, nor its upper limit."""
-
-    def _find_least(self, problem: int, distribution: str, quantizes: bool) -> float:
-        return plausibility.least_error(self._problem(problem), distribution, quantizes)
-
-    def check(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        names = self._of_each("distribution", "name", columns)
-        quantize = [g != Granularity.NONE for g in self._of_each("kernel", "granularity", columns)]
-        places = zip(columns["problem"], names, quantize, columns["key"], strict=True)
+    def _check_errors(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """No error is smaller than rounding leaves, nor its upper limit than the error."""
+        places = zip(*map(columns.get, ("problem", "distribution", "kernel", "key")), strict=True)
         measured = zip(*map(columns.get, _ERRORS), strict=True)
         limits = zip(*(columns[f"{name}_upper"] for name in _ERRORS), strict=True)
         for (*place, key), errors, uppers in zip(places, measured, limits, strict=True):
             for name, error, upper in zip(_ERRORS, errors, uppers, strict=True):
                 if error is None or upper is None:
                     continue
-                if name != "mean_shift" and error < (least := self._least(*place)):
+                if name != "mean_shift" and error < (least := self._least_error(*place)):
                     raise _wrong(self._opened, "accuracy", key, f"{name} is {error:g}",
                                  f"at least {least:.3g}, which rounding leaves")  # fmt: skip
                 if upper < abs(error):
@@ -381,11 +361,10 @@ class _PossibleErrors(_Possible):
 
 
 _ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
-_POSSIBLE: dict[str, type[_Possible]] = {"timing": _PossibleTimes, "accuracy": _PossibleErrors}
 
 
 def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> None:
-    """Ascending, each once: what merging and looking up rely on."""
+    """Require ascending distinct keys, as merges and lookups do."""
     for key in keys:
         if key <= last:
             raise _wrong(opened, name, key, f"it comes after {last}", "keys in order, each once")
@@ -393,7 +372,7 @@ def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> 
 
 
 def _check_constraints(opened: Foreign, name: str) -> None:
-    """CHECK constraints, asked of rows whose types were looked at."""
+    """Check CHECK constraints of rows whose types were checked."""
     checks = constraints_of(name)
     if not checks:
         return

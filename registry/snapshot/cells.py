@@ -1,4 +1,4 @@
-"""What a snapshot answers with: one measurement each, with what it refers to."""
+"""Cells: one measurement each, with the rows that it refers to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lokakern.types import Problem
 class TimingCell:
     """One timing. Metrics are NaN where the status is not "ok" and nothing was measured.
 
-    ``environment`` and ``run`` are keys, ``started_utc_ms`` is when the run began; ``tier`` says
-    how far what others measured is trusted (`registry.trust.Tier`), "" of what is.
+    ``environment`` and ``run`` are keys, ``started_utc_ms`` is when the run began; ``tier`` is
+    the tier of a quarantined row (`registry.quarantine.Tier`), "" of a trusted one.
     """
 
     kernel: KernelRow

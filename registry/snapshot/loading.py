@@ -1,21 +1,28 @@
-"""Loading what dispatch reads: the shipped files, the user's, and what waits to be verified."""
+"""Loading the data of dispatch: the shipped files, the user's, and its quarantine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.quarantine import Doubts, Waiting, waiting_for
-from lokakern.registry.snapshot.facts import check_agreement, set_disputed_apart, united
-from lokakern.registry.snapshot.image import facts_of
+from lokakern.registry.snapshot.facts import (
+    Facts,
+    Image,
+    check_agreement,
+    image_of,
+    set_disputed_apart,
+)
 from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.storage import paths as places
 
 if TYPE_CHECKING:
-    from lokakern.registry.snapshot.facts import Part
+    from lokakern.registry.storage.merge import MergeReport
+    from lokakern.registry.storage.reader import Source
 
 logger = logging.getLogger("lokakern")
 
@@ -24,34 +31,77 @@ def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
     """Read database files into memory, merged by key.
 
     Args:
-        paths: Files, all of which must exist, and nothing that waits beside them; by default the
-            shipped files and, if there is one, the user's, with what waits beside it to be
-            verified.
+        paths: Files that must exist, without their quarantines; by default the shipped files and,
+            if it exists, the user's with its quarantine.
 
     Raises:
         DatabaseError: A file cannot be read, or files contradict each other.
     """
     with without_garbage_collection():
         if paths is not None:
-            return Snapshot(united([facts_of(path) for path in paths]), [*map(str, paths)])
+            return Snapshot(Facts([image_of(path) for path in paths]), [*map(str, paths)])
         user = places.user_database()
         # Before the database, into which it may be moved meanwhile: then both have it.
         waiting = _read_waiting(waiting_for(user))
         paths = [*places.shipped_databases(), *([user] if user.exists() else [])]
-        trusted = [facts_of(path) for path in paths]
+        trusted = [image_of(path) for path in paths]
         waiting = _agreeing(waiting, trusted)
         others = [part for _, part in waiting]
         # Before they are united, which takes from each what another has.
         doubts = Doubts(trusted, others) if others else None
         sources = [str(path) for path in (*paths, *(found.path for found, _ in waiting))]
-        return Snapshot(united([*trusted, *others]), sources, doubts)
+        return Snapshot(Facts([*others, *trusted]), sources, doubts)
 
 
-def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Part]]:
+class SweepDatabase:
+    """The database of a sweep, read once for everything that is asked of it.
+
+    Args:
+        source: A file or URL; need not exist.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def collect_runs(self) -> MergeReport:
+        """Merge the run files that dead processes left, see `run_files.collect_runs`."""
+        from lokakern.registry.storage.run_files import collect_runs
+
+        report = collect_runs(self.source)
+        if any(report.added.values()):
+            self.forget()
+        return report
+
+    def forget(self) -> None:
+        """Read again next time, because rows were added."""
+        for cached in ("_image", "own", "dispatched"):
+            self.__dict__.pop(cached, None)
+
+    @cached_property
+    def _image(self) -> Image | None:
+        from lokakern.registry.storage.reader import is_there
+
+        return image_of(self.source) if is_there(self.source) else None
+
+    @cached_property
+    def own(self) -> Snapshot | None:
+        """What the database holds; None if it does not exist."""
+        return Snapshot(Facts([self._image]), [self._image.name]) if self._image else None
+
+    @cached_property
+    def dispatched(self) -> Snapshot:
+        """What dispatch would read if the database were the user's: the shipped files, too."""
+        with without_garbage_collection():
+            images = [*map(image_of, places.shipped_databases())]
+            images += [self._image] if self._image else []
+            return Snapshot(Facts(images), [image.name for image in images])
+
+
+def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Image]]:
     found = []
     for one in waiting:
         try:
-            found.append((one, facts_of(one.path)))
+            found.append((one, image_of(one.path)))
         except DatabaseError as error:
             if one.path.exists():  # else it was verified meanwhile
                 _leave_out(one, error)
@@ -59,13 +109,13 @@ def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Part]]:
 
 
 def _agreeing(
-    waiting: Sequence[tuple[Waiting, Part]], trusted: Sequence[Part]
-) -> list[tuple[Waiting, Part]]:
-    """What contradicts nothing that is trusted, without what two tell differently.
+    waiting: Sequence[tuple[Waiting, Image]], trusted: Sequence[Image]
+) -> list[tuple[Waiting, Image]]:
+    """The quarantined files that agree with all trusted ones, without rows in which two differ.
 
-    A file of others must stop neither dispatch nor one another.
+    A foreign file must stop neither dispatch nor another foreign file.
     """
-    found: list[tuple[Waiting, Part]] = []
+    found: list[tuple[Waiting, Image]] = []
     for one, part in waiting:
         try:
             for known in trusted:

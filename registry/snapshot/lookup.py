@@ -1,4 +1,4 @@
-"""Rows of a snapshot, as what they stand for: devices, kernels, problems, and cells of these."""
+"""Rows of a snapshot as objects: devices, kernels, problems, and cells of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
-from lokakern.registry.snapshot.facts import Facts, GivenFacts, Row
+from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Lookup:
     ) -> None:
         self.sources = tuple(sources)
         self._doubts = doubts or None
-        self._facts = GivenFacts(rows) if isinstance(rows, Mapping) else rows
+        self._facts = rows if isinstance(rows, Facts) else Facts([image_of_rows(rows)])
         self._columns = self._facts.columns
         self._by_key = self._facts.dimensions
         self._built: dict[str, dict[str, Any]] = {name: {} for name in self._by_key}
@@ -55,7 +55,7 @@ class Lookup:
 
     @property
     def has_doubts(self) -> bool:
-        """Whether anything waits to be verified."""
+        """Whether any row is in quarantine."""
         return self._doubts is not None
 
     @cached_property

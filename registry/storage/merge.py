@@ -1,4 +1,4 @@
-"""Merging databases: set union of facts by key, into a new file or a server.
+"""Merging databases: the set union of their rows by key, in SQL, into a new file or a server.
 
 A database file is never changed: merging writes a new one beside it and renames that over the old
 one, under a lock, so readers see the old file or the new one.
@@ -6,37 +6,54 @@ one, under a lock, so readers see the old file or the new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, Insert, Table, insert, inspect, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Column, Connection, Engine, MetaData, Table, delete, insert, inspect
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
+from lokakern.progress import tell
+from lokakern.registry.locks import private_folder
 from lokakern.registry.schema.row_keys import row_key
-from lokakern.registry.schema.tables import COLUMNS, REFERENCES, TABLES, Base
-from lokakern.registry.sqlite_file import (
-    DIMENSIONS,
-    FACTS,
-    SCHEMA_VERSION,
-    shown,
-    translate,
+from lokakern.registry.schema.tables import (
+    COLUMNS,
+    KEYS_IN_BYTES_SINCE,
+    REFERENCES,
+    TABLES,
+    Base,
+    tables_of,
 )
+from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, SCHEMA_VERSION, shown
 from lokakern.registry.storage.reader import (
     Rows,
     Source,
-    by_key,
     check_server,
+    open_readonly,
     open_server,
     read_rows,
     resolve,
     short,
+    version_of,
 )
-from lokakern.registry.storage.writer import locked, replace_file
+from lokakern.registry.storage.sql import Union, names_text
+from lokakern.registry.storage.writer import (
+    connect_writer,
+    create_tables,
+    locked,
+    publish,
+    rows_with_ids,
+    scratch_for,
+    write_file,
+)
+
+_CACHE_KIB = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +71,33 @@ class MergeReport:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file, as a part of a union.
+
+    Attributes:
+        name: What errors call it.
+        path: Where it lies; it stays as it is while it is used.
+        version: Of its schema.
+        used: Ids of the dimensions to add, by table; None adds all.
+    """
+
+    name: str
+    path: Path
+    version: int
+    used: Mapping[str, set[int]] | None = None
+
+
+def own_part(path: Path, name: str = "") -> Part:
+    """A file that was written here, as a part: its rows are trusted. The caller holds its lock.
+
+    Raises:
+        DatabaseError: It cannot be read.
+    """
+    with open_readonly(path) as connection:
+        return Part(name or shown(path), path, version_of(connection))
+
+
 def merge(sources: Iterable[Source], target: Source) -> MergeReport:
     """Add every row of the sources to the target: set union by key, all or nothing.
 
@@ -67,7 +111,7 @@ def merge(sources: Iterable[Source], target: Source) -> MergeReport:
         DatabaseError: A source or the target cannot be read, a row's key does not fit its content,
             or one key has two contents. The target is as it was.
     """
-    return merge_rows([read_checked(source) for source in sources], target)
+    return merge_checked({source: read_checked(source) for source in sources}, target)
 
 
 def read_checked(source: Source) -> Rows:
@@ -89,44 +133,135 @@ def read_checked(source: Source) -> Rows:
     return rows
 
 
-def merge_rows(sources: Sequence[Rows], target: Source) -> MergeReport:
-    """`merge` of rows that were read."""
+def merge_checked(sources: Mapping[Source, Rows], target: Source) -> MergeReport:
+    """`merge` of sources whose rows were read and checked."""
     place = resolve(target)
-    new = union(sources)
     if not isinstance(place, Path):
         engine = open_server(place)
         try:
-            return insert_missing(engine, new)
+            return insert_missing(engine, *sources.values())
         finally:
             engine.dispose()
-    with locked(place) as place:
-        old = read_rows(place) if place.exists() else {name: [] for name in TABLES}
-        merged = union([old, new])
-        added = {name: len(merged[name]) - len(old[name]) for name in TABLES}
-        if any(added.values()) or not place.exists():
-            replace_file(place, merged)
-    return MergeReport(added, {name: len(new[name]) - added[name] for name in TABLES})
+    with locked(place) as place, ExitStack() as stack:
+        parts = []
+        for source, rows in sources.items():
+            path = resolve(source)
+            if not isinstance(path, Path):
+                path = stack.enter_context(private_folder()) / "rows.sqlite"
+                write_file(path, rows)
+            parts.append(own_part(path, shown(resolve(source))))
+        added = add_to_file(place, parts)
+    return MergeReport(added, _known(sources.values(), added))
 
 
-def union(parts: Sequence[Rows]) -> Rows:
-    """Rows of several databases, one a key, sorted.
+def add_to_file(place: Path, parts: Sequence[Part]) -> dict[str, int]:
+    """Add parts to a file, which is made if it is missing. The caller holds its lock.
+
+    Where nothing is new the file stays as it is.
+
+    Returns:
+        How many rows were new, by table.
+    """
+    had, has = dict.fromkeys(TABLES, 0), dict.fromkeys(TABLES, 0)
+    known = [own_part(place)] if place.exists() else []
+    if known:
+        with open_readonly(place) as connection:
+            had |= _counts(connection.exec_driver_sql, tables_of(known[0].version))
+
+    def write(temporary: Path) -> None:
+        has.update(write_union(temporary, [*known, *parts]))
+        if known and has == had:
+            raise _NothingNew
+
+    with suppress(_NothingNew):
+        publish(place, write)
+    return {name: has[name] - had[name] for name in TABLES}
+
+
+class _NothingNew(Exception):
+    """Ends a publication that would change nothing."""
+
+
+def _counts(execute: Any, names: Iterable[str] = tuple(TABLES)) -> dict[str, int]:
+    return {name: execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
+
+
+def write_union(path: Path, parts: Sequence[Part]) -> dict[str, int]:
+    """Write the rows of several files, one a key, into a file that must not exist.
+
+    Returns:
+        How many rows it has, by table.
 
     Raises:
-        DatabaseError: One key has two contents.
+        DatabaseError: One key has two contents, or a row breaks a constraint.
     """
-    merged: Rows = {}
-    for name in TABLES:
-        rows: dict[str, tuple[Any, ...]] = {}
-        for part in parts:
-            for row in part[name]:
-                if rows.setdefault(row[0], row) != row:
-                    raise conflict(name, rows[row[0]], row)
-        merged[name] = by_key(rows.values())
-    return merged
+    with scratch_for(path) as scratch, closing(connect_writer(scratch)) as connection:
+        try:
+            return _unite(connection, parts)
+        except sqlite3.Error as error:
+            names, why = " and ".join(part.name for part in parts), short(error)
+            dangling = re.fullmatch(rf"NOT NULL .*: (\w+)\.({'|'.join(DIMENSIONS)})", why)
+            if dangling:
+                why = "a {} row refers to {} that is not there".format(*dangling.groups())
+            raise DatabaseError(
+                f"rows of {names} cannot be written to {str(path)!r}: {why}; nothing was changed; "
+                "make room, or leave out a file that was edited"
+            ) from error
+        finally:
+            tell("writing", 1)
+
+
+def _unite(connection: sqlite3.Connection, parts: Sequence[Part]) -> dict[str, int]:
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    # SQLite has unhex since 3.41; keys of older schema versions are digits.
+    connection.create_function("from_hex", 1, bytes.fromhex, deterministic=True)
+    connection.execute("CREATE TEMPORARY TABLE used (id INTEGER PRIMARY KEY)")
+    create_tables(connection)
+    for part in parts:
+        with _attached(connection, part) as union:
+            for name in DIMENSIONS:
+                where = "true"
+                if part.used is not None:
+                    where = "p.id IN (SELECT id FROM used)"
+                    connection.execute("DELETE FROM used")
+                    ids = ((number,) for number in part.used[name])
+                    connection.executemany("INSERT INTO used VALUES (?)", ids)
+                union.add(name, where=where, source=part.name)
+    for name in DIMENSIONS:  # ids in the order of keys
+        connection.execute(f"CREATE TEMPORARY TABLE moved AS SELECT * FROM {name}")
+        connection.execute(f"DELETE FROM {name}")
+        columns = names_text(COLUMNS[name])
+        connection.execute(
+            f"INSERT INTO {name} SELECT row_number() OVER (ORDER BY key), {columns} FROM moved"
+        )
+        connection.execute("DROP TABLE moved")
+    for place, part in enumerate(parts):
+        with _attached(connection, part) as union:
+            if not place:
+                union.make_numbers()
+            union.number()
+            for done, name in enumerate(FACTS):
+                tell("writing", (place + done / len(FACTS)) / len(parts))
+                if name in tables_of(part.version):
+                    union.add(name, source=part.name, is_empty=not place)
+    return _counts(connection.execute)
+
+
+@contextmanager
+def _attached(connection: sqlite3.Connection, part: Part) -> Iterator[Union]:
+    """A part's rows within reach of a connection, in one transaction."""
+    uri = f"file:{quote(str(part.path.absolute()))}?mode=ro&immutable=1"
+    connection.execute("ATTACH ? AS part", (uri,))  # only possible outside of transactions
+    connection.execute("BEGIN")
+    in_bytes = part.version >= KEYS_IN_BYTES_SINCE
+    yield Union(COLUMNS, connection.execute, key='p."key"' if in_bytes else 'from_hex(p."key")')
+    connection.execute("COMMIT")
+    connection.execute("DETACH part")
 
 
 def without_unused(facts: Rows, dimensions: Rows) -> Rows:
-    """Facts with those rows that they refer to, and no others."""
+    """Facts with the rows that they refer to, and no others."""
     kept: Rows = {name: facts[name] for name in FACTS}
     for name in DIMENSIONS:
         used = {
@@ -140,29 +275,14 @@ def without_unused(facts: Rows, dimensions: Rows) -> Rows:
     return kept
 
 
-def conflict(
-    name: str, one: tuple[Any, ...], other: tuple[Any, ...], source: str = ""
-) -> DatabaseError:
-    """The error of one key with two contents; `source` has the second."""
-    differing = ", ".join(
-        f"{column} {a!r} and {b!r}"
-        for column, a, b in zip(COLUMNS[name], one, other, strict=True)
-        if a != b
-    )
-    second = f", the second in {source}" if source else ""
-    return DatabaseError(
-        f"merge: {name} row {one[0]} has two contents ({differing}{second}); rows are facts and "
-        "never change, so one of the files was edited: leave it out"
-    )
-
-
-def insert_missing(engine: Engine, rows: Rows) -> MergeReport:
+def insert_missing(engine: Engine, *sources: Rows) -> MergeReport:
     """Add rows to a server in one transaction; the tables are made if they are missing.
 
     Raises:
         DatabaseError: One key has two contents, or the server refuses. Nothing was added.
     """
     url = shown(engine.url)
+    added = dict.fromkeys(TABLES, 0)
     try:
         with suppress(SQLAlchemyError), engine.begin() as connection:  # another may make them
             if not inspect(connection).has_table("run"):  # else they may be of an older version
@@ -174,55 +294,49 @@ def insert_missing(engine: Engine, rows: Rows) -> MergeReport:
                     f"database {url} has schema version {version}; merges write version "
                     f"{SCHEMA_VERSION}; merge it into a new database"
                 )
-            ids: dict[str, dict[str, int]] = {}
-            added = {}
-            for name in TABLES:
-                found = (
-                    rows[name]
-                    if name in DIMENSIONS
-                    else translate(name, rows[name], REFERENCES[name], ids)
-                )
-                added[name] = _insert_missing(connection, name, found)
-                if name in DIMENSIONS:
-                    ids[name] = ids_of(connection, name, [row[0] for row in found])
+            staged = _staged(connection)
+            for rows in sources:
+                _fill(connection, staged, rows)
+                for name, count in _union_on(connection).add_all().items():
+                    added[name] += count
     except SQLAlchemyError as error:
         raise DatabaseError(f"database {url}: merge was refused: {short(error)}") from error
-    return MergeReport(added, {name: len(rows[name]) - added[name] for name in TABLES})
+    return MergeReport(added, _known(sources, added))
 
 
-def _insert_missing(connection: Connection, name: str, rows: Sequence[tuple[Any, ...]]) -> int:
-    table, columns = TABLES[name], COLUMNS[name]
-    added = 0
-    for start in range(0, len(rows), 500):
-        part = {row[0]: row for row in rows[start : start + 500]}
-        query = select(*(table.c[c] for c in columns)).where(table.c.key.in_(list(part)))
-        found = {row[0]: tuple(row) for row in connection.execute(query)}
-        for key, row in found.items():
-            if part[key] != row:
-                raise conflict(name, row, part[key])
-        missing = [
-            dict(zip(columns, row, strict=True)) for key, row in part.items() if key not in found
-        ]
-        if missing:
-            connection.execute(insert_if_absent(connection, table), missing)
-        added += len(missing)
-    return added
+def _known(sources: Iterable[Rows], added: Mapping[str, int]) -> dict[str, int]:
+    keys = {name: {row[0] for rows in sources for row in rows[name]} for name in TABLES}
+    return {name: len(found) - added[name] for name, found in keys.items()}
 
 
-def ids_of(connection: Connection, name: str, keys: Sequence[str]) -> dict[str, int]:
-    """What a database calls these rows, by key."""
-    table = TABLES[name]
-    ids: dict[str, int] = {}
-    for start in range(0, len(keys), 500):
-        query = select(table.c.key, table.c.id).where(table.c.key.in_(keys[start : start + 500]))
-        ids |= {key: number for key, number in connection.execute(query)}
-    return ids
+def _staged(connection: Connection) -> dict[str, Table]:
+    """Temporary tables of a server for the rows of a source."""
+    staged = {
+        name: Table(
+            f"part_{name}",
+            MetaData(),
+            *(Column(column.name, column.type) for column in table.columns),
+            prefixes=["TEMPORARY"],
+        )
+        for name, table in TABLES.items()
+    }
+    for table in staged.values():
+        table.create(connection, checkfirst=True)
+    _union_on(connection).make_numbers()
+    return staged
 
 
-def insert_if_absent(connection: Connection, table: Table) -> Insert:
-    """An insert that leaves a row of the same key as it is."""
-    if connection.dialect.name == "postgresql":
-        return postgresql.insert(table).on_conflict_do_nothing()
-    if connection.dialect.name == "sqlite":
-        return sqlite.insert(table).on_conflict_do_nothing()
-    return insert(table)
+def _fill(connection: Connection, staged: Mapping[str, Table], rows: Rows) -> None:
+    for name, found in rows_with_ids(rows):
+        connection.execute(delete(staged[name]))
+        names = staged[name].columns.keys()
+        values = [dict(zip(names, row, strict=True)) for row in found]
+        for row in values:
+            row["key"] = row["key"].hex()
+        if values:
+            connection.execute(insert(staged[name]), values)
+
+
+def _union_on(connection: Connection) -> Union:
+    equal = "IS" if connection.dialect.name == "sqlite" else "IS NOT DISTINCT FROM"
+    return Union(COLUMNS, connection.exec_driver_sql, part="part_", equal=equal)

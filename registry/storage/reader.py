@@ -1,4 +1,4 @@
-"""Reading database files that may come from anyone: read-only, checked, never migrated in place."""
+"""Reading databases: read-only, checked, never migrated in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy
 from sqlalchemy import URL, ColumnElement, Connection, Engine, func, select
@@ -44,6 +44,7 @@ from lokakern.registry.sqlite_file import (
 # Every row of a database: by table, tuples in the order of `tables.COLUMNS`, references as keys.
 Rows = dict[str, list[tuple[Any, ...]]]
 Source = str | Path | URL
+T = TypeVar("T")
 
 
 def resolve(source: Source) -> Path | URL:
@@ -102,7 +103,7 @@ def open_readonly(path: str | Path) -> Iterator[Connection]:
 
 
 def short(error: Exception) -> str:
-    """What a driver says, in one line."""
+    """The message of a driver, in one line."""
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
@@ -129,10 +130,15 @@ def version_of(connection: Connection) -> int:
 
 @functools.cache
 def _expected_schema(version: int) -> Schema:
+    return of_empty_file(version, schema_of)
+
+
+def of_empty_file(version: int, read: Callable[[sqlite3.Connection], T]) -> T:
+    """The result of `read` for an empty file of a schema version."""
     with closing(sqlite3.connect(":memory:")) as connection:
         for statement in sqlite_statements(version):
             connection.execute(statement)
-        return schema_of(connection)
+        return read(connection)
 
 
 def _read_tables(connection: Connection, version: int) -> Rows:

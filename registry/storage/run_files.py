@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from sqlalchemy import insert
+from sqlalchemy import insert, select
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
@@ -37,10 +38,8 @@ from lokakern.registry.schema.value_rules import EARLIEST_UTC_MS
 from lokakern.registry.sqlite_file import shown
 from lokakern.registry.storage.merge import (
     MergeReport,
-    ids_of,
-    insert_if_absent,
     merge,
-    merge_rows,
+    merge_checked,
     read_checked,
 )
 from lokakern.registry.storage.paths import shipped_databases, user_database, user_folder
@@ -85,7 +84,7 @@ __all__ = [
 
 
 def runs_folder(database: Source) -> Path:
-    """Where the run files of a database wait to be merged."""
+    """The folder of run files of a database that are not merged yet."""
     target = resolve(database)
     if isinstance(target, Path):
         return target.with_name(target.name + ".runs")
@@ -96,7 +95,7 @@ def runs_folder(database: Source) -> Path:
 class RunFile:
     """What one process measures, committed row by row into a file of its own.
 
-    While open it holds a lock, by which `collect_runs` tells the living from the dead. Used as a
+    While open it holds a lock, by which `collect_runs` knows that its process lives. Used as a
     context manager it is merged at the end; after an exception it is left for `collect_runs`.
 
     Attributes:
@@ -162,7 +161,7 @@ class RunFile:
             replace_file(path, {"run": [tuple(row.values())]})
         except (OSError, DatabaseError) as error:
             with suppress(OSError):
-                _delete_run(path)  # nobody else knows of it
+                _delete_run(path)  # no other process knows it
             lock.release()
             if isinstance(error, DatabaseError):
                 raise
@@ -265,9 +264,11 @@ class RunFile:
                 for table, part in parts.items():
                     part_key = str(part["key"])
                     if part_key not in ids:
-                        statement = insert_if_absent(connection, TABLES[table])
+                        found = TABLES[table].c
+                        statement = sqlite.insert(TABLES[table]).on_conflict_do_nothing()
                         connection.execute(statement, plain_row(table, part))
-                        ids |= ids_of(connection, table, [part_key])
+                        query = select(found.id).where(found.key == part_key)
+                        ids[part_key] = connection.execute(query).scalar_one()
                 fact |= {table: ids[str(part["key"])] for table, part in parts.items()}
                 connection.execute(insert(TABLES[name]), {**fact, "run": 1})
         except SQLAlchemyError as error:
@@ -355,7 +356,7 @@ def collect_runs(database: Source) -> MergeReport:
         DatabaseError: The database cannot be read or written, or a run contradicts it.
     """
     locks: list[Lock] = []
-    runs: dict[Path, Rows] = {}
+    runs: dict[Source, Rows] = {}
     skipped: dict[str, str] = {}
     try:
         folder = runs_folder(database)
@@ -379,9 +380,9 @@ def collect_runs(database: Source) -> MergeReport:
         if not runs:
             nothing = dict.fromkeys(TABLES, 0)
             return MergeReport(nothing, dict(nothing), skipped)
-        report = merge_rows(list(runs.values()), database)
-        for path in runs:
-            _delete_run(path)
+        report = merge_checked(runs, database)
+        for run in runs:
+            _delete_run(Path(str(run)))
         return MergeReport(report.added, report.known, skipped)
     finally:
         for lock in locks:

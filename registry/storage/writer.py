@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import glob
-import itertools
 import math
 import operator
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from uuid import uuid4
 
 import sqlalchemy
 from sqlalchemy import Connection, Double, Engine, Integer, event
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from lokakern.errors import DatabaseError
@@ -28,15 +27,17 @@ from lokakern.registry.sqlite_file import (
     APPLICATION_ID,
     DIMENSIONS,
     SCHEMA_VERSION,
+    TABLE_NAMES,
     translate,
 )
 from lokakern.registry.storage.reader import Rows, by_key, resolve, short
 from lokakern.registry.storage.sql import insert_text
 
+Table = tuple[str, Iterable[tuple[Any, ...]]]  # a name, and rows in the form of a file
+
 LOCK_TIMEOUT_S = 600.0
 MAKE_ROOM = "make room or choose another path (LOKAKERN_DB)"
 PAGE_BYTES = 8192  # 4096 makes a shipped file 1.5 % larger, 16384 0.5 %
-_BATCH_ROWS = 20_000
 _REASON_CHARACTERS = 500  # a reason may quote a compiler's whole output
 _SAID_BY_OTHERS = ("reason", "command")  # what is not printable becomes a space
 
@@ -134,73 +135,81 @@ def write_file(path: Path, rows: Rows) -> None:
     Raises:
         DatabaseError: A row breaks a constraint.
     """
+    write_tables(path, rows_with_ids(rows))
+
+
+def rows_with_ids(rows: Mapping[str, Sequence[tuple[Any, ...]]]) -> Iterator[Table]:
+    """Rows as files hold them: sorted, numbered, with ids for references and keys in bytes."""
     ids: dict[str, dict[str, int]] = {}
-    write_tables(path, ((name, _with_ids(name, rows.get(name, []), ids)) for name in TABLES))
+    for name in TABLE_NAMES:
+        found = by_key(rows.get(name, ()))
+        if name in DIMENSIONS:
+            ids[name] = {row[0]: place for place, row in enumerate(found, start=1)}
+            yield name, ((ids[name][row[0]], _key(name, row), *row[1:]) for row in found)
+        else:
+            translated = translate(name, found, REFERENCES[name], ids)
+            yield name, ((_key(name, row), *row[1:]) for row in translated)
 
 
-def _with_ids(
-    name: str, rows: list[tuple[Any, ...]], ids: dict[str, dict[str, int]]
-) -> Iterator[tuple[Any, ...]]:
-    found = by_key(rows)
-    if name in DIMENSIONS:
-        ids[name] = {row[0]: place for place, row in enumerate(found, start=1)}
-        for place, row in enumerate(found, start=1):
-            yield place, bytes.fromhex(row[0]), *row[1:]
-    else:
-        for row in translate(name, found, REFERENCES[name], ids):
-            yield bytes.fromhex(row[0]), *row[1:]
+def _key(name: str, row: tuple[Any, ...]) -> bytes:
+    try:
+        return bytes.fromhex(row[0])
+    except ValueError:
+        raise DatabaseError(
+            f"{name} row {row[0]!r}: its key is not hex digits; it was edited: leave its file out"
+        ) from None
 
 
-def write_tables(path: Path, tables: Iterable[tuple[str, Iterable[tuple[Any, ...]]]]) -> None:
-    """Write rows as they lie in a file, which must not exist, in one transaction.
+def write_tables(path: Path, tables: Iterable[Table]) -> None:
+    """Write rows in the form of a file, which must not exist, in one transaction.
 
     Args:
         path: The file.
-        tables: Names in the order of `tables.TABLES`, with rows by key: those that facts refer to
-            with their ids in front, facts with ids for what they refer to. Keys are bytes.
+        tables: Names in the order of `tables.TABLES`, with rows by key: dimensions with their ids
+            in front, facts with ids as references. Keys are bytes.
 
     Raises:
         DatabaseError: A row breaks a constraint, or there is no room.
     """
-    with scratch_for(path) as scratch:
-        engine = open_writer(scratch, synchronous="OFF")  # synchronized before it is renamed
+    with scratch_for(path) as scratch, closing(connect_writer(scratch)) as connection:
         name = ""
         try:
-            with engine.begin() as connection:
-                create_tables(connection)
-                for name, rows in tables:
-                    left = iter(rows)
-                    while batch := list(itertools.islice(left, _BATCH_ROWS)):
-                        connection.exec_driver_sql(insert_text(name), batch)
-        except SQLAlchemyError as error:
+            connection.execute("BEGIN")
+            create_tables(connection)
+            for name, rows in tables:
+                insert_rows(connection, name, rows)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
             raise DatabaseError(
                 f"database {str(path)!r}: {f'{name} rows' if name else 'tables'} cannot be "
-                f"written: {short(error)}"
-                f"{'; ' + MAKE_ROOM if is_of_the_disk(error) else ''}"
+                f"written: {short(error)}{'; ' + MAKE_ROOM if is_of_the_disk(error) else ''}"
             ) from error
-        finally:
-            engine.dispose()
 
 
-def is_of_the_disk(error: SQLAlchemyError) -> bool:
+def insert_rows(connection: sqlite3.Connection, name: str, rows: Iterable[tuple[Any, ...]]) -> None:
+    """Add rows in the form of a file to a table."""
+    connection.executemany(insert_text(name, COLUMNS[name]), rows)
+
+
+def is_of_the_disk(error: Exception) -> bool:
     """Whether a file could not be written, rather than a row was refused."""
-    return isinstance(error, OperationalError)
+    return isinstance(getattr(error, "orig", error), sqlite3.OperationalError)
 
 
-def create_tables(connection: Connection) -> None:
-    """Make an empty database ours."""
-    connection.exec_driver_sql(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
+def create_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables in an empty database."""
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     for statement in sqlite_statements():
-        connection.exec_driver_sql(statement)
+        connection.execute(statement)
 
 
 @contextmanager
 def scratch_for(path: Path) -> Iterator[Path]:
-    """A place to write a database, which then is packed into a file that must not exist.
+    """A place to write a database, which is then packed into a file that must not exist.
 
-    Its pages are written anew, as full as may be: 7 % smaller than as they were inserted, and the
-    same bytes in however many transactions and in whatever order rows came.
+    VACUUM writes the pages anew and full: 7 % smaller than as they were inserted, and the same
+    bytes for any number of transactions and any order of inserts.
 
     Raises:
         DatabaseError: There is no room.
@@ -221,23 +230,25 @@ def scratch_for(path: Path) -> Iterator[Path]:
 
 
 def _uri(path: Path) -> str:
-    # As a URI, so that other files can be attached read-only; quoted, for a "?" would end the name.
+    # As a URI, so that other files can be attached read-only; quoted, as "?" would end the name.
     return f"file:{quote(os.path.abspath(path))}"
 
 
-def open_writer(path: Path, *, synchronous: str = "NORMAL") -> Engine:
-    """An engine for a file only this process writes."""
+def connect_writer(path: Path, *, synchronous: str = "OFF") -> sqlite3.Connection:
+    """Connect to a file that only this process writes. Transactions are begun explicitly."""
+    connection = sqlite3.connect(_uri(path), uri=True, isolation_level=None)
+    pragmas = (f"page_size = {PAGE_BYTES}", "foreign_keys = ON", f"synchronous = {synchronous}")
+    for pragma in pragmas:
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
 
-    def connect() -> sqlite3.Connection:
-        # Transactions are begun below, tables and all: the driver would begin them at inserts only.
-        connection = sqlite3.connect(_uri(path), uri=True, isolation_level=None)
-        pragmas = (f"page_size = {PAGE_BYTES}", "foreign_keys = ON", f"synchronous = {synchronous}")
-        for pragma in pragmas:
-            connection.execute(f"PRAGMA {pragma}")
-        return connection
 
+def open_writer(path: Path) -> Engine:
+    """An engine for a file that only this process writes."""
+    connect = functools.partial(connect_writer, path, synchronous="NORMAL")
     engine = sqlalchemy.create_engine("sqlite://", creator=connect, poolclass=NullPool)
 
+    # The driver would begin transactions at inserts only.
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -201,7 +201,7 @@ def test_a_reason_stands_for_evidence(facts: Facts, declared: str) -> None:
     assert str(result) == "a.kernel on gfx942: never tested"
 
 
-def test_what_was_seen_counts_before_what_was_declared(facts: Facts) -> None:
+def test_measured_state_counts_before_declared_state(facts: Facts) -> None:
     it = kernel(architectures=ON_HOPPER, compile_only={"sm_90": "no such GPU"})
     facts.time(it)
     assert facts.states(it) == {"sm_90": ("measured", "NVIDIA H200; never tested")}

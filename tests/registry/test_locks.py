@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,23 +26,41 @@ def test_one_at_a_time_holds_a_lock(tmp_path: Path) -> None:
     assert second.acquire() and not first.acquire()
 
 
-def test_a_lock_is_waited_for_as_long_as_was_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acquire_waits_until_the_holder_releases(tmp_path: Path) -> None:
     holder, waiter = Lock(tmp_path / "lock"), Lock(tmp_path / "lock")
     assert holder.acquire()
-    now_s, looks = 0.0, 0
+    began = time.monotonic()
+    assert not waiter.acquire(timeout_s=0.2)
+    assert time.monotonic() - began >= 0.2
+    timer = threading.Timer(0.2, holder.release)
+    timer.start()
+    assert waiter.acquire(timeout_s=600.0)
+    timer.join()
 
-    def sleep(seconds: float) -> None:
-        nonlocal now_s, looks
-        now_s, looks = now_s + seconds, looks + 1
-        if looks == 100:
-            holder.release()
 
-    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
-    assert not waiter.acquire(timeout_s=1.0)
-    assert looks in (20, 21) and now_s == pytest.approx(1.0, abs=0.06)
-    assert waiter.acquire(timeout_s=60.0) and looks == 100
+def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    code = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from lokakern.registry.locks import Lock\n"
+        f"lock = Lock(Path({str(path)!r}))\n"
+        "assert lock.acquire()\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert not Lock(path).acquire()
+        process.kill()
+        process.wait()
+    holder = Lock(path)
+    assert holder.acquire()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not Lock(path).acquire()
 
 
 def test_a_lock_of_a_file_that_was_removed_is_none(tmp_path: Path) -> None:

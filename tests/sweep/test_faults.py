@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import errno
+import fcntl
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from sqlalchemy.exc import OperationalError
 
 from lokakern.bench.cli.main import app
 from lokakern.errors import DatabaseError
@@ -178,15 +181,15 @@ def test_a_lock_that_was_removed_locks_nothing(
     path = tmp_path / "a.lock"
     holder, other = Lock(path), Lock(path)
     assert holder.acquire() and not other.acquire()
-    flock = locks.fcntl.flock
+    flock = fcntl.flock
 
     def remove_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
         path.unlink()
         holder.release()
-        monkeypatch.setattr(locks.fcntl, "flock", flock)
         flock(descriptor, how)
 
-    monkeypatch.setattr(locks.fcntl, "flock", remove_first)
+    monkeypatch.setattr(fcntl, "flock", remove_first)
     assert not other.acquire() and not path.exists()
     assert other.acquire(1.0) and path.exists()
     assert not holder.acquire()
@@ -205,7 +208,7 @@ def test_without_locks_files_of_others_are_read(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with private_folder() as folder:
         assert folder.is_dir()
     with pytest.raises(DatabaseError, match=r"lock .* cannot be made: No locks available; choose"):
@@ -396,7 +399,7 @@ def test_rows_before_the_disk_was_full_are_kept(
     key = add(run)
 
     def full(_: object) -> Iterator[Any]:
-        raise writer.OperationalError("INSERT", {}, OSError("database or disk is full"))
+        raise OperationalError("", {}, sqlite3.OperationalError("database or disk is full"))
 
     with monkeypatch.context() as patch:
         patch.setattr(run._engine, "begin", lambda: full(None))

@@ -30,7 +30,7 @@ from lokakern.registry.ops import OPS
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import COLUMNS, REFERENCES
-from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.loading import SweepDatabase, load_snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import read_rows
 from lokakern.registry.storage.run_files import (
@@ -92,6 +92,7 @@ def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lokakern.problems.ACCURACY_ROWS", 64)
+        patch.setattr("lokakern.registry.storage.paths.shipped_databases", tuple)
         patch.setattr("lokakern.registry.storage.run_files.shipped_databases", tuple)
         patch.setattr(listing, "shipped_databases", tuple)
         patch.setattr(operands, "l2_bytes", lambda: 20_000)
@@ -299,9 +300,7 @@ def test_shipped_rows_are_stale_too(
     command: Command, changed_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dispatch reads them: a sweep makes up for them in the database of the user."""
-    monkeypatch.setattr(
-        "lokakern.registry.storage.run_files.shipped_databases", lambda: [changed_file]
-    )
+    monkeypatch.setattr("lokakern.registry.storage.paths.shipped_databases", lambda: [changed_file])
     path = tmp_path / "user.sqlite"
     words = ("sweep", "--only-stale", "--errors", "none", "--db", str(path))
     assert "stale: 2 of 10 problems" in command(*words).err
@@ -338,10 +337,11 @@ def test_ranks_take_the_plan_of_the_one_that_looked(
     reports, asked = [], []
     for crew, target in zip(ranks, (path, tmp_path / "another.sqlite"), strict=True):
         with crew:
-            cases = cli_sweep._cases_timed(target, None, here, crew)
+            database = SweepDatabase(target)
+            cases = cli_sweep._cases_timed(database, None, here, crew)
             asked.append(cases)
             reports.append(
-                engine.sweep(cases, database=target, suite="stale", command="", only_stale=True,
+                engine.sweep(cases, database=database, suite="stale", command="", only_stale=True,
                             errors="none", crew=crew)
             )  # fmt: skip
     assert asked[0] == asked[1] and len(asked[0]) == 10

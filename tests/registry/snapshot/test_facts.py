@@ -25,11 +25,10 @@ from lokakern.errors import DatabaseError
 from lokakern.registry import sqlite_file
 from lokakern.registry.schema import row_keys, tables
 from lokakern.registry.snapshot import facts
-from lokakern.registry.snapshot.facts import GivenFacts, UnitedFacts
-from lokakern.registry.snapshot.image import StoredFacts, facts_of
+from lokakern.registry.snapshot.facts import Facts, Image, image_of, image_of_rows
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.merge import merge, union
+from lokakern.registry.storage.merge import merge, own_part, write_union
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
@@ -51,15 +50,15 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
 
 
-def test_what_a_file_is_read_by_without_its_models() -> None:
+def test_constants_for_reading_agree_with_the_models() -> None:
     """A new schema changes these constants, and may not be forgotten here."""
     assert tuple(tables.TABLES) == sqlite_file.TABLE_NAMES
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         for statement in tables.sqlite_statements():
             connection.execute(statement)
         assert sqlite_file.schema_digest(connection) == sqlite_file.SCHEMA_DIGEST
-    stored = facts_of(SHIPPED)
-    assert isinstance(stored, StoredFacts) and stored.columns == tables.COLUMNS
+    stored = image_of(SHIPPED)
+    assert isinstance(stored, Image) and stored.columns == tables.COLUMNS
 
 
 @pytest.mark.rest
@@ -133,28 +132,28 @@ def test_facts_in_two_sources_count_once(
     few = {
         name: rows if name in sqlite_file.DIMENSIONS else rows[::20] for name, rows in given.items()
     }
-    parts: list[facts.Part] = []
+    parts: list[Image] = []
     for place, (rows, is_stored) in enumerate(zip(split(few, 0), stored, strict=True)):
         path = tmp_path / f"{place}.sqlite"
         write_file(path, rows)
-        parts.append(facts_of(path) if is_stored else GivenFacts(rows))
-    united, expected = UnitedFacts(parts), GivenFacts(few)
+        parts.append(image_of(path) if is_stored else image_of_rows(rows))
+    both, expected = Facts(parts), Facts([image_of_rows(few)])
     for name in sqlite_file.FACTS:
-        assert united.count(name) == len(few[name])
-        assert list(united.rows(name)) == list(expected.rows(name))
+        assert both.count(name) == len(few[name])
+        assert list(both.rows(name)) == list(expected.rows(name))
     (device,) = (row[0] for row in few["device"])
-    assert united.count("timing", device=device, status="ok") == expected.count(
+    assert both.count("timing", device=device, status="ok") == expected.count(
         "timing", device=device, status="ok"
     )
-    assert not united.has("timing", device="0" * 64) and united.has("timing", device=device)
+    assert not both.has("timing", device="0" * 64) and both.has("timing", device=device)
     problems = [row[0] for row in few["problem"]]
     for name in ("timing", "accuracy"):
         found = [sorted(part.at(name, problems), key=lambda row: row[0])
-                 for part in (united, expected)]  # fmt: skip
+                 for part in (both, expected)]  # fmt: skip
         assert found[0] == found[1] and len(found[0]) == len(few[name])
         columns = ("kernel", "run", "status")
-        assert {*united.picked(name, columns)} == {*expected.picked(name, columns)}
-    assert Snapshot(united).digest == Snapshot(few).digest
+        assert {*both.picked(name, columns)} == {*expected.picked(name, columns)}
+    assert Snapshot(both).digest == Snapshot(few).digest
 
 
 def edited(path: Path, *statements: str) -> Path:
@@ -194,7 +193,7 @@ def test_one_key_with_two_contents(small: Path, change: str, table: str) -> None
     """The error of merging, at load: nobody asked for the row yet."""
     other = edited(Path(shutil.copy(small, small.with_name("other.sqlite"))), change)
     with pytest.raises(DatabaseError) as expected:
-        union([read_rows(small), read_rows(other)])
+        write_union(small.with_name("united.sqlite"), [own_part(small), own_part(other)])
     assert f"{table} row" in str(expected.value)
     with pytest.raises(DatabaseError) as found:
         load_snapshot([small, other])
@@ -214,21 +213,21 @@ def test_one_key_with_two_contents(small: Path, change: str, table: str) -> None
         ([], 40, 60),
     ],
 )  # fmt: skip
-def test_what_two_sources_tell_differently_is_taken_out_of_both(
+def test_contradictory_rows_are_removed_from_both_sources(
     small: Path, as_rows: tuple[bool, bool], changes: list[str], timings: int, accuracies: int
 ) -> None:
     other = edited(Path(shutil.copy(small, small.with_name("other.sqlite"))), *changes)
     parts = [
-        GivenFacts(read_rows(path)) if is_rows else facts_of(path)
+        image_of_rows(read_rows(path)) if is_rows else image_of(path)
         for path, is_rows in zip((small, other), as_rows, strict=True)
     ]
     assert facts.has_all(parts[0], parts[1]) is (not changes)
     assert facts.has_all(parts[1], parts[0]) is (not changes)
     assert not facts.unknown_keys(parts[1], "timing", [parts[0]])
-    assert len(facts.unknown_keys(parts[0], "timing", [GivenFacts({})])) == 40
+    assert len(facts.unknown_keys(parts[0], "timing", [image_of_rows({})])) == 40
     pairs = facts.set_disputed_apart(parts)
     assert [pair[:2] for pair in pairs] == ([tuple(parts)] if changes else [])
-    both = facts.united(parts)
+    both = Facts(parts)
     assert (both.count("timing"), both.count("accuracy")) == (timings, accuracies)
     assert len(both.keys("timing")) == 32 * timings
     assert len(parts[0].dimensions["run"]) == (timings + accuracies > 0)
@@ -279,18 +278,18 @@ def test_keys_are_read_whichever_way_text_with_zero_bytes_goes(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere SQLite may end text at its first zero byte; then digits are read."""
-    expected = facts_of(small).keys("timing")
-    ask: Callable[..., Any] = StoredFacts._all
+    expected = image_of(small).keys("timing")
+    ask: Callable[..., Any] = Image._all
 
-    def cut(self: StoredFacts, text: str, *rest: Any) -> Any:
+    def cut(self: Image, text: str, *rest: Any) -> Any:
         found = ask(self, text, *rest)
         if "CAST(group_concat(key" in text and found[0][1]:
             count, keys, *more = found[0]
             return [(count, keys.split(b"\0")[0], *more)]
         return found
 
-    monkeypatch.setattr(StoredFacts, "_all", cut)
-    assert b"\0" in expected and facts_of(small).keys("timing") == expected
+    monkeypatch.setattr(Image, "_all", cut)
+    assert b"\0" in expected and image_of(small).keys("timing") == expected
 
 
 def test_a_replaced_or_overwritten_file_changes_nothing(small: Path, tmp_path: Path) -> None:
@@ -366,7 +365,7 @@ def test_parameters_of_several_variants_are_the_newest_of_current_kernels(given:
     variants = [dataclasses.replace(row, name=f"X{i % 3}", parameters=f'{{"v":{i}}}')
                 for i, row in enumerate(Snapshot(given).distributions)]  # fmt: skip
     rows_of = [row_keys.distribution_row(row) for row in variants]
-    few = dict(given)
+    few: Rows = {**given, "timing": []}
     few["distribution"] = [tuple(row[c] for c in tables.COLUMNS["distribution"]) for row in rows_of]
     place = tables.COLUMNS["accuracy"].index("distribution")
     few["accuracy"] = [(*row[:place], draw.choice(rows_of)["key"], *row[place + 1 :])
@@ -404,8 +403,9 @@ def test_memory_is_given_back() -> None:
     """At once, for it may be much: no cycle waits for the collector."""
     snapshot = load_snapshot([SHIPPED])
     cells_at_first(snapshot)
-    assert isinstance(snapshot._facts, StoredFacts)
-    connection = snapshot._facts._connection
+    (image,) = snapshot._facts.images
+    connection = image._connection
+    del image
     gc.disable()
     try:
         del snapshot

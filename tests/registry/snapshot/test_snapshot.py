@@ -268,7 +268,7 @@ def test_resume(snapshot: Snapshot) -> None:
     [("error", True), ("out_of_memory", True), ("crashed", False), ("timeout", False),
      ("wrong", False)],
 )  # fmt: skip
-def test_what_ended_a_process_is_not_tried_again(tmp_path: Path, status: str, again: bool) -> None:
+def test_crashes_are_not_tried_again(tmp_path: Path, status: str, again: bool) -> None:
     path = tmp_path / "a.sqlite"
     with begin(path) as run:
         record = TimingRecord(status=status, reason="why")

@@ -317,7 +317,7 @@ def test_impossible_test_results_are_refused(database: Path, changes: dict[str, 
     assert len(rows_as_dicts(database, "test_result")) == 1
 
 
-def test_the_status_of_a_test_result_is_what_the_counts_say(database: Path) -> None:
+def test_status_of_a_test_result_agrees_with_its_counts(database: Path) -> None:
     failed = dataclasses.replace(TESTED, failed_count=1, reason="1 > 0.5")
     skipped = dataclasses.replace(TESTED, passed_count=0, reason="needs 60 GiB")
     for record, status in [(TESTED, "ok"), (failed, "failed"), (skipped, "nothing")]:
@@ -800,7 +800,7 @@ def test_view_in_place_of_a_table_is_refused(database: Path) -> None:
     refused(database, "accuracy is .*view")
 
 
-def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     whole = tmp_path / "whole.sqlite"
     write_fixture(whole)
     content = whole.read_bytes()
