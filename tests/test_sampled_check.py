@@ -42,8 +42,8 @@ from lokakern.selection import dispatcher
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity
 from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
-from tests.conversion.test_convert import report_of, rows_of, verdict
-from tests.selection.test_dispatcher import Book, gemm
+from tests.support.conversions import report_of, rows_of, verdict
+from tests.support.measurements import Book, gemm
 
 SEEDS = (0,)
 H200 = "NVIDIA H200"

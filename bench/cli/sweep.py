@@ -30,7 +30,7 @@ from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
 
 if TYPE_CHECKING:
     from lokakern.sweep.engine import SweepReport
-    from lokakern.sweep.ranks import Alone
+    from lokakern.sweep.ranks import SingleRank
     from lokakern.types import Device
     from lokakern.workloads.suites import Case
 
@@ -146,7 +146,7 @@ def sweep(
     from lokakern.render import terminal
     from lokakern.selection import dispatcher
     from lokakern.sweep import engine as sweeping
-    from lokakern.sweep.ranks import crew_of_torchrun, take_gpu
+    from lokakern.sweep.ranks import ranks_of_torchrun, take_gpu
 
     if device_name is not None and not prebuild:
         raise typer.BadParameter("goes with --prebuild: a sweep measures the device that is here",
@@ -160,18 +160,18 @@ def sweep(
                                  param_hint="--only-stale")  # fmt: skip
     take_gpu()
     device = gpu_named(device_name) if prebuild else current_device()
-    with crew_of_torchrun() as crew:
-        if crew.world > 1 and prebuild:
+    with ranks_of_torchrun() as ranks:
+        if ranks.world > 1 and prebuild:
             raise typer.BadParameter("goes without torchrun: one process compiles on all cores",
                                      param_hint="--prebuild")  # fmt: skip
         if not prebuild:
-            crew.once("trials", lambda: library_smoke.try_all(library_smoke.untried(device), say))
+            ranks.once("trials", lambda: library_smoke.try_all(library_smoke.untried(device), say))
             load_tried()  # what another rank tried
         if shape or problem or from_misses:
             cases = _asked_for(shape or [], epilogue, problem or [], from_misses, device)
             name = "misses" if from_misses else "shapes"
         elif only_stale and suite is None:
-            cases, name = _cases_timed(_target(db), regime, device, crew), "stale"
+            cases, name = _cases_timed(_target(db), regime, device, ranks), "stale"
         else:
             cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
         if cases or not only_stale:  # a database that holds nothing is no wrong usage
@@ -180,7 +180,7 @@ def sweep(
             _prebuild(cases, device, kernel or (), quiet)
             return
         target = _target(db)
-        shown = terminal.TerminalProgress(quiet=quiet) if crew.rank == 0 else None
+        shown = terminal.TerminalProgress(quiet=quiet) if ranks.rank == 0 else None
         with shown or contextlib.nullcontext() as progress:
             did = sweeping.sweep(
                 cases,
@@ -197,15 +197,15 @@ def sweep(
                 errors=errors.value,
                 watchdog_s=watchdog,
                 progress=progress,
-                crew=crew,
+                ranks=ranks,
             )
-        every = crew.gather("report", did.counts())
+        every = ranks.gather("report", did.counts())
     if every is None:  # the first rank tells of all
         return
-    if len(every) < crew.world:
+    if len(every) < ranks.world:
         collect_runs(target)
-        say(f"{crew.world - len(every)} of {crew.world} ranks ended early; what they had measured "
-            "is in the database, what they had not was measured by the others")  # fmt: skip
+        say(f"{ranks.world - len(every)} of {ranks.world} ranks ended early; their finished "
+            "measurements are in the database, other ranks made the rest")  # fmt: skip
     dispatcher.use_snapshot(None)
     done = sweeping.SweepReport.of_all(every)
     _tell(done, target, only_stale)
@@ -249,7 +249,7 @@ def _asked_for(
 
 
 def _cases_timed(
-    target: Path | str, regime: Regime | None, device: Device, crew: Alone
+    target: Path | str, regime: Regime | None, device: Device, ranks: SingleRank
 ) -> list[Case]:
     """Every problem that a database, or a shipped one, has times of on the device.
 
@@ -268,7 +268,7 @@ def _cases_timed(
         found = cases_timed(read_by_dispatch(target), device, how)
         return [(problem_row(case.problem), case.distribution) for case in found]
 
-    plain = crew.plan("cases", look)
+    plain = ranks.plan("cases", look)
     return [Case(problem_from_row(row), distribution) for row, distribution in plain]
 
 

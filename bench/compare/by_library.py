@@ -13,7 +13,7 @@ from lokakern.bench.compare.race import Entry, timed
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device
 from lokakern.measure import timing
-from lokakern.measure.operand_cache import in_turn
+from lokakern.measure.operand_cache import prefetched_groups
 from lokakern.measure.time_problem import torch_device
 from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel
@@ -177,7 +177,9 @@ def by_library(
         prebuild(problems, device, names)
     timing.warm(where)
     rows = []
-    for plan, same in zip(plans, in_turn([p.same for p in plans], seed=seed), strict=True):
+    for plan, same in zip(
+        plans, prefetched_groups([p.same for p in plans], seed=seed), strict=True
+    ):
         problem = same[0].problem
         step(str(problem))
         sides = _sides(plan, libraries, baseline_name(problem))

@@ -10,7 +10,7 @@ from typing import Any
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device
 from lokakern.measure import timing
-from lokakern.measure.operand_cache import in_turn
+from lokakern.measure.operand_cache import prefetched_groups
 from lokakern.measure.operands import Operands
 from lokakern.measure.time_problem import contender_of, floor_us, torch_device
 from lokakern.problems import baseline_name
@@ -114,7 +114,7 @@ def compare(
         prebuild([case.problem for case in compared], device)
     timing.warm(where)
     rows = []
-    for (case,) in in_turn([[case] for case in compared], seed=seed):
+    for (case,) in prefetched_groups([[case] for case in compared], seed=seed):
         step(str(case.problem))
         rows.append(
             _compare_one(case, budget, baselines, regime, distribution, groups, seed, alone)

@@ -21,7 +21,7 @@ from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError
 from lokakern.measure import timing
-from lokakern.measure.operand_cache import in_turn
+from lokakern.measure.operand_cache import prefetched_groups
 from lokakern.measure.time_problem import (
     FLOOR_BYTES_PER_US,
     FLOOR_FLOPS_PER_US,
@@ -228,7 +228,7 @@ def contest(
     compiled_layers.compile_ahead(problems, names, where, device, note)
     timing.warm(where)
     rows = []
-    for (problem, _), same in zip(found, in_turn(found.values(), seed=seed), strict=True):
+    for (problem, _), same in zip(found, prefetched_groups(found.values(), seed=seed), strict=True):
         step(str(problem))
         rows.append(_row(problem, same, side_of, groups, regime, sides, seed))
     pairings = _pairings(rows, ours, rivals, groups) if sides else ()

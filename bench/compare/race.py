@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError
 from lokakern.measure import timing
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.operands import Operands
-from lokakern.measure.problem_operands import operands_of
 from lokakern.measure.time_problem import contender_of, floor_us, torch_device, write_again
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.registry.register import Kernel

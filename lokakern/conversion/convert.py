@@ -93,7 +93,7 @@ def convert(
             later changes of a weight are not seen, but for `load_state_dict` of the model. Of
             weights in bfloat16 that stay so, those of fused layers are put together, those of
             padded layers padded, and those whose k is no multiple of 8 turned for inputs that are
-            transposed (`lokakern.nn.weight_layout.laid_out`): copies, in buffers.
+            transposed (`lokakern.nn.token_mixing.laid_out`): copies, in buffers.
         device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
             such a device is not, its choices run in emulation: slowly, and rounded alike.
         distribution: With a budget, the input distributions to judge errors on.

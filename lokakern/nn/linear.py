@@ -26,8 +26,7 @@ from lokakern.nn.routed_matmul import (
     read_route,
     scales_of,
 )
-from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes
-from lokakern.nn.weight_layout import laid_out
+from lokakern.nn.token_mixing import CAST, HALF, KINDS, laid_out, mix_tokens, mixes
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _NOTHING = (None, None, None, None)

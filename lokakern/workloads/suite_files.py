@@ -1,4 +1,4 @@
-"""Suites of a user's own model, from TOML.
+"""Suites from TOML files of users.
 
     name = "my-model"
     title = "layers of my model"           # default: the name of the file
@@ -11,7 +11,7 @@
     bias = true                            # default false
     format = "float32"                     # of X, W and Y; default bfloat16
     name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
-    count = 3                              # likewise, how often a step multiplies so; default 1
+    count = 3                              # for the same, uses in a step; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
 
     [[layer]]
@@ -25,17 +25,16 @@
     m = 8192
     n = 2048
     k = 2048
-    activation = "relu"                    # before the product: for form "activate" alone
+    activation = "relu"                    # before the product: for form "activate" only
     forms = ["prepared", "activate"]
 
-Forms are the problems a layer poses: ``gemm`` on unquantized operands, ``prepared`` with W
-quantized ahead (tensor, row and 128x128 scales), ``scaled_gemm`` on quantized operands and
-``quantize`` of X (tensor, row and 1x128 scales), and the gradients, timed on X12: ``grad_input``
-(W as stored, and prepared with row and 128x128 scales) and ``grad_weight``. ``activate`` is the
-activation before X is quantized by rows, both in one kernel (relu, hardswish or silu). The default
-is gemm, prepared and quantize; of a batch it is gemm, because no quantized form takes one. ``bias``
-is of gemm and prepared. A scaled GEMM writes bfloat16, so a float32 layer has none; nor has it one
-that is activated.
+Forms are the problems of a layer: ``gemm`` of unquantized operands, ``prepared`` with a prepared W
+(tensor, row and 128x128 scales), ``scaled_gemm`` of quantized operands, ``quantize`` of X (tensor,
+row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as stored, and prepared
+with row and 128x128 scales) and ``grad_weight``. ``activate`` is an activation (relu, hardswish or
+silu) and rowwise quantization of X in one kernel. The default is gemm, prepared and quantize; for a
+batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
+GEMM writes bfloat16 and activate reads it, so that a float32 layer has neither.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _activate(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     yield activate_case(m, layer.k, layer.activation, layer.distribution, fp8)
 
 
-# The cases of a form at one m, and how many they are at most.
+# Cases of a form at one m, and their largest number.
 FORMS: dict[str, tuple[Maker, int]] = {
     "gemm": (_gemm, 1),
     "prepared": (_prepared, len(PREPARED_FORMS)),
@@ -141,11 +140,11 @@ BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name, or of a file whose name ends in ``.toml``.
+    """The suite with a name, or from a file whose name ends in ``.toml``.
 
     Raises:
-        UnknownNameError: There is none.
-        SuiteError: The file cannot be read, or is no suite.
+        UnknownNameError: The suite is unknown.
+        SuiteError: The file cannot be read, or is not a suite.
     """
     if name.endswith(".toml"):
         return suite_from_file(Path(name))
@@ -159,11 +158,12 @@ def suite_named(name: str) -> Suite:
 
 
 def suite_from_file(path: str | Path) -> Suite:
-    """The suite that a TOML file describes; the module says how.
+    """The suite in a TOML file.
 
     Raises:
-        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, asks for more than
-            100 000 problems, or has an entry that is unknown, missing or no such value.
+        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, has more than 100
+        000
+            problems, or has an unknown, missing or invalid entry.
     """
     path = Path(path)
     table = _table_of(path)
@@ -172,8 +172,8 @@ def suite_from_file(path: str | Path) -> Suite:
     count = sum(len(layer.m) * FORMS[form][1] for layer in layers for form in layer.forms)
     if count > MOST_CASES:
         raise SuiteError(
-            f"suite {path}: asks for {count} problems; expected at most {MOST_CASES}, fewer sizes "
-            "of m, or fewer forms"
+            f"suite {path}: has {count} problems; expected at most {MOST_CASES}: use fewer sizes "
+            "of m or fewer forms"
         )
 
     def build(fp8: Format) -> Iterator[Case]:
@@ -186,7 +186,7 @@ def suite_from_file(path: str | Path) -> Suite:
 
 
 def layers_from_file(path: str | Path) -> list[Layer]:
-    """The layers that a TOML file describes.
+    """The layers in a TOML file.
 
     Raises:
         SuiteError: As `suite_from_file`.

@@ -31,51 +31,25 @@ from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.site_report import Judged
-from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
-from lokakern.types import ErrorBudget, Format, Granularity, Problem
+from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
-from tests.selection.test_dispatcher import BF16, TENSOR, Book, accuracy, gemm, time
-from tests.selection.test_dispatcher import ROW as ROW_KERNEL
+from tests.support.conversions import (
+    BLOCK_KERNEL,
+    H200,
+    K,
+    N,
+    measured,
+    report_of,
+    rows_of,
+    verdict,
+)
+from tests.support.measurements import BF16, TENSOR, Book, gemm, time
+from tests.support.measurements import ROW as ROW_KERNEL
 
 SEEDS = (0,)
-H200 = "NVIDIA H200"
-N, K = 64, 48
-BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
-
-
-def rows_of(problem: Problem, *, bf16: float, errors: bool = True, **kernels: float) -> list[Any]:
-    """Times of bf16 and of others, and an error of 0.04, which is of every m."""
-    names = {"row": ROW_KERNEL, "tensor": TENSOR, "block": BLOCK_KERNEL}
-    rows = [time(BF16, problem, bf16)]
-    for name, us in kernels.items():
-        rows.append(time(names[name], problem, us))
-        if errors:
-            rows.append(accuracy(names[name], problem, 0.04, only=("X1",)))
-    return rows
-
-
-def measured() -> list[Any]:
-    """The output is worth it from m = 256 on, the input's gradient everywhere, its weight's at 256.
-
-    Without a bias, and of weights that are not prepared.
-    """
-    rows = []
-    for m, bf16, row in ((16, 2.0, 4.0), (256, 4.0, 3.0), (1024, 16.0, 8.0)):
-        rows += rows_of(gemm(m, N, K), bf16=bf16, row=row, errors=m == 16)
-        problem = _grad_input_problem(N, K)(m)
-        rows += rows_of(problem, bf16=bf16, row=bf16 / 2, errors=m == 16)
-    for m, row in ((16, 9.0), (256, 5.0), (1024, 9.0)):
-        rows += rows_of(grad_weight_case(m, N, K).problem, bf16=8.0, row=row)
-    return rows
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
 
 
 @pytest.fixture(scope="module")
@@ -290,16 +264,6 @@ def test_frozen_answers_quantize_nothing(known: Book, monkeypatch: pytest.Monkey
 
 
 # ---- reports of Probe ----
-
-
-def verdict(gemm: str, scales: str, safety: str, row_err: float, site: str = "0") -> Verdict:
-    found = ClassVerdict(scales, safety, row_err, row_err, row_err, reason="few rows")
-    return Verdict(site, gemm, (256, N, K), "", safety, "", "", 0.002, None, "", (), (found,))
-
-
-def report_of(*verdicts: Verdict) -> ProbeReport:
-    judged = [Judged(verdict, {}, {}, 1) for verdict in verdicts]
-    return ProbeReport(judged, ErrorBudget(row_err=0.06), None)
 
 
 def test_a_report_judges_each_product_by_what_it_replayed(book: Book) -> None:

@@ -24,8 +24,8 @@ from lokakern.types import (
     QuantizedTensor,
     Rejected,
 )
-from tests.kernels.test_norm_kernels import Run, poisoned
 from tests.support.kernel_cases import ACTIVATING, cases, drawn, kernel_here
+from tests.support.norm_runs import Run, poisoned
 
 (NAME,) = ACTIVATING
 # And the emulation on a CPU, which shows that the tests are right.

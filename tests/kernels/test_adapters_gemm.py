@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lokakern.kernels.adapters import cublaslt, fbgemm, torchao
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.types import Accepted, Device, Format, Granularity, Layout, Operand, Problem, Rejected
@@ -27,7 +27,7 @@ from lokakern.workloads.gemm_cases import (
     whole_gemm_cases,
 )
 from lokakern.workloads.suites import Case
-from tests.kernels.test_adapters import rowwise_out
+from tests.support.adapters import rowwise_out
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)

@@ -15,7 +15,7 @@ import torch
 
 from lokakern import numerics
 from lokakern.device import current_device
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.problems import make_problem
 from lokakern.registry import libraries

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lokakern.kernels.adapters import flashinfer, quack, transformer_engine
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.norm_operands import draw_epilogue
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import draw_epilogue, operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import norm_named, normalize
 from lokakern.problems import make_problem

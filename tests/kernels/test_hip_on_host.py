@@ -28,7 +28,7 @@ from lokakern.errors import CompilationError, LaunchError
 from lokakern.hip import HipLaunch, Program
 from lokakern.kernels.hip import dequantize, gemm_norm, quantize, scaled_gemm
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import norm_named
 from lokakern.problems import make_problem

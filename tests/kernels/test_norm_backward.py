@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,141 +17,28 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.functional.norm_backward import norm_backward
-from lokakern.gradients import NormGradients, slope
+from lokakern.gradients import slope
 from lokakern.kernels.torch.norm import normalized
-from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.norm import norm_named
-from lokakern.numerics import kernel_error
-from lokakern.problems import make_problem
 from lokakern.registry.norm_gradients import CURVATURES, JUMPS, norm_gradients
-from lokakern.registry.register import Kernel
-from lokakern.selection.arguments import device_of
 from lokakern.sums import column_sums
 from lokakern.types import (
     Format,
     Granularity,
     NormEpilogue,
-    Problem,
-    QuantizedTensor,
-    Rejected,
-    empty_data,
 )
 from tests.support.kernel_cases import cases, drawn, kernel_here
+from tests.support.norm_backward_runs import (
+    LASTS,
+    WAYS,
+    Run,
+    Way,
+)
 
 SEEDS = (0,)  # of everything drawn here
-NORMS = ("layer", "rms", *(f"block_rms({n})" for n in (8, 64, 128, 256)), "none")
-LASTS = ("none", "relu", "hardswish", "silu")
-VECTORS = ((), ("bias",), ("norm_weight",), ("norm_bias",), ("bias", "norm_weight", "norm_bias"))
-# Format of dy in FP8 if any, and whether it is wanted in bfloat16.
-OUTPUTS = (
-    (Format.E5M2, True), (Format.E4M3FN, False), (None, True), (Format.E5M2, False)
-)  # fmt: skip
-
-
-class Way(NamedTuple):
-    norm: str = "layer"
-    last: str = "none"
-    vectors: tuple[str, ...] = ("bias", "norm_weight", "norm_bias")
-    wide: bool = True  # vectors in float32
-    out: Format | None = Format.E5M2
-    plain: bool = True
-    granularity: Granularity = Granularity.GROUP
-
-
-# Each norm with each activation, output and choice of vectors, but not all with all.
-WAYS = [
-    Way(norm, last, VECTORS[(3 * i + j) % 5], (i + j) % 2 == 0, *OUTPUTS[(i + j) % 4])
-    for i, norm in enumerate(NORMS)
-    for j, last in enumerate(LASTS)
-]
 
 
 CASES = cases("norm_backward")
-
-
-def epilogue_of(way: Way, m: int, k: int, where: str) -> NormEpilogue:
-    dtype = torch.float32 if way.wide else torch.bfloat16
-    vectors = {
-        name: drawn(k, where=where, seed=20 + i, dtype=dtype) for i, name in enumerate(way.vectors)
-    }
-    residual = drawn(m, k, where=where, seed=30) if way.plain and way.out else None
-    return NormEpilogue(norm_named(way.norm), activation=way.last, residual=residual, **vectors)
-
-
-def poisoned(way: Way, epilogue: NormEpilogue, m: int, k: int, where: str) -> NormGradients:
-    device = torch.device(where)
-
-    def quantized(rows: int, columns: int) -> QuantizedTensor | None:
-        if way.out is None:
-            return None
-        data = empty_data(rows, columns, way.out.dtype, device)
-        data.view(torch.uint8).fill_(way.out.nan_byte)
-        scale = way.granularity.empty_scale(rows, columns, device).fill_(math.nan)
-        return QuantizedTensor(data, scale, way.granularity)
-
-    dy = torch.full((m, k), math.nan, dtype=torch.bfloat16, device=device) if way.plain else None
-    count = sum(x is not None for x in (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias))
-    sums = torch.full((count, k), math.nan, device=device) if count else None
-    return NormGradients(dy, quantized(m, k), quantized(k, m), sums)
-
-
-def problem_of(way: Way, epilogue: NormEpilogue, m: int, k: int) -> Problem:
-    form = Format.BFLOAT16 if way.out is None else way.out
-    granularity = Granularity.NONE if way.out is None else way.granularity
-    return make_problem(
-        "norm_backward", (m, k), epilogue=epilogue.name(), out_format=form,
-        out_granularity=granularity,
-    )  # fmt: skip
-
-
-class Run:
-    """One launch of a kernel on gradients and what was normalized."""
-
-    def __init__(
-        self, kernel: Kernel, way: Way, m: int, k: int, where: str,
-        dd: Tensor | None = None, y: Tensor | None = None, on_host: bool = False,
-    ) -> None:  # fmt: skip
-        self.kernel, self.way = kernel, way
-        self.dd = drawn(m, k, where=where, seed=1) if dd is None else dd
-        self.y = drawn(m, k, where=where, seed=2) if y is None else y
-        self.epilogue = epilogue_of(way, m, k, where)
-        self.problem = problem_of(way, self.epilogue, m, k)
-        answers = kernel.supports_problem if on_host else kernel.supports
-        self.answer = answers(self.problem, device_of(self.y))
-        self.outputs = poisoned(way, self.epilogue, m, k, where)
-        if not isinstance(self.answer, Rejected):
-            self.launch()
-
-    def launch(self) -> None:
-        operands = (self.dd, self.y, self.outputs, self.epilogue)
-        self.kernel.launch(*operands, self.kernel.workspace(*operands))
-
-    def errors(self) -> dict[str, float]:
-        exact = norm_gradients(self.dd, self.y, self.epilogue)
-        out, found = self.outputs, {}
-        if out.dy is not None:
-            roundoff = Format.BFLOAT16.unit_roundoff
-            found["dy"] = kernel_error(out.dy, exact.dy, exact.size, roundoff).maximum
-        for name, made, value, size in (
-            ("quantized", out.quantized, exact.dy, exact.size),
-            ("quantized_t", out.quantized_t, exact.dy.t(), exact.size.t()),
-        ):
-            if made is not None:
-                roundoff = made.format.unit_roundoff
-                found[name] = norm_kernel_error(made, value, size, roundoff).maximum
-        if out.sums is not None:
-            roundoff = Format.FLOAT32.unit_roundoff
-            found["sums"] = kernel_error(out.sums, exact.sums, exact.sums_size, roundoff).maximum
-        return found
-
-    def check(self) -> bool:
-        """Whether the kernel takes the problem; it must be right then."""
-        if isinstance(self.answer, Rejected):
-            assert self.answer.reason
-            return False
-        errors, bound = self.errors(), self.kernel.bound_at(self.problem)
-        assert max(errors.values()) <= bound, f"{self.kernel} {self.problem}: {errors}"
-        return True
 
 
 # --- the reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from lokakern.kernels.cuda import norm_backward, quantize_sums
 from lokakern.registry.register import KERNELS
 from lokakern.sums import column_sums
 from lokakern.types import Format
-from tests.kernels import test_cuda_on_host as host
-from tests.kernels.test_norm_backward import LASTS, VECTORS, WAYS, Run, Way, drawn
+from tests.support import cuda_host_launch as host
+from tests.support.kernel_cases import drawn
+from tests.support.norm_backward_runs import LASTS, VECTORS, WAYS, Run, Way
 
 HEADER = Path(__file__).parents[1] / "support" / "norm_backward_on_host.hpp"
 CALL = """
@@ -48,7 +50,7 @@ def folder() -> Path:
 @pytest.fixture
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(host.CALLS, "norm_backward", CALL)
-    monkeypatch.setitem(host.C_TYPES, "f", host.ctypes.c_float)
+    monkeypatch.setitem(host.C_TYPES, "f", ctypes.c_float)
     launch = functools.partial(host.HostLaunch, folder)
     for module in (norm_backward, quantize_sums):
         monkeypatch.setattr(module, "CudaLaunch", launch)

@@ -16,15 +16,14 @@ import torch
 
 from lokakern.registry.register import KERNELS
 from lokakern.types import Rejected
-from tests.kernels.test_norm_kernels import CASES as EVERY
-from tests.kernels.test_norm_kernels import (
+from tests.support.kernel_cases import drawn, kernel_here
+from tests.support.norm_runs import CASES as EVERY
+from tests.support.norm_runs import (
     LASTS,
     OUTPUTS,
     VECTORS,
     Run,
-    drawn,
     epilogue_of,
-    kernel_here,
 )
 
 SEEDS = tuple(range(int(os.environ.get("LOKAKERN_FUZZ", "12"))))

@@ -195,7 +195,7 @@ def test_rows_are_normalized_whole_where_less_of_the_weight_is_drawn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accuracy, "FEWEST_ROWS", 128)
-    monkeypatch.setattr(accuracy, "DRAWN_ELEMENTS", 128 * K)
+    monkeypatch.setattr(accuracy, "SAMPLED_ELEMENTS", 128 * K)
     problem = make_problem("gemm_norm", (5000, 320, K), epilogue="block_rms(64)", a=ROW)
     found = measured(EMULATED, problem)
     x, w = drawn("X1", 128)

@@ -13,12 +13,11 @@ from lokakern.errors import MeasurementError
 from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.accuracy import cells_for, measure_cells
-from lokakern.measure.norm_backward_operands import NormBackwardOperands
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import NormBackwardOperands, operands_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Format, Granularity, Operand, Problem
-from lokakern.workloads.norm_backward_cases import norm_backward_cases
+from lokakern.workloads.norm_cases import norm_backward_cases
 
 load_kernels()
 CPU, HERE = torch.device("cpu"), current_device("cpu")

@@ -22,11 +22,11 @@ from lokakern.measure.norm_operands import (
     NormOperands,
     draw_epilogue,
     fitting_scale,
+    operands_of,
     rows_of,
     written_parts,
 )
-from lokakern.measure.operand_cache import forget_draws
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.operand_cache import clear_operand_cache
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import NO_NORM, normalize, static_scale
 from lokakern.problems import make_problem
@@ -57,16 +57,16 @@ SMALL: dict[str, Any] = {"out_format": FP8}
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caps so small that everything here repeats, is cut and is checked in part."""
-    forget_draws()
+    clear_operand_cache()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(operands, "l2_bytes", lambda: 300_000)
-    monkeypatch.setattr(operand_cache, "DRAWN_ROWS", 256)
+    monkeypatch.setattr(operand_cache, "SAMPLED_ROWS", 256)
     monkeypatch.setattr(operand_cache, "FEWEST_ROWS", 128)
     monkeypatch.setattr(tiled_compare, "PIECE_ELEMENTS", 2_000)
     yield
     torch.set_num_threads(threads)
-    forget_draws()
+    clear_operand_cache()
 
 
 def problems() -> list[Problem]:
@@ -450,8 +450,8 @@ def test_a_row_longer_than_the_drawn_weight_is_normalized_whole() -> None:
 @pytest.mark.parametrize(
     ("op", "shape", "fields", "says"),
     [
-        ("gemm_norm", (8, 8, 8), {"batch": 2}, "of one product"),
-        ("gemm_norm", (8, 8, 8), {"accumulate": True}, "of one product"),
+        ("gemm_norm", (8, 8, 8), {"batch": 2}, "without batch and accumulation"),
+        ("gemm_norm", (8, 8, 8), {"accumulate": True}, "without batch and accumulation"),
         ("gemm_norm", (8, 8, 8), {"out_strided": True}, "contiguous"),
         ("gemm_norm", (8, 8, 8), {"a": Operand(Format.BFLOAT16, layout=Layout.COLUMN)},
          "row-major a"),
@@ -459,12 +459,12 @@ def test_a_row_longer_than_the_drawn_weight_is_normalized_whole() -> None:
          "column-major b"),
         ("gemm_norm", (8, 8, 8), {"a": Operand(Format.BFLOAT16, layout=Layout.STRIDED)},
          "row-major a"),
-        ("gemm_norm", (8, 8, 8), {"a": Operand(Format.FLOAT32)}, "in bfloat16, and in FP8"),
-        ("gemm_norm", (8, 8, 8), {"a": Operand(FP8)}, "in FP8 with scales"),
+        ("gemm_norm", (8, 8, 8), {"a": Operand(Format.FLOAT32)}, "in bfloat16 or scaled FP8"),
+        ("gemm_norm", (8, 8, 8), {"a": Operand(FP8)}, "in bfloat16 or scaled FP8"),
         ("gemm_norm", (8, 8, 8), {"a": ROW, "b": Operand(Format.BFLOAT16, layout=Layout.COLUMN)},
-         "quantized only with b"),
-        ("gemm_norm", (8, 8, 8), {"b": replace(ROW, layout=Layout.COLUMN)}, "b alone if prepared"),
-        ("norm_quantize", (8, 8), {"a": ROW}, "quantized only with b"),
+         "both operands quantized"),
+        ("gemm_norm", (8, 8, 8), {"b": replace(ROW, layout=Layout.COLUMN)}, "or a prepared weight"),
+        ("norm_quantize", (8, 8), {"a": ROW}, "both operands quantized"),
         ("norm_quantize", (8, 8), {"a": Operand(Format.BFLOAT16, layout=Layout.COLUMN)},
          "row-major a"),
     ],

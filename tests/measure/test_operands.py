@@ -18,7 +18,14 @@ from lokakern import numerics
 from lokakern.errors import MeasurementError, ShapeError
 from lokakern.functional.checks import operand_of
 from lokakern.measure import operand_cache, operands, tiled_compare
-from lokakern.measure.operand_cache import Draw, draw_ahead, drawn, forget_draws, most_rows, plan_of
+from lokakern.measure.operand_cache import (
+    OperandKey,
+    clear_operand_cache,
+    cpu_operand,
+    most_rows,
+    operand_plan,
+    prefetch,
+)
 from lokakern.measure.operands import Operands
 from lokakern.measure.tiled_compare import Piece, pieces_of, pieces_to_check, product_of_piece
 from lokakern.measure.time_problem import contender_of
@@ -52,16 +59,16 @@ BF16 = KERNELS["torch.bf16"]
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caps so small that everything here repeats, is cut and is checked in part."""
-    forget_draws()
+    clear_operand_cache()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(operands, "l2_bytes", lambda: 300_000)
-    monkeypatch.setattr(operand_cache, "DRAWN_ROWS", 256)
+    monkeypatch.setattr(operand_cache, "SAMPLED_ROWS", 256)
     monkeypatch.setattr(operand_cache, "FEWEST_ROWS", 128)
     monkeypatch.setattr(tiled_compare, "PIECE_ELEMENTS", 2_000)
     yield
     torch.set_num_threads(threads)
-    forget_draws()
+    clear_operand_cache()
 
 
 def lying(a: Layout, b: Layout, m: int, n: int, k: int, batch: int) -> Problem:
@@ -401,14 +408,14 @@ def test_batches_repeat_drawn_rows_and_weights() -> None:
     [
         (make_problem("gemm", (8, 8, 8), a=Operand(Format.BFLOAT16, layout=Layout.STRIDED)),
          "strided along both"),
-        (make_problem("quantize", (8, 8), batch=2), "of scaled_gemm only"),
+        (make_problem("quantize", (8, 8), batch=2), "and scaled_gemm only"),
         (make_problem("scaled_gemm", (8, 8, 8), a=Operand(FP8, Granularity.ROW, Layout.COLUMN)),
          "a row-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.ROW),
                       prepared=True), "b column-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.COLUMN),
-                      prepared=True, batch=2), "of unquantized gemm and"),
-        (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not drawn"),
+                      prepared=True, batch=2), "with unquantized gemm and"),
+        (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not sampled"),
     ],
 )  # fmt: skip
 def test_what_is_not_made_is_refused(problem: Problem, says: str) -> None:
@@ -431,7 +438,7 @@ def test_caps_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = most_rows(columns)
         assert rows % 128 == 0
         assert 256 <= rows <= 2048
-        assert rows == 256 or rows * columns <= operand_cache.DRAWN_ELEMENTS
+        assert rows == 256 or rows * columns <= operand_cache.SAMPLED_ELEMENTS
         assert rows * columns * 8 <= 2 * 2**30
     with pytest.raises(MeasurementError):
         most_rows(2**20 + 1)
@@ -447,27 +454,29 @@ def test_plans_of_large_problems_are_small(monkeypatch: pytest.MonkeyPatch) -> N
         grad_weight_case(2048, 16384, 69120),
         unquantized_case(720, 96, 160, "X5", batch=20480),
     ):
-        plan = plan_of(case.problem, case.distribution, 0)
+        plan = operand_plan(case.problem, case.distribution, 0)
         assert plan.w is not None
         for draw, rows in ((plan.x, plan.x_rows), (plan.w, plan.w_rows)):
             assert rows <= draw.rows <= 2048
             assert draw.rows * draw.columns <= 2**25
 
 
-def test_shorter_operands_are_the_first_rows_of_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Draw] = []
-    plain = operand_cache._make
+def test_shorter_operands_are_first_rows_of_the_same_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[OperandKey] = []
+    plain = operand_cache._sample
 
-    def counted(draw: Draw) -> torch.Tensor:
-        made.append(draw)
-        return plain(draw)
+    def counted(key: OperandKey) -> torch.Tensor:
+        made.append(key)
+        return plain(key)
 
-    monkeypatch.setattr(operand_cache, "_make", counted)
+    monkeypatch.setattr(operand_cache, "_sample", counted)
     long, short, other = (make(make_problem("gemm", (m, 16, 32))) for m in (1000, 100, 256))
     assert len(long.x) == len(other.x) == 256
     assert torch.equal(short.x, long.x[:100])
     assert torch.equal(short.w, long.w)  # type: ignore[arg-type]
-    assert sorted(draw.weight for draw in made) == [False, True]
+    assert sorted(key.weight for key in made) == [False, True]
     assert long.digest == other.digest
     assert short.digest != long.digest
     assert len(long.digest) == 16
@@ -476,7 +485,7 @@ def test_shorter_operands_are_the_first_rows_of_one_draw(monkeypatch: pytest.Mon
     assert exact.digest != short.digest
 
 
-def test_drawn_values_are_those_of_the_distribution() -> None:
+def test_operands_are_samples_of_the_distribution() -> None:
     """bfloat16 by way of float32 is bfloat16 of the float64 values."""
     from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 
@@ -487,65 +496,65 @@ def test_drawn_values_are_those_of_the_distribution() -> None:
     assert torch.equal(made.w, w.bfloat16())  # type: ignore[arg-type]
 
 
-def test_kept_draws_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Draw("X1", 10, 100, 0, False)
-    monkeypatch.setattr(operand_cache, "DRAWN_BYTES", 2 * one.byte_count)
+def test_cached_operands_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = OperandKey("X1", 10, 100, 0, False)
+    monkeypatch.setattr(operand_cache, "CPU_BYTES", 2 * one.byte_count)
     for seed in range(5):
-        drawn(replace(one, seed=seed))
-        assert operand_cache._drawn.byte_count <= 2 * one.byte_count
-    last = drawn(replace(one, seed=4))
-    assert drawn(replace(one, seed=4)) is last
-    drawn(replace(one, columns=1000))  # larger than the limit: kept alone
-    assert operand_cache._drawn.byte_count == 10 * one.byte_count
-    forget_draws()
-    assert operand_cache._drawn.byte_count == 0
+        cpu_operand(replace(one, seed=seed))
+        assert operand_cache._on_cpu.byte_count <= 2 * one.byte_count
+    last = cpu_operand(replace(one, seed=4))
+    assert cpu_operand(replace(one, seed=4)) is last
+    cpu_operand(replace(one, columns=1000))  # larger than the limit: kept alone
+    assert operand_cache._on_cpu.byte_count == 10 * one.byte_count
+    clear_operand_cache()
+    assert operand_cache._on_cpu.byte_count == 0
 
 
-def test_draws_ahead_are_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_operands_equal_those_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("gemm", (m, n, 64)), "X3") for m in (100, 300) for n in (16, 24)]
     alone = [make(case.problem, cold=False).digest for case in cases]
-    forget_draws()
+    clear_operand_cache()
     names: list[str] = []
-    plain = operand_cache._make
+    plain = operand_cache._sample
 
-    def noted(draw: Draw) -> torch.Tensor:
+    def noted(key: OperandKey) -> torch.Tensor:
         names.append(threading.current_thread().name)
-        return plain(draw)
+        return plain(key)
 
-    monkeypatch.setattr(operand_cache, "_make", noted)
-    assert draw_ahead(cases) == 4
-    assert draw_ahead(iter(cases)) == 4
+    monkeypatch.setattr(operand_cache, "_sample", noted)
+    assert prefetch(cases) == 4
+    assert prefetch(iter(cases)) == 4
     assert [make(case.problem, cold=False).digest for case in cases] == alone
     assert len(names) == 3  # one x, two weights, each once
-    assert all(name.startswith("draw") for name in names)
+    assert all(name.startswith("operands") for name in names)
 
 
-def test_draws_ahead_stop_before_they_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_stops_before_operands_evict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("quantize", (256, k)), "X1") for k in (64, 65, 66, 67)]
-    monkeypatch.setattr(operand_cache, "DRAWN_BYTES", 256 * 4 * (64 + 65))
-    assert draw_ahead(cases) == 2
-    assert draw_ahead(cases[2:]) == 1
-    monkeypatch.setattr(operand_cache, "DRAWN_BYTES", 1)
-    assert draw_ahead(cases) == 1
-    assert draw_ahead([]) == 0
+    monkeypatch.setattr(operand_cache, "CPU_BYTES", 256 * 4 * (64 + 65))
+    assert prefetch(cases) == 2
+    assert prefetch(cases[2:]) == 1
+    monkeypatch.setattr(operand_cache, "CPU_BYTES", 1)
+    assert prefetch(cases) == 1
+    assert prefetch([]) == 0
     refused = [Case(make_problem("gemm", shape), "X1") for shape in ((0, 8, 8), (8, 8, 2**21))]
-    assert draw_ahead(refused) == 2  # it is for `Operands` to say
+    assert prefetch(refused) == 2  # it is for `Operands` to say
 
 
-def test_a_draw_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = operand_cache._make
+def test_a_failed_sample_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = operand_cache._sample
     left = [MemoryError("no room")]
 
-    def once(draw: Draw) -> torch.Tensor:
+    def once(key: OperandKey) -> torch.Tensor:
         if left:
             raise left.pop()
-        return plain(draw)
+        return plain(key)
 
-    monkeypatch.setattr(operand_cache, "_make", once)
+    monkeypatch.setattr(operand_cache, "_sample", once)
     problem = make_problem("gemm", (8, 8, 8))
     with pytest.raises(MemoryError):
         make(problem)
-    assert operand_cache._drawn.byte_count <= 8 * 8 * 4
+    assert operand_cache._on_cpu.byte_count <= 8 * 8 * 4
     assert make(problem).x.shape == (8, 8)
 
 

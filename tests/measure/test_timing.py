@@ -357,7 +357,7 @@ def test_cold_sets_exceed_twice_the_cache_and_share_no_memory(problem: Problem) 
 
 @pytest.mark.parametrize("m", [1, 300, 2048, 5000])
 def test_rows_are_the_drawn_ones_in_an_order_of_each_set(m: int) -> None:
-    drawn = min(m, operand_cache.DRAWN_ROWS)
+    drawn = min(m, operand_cache.SAMPLED_ROWS)
     cold = make(make_problem("gemm", (m, 8, 16)), cold=m > 1)
     for (a, b, out, bias), order in zip(cold.sets, cold.order, strict=True):
         assert order.shape == (m,)
@@ -405,7 +405,7 @@ def test_layouts_are_those_of_the_problem() -> None:
 def test_rows_under_one_scale_stay_together(m: int) -> None:
     problem = make_problem("dequantize", (m, 200), a=Operand(FP8, Granularity.BLOCK))
     cold = make(problem, distribution="X14")
-    assert cold.x.shape == (min(m, operand_cache.DRAWN_ROWS), 200)
+    assert cold.x.shape == (min(m, operand_cache.SAMPLED_ROWS), 200)
     exact = numerics.dequantize(numerics.quantize(cold.x, FP8, Granularity.BLOCK))
     for (data, scale, _), order in zip(cold.sets, cold.order, strict=True):
         assert torch.equal(order, torch.arange(m) % len(cold.x))

@@ -30,48 +30,28 @@ from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, emulation_of, kernel_at, read_route, route_text
 from lokakern.registry.register import kernel_named
 from lokakern.types import Format, Granularity
+from tests.support.routed_layers import (
+    BLOCK,
+    BLOCK_KERNEL,
+    BY_GROUP,
+    BY_ROW,
+    GROUP,
+    ROUTES,
+    ROW,
+    ROW_KERNEL,
+    K,
+    M,
+    N,
+    layer_of,
+    passed,
+    plain_of,
+    rows,
+    same,
+)
 
 SEEDS = (0,)
-ROW_KERNEL = "cuda.quantize_row+cuda.scaled_gemm_row"
-GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"
-BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
-ROW, GROUP, BLOCK = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
-BY_ROW = route_text(ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
 BY_TRITON = route_text(ROW, *[[(0, "triton.quantize_row+triton.scaled_gemm_row")]] * 2)
 BY_BLOCK = route_text(BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
-BY_GROUP = route_text(Granularity.NONE, [(0, ""), (16, GROUP_KERNEL)], [(0, "")])
-ROUTES = (BY_ROW, BY_ROW, BY_GROUP)
-M, N, K = 48, 40, 64
-
-
-def layer_of(routes: tuple[str, str, str] = ROUTES, n: int = N, k: int = K, bias: bool = True,
-             dtype: torch.dtype = torch.bfloat16) -> Linear:  # fmt: skip
-    torch.manual_seed(0)
-    layer = Linear(k, n, bias, dtype=dtype)
-    layer.take_routes(routes, layer.weight)
-    return layer
-
-
-def plain_of(layer: nn.Linear) -> nn.Linear:
-    plain = nn.Linear(
-        layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype
-    )
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "norm" not in k})
-    return plain
-
-
-def rows(m: int = M, k: int = K, seed: int = 1) -> Tensor:
-    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def passed(call: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
-    """The output and all gradients of a call."""
-    x = x.clone().requires_grad_()
-    y = call(x)
-    y.backward(gradient)
-    found = [y.detach(), x.grad, *(p.grad for p in call.parameters())]
-    call.zero_grad()
-    return [f for f in found if f is not None]
 
 
 def rounded(x: Tensor, scales: Granularity) -> Tensor:
@@ -84,10 +64,6 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
     assert found.shape == exact.shape
     scale = exact.abs().max().clamp(min=1e-30)
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * scale).all()
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 # ---- what is computed ----

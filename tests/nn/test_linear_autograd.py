@@ -24,7 +24,7 @@ from lokakern.nn import linear
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import PLAIN
-from tests.nn.test_linear import BY_GROUP, BY_ROW, ROUTES, K, M, N, layer_of, plain_of, rows
+from tests.support.routed_layers import BY_GROUP, BY_ROW, ROUTES, K, M, N, layer_of, plain_of, rows
 
 SEEDS = (0,)
 SINGLE = [(BY_ROW, PLAIN, PLAIN), (PLAIN, BY_ROW, PLAIN), (PLAIN, PLAIN, BY_GROUP)]

@@ -8,7 +8,7 @@ from torch import nn
 
 from lokakern.errors import UnknownNameError
 from lokakern.nn.linear_norm_act import LinearNormAct
-from tests.nn.test_linear import ROUTES, K, N, layer_of, rows
+from tests.support.routed_layers import ROUTES, K, N, layer_of, rows
 
 SEEDS = (0,)
 

@@ -25,7 +25,7 @@ from lokakern.mods.together import FusedLinear
 from lokakern.nn import linear, routed_matmul
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN
-from tests.nn.test_linear import BY_ROW, ROUTES, K, N, layer_of, passed, plain_of, rows, same
+from tests.support.routed_layers import BY_ROW, ROUTES, K, N, layer_of, passed, plain_of, rows, same
 
 SEEDS = (0,)
 

@@ -32,9 +32,9 @@ from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
-from tests.conversion.test_convert import H200, K, N, gemm, measured, rows_of
-from tests.nn.test_linear import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
-from tests.selection.test_dispatcher import Book, time
+from tests.support.conversions import H200, K, N, gemm, measured, rows_of
+from tests.support.measurements import Book, time
+from tests.support.routed_layers import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
 
 SEEDS = (0,)
 BY_ROW = f"row;16:0=,16={ROW_KERNEL};1:0="

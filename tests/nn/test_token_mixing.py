@@ -28,7 +28,7 @@ from lokakern.nn.routed_matmul import route_text
 from lokakern.nn.token_mixing import mix_tokens, mixes
 from lokakern.probe.unhooked_products import products_elsewhere
 from lokakern.types import Granularity
-from tests.mods.test_mods import passed, same, whole, with_whole_weights
+from tests.support.exact_models import passed, same, whole, with_whole_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,15 +15,13 @@ from torch.nn import functional
 import lokakern
 from lokakern import mods
 from lokakern.conversion import convert
-from lokakern.conversion.routes import GEMMS, Judge, Route
 from lokakern.nn.linear import Linear
 from lokakern.nn.torch_owners import NEVER_CALLED
 from lokakern.probe.report import ProbeReport
 from lokakern.types import ErrorBudget
+from tests.support.routed_layers import ROUTE, is_quantized
 
 SEEDS = (0,)
-ROW = "cuda.quantize_row+cuda.scaled_gemm_row"
-ROUTE = f"row;16:0={ROW};1:0={ROW}"
 WIDTH = 32
 MODES = ((True, True), (False, True), (False, False))  # training, gradients
 
@@ -71,13 +69,6 @@ def owner(kind: str, **options: Any) -> nn.Module:
             if "bias" in name or "norm" in name:
                 p.add_(torch.randn_like(p) * 0.3)  # torch makes them 0 and 1
     return model
-
-
-def is_quantized(*_: Any, judge_at: int = 2, **__: Any) -> tuple[Route, ...]:
-    """Of `routes_of`: FP8 for all that a budget is given for, measured or not."""
-    judge = _[judge_at]
-    assert isinstance(judge, Judge)
-    return tuple(Route(gemm, ROUTE if judge.budget else "", "") for gemm in GEMMS)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lokakern.conversion import convert
 from lokakern.errors import UnsupportedError
 from lokakern.nn.linear import Linear
 from lokakern.nn.static_handoff import BoundedSequential
-from tests.nn.test_torch_owners import ROUTE, is_quantized
+from tests.support.routed_layers import ROUTE, is_quantized
 
 SEEDS = (0,)
 SEQUENCES = 120

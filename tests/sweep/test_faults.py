@@ -40,9 +40,9 @@ from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.run_files import TimingRecord, collect_runs, runs_folder
 from lokakern.selection import dispatcher
 from lokakern.sweep import engine
-from tests.registry.storage.test_run_files import DEVICE, OK, add, begin, rows_as_dicts
 from tests.support.foreign_files import write_base
 from tests.support.inline_worker import run_tasks_here
+from tests.support.run_files import DEVICE, OK, add, begin, rows_as_dicts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("sweep", "merge", "import", "export")
@@ -225,7 +225,7 @@ def test_an_unreadable_run_file_is_said(
     folder.mkdir()
     (folder / f"{'f' * 32}.sqlite").write_bytes(b"not a database")
     code, _, err = command("sweep", *SHAPES, "--db", tmp_path / "a.sqlite")
-    assert code == 0 and "left for later, with what it holds: run file" in err
+    assert code == 0 and "not merged: run file" in err
 
 
 # Clocks

@@ -44,9 +44,9 @@ from lokakern.registry.storage.writer import write_file
 from lokakern.render import terminal
 from lokakern.selection import dispatcher
 from lokakern.sweep import engine
-from lokakern.sweep.ranks import Crew
+from lokakern.sweep.ranks import RankGroup
 from lokakern.sweep.resume import Job, distribution_row
-from lokakern.sweep.staleness import Ages, cases_timed
+from lokakern.sweep.staleness import Staleness, cases_timed
 from lokakern.types import Device, Environment, Format
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES, Case
@@ -321,28 +321,28 @@ def test_only_stale_goes_without(command: Command, word: str) -> None:
 
 
 @pytest.fixture
-def ranks() -> Iterator[tuple[Crew, Crew]]:
-    """Two of one crew, each a client of a store of torch.distributed."""
+def ranks() -> Iterator[tuple[RankGroup, RankGroup]]:
+    """Two of one ranks, each a client of a store of torch.distributed."""
     first = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [
         distributed.TCPStore("127.0.0.1", first.port, wait_for_workers=False) for _ in range(2)
     ]
-    yield Crew(stores[0], 0, 2, patience_s=60), Crew(stores[1], 1, 2, patience_s=60)
+    yield RankGroup(stores[0], 0, 2, patience_s=60), RankGroup(stores[1], 1, 2, patience_s=60)
 
 
 def test_ranks_take_the_plan_of_the_one_that_looked(
-    ranks: tuple[Crew, Crew], changed_file: Path, tmp_path: Path
+    ranks: tuple[RankGroup, RankGroup], changed_file: Path, tmp_path: Path
 ) -> None:
     """However fresh everything is by their own databases."""
     here, path = current_device(), Path(copy_of(changed_file, tmp_path))
     reports, asked = [], []
-    for crew, target in zip(ranks, (path, tmp_path / "another.sqlite"), strict=True):
-        with crew:
-            cases = cli_sweep._cases_timed(target, None, here, crew)
+    for group, target in zip(ranks, (path, tmp_path / "another.sqlite"), strict=True):
+        with group:
+            cases = cli_sweep._cases_timed(target, None, here, group)
             asked.append(cases)
             reports.append(
                 engine.sweep(cases, database=target, suite="stale", command="", only_stale=True,
-                            errors="none", crew=crew)
+                            errors="none", ranks=group)
             )  # fmt: skip
     assert asked[0] == asked[1] and len(asked[0]) == 10
     assert reports[0].stale == reports[1].stale and len(reports[0].stale) == 2
@@ -396,15 +396,15 @@ class Facts:
     def _begin(self) -> RunFile:
         return RunFile.create(self.path, suite="s", command="c", harness_digest="h")
 
-    def ages(self) -> Ages:
-        return Ages(load_snapshot([self.path]), current_device(), "eager")
+    def staleness(self) -> Staleness:
+        return Staleness(load_snapshot([self.path]), current_device(), "eager")
 
     def is_stale(self, *kernels: Kernel) -> bool:
-        return self.ages().is_stale(Job(Case(self.problem, "X1"), kernels))
+        return self.staleness().is_stale(Job(Case(self.problem, "X1"), kernels))
 
     def stale_part(self, *kernels: Kernel) -> tuple[str, ...]:
         asked = accuracy_problem(self.problem, Format.E4M3FN)
-        left = self.ages().stale_part(Cell(kernels[0], asked, "X1", 0, kernels[1:]))
+        left = self.staleness().stale_part(Cell(kernels[0], asked, "X1", 0, kernels[1:]))
         return () if left is None else (left.kernel.name, *(k.name for k in left.stand_ins))
 
 
@@ -544,9 +544,9 @@ def test_elsewhere_only_the_digest_counts(facts: Facts) -> None:
     assert then != current_environment()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lokakern.selection.candidates.current_environment", lambda: Environment())
-        elsewhere = Ages(load_snapshot([facts.path]), H200, "eager").times[facts.problem]
+        elsewhere = Staleness(load_snapshot([facts.path]), H200, "eager").times[facts.problem]
         facts.time(KERNELS[QUANTIZER])
-        here = facts.ages().times[facts.problem]
+        here = facts.staleness().times[facts.problem]
     assert (elsewhere, here) == ({QUANTIZER: "fresh"}, {QUANTIZER: "usable"})
 
 

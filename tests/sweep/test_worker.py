@@ -344,7 +344,7 @@ def test_hangs_are_told_from_slow_preparation(
         "import os, faulty_kernels as f\nf.hang_of(os.getpid()).touch()\nwhile True: pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(worker, "_modules_of_users", lambda: ("hangs_when_imported",))
+    monkeypatch.setattr(worker, "_plugin_modules", lambda: ("hangs_when_imported",))
     tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
     with worker.Worker(tasks, watchdog_s=0.3) as one:
         (death,) = one.events()
@@ -385,7 +385,7 @@ def test_a_worker_begins_nothing_when_time_is_out(tmp_path: Path) -> None:
 
 
 def test_workers_that_never_begin_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_modules_of_users", lambda: ("no_such_module_anywhere",))
+    monkeypatch.setattr(worker, "_plugin_modules", lambda: ("no_such_module_anywhere",))
     tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
     with pytest.raises(MeasurementError, match="3 workers ended before they began"):
         run_tasks(tasks, _unexpected, _unexpected, watchdog_s=60.0)

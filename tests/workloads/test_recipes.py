@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lokakern.numerics import Errors, dequantize, measure_errors, quantize
 from lokakern.types import Format, Granularity
-from lokakern.workloads import recipes
+from lokakern.workloads import distributions as recipes
 from lokakern.workloads.distributions import (
     DISTRIBUTIONS,
     REALISTIC,

@@ -155,7 +155,7 @@ NAMED = 'name = "a"\n'
         (NAMED + LAYER + 'activation = "relu"', "'activate' goes with an activation"),
         (NAMED + LAYER + 'activation = "relu"\nbatch = 2\nforms = ["activate"]', "takes no batch"),
         (NAMED + f"[[layer]]\nm = {list(range(1, 14_400))}\nn = 8\nk = 8",
-         "asks for 100793 problems; expected at most 100000"),
+         "has 100793 problems; expected at most 100000"),
         (NAMED + "# " + "x" * 2**20, "is larger than 1048576 bytes"),
     ],
 )  # fmt: skip
