@@ -110,7 +110,7 @@ def sampled_rows(rows: int, k: int) -> int:
 
 
 class _GroupKey(NamedTuple):
-    """What cells have in common that are measured on the same operands."""
+    """The key of cells that are measured on the same operands."""
 
     distribution: str
     seed: int
@@ -141,7 +141,7 @@ def measure_cells(
     """Measure cells, grouped by operands, which a thread pool samples a few groups ahead.
 
     Args:
-        cells: What to measure.
+        cells: Cells to measure.
         torch_device: Where.
         device: The device type there.
         begin: Called with a cell's index and True before its kernel is launched, and with False
@@ -408,13 +408,13 @@ class _Group:
         reference: Tensor,
         error: numerics.KernelError,
         shares: tuple[float, float],
+        reason: str = "",
     ) -> AccuracyRecord:
         errors = numerics.measure_errors(value, reference)
-        reason = ""
-        if errors.nonfinite_unexpected_count:
+        if errors.nonfinite_unexpected_count and not reason:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
-        elif error.maximum > cell.kernel.bound_at(cell.problem):
-            reason = f"kernel_err {error.maximum:.3g} > {cell.kernel.bound_at(cell.problem):g}"
+        elif error.maximum > (bound := cell.kernel.bound_at(cell.problem)) and not reason:
+            reason = f"kernel_err {error.maximum:.3g} > {bound:g}"
         return AccuracyRecord(
             status="wrong" if reason else "ok",
             reason=reason,
@@ -457,21 +457,10 @@ class _Group:
             for pair, exact in zip(made, expected, strict=True)
         )
         found = QuantizedTensor(data, scale, kernel.granularity)
-        reference = x.to(torch.float64)
         value = numerics.dequantize(found, torch.float64)
-        flushed, saturated = numerics.flushed_and_saturated_shares(x, found)
-        return AccuracyRecord(
-            status="wrong" if reason else "ok",
-            reason=reason,
-            seed=cell.seed,
-            rows=x.shape[0],
-            errors=numerics.measure_errors(value, reference),
-            kernel_err=math.inf if reason else 0.0,
-            kernel_err_row_p99=math.inf if reason else 0.0,
-            flushed_share=flushed,
-            saturated_share=saturated,
-            operand_digest=self.digest,
-        )
+        error = numerics.KernelError(*[math.inf if reason else 0.0] * 2)
+        shares = numerics.flushed_and_saturated_shares(x, found)
+        return self._judged(cell, value, x.to(torch.float64), error, shares, reason)
 
     def _dequantize(self, cell: Cell) -> AccuracyRecord:
         problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,15 @@ from lokakern.errors import MeasurementError
 from lokakern.gradients import NormGradients, empty_gradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.operands import Case64, Operands, case_of
-from lokakern.measure.tiled_compare import Piece, pieces_to_check
+from lokakern.measure.operands import (
+    INCORRECT,
+    Case64,
+    Operands,
+    case_of,
+    nan_count,
+    worst_of,
+)
+from lokakern.measure.tiled_compare import pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
 from lokakern.problems import NORM_VECTORS, row_length
@@ -52,10 +59,10 @@ def draw_epilogue(
     generator = torch.Generator().manual_seed(seed)
 
     def vector(wanted: bool, mean: float = 0.0, deviation: float = 1.0) -> Tensor | None:
-        drawn = torch.randn(columns, generator=generator)  # always, so that the others stay equal
+        sampled = torch.randn(columns, generator=generator)  # always, so that the others stay equal
         if not wanted:
             return None
-        return (mean + deviation * drawn).to(NORM_VECTORS.dtype).to(device)
+        return (mean + deviation * sampled).to(NORM_VECTORS.dtype).to(device)
 
     def matrix(wanted: bool, place: int) -> Tensor | None:
         if not wanted:
@@ -144,31 +151,47 @@ class NormOperands(Operands):
     where the weight repeats its sampled rows, the exact sums repeat with them.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        distribution: str,
-        device: torch.device,
-        target: Device,
-        *,
-        cold: bool,
-        seed: int = 0,
-    ) -> None:
-        _refuse(problem)
-        self.columns_out = row_length(problem.op, (problem.m, problem.n, problem.k))
-        self.form_of_norm = norm_form(problem.epilogue)
-        super().__init__(problem, distribution, device, target, cold=cold, seed=seed)
+    def _check_problem(self) -> None:
+        problem = self.problem
+        operands = [problem.a] if problem.b is None else [problem.a, problem.b]
+        for operand, usual in zip(operands, (Layout.ROW, Layout.COLUMN), strict=False):
+            if operand.layout is not usual:
+                raise MeasurementError(
+                    f"{problem}: a norm is measured with a row-major a and a column-major b only"
+                )
+        if problem.batch != 1 or problem.accumulate:
+            raise MeasurementError(
+                f"{problem}: a norm is measured without batch and accumulation only"
+            )
+        if problem.out_strided:
+            raise MeasurementError(f"{problem}: a norm is measured with contiguous outputs only")
+        for operand in operands:
+            scaled = operand.granularity is not Granularity.NONE
+            if operand.format is Format.FLOAT32 or scaled is not operand.format.is_fp8:
+                raise MeasurementError(
+                    f"{problem}: a norm is measured with operands in bfloat16 or scaled FP8 only"
+                )
+        quantized = [operand.format.is_fp8 for operand in operands]
+        if quantized == [True] or (quantized[0] != quantized[-1] and not problem.prepared):
+            raise MeasurementError(
+                f"{problem}: a norm is measured with both operands quantized, or a prepared weight"
+            )
+
+    @property
+    def columns_out(self) -> int:
+        """Columns of the output."""
+        return row_length(self.problem.op, (self.problem.m, self.problem.n, self.problem.k))
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem
-        self.drawn_epilogue = draw_epilogue(
-            self.form_of_norm, problem.m, self.columns_out, self.device, self.seed
+        self.shared_epilogue = draw_epilogue(
+            norm_form(problem.epilogue), problem.m, self.columns_out, self.device, self.seed
         )
-        self.bias = self.drawn_epilogue.bias  # `_all_finite` includes it
+        self.bias = self.shared_epilogue.bias  # `_all_finite` includes it
         self.static_scale: float | None = None
         if problem.out_format.is_fp8 and problem.out_granularity is Granularity.TENSOR:
             self.static_scale = fitting_scale(
-                self.drawn_epilogue, self.columns_out, problem.out_format, self._some_outputs
+                self.shared_epilogue, self.columns_out, problem.out_format, self._some_outputs
             )
 
     def _some_outputs(self) -> Tensor:
@@ -176,14 +199,14 @@ class NormOperands(Operands):
         rows = min(self.problem.m, len(self.x), ROWS_FOR_A_SCALE)
         case = self._sums(Granularity.NONE, Granularity.NONE)
         sums = self._across(case.exact[:rows]), self._across(case.magnitude[:rows])
-        return ops.normalized(*sums, rows_of(self.drawn_epilogue, slice(0, rows)))[0]
+        return ops.normalized(*sums, rows_of(self.shared_epilogue, slice(0, rows)))[0]
 
     def _across(self, sums: Tensor) -> Tensor:
         """Columns of the output, from those of the weight's distinct rows."""
         return sums if self.columns is None else sums[:, self.columns]
 
     def _epilogue(self) -> tuple[NormEpilogue]:
-        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.drawn_epilogue]
+        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.shared_epilogue]
         return (NormEpilogue(*parts),)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
@@ -250,7 +273,7 @@ class NormOperands(Operands):
         checked, rest = pieces_to_check(shape, common.CHECKED_ELEMENTS, seed=number)
         case = self.reference(kernel)
         order = self.order[number].to(self.device)
-        maximum = row_p99 = 0.0
+        worst = KernelError(0.0, 0.0)
         for piece in checked:
             rows = order[piece.rows]
             sums = self._across(case.exact[rows]), self._across(case.magnitude[rows])
@@ -258,49 +281,15 @@ class NormOperands(Operands):
             found = norm_kernel_error(
                 rows_of_output(out, piece.rows), exact, magnitude, problem.out_format.unit_roundoff
             )
-            maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
+            worst = worst_of(worst, found)
         if rest and self._all_finite():
-            wrong = self._unwritten(out, rest)
-            if wrong:
-                return KernelError(math.inf, math.inf), wrong
-        return KernelError(maximum, row_p99), ""
-
-    def _unwritten(self, out: Tensor | QuantizedTensor, rest: list[Piece]) -> str:
-        for piece in rest:
-            for part in written_parts(out):
-                left = part[piece.rows]
-                left = left.float() if left.dtype.itemsize == 1 else left
-                count = int(torch.isnan(left).sum())
-                if count:
-                    return (
-                        f"{count} outputs or scales of rows from {piece.rows.start} were not "
-                        "written or are NaN"
-                    )
-        return ""
-
-
-def _refuse(problem: Problem) -> None:
-    operands = [problem.a] if problem.b is None else [problem.a, problem.b]
-    for operand, usual in zip(operands, (Layout.ROW, Layout.COLUMN), strict=False):
-        if operand.layout is not usual:
-            raise MeasurementError(
-                f"{problem}: a norm is measured with a row-major a and a column-major b only"
-            )
-    if problem.batch != 1 or problem.accumulate:
-        raise MeasurementError(f"{problem}: a norm is measured without batch and accumulation only")
-    if problem.out_strided:
-        raise MeasurementError(f"{problem}: a norm is measured with contiguous outputs only")
-    for operand in operands:
-        scaled = operand.granularity is not Granularity.NONE
-        if operand.format is Format.FLOAT32 or scaled is not operand.format.is_fp8:
-            raise MeasurementError(
-                f"{problem}: a norm is measured with operands in bfloat16 or scaled FP8 only"
-            )
-    quantized = [operand.format.is_fp8 for operand in operands]
-    if quantized == [True] or (quantized[0] != quantized[-1] and not problem.prepared):
-        raise MeasurementError(
-            f"{problem}: a norm is measured with both operands quantized, or a prepared weight"
-        )
+            for piece in rest:
+                unwritten = _unwritten(
+                    [part[piece.rows] for part in written_parts(out)], piece.rows
+                )
+                if unwritten:
+                    return INCORRECT, unwritten
+        return worst, ""
 
 
 Sections = list[slice]  # ranges of rows
@@ -313,31 +302,23 @@ class NormBackwardOperands(NormOperands):
     each sampled row of gradients.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        distribution: str,
-        device: torch.device,
-        target: Device,
-        *,
-        cold: bool,
-        seed: int = 0,
-    ) -> None:
+    def _check_problem(self) -> None:
+        problem = self.problem
         if problem.out_granularity not in (Granularity.NONE, Granularity.GROUP):
             raise MeasurementError(
                 f"{problem}: measured only with outputs in bfloat16 or FP8 with 1x128 scales"
             )
         if problem.a.layout is not Layout.ROW or problem.a.format is not Format.BFLOAT16:
             raise MeasurementError(f"{problem}: measured only with row-major bfloat16 operands")
-        super().__init__(problem, distribution, device, target, cold=cold, seed=seed)
+        super()._check_problem()
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         super()._draw_epilogue(generator)
-        self.drawn_epilogue = self.drawn_epilogue._replace(residual=None, residual_last=False)
+        self.shared_epilogue = self.shared_epilogue._replace(residual=None, residual_last=False)
         self.y = draw_normal(self.x, self.seed)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
-        outputs = empty_gradients(self.problem, self.drawn_epilogue, self.device)
+        outputs = empty_gradients(self.problem, self.shared_epilogue, self.device)
         return self.x[order], self.y[order], outputs
 
     def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
@@ -353,7 +334,7 @@ class NormBackwardOperands(NormOperands):
 
     def reference(self, kernel: Kernel) -> Case64:
         """Exact gradients of the sampled rows."""
-        exact = norm_gradients(self.x, self.y, self.drawn_epilogue)
+        exact = norm_gradients(self.x, self.y, self.shared_epilogue)
         return Case64(exact.dy, exact.size)
 
     def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
@@ -368,30 +349,32 @@ class NormBackwardOperands(NormOperands):
             found = gradients_error(
                 made, rows, case.exact[order[rows]], case.magnitude[order[rows]]
             )
-            worst = KernelError(
-                max(worst.maximum, found.maximum), max(worst.row_p99, found.row_p99)
-            )
+            worst = worst_of(worst, found)
         if rest and self._all_finite():
             for rows in rest:
-                count = sum(int(x.float().isnan().sum()) for x in pieces_of_gradients(made, rows))
-                if count:
-                    return KernelError(math.inf, math.inf), (
-                        f"{count} outputs or scales of rows from {rows.start} were not written or "
-                        "are NaN"
-                    )
+                unwritten = _unwritten(pieces_of_gradients(made, rows), rows)
+                if unwritten:
+                    return INCORRECT, unwritten
         return worst, ""
 
     def _sums_of(self, order: Tensor) -> Gradients64:
         """Exact column sums of a set: each sampled row counts as often as it occurs."""
         counts = torch.bincount(order, minlength=len(self.x)).double()
-        return norm_gradients(self.x, self.y, self.drawn_epilogue, counts)
+        return norm_gradients(self.x, self.y, self.shared_epilogue, counts)
+
+
+def _unwritten(parts: Sequence[Tensor], rows: slice) -> str:
+    count = sum(map(nan_count, parts))
+    if not count:
+        return ""
+    return f"{count} outputs or scales of rows from {rows.start} were not written or are NaN"
 
 
 def draw_normal(x: Tensor, seed: int = 0) -> Tensor:
     """A normal tensor with mean 1 in the shape of x, bfloat16: the input of the norm."""
     generator = torch.Generator(x.device).manual_seed(1 + seed)
-    drawn = torch.randn(x.shape, generator=generator, device=x.device)
-    return (1.0 + drawn).to(Format.BFLOAT16.dtype)
+    sampled = torch.randn(x.shape, generator=generator, device=x.device)
+    return (1.0 + sampled).to(Format.BFLOAT16.dtype)
 
 
 def parts_of(made: NormGradients) -> tuple[Tensor, ...]:
@@ -445,7 +428,7 @@ def gradients_error(made: NormGradients, rows: slice, exact: Tensor, size: Tenso
         for data, scale, e, s in ((*pieces[:2], exact, size), (*pieces[2:], exact.t(), size.t())):
             piece = QuantizedTensor.packed(data, scale, granularity)
             found.append(norm_kernel_error(piece, e, s, roundoff))
-    return KernelError(max(x.maximum for x in found), max(x.row_p99 for x in found))
+    return worst_of(*found)
 
 
 def sums_error(made: NormGradients, exact: Gradients64) -> KernelError:

@@ -49,6 +49,7 @@ from lokakern.types import (
 CHECKED_ELEMENTS = 2**24  # outputs that are compared after timing; at least one set
 CHECKED_SETS = MOST_CALLED  # a tiny problem has a thousand
 
+INCORRECT = KernelError(math.inf, math.inf)
 QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # number of output tensors
 GIVEN_SCALES = ("static", "delayed")
 
@@ -97,8 +98,8 @@ class Operands:
         cold: bool,
         seed: int = 0,
     ) -> None:
-        _refuse(problem)
         self.problem = problem
+        self._check_problem()
         self.seed = seed
         self.device = device
         self.target = target
@@ -141,6 +142,26 @@ class Operands:
         self.sets = [self._make_set(order.to(device)) for order in self.order]
         # Arguments of a launcher after its workspace, for each set.
         self.epilogues = [self._epilogue() for _ in self.sets]
+
+    def _check_problem(self) -> None:
+        """Raise a `MeasurementError` for a problem without operands here."""
+        problem = self.problem
+        operands = [problem.a] if problem.b is None else [problem.a, problem.b]
+        if any(operand.layout is Layout.STRIDED for operand in operands):
+            raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
+        if problem.op != "gemm" or problem.prepared:
+            if problem.batch != 1 and problem.op != "scaled_gemm":
+                raise MeasurementError(
+                    f"{problem}: batches are measured with unquantized gemm and scaled_gemm only"
+                )
+            usual = [Layout.ROW, Layout.COLUMN]
+            if problem.prepared or problem.op in QUANTIZERS:  # unquantized a has either layout
+                usual[0] = problem.a.layout
+            if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
+                raise MeasurementError(
+                    f"{problem}: quantized operands are measured with a row-major and b "
+                    "column-major"
+                )
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         """Sample the tensors of the epilogue, which are the same in every set."""
@@ -409,14 +430,12 @@ class Operands:
                 wrong = self._check_bytes(operands, self.order[number].to(self.device))
                 wrong = wrong or self._check_amax(kernel, number)
                 if wrong:
-                    return KernelError(math.inf, math.inf), wrong
+                    return INCORRECT, wrong
                 continue
             found, unwritten = self._check_set(kernel, number)
-            worst = KernelError(
-                max(worst.maximum, found.maximum), max(worst.row_p99, found.row_p99)
-            )
+            worst = worst_of(worst, found)
             if unwritten:
-                return KernelError(math.inf, math.inf), unwritten
+                return INCORRECT, unwritten
         bound = kernel.bound_at(self.problem)
         if worst.maximum > bound:
             return worst, f"kernel_err {worst.maximum:.3g} > {bound:g}"
@@ -428,7 +447,7 @@ class Operands:
         out = out if out.dim() == 3 else self._by_group(out)
         checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
         expected = self._expectation(kernel, number)
-        maximum = row_p99 = 0.0
+        worst = KernelError(0.0, 0.0)
         for piece in checked:
             exact, magnitude = expected(piece)
             exact, magnitude = self._finished(exact, magnitude, number, piece)
@@ -436,18 +455,16 @@ class Operands:
                 piece.of(out).flatten(0, 1), exact, magnitude, problem.out_format.unit_roundoff,
                 self.out_scale,
             )  # fmt: skip
-            maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
+            worst = worst_of(worst, found)
         if rest and self._all_finite():  # then all float64 sums are finite, too
             for piece in rest:
-                left = piece.of(out)
-                left = left.float() if problem.out_format.is_fp8 else left
-                count = int(torch.isnan(left).sum())
+                count = nan_count(piece.of(out))
                 if count:
-                    return KernelError(math.inf, math.inf), (
+                    return INCORRECT, (
                         f"{count} outputs of batch {piece.batch.start}, rows from "
                         f"{piece.rows.start}, were not written or are NaN"
                     )
-        return KernelError(maximum, row_p99), ""
+        return worst, ""
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""
@@ -509,6 +526,14 @@ class Operands:
         return "" if found == exact else f"amax is {found}, not {exact}"
 
 
+def worst_of(*errors: KernelError) -> KernelError:
+    return KernelError(max(e.maximum for e in errors), max(e.row_p99 for e in errors))
+
+
+def nan_count(x: Tensor) -> int:
+    return int((x.float() if x.dtype.itemsize == 1 else x).isnan().sum())
+
+
 def case_of(left: Any, right: Any) -> Case64:
     return Case64(ops.product(left, right), ops.magnitude(left, right))
 
@@ -516,24 +541,6 @@ def case_of(left: Any, right: Any) -> Case64:
 def _byte_sum(x: Tensor) -> int:
     whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     return int(whole.sum(dtype=torch.int64))
-
-
-def _refuse(problem: Problem) -> None:
-    operands = [problem.a] if problem.b is None else [problem.a, problem.b]
-    if any(operand.layout is Layout.STRIDED for operand in operands):
-        raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
-    if problem.op != "gemm" or problem.prepared:
-        if problem.batch != 1 and problem.op != "scaled_gemm":
-            raise MeasurementError(
-                f"{problem}: batches are measured with unquantized gemm and scaled_gemm only"
-            )
-        usual = [Layout.ROW, Layout.COLUMN]
-        if problem.prepared or problem.op in QUANTIZERS:  # unquantized a has either layout
-            usual[0] = problem.a.layout
-        if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
-            raise MeasurementError(
-                f"{problem}: quantized operands are measured with a row-major and b column-major"
-            )
 
 
 def _repeated(w: Tensor, batch: int, n: int) -> tuple[Tensor, Tensor]:

@@ -107,10 +107,10 @@ def time_case(
         del operands, contenders
         others = [*kernels[:at], *kernels[at + 1 :]]
 
-        def told(place: int | None, what: str) -> None:
+        def announce_shifted(place: int | None, what: str) -> None:
             announce(place if place is None or place < at else place + 1, what)
 
-        records = time_case(case, others, device, regime, seed=seed, announce=told)
+        records = time_case(case, others, device, regime, seed=seed, announce=announce_shifted)
         culprit = TimingRecord(status="wrong", reason="it changes what it should only read")
         return [*records[:at], culprit, *records[at:]]
     records = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from lokakern.device import current_device
@@ -140,12 +140,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kill()
         self._connection.close()
 
@@ -433,7 +428,7 @@ def run_tasks(
                     if stillborn == len(STILLBORN_PAUSES_S):
                         raise MeasurementError(
                             f"{stillborn} workers ended before they began to measure: "
-                            f"{event.reason}; what they printed says why"
+                            f"{event.reason}; see their output"
                         )
                     time.sleep(STILLBORN_PAUSES_S[stillborn])
                     break

@@ -57,7 +57,7 @@ class Layer:
 
 
 LAYERS: tuple[Layer, ...] = (
-    # DLRM v2 and v1. K = 13 and 479 also as padded: what padding costs shows.
+    # DLRM v2 and v1. K = 13 and 479 also padded, to show the cost of padding.
     Layer("A1", 512, 13, "X7", bias=True),
     Layer("A1/padded", 512, 16, "X7", bias=True),
     Layer("A2 A9", 256, 512, "X8", bias=True),

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,51 +90,34 @@ class Layer:
     activation: str = ""
 
 
-Maker = Callable[[Layer, int, Format], Iterator[Case]]
-
-
-def _gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    yield unquantized_case(
-        m, layer.n, layer.k, layer.distribution, layer.format, bias=layer.bias, batch=layer.batch
-    )
-
-
-def _prepared(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     n, k, distribution = layer.n, layer.k, layer.distribution
-    return prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+    match form:
+        case "gemm":
+            yield unquantized_case(
+                m, n, k, distribution, layer.format, bias=layer.bias, batch=layer.batch
+            )
+        case "prepared":
+            yield from prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+        case "scaled_gemm":
+            yield from scaled_gemm_cases(m, n, k, distribution, fp8)
+        case "quantize":
+            for granularity in LEFT_SCALES:
+                yield quantize_case(m, k, granularity, distribution, fp8, layer.format)
+        case "grad_input":
+            yield from grad_input_cases(m, n, k, fp8, layer.format, batch=layer.batch)
+        case "grad_weight":
+            yield grad_weight_case(m, n, k, layer.format, batch=layer.batch)
+        case _:
+            yield activate_case(m, k, layer.activation, distribution, fp8)
 
 
-def _scaled_gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    return scaled_gemm_cases(m, layer.n, layer.k, layer.distribution, fp8)
-
-
-def _quantize(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    for granularity in LEFT_SCALES:
-        yield quantize_case(m, layer.k, granularity, layer.distribution, fp8, layer.format)
-
-
-def _grad_input(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    return grad_input_cases(m, layer.n, layer.k, fp8, layer.format, batch=layer.batch)
-
-
-def _grad_weight(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    yield grad_weight_case(m, layer.n, layer.k, layer.format, batch=layer.batch)
-
-
-def _activate(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    yield activate_case(m, layer.k, layer.activation, layer.distribution, fp8)
-
-
-# Cases of a form at one m, and their largest number.
-FORMS: dict[str, tuple[Maker, int]] = {
-    "gemm": (_gemm, 1),
-    "prepared": (_prepared, len(PREPARED_FORMS)),
-    "scaled_gemm": (_scaled_gemm, len(LEFT_SCALES)),
-    "quantize": (_quantize, len(LEFT_SCALES)),
-    "grad_input": (_grad_input, 1 + len(PREPARED_BACKWARD_FORMS)),
-    "grad_weight": (_grad_weight, 1),
-    "activate": (_activate, 1),
-}
+# Forms, with the largest number of their cases at one m.
+FORMS = {
+    "gemm": 1, "prepared": len(PREPARED_FORMS), "scaled_gemm": len(LEFT_SCALES),
+    "quantize": len(LEFT_SCALES), "grad_input": 1 + len(PREPARED_BACKWARD_FORMS),
+    "grad_weight": 1, "activate": 1,
+}  # fmt: skip
 DEFAULT_FORMS = ("gemm", "prepared", "quantize")
 BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
 
@@ -169,7 +152,7 @@ def suite_from_file(path: str | Path) -> Suite:
     table = _table_of(path)
     title = _text(table, "title", f"suite {path}") if "title" in table else path.name
     layers = _layers_of(table, path)
-    count = sum(len(layer.m) * FORMS[form][1] for layer in layers for form in layer.forms)
+    count = sum(len(layer.m) * FORMS[form] for layer in layers for form in layer.forms)
     if count > MOST_CASES:
         raise SuiteError(
             f"suite {path}: has {count} problems; expected at most {MOST_CASES}: use fewer sizes "
@@ -180,7 +163,7 @@ def suite_from_file(path: str | Path) -> Suite:
         for layer in layers:
             for m in layer.m:
                 for form in layer.forms:
-                    yield from FORMS[form][0](layer, m, fp8)
+                    yield from _cases(form, layer, m, fp8)
 
     return Suite(table["name"], title, build)
 

@@ -221,7 +221,7 @@ def accepts(kernel: Kernel, problem: Problem) -> bool:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ADAPTED)
-def test_an_adapter_hands_over_what_its_library_wants(name: str) -> None:
+def test_an_adapter_passes_the_arguments_of_its_library(name: str) -> None:
     kernel = KERNELS[name]
     taken = [problem for problem in problems(kernel) if accepts(kernel, problem)]
     assert len(taken) >= 2
@@ -235,7 +235,7 @@ def test_an_adapter_hands_over_what_its_library_wants(name: str) -> None:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ADAPTED)
-def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
+def test_outputs_with_any_alignment_are_written(name: str) -> None:
     """As parts of a flat buffer of gradients do; the stand-ins want multiples of 16 bytes."""
     kernel = KERNELS[name]
     problem = next(problem for problem in problems(kernel) if accepts(kernel, problem))
@@ -262,7 +262,7 @@ def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
         ({"out_format": Format.E4M3FN}, "writes|only adds"),
     ],
 )
-def test_what_a_library_would_misread_is_refused(
+def test_operands_that_a_library_would_misread_are_rejected(
     name: str, change: dict[str, Any], words: str
 ) -> None:
     kernel = KERNELS[name]
@@ -280,7 +280,7 @@ def test_what_a_library_would_misread_is_refused(
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_without_its_library_a_kernel_says_so(name: str) -> None:
+def test_a_kernel_without_its_library_is_unavailable_with_a_reason(name: str) -> None:
     kernel = KERNELS[name]
     library = LIBRARIES[kernel.library]
     if library.here is not None:

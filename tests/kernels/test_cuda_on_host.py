@@ -110,9 +110,7 @@ ROW_SIZES = [(9, 8), (9, 13), (37, 128), (11, 200), (9, 520), (9, 1024), (9, 204
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), ROW_SIZES)
 @pytest.mark.sample(every=4)
-def test_row_scales_and_bytes_are_those_of_numerics(
-    rows: int, columns: int, source: torch.dtype
-) -> None:
+def test_rowwise_quantization_equals_numerics(rows: int, columns: int, source: torch.dtype) -> None:
     form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
     check(hostile(rows, columns, source), form, Granularity.ROW)
 
@@ -120,7 +118,7 @@ def test_row_scales_and_bytes_are_those_of_numerics(
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(9, 13), (37, 128), (70, 384), (9, 1000), (9, 201)])
-def test_group_scales_and_bytes_are_those_of_numerics(
+def test_groupwise_quantization_equals_numerics(
     rows: int, columns: int, source: torch.dtype
 ) -> None:
     form = Format.E5M2 if source is torch.bfloat16 else Format.E4M3FN
@@ -171,7 +169,7 @@ def test_scales_may_be_powers_of_two(granularity: Granularity, form: Format) -> 
 
 
 @pytest.mark.usefixtures("on_host")
-def test_many_short_rows_are_taken_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_short_rows_are_processed_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "MANY_WARPS", 3)
     for rows, columns in [(9, 13), (70, 64), (67, 39)]:
         for source in SOURCES:
@@ -182,7 +180,7 @@ def test_many_short_rows_are_taken_several_at_a_time(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("lines", [2, 4])
-def test_a_thread_may_take_several_lines(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_may_process_several_lines(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tile_of = quantize.tile_of
     monkeypatch.setattr(quantize, "tile_of", lambda *size: tile_of(*size)._replace(lines=lines))
     for rows, columns in [(9, 13), (37, 128), (70, 64), (67, 200)]:
@@ -192,7 +190,7 @@ def test_a_thread_may_take_several_lines(lines: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
-def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
+def test_every_bfloat16_value_is_cast_correctly(form: Format) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     check(values.reshape(512, 128), form, Granularity.ROW)
     check(values.reshape(8192, 8), form, Granularity.ROW)
@@ -202,7 +200,7 @@ def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
 @pytest.mark.parametrize("exponent", [0, 100, -60, -100])
 @pytest.mark.sample(every=4)
-def test_all_quotients_of_bfloat16_are_rounded_right(form: Format, exponent: int) -> None:
+def test_all_quotients_of_bfloat16_are_rounded_correctly(form: Format, exponent: int) -> None:
     """Every significand by the scale of every other, down to where all becomes 0."""
     significands = torch.arange(128, 256, dtype=torch.float32) / 128
     scales = 2.0 ** torch.arange(0, -34, -1, dtype=torch.float32)
@@ -236,7 +234,7 @@ TILE_SIZES = [(1, 1), (3, 150), (140, 13), (130, 272), (257, 128)]
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "power_of_two"])
 @pytest.mark.sample(every=2)
-def test_blocks_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+def test_blockwise_quantization_equals_numerics(source: torch.dtype, epilogue: str) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
         for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
@@ -267,7 +265,7 @@ def test_column_major_input_is_written_transposed(
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "static", "delayed"])
 @pytest.mark.sample(every=3)
-def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+def test_tensorwise_quantization_equals_numerics(source: torch.dtype, epilogue: str) -> None:
     """In registers of 3 multiprocessors, and read twice; with every kind of row."""
     form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
     for rows, columns in [(1, 1), (3, 150), (140, 13), (70, 1024), (200, 700), (61, 7001)]:
@@ -283,7 +281,7 @@ def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> No
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-70, 0.3, 2.0**60, 2.0**120])
-def test_given_scales_of_any_size_saturate_and_keep_non_finite_values(
+def test_static_scales_of_any_size_saturate_and_keep_non_finite_values(
     form: Format, scale: float
 ) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -336,7 +334,7 @@ def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | N
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
 @pytest.mark.sample(every=4)
-def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
+def test_quantize_transpose_equals_numerics(name: str, source: torch.dtype) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
         tall = hostile(columns, rows + 9, source)
@@ -353,7 +351,7 @@ def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
 @pytest.mark.sample(every=4)
-def test_sums_of_columns_come_with_both_ways(name: str, source: torch.dtype) -> None:
+def test_quantize_transpose_also_computes_column_sums(name: str, source: torch.dtype) -> None:
     for rows, columns in [(1, 1), (130, 150), (257, 128)]:
         wide = hostile(rows, columns + 9, source)
         wide[6:7] = 1.0  # no NaN in every column

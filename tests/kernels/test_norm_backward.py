@@ -30,9 +30,9 @@ from lokakern.types import (
 from tests.support.kernel_cases import cases, drawn, kernel_here
 from tests.support.norm_backward_runs import (
     LASTS,
-    WAYS,
+    VARIANTS,
     Run,
-    Way,
+    Variant,
 )
 
 SEEDS = (0,)  # of everything drawn here
@@ -46,7 +46,7 @@ CASES = cases("norm_backward")
 
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(3)", "block_rms(8)", "none"])
-def test_the_reference_is_what_autograd_makes_of_the_norm(norm: str, last: str) -> None:
+def test_the_reference_equals_autograd_of_the_norm(norm: str, last: str) -> None:
     """Of what `registry.ops.normalized` says the forward pass is, in float64."""
     generator = torch.Generator().manual_seed(0)
     y, dd = torch.randn((2, 13, 24), generator=generator, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_the_reference_is_what_autograd_makes_of_the_norm(norm: str, last: str) 
 
 
 @pytest.mark.parametrize("activation", sorted(CURVATURES))
-def test_the_reference_knows_where_slopes_jump_and_how_curved_they_are(activation: str) -> None:
+def test_the_reference_has_jumps_and_curvatures_of_activations(activation: str) -> None:
     step = 2.0**-10
     z = torch.arange(-8.0, 8.0, step, dtype=torch.float64) + step / 2  # no jump is a point of it
     slopes = slope(z, activation)
@@ -101,19 +101,19 @@ def test_the_reference_knows_where_slopes_jump_and_how_curved_they_are(activatio
 def test_every_norm_activation_and_output(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for m, k in ((140, 512), (72, 256)):
-        assert all([Run(kernel, way, m, k, where).check() for way in WAYS])
+        assert all([Run(kernel, variant, m, k, where).check() for variant in VARIANTS])
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
+def test_sizes_that_are_not_multiples_of_tiles(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     sizes = itertools.product((1, 3, 129, 300), (1, 8, 72, 77, 264, 520, 1000))
     norms = itertools.cycle(("layer", "rms", "none"))
     for (m, k), norm, last in zip(sizes, norms, itertools.cycle(LASTS), strict=False):
-        taken = Run(kernel, Way(norm, last), m, k, where).check()
+        taken = Run(kernel, Variant(norm, last), m, k, where).check()
         assert taken or k % 8
     for m, k, span in ((5, 24, 8), (130, 200, 8), (3, 768, 256)):
-        assert Run(kernel, Way(f"block_rms({span})", "silu"), m, k, where).check()
+        assert Run(kernel, Variant(f"block_rms({span})", "silu"), m, k, where).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
@@ -122,22 +122,22 @@ def test_long_rows(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for k in (1024, 1032, 1536, 2048, 2056, 4096, 8192):
         for norm in ("layer", "rms"):
-            assert Run(kernel, Way(norm, "hardswish"), 150, k, where).check()
-    assert Run(kernel, Way("block_rms(256)"), 150, 8192, where).check()
+            assert Run(kernel, Variant(norm, "hardswish"), 150, k, where).check()
+    assert Run(kernel, Variant("block_rms(256)"), 150, 8192, where).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_many_rows(name: str, where: str) -> None:
     """More tiles than `lokakern.sums` has lines."""
     kernel = kernel_here(name, where)
-    assert Run(kernel, Way("layer", "relu"), 64 * 128 + 130, 64, where).check()
+    assert Run(kernel, Variant("layer", "relu"), 64 * 128 + 130, 64, where).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_scales_of_rows_where_they_are_made(name: str, where: str) -> None:
+def test_rowwise_scales_where_supported(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
-    way = Way(granularity=Granularity.ROW)
-    taken = Run(kernel, way, 140, 256, where).check()
+    variant = Variant(granularity=Granularity.ROW)
+    taken = Run(kernel, variant, 140, 256, where).check()
     assert taken or kernel.language != "torch"
 
 
@@ -154,9 +154,9 @@ def test_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
         y[4] *= 1e9
         y[5] *= 1e-9
         dd[6] *= 1e-9
-        assert Run(kernel, Way(norm, last), m, k, where, dd, y).check()
+        assert Run(kernel, Variant(norm, last), m, k, where, dd, y).check()
         y[7, 9] = math.nan
-        found = Run(kernel, Way(norm, last, ()), m, k, where, dd, y)
+        found = Run(kernel, Variant(norm, last, ()), m, k, where, dd, y)
         assert found.check()
         assert found.outputs.dy is not None and found.outputs.quantized is not None
         assert found.outputs.quantized_t is not None
@@ -171,12 +171,12 @@ def test_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_infinite_gradients_are_no_part_of_a_scale(name: str, where: str) -> None:
+def test_infinite_gradients_do_not_affect_scales(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     dd = drawn(140, 256, where=where, seed=1)
     dd[3, 5], dd[130, 200] = math.inf, -math.inf
-    way = Way("none", vectors=(), out=Format.E4M3FN, plain=False)
-    found = Run(kernel, way, 140, 256, where, dd)
+    variant = Variant("none", vectors=(), out=Format.E4M3FN, plain=False)
+    found = Run(kernel, variant, 140, 256, where, dd)
     assert found.check()
     assert found.outputs.quantized is not None and found.outputs.quantized.scale is not None
     nan = found.outputs.quantized.data.float().isnan()
@@ -188,15 +188,15 @@ def test_views_are_read(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     y, dd = (drawn(130, 3, 128, where=where, seed=seed)[:, 1] for seed in (1, 2))
     for last in LASTS:
-        assert Run(kernel, Way("layer", last), 130, 128, where, dd, y).check()
+        assert Run(kernel, Variant("layer", last), 130, 128, where, dd, y).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_rows_that_repeat_have_the_same_bits_and_so_do_launches(name: str, where: str) -> None:
+def test_repeated_rows_and_launches_are_bitwise_equal(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for norm, k in (("layer", 512), ("rms", 2048), ("layer", 4096)):
         y, dd = (drawn(128, k, where=where, seed=seed).repeat(3, 1) for seed in (1, 2))
-        found = Run(kernel, Way(norm, "silu"), 384, k, where, dd, y)
+        found = Run(kernel, Variant(norm, "silu"), 384, k, where, dd, y)
         out = found.outputs
         assert out.dy is not None and out.quantized is not None and out.sums is not None
         assert torch.equal(out.dy[:128], out.dy[256:])
@@ -214,7 +214,7 @@ def test_a_bias_has_the_sums_of_float32_gradients_in_their_order(name: str, wher
     """Without a norm nothing is rounded but the sums."""
     kernel = kernel_here(name, where)
     for last in ("none", "relu"):
-        found = Run(kernel, Way("none", last, ("bias",)), 16700, 24, where)
+        found = Run(kernel, Variant("none", last, ("bias",)), 16700, 24, where)
         exact = norm_gradients(found.dd, found.y, found.epilogue).dy.float()
         assert found.outputs.sums is not None
         assert torch.equal(found.outputs.sums[0], column_sums(exact))
@@ -232,7 +232,7 @@ def autograd_of(
 
 
 @pytest.mark.parametrize("out_format", [None, "e4m3fn", "bfloat16"])
-def test_the_public_function_makes_the_gradients_of_autograd(out_format: str | None) -> None:
+def test_the_public_function_equals_autograd(out_format: str | None) -> None:
     y, dd = (drawn(70, 200, where="cpu", seed=seed) for seed in (1, 2))
     bias, weight, shift = (drawn(200, where="cpu", seed=seed) for seed in (3, 4, 5))
     for norm, last in (("layer", "hardswish"), ("rms", "none"), ("block_rms(8)", "silu")):
@@ -259,7 +259,7 @@ def test_the_public_function_makes_the_gradients_of_autograd(out_format: str | N
             torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
-def test_what_nobody_asks_for_is_not_made() -> None:
+def test_unrequested_gradients_are_not_computed() -> None:
     y, dd = (drawn(20, 64, where="cpu", seed=seed) for seed in (1, 2))
     made = norm_backward(dd, y, norm="rms", plain=False)
     assert (made.dy, made.norm_weight, made.norm_bias, made.bias) == (None, None, None, None)
@@ -269,7 +269,7 @@ def test_what_nobody_asks_for_is_not_made() -> None:
     assert made.quantized_t is not None and made.quantized_t.granularity is Granularity.ROW
 
 
-def test_any_strides_and_no_rows() -> None:
+def test_any_strides_and_empty_inputs() -> None:
     y, dd = (drawn(64, 20, where="cpu", seed=seed) for seed in (1, 2))
     found = norm_backward(dd.t(), y.t(), norm="layer", bias=y[:, 0].contiguous(), activation="silu")
     same = norm_backward(
@@ -281,7 +281,7 @@ def test_any_strides_and_no_rows() -> None:
     assert none.bias is not None and (none.bias == 0).all()
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     y, dd = (drawn(20, 64, where="cpu", seed=seed) for seed in (1, 2))
     for error, changed in (
         (ShapeError, {"dd": dd[:, :32]}),

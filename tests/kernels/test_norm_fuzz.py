@@ -52,7 +52,7 @@ def values(rows: int, columns: int, kind: str, where: str, seed: int) -> torch.T
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "where"), list(cases()))
-def test_random_calls_are_right(name: str, where: str, seed: int) -> None:
+def test_random_calls_are_correct(name: str, where: str, seed: int) -> None:
     kernel = kernel_here(name, where)
     rng = np.random.default_rng(seed)
     for _ in range(20 if where == "cuda" else 1):  # until it takes one

@@ -68,7 +68,7 @@ def test_every_norm_epilogue_and_output(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
+def test_sizes_that_are_not_multiples_of_tiles(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     ways = [("layer", {}, g, ("bias", "norm_weight", "norm_bias"), False) for g in OUTPUTS]
     sizes = itertools.product((1, 3, 129), (1, 8, 77, 264, 520), (1, 48, 173))
@@ -117,7 +117,7 @@ def test_rows_of_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cuda.gemm_norm_bf16", "triton.gemm_norm_bf16"])
-def test_sums_that_are_not_rounded_lose_nothing_to_a_common_mean(name: str) -> None:
+def test_unrounded_sums_are_accurate_with_a_common_mean(name: str) -> None:
     """X13: rounded to bfloat16 first, the sums' error is a multiple of what the norm leaves."""
     fused, rounding = kernel_here(name, "cuda"), KERNELS["torch.norm_unfused"]
     recipe = distribution_named("X13")
@@ -135,7 +135,7 @@ def test_sums_that_are_not_rounded_lose_nothing_to_a_common_mean(name: str) -> N
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_blocks_of_any_size_are_right_or_refused(name: str, where: str) -> None:
+def test_blocks_of_any_size_are_correct_or_rejected(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     sizes = ((96, 12), (96, 4), (128, 1), (120, 40), (128, 16), (192, 96), (1024, 512))
     ways = [(f"block_rms({block})", {"activation": "silu"}, Granularity.NONE, (), False)
@@ -212,7 +212,7 @@ def test_biases_that_are_large_against_the_sums_or_infinite(name: str, where: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cuda.gemm_norm_tensor_fast", "cuda.gemm_norm_bf16"])
-def test_what_overflows_elsewhere_is_added_as_it_is(name: str) -> None:
+def test_sums_that_overflow_bfloat16_are_added_in_float32(name: str) -> None:
     """Scales far from 1 whose product is not; biases that bfloat16 rounds to infinity."""
     kernel = kernel_here(name, "cuda")
     x = drawn(72, 256, where="cuda") * 2.0**60
@@ -227,7 +227,7 @@ def test_what_overflows_elsewhere_is_added_as_it_is(name: str) -> None:
 
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_a_static_scale_that_the_norm_bounds_saturates_nothing(name: str, where: str) -> None:
+def test_nothing_saturates_with_the_static_scale_of_a_norm(name: str, where: str) -> None:
     """Rows with one value that is not 0 come as near to the bound as any."""
     kernel = kernel_here(name, where)
     n = 512
@@ -244,7 +244,7 @@ def test_a_static_scale_that_the_norm_bounds_saturates_nothing(name: str, where:
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_the_same_bits_every_time(name: str, where: str) -> None:
+def test_results_are_reproducible(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for granularity in OUTPUTS:
         way = ("layer", {"activation": "silu"}, granularity, ("norm_weight",), False)

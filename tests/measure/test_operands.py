@@ -121,7 +121,7 @@ every_problem = pytest.mark.parametrize("problem", problems(), ids=str)
 
 
 @every_problem
-def test_operands_are_as_the_problem_says(problem: Problem) -> None:
+def test_operands_have_the_formats_and_layouts_of_the_problem(problem: Problem) -> None:
     made = make(problem)
     front = () if problem.batch == 1 else (problem.batch,)
     for a, b, out, bias in made.sets:
@@ -176,7 +176,7 @@ def is_rounding(found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tenso
 
 
 @every_problem
-def test_references_are_the_naive_products(problem: Problem) -> None:
+def test_references_equal_naive_products(problem: Problem) -> None:
     made = make(problem)
     for number, (a, b, _, _) in list(enumerate(made.sets))[:3]:
         found = expected(right_kernel(problem), made, number)
@@ -198,7 +198,7 @@ def test_references_are_the_naive_products(problem: Problem) -> None:
     ],
     ids=str,
 )
-def test_references_of_quantizing_kernels_are_of_what_they_quantize(
+def test_references_of_quantizing_kernels_use_quantized_operands(
     problem: Problem, name: str
 ) -> None:
     kernel = KERNELS[name]
@@ -240,7 +240,7 @@ def checked(
 
 
 @every_problem
-def test_right_kernels_pass_and_wrong_ones_do_not(problem: Problem) -> None:
+def test_correct_kernels_pass_and_incorrect_ones_fail(problem: Problem) -> None:
     kernel = right_kernel(problem)
     error, wrong = checked(problem, kernel)
     assert wrong == ""
@@ -257,7 +257,7 @@ def test_right_kernels_pass_and_wrong_ones_do_not(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("problem", [p for p in problems() if p.m * p.n * p.batch > 2000], ids=str)
-def test_outputs_checked_in_part_are_searched_for_what_was_not_written(
+def test_partly_compared_outputs_are_searched_for_unwritten_elements(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operands, "CHECKED_ELEMENTS", 400)
@@ -323,7 +323,7 @@ def emulation_of(problem: Problem) -> Kernel:
 
 
 @pytest.mark.parametrize("problem", scaled_problems(), ids=str)
-def test_what_comes_after_the_sums_is_drawn_and_checked(problem: Problem) -> None:
+def test_epilogues_are_sampled_and_checked(problem: Problem) -> None:
     kernel = emulation_of(problem)
     assert kernel.supports(problem, HERE) == ACCEPTED
     made = make(problem)
@@ -365,7 +365,7 @@ def test_pieces_cover_an_output_once(batch: int, m: int, n: int, size: int, most
 
 
 @pytest.mark.parametrize("largest", [1, 100, 10**9])
-def test_products_are_added_up_in_steps_of_bounded_size(
+def test_products_are_summed_in_steps_of_bounded_size(
     largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiled_compare, "PIECE_ELEMENTS", largest)
@@ -393,7 +393,7 @@ def test_samples_along_k_come_in_the_same_order_on_both_sides(batch: int) -> Non
     assert len({tuple(order.tolist()) for order in made.order}) == len(made.order)
 
 
-def test_batches_repeat_drawn_rows_and_weights() -> None:
+def test_batches_repeat_sampled_rows_and_weights() -> None:
     made = make(unquantized_case(27, 13, 39, "X5", batch=40).problem)
     assert made.w is not None
     assert made.columns is not None
@@ -418,12 +418,12 @@ def test_batches_repeat_drawn_rows_and_weights() -> None:
         (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not sampled"),
     ],
 )  # fmt: skip
-def test_what_is_not_made_is_refused(problem: Problem, says: str) -> None:
+def test_problems_without_operands_raise(problem: Problem, says: str) -> None:
     with pytest.raises(MeasurementError, match=says):
         make(problem)
 
 
-def test_no_rows_are_refused() -> None:
+def test_empty_problems_raise() -> None:
     with pytest.raises(ShapeError, match="m is 0"):
         make(make_problem("gemm", (0, 8, 8)))
 
@@ -431,7 +431,7 @@ def test_no_rows_are_refused() -> None:
 # --- draws
 
 
-def test_caps_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_on_sampled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert most_rows(1) == most_rows(8192) == 2048
     for columns in (1, 479, 9000, 17280, 69120, 123200, 2**20):
@@ -568,7 +568,7 @@ QUANTIZERS = sorted(
 @pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN], ids=str)
 @pytest.mark.parametrize("sums", [False, True], ids=["alone", "sums"])
-def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout, sums: bool) -> None:
+def test_all_outputs_of_a_quantizer_are_checked(name: str, layout: Layout, sums: bool) -> None:
     """And poisoned before; a scale that is given is no output."""
     kernel = KERNELS[name]
     scaling = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
@@ -601,7 +601,7 @@ def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout, sums:
 
 
 @pytest.mark.parametrize("name", [name for name in QUANTIZERS if name.endswith("_delayed")])
-def test_a_delayed_quantizer_must_raise_amax(name: str) -> None:
+def test_a_delayed_quantizer_must_update_amax(name: str) -> None:
     """From where it is poisoned: what it was raised to before is no evidence."""
     kernel = KERNELS[name]
     problem = make_problem(

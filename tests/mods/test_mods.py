@@ -20,12 +20,8 @@ from lokakern.mods.together import FusedLinear
 from lokakern.nn.linear import Linear
 from lokakern.nn.module_scan import INNER, inner_layers
 from lokakern.norm import norm_named, normalize
-from tests.support.exact_models import (
-    passed,
-    same,
-    whole,
-    with_whole_weights,
-)
+from tests.support.exact_models import passed, whole, with_whole_weights
+from tests.support.routed_layers import same
 
 SEEDS = (0,)
 

@@ -179,7 +179,7 @@ def test_a_model_of_which_mods_left_no_site_is_told_why() -> None:
 
     model = Mixer()
     mods.apply(model, [mods.MixTokens()])
-    with pytest.raises(UnknownNameError, match="mix: MixTokens has it multiply"):
+    with pytest.raises(UnknownNameError, match="mix: MixTokens makes it multiply"):
         Probe(model)
 
 

@@ -36,7 +36,7 @@ OUTPUTS = (
 )  # fmt: skip
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     norm: str = "layer"
     last: str = "none"
     vectors: tuple[str, ...] = ("bias", "norm_weight", "norm_bias")
@@ -47,42 +47,47 @@ class Way(NamedTuple):
 
 
 # Each norm with each activation, output and choice of vectors, but not all with all.
-WAYS = [
-    Way(norm, last, VECTORS[(3 * i + j) % 5], (i + j) % 2 == 0, *OUTPUTS[(i + j) % 4])
+VARIANTS = [
+    Variant(norm, last, VECTORS[(3 * i + j) % 5], (i + j) % 2 == 0, *OUTPUTS[(i + j) % 4])
     for i, norm in enumerate(NORMS)
     for j, last in enumerate(LASTS)
 ]
 
 
-def epilogue_of(way: Way, m: int, k: int, where: str) -> NormEpilogue:
-    dtype = torch.float32 if way.wide else torch.bfloat16
+def epilogue_of(variant: Variant, m: int, k: int, where: str) -> NormEpilogue:
+    dtype = torch.float32 if variant.wide else torch.bfloat16
     vectors = {
-        name: drawn(k, where=where, seed=20 + i, dtype=dtype) for i, name in enumerate(way.vectors)
+        name: drawn(k, where=where, seed=20 + i, dtype=dtype)
+        for i, name in enumerate(variant.vectors)
     }
-    residual = drawn(m, k, where=where, seed=30) if way.plain and way.out else None
-    return NormEpilogue(norm_named(way.norm), activation=way.last, residual=residual, **vectors)
+    residual = drawn(m, k, where=where, seed=30) if variant.plain and variant.out else None
+    return NormEpilogue(
+        norm_named(variant.norm), activation=variant.last, residual=residual, **vectors
+    )
 
 
-def poisoned(way: Way, epilogue: NormEpilogue, m: int, k: int, where: str) -> NormGradients:
+def poisoned(variant: Variant, epilogue: NormEpilogue, m: int, k: int, where: str) -> NormGradients:
     device = torch.device(where)
 
     def quantized(rows: int, columns: int) -> QuantizedTensor | None:
-        if way.out is None:
+        if variant.out is None:
             return None
-        data = empty_data(rows, columns, way.out.dtype, device)
-        data.view(torch.uint8).fill_(way.out.nan_byte)
-        scale = way.granularity.empty_scale(rows, columns, device).fill_(math.nan)
-        return QuantizedTensor(data, scale, way.granularity)
+        data = empty_data(rows, columns, variant.out.dtype, device)
+        data.view(torch.uint8).fill_(variant.out.nan_byte)
+        scale = variant.granularity.empty_scale(rows, columns, device).fill_(math.nan)
+        return QuantizedTensor(data, scale, variant.granularity)
 
-    dy = torch.full((m, k), math.nan, dtype=torch.bfloat16, device=device) if way.plain else None
+    dy = (
+        torch.full((m, k), math.nan, dtype=torch.bfloat16, device=device) if variant.plain else None
+    )
     count = sum(x is not None for x in (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias))
     sums = torch.full((count, k), math.nan, device=device) if count else None
     return NormGradients(dy, quantized(m, k), quantized(k, m), sums)
 
 
-def problem_of(way: Way, epilogue: NormEpilogue, m: int, k: int) -> Problem:
-    form = Format.BFLOAT16 if way.out is None else way.out
-    granularity = Granularity.NONE if way.out is None else way.granularity
+def problem_of(variant: Variant, epilogue: NormEpilogue, m: int, k: int) -> Problem:
+    form = Format.BFLOAT16 if variant.out is None else variant.out
+    granularity = Granularity.NONE if variant.out is None else variant.granularity
     return make_problem(
         "norm_backward", (m, k), epilogue=epilogue.name(), out_format=form,
         out_granularity=granularity,
@@ -93,17 +98,17 @@ class Run:
     """One launch of a kernel on gradients and what was normalized."""
 
     def __init__(
-        self, kernel: Kernel, way: Way, m: int, k: int, where: str,
+        self, kernel: Kernel, variant: Variant, m: int, k: int, where: str,
         dd: Tensor | None = None, y: Tensor | None = None, on_host: bool = False,
     ) -> None:  # fmt: skip
-        self.kernel, self.way = kernel, way
+        self.kernel, self.variant = kernel, variant
         self.dd = drawn(m, k, where=where, seed=1) if dd is None else dd
         self.y = drawn(m, k, where=where, seed=2) if y is None else y
-        self.epilogue = epilogue_of(way, m, k, where)
-        self.problem = problem_of(way, self.epilogue, m, k)
+        self.epilogue = epilogue_of(variant, m, k, where)
+        self.problem = problem_of(variant, self.epilogue, m, k)
         answers = kernel.supports_problem if on_host else kernel.supports
         self.answer = answers(self.problem, device_of(self.y))
-        self.outputs = poisoned(way, self.epilogue, m, k, where)
+        self.outputs = poisoned(variant, self.epilogue, m, k, where)
         if not isinstance(self.answer, Rejected):
             self.launch()
 

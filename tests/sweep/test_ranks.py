@@ -35,7 +35,7 @@ ENDLESS_S = 1800  # ends what would wait for ever
     st.lists(st.floats(0.01, 100), max_size=300),
     st.integers(2, 9),
 )
-def test_shares_are_all_places_in_their_order(costs: list[float], world: int) -> None:
+def test_shares_cover_all_places_in_order(costs: list[float], world: int) -> None:
     shares = share_out(costs, world)
     assert [place for share in shares for place in share] == list(range(len(costs)))
     assert all(shares)
@@ -51,7 +51,7 @@ def test_shares_begin_large_and_end_small(world: int) -> None:
     assert len(sizes) <= 12 * world
 
 
-def test_costs_decide_the_size_of_shares() -> None:
+def test_costs_determine_the_size_of_shares() -> None:
     costs = [10.0] * 50 + [1.0] * 50
     first, second, *_ = share_out(costs, 2)
     assert sum(costs[p] for p in first) == pytest.approx(sum(costs[p] for p in second), abs=11)
@@ -107,7 +107,7 @@ def test_every_place_is_done_once(groups: Callable[..., list[RankGroup]]) -> Non
     assert all(0 < count <= 100 for count in heard)
 
 
-def test_one_plans_for_all_and_each_host_prepares_once(
+def test_one_rank_plans_for_all_and_each_host_prebuilds_once(
     groups: Callable[..., list[RankGroup]],
 ) -> None:
     planned: list[int] = []
@@ -130,7 +130,9 @@ def test_one_plans_for_all_and_each_host_prepares_once(
     assert [gathered for _, gathered in every] == [[0, 1, 2, 3], None, None, None]
 
 
-def test_what_a_dead_rank_had_is_done_by_another(groups: Callable[..., list[RankGroup]]) -> None:
+def test_another_rank_repeats_the_shares_of_a_dead_one(
+    groups: Callable[..., list[RankGroup]],
+) -> None:
     now_s = 0.0
     living, dead = groups(2, clock=lambda: now_s)
     done: dict[int, float] = {}
@@ -157,7 +159,7 @@ def test_what_a_dead_rank_had_is_done_by_another(groups: Callable[..., list[Rank
         assert living.gather("report", "me") == ["me"]
 
 
-def test_another_plans_where_the_planner_died(groups: Callable[..., list[RankGroup]]) -> None:
+def test_another_rank_plans_after_the_planner_died(groups: Callable[..., list[RankGroup]]) -> None:
     ticks = itertools.count()
     living, dead = groups(2, clock=lambda: 0.4 * PATIENCE_S * next(ticks))
 
@@ -172,7 +174,7 @@ def test_another_plans_where_the_planner_died(groups: Callable[..., list[RankGro
     assert next(ticks) == 4, "0.4, 0.8 and 1.2 of its patience after the first look"
 
 
-def test_a_slow_rank_is_not_taken_for_dead(groups: Callable[..., list[RankGroup]]) -> None:
+def test_a_slow_rank_does_not_count_as_dead(groups: Callable[..., list[RankGroup]]) -> None:
     """More than its patience passes while it works, and less between two beats of its heart."""
     now_s, beats = 0.0, 0
     (watch,) = groups(1)
@@ -203,7 +205,7 @@ def test_a_slow_rank_is_not_taken_for_dead(groups: Callable[..., list[RankGroup]
     assert done[1] == list(share.places) and sorted(done[0] + done[1]) == [0, 1, 2, 3]
 
 
-def test_ranks_that_differ_are_told_what(groups: Callable[..., list[RankGroup]]) -> None:
+def test_ranks_with_different_facts_raise(groups: Callable[..., list[RankGroup]]) -> None:
     def work(ranks: RankGroup) -> str:
         try:
             ranks.agree({"regime": "eager", "device": f"GPU {ranks.rank}"})
@@ -216,7 +218,7 @@ def test_ranks_that_differ_are_told_what(groups: Callable[..., list[RankGroup]])
     assert "another device than the rank that plans" in first + second
 
 
-def test_alone_everything_is_its_own() -> None:
+def test_a_single_rank_does_all_work() -> None:
     with SingleRank() as ranks:
         ranks.agree({})
         assert ranks.plan("times", lambda: [3]) == [3]
@@ -229,7 +231,7 @@ def test_alone_everything_is_its_own() -> None:
         assert ranks.gather("report", 5) == [5]
 
 
-def test_torchrun_tells_of_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_define_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert type(ranks_of_torchrun()) is SingleRank
     for name, value in {"WORLD_SIZE": "2", "RANK": "x", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -238,7 +240,7 @@ def test_torchrun_tells_of_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
         ranks_of_torchrun()
 
 
-def test_a_planner_that_was_only_slow_changes_nothing(
+def test_a_slow_planner_does_not_replace_a_plan_in_use(
     groups: Callable[..., list[RankGroup]],
 ) -> None:
     first, second = groups(2)
@@ -286,7 +288,7 @@ def test_a_rank_takes_its_amd_gpu(
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_what_is_no_number_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_must_be_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "")
     take_gpu()
     assert type(ranks_of_torchrun()) is SingleRank
@@ -295,7 +297,7 @@ def test_what_is_no_number_is_refused(name: str, monkeypatch: pytest.MonkeyPatch
         (ranks_of_torchrun if name == "WORLD_SIZE" else take_gpu)()
 
 
-def test_a_store_that_is_gone_says_so(groups: Callable[..., list[RankGroup]]) -> None:
+def test_a_lost_store_raises_with_a_remedy(groups: Callable[..., list[RankGroup]]) -> None:
     (ranks,) = groups(1)
 
     def lost(*_: object) -> None:
@@ -306,7 +308,7 @@ def test_a_store_that_is_gone_says_so(groups: Callable[..., list[RankGroup]]) ->
         ranks.step("times")
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "CUDA_VISIBLE_DEVICES": "3",
         "LOCAL_RANK": "1",
