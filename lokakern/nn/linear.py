@@ -81,6 +81,9 @@ class Routed(nn.Module):
     Routes are texts (`lokakern.nn.routed_matmul`) that only `lokakern.convert` sets.
     """
 
+    fp8_data: Tensor  # buffers of `freeze_weight` and `hold`
+    fp8_scale: Tensor
+    held_weight: Tensor
     _routes: tuple[str, str, str] = PLAIN_ROUTES
     # FP8 weights by product and device, inside `Conversion.weights_unchanged`.
     _kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
@@ -214,26 +217,19 @@ class Routed(nn.Module):
                 self._kept[key] = found
         return found
 
-    def _device_of_parts(self) -> torch.device:
-        stored: Tensor = self.fp8_data  # type: ignore[assignment]
-        return stored.device
-
     def _is_frozen_of(self, weight: Tensor) -> bool:
         """Whether the frozen weight has the shape of this shard."""
-        stored: Tensor = self.fp8_data  # type: ignore[assignment]
-        shape = (stored.shape[0], self._fp8_widths[0])
-        return not _is_sharded(stored) and shape == tuple(weight.shape)
+        shape = (self.fp8_data.shape[0], self._fp8_widths[0])
+        return not _is_sharded(self.fp8_data) and shape == tuple(weight.shape)
 
     def _frozen(self) -> tuple[Tensor, Tensor]:
-        stored: Tensor = self.fp8_data  # type: ignore[assignment]
-        views = self._fp8_views
+        stored, views = self.fp8_data, self._fp8_views
         is_compiling = torch.compiler.is_compiling()
         if views is not None and views[0] is stored and not is_compiling:
             return views[1], views[2]
-        scales: Tensor = self.fp8_scale  # type: ignore[assignment]
         columns, width = self._fp8_widths
         data = stored.view(self._fp8_dtype)[:, :columns]
-        scale = scales.view(torch.float32)[:, :width]
+        scale = self.fp8_scale.view(torch.float32)[:, :width]
         if not is_compiling:
             self._fp8_views = (stored, data, scale)
         return data, scale
@@ -253,12 +249,12 @@ class Routed(nn.Module):
 
     def freeze_weight(self, weight: Tensor) -> None:
         """Quantize the weight of the output once; later changes have no effect."""
-        device = self._device_of_parts() if self.is_frozen else weight.device
+        device = self.fp8_data.device if self.is_frozen else weight.device
         before = (self.fp8_data, self.fp8_scale) if self.is_frozen else (None, None)
         held = self.held_weight if self.is_held else None
         self.thaw()
         if self._routes[0] == PLAIN:
-            self.hold(weight, held)  # type: ignore[arg-type]
+            self.hold(weight, held)
             return
         with torch.no_grad():
             if hasattr(weight, "full_tensor"):  # from all ranks
@@ -269,8 +265,8 @@ class Routed(nn.Module):
         scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
         self._fp8_dtype, self._fp8_widths = data.dtype, (data.shape[1], scale.shape[1])
         data, scale = whole.view(torch.uint8), scales.view(torch.uint8)
-        self.register_buffer("fp8_data", _in_memory_of(before[0], data), persistent=False)  # type: ignore[arg-type]
-        self.register_buffer("fp8_scale", _in_memory_of(before[1], scale), persistent=False)  # type: ignore[arg-type]
+        self.register_buffer("fp8_data", _in_memory_of(before[0], data), persistent=False)
+        self.register_buffer("fp8_scale", _in_memory_of(before[1], scale), persistent=False)
         self.is_frozen = True
 
     def hold(self, weight: Tensor, before: Tensor | None) -> None:
@@ -293,8 +289,8 @@ class Routed(nn.Module):
         """
         if not self.is_held or torch.is_grad_enabled() or type(x) not in KINDS:
             return None
-        held: Tensor = self.held_weight  # type: ignore[assignment]
-        return None if held.stride(-1) != 1 and x.stride(-1) == 1 else held
+        is_turned = self.held_weight.stride(-1) != 1 and x.stride(-1) == 1
+        return None if is_turned else self.held_weight
 
     def thaw(self) -> None:
         """Undo `freeze_weight`."""
@@ -479,7 +475,7 @@ class Linear(nn.Linear, Routed):
     def bring_back(self) -> None:
         """Undo `offload`."""
         if self.is_offloaded:
-            self.weight.data = self.weight.data.to(self._device_of_parts())
+            self.weight.data = self.weight.data.to(self.fp8_data.device)
         self.is_offloaded = False
 
     def freeze(self) -> None:
