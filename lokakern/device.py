@@ -1,4 +1,4 @@
-"""What hardware and software is here: the Device and Environment of a measurement."""
+"""The local hardware and software: the Device and Environment of a measurement."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def current_device(kind: str = "auto", index: int = 0) -> Device:
     """The device type of a torch device.
 
     Args:
-        kind: "cuda" (NVIDIA, and AMD under ROCm), "cpu", or "auto" for a GPU if there is one.
-        index: Which of several.
+        kind: "cuda" (NVIDIA, and AMD with ROCm), "cpu", or "auto" for a GPU if there is one.
+        index: Index of the GPU.
     """
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         return _gpu(index)
@@ -54,19 +54,19 @@ def _gpu(index: int) -> Device:
     )
 
 
-_SYS = Path("/sys")  # where Linux says what drivers know
-_WHOLE = ("SPX", "NPS1")  # how an MI300 computes and lays out its memory undivided
+_SYS = Path("/sys")  # files of Linux drivers
+_WHOLE = ("SPX", "NPS1")  # compute and memory partition of an undivided MI300
 
 
 def _amd_folder(properties: Any) -> Path:
-    """Where the driver tells of an AMD GPU; its partitions share function 0."""
+    """The driver's folder of an AMD GPU; its partitions share function 0."""
     domain, bus = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_bus_id", 0)
     device = getattr(properties, "pci_device_id", 0)
     return _SYS / "bus" / "pci" / "devices" / f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _amd_partition(properties: Any) -> str:
-    """Such as "CPX/NPS4"; "none" where the GPU is undivided, or the driver does not say."""
+    """The partition, such as "CPX/NPS4"; "none" if the GPU is undivided or it is unknown."""
     folder = _amd_folder(properties)
     found = [
         _first_word(folder / f"current_{what}_partition") or whole
@@ -105,7 +105,7 @@ def _cpu_name() -> str:
 
 @functools.cache
 def current_environment(kind: str = "auto") -> Environment:
-    """Versions and power limit here; what cannot be read is "unknown"."""
+    """Versions and power limit; "unknown" where they cannot be read."""
     gpu = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
     driver, power_cap = _driver_and_power_cap() if gpu else ("none", "none")
     toolkit = torch.version.cuda or torch.version.hip or "none"
@@ -120,7 +120,7 @@ def current_environment(kind: str = "auto") -> Environment:
 
 
 def _libraries() -> str:
-    """What else compiles kernels here, with its version."""
+    """Other compilers of kernels, with versions."""
     packages = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
     found = {package: version_of(package) for package in packages}
     return (
@@ -167,7 +167,7 @@ def _amd_driver_and_power_cap() -> tuple[str, str]:
 
 
 def l2_bytes(index: int = 0) -> int:
-    """Size of the GPU's last-level cache, or an estimate for a CPU's, in bytes."""
+    """Size of the GPU's last-level cache, or an estimate for a CPU, in bytes."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(index).L2_cache_size)
     for level in ("index3", "index2"):

@@ -65,7 +65,7 @@ class NormEpilogue(NamedTuple):
     + norm_bias``; then ``d = activation(z)``, or ``gate * sigmoid(z)``, or DCN's cross ``x0 * z +
     x``; where `residual_last`, the residual is added here instead. What is NaN stays NaN. Vectors,
     and rows of matrices, start at multiples of 16 bytes
-    (`lokakern.functional.norm_checks.settled`).
+    (`lokakern.functional.norm_checks.aligned_epilogue`).
 
     Attributes:
         norm: Of rows, or of blocks of them.

@@ -1,4 +1,4 @@
-"""Every error lokakern raises on purpose: what was asked, what was found, what to do."""
+"""Errors of lokakern; messages state the argument, the value found, and the expectation."""
 
 
 class LokakernError(Exception):
@@ -10,58 +10,58 @@ class ShapeError(LokakernError, ValueError):
 
 
 class FormatError(LokakernError, TypeError):
-    """A dtype, format or granularity the operation does not take."""
+    """A dtype, format or granularity is not supported by the operation."""
 
 
 class DeviceError(LokakernError, ValueError):
-    """Operands on different devices, or a device that is unknown."""
+    """Operands are on different devices, or a device is unknown."""
 
 
 class BudgetError(LokakernError, ValueError):
-    """An error budget that is not a finite, non-negative number."""
+    """An error budget is not a finite, non-negative number."""
 
 
 class UnknownNameError(LokakernError, KeyError):
-    """An op, kernel, suite, distribution or regime nobody registered."""
+    """The name of an op, kernel, suite, distribution or regime is unknown."""
 
     def __str__(self) -> str:  # KeyError would print the repr of its argument
         return str(self.args[0]) if self.args else ""
 
 
 class UnsupportedError(LokakernError):
-    """No kernel takes this problem on this device."""
+    """No kernel supports this problem on this device."""
 
 
 class MissError(LokakernError):
-    """Dispatch has no measurement for the problem and ``on_miss="raise"`` was asked for."""
+    """Dispatch has no measurement for the problem and ``on_miss`` is "raise"."""
 
 
 class DatabaseError(LokakernError):
-    """A database that cannot be read, is newer than this code, or holds impossible rows."""
+    """A database cannot be read, is newer than this code, or has invalid rows."""
 
 
 class ChoicesError(LokakernError):
-    """A file of frozen choices that cannot be used here, or nothing to freeze."""
+    """A file of frozen choices cannot be used here, or there is nothing to freeze."""
 
 
 class DisagreementError(LokakernError):
-    """Ranks of one job that would choose different kernels."""
+    """Ranks of a job would choose different kernels."""
 
 
 class MeasurementError(LokakernError):
-    """A measurement could not be made as the contracts ask."""
+    """A measurement that fulfills the contracts is not possible."""
 
 
 class DeviceLostError(MeasurementError):
-    """A kernel left the device unusable for this process, as an illegal memory access does."""
+    """A kernel left the device unusable for this process, as after an illegal memory access."""
 
 
 class SuiteError(LokakernError, ValueError):
-    """A file of a suite that cannot be read, or asks for what cannot be measured."""
+    """A suite file cannot be read, or has problems that cannot be measured."""
 
 
 class CompilationError(LokakernError):
-    """A kernel that does not compile here, or nothing to compile it with."""
+    """A kernel does not compile here, or there is no compiler."""
 
 
 class LaunchError(LokakernError):

@@ -1,14 +1,13 @@
-"""The sampled check: now and then a few rows of an FP8 product are also computed in float32.
+"""The sampled check: in some calls a few rows of an FP8 product are also computed in float32.
 
-A budget is compared with errors that were measured on named distributions. The check measures the
-error on the operands that a program really has, on the device that holds them: the host does not
-wait, and a later call of the same product reads the result. If the error of the sampled rows
-exceeds the budget, it issues an `ErrorBudgetWarning`.
+Dispatch compares budgets with errors that were measured on named distributions. The check measures
+the error on the actual operands of a program, on their device: the host does not wait, and a later
+call of the same product reads the result. If the error of the sampled rows exceeds the budget, that
+call issues an `ErrorBudgetWarning`.
 
-A check is text, ``every:rows``: at every ``every``-th call of a product at most ``rows`` rows are
-compared, evenly spaced, and different ones each time. The product of a module carries it as the
-last part of its route (`lokakern.nn.routed_matmul`), with the site's name and budget, so that a
-compiled graph holds it, too::
+A check is text, ``every:rows``: in every ``every``-th call of a product at most ``rows`` evenly
+spaced rows are compared, different ones each time. For a module it is the last part of the route
+(`lokakern.nn.routed_matmul`), with the site's name and budget, so that compiled graphs include it::
 
     row;16:0=...;1:0=...;check=1000:64:0.06:1:layers.0/output
 """
@@ -31,56 +30,56 @@ from lokakern.types import ErrorBudget
 
 VARIABLE = "LOKAKERN_CHECK"
 _MARK = ";check="
-_CHUNK = 2**24  # elements of an operand that are float32 at one time: 64 MiB
-_OF_GEMM = 0  # the owner of checks that `lokakern.gemm` makes; conversions have 1, 2, ...
+_CHUNK = 2**24  # elements of an operand in float32 at a time: 64 MiB
+_OF_GEMM = 0  # owner of the checks of `lokakern.gemm`; conversions have 1, 2, ...
 _OWNERS = itertools.count(_OF_GEMM + 1)
 
 
 class ErrorBudgetWarning(UserWarning):
-    """Sampled rows of an FP8 product err by more than its budget."""
+    """The error of sampled rows of an FP8 product exceeds its budget."""
 
 
 class _Pending(NamedTuple):
-    """A result that the device may not have computed yet."""
+    """A result that the device may still compute."""
 
     value: Tensor  # on the host: the mean over rows of min(e, 1) squared
-    event: Any  # torch.cuda.Event behind the copy; None on a CPU
+    event: Any  # torch.cuda.Event after the copy; None on a CPU
     rows: int
     shape: tuple[int, int, int]
     kernel: str
 
 
 class Watch:
-    """Checks one product, and keeps what it found.
+    """The check of one product, and its results.
 
     Args:
         every: Calls from one checked call to the next; the first call is checked.
-        rows: Rows of a checked call, at most.
+        rows: Most rows of a checked call.
         limit: The budget, a row error.
-        owner: Number of the conversion; 0 of `lokakern.gemm`.
-        site: What warnings call the product.
+        owner: Number of the conversion; 0 for `lokakern.gemm`.
+        site: Name of the product in warnings.
     """
 
     def __init__(self, every: int, rows: int, limit: float, owner: int, site: str) -> None:
         self.every, self.rows, self.limit, self.owner, self.site = every, rows, limit, owner, site
         self.calls = self.checks = 0
         self.worst = self.last = math.nan
-        self._worst_of = ("", 0)  # the kernel, and rows of the worst check
-        self._wake = self._due = 1  # the call at which to look at anything, and to check rows
-        self._told = limit  # warn of more than this
-        self._said: set[str] = set()
+        self._worst_of = ("", 0)  # kernel and rows of the worst check
+        self._wake = self._due = 1  # the next calls with any work, and with a check
+        self._warned = limit  # warn of larger errors
+        self._reasons: set[str] = set()
         self._pending: deque[_Pending] = deque()
 
     def see(self, a: Tensor | None, b: Tensor | None, out: Tensor, bias: Tensor | None,
             kernel: str) -> None:  # fmt: skip
-        """Count a call, and check it where it is its turn.
+        """Count a call, and check it if it is due.
 
         Args:
-            a: ``[m, k]``, unquantized; None: it is not known.
-            b: ``[k, n]``, unquantized; None: it is not known.
-            out: ``[m, n]``, what the FP8 kernel wrote.
+            a: ``[m, k]``, unquantized; None: not available.
+            b: ``[k, n]``, unquantized; None: not available.
+            out: ``[m, n]``, output of the FP8 kernel.
             bias: ``[n]``, or None.
-            kernel: Which wrote it.
+            kernel: Name of the kernel.
         """
         self.calls += 1
         if self.calls >= self._wake:
@@ -88,14 +87,14 @@ class Watch:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next call is to be checked."""
+        """Whether the next call will be checked."""
         return self.calls + 1 >= self._due
 
     def read(self, wait: bool = False) -> None:
-        """Take in the results that are there; or all, by waiting for the device."""
+        """Read the available results; with ``wait`` all, after the device computed them."""
         while self._pending:
             try:
-                found = self._pending.popleft()  # first: threads of replicas share a watch
+                found = self._pending.popleft()  # atomic: threads of replicas share a watch
             except IndexError:
                 return
             if found.event is not None:
@@ -109,14 +108,16 @@ class Watch:
     def _look(self, a: Tensor | None, b: Tensor | None, out: Tensor, bias: Tensor | None,
               kernel: str) -> None:  # fmt: skip
         if out.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._say("the replays of a captured CUDA graph, in which no Python runs")
-            return  # nor may an event be asked while a graph is captured
+            self._warn_unchecked("the replays of a captured CUDA graph, in which no Python runs")
+            return  # events must not be queried during capture
         self.read()
         if self.calls >= self._due:
             if a is None:
-                self._say("a call whose input is quantized before it reaches the product")
+                self._warn_unchecked(
+                    "a call whose input is quantized before it reaches the product"
+                )
             elif b is None:
-                self._say("a call whose unquantized weight is not kept")
+                self._warn_unchecked("a call whose unquantized weight is not kept")
             else:
                 self._due = self.calls + self.every
                 self._sample(a, b, out, bias, kernel)
@@ -143,13 +144,13 @@ class Watch:
         self.checks += 1
         if not self.last <= self.worst:  # also the first one
             self.worst, self._worst_of = self.last, (found.kernel, found.rows)
-        if self.last > self._told:
-            self._told = 2.0 * self.last  # again where it has doubled
+        if self.last > self._warned:
+            self._warned = 2.0 * self.last  # warn again after it doubles
             m, n, k = found.shape
             warnings.warn(
                 f"{self.site}: row error {self.last:.3g} of {found.rows} sampled rows, budget "
-                f"{self.limit:g} ({found.kernel}, m={m} n={n} k={k}). These operands are unlike "
-                f"the distributions that the kernel was judged on: {self._remedy}",
+                f"{self.limit:g} ({found.kernel}, m={m} n={n} k={k}). The operands differ from "
+                f"the distributions that the kernel was measured on: {self._remedy}",
                 ErrorBudgetWarning, stacklevel=2,
             )  # fmt: skip
 
@@ -159,9 +160,9 @@ class Watch:
             return "pass budget=None, or let lokakern.Probe judge the layer on its own inputs"
         return "leave the layer out (filter=), or convert by a report of lokakern.Probe"
 
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn_unchecked(self, what: str) -> None:
+        if what not in self._reasons:
+            self._reasons.add(what)
             warnings.warn(f"{self.site}: not checked ({VARIABLE}, check=): {what}", stacklevel=2)
 
     def row(self) -> dict[str, Any]:
@@ -174,14 +175,15 @@ class Watch:
 
 
 def errors_of_rows(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``min(e, 1)`` of rows of a product, e their relative L2 error as of `numerics.row_errors`.
+    """``min(e, 1)`` of rows of a product, e the relative L2 error as in `numerics.row_errors`.
 
-    The reference is ``a @ b + bias`` of the operands as they are, summed in float32: products of
-    bfloat16 are exact in it, and sums err by about 1e-7 of the sum of magnitudes, which is 1e-4 of
-    a row whose terms cancel to a thousandth. (Where TF32 is allowed, a float32 operand is cut to
-    11 bits: 3e-4 of a row.) That ``out`` is rounded to bfloat16, 0.0017, is part of the error.
+    The reference is ``a @ b + bias`` of unquantized operands, summed in float32: products of
+    bfloat16 values are exact, and the error of sums is about 1e-7 of the sum of magnitudes, which
+    is 1e-4 of a row whose terms cancel to a thousandth. (If TF32 is allowed, float32 operands are
+    rounded to 11 bits: 3e-4 of a row.) The error includes the rounding of ``out`` to bfloat16,
+    0.0017.
 
-    This takes 25 launches; `numerics.row_errors`, which is safe for any float64, takes 60.
+    This takes 25 launches; `numerics.row_errors`, for any float64, takes 60.
 
     Args:
         a: ``[rows, k]``, bfloat16 or float32.
@@ -196,10 +198,10 @@ def errors_of_rows(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
     if bias is not None:
         exact += bias
     step = max(_CHUNK // max(len(a), b.shape[1]), 1)
-    for start in range(0, len(b), step):  # a weight's gradient sums over all samples
+    for start in range(0, len(b), step):  # the gradient of a weight sums over all samples
         part = slice(start, start + step)
         exact.addmm_(a[:, part].float(), b[part].float())
-    reference = exact.double()  # in which no square of a float32 overflows or vanishes
+    reference = exact.double()  # squares of float32 values do not overflow or underflow
     unknown = torch.isfinite(exact).logical_not_()
     size = (out.double() - reference).masked_fill_(unknown, 0.0).norm(dim=1)
     norm = reference.masked_fill_(unknown, 0.0).norm(dim=1)
@@ -207,14 +209,14 @@ def errors_of_rows(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None
     return error.nan_to_num_(nan=1.0, posinf=1.0).clamp_max_(1.0)
 
 
-# ---- who is checked, and how often ----
+# ---- which products are checked, and how often ----
 
 
 def read_check(check: str | None) -> tuple[int, int] | None:
-    """What ``check=`` says, or where it is None the variable LOKAKERN_CHECK: every, rows.
+    """``every`` and ``rows`` of a check, or of the variable LOKAKERN_CHECK for None.
 
     Returns:
-        None where nothing is checked: no variable, or "off".
+        None without a check: no variable, or "off".
 
     Raises:
         FormatError: ``check`` is neither text nor None.
@@ -239,18 +241,14 @@ def read_check(check: str | None) -> tuple[int, int] | None:
 
 
 class Marker:
-    """Marks the routes of a conversion with its check.
-
-    Args:
-        check: As of `read_check`.
-    """
+    """Adds the check of a conversion to its routes; ``check`` is that of `read_check`."""
 
     def __init__(self, check: str | None) -> None:
         self._check = read_check(check)
         self._owner = next(_OWNERS)
 
     def mark(self, route: str, budget: ErrorBudget | None, site: str) -> str:
-        """A route, with the check of its site where it quantizes and there is a check."""
+        """The route with the check of its site, if there is one and the route quantizes."""
         if not route or self._check is None:
             return route
         text = _text(self._check, budget, self._owner, site)
@@ -258,14 +256,14 @@ class Marker:
 
 
 def watch_of_gemm(check: str | None, budget: ErrorBudget, site: str) -> Watch | None:
-    """Who checks the calls of `lokakern.gemm` with operands of one kind; None: nobody."""
+    """The check of calls of `lokakern.gemm` with operands of one kind, if any."""
     found = read_check(check)
     text = "" if found is None else _text(found, budget, _OF_GEMM, site)
     return watch_named(text) if text else None
 
 
 def watch_of_site(check: str | None, limit: float, site: str) -> Watch | None:
-    """The check of the outputs of a site that Probe watches; None: nothing is checked."""
+    """The check of the outputs of a site of Probe, if any."""
     found = read_check(check)
     return None if found is None else Watch(*found, limit, next(_OWNERS), site)
 
@@ -285,7 +283,7 @@ _WATCHES: dict[str, Watch] = {}
 
 
 def watch_named(text: str) -> Watch:
-    """The one that a text means; made where there is none in this process."""
+    """The watch of a text; one in each process."""
     found = _WATCHES.get(text)
     if found is None:
         every, rows, limit, owner, site = text.split(":", 4)
@@ -314,14 +312,15 @@ def is_due(route: str) -> bool:
 
 
 def results(routes: Iterable[str] | None = None) -> list[dict[str, Any]]:
-    """What was found so far: plain data, a row for each checked product, the worst first.
+    """Results as plain data: a row for each checked product, the worst first.
 
-    Of each product ``calls`` in FP8, ``checks`` of them, the largest (``row_err``) and the ``last``
-    row error of sampled rows, the ``budget``, and the ``kernel`` and number of ``rows`` of the
-    largest. Waits for results that the device has not computed yet.
+    A row has the number of ``calls`` in FP8 and of ``checks``, the largest (``row_err``) and the
+    ``last`` row error, the ``budget``, and the ``kernel`` and number of ``rows`` of the largest
+    error. Waits for results that the device still computes.
 
     Args:
-        routes: Of these products; None: all of this process, `lokakern.gemm`'s calls among them.
+        routes: Routes of the products; None: all products of this process, including calls of
+            `lokakern.gemm`.
     """
     if routes is None:
         wanted = list(_WATCHES.values())
@@ -331,7 +330,7 @@ def results(routes: Iterable[str] | None = None) -> list[dict[str, Any]]:
 
 
 def rows_of(watches: Iterable[Watch]) -> list[dict[str, Any]]:
-    """What some checks found, see `results`."""
+    """Results of some checks, see `results`."""
     rows = []
     for watch in watches:
         watch.read(wait=True)

@@ -1,4 +1,4 @@
-"""The nouns of lokakern: formats, granularities, problems, devices, budgets, quantized tensors."""
+"""Types of lokakern: formats, granularities, problems, devices, budgets, quantized tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lokakern.quantized_tensor import empty_data as empty_data
 
 
 class Layout(StrEnum):
-    """Which axis of a matrix is contiguous; neither, for ``strided``."""
+    """The contiguous axis of a matrix; none for ``strided``."""
 
     ROW = "row-major"
     COLUMN = "column-major"
@@ -35,7 +35,7 @@ def alignment_of(byte_count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """How one operand lies in memory; part of a problem's identity.
+    """Format and memory layout of an operand; part of a problem's identity.
 
     ``alignment`` is the largest power of two, at most 16, dividing the address and the stride
     of the outer axis, in bytes.
@@ -51,7 +51,7 @@ class Operand:
 
     @classmethod
     def parse(cls, text: str) -> Operand:
-        """Read what ``str`` wrote.
+        """Parse the text of ``str``.
 
         Raises:
             ValueError: The text is not an operand.
@@ -64,14 +64,14 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is to be computed: the key of the database and the argument of ``supports``.
+    """A computation: the key of the database and the argument of ``supports``.
 
     For ``gemm``, ``scaled_gemm`` and ``gemm_norm``, ``a`` is ``[m, k]`` and ``b`` is ``[k, n]``;
-    for the other ops ``a`` is ``[m, k]``, there is no ``b``, and n is 1. A batch of scaled GEMMs
-    are the groups of `Epilogue`; m is rounded up where they have different numbers of rows. What
-    ``epilogue`` says of an op with a norm is the text of a `NormForm`; of ``norm_backward`` it says
-    what was done, whose bias, norm's weight and norm's bias want a gradient, and with a residual
-    that an output in FP8 is wanted in bfloat16, too.
+    for other ops ``a`` is ``[m, k]``, there is no ``b``, and n is 1. The batch of a scaled GEMM is
+    the number of groups of `Epilogue`; m is rounded up if groups have different numbers of rows.
+    For an op with a norm ``epilogue`` is the text of a `NormForm`; for ``norm_backward`` that of
+    the forward pass, with the vectors that need a gradient, and "residual" if an FP8 output is also
+    needed in bfloat16.
     """
 
     op: str
@@ -94,7 +94,7 @@ class Problem:
 
     @property
     def bytes_moved(self) -> int:
-        """Least traffic to memory: every operand read once, every output written once, in bytes."""
+        """Least memory traffic in bytes: each operand read once, each output written once."""
         total = self.m * self.k * self.a.format.dtype.itemsize
         total += _scale_bytes(self.a.granularity, self.m, self.k)
         if self.b is not None:
@@ -124,9 +124,9 @@ class Problem:
 
     @property
     def _matrices_beside(self) -> int:
-        """How many matrices as large as the output go with an epilogue, bfloat16."""
+        """Number of bfloat16 matrices of an epilogue with the size of the output."""
         each = {"residual": 1, "gate": 1, "cross": 2, "residual_last": 1}
-        if self.op == "norm_backward":  # which writes that of the first, and reads none
+        if self.op == "norm_backward":  # which writes dy in bfloat16, and reads none
             each = {"residual": 1} if self.out_format.is_fp8 else {}
         return sum(each.get(word, 0) for word in self.epilogue.split("+"))
 
@@ -135,7 +135,7 @@ class Problem:
         return 2 * self.batch * self.m * self.n * self.k if self.b is not None else 0
 
     def __str__(self) -> str:
-        """One line a person can read; operand details only where they are not the default."""
+        """One readable line, without default details of operands."""
         words = [self.op]
         axes = ("m", "n", "k") if self.b is not None else ("m", "k")
         words += [f"{axis}={size}" for axis, size in zip(axes, self.shape, strict=True)]
@@ -176,12 +176,12 @@ def _scale_bytes(granularity: Granularity, rows: int, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NumericsClass:
-    """Formats x granularity x accumulation x output: what decides the error of a kernel.
+    """Formats, granularities, accumulation and output format, which determine a kernel's error.
 
-    ``accumulation`` is ``float32``, ``promoted`` (tensor-core sums added up in float32 at least
-    every 128 of k), ``fast`` (never promoted) or ``none`` (nothing is summed). Of sums that are
-    rounded to bfloat16 before they are normalized: ``rounded`` for float32, ``promoted+rounded``.
-    Of operands that a library quantized in its own way, its name: ``fast+torchao``.
+    ``accumulation`` is ``float32``, ``promoted`` (tensor-core sums are added in float32 at least
+    every 128 of k), ``fast`` (never promoted) or ``none`` (no sums). With sums that are rounded to
+    bfloat16 before the norm it is ``rounded`` (float32) or ``promoted+rounded``. With operands that
+    a library quantizes differently it has the library's name: ``fast+torchao``.
     """
 
     a_format: Format
@@ -199,7 +199,7 @@ class NumericsClass:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU (or CPU) *type*, never one specimen."""
+    """A GPU or CPU type, not an individual device."""
 
     vendor: str
     product: str
@@ -218,7 +218,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The software and power limit a measurement was made under; unknown is "unknown"."""
+    """Software versions and power limit of a measurement; "unknown" if unknown."""
 
     driver: str = "unknown"
     toolkit: str = "unknown"
@@ -230,12 +230,12 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A kernel takes the problem."""
+    """A kernel supports the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A kernel does not take the problem, and why."""
+    """A kernel does not support the problem, with the reason."""
 
     reason: str
 
@@ -246,9 +246,9 @@ ACCEPTED = Accepted()
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """The largest error a caller accepts; every limit given must hold.
+    """The largest accepted error; all given limits must hold.
 
-    All are measured against a float64 product of the *unquantized* operands (DESIGN.md, Error
+    Errors are relative to a float64 product of the *unquantized* operands (DESIGN.md, Error
     contract). ``row_err``: root mean square over rows of ``min(e, 1)``, e a row's relative L2
     error. ``row_p99``: 99th percentile of e. ``rel_err``: relative L2 error of the whole output.
     ``sqnr_db``: *least* accepted signal to quantization noise, dB. ``mean_rel_err``: mean of
@@ -280,25 +280,25 @@ class ErrorBudget:
                 )
 
     def __hash__(self) -> int:
-        if not self._hash:  # computed once: a budget is part of every warm look-up
+        if not self._hash:  # cached, because every warm look-up hashes the budget
             object.__setattr__(self, "_hash", hash(tuple(self.limits.items())))
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _budget_of, (self.limits,)  # a hash of text differs between processes
+        return _budget_of, (self.limits,)  # hashes of text differ between processes
 
     @property
     def limits(self) -> dict[str, float]:
-        """The limits that were given, by name."""
+        """The given limits by name."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self) if f.init)
         return {name: value for name, value in values if value is not None}
 
     @classmethod
     def of(cls, budget: ErrorBudget | float) -> ErrorBudget:
-        """A bare number is a limit on ``row_err``.
+        """An ErrorBudget; a number is a limit on ``row_err``.
 
         Raises:
-            BudgetError: Neither a number nor an ErrorBudget, or not usable as one.
+            BudgetError: The argument is neither a valid number nor an ErrorBudget.
         """
         if isinstance(budget, ErrorBudget):
             return budget
@@ -316,7 +316,6 @@ def _budget_of(limits: dict[str, float]) -> ErrorBudget:
     return ErrorBudget(**limits)
 
 
-# The default error of a kernel is its worst over these; recipes in
-# lokakern.workloads.distributions.
+# The default error of a kernel is the worst on these, see lokakern.workloads.distributions.
 REALISTIC_DISTRIBUTIONS = tuple(f"X{i}" for i in (*range(1, 11), 12, 13, 14))
 REGIMES = ("graph-cold", "graph-hot", "eager")

@@ -17,7 +17,7 @@ import shlex
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +27,7 @@ import pytest
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import TestResultRecord
+    from tests.support.measurements import Book
 
 NEEDS_A_GPU = "needs a GPU"
 # Programs that pip does not have: .ci/run says aloud that they are not there.
@@ -103,6 +104,16 @@ def _sample(items: Iterable[pytest.Item]) -> None:
         if seen[case] % every:
             item.add_marker(pytest.mark.rest)
         seen[case] += 1
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    """A database of measurements made by hand, on which dispatch answers."""
+    from lokakern.selection import dispatcher
+    from tests.support.measurements import Book
+
+    yield Book(tmp_path / "rows.sqlite")
+    dispatcher.use_snapshot(None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -65,7 +65,7 @@ SKIPPED = {"setup": "skipped", "teardown": "passed"}
         ("no compiler", [], "failed"),
     ],
 )
-def test_a_skip_may_hide_nothing_but_a_missing_gpu(
+def test_skips_hide_only_a_missing_gpu(
     monkeypatch: pytest.MonkeyPatch, reason: str, marks: list[str], outcome: str
 ) -> None:
     monkeypatch.setenv("LOKAKERN_STRICT", "1")
@@ -285,7 +285,7 @@ def test_a_kernel_of_which_not_every_test_ran_is_left_out(tmp_path: Path) -> Non
     ids=["no GPU", "one test"],
 )  # fmt: skip
 @pytest.mark.rest
-def test_what_would_be_no_evidence_is_refused(
+def test_options_that_would_invalidate_evidence_raise(
     tmp_path: Path, words: tuple[str, ...], gpu: bool, why: str
 ) -> None:
     ran, file = session(tmp_path, *words, gpu=gpu)

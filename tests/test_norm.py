@@ -39,7 +39,7 @@ def drawn(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float64
     return x.to(dtype)
 
 
-def test_layer_and_rms_are_those_of_torch() -> None:
+def test_layer_and_rms_norm_equal_those_of_torch() -> None:
     x = drawn(30, 256, 1)
     weight, bias = torch.randn(2, 256, dtype=torch.float64)
     expected = torch.nn.functional.layer_norm(x, (256,), weight, bias, 1e-3)
@@ -77,7 +77,7 @@ def test_what_is_not_finite_stays_in_its_block_and_zeros_stay_zeros(name: str) -
 
 @settings(deadline=None, max_examples=60)
 @given(name=st.sampled_from(NORMS), seed=DRAWS, single=st.booleans())
-def test_no_output_passes_its_bound(name: str, seed: int, single: bool) -> None:
+def test_outputs_stay_within_their_bound(name: str, seed: int, single: bool) -> None:
     """In float32 as well, but for the rounding of a mean of 256 squares or 512."""
     norm = norm_named(name, 0.0)
     dtype = torch.float32 if single else torch.float64
@@ -92,7 +92,7 @@ def test_no_output_passes_its_bound(name: str, seed: int, single: bool) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(name=st.sampled_from(NORMS), seed=DRAWS)
-def test_a_static_scale_saturates_nothing(name: str, seed: int) -> None:
+def test_nothing_saturates_with_the_bound_of_the_norm_as_scale(name: str, seed: int) -> None:
     norm = norm_named(name)
     weight, bias = torch.randn(2, 512, generator=torch.Generator().manual_seed(seed))
     scale = static_scale(norm, 512, Format.E4M3FN, weight, bias)
@@ -109,7 +109,7 @@ def test_a_static_scale_saturates_nothing(name: str, seed: int) -> None:
     assert quantized.data.float().abs().max() <= Format.E4M3FN.maximum
 
 
-def test_a_static_scale_of_nothing() -> None:
+def test_a_static_scale_of_an_empty_output() -> None:
     assert static_scale(Norm("rms"), 256, Format.E4M3FN) == 16 / 448
     assert static_scale(Norm("layer"), 1, Format.E4M3FN) == 1.0  # all outputs are 0
     with pytest.raises(UnknownNameError, match="bounds nothing"):
@@ -133,7 +133,7 @@ def test_merged_moments_are_those_of_the_whole(seed: int, cuts: list[int]) -> No
     assert worst > 1e-3  # what `merged` is for
 
 
-def test_names_say_what_is_wrong() -> None:
+def test_invalid_names_raise_with_a_reason() -> None:
     assert [str(norm_named(name)) for name in NORMS] == NORMS
     assert str(norm_named("none")) == "none" and set(KINDS) >= {"none", "layer"}
     for name in ("batch", "block_rms", "block_rms(0)", "block_rms(-4)", "block_rms(1e3)", ""):
@@ -146,7 +146,7 @@ def test_names_say_what_is_wrong() -> None:
         normalize(torch.ones(2, 100), norm_named("block_rms(64)"))
 
 
-def test_what_an_infinite_value_makes_of_its_row() -> None:
+def test_an_infinite_value_makes_its_row_nan() -> None:
     y = torch.ones(2, 8, dtype=torch.float64)
     y[0, 3] = math.inf
     rms = normalize(y, norm_named("rms"))

@@ -143,7 +143,7 @@ def assert_exactly_quantized(
 
 
 @pytest.mark.parametrize("form", FP8)
-def test_the_formats_are_what_torch_decodes(form: Format) -> None:
+def test_formats_equal_torchs_decoding(form: Format) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(form.dtype).double().numpy()
     np.testing.assert_array_equal(every, VALUES[form])
     assert form.maximum == GRIDS[form][-1]
@@ -260,7 +260,7 @@ def test_a_row_without_values_has_scale_one(form: Format) -> None:
 
 @pytest.mark.parametrize("form", FP8)
 @pytest.mark.parametrize("granularity", SCALED)
-def test_not_finite_becomes_the_one_nan_and_moves_no_scale(
+def test_non_finite_values_become_nan_and_do_not_affect_scales(
     form: Format, granularity: Granularity
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -314,7 +314,7 @@ def test_power_of_two_scale_of_a_power_of_two_is_itself() -> None:
 
 
 @pytest.mark.parametrize("granularity", SCALED)
-def test_quantize_writes_where_it_is_told(granularity: Granularity) -> None:
+def test_quantize_writes_to_given_outputs(granularity: Granularity) -> None:
     x = torch.randn(130, 260, generator=torch.Generator().manual_seed(1))
     wanted = numerics.quantize(x, Format.E4M3FN, granularity)
     frame = torch.zeros(132, 260, dtype=torch.uint8)
@@ -330,7 +330,7 @@ def test_quantize_writes_where_it_is_told(granularity: Granularity) -> None:
 
 @pytest.mark.parametrize("granularity", SCALED)
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-def test_nothing_can_be_quantized(granularity: Granularity, shape: tuple[int, int]) -> None:
+def test_empty_inputs_can_be_quantized(granularity: Granularity, shape: tuple[int, int]) -> None:
     q = numerics.quantize(torch.empty(shape), Format.E4M3FN, granularity)
     assert q.data.shape == shape
     assert q.scale is not None
@@ -339,7 +339,7 @@ def test_nothing_can_be_quantized(granularity: Granularity, shape: tuple[int, in
     assert numerics.dequantize(q).shape == shape
 
 
-def test_quantize_refuses() -> None:
+def test_quantize_rejects_invalid_arguments() -> None:
     for shape in ((4,), (2, 3, 4)):
         with pytest.raises(ShapeError, match="two dimensions"):
             numerics.quantize(torch.zeros(shape), Format.E4M3FN, Granularity.ROW)
@@ -422,19 +422,19 @@ def test_to_fnuz_keeps_every_value(form: Format, twin: Format, granularity: Gran
 
 
 @pytest.mark.parametrize("form", [Format.E4M3FNUZ, Format.E5M2FNUZ])
-def test_the_way_back_from_fnuz_is_refused(form: Format) -> None:
+def test_conversion_back_from_fnuz_raises(form: Format) -> None:
     q = numerics.quantize(torch.ones(2, 2), form, Granularity.ROW)
     with pytest.raises(FormatError, match="refused"):
         numerics.to_fnuz(q)
 
 
-def test_to_fnuz_refuses_scales_of_32() -> None:
+def test_to_fnuz_rejects_mx_scales() -> None:
     q = numerics.quantize(torch.ones(2, 64), Format.E4M3FN, Granularity.MX)
     with pytest.raises(FormatError, match="1x32"):
         numerics.to_fnuz(q)
 
 
-def test_to_fnuz_refuses_what_is_not_quantized() -> None:
+def test_to_fnuz_rejects_unquantized_tensors() -> None:
     plain = QuantizedTensor(torch.ones(2, 2).bfloat16(), None, Granularity.NONE)
     with pytest.raises(FormatError, match="bfloat16"):
         numerics.to_fnuz(plain)
@@ -504,7 +504,7 @@ def test_metrics_are_their_formulas(
     assert found.nonfinite_count == found.nonfinite_unexpected_count == 0
 
 
-def test_metrics_of_a_case_worked_by_hand() -> None:
+def test_metrics_of_a_manually_computed_case() -> None:
     ref = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     out = torch.tensor([[3.0, 4.5], [0.0, 0.0], [0.0, 9.0], [-4.0, 0.0]], dtype=torch.float64)
     found = measure_errors(out, ref)  # rows: 0.1; 0 of 0; a value where 0 was; 5 counts as 1
@@ -519,7 +519,7 @@ def test_metrics_of_a_case_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_output_is_infinitely_wrong(value: float) -> None:
+def test_a_non_finite_output_has_an_infinite_error(value: float) -> None:
     ref = torch.randn(256, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     out = ref.clone()
     out[17, 3] = value
@@ -534,7 +534,7 @@ def test_a_non_finite_output_is_infinitely_wrong(value: float) -> None:
     assert found.sqnr_db == -math.inf
 
 
-def test_a_non_finite_output_is_right_where_the_reference_is_not_finite() -> None:
+def test_a_non_finite_output_is_correct_for_a_non_finite_reference() -> None:
     ref = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     out = ref * 1.01
     ref[5, 5] = ref[6, 0] = math.nan
@@ -561,13 +561,13 @@ def test_an_output_for_a_zero_reference() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_nothing_is_without_error(shape: tuple[int, int]) -> None:
+def test_empty_outputs_have_no_error(shape: tuple[int, int]) -> None:
     found = measure_errors(torch.empty(shape), torch.empty(shape, dtype=torch.float64))
     assert_no_nan(found)
     assert (found.row_err, found.rel_err, found.sqnr_db) == (0.0, 0.0, math.inf)
 
 
-def test_measure_errors_refuses_other_shapes() -> None:
+def test_measure_errors_rejects_other_shapes() -> None:
     with pytest.raises(ShapeError, match="must be equal"):
         measure_errors(torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.float64))
 
@@ -609,7 +609,7 @@ def test_upper_limits_cover_the_truth_95_times_in_100() -> None:
         assert 0.90 <= count / repetitions <= 0.997, (name, count)
 
 
-def test_rows_that_err_alike_leave_no_doubt_however_large_they_are() -> None:
+def test_rows_with_equal_errors_have_tight_limits() -> None:
     generator = torch.Generator().manual_seed(0)
     ref = torch.randn(300, 8, dtype=torch.float64, generator=generator)
     ref *= torch.logspace(-3, 3, 300, dtype=torch.float64)[:, None]
@@ -660,7 +660,7 @@ def test_the_allowance_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("place", [(0, 0), (123, 7), (499, 47)])
-def test_one_wrong_element_fails(place: tuple[int, int]) -> None:
+def test_one_incorrect_element_fails(place: tuple[int, int]) -> None:
     out, exact, magnitude = product(torch.float32)
     allowed = 2.0**-24 * exact.abs() + 2.0**-13 * magnitude
     for sign in (1, -1):
@@ -687,7 +687,7 @@ def test_swapped_rows_fail() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_not_finite_must_stay_not_finite(value: float) -> None:
+def test_non_finite_values_must_stay_non_finite(value: float) -> None:
     out, exact, magnitude = product()
     exact[7, 7] = magnitude[7, 7] = value
     assert kernel_error(out, exact, magnitude, 2.0**-8).maximum == math.inf
@@ -697,7 +697,9 @@ def test_not_finite_must_stay_not_finite(value: float) -> None:
 
 @pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_overflow_to_infinity_is_right_past_the_largest_finite(form: Format, sign: int) -> None:
+def test_overflow_to_infinity_is_correct_beyond_the_largest_finite_value(
+    form: Format, sign: int
+) -> None:
     largest = form.maximum
     past = sign * largest * (1 + 2.5 * form.unit_roundoff)
     exact = torch.tensor([[past, 1.0]], dtype=torch.float64)
@@ -719,7 +721,7 @@ def test_overflow_to_infinity_is_right_past_the_largest_finite(form: Format, sig
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_no_elements_are_right(shape: tuple[int, int]) -> None:
+def test_empty_outputs_are_correct(shape: tuple[int, int]) -> None:
     nothing = torch.empty(shape, dtype=torch.float64)
     found = kernel_error(nothing.bfloat16(), nothing, nothing, 2.0**-8)
     assert (found.maximum, found.row_p99) == (0.0, 0.0)

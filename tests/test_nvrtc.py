@@ -72,7 +72,7 @@ def test_a_program_compiles_without_a_gpu_and_once(
     assert nvrtc.cubin(program, "sm_90") == made
 
 
-def test_all_that_decides_the_code_is_in_the_key(program: Program, cache: Path) -> None:
+def test_the_key_has_everything_that_determines_the_code(program: Program, cache: Path) -> None:
     nvrtc.cubin(program, "sm_90")
     folder = Path(program.source).parent
     variants = [
@@ -110,7 +110,7 @@ def test_a_missing_include_is_named(program: Program) -> None:
         nvrtc.cubin(program, "sm_90")
 
 
-def test_two_includes_of_one_name_are_refused(program: Program, tmp_path: Path) -> None:
+def test_two_includes_with_one_name_raise(program: Program, tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "other.cuh").write_text('#include "unit.cuh"\n', encoding="utf-8")
     (tmp_path / "deep" / "unit.cuh").write_text(UNIT, encoding="utf-8")
@@ -119,13 +119,13 @@ def test_two_includes_of_one_name_are_refused(program: Program, tmp_path: Path) 
         nvrtc.cubin(program, "sm_90")
 
 
-def test_other_makes_of_gpu_are_refused(program: Program) -> None:
+def test_other_vendors_of_gpus_raise(program: Program) -> None:
     for other in ("gfx942", "sm_90a", "sm_", "sm_x"):
         with pytest.raises(CompilationError, match=f"not {other}"):
             nvrtc.cubin(program, other)
 
 
-def test_a_program_travels_to_another_process(program: Program, cache: Path) -> None:
+def test_a_program_can_be_pickled(program: Program, cache: Path) -> None:
     """A worker with no GPU compiles what was recorded, and the real run finds it."""
     travelled = pickle.loads(pickle.dumps(program))
     assert travelled == program and hash(travelled.key) == hash(program.key)
@@ -136,7 +136,7 @@ def test_a_program_travels_to_another_process(program: Program, cache: Path) -> 
 
 
 @pytest.mark.rest
-def test_kernels_are_listed_where_nothing_can_compile_them() -> None:
+def test_kernels_are_listed_without_a_compiler() -> None:
     """And say so when they are asked to compile."""
     code = (
         "import sys\n"
@@ -159,7 +159,7 @@ def test_kernels_are_listed_where_nothing_can_compile_them() -> None:
     assert error.startswith("CUDA kernels need cuda-bindings (") and nvrtc.INSTALL in error
 
 
-def test_what_lacks_here_says_nothing_about_devices_elsewhere(
+def test_missing_libraries_here_do_not_affect_other_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nvrtc, "_missing_package", lambda: "missing")
@@ -274,7 +274,7 @@ def test_a_stuck_process_delays_but_does_not_stop(
     assert "another process" in caplog.text
 
 
-def test_without_a_folder_it_compiles_and_warns_once(
+def test_without_a_cache_folder_it_compiles_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
@@ -488,7 +488,7 @@ def test_a_thread_new_to_cuda_gets_torchs_context(fake: RecordingDriver) -> None
     assert (fake.contexts, len(fake.launches)) == (before + 1, 3)
 
 
-def test_wrong_arguments_are_refused_before_anything_is_loaded(fake: RecordingDriver) -> None:
+def test_invalid_arguments_raise_before_anything_is_loaded(fake: RecordingDriver) -> None:
     launch = CudaLaunch(LAUNCH, pointers=2, scalars="iq", threads=32)
     with pytest.raises(LaunchError, match=r"given \(2, 1, 0\) .* bound for \(2, 2, 0\)"):
         launch((1, 1, 1), (Operand(1), Operand(2)), (3,))  # type: ignore[arg-type]
@@ -496,7 +496,7 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(fake: RecordingDr
         launch((1, 1, 1), (torch.ones(1), torch.ones(1)), (3, 4))
 
 
-def test_wrong_arguments_are_refused_when_warm_too(fake: RecordingDriver) -> None:
+def test_invalid_arguments_raise_in_warm_calls(fake: RecordingDriver) -> None:
     """A tensor map too few would be read where one of a launch before was."""
     fake.parameters = "PT"
     launch = CudaLaunch(LAUNCH, pointers=1, tensor_maps=1, threads=32)
@@ -515,7 +515,7 @@ def test_a_cooperative_launch_is_asked_for(fake: RecordingDriver) -> None:
     assert struct.unpack_from("@i4xi", fake.launches[0][1]) == (2, 1)
 
 
-def test_a_recorded_launch_hands_over_its_program(
+def test_a_recorded_launch_contains_its_program(
     fake: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs: list[Any] = []
@@ -543,7 +543,7 @@ def test_recorded_kernels_are_those_of_the_real_run(monkeypatch: pytest.MonkeyPa
     assert not jobs
 
 
-def test_tensor_maps_are_encoded_once_and_forgotten_in_time(
+def test_tensor_maps_are_cached_and_evicted(
     fake: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.empty(64, 128, dtype=torch.bfloat16)
@@ -565,7 +565,7 @@ def test_tensor_maps_are_encoded_once_and_forgotten_in_time(
     assert ctypes.string_at(first.address, 128) == b"\7" * 128
 
 
-def test_impossible_tensor_maps_are_explained(fake: RecordingDriver) -> None:
+def test_invalid_tensor_maps_raise_with_a_reason(fake: RecordingDriver) -> None:
     x = torch.empty(64, 128)
     for wrong in (lambda: tensor_map(x, (16,)), lambda: tensor_map(x, (16, 32), 48),
                   lambda: tensor_map(x.double(), (16, 32))):  # fmt: skip
@@ -663,7 +663,7 @@ def test_launches_go_to_the_current_stream() -> None:
 
 
 @pytest.mark.gpu
-def test_a_refused_launch_says_why() -> None:
+def test_a_rejected_launch_raises_with_a_reason() -> None:
     hopper()
     total = torch.zeros(128, dtype=torch.int32, device="cuda")
     program = Program(FEATURES, "add_late", BOX)

@@ -106,13 +106,13 @@ def test_ops_with_a_norm_have_the_usual_outputs() -> None:
     ("words", "matrices"),
     [("residual+layer", 1), ("layer+gate", 1), ("rms+cross", 2), ("rms+gate+residual_last", 2)],
 )
-def test_what_a_norm_reads_beside_its_rows_is_traffic(words: str, matrices: int) -> None:
+def test_other_inputs_of_a_norm_count_as_traffic(words: str, matrices: int) -> None:
     for op, shape in (("gemm_norm", (64, 256, 128)), ("norm_quantize", (64, 256))):
         plain, reading = (make_problem(op, shape, epilogue=e) for e in ("layer", words))
         assert reading.bytes_moved - plain.bytes_moved == matrices * 64 * 256 * 2
 
 
-def test_an_epilogue_that_no_norm_has_is_refused() -> None:
+def test_an_unknown_epilogue_of_a_norm_raises() -> None:
     with pytest.raises(UnknownNameError, match="'layer\\+bias' is unknown"):
         make_problem("gemm_norm", (64, 256, 128), epilogue="layer+bias")
     with pytest.raises(ShapeError, match="norm_quantize: block_rms\\(96\\) of 256 columns"):

@@ -42,8 +42,8 @@ from lokakern.selection import dispatcher
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity
 from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
-from tests.conversion.test_convert import report_of, rows_of, verdict
-from tests.selection.test_dispatcher import Book, gemm
+from tests.support.conversions import report_of, rows_of, verdict
+from tests.support.measurements import Book, gemm
 
 SEEDS = (0,)
 H200 = "NVIDIA H200"
@@ -122,7 +122,7 @@ gemm_within = functools.partial(lokakern.gemm, budget=0.06, on_miss="raise")
 
 
 @pytest.mark.parametrize("way", ["plain", "prepared", "bias", "gradients", "compiled"])
-def test_gemm_warns_where_sampled_rows_err_by_more_than_the_budget(
+def test_gemm_warns_if_the_error_of_sampled_rows_exceeds_the_budget(
     fp8_is_fast: None, way: str
 ) -> None:
     w, x = weight(zero=True), inputs(5.0)
@@ -144,9 +144,7 @@ def test_gemm_warns_where_sampled_rows_err_by_more_than_the_budget(
 
 
 @pytest.mark.parametrize(("mean", "zero"), [(0.0, False), (0.0, True), (5.0, False)])
-def test_gemm_says_nothing_where_the_error_is_within_the_budget(
-    fp8_is_fast: None, mean: float, zero: bool
-) -> None:
+def test_gemm_does_not_warn_within_the_budget(fp8_is_fast: None, mean: float, zero: bool) -> None:
     call = functools.partial(gemm_within, inputs(mean), weight(zero).t(), check="1:64")
     assert not alarms(lambda: [call() for _ in range(4)])
     (row,) = sampled_check.results()
@@ -164,7 +162,7 @@ def test_the_error_of_all_rows_is_that_of_the_error_contract(fp8_is_fast: None) 
     assert row["row_err"] == pytest.approx(measure_errors(y, exact).row_err, rel=1e-5)
 
 
-def test_the_error_of_a_row_is_that_of_the_error_contract_whatever_is_in_it() -> None:
+def test_errors_of_special_rows_are_those_of_the_error_contract() -> None:
     torch.manual_seed(0)
     exact = torch.randn(10, 8)
     out = exact * 1.05
@@ -189,7 +187,7 @@ def errors_of(exact: Tensor, out: Tensor) -> Tensor:
     return torch.cat([sampled_check.errors_of_rows(one, e, o) for e, o in pairs])
 
 
-def test_long_sums_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_sums_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, bias = torch.randn(3, 1000), torch.randn(1000, 5), torch.randn(5)
     out = (a @ b + bias).bfloat16()
     whole = sampled_check.errors_of_rows(a, b, out, bias)
@@ -199,7 +197,7 @@ def test_long_sums_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(parts, whole, rtol=1e-2, atol=0.0)
 
 
-def test_the_variable_checks_what_no_argument_does(
+def test_the_variable_applies_without_an_argument(
     fp8_is_fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, b = inputs(5.0), weight(zero=True).t()
@@ -225,7 +223,7 @@ UNREADABLE = ["often", "1000", "0:64", "10:0", "1:2:3", "-1:4", "1.5:4", ":", "\
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_a_check_that_cannot_be_read_says_what_is_expected(
+def test_an_invalid_check_raises_with_the_expected_form(
     fp8_is_fast: None, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     words = f"is '{text}'; expected 'every:rows', two integers of at least 1 such as '1000:64'"
@@ -246,7 +244,7 @@ def test_a_check_that_cannot_be_read_says_what_is_expected(
     assert type(model[0]) is nn.Linear
 
 
-def test_a_budget_without_a_row_error_is_not_checked_and_says_so(fp8_is_fast: None) -> None:
+def test_a_budget_without_a_row_error_is_not_checked_with_a_warning(fp8_is_fast: None) -> None:
     budget = lokakern.ErrorBudget(sqnr_db=20.0)
     with pytest.warns(UserWarning, match=r"not checked .* the budget limits sqnr_db 20; add row_"):
         lokakern.gemm(inputs(5.0), weight(zero=True).t(), budget=budget, check="1:64")
@@ -279,7 +277,7 @@ class Spy(Watch):
             self.taken[self.calls] = found
 
 
-def test_the_first_call_and_every_nth_behind_it_are_checked() -> None:
+def test_the_first_and_then_every_nth_call_are_checked() -> None:
     spy = Spy(every=5, rows=4)
     for _ in range(17):
         spy.call(16)
@@ -288,7 +286,7 @@ def test_the_first_call_and_every_nth_behind_it_are_checked() -> None:
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 7, 8, 63, 64, 65, 127, 1000])
-def test_rows_are_evenly_spread_and_in_the_end_all_of_them(m: int) -> None:
+def test_checked_rows_are_evenly_spaced_and_eventually_all(m: int) -> None:
     spy = Spy(every=1, rows=4)
     for _ in range(-(-m // 4)):
         spy.call(m)
@@ -298,7 +296,7 @@ def test_rows_are_evenly_spread_and_in_the_end_all_of_them(m: int) -> None:
     assert sorted(row for taken in spy.taken.values() for row in taken) == list(range(m))
 
 
-def test_a_warning_comes_once_and_again_where_the_error_has_doubled() -> None:
+def test_a_warning_repeats_only_after_the_error_doubles() -> None:
     watch = Watch(1, 4, 0.06, 1, "layer/output")
 
     def call(error: float) -> list[str]:
@@ -312,7 +310,7 @@ def test_a_warning_comes_once_and_again_where_the_error_has_doubled() -> None:
     assert row["row_err"] == 1.0 and row["last"] == pytest.approx(0.05) and row["budget"] == 0.06
 
 
-def test_what_is_not_finite_counts_as_wrong() -> None:
+def test_non_finite_outputs_count_as_errors() -> None:
     watch = Watch(1, 4, 0.06, 1, "layer/output")
     exact = torch.ones(4, 8)
     out = exact.clone()
@@ -334,7 +332,7 @@ class Event:
         self.waits, self.is_done = self.waits + 1, True
 
 
-def test_a_result_is_read_at_the_first_call_behind_its_event() -> None:
+def test_a_result_is_read_by_the_first_call_after_its_event() -> None:
     """As on a GPU: a check is under way while the program goes on."""
     watch = Watch(100, 4, 0.06, 1, "layer/output")
     exact = torch.ones(4, 8)
@@ -374,7 +372,7 @@ def test_threads_share_a_watch_and_each_result_is_judged_once() -> None:
     assert watch.checks == 1 and not watch._pending
 
 
-def test_a_call_while_a_graph_is_captured_is_not_checked_but_the_next_one_is(
+def test_a_call_during_capture_is_not_checked_but_the_next_one_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is an event asked then: that would end the capture."""
@@ -397,7 +395,7 @@ def ops_of(call: Callable[[], object]) -> Counter[str]:
     return Counter(e.name for e in profile.events() if e.name.startswith(("aten", "lokakern")))
 
 
-def test_calls_between_two_checks_run_what_they_run_without_one(fp8_is_fast: None) -> None:
+def test_calls_between_checks_run_nothing_else(fp8_is_fast: None) -> None:
     x, b = inputs(0.0), weight(zero=False).t()
     layers = [layer_of(zero=False, check=check) for check in ("off", "3:64")]
     for plain, checked in (
@@ -465,7 +463,7 @@ def test_a_converted_layer_warns_and_names_its_site(book: Book, compiled: bool) 
     assert first["site"] == "0/output" and first["checks"] == 2 and 0.18 < first["row_err"] < 0.21
 
 
-def test_a_converted_layer_says_nothing_of_inputs_as_they_were_measured(book: Book) -> None:
+def test_a_converted_layer_does_not_warn_for_measured_distributions(book: Book) -> None:
     model, handle = converted(zero=True, check="1:64")
     assert not alarms(lambda: model(inputs(0.0)).float().square().mean().backward())
     assert {r["site"] for r in handle.checks} == {"0/output", "0/grad_weight"}  # x has no gradient
@@ -503,7 +501,7 @@ def test_gradients_are_checked_too(compiled: bool) -> None:
         assert rows[site]["row_err"] == pytest.approx(whole, rel=0.1), site
 
 
-def test_a_weight_that_changes_before_the_backward_pass_is_not_blamed() -> None:
+def test_a_changed_weight_before_the_backward_pass_causes_no_warning() -> None:
     layer = layer_of(zero=False).float()
     layer.take_routes(layer._routes, layer.weight)
     x = inputs(0.0).float().requires_grad_()
@@ -514,9 +512,7 @@ def test_a_weight_that_changes_before_the_backward_pass_is_not_blamed() -> None:
     assert not alarms(lambda: y.float().square().sum().backward())
 
 
-def test_the_variable_and_off_are_heard_by_convert(
-    book: Book, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_convert_uses_the_variable_and_off(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOKAKERN_CHECK", "1:64")
     model, handle = converted(zero=True)
     assert len(alarms(lambda: model(inputs(5.0)))) == 1 and handle.checks
@@ -525,7 +521,7 @@ def test_the_variable_and_off_are_heard_by_convert(
     assert model[0]._routes[0] == handle.sites["0"].routes[0].text
 
 
-def test_verdicts_of_probe_are_held_against_what_comes_later(book: Book) -> None:
+def test_verdicts_of_probe_are_checked_on_later_inputs(book: Book) -> None:
     report = report_of(verdict("output", "row", "safe", 0.04))
     model = model_of(zero=True)
     handle = lokakern.convert(model, report, device=H200, check="1:64")
@@ -534,7 +530,7 @@ def test_verdicts_of_probe_are_held_against_what_comes_later(book: Book) -> None
     assert [row["site"] for row in handle.checks] == ["0/output"]
 
 
-def test_two_conversions_are_told_apart_and_what_is_undone_is_not_checked(book: Book) -> None:
+def test_conversions_have_separate_checks_that_undo_ends(book: Book) -> None:
     (first, one), (second, other) = converted(zero=True, check="1:8"), converted(True, check="1:8")
     assert alarms(lambda: first(inputs(5.0))) and alarms(lambda: second(inputs(5.0)))
     assert one.checks[0]["calls"] == other.checks[0]["calls"] == 1
@@ -547,7 +543,7 @@ def test_two_conversions_are_told_apart_and_what_is_undone_is_not_checked(book: 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_probe_compares_what_a_converted_layer_makes(compiled: bool) -> None:
+def test_probe_compares_outputs_of_a_converted_layer(compiled: bool) -> None:
     model = nn.Sequential(Linear(K, N, dtype=torch.bfloat16), nn.Linear(N, 8).bfloat16())
     model[0].weight.data.copy_(weight(zero=True))
     model[0].take_routes((BY_ROW, "", ""), model[0].weight)
@@ -578,7 +574,7 @@ def test_probe_without_a_check_compares_nothing(monkeypatch: pytest.MonkeyPatch)
         lokakern.Probe(model, check="1000")
 
 
-def test_a_check_changes_nothing_that_a_conversion_says_of_its_choices(book: Book) -> None:
+def test_a_check_does_not_change_reported_choices(book: Book) -> None:
     (_, plain), (model, checked) = converted(zero=True, check="off"), converted(True, check="1:8")
     assert checked.choices == plain.choices
     assert any(row["choice"] != "bf16" for row in checked.choices)
@@ -594,11 +590,11 @@ def test_copies_of_a_layer_keep_its_check() -> None:
     layer = layer_of(zero=True)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         sampled_check._WATCHES.clear()
-        lokakern.nn.routed_matmul._WAYS.clear()
+        lokakern.nn.routed_matmul._ROUTES.clear()
         assert len(alarms(functools.partial(copied, inputs(5.0)))) == 1
 
 
-def test_a_route_with_a_check_is_read_as_one_without() -> None:
+def test_a_route_with_a_check_is_parsed_as_one_without() -> None:
     marked = Marker("10:4").mark(BY_ROW, BUDGET, "odd;name:of=1,a site/output")
     assert read_route(marked) == read_route(BY_ROW)
     watch = watch_named(sampled_check.check_of(marked))
@@ -608,7 +604,7 @@ def test_a_route_with_a_check_is_read_as_one_without() -> None:
 
 
 @torch.no_grad()
-def test_a_layer_whose_weight_is_elsewhere_says_that_it_is_not_checked() -> None:
+def test_a_layer_with_an_offloaded_weight_warns_that_it_is_not_checked() -> None:
     layer = layer_of(zero=True)
     layer.freeze()
     layer.offload(torch.device("cpu"))
@@ -620,7 +616,7 @@ def test_a_layer_whose_weight_is_elsewhere_says_that_it_is_not_checked() -> None
 
 
 @torch.no_grad()
-def test_where_one_kernel_activates_and_quantizes_a_checked_call_does_not() -> None:
+def test_a_checked_call_does_not_use_the_fused_activation() -> None:
     """The check reads what is multiplied, which that kernel does not write."""
     layer = layer_of(zero=True, check="3:64")
     layer.freeze()
@@ -635,7 +631,7 @@ def test_where_one_kernel_activates_and_quantizes_a_checked_call_does_not() -> N
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for_and_the_warning_comes_later() -> None:
+def test_checks_do_not_synchronize_and_warn_later() -> None:
     layer = layer_of(zero=True, device="cuda")
     x, zero = inputs(5.0, device="cuda").requires_grad_(), inputs(0.0, device="cuda")
     gradient = torch.ones(M, N, device="cuda", dtype=torch.bfloat16)
@@ -660,7 +656,7 @@ def test_a_gpu_is_not_waited_for_and_the_warning_comes_later() -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_the_replays_of_a_graph_are_not_checked_and_that_is_said() -> None:
+def test_replays_of_a_graph_are_not_checked_with_a_warning() -> None:
     layer, x = layer_of(zero=True, device="cuda"), inputs(5.0, device="cuda")
     layer.freeze()
     stream = torch.cuda.Stream()
@@ -681,7 +677,7 @@ def test_the_replays_of_a_graph_are_not_checked_and_that_is_said() -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_by_inductor_it_warns_too() -> None:
+def test_checks_work_with_inductor() -> None:
     torch._dynamo.reset()
     layer, x = layer_of(zero=True, device="cuda"), inputs(5.0, device="cuda")
     compiled = torch.compile(nn.Sequential(nn.ReLU(), layer), fullgraph=True, dynamic=False)

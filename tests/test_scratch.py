@@ -32,7 +32,7 @@ def test_scratch_is_zeros() -> None:
 
 
 @pytest.mark.gpu
-def test_launches_of_a_stream_share_what_others_do_not() -> None:
+def test_only_launches_of_one_stream_share_scratch() -> None:
     device = torch.device("cuda")
     first = scratch.zeros(64, device)
     assert scratch.zeros(32, device).data_ptr() == first.data_ptr()
@@ -64,7 +64,7 @@ def problem(n: int, epilogue: str, out: Format = Format.BFLOAT16) -> Problem:
         (problem(8192, "layer"), "no tile holds"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(asked: Problem, words: str) -> None:
+def test_unsupported_problems_raise(asked: Problem, words: str) -> None:
     answer = KERNELS["cuda.gemm_norm_row"].supports(asked, H200)
     assert isinstance(answer, Rejected) and words in answer.reason
 

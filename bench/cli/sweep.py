@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.registry.storage.reader import Source
     from lokakern.sweep.engine import SweepReport
-    from lokakern.sweep.ranks import Alone
+    from lokakern.sweep.ranks import SingleRank
 
 TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
 MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
@@ -153,7 +153,7 @@ def sweep(
     from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.render import terminal
     from lokakern.sweep import engine as sweeping
-    from lokakern.sweep.ranks import crew_of_torchrun, take_gpu
+    from lokakern.sweep.ranks import ranks_of_torchrun, take_gpu
 
     if device_name is not None and not prebuild:
         raise typer.BadParameter("goes with --prebuild: a sweep measures the device here",
@@ -172,18 +172,18 @@ def sweep(
     def read() -> SweepDatabase:
         return SweepDatabase(_target(db))
 
-    with crew_of_torchrun() as crew:
-        if crew.world > 1 and prebuild:
+    with ranks_of_torchrun() as ranks:
+        if ranks.world > 1 and prebuild:
             raise typer.BadParameter("goes without torchrun: one process compiles on all cores",
                                      param_hint="--prebuild")  # fmt: skip
         if not prebuild:
-            crew.once("trials", lambda: library_smoke.try_all(library_smoke.untried(device), say))
+            ranks.once("trials", lambda: library_smoke.try_all(library_smoke.untried(device), say))
             load_tried()  # kernels that another rank tried
         if shape or problem or from_misses:
             cases = _asked_for(shape or [], epilogue, problem or [], from_misses, device)
             name = "misses" if from_misses else "shapes"
         elif only_stale and suite is None:
-            cases, name = _cases_timed(read(), regime, device, crew), "stale"
+            cases, name = _cases_timed(read(), regime, device, ranks), "stale"
         else:
             cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
         if cases or not only_stale:  # an empty database is not a usage error
@@ -192,7 +192,7 @@ def sweep(
             _prebuild(cases, device, kernel or (), quiet)
             return
         database = read()
-        shown = terminal.TerminalProgress(quiet=quiet) if crew.rank == 0 else None
+        shown = terminal.TerminalProgress(quiet=quiet) if ranks.rank == 0 else None
         with shown or contextlib.nullcontext() as progress:
             did = sweeping.sweep(
                 cases,
@@ -209,15 +209,15 @@ def sweep(
                 errors=errors.value,
                 watchdog_s=watchdog,
                 progress=progress,
-                crew=crew,
+                ranks=ranks,
             )
-        every = crew.gather("report", did.counts())
+        every = ranks.gather("report", did.counts())
     if every is None:  # the first rank reports for all
         return
-    if len(every) < crew.world:
+    if len(every) < ranks.world:
         database.collect_runs()
-        say(f"{crew.world - len(every)} of {crew.world} ranks ended early; what they had measured "
-            "is in the database, what they had not was measured by the others")  # fmt: skip
+        say(f"{ranks.world - len(every)} of {ranks.world} ranks ended early; their finished "
+            "measurements are in the database, other ranks made the rest")  # fmt: skip
     dispatcher.use_snapshot(None)
     done = sweeping.SweepReport.of_all(every)
     _tell(done, database.source, only_stale)
@@ -257,7 +257,7 @@ def _asked_for(
 
 
 def _cases_timed(
-    database: SweepDatabase, regime: Regime | None, device: Device, crew: Alone
+    database: SweepDatabase, regime: Regime | None, device: Device, ranks: SingleRank
 ) -> list[Case]:
     """All problems with times on the device, in the database or a shipped one.
 
@@ -271,7 +271,7 @@ def _cases_timed(
         found = cases_timed(database.dispatched, device, how)
         return [(problem_row(case.problem), case.distribution) for case in found]
 
-    plain = crew.plan("cases", look)
+    plain = ranks.plan("cases", look)
     return [Case(problem_from_row(row), distribution) for row, distribution in plain]
 
 

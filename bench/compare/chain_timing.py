@@ -26,7 +26,7 @@ from lokakern.kernels.torch import norm as stock
 from lokakern.measure import timing
 from lokakern.measure.accuracy import SEEDS
 from lokakern.measure.norm_operands import draw_epilogue, poison_output, written_parts
-from lokakern.measure.operand_cache import Draw, drawn_on, most_rows
+from lokakern.measure.operand_cache import OperandKey, device_operand, most_rows
 from lokakern.measure.time_problem import floor_us, torch_device
 from lokakern.measure.timing import Contender, faults_of
 from lokakern.registry import ops
@@ -262,8 +262,8 @@ def _drawn(chain: Chain, distribution: str, seed: int) -> _Operands:
     weights, epilogues = [], []
     for place, layer in enumerate(chain.layers):
         own = seed + BETWEEN_LAYERS * place
-        draw = Draw(distribution, layer.n, layer.k, own, weight=True)
-        weights.append(drawn_on(draw, layer.n, form, where))
+        draw = OperandKey(distribution, layer.n, layer.k, own, weight=True)
+        weights.append(device_operand(draw, layer.n, form, where))
         drawn = draw_epilogue(norm_form(layer.epilogue), 1, layer.n, where, seed=own)
         biases = {"bias": drawn.bias, "norm_bias": drawn.norm_bias}
         small = {name: x * layer.k**-0.5 for name, x in biases.items() if x is not None}
@@ -278,8 +278,8 @@ def _inputs(chain: Chain, distribution: str, seed: int) -> Tensor:
     """Rows of the input: the drawn rows, repeated."""
     k = chain.layers[0].k
     rows = min(most_rows(k), chain.m)
-    draw = Draw(distribution, most_rows(k), k, seed, weight=False)
-    x = drawn_on(draw, rows, Format.BFLOAT16, torch_device())
+    draw = OperandKey(distribution, most_rows(k), k, seed, weight=False)
+    x = device_operand(draw, rows, Format.BFLOAT16, torch_device())
     return x[torch.arange(chain.m, device=x.device) % rows]
 
 

@@ -18,9 +18,9 @@ from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError
 from lokakern.measure import timing
-from lokakern.measure.operand_cache import in_turn
+from lokakern.measure.norm_operands import operands_of
+from lokakern.measure.operand_cache import prefetched_groups
 from lokakern.measure.operands import Operands
-from lokakern.measure.problem_operands import operands_of
 from lokakern.measure.time_problem import contender_of, floor_us, torch_device, write_again
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.registry.register import Kernel
@@ -171,7 +171,7 @@ def run(races: Sequence[Race], setting: Setting) -> Iterator[list[Entry]]:
     compiled_baselines.compile_ahead(problems, names, where, device, setting.note)
     timing.warm(where)
     setting.begin(len(races))
-    ready = in_turn([race.cases for race in races], seed=setting.seed)
+    ready = prefetched_groups([race.cases for race in races], seed=setting.seed)
     for race, _ in zip(races, ready, strict=True):
         setting.step(str(race.problem))
         yield _timed(race, setting.regime, setting.seed)

@@ -16,7 +16,7 @@ from lokakern.registry.register import Kernel, fp8_format, kernels_for
 from lokakern.registry.schema.tables import GRADES
 from lokakern.selection.candidates import FRESHNESS
 from lokakern.selection.dispatcher import default_regime
-from lokakern.sweep.staleness import Ages, ErrorClass, fresher
+from lokakern.sweep.staleness import ErrorClass, Staleness, fresher
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import SUITES
 
@@ -122,10 +122,10 @@ class Holdings:
 
     def __init__(self, facts: Snapshot, device: Device, regime: str | None = None) -> None:
         self._facts, self._device = facts, device
-        self._ages = Ages(facts, device, regime or default_regime(device))
+        self._staleness = Staleness(facts, device, regime or default_regime(device))
         self._rows: dict[Problem, _Rows] = {}
-        for cell, word in self._ages.timings:
-            best = self._ages.times[cell.problem][cell.kernel.name]
+        for cell, word in self._staleness.timings:
+            best = self._staleness.times[cell.problem][cell.kernel.name]
             here = self._rows.setdefault(cell.problem, _Rows())
             here.add(cell, word if word == best else "older")
         self._lacks: dict[Problem, Lack] = {}
@@ -188,7 +188,7 @@ class Holdings:
             return None
         found = self._lacks.get(problem)
         if found is None:
-            here = self._ages.times[problem]
+            here = self._staleness.times[problem]
             # `supports` takes 90 % of the time: it is not called for kernels with a current row.
             words = [
                 here.get(kernel.name)
@@ -211,7 +211,7 @@ class Holdings:
         )
         for problem in asked:
             for which in classes:
-                cells = self._ages.errors(problem, which)
+                cells = self._staleness.errors(problem, which)
                 best: dict[tuple[str, str, int], str] = {}
                 for cell, word in cells:
                     place = (cell.distribution, cell.parameters, cell.seed)

@@ -1,12 +1,12 @@
-"""What was measured of each layer of a chain: the ways that `chain_search` puts together.
+"""Measured options of each layer of a chain, which `lokakern.chain.search` combines.
 
-Between two layers the tensor is bfloat16, or FP8 with scales of rows, of 1x128, or with one that is
-known beforehand, where the norm bounds the output. One scale for all is as well read as one for
-each row: the weight's scales need not be one for all, too.
+The tensor between two layers is bfloat16, or FP8 with rowwise, 1x128 or, if the norm bounds the
+output, static tensorwise scales. A kernel for rowwise scales can read a tensorwise scale, so that
+the weight may have other scales.
 
-A layer's stored error is that on unquantized operands, so that what is rounded between two layers
-is in the error of the one that reads it. The one that writes it counts as if it wrote bfloat16, and
-where it rounds more coarsely than scales as the reader's would, with what that adds.
+The stored error of a layer is against unquantized operands, so that the rounding between two layers
+is part of the reader's error. The writer counts with its error for a bfloat16 output, plus the
+excess of a coarser rounding than with the reader's scales.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lokakern.chain.search import Way
+from lokakern.chain.search import LayerOption
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import KERNELS, fp8_format, kernels_for
@@ -37,15 +37,15 @@ from lokakern.types import (
 NONE, TENSOR, ROW = Granularity.NONE, Granularity.TENSOR, Granularity.ROW
 GROUP, BLOCK = Granularity.GROUP, Granularity.BLOCK
 SCALED = (TENSOR, ROW, GROUP)  # between layers
-WEIGHTS = {TENSOR: (TENSOR,), ROW: (ROW,), GROUP: (BLOCK, GROUP)}  # read with such an input
+WEIGHTS = {TENSOR: (TENSOR,), ROW: (ROW,), GROUP: (BLOCK, GROUP)}  # weights for each input
 CONVERSIONS = ("quantize", "dequantize")
-# Of a small relative error that an activation is given, what it hands on, squared: mean(f'(z)^2)
-# over mean(f(z)^2) of normal z.
+# Gain of an activation for the square of a small relative error: mean(f'(z)^2) over mean(f(z)^2)
+# for normal z.
 GAINS = {"none": 1.0, "relu": 1.0, "hardswish": 1.081, "silu": 1.067}
 
 
 class Layer(NamedTuple):
-    """Output and input columns, and what `Problem.epilogue` says."""
+    """Output and input columns, and the epilogue as in `Problem`."""
 
     n: int
     k: int
@@ -53,13 +53,13 @@ class Layer(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a scale of the whole output is known before the output is."""
+        """Whether the output has a static scale from its norm."""
         form = norm_form(self.epilogue)
         return form.norm.kind != "none" and form.last in ACTIVATIONS and not form.residual_last
 
 
 class Form(NamedTuple):
-    """Of a tensor between layers: scales as they are written, and as they are read."""
+    """Granularity of a tensor between layers, as it is written and as it is read."""
 
     written: Granularity
     read: Granularity
@@ -67,18 +67,18 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """What is asked for.
+    """A request for a chain.
 
     Attributes:
-        layers: From the first to the last.
-        m: Rows of all.
-        device: Where.
-        distributions: What errors are judged on.
-        regime: Of times.
-        reads: Scales of the first layer's input; NONE for bfloat16.
-        writes: The same of the last layer's output.
-        prepared: Whether weights are quantized ahead; else they stay bfloat16, as do the tensors
-            between layers.
+        layers: The layers in order.
+        m: Rows of all layers.
+        device: The device type.
+        distributions: Input distributions for errors.
+        regime: Regime of times.
+        reads: Granularity of the first layer's input; NONE for bfloat16.
+        writes: Granularity of the last layer's output; NONE for bfloat16.
+        prepared: Whether weights are prepared; else they and the tensors between layers are
+            bfloat16.
     """
 
     layers: tuple[Layer, ...]
@@ -97,7 +97,7 @@ class Chain:
     def problem(
         self, place: int, takes: Granularity, weight: Granularity, writes: Granularity
     ) -> Problem:
-        """A layer whose kernel is given an input and a weight with such scales."""
+        """The problem of a layer with these granularities."""
         n, k, epilogue = self.layers[place]
         a = None if takes is NONE else Operand(self.fp8, takes)
         b = None if weight is NONE else Operand(self.fp8, weight, Layout.COLUMN)
@@ -111,12 +111,12 @@ class Chain:
         return place == len(self.layers) - 1
 
     def gain(self, place: int) -> float:
-        """Of a layer's squared error what arrives at the end, as a multiple of it."""
+        """Gain of the following layers for a layer's squared error."""
         later = (norm_form(layer.epilogue).last for layer in self.layers[place + 1 :])
         return math.prod(GAINS[last] for last in later)
 
     def wanted(self, place: int) -> Granularity:
-        """What a layer writes where nothing is quantized that need not be."""
+        """Granularity of a layer's output in the unquantized chain."""
         return self.writes if self.is_last(place) else NONE
 
 
@@ -124,14 +124,14 @@ class Step(NamedTuple):
     """One launch of a chain.
 
     Attributes:
-        place: Of the layer.
-        problem: What it computes.
-        kernel: Name.
-        time: None where it was not measured.
-        interpolated: Whether the time is.
-        row_err: Worst stored bound of the layer by itself; None where it was not measured.
-        share: Of the square of the whole's error; 0 of what converts, whose rounding is in the
-            error of the layer that reads it; None where it is not known.
+        place: Index of the layer.
+        problem: The problem.
+        kernel: Name of the kernel.
+        time: None without a measurement.
+        interpolated: Whether the time is interpolated.
+        row_err: Worst stored bound of the layer alone; None without a measurement.
+        share: Share of the chain's squared error; 0 for conversions, whose rounding is part of the
+            next layer's error; None if unknown.
     """
 
     place: int
@@ -143,31 +143,28 @@ class Step(NamedTuple):
     share: float | None = None
 
 
-def ways_of(chain: Chain, place: int) -> list[Way]:
-    """Every way to do a layer of which time and error are known; what does it is a tuple of steps.
-
-    A kernel that multiplies bfloat16 is one of them, if its error is known.
-    """
+def options_of(chain: Chain, place: int) -> list[LayerOption]:
+    """All options of a layer with known time and error, unquantized kernels included."""
     steps = [s for problem in _problems(chain, place) for s in _measured(chain, place, problem)]
     errors = {_numerics(s): s.row_err for s in steps if s.row_err is not None}
     readings = {takes: list(_readings(chain, place, takes)) for takes in (NONE, *SCALED)}
     found = []
     for step in steps:
         for (reads, before), writes in itertools.product(
-            readings[step.problem.a.granularity], _handed(chain, step)
+            readings[step.problem.a.granularity], _readable_forms(chain, step)
         ):
-            square = _counted(step, writes, errors, chain.is_last(place))
+            square = _squared_error(step, writes, errors, chain.is_last(place))
             if square is None:
                 continue
             share = square * chain.gain(place)
             whole = (*before, step._replace(share=share))
             us = sum(s.time.latency_us for s in whole if s.time is not None)
-            found.append(Way(reads, writes, us, share, whole))
+            found.append(LayerOption(reads, writes, us, share, whole))
     return found
 
 
 def _numerics(step: Step, writes: Granularity | None = None) -> tuple[object, ...]:
-    """What decides the error of a layer, with another output if that is given."""
+    """The numerics class of a layer, with its output or another granularity."""
     kernel = KERNELS.get(step.kernel)
     scales: tuple[object, ...] = (step.kernel,)
     if kernel is not None:
@@ -175,10 +172,10 @@ def _numerics(step: Step, writes: Granularity | None = None) -> tuple[object, ..
     return (*scales, step.problem.out_granularity if writes is None else writes)
 
 
-def _counted(
+def _squared_error(
     step: Step, writes: Form, errors: dict[tuple[object, ...], float], is_last: bool
 ) -> float | None:
-    """The square of a layer's error as the next one finds it, see above; None where not known."""
+    """The square of a layer's error in the chain, see the module; None if unknown."""
     own = step.row_err
     if own is None:
         return None
@@ -189,7 +186,7 @@ def _counted(
 
 
 def unquantized_steps(chain: Chain) -> tuple[Step, ...]:
-    """The fastest unquantized kernels, one after the other; measured or not they are legal."""
+    """The chain of the fastest unquantized kernels, which always runs, measured or not."""
     steps: list[Step] = []
     if chain.reads is not NONE:
         layer = chain.layers[0]
@@ -207,12 +204,12 @@ def unquantized_steps(chain: Chain) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def worth_measuring(chain: Chain, known: Iterable[Way]) -> list[Problem]:
-    """What no time or no error is known of: the unquantized layers, and FP8 throughout.
+def worth_measuring(chain: Chain, known: Iterable[LayerOption]) -> list[Problem]:
+    """Problems without time or error: unquantized layers, and FP8 in the whole chain.
 
-    Scales of rows and of 1x128; where a norm bounds an output, rows are written under one scale.
+    FP8 has rowwise or 1x128 scales; bounded outputs of rowwise layers have a static scale.
     """
-    there = {step.problem for way in known for step in way.what}
+    there = {step.problem for option in known for step in option.steps}
     unquantized = [s.problem for s in unquantized_steps(chain) if s.time is None]
     found = [p for p in unquantized if p.op not in CONVERSIONS]
     for place, layer in enumerate(chain.layers if chain.prepared else ()):
@@ -231,7 +228,7 @@ def worth_measuring(chain: Chain, known: Iterable[Way]) -> list[Problem]:
 
 
 def _problems(chain: Chain, place: int) -> Iterator[Problem]:
-    """All forms in which a layer may be asked for."""
+    """The problems of a layer with all granularities."""
     if chain.is_last(place):
         outputs = [chain.writes]
     elif chain.prepared:
@@ -249,7 +246,7 @@ def _problems(chain: Chain, place: int) -> Iterator[Problem]:
 def _readings(
     chain: Chain, place: int, takes: Granularity
 ) -> Iterator[tuple[Form, tuple[Step, ...]]]:
-    """Forms that a layer's kernel may find its input in, with what converts it before."""
+    """Forms in which the previous layer may write the input, with conversions before the kernel."""
     yield Form(takes, takes), ()
     k = chain.layers[place].k
     if takes is NONE:
@@ -265,8 +262,8 @@ def _readings(
         yield Form(NONE, NONE), (step,)
 
 
-def _handed(chain: Chain, step: Step) -> list[Form]:
-    """Forms in which the next layer may read what this one writes."""
+def _readable_forms(chain: Chain, step: Step) -> list[Form]:
+    """Forms in which the next layer may read the output of a step."""
     writes = step.problem.out_granularity
     if writes is TENSOR and not chain.is_last(step.place):
         return [Form(TENSOR, scales) for scales in SCALED]
@@ -274,7 +271,7 @@ def _handed(chain: Chain, step: Step) -> list[Form]:
 
 
 def _conversion(chain: Chain, place: int, problem: Problem) -> list[Step]:
-    """The fastest kernel that converts the input of a layer; all write the same bytes."""
+    """The fastest conversion of a layer's input; all kernels write the same bytes."""
     found = [s._replace(share=0.0) for s in _measured(chain, place, problem)]
     return [min(found, key=_by_time)] if found else []
 
@@ -282,14 +279,7 @@ def _conversion(chain: Chain, place: int, problem: Problem) -> list[Step]:
 def _measured(
     chain: Chain, place: int, problem: Problem, *, unquantized: bool = False
 ) -> Iterator[Step]:
-    """Kernels that were timed at a problem.
-
-    Args:
-        chain: For what, and where.
-        place: Of the layer.
-        problem: In which form.
-        unquantized: Only kernels that quantize nothing they read.
-    """
+    """Steps of all kernels with a time at a problem, or of unquantized kernels only."""
     table = dispatcher.table_for(
         problem, None, chain.distributions, chain.device, chain.regime, is_choice=False
     )
@@ -298,7 +288,7 @@ def _measured(
         if found is None or (unquantized and not candidate.unquantized):
             continue
         if candidate.unquantized and problem.prepared:
-            continue  # it reads the weight that was quantized, as it reads one that was not
+            continue  # it reads the unquantized weight
         if not _takes(candidate, problem, chain.device):
             continue
         row_err = candidate.errors.get("row_err")
@@ -306,7 +296,7 @@ def _measured(
 
 
 def _takes(candidate: Candidate, problem: Problem, device: Device) -> bool:
-    kernel = candidate.kernel  # None of another machine's, whose times say that it does
+    kernel = candidate.kernel  # None for kernels of other machines, which have times
     return kernel is None or not isinstance(kernel.supports(problem, device), Rejected)
 
 
@@ -315,7 +305,7 @@ def _by_time(step: Step) -> tuple[float, str]:
 
 
 def _any_kernel(problem: Problem, chain: Chain) -> str:
-    """A kernel that takes a problem; "" without any."""
+    """Name of a kernel that supports a problem, or ""."""
     found = (
         kernel.name
         for kernel in kernels_for(problem.op, chain.device)

@@ -1,4 +1,4 @@
-"""The answer of `dispatch_chain`: what is launched, its time and error, and what else there is."""
+"""`ChainChoice`: the result of `dispatch_chain`, with its alternatives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lokakern.selection import misses
 from lokakern.selection.candidates import within_noise
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Granularity, Problem
 
-SHOWN_PATHS = 6  # of `explain`
+SHOWN_PATHS = 6  # in `explain`
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class ChainChoice:
     """Dispatch's answer for a chain of layers at one m.
 
     Attributes:
-        chain: What was asked.
-        budget: Largest accepted row error of the whole; None for unquantized kernels only.
+        chain: The request.
+        budget: Largest accepted row error of the chain; None for unquantized kernels only.
         steps: Launches, in order.
         plain: Launches of the fastest unquantized chain.
-        paths: Every chain that no other measured one beats in both time and error, fastest first.
+        paths: Pareto-optimal measured chains, the fastest first.
         missing: Problems whose measurement may change the answer.
-        note: Why the database could not answer; "" where it could.
+        note: Reason of a miss, or "".
     """
 
     chain: Chain
@@ -45,12 +45,12 @@ class ChainChoice:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names in the order of launches: one a layer, and before it what converts its input."""
+        """Names of kernels in the order of launches, with conversions."""
         return tuple(step.kernel for step in self.steps)
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Of the input, of the tensor between each two layers, and of the output."""
+        """Formats of the input, of the tensors between layers, and of the output."""
         layers = [step.problem for step in self.steps if step.problem.op not in CONVERSIONS]
         written = [problem.out_granularity for problem in layers]
         return tuple(self._format(scales) for scales in (self.chain.reads, *written))
@@ -60,12 +60,12 @@ class ChainChoice:
 
     @property
     def latency_us(self) -> float | None:
-        """Sum of the layers' times; None where one was not measured."""
+        """Sum of the layers' times; None if one was not measured."""
         return time_of(self.steps)
 
     @property
     def row_err(self) -> float | None:
-        """What the errors of the layers come to; None where one was not measured."""
+        """Error of the chain from those of the layers; None if one was not measured."""
         return _error_of(self.steps)
 
     @property
@@ -74,17 +74,17 @@ class ChainChoice:
 
     @property
     def is_miss(self) -> bool:
-        """Whether the database could not answer and the unquantized chain was taken."""
+        """Whether measurements are missing, so that the unquantized chain is used."""
         return bool(self.note)
 
     @property
     def unquantized(self) -> ChainChoice:
-        """The fastest unquantized chain: what is run where nothing else may be."""
+        """The fastest unquantized chain."""
         return ChainChoice(self.chain, None, self.plain, self.plain)
 
     @property
     def sweep_command(self) -> str:
-        """Measures what is missing; "" where nothing is."""
+        """The command that measures missing problems, or ""."""
         words = (misses.sweep_command(problem).partition(" sweep ")[2] for problem in self.missing)
         return "python -m lokakern.bench sweep " + " ".join(words) if self.missing else ""
 
@@ -97,23 +97,23 @@ class ChainChoice:
         *,
         eps: float = 1e-5,
     ) -> ChainRun:
-        """Check and quantize weights, once, and make what a run writes between layers.
+        """Check and quantize weights, and allocate tensors between layers.
 
         Args:
-            weights: One a layer, ``[n, k]``, as in a linear layer, bfloat16, row-major.
-            biases: One a layer, ``[n]``, bfloat16 or float32, of one dtype with the next two; None
-                where the layer's epilogue has none.
-            norm_weights: As ``biases``, of layers whose epilogue says "affine"; as are the next.
-            norm_biases: What is added after them.
+            weights: One for each layer, ``[n, k]``, as in a linear layer, bfloat16, row-major.
+            biases: One for each layer, ``[n]``, bfloat16 or float32, the dtype of ``norm_weights``
+                and ``norm_biases``; None for layers without bias.
+            norm_weights: As ``biases``, for layers whose epilogue has "affine".
+            norm_biases: As ``norm_weights``.
             eps: Of the norms.
 
         Returns:
-            What runs the chain: ``run(x)``, also while a CUDA graph is captured.
+            A callable ``run(x)``, which can be captured in a CUDA graph.
 
         Raises:
             UnsupportedError: The choice is for another device.
-            ShapeError: There is not one weight a layer, or one does not fit.
-            FormatError: A dtype is not supported, or an argument is no sequence.
+            ShapeError: The number of weights, or the shape of one, does not fit.
+            FormatError: A dtype is not supported, or an argument is not a sequence.
         """
         if self.chain.device not in devices_here():
             raise UnsupportedError(
@@ -138,7 +138,7 @@ class ChainChoice:
         return ChainRun(self.chain, self.steps, list(zip(*columns, strict=True)), eps)
 
     def explain(self) -> str:
-        """Each launch with its time and error, what else there is, and what was not measured."""
+        """Each launch with its time and error, the alternatives, and missing measurements."""
         chain, within = self.chain, "" if self.budget is None else f" within row_err {self.budget}"
         lines = [f"chain of {len(chain.layers)} layers, m={chain.m}, on {chain.device.product}"
                  f"{within}: {_words(self.steps)}"]  # fmt: skip
@@ -203,7 +203,7 @@ class ChainChoice:
 
 
 def steps_of(path: Path) -> tuple[Step, ...]:
-    return tuple(step for way in path.ways for step in way.what)
+    return tuple(step for option in path.options for step in option.steps)
 
 
 def time_of(steps: Sequence[Step]) -> float | None:
@@ -217,7 +217,7 @@ def _error_of(steps: Sequence[Step]) -> float | None:
 
 
 def is_faster(steps: Sequence[Step], plain: Sequence[Step]) -> bool:
-    """Beyond noise."""
+    """Whether the difference is larger than the noise."""
     us, plain_us = time_of(steps), time_of(plain)
     assert us is not None and plain_us is not None  # both are of measured steps
     margins = (math.hypot(*(s.time.margin_us for s in x if s.time)) for x in (steps, plain))

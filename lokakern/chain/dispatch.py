@@ -1,9 +1,9 @@
-"""Dispatch of chains: per layer the kernel and the output's format, so that the whole is fastest.
+"""Dispatch of chains: the kernel and output format of each layer for the fastest chain.
 
-Times of the layers add up, and so do squares of their errors: a norm keeps the relative error that
-it is given, an activation enlarges it somewhat (`chain_ways.GAINS`), and what a layer adds has
-nothing to do with it. What is rounded between two layers counts once. What is chosen can then be
-measured whole, by ``python -m lokakern.bench chain``.
+Times of layers add up, and so do squares of errors: a norm keeps the relative error of its input,
+an activation increases it slightly (`lokakern.chain.candidates.GAINS`), and errors of layers are
+independent. Rounding between two layers counts once. ``python -m lokakern.bench chain`` measures a
+whole chain.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lokakern.chain.candidates import (
     Chain,
     Form,
     Layer,
+    options_of,
     unquantized_steps,
-    ways_of,
     worth_measuring,
 )
 from lokakern.chain.choice import ChainChoice, is_faster, steps_of, time_of
@@ -33,11 +33,11 @@ from lokakern.selection.arguments import budget_of, flag_of
 from lokakern.selection.dispatcher import AnyDevice
 from lokakern.types import REALISTIC_DISTRIBUTIONS, ErrorBudget, Granularity
 
-# Gradients, which no forward pass reads: under a scale that is known beforehand rows that are small
-# against eps vanish, as no norm makes them large.
+# Gradients are not inputs of a forward pass: with a static scale, rows that are small against eps
+# vanish, because a norm does not scale them up.
 GRADIENTS = "X12"
 INPUTS = tuple(name for name in REALISTIC_DISTRIBUTIONS if name != GRADIENTS)
-BESIDE = ("residual", "gate", "cross", "residual_last")  # words for tensors of other layers
+OTHER_INPUTS = ("residual", "gate", "cross", "residual_last")  # tensors of other layers
 
 
 def dispatch_chain(
@@ -54,40 +54,39 @@ def dispatch_chain(
 ) -> ChainChoice:
     """The fastest chain of layers whose error as a whole is within the budget, from measurements.
 
-    Per layer it chooses the kernel and the format of its output: bfloat16, or FP8 with scales of
-    rows, of 1x128, or with one that the norm bounds (`gemm_norm`). Where a layer's kernel reads FP8
-    and the layer before writes bfloat16, a quantizer stands between them, and its time counts.
-    Times add up, and so do squares of errors; all combinations are weighed.
-    The unquantized chain is always legal: it is the answer where nothing else is within the budget,
-    nothing is faster beyond noise, or it was not measured itself; and of frozen choices, because
-    `lokakern.freeze` keeps no chains.
+    It chooses the kernel of each layer and the format of its output: bfloat16, or FP8 with rowwise,
+    1x128 or static scales, these from the norm's bound. If a kernel reads FP8 and the layer
+    before writes bfloat16, a quantizer runs in between, and its time counts. Times add up, and so
+    do squares of errors; all combinations are compared. The result is the unquantized chain if no
+    other chain is within the budget and significantly faster, if the unquantized chain was not
+    measured, and with frozen choices, because `lokakern.freeze` does not include chains.
 
     Args:
-        layers: ``(n, k, epilogue)`` each: columns of the output and of the input, which is the
-            output of the layer before, and what comes after the product, as "bias+layer+affine" or
-            "bias+block_rms(256)+hardswish".
-        m: Rows of all of them.
-        budget: Largest accepted row error of the output against a float64 chain, on the whole.
-            None means the unquantized chain.
-        distribution: Name (or names) of the input distributions to judge errors on; None means all
-            realistic ones but that of gradients.
-        device: A product such as "NVIDIA H200", a `torch.device` that is here, or a `Device`; None
-            means the one here.
-        regime: Of times.
-        in_granularity: Scales of an input that comes in the device's E4M3: "tensor", "row" or
-            "1x128"; None where it is bfloat16.
-        out_granularity: Scales of an output in E4M3, "tensor" where the norm bounds it; None for
+        layers: ``(n, k, epilogue)`` of each layer: output columns, input columns, and the epilogue,
+            such as "bias+layer+affine" or "bias+block_rms(256)+hardswish".
+        m: Rows of all layers.
+        budget: Largest accepted row error of the chain's output against a float64 chain. None means
+            the unquantized chain.
+        distribution: Name (or names) of input distributions for errors; None means all realistic
+            ones except gradients.
+        device: A product such as "NVIDIA H200", a local `torch.device`, or a `Device`; None means
+            the local device.
+        regime: Regime of times.
+        in_granularity: Granularity of an input in the device's E4M3: "tensor", "row" or "1x128";
+            None for bfloat16.
+        out_granularity: Granularity of an output in E4M3, "tensor" if the norm bounds it; None for
             bfloat16.
-        prepared: Whether weights are quantized ahead. False leaves them and what is between layers
-            in bfloat16; a kernel may quantize both, which its time includes.
+        prepared: Whether weights are prepared. With False, weights and tensors between layers are
+            bfloat16; a kernel may quantize both, which its time includes.
 
     Raises:
-        ShapeError: There are no layers, or sizes do not fit each other.
-        UnknownNameError: No such epilogue, or one that reads other tensors; no such distribution.
-        FormatError: No such granularity, one scale for an output that nothing bounds, or `prepared`
-            is neither True nor False.
+        ShapeError: There are no layers, or sizes do not match.
+        UnknownNameError: The epilogue is unknown or reads other tensors, or the distribution is
+            unknown.
+        FormatError: The granularity is unknown, or "tensor" for an unbounded output, or `prepared`
+            is not a bool.
         BudgetError: The budget is not a limit on the row error.
-        DeviceError: The database does not know the device.
+        DeviceError: The device is not in the database.
     """
     limit = _limit_of(budget)
     chain = Chain(
@@ -102,18 +101,18 @@ def dispatch_chain(
     )
     if chain.writes is TENSOR and not chain.layers[-1].is_bounded:
         raise FormatError(
-            "dispatch_chain: out_granularity is 'tensor', and nothing bounds the last layer's "
-            f"output ({chain.layers[-1].epilogue}); expected row or 1x128"
+            "dispatch_chain: out_granularity is 'tensor', but the last layer's output "
+            f"({chain.layers[-1].epilogue}) is not bounded; expected row or 1x128"
         )
     held = dispatcher.choices()
     if held is not None:
         plain = unquantized_steps(chain)
         note = f"chains are not in {held.origin}; the unquantized chain is taken"
         return ChainChoice(chain, limit, plain, plain, note=note)
-    ways = [ways_of(chain, place) for place in range(len(chain.layers))]
+    options = [options_of(chain, place) for place in range(len(chain.layers))]
     ends = (Form(scales, scales) for scales in (chain.reads, chain.writes))
-    paths = tuple(best_paths(ways, *ends))
-    missing = tuple(worth_measuring(chain, (way for layer in ways for way in layer)))
+    paths = tuple(best_paths(options, *ends))
+    missing = tuple(worth_measuring(chain, (option for layer in options for option in layer)))
     plain = unquantized_steps(chain)
     note = ""
     if time_of(plain) is None:
@@ -130,8 +129,8 @@ def _limit_of(budget: ErrorBudget | float | None) -> float | None:
     limits = budget_of(budget).limits
     if set(limits) != {"row_err"}:
         raise BudgetError(
-            f"dispatch_chain: budget is {', '.join(limits)}; expected a limit on row_err: of the "
-            "other errors nobody knows how they add up"
+            f"dispatch_chain: budget is {', '.join(limits)}; expected a limit on row_err, the only "
+            "error that can be added over layers"
         )
     return limits["row_err"]
 
@@ -155,10 +154,10 @@ def _checked(layers: Sequence[tuple[int, int, str]]) -> tuple[Layer, ...]:
                 f"dispatch_chain: layer {place + 1} reads {problem.k} columns, and layer {place} "
                 f"writes {found[-1].n}"
             )
-        beside = [word for word in layer.epilogue.split("+") if word in BESIDE]
-        if beside:
+        others = [word for word in layer.epilogue.split("+") if word in OTHER_INPUTS]
+        if others:
             raise UnknownNameError(
-                f"dispatch_chain: layer {place + 1} has {' and '.join(beside)}; a layer of a chain "
+                f"dispatch_chain: layer {place + 1} has {' and '.join(others)}; a layer of a chain "
                 "reads the layer before and nothing else"
             )
         found.append(Layer(problem.n, problem.k, str(norm_form(layer.epilogue))))

@@ -1,4 +1,4 @@
-"""A chain that was chosen, on weights: what is done once, and what is launched at every call."""
+"""`ChainRun`: a chosen chain with weights, prepared once and launched by each call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from lokakern.chain.candidates import GROUP, NONE, ROW, TENSOR, Chain, Step
 from lokakern.epilogue import norm_form
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.functional.checks import check_matrix, check_same_device
-from lokakern.functional.norm_checks import check_epilogue, norm_of, settled, static_scale_of
+from lokakern.functional.norm_checks import (
+    aligned_epilogue,
+    check_epilogue,
+    norm_of,
+    static_scale_of,
+)
 from lokakern.functional.quantize import quantize
 from lokakern.registry.register import Kernel, kernel_named
 from lokakern.scratch import owned
@@ -33,7 +38,7 @@ Parameters = tuple[Any, Any, Any, Any]  # weight, bias, norm weight and norm bia
 
 @dataclass(slots=True)
 class _Launch:
-    """One kernel on its operands; without a left one it reads the input, or writes the output."""
+    """A kernel and its operands; None stands for the chain's input or output."""
 
     run: Callable[[Any, Any], None]
     left: Matrix | None
@@ -43,9 +48,8 @@ class _Launch:
 class ChainRun:
     """Runs a chain: ``run(x)``.
 
-    What is between layers is kept and written again by every call, so that calls must follow each
-    other: on one stream, and one at a time. A CUDA graph may be captured of them. Gradients are not
-    computed.
+    Calls share the tensors between layers, so they must not overlap: use one stream and one thread.
+    They can be captured in a CUDA graph. There are no gradients.
     """
 
     def __init__(
@@ -82,12 +86,12 @@ class ChainRun:
 
         Args:
             x: ``[m, k]``, row-major: bfloat16, or from `quantize` where the chain reads FP8.
-            out: Where to write; None allocates. As this returns it.
+            out: Output, as this returns it; None allocates it.
 
         Raises:
-            ShapeError: ``x`` or ``out`` is of another shape, or lies otherwise.
-            FormatError: It is of another format.
-            UnsupportedError: A gradient is asked for.
+            ShapeError: ``x`` or ``out`` has another shape or layout.
+            FormatError: ``x`` or ``out`` has another format.
+            UnsupportedError: A gradient is required.
         """
         chain = self._chain
         self._check("x", x, chain.layers[0].k, chain.reads)
@@ -105,7 +109,7 @@ class ChainRun:
         return out
 
     def empty_output(self) -> Matrix:
-        """What a call may be given as ``out``."""
+        """A tensor for ``out`` of a call."""
         return self._empty(self._chain.layers[-1].n, self._chain.writes, self._static)
 
     def _static_scale(self, place: int, scales: Granularity) -> Tensor | None:
@@ -126,7 +130,7 @@ class ChainRun:
         return QuantizedTensor(data, scale, scales)
 
     def _check(self, name: str, x: Matrix, columns: int, scales: Granularity) -> None:
-        """All that its first kernel relies on, of whatever a call is given."""
+        """Check format, shape and layout of an input or output."""
         wanted = torch.bfloat16 if scales is NONE else self._chain.fp8.dtype
         data = x.data if isinstance(x, QuantizedTensor) else x
         found = x.granularity if isinstance(x, QuantizedTensor) else NONE
@@ -146,15 +150,15 @@ class ChainRun:
         alignment = 16 if scales is not NONE else alignment_of(2 * columns)
         step = data.stride(0) * data.element_size() if shape[0] > 1 else 0
         if not right or (data.data_ptr() | step) % alignment:
-            lies = "contiguous" if scales is NONE else "as quantize lays it out"
+            layout = "contiguous" if scales is NONE else "in the layout of quantize"
             raise ShapeError(
-                f"chain: {name} has strides {data.stride()}; expected it row-major, {lies}, every "
+                f"chain: {name} has strides {data.stride()}; expected row-major, {layout}, every "
                 f"row aligned to {alignment} bytes"
             )
 
 
 def _check(chain: Chain, parameters: Sequence[Parameters]) -> torch.device:
-    """See that weights fit; the device they are on."""
+    """Check weights; returns their device."""
     for place, (layer, (weight, *_)) in enumerate(zip(chain.layers, parameters, strict=True)):
         name = f"weight of layer {place + 1}"
         check_matrix("chain", name, weight)
@@ -184,16 +188,16 @@ def _epilogue_of(chain: Chain, place: int, given: Parameters, eps: float) -> Nor
     epilogue = NormEpilogue(norm, bias, norm_weight, norm_bias, form.last)
     if epilogue.name() != layer.epilogue:
         raise ShapeError(
-            f"chain: layer {place + 1} is {layer.epilogue!r}, and what is given makes it "
-            f"{epilogue.name()!r}; give a bias where it says bias, and a weight or a bias of the "
-            "norm where it says affine"
+            f"chain: layer {place + 1} is {layer.epilogue!r}, but its tensors are for "
+            f"{epilogue.name()!r}; pass a bias for 'bias', and a weight or a bias of the norm for "
+            "'affine'"
         )
     check_epilogue("chain", epilogue, chain.m, layer.n)
-    return settled(epilogue)
+    return aligned_epilogue(epilogue)
 
 
 def _weight(problem: Problem, weight: Tensor) -> Matrix:
-    """The right operand ``[k, n]``, quantized ahead where the problem has it so."""
+    """The right operand ``[k, n]``, quantized if the problem's is."""
     assert problem.b is not None  # an op with two operands
     if problem.b.granularity is NONE:
         return weight.detach().t()
@@ -201,7 +205,7 @@ def _weight(problem: Problem, weight: Tensor) -> Matrix:
 
 
 def _read_as(written: Matrix, scales: Granularity) -> Matrix:
-    """What a layer writes as the next reads it: one scale for all is one for each row as well."""
+    """An output as the next layer reads it; a tensorwise scale is repeated for each row."""
     if not isinstance(written, QuantizedTensor) or written.granularity is scales:
         return written
     assert written.granularity is TENSOR and scales in (ROW, GROUP) and written.scale is not None
@@ -214,14 +218,14 @@ def _read_as(written: Matrix, scales: Granularity) -> Matrix:
 def _runner(
     kernel: Kernel, a: Matrix, b: Matrix | None, out: Matrix, epilogue: NormEpilogue
 ) -> Callable[[Any, Any], None]:
-    """A launch of its left operand and its output; the workspace is made here, once."""
+    """A launch with a left operand and an output; its workspace is allocated here."""
     launch = kernel.launch
     if kernel.op == "quantize":
-        assert isinstance(out, QuantizedTensor)  # what it writes
+        assert isinstance(out, QuantizedTensor)  # its output
         scratch = kernel.workspace(a, out.data, out.scale)
         return lambda a, out: launch(a, out.data, out.scale, scratch)
     if kernel.op == "dequantize":
-        assert isinstance(a, QuantizedTensor)  # what it reads
+        assert isinstance(a, QuantizedTensor)  # its input
         scratch = kernel.workspace(a.data, a.scale, out)
         return lambda a, out: launch(a.data, a.scale, out, scratch)
     scratch = kernel.workspace(a, b, out, epilogue)

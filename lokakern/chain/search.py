@@ -1,9 +1,9 @@
-"""The fastest way through a chain of layers, for every error: pure search, no kernels.
+"""The Pareto front of times and errors over a chain of layers: pure search, no kernels.
 
-A layer can be done in some ways. Each reads and writes one form, and takes a time and errs; times
-add up, and so do squares of errors. Two ways that read and write the same differ for the rest of
-the chain in these two numbers only, so that of the ways to reach a form those that are beaten in
-both are forgotten: the answer is that of trying every combination.
+A layer has options, each with an input form, an output form, a time and an error. Times add up, and
+so do squares of errors. Paths to the same form differ for the rest of the chain only in these two
+numbers, so that paths which another path beats in both are dropped: the result is the same as that
+of trying all combinations.
 """
 
 from __future__ import annotations
@@ -12,56 +12,60 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 
-class Way(NamedTuple):
-    """One way to do a layer.
+class LayerOption(NamedTuple):
+    """One option for a layer.
 
     Attributes:
-        reads: Form of what it reads.
-        writes: Form of what it writes.
-        time_us: What it takes.
-        square: Of its relative error.
-        what: Whatever does it; not looked at.
+        reads: Form of the input.
+        writes: Form of the output.
+        time_us: Time.
+        square: Square of the relative error.
+        steps: Its launches, which the search does not read.
     """
 
     reads: Hashable
     writes: Hashable
     time_us: float
     square: float
-    what: Any = None
+    steps: Any = None
 
 
 class Path(NamedTuple):
-    """Ways through the first layers, one each."""
+    """Options for the first layers, one for each."""
 
     time_us: float
     square: float
-    ways: tuple[Way, ...]
+    options: tuple[LayerOption, ...]
 
 
-def best_paths(layers: Sequence[Iterable[Way]], first: Hashable, last: Hashable) -> list[Path]:
-    """All paths that no other beats, from the fastest to the most accurate; empty without any.
-
-    Of paths that are equal in both numbers one is kept.
+def best_paths(
+    layers: Sequence[Iterable[LayerOption]], first: Hashable, last: Hashable
+) -> list[Path]:
+    """The Pareto-optimal paths, from the fastest to the most accurate.
 
     Args:
-        layers: Ways to do each layer.
-        first: Form of what the first layer reads.
-        last: Form of what the last layer writes.
+        layers: Options of each layer.
+        first: Form of the first layer's input.
+        last: Form of the last layer's output.
     """
     reached = {first: [Path(0.0, 0.0, ())]}
-    for ways in layers:
+    for options in layers:
         found: dict[Hashable, list[Path]] = {}
-        for way in ways:
-            found.setdefault(way.writes, []).extend(
-                Path(before.time_us + way.time_us, before.square + way.square, (*before.ways, way))
-                for before in reached.get(way.reads, ())
+        for option in options:
+            found.setdefault(option.writes, []).extend(
+                Path(
+                    before.time_us + option.time_us,
+                    before.square + option.square,
+                    (*before.options, option),
+                )
+                for before in reached.get(option.reads, ())
             )
-        reached = {form: unbeaten(paths) for form, paths in found.items()}
+        reached = {form: pareto_optimal(paths) for form, paths in found.items()}
     return reached.get(last, [])
 
 
-def unbeaten(paths: Iterable[Path]) -> list[Path]:
-    """Those that no other beats or equals in both numbers, the fastest first."""
+def pareto_optimal(paths: Iterable[Path]) -> list[Path]:
+    """Pareto-optimal paths, the fastest first; one of equal paths is kept."""
     kept: list[Path] = []
     for path in sorted(paths, key=lambda path: path[:2]):
         if not kept or path.square < kept[-1].square:
@@ -70,6 +74,6 @@ def unbeaten(paths: Iterable[Path]) -> list[Path]:
 
 
 def fastest_within(paths: Iterable[Path], square: float) -> Path | None:
-    """The fastest whose squares add up to no more."""
+    """The fastest path within a limit on the square of the error."""
     allowed = (path for path in paths if path.square <= square)
     return min(allowed, key=lambda path: path.time_us, default=None)

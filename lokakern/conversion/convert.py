@@ -1,4 +1,4 @@
-"""`convert`: gives the linear layers of a model kernels of their own, chosen once."""
+"""`convert`: chooses kernels for the linear layers of a model, once and in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lokakern.conversion.routes import (
 )
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
-from lokakern.nn.adoption import Chosen, adopt, choose, unchoose
+from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.linear import Linear, Routed, set_converter
 from lokakern.nn.module_scan import (
     INNER,
@@ -41,16 +41,16 @@ from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at
 from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
-    forget,
     is_affordable,
+    remove_handoff,
     scales_between,
-    tell,
+    set_handoff,
 )
 from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.unhooked_products import matrices_elsewhere
 from lokakern.selection import dispatcher
-from lokakern.selection.arguments import budget_of, m_range_of
+from lokakern.selection.arguments import budget_of, device_of, m_range_of
 from lokakern.selection.dispatcher import AnyDevice
 from lokakern.types import Device, ErrorBudget, Granularity
 
@@ -73,52 +73,52 @@ def convert(
     """Give each linear layer of a model the fastest kernels within a budget, in place.
 
     Every `nn.Linear` becomes a `lokakern.Linear`: the same object, with the same parameters, hooks
-    and names. Its output, and the gradients of its input and weight, are chosen apart, by range of
-    m, from what was measured on the device; choices change only by `Conversion.refresh`. A product
-    for which nothing that quantizes is faster stays `nn.Linear`'s own, to the bit. Quantized are
-    bfloat16 products: of bfloat16 parameters, or under autocast.
+    and names. The kernels of its output, and of the gradients of its input and weight, are chosen
+    separately, by ranges of m, from measurements on the device; only `Conversion.refresh` changes
+    them. Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`. Only
+    bfloat16 products are quantized: of bfloat16 parameters, or under autocast.
 
-    Errors of kernels are those on the measured distributions, or on what a report's Probe saw, not
-    on every input: ``check`` compares sampled rows of the inputs that do come.
+    Errors of kernels are those on the measured distributions, or on the data of a report, not on
+    every input: ``check`` compares sampled rows of actual inputs.
 
     Convert before DDP, `fully_shard` and torch.compile.
 
     Args:
-        model: Any module, or a linear layer itself.
-        report_or_budget: A `ProbeReport`: kernels that are safe at each site are taken where they
-            are fast. Or the largest accepted row error of each product, a number or an
-            `ErrorBudget`, by the errors in the database. None quantizes nothing.
-        filter: ``(module, name) -> bool``, which layers are converted; None: all.
-        inference: Whether weights are quantized now, once and for all, and nothing is trained:
-            later changes of a weight are not seen, but for `load_state_dict` of the model. Of
-            weights in bfloat16 that stay so, those of fused layers are put together, those of
-            padded layers padded, and those whose k is no multiple of 8 turned for inputs that are
-            transposed (`lokakern.nn.weight_layout.laid_out`): copies, in buffers.
-        device: Whose measurements count, such as "NVIDIA H200"; None: the parameters' device. Where
-            such a device is not, its choices run in emulation: slowly, and rounded alike.
-        distribution: With a budget, the input distributions to judge errors on.
-        m_range: Smallest and largest number of rows to choose for; None: all that were measured.
-        between: Whether a layer in an `nn.Sequential` gets its input in FP8: behind BlockNorm and
-            an activation under the scale that the norm bounds it by, where the budget is a row
-            error of 0.05 or more; in inference behind an activation alone, which a kernel then
-            activates and quantizes at m where one was timed. See `lokakern.nn.static_handoff`.
-        weight_scales: Of "tensor", "row" and "128x128", which scales weights may have; None: any.
-            With ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
-        check: ``"every:rows"``, such as "1000:64": at every 1000th call of each FP8 product,
+        model: Any module, or a linear layer.
+        report_or_budget: A `ProbeReport`, whose safe kernels are used where they are fast. Or the
+            largest accepted row error of each product in the database, a number or an
+            `ErrorBudget`. None quantizes nothing.
+        filter: ``(module, name) -> bool``, which accepts layers to convert; None: all.
+        inference: Whether weights are quantized once, now, without training: later changes of a
+            weight have no effect, except `load_state_dict` of the model. Unquantized bfloat16
+            weights are copied to buffers where that is faster: of fused layers concatenated, of
+            padded layers padded, and column-major where k is not a multiple of 8
+            (`lokakern.nn.token_mixing.with_aligned_layout`).
+        device: Device of the measurements, such as "NVIDIA H200"; None: the parameters' device. On
+            other devices kernels are emulated: slow, with the same rounding.
+        distribution: With a budget, the input distributions for errors.
+        m_range: Smallest and largest number of rows to choose for; None: all measured m.
+        between: Whether inputs of layers in an `nn.Sequential` are quantized before the layer: with
+            a static scale after BlockNorm and an activation, if the budget is a row error of at
+            least 0.05; in inference also after an activation alone, in one kernel, at m where that
+            was timed. See `lokakern.nn.static_handoff`.
+        weight_scales: Granularities of weights, of "tensor", "row" and "128x128"; None: all. With
+            ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
+        check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,
             gradients included, 64 rows are also computed in float32, and a later call issues an
             `ErrorBudgetWarning` if their error exceeds the budget; see `lokakern.sampled_check` and
-            `Conversion.checks`. None: what LOKAKERN_CHECK says now; "off": no check.
+            `Conversion.checks`. None: the value of LOKAKERN_CHECK now; "off": no check.
 
     Returns:
-        What was chosen and why, and what undoes it.
+        The choices, their reasons, and methods to change and undo them.
 
     Raises:
-        UnknownNameError: No layer is left to convert, or no such distribution or scales.
+        UnknownNameError: There is no layer to convert, or a distribution or granularity is unknown.
         ShapeError: ``m_range`` is not two integers in order.
-        FormatError: ``report_or_budget`` is none of these, or ``check`` is no text.
-        BudgetError: The budget is not a finite, non-negative number, or the check, which may come
-            from LOKAKERN_CHECK, is not ``every:rows``.
-        DeviceError: The database does not know the device.
+        FormatError: ``report_or_budget`` or ``check`` has another type.
+        BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
+            is not ``every:rows``.
+        DeviceError: The device is not in the database.
     """
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
@@ -135,23 +135,21 @@ def convert(
         )
     elsewhere = matrices_elsewhere(model, is_seen=bool(seen)) | seen
     skipped |= {name: why for name, why in elsewhere.items() if name not in found}
-    conversion = Conversion(found, skipped, inference, device, names, m_range, forms, marker)
-    conversion._model = weakref.ref(model)
-    conversion._between = between
-    conversion.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
-    conversion._owners = fast_paths(model)
+    conversion = Conversion(
+        model, found, skipped, inference, device, names, m_range, between, forms, marker
+    )
     conversion.refresh(report_or_budget)
     return conversion
 
 
 @dataclass
 class Site:
-    """A layer that was converted.
+    """A converted layer.
 
     Attributes:
-        name: In the model.
-        module: Itself.
-        routes: Of its products, in order: output, grad_input, grad_weight.
+        name: Its name in the model.
+        module: The layer.
+        routes: Routes of output, grad_input and grad_weight.
     """
 
     name: str
@@ -160,60 +158,61 @@ class Site:
 
 
 class Conversion:
-    """What `lokakern.convert` did to a model.
+    """The result of `lokakern.convert`.
 
     Attributes:
-        sites: By name.
-        skipped: What was left alone, by name, with the reason: linear layers; and products that no
-            linear layer makes, as a report of Probe saw them, or else parameters of modules that
+        sites: Converted layers by name.
+        skipped: Reasons by name, for linear layers that were not converted, and for products
+            outside linear layers: those in a report of Probe, or else parameters of modules that
             may multiply by them.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         modules: dict[str, nn.Module],
         skipped: dict[str, str],
         inference: bool,
         device: AnyDevice,
         distributions: tuple[str, ...] | None,
         m_range: MRange | None,
+        between: bool,
         forms: Sequence[Granularity],
         marker: sampled_check.Marker,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
-        self._marker = marker
-        self._device, self._distributions = device, distributions
-        self._m_range, self._forms = m_range, forms
+        self._device, self._distributions, self._m_range = device, distributions, m_range
+        self._between, self._forms, self._marker = between, forms, marker
         self.sites: dict[str, Site] = {}
-        self.sequences: list[nn.Module] = []
-        self._untimed: set[tuple[int, int, str]] = set()  # n, k and activation of those who read it
-        self._model: weakref.ref[nn.Module] | None = None
-        self._key = uuid.uuid4().hex  # of what it chose, in layers, which are copied and saved
-        self._between = True
-        self._owners: list[nn.Module] = []
+        self.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
+        self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
+        self._model = weakref.ref(model)
+        self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
+        self._owners = fast_paths(model)
 
     def refresh(self, report_or_budget: Wanted) -> list[str]:
-        """Choose anew, by another report or budget, or after a sweep.
+        """Choose again, with another report or budget, or after a sweep.
 
-        Compiled graphs of what changed are compiled again. In inference weights are quantized anew.
+        Compiled graphs of changed layers are compiled again. In inference weights are quantized
+        again.
 
         Returns:
-            The products whose choice changed, as ``site/gemm``.
+            The products with another choice, as ``site/gemm``.
 
         Raises:
-            FormatError: It is neither a report nor a budget.
+            FormatError: The argument is neither a report nor a budget.
             UnknownNameError: The conversion was undone.
         """
         if not self._modules:
             raise UnknownNameError("refresh: the conversion was undone; convert the model again")
         for site in self.sites.values():
             if isinstance(site.module, Linear):
-                site.module.bring_back()  # for kernels of the device that it runs on
-        chosen = self._chosen(report_or_budget)  # all or none: nothing was changed so far
+                site.module.bring_back()  # to choose for the device of the weight
+        chosen = self._chosen(report_or_budget)  # before any change, as it may raise
         changed = []
         for name, module in self._modules.items():
             adopt(module)
-            assert isinstance(module, Routed)  # of which sites are
+            assert isinstance(module, Routed)  # all sites are
             site = self.sites.setdefault(name, Site(name, module))
             old = dict.fromkeys((r.gemm for r in chosen[name]), "")
             old |= {r.gemm: r.text for r in site.routes}
@@ -223,17 +222,16 @@ class Conversion:
             routes = tuple(
                 self._marker.mark(r.text, budget, f"{name}/{r.gemm}") for r in chosen[name]
             )
-            choose(module, Chosen(self._key, routes, self._inference))
+            apply_choice(module, Chosen(self._key, routes, self._inference))
         set_fast_paths(self._owners)
-        self._hand_over(report_or_budget)
+        self._apply_handoffs(report_or_budget)
         return changed
 
-    def _hand_over(self, wanted: Wanted) -> None:
-        """Tell sequences which inputs they can hand over in FP8."""
+    def _apply_handoffs(self, wanted: Wanted) -> None:
+        """Set in sequences which inputs are quantized before their layers."""
         budget = _judge_of(wanted, "", None).budget
         self._untimed.clear()
         for sequence in self.sequences:
-            assert isinstance(sequence, nn.Sequential)  # the class may be ours by now
             weight = next(sequence.parameters(), None) if self._between else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
             if weight is not None:
@@ -248,31 +246,32 @@ class Conversion:
                         self._untimed.add((reader.out_features, k, name))
                     elif has_activator(route, reader._routes[0], k):
                         activating[place] = route
-            forget(sequence, self._key)
+            remove_handoff(sequence, self._key)
             is_told = isinstance(sequence, BoundedSequential)  # by another conversion
             if is_told or (type(sequence) is nn.Sequential and (any(scales) or any(activating))):
-                tell(sequence, scales, activating, self._key)
+                set_handoff(sequence, scales, activating, self._key)
 
     @property
     def handed_over(self) -> list[str]:
-        """Names of sites that get their input in FP8, at m for which kernels were timed."""
+        """Names of sites with quantized inputs, at m for which kernels were timed."""
         names = {id(site.module): site.name for site in self.sites.values()}
         found = [
             names[id(module)]
             for sequence in self.sequences
             if isinstance(sequence, BoundedSequential) and sequence.is_as_known
+            for handoff in sequence._handoffs[-1:]
             for module, *known in zip(
-                sequence, sequence._scales, ("", *sequence._activating[:-1]), strict=True
+                sequence, handoff.scales, ("", *handoff.activating[:-1]), strict=True
             )
-            if any(known) and id(module) in names  # of others' another conversion tells
+            if any(known) and id(module) in names  # other sites belong to another conversion
         ]
         return list(dict.fromkeys(found))
 
     def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
         found: dict[str, tuple[Route, ...]] = {}
-        known: dict[Any, tuple[Route, ...]] = {}  # layers are often alike
+        known: dict[Any, tuple[Route, ...]] = {}  # layers often have the same sizes
         for name, module in self._modules.items():
-            assert isinstance(module, nn.Linear | Routed)  # of which sites are
+            assert isinstance(module, nn.Linear | Routed)  # all sites are
             n, k, has_bias, weight = shape_of(module)
             device = self._device_for(weight)
             judge = _judge_of(wanted, name, self._distributions)
@@ -290,7 +289,7 @@ class Conversion:
 
     @property
     def choices(self) -> list[dict[str, Any]]:
-        """Plain data: one row for each product of each site."""
+        """One row for each product of each site, as plain data."""
         rows = []
         for site in self.sites.values():
             n, k, _, _ = shape_of(site.module)
@@ -316,12 +315,12 @@ class Conversion:
 
     @property
     def checks(self) -> list[dict[str, Any]]:
-        """What ``check=`` found of each product so far, see `lokakern.sampled_check.results`."""
+        """Results of ``check=`` for each product, see `lokakern.sampled_check.results`."""
         chosen = (c for site in self.sites.values() for c in self._chosen_for(site))
         return sampled_check.results(route for c in chosen for route in c.routes)
 
     def _chosen_for(self, site: Site) -> list[Chosen]:
-        """What a layer keeps of this conversion, whether or not a newer one decides its routes."""
+        """The choices of this conversion in a layer, also if a newer one determines its routes."""
         return [c for c in site.module._choices if c.key == self._key]
 
     def table(self) -> None:
@@ -329,16 +328,17 @@ class Conversion:
         from lokakern.render.terminal import print_rows
 
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
-        note = "\n".join(f"{name} is as it was: {why}" for name, why in self.skipped.items())
+        note = "\n".join(f"{name} is unchanged: {why}" for name, why in self.skipped.items())
         print_rows(rows, "table", title=repr(self), note=note)
 
     def _device_for(self, weight: Tensor) -> Device:
-        given = _device_of(weight) if self._device is None else self._device
-        return dispatcher.device_named(given)
+        if self._device is not None:
+            return dispatcher.device_named(self._device)
+        return dispatcher.device_named(current_device() if weight.is_meta else device_of(weight))
 
     @contextlib.contextmanager
     def weights_unchanged(self) -> Iterator[None]:
-        """Quantize each weight once inside, as for the micro-batches of one optimizer step.
+        """Quantize each weight once in the block, such as for the micro-batches of a step.
 
         ::
 
@@ -347,11 +347,10 @@ class Conversion:
                     loss(model(x), target).backward()
             optimizer.step()
 
-        The caller promises that no weight is written to or replaced inside: lokakern would not see
-        it. The FP8 copies of a weight, one for the output and one for the gradient of the input,
-        are dropped at the end. Outside, weights are quantized in each forward and backward pass.
-        Compiled layers and CUDA graphs quantize at each call even inside, because a replay runs no
-        Python.
+        Weights must not change in the block: changes would have no effect. At the end the FP8
+        copies of a weight, one for the output and one for the gradient of the input, are freed.
+        Outside the block, weights are quantized in each forward and backward pass. Compiled layers
+        and CUDA graphs quantize in each call also inside, because a replay runs no Python.
         """
         modules = [site.module for site in self.sites.values()]
         before = [module._kept for module in modules]
@@ -361,39 +360,38 @@ class Conversion:
             yield
         finally:
             for module, kept in zip(modules, before, strict=True):
-                if kept is None:  # else a block around this one goes on, by routes of now
-                    vars(module).pop("_kept", None)  # nothing is left of what was undone inside
+                if kept is None:  # else an outer block continues
+                    vars(module).pop("_kept", None)  # also after an undo in the block
 
     def offload(self, device: torch.device | str = "cpu", *, m_range: MRange | None = None) -> int:
-        """Move weights away that are multiplied in FP8, which was made of them, in inference.
+        """Move weights of FP8 products in inference to another device.
 
-        Keys and values of a state_dict stay, `load_state_dict` quantizes anew, and `refresh` and
-        `undo` bring weights back. Nothing else may read these weights, and graphs are captured
-        afterwards. At other m than those asked for such a layer multiplies in bfloat16 by what its
-        FP8 weight means: its error is less than that of the FP8 product, and the weight is made
-        bfloat16 at each call. Layers stay that are fused, share a weight, or run in bfloat16 at one
-        of these m.
+        A state_dict stays the same, `load_state_dict` quantizes again, and `refresh` and `undo`
+        move weights back. Nothing else may read these weights; capture graphs afterwards. At m
+        outside the range such a layer multiplies in bfloat16 by its dequantized weight, which takes
+        time in each call and has a smaller error than the FP8 product. Layers that are fused, share
+        a weight, or run in bfloat16 at one of these m are not moved.
 
         Args:
-            device: Where to.
-            m_range: Smallest and largest number of rows that matter; None: all that were measured.
+            device: The target.
+            m_range: Smallest and largest number of rows in use; None: all measured m.
 
         Returns:
-            Bytes that the weights' device has again.
+            Freed bytes on the weights' device.
 
         Raises:
-            UnsupportedError: The conversion is not for inference, or nothing can be moved there.
+            UnsupportedError: The conversion is not for inference, or the target has no memory.
             ShapeError: ``m_range`` is not two integers in order.
         """
         place = torch.device(device)
         if not self._inference or place.type == "meta":
             raise UnsupportedError(
-                f"offload to {place}: expected a device that holds weights, and a conversion with "
+                f"offload to {place}: expected a device with memory, and a conversion with "
                 "inference=True, whose weights are not trained"
             )
         if m_range is not None:
             m_range = m_range_of("offload", m_range)
-        stay = self._read_elsewhere()
+        stay = self._shared_weights()
         freed = 0
         for site in self.sites.values():
             module = site.module
@@ -406,9 +404,9 @@ class Conversion:
                 freed += module.offload(place)
         return freed
 
-    def _read_elsewhere(self) -> set[int]:
-        """Modules whose weight another reads, too."""
-        model = None if self._model is None else self._model()
+    def _shared_weights(self) -> set[int]:
+        """Modules whose weight has other readers."""
+        model = self._model()
         found: set[int] = set()
         users: Counter[int] = Counter()
         for module in model.modules() if model is not None else ():
@@ -423,10 +421,10 @@ class Conversion:
         return found
 
     def explain(self, name: str | None = None) -> str:
-        """Why each product of a site, or of all, got what it got, kernel by kernel.
+        """The reasons for each product of a site, or of all sites, kernel by kernel.
 
         Raises:
-            UnknownNameError: There is no such site.
+            UnknownNameError: The site is unknown.
         """
         if name is not None and name not in self.sites:
             raise UnknownNameError(
@@ -436,14 +434,14 @@ class Conversion:
         return "\n".join(f"{s.name}: {r.explain()}" for s in sites for r in s.routes)
 
     def suite(self, m: Sequence[int], name: str = "model") -> str:
-        """What was not measured of this model, as a suite: TOML for ``sweep --suite FILE``.
+        """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
 
         Args:
-            m: Numbers of rows to measure at.
-            name: Of the suite.
+            m: Numbers of rows to measure.
+            name: Name of the suite.
 
         Returns:
-            "" where everything was measured.
+            "" if nothing is missing.
         """
         missing: dict[tuple[int, int], list[str]] = {}
         for site in self.sites.values():
@@ -470,16 +468,15 @@ class Conversion:
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
 
     def undo(self) -> None:
-        """Make every layer what it was, with the parameters it has now.
+        """Restore the class of every layer; parameters stay.
 
-        Conversions and reports of mods can be undone in any order: the newest remaining conversion
-        decides which kernels a layer runs. A second call does nothing.
+        Conversions and mods can be undone in any order: the newest remaining conversion determines
+        the kernels of a layer. A second call does nothing.
         """
         for site in self.sites.values():
-            unchoose(site.module, self._key)
+            remove_choice(site.module, self._key)
         for sequence in self.sequences:
-            assert isinstance(sequence, nn.Sequential)
-            forget(sequence, self._key)
+            remove_handoff(sequence, self._key)
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
 
@@ -490,13 +487,13 @@ class Conversion:
         routes = [route for site in self.sites.values() for route in site.routes]
         count = sum(bool(route.text) for route in routes)
         handed = len(self.handed_over)
-        words = f", {handed} inputs handed over in FP8" if handed else ""
+        words = f", {handed} inputs quantized ahead" if handed else ""
         products = f"{count} of {len(routes)} products quantized"
         return f"Conversion({len(self.sites)} sites, {products}{words})"
 
 
-_RESIZED = "a mod was undone, and these sizes with it: refresh, or convert the model again"
-# Of a product, what a suite of a user's own calls it.
+_RESIZED = "a mod was undone, which changed the sizes: refresh, or convert the model again"
+# Forms of each product in suites of users.
 _FORMS = {
     "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
 }  # fmt: skip
@@ -543,12 +540,6 @@ def _why_not(module: nn.Module, is_inner: bool) -> str:
     return ""
 
 
-def _device_of(weight: Tensor) -> Device:
-    if weight.device.type == "meta":
-        return current_device()
-    return current_device(weight.device.type, weight.device.index or 0)
-
-
 def _judge_of(wanted: Wanted, name: str, distributions: tuple[str, ...] | None) -> Judge:
     if isinstance(wanted, ProbeReport):
         verdicts = tuple(v for v in wanted.verdicts if v.site == name)
@@ -564,13 +555,13 @@ def _judge_of(wanted: Wanted, name: str, distributions: tuple[str, ...] | None) 
 
 
 def _rows_of(route: Route, choice: Any) -> int:
-    """Samples of a choice: of a weight's gradient they are what is summed over."""
+    """Samples of a choice; the gradient of a weight sums over them."""
     problem = choice.problem
     return int(problem.k if route.gemm == "grad_weight" else problem.m)
 
 
 def _summary(route: Route) -> str:
-    """Kernels over the measured m, each once."""
+    """Names of kernels over the measured m."""
     names = dict.fromkeys(
         kernel_at(route.text, _rows_of(route, c)) or "bf16" for c in route.choices
     )

@@ -1,10 +1,10 @@
-"""Routes of a site: for each of its GEMMs the kernels by range of m, from what was measured.
+"""Routes of a site: the measured kernels of each of its GEMMs by ranges of m.
 
-A weight is quantized once for all m, so that a route has one kind of its scales: the one with which
-the measured m in the range gain most. In training the times are those of GEMMs that quantize both
-operands, because a weight changes with every step; in inference those of weights prepared ahead.
-The gradient of a weight sums over m: what was measured is known at some m, and between two of them
-that agree.
+A weight is quantized once for all m, so that a route has one granularity of it, the fastest over
+the measured m in the range. Times in training are those of GEMMs that quantize both operands,
+because the weight changes in every step; times in inference are those of prepared weights. The
+gradient of a weight sums over m, so that kernels are known only at measured m, and between two
+equal choices.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ from lokakern.workloads.gemm_cases import grad_weight_case
 from lokakern.workloads.norm_cases import activate_case
 
 GEMMS = ("output", "grad_input", "grad_weight")
-ANY_M = 2**31  # more than any m
-SAMPLES = (1024, 2048, 8192, 20480)  # at which gradients of weights are swept, besides those of m
+ANY_M = 2**31  # larger than any m
+SAMPLES = (
+    1024,
+    2048,
+    8192,
+    20480,
+)  # m of swept weight gradients, in addition to those of the output
 MRange = tuple[int, int]
 
 
@@ -54,10 +59,9 @@ class Route:
 
     Attributes:
         gemm: "output", "grad_input" or "grad_weight".
-        text: What modules hold of it, see `lokakern.nn.routed_matmul`; "" where nothing is
-            quantized.
-        why: In a few words.
-        choices: The evidence at each m that was measured; empty where nothing was.
+        text: The route of modules, see `lokakern.nn.routed_matmul`; "" if nothing is quantized.
+        why: The reason in a few words.
+        choices: The choice at each measured m.
     """
 
     gemm: str
@@ -72,12 +76,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Judge:
-    """Who says what a kernel may err: a budget, or verdicts of Probe.
+    """Source of errors and their limit: the database, or verdicts of Probe.
 
     Attributes:
-        budget: Largest accepted error; None admits no kernel that quantizes.
-        distributions: On which stored errors are judged; None: all realistic ones.
-        verdicts: By GEMM, whose errors count instead of stored ones; None: stored ones count.
+        budget: Largest accepted error; None admits no quantizing kernel.
+        distributions: Distributions of stored errors; None: all realistic ones.
+        verdicts: Verdicts whose errors replace stored ones, if any.
     """
 
     budget: ErrorBudget | None
@@ -87,7 +91,7 @@ class Judge:
     def candidates(
         self, problem: Problem, gemm: str, device: Device
     ) -> tuple[Table, list[Candidate]]:
-        """What was measured of a problem, and its candidates with the errors that count."""
+        """The table of a problem, and its candidates with the errors of this source."""
         table = dispatcher.table_for(
             problem, self.budget, self.distributions, device, is_choice=False
         )
@@ -97,7 +101,7 @@ class Judge:
         return table, [_judged(c, verdict, device) for c in table.candidates]
 
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
-        """The table of these candidates."""
+        """The table with these candidates."""
         table, candidates = self.candidates(problem, gemm, device)
         return table if self.verdicts is None else _rebuilt(table, candidates)
 
@@ -111,16 +115,16 @@ def routes_of(
     Args:
         n: Outputs.
         k: Inputs.
-        judge: Says which errors are small enough.
-        device: Whose times count.
-        has_bias: Whether the output has a bias; times without are taken where none were measured.
-        inference: Whether weights are quantized once and for all, and nothing has a gradient.
-        m_range: Smallest and largest m to choose for; None: all that were measured.
-        forms: Scales that a weight may have.
+        judge: Source of errors and their limit.
+        device: Device of the times.
+        has_bias: Whether the output has a bias; times without bias are used if there are no others.
+        inference: Whether weights are quantized once, without gradients.
+        m_range: Smallest and largest m to choose for; None: all measured m.
+        forms: Granularities of the weight.
     """
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
-        reason = "answers are frozen, and those of modules are not among them"
+        reason = "choices are frozen, without those of modules"
     if reason:
         return tuple(Route(gemm, PLAIN, f"{reason}: nothing is quantized") for gemm in GEMMS)
     epilogues = ("bias", "none") if has_bias else ("none",)
@@ -140,10 +144,9 @@ def routes_of(
 def activating_route(
     device: Device, k: int, activation: str, *, m_range: MRange | None = None
 ) -> str:
-    """Kernels that activate rows of k columns and quantize them, from one measured m to the next.
+    """The route of the fastest kernels that activate and quantize rows of k columns.
 
-    Each is exact but for its roundings, and all round alike: the fastest is taken. "" where none
-    was measured but in several launches.
+    All have the same rounding. "" if no kernel with a single launch was measured.
     """
     problem = activate_case(16, k, activation, "X1", fp8_format(device)).problem
     table = dispatcher.table_for(problem, None, None, device, is_choice=False)
@@ -182,7 +185,7 @@ def _route(
     m_range: MRange | None,
     forms: Sequence[Granularity],
 ) -> Route:
-    """Of a product with a weight: of all kinds of its scales the one that gains most."""
+    """The route with the granularity of the weight that is fastest."""
     best: tuple[float, Granularity, Table, Table] | None = None
     for form in forms:
         aligned, other = (
@@ -210,7 +213,7 @@ def _of_forms(
     problem: Problem, gemm: str, forms: Sequence[Granularity], judge: Judge, device: Device,
     is_prepared: bool,
 ) -> Table:  # fmt: skip
-    """Candidates that read a weight quantized ahead, with these kinds of scales."""
+    """Candidates that read a prepared weight with one of these granularities."""
     asked = with_weight(problem, forms[0], device) if is_prepared else problem
     table, candidates = judge.candidates(asked, gemm, device)
     kept, rejected = [], list(table.rejected)
@@ -240,18 +243,18 @@ def _why_not(
 
 
 def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Candidate:
-    """A candidate with the errors that Probe replayed."""
+    """A candidate with the replayed errors of a verdict."""
     kernel = candidate.kernel
     if candidate.unquantized or kernel is None:
         return candidate
-    way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
-    found = None if verdict is None else verdict.of(way)
+    numerics = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
+    found = None if verdict is None else verdict.of(numerics)
     errors: dict[str, float] = {}
     reason = ""
     if found is None:
-        reason = f"Probe did not replay {way}"
+        reason = f"Probe did not replay {numerics}"
     elif found.architecture not in ("", device.architecture):
-        reason = f"Probe replayed {way} on {found.architecture}"
+        reason = f"Probe replayed {numerics} on {found.architecture}"
     elif found.safety == "undecided":
         reason = f"undecided: {found.reason}"
     else:
@@ -269,7 +272,7 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
 def _rebuilt(
     table: Table, candidates: Sequence[Candidate], rejected: Sequence[tuple[str, str]] | None = None
 ) -> Table:
-    """A table with other candidates, which decides anew."""
+    """A table with other candidates, without cached choices."""
     given: dict[str, Any] = {name: [] for name in ("breakpoints", "winners", "kernels", "misses")}
     kept = table.rejected if rejected is None else tuple(rejected)
     return replace(table, candidates=tuple(candidates), rejected=kept, **given)
@@ -281,7 +284,7 @@ def _sizes(table: Table, m_range: MRange | None) -> list[int]:
 
 
 def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
-    """Mean of log(time chosen / time unquantized); 0 where nothing was measured."""
+    """Mean of log(chosen time / unquantized time); 0 without measurements."""
     base = next((c for c in table.candidates if c.name == table.baseline), None)
     gains = []
     for m in _sizes(table, m_range):
@@ -302,7 +305,7 @@ def _segments(table: Table, m_range: MRange | None) -> Segments:
 
 
 def _within(segments: Segments, m_range: MRange) -> Segments:
-    """Nothing quantized outside a range."""
+    """The segments, with the unquantized product outside a range."""
     low, high = m_range
     starts = [start for start, _ in segments]
     first = segments[bisect_right(starts, low) - 1][1]
@@ -311,7 +314,7 @@ def _within(segments: Segments, m_range: MRange) -> Segments:
 
 
 def _runs(kernel: Kernel, table: Table) -> bool:
-    """Whether it, or on another device its emulation, can be launched here."""
+    """Whether the kernel, or its emulation, can run here."""
     if table.callable_here:
         return True
     try:
@@ -325,7 +328,7 @@ def _choices(table: Table, sizes: Sequence[int]) -> tuple[Choice, ...]:
 
 
 def _why_plain(table: Table, sizes: Sequence[int]) -> str:
-    """Why nothing is quantized, at the largest m: there it would pay first."""
+    """Why nothing is quantized at the largest m, where FP8 gains most."""
     if not sizes:
         return f"measured only outside the range (m={_words(table.measured_m)})"
     return f"at m={sizes[-1]} {_reasons(table.pick(sizes[-1]))}"
@@ -347,7 +350,7 @@ def _words(sizes: Sequence[int]) -> str:
 def _grad_weight_route(
     n: int, k: int, judge: Judge, device: Device, output: Route, m_range: MRange | None
 ) -> Route:
-    """``dW[n, k] = dY[m, n]^T X[m, k]``: a table for each number of samples m."""
+    """The route of ``dW[n, k] = dY[m, n]^T X[m, k]``, from a table for each m."""
     gemm = "grad_weight"
     low, high = m_range or (1, ANY_M)
     known = sorted({*SAMPLES, *(choice.m for choice in output.choices)})
@@ -364,7 +367,7 @@ def _grad_weight_route(
     for (m, name), (_, then) in pairwise([*names.items(), (ANY_M, "")]):
         if segments[-1][1] != name:
             segments.append((m, name))
-        if name and name != then:  # between two that disagree nothing is known
+        if name and name != then:  # unknown between two different choices
             segments.append((m + 1, ""))
     text = route_text(Granularity.NONE, segments, [(0, "")])
     fast = [m for m, name in names.items() if name]
@@ -376,7 +379,7 @@ def _grad_weight_route(
 
 
 def _quantizing(choice: Choice) -> str:
-    """Name of the kernel, if it quantizes."""
+    """Name of the chosen kernel if it quantizes, or ""."""
     kernel = choice.table.kernels[bisect_right(choice.table.breakpoints, choice.m) - 1]
     is_chosen = kernel is not None and kernel.quantizes and not choice.is_miss
     return kernel.name if is_chosen and kernel is not None else ""

@@ -1,12 +1,12 @@
-"""Gradients between ranks in bfloat16 or FP8: a communication hook of DDP.
+"""A communication hook of DDP that sends gradients in bfloat16 or FP8.
 
-``ddp.register_comm_hook(Compression("fp8"), compress)``. In FP8 each rank quantizes its gradient,
-sends every other rank the part that is its to add up, and quantizes the mean again to send it to
-all: two bytes an element, where float32 takes eight. What rounding takes away is kept and added to
-the next gradient (error feedback), so that over steps nothing is lost.
+``ddp.register_comm_hook(Compression("fp8"), compress)``. In FP8 each rank quantizes its gradient
+and sends each other rank the part that it reduces, and then quantizes the mean and sends it to all
+ranks: two bytes for each element instead of eight in float32. Rounding errors are added to the next
+gradient (error feedback), so that they do not accumulate over steps.
 """
 
-# No `from __future__ import annotations` here: DDP compares annotations of hooks with types.
+# Without `from __future__ import annotations`: DDP compares annotations of hooks with types.
 from typing import Any, NamedTuple
 
 import torch
@@ -19,30 +19,30 @@ from lokakern.functional.quantize import quantize
 from lokakern.registry.register import fp8_format
 from lokakern.selection.arguments import device_of
 
-COLUMNS = 256  # that share a scale: 1.6 % more bytes
+COLUMNS = 256  # elements of a scale: 1.6 % more bytes
 WIRES = ("fp8", "bfloat16")
-# torch 2.13 renamed it.
+# Renamed in torch 2.13.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Errors(NamedTuple):
-    """What rounding took, of a rank's gradient and of the part that it adds up."""
+    """Rounding errors of a rank's gradient and of the mean that it computes."""
 
     local: Tensor
     mean: Tensor
 
 
 class Compression:
-    """State of `compress`: how gradients are sent, and what rounding took away so far.
+    """State of `compress`: the wire format, and rounding errors for error feedback.
 
     Args:
         wire: "fp8" or "bfloat16".
         group: Process group; None: the default one.
-        error_feedback: Whether to add to a gradient what rounding took of the one before; it takes
-            4 bytes for each element, and 4 more for each that a rank adds up. Of FP8 only.
+        error_feedback: Whether to add the last rounding errors to the next gradient; for FP8 only.
+            It takes 4 bytes for each element, and 4 more for each that the rank reduces.
 
     Raises:
-        UnknownNameError: No such wire.
+        UnknownNameError: The wire format is unknown.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Compression:
         self._streams: dict[torch.device, Any] = {}
 
     def average(self, gradient: Tensor, bucket: int = 0) -> Tensor:
-        """The mean over ranks of a flat gradient, which is overwritten; the same bits on all.
+        """The mean of a flat gradient over ranks, in place; bitwise equal on all ranks.
 
-        An element that is not finite makes those that share its scale, or only itself, NaN on
-        every rank, and nothing of it is kept.
+        A non-finite element makes itself, or all elements of its scale, NaN on every rank, and is
+        not part of error feedback.
 
         Args:
-            gradient: ``[elements]``, as many on each rank.
-            bucket: Whose errors are fed back.
+            gradient: ``[elements]``, with the same size on each rank.
+            bucket: Index of the DDP bucket.
         """
         if self.wire == "bfloat16":
             short = gradient.bfloat16().div_(dist.get_world_size(self.group))
@@ -73,13 +73,13 @@ class Compression:
     def _in_fp8(self, gradient: Tensor, bucket: int) -> Tensor:
         ranks = dist.get_world_size(self.group)
         count = gradient.numel()
-        rows = -(-count // (ranks * COLUMNS))  # that each rank adds up
+        rows = -(-count // (ranks * COLUMNS))  # rows that each rank reduces
         whole = gradient.new_zeros(ranks * rows * COLUMNS, dtype=torch.float32)
         whole[:count] = gradient
         whole = whole.view(ranks * rows, COLUMNS)
         errors = self._errors.get(bucket)
         if errors is not None and errors.local.shape != whole.shape:
-            errors = None  # DDP made its buckets anew
+            errors = None  # DDP rebuilt its buckets
         if errors is not None:
             whole += errors.local
         local, local_error = self._rounded(whole)
@@ -98,17 +98,17 @@ class Compression:
         return _restored(gathered).view(-1)[:count]
 
     def _rounded(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Bytes and scales of rows, and what they lack."""
+        """Bytes and scales of rows, and the rounding errors."""
         quantized = quantize(x)
-        assert quantized.scale is not None  # by rows
+        assert quantized.scale is not None  # rowwise
         parts = [quantized.data.view(torch.uint8), quantized.scale]
         if not self.error_feedback:
             return parts, x
         lost = x - _restored(parts)
         return parts, torch.where(lost.isfinite(), lost, 0.0)
 
-    def beside(self, x: Tensor) -> Any:
-        """A stream for what must not wait for the backward pass, nor this for it; None on a CPU."""
+    def stream_of(self, x: Tensor) -> Any:
+        """A separate stream, so that communication overlaps the backward pass; None on a CPU."""
         if not x.is_cuda:
             return None
         if x.device not in self._streams:
@@ -119,7 +119,7 @@ class Compression:
 def compress(state: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The hook: ``ddp.register_comm_hook(Compression("fp8"), compress)``."""
     gradient = bucket.buffer()
-    stream = state.beside(gradient)
+    stream = state.stream_of(gradient)
     if stream is None:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(state.average(gradient, bucket.index()))
@@ -133,6 +133,6 @@ def compress(state: Compression, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def _restored(parts: list[Tensor]) -> Tensor:
-    """Float32 of bytes and scales."""
+    """Dequantized float32 values of bytes and scales."""
     data, scale = parts
     return data.view(fp8_format(device_of(data)).dtype).float() * scale

@@ -1,4 +1,4 @@
-"""Weights gathered as FP8 under FSDP2: half the bytes of bfloat16, and quantized once for all.
+"""Weights gathered as FP8 under FSDP2: half the bytes of bfloat16, quantized once.
 
     lokakern.convert(model, 0.06, weight_scales=["tensor"])
     for layer in layers:
@@ -6,13 +6,12 @@
     fully_shard(model)
     Gathering(model)
 
-A weight has one scale, which all ranks have to know before they quantize their rows. Those of all
-weights are found together, by one all-reduce of a number each, at the first gather of a forward
-pass, so that whatever wrote to weights is seen. Then a rank sends its rows as bytes, one for each
-element, and the GEMMs of converted layers read what arrives as it is, to the bit what they would
-have quantized of the whole weight. Beside it stands the weight that these bytes mean, in the dtype
-of FSDP2's policy, for all else that reads it. Optimizers, gradients and checkpoints see the
-parameters as they are without.
+A weight has one scale, which all ranks need before they quantize their rows. One all-reduce at the
+first gather of a forward pass computes the scales of all weights, so that all changes of weights
+count. Then each rank sends its rows as bytes, and the GEMMs of converted layers read the gathered
+bytes, which are bitwise equal to a quantization of the whole weight. Other readers get the
+dequantized weight in the dtype of FSDP2's policy. Optimizers, gradients and checkpoints are not
+affected.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class Scale(NamedTuple):
-    """Of a weight, and when it was found.
+    """The scale of a weight, and the state for which it is valid.
 
     Attributes:
         value: float32 ``[1, 1]``, the same on all ranks.
-        rounded: The same of the weight in bfloat16.
-        steps: Of optimizers of these weights by then.
+        rounded: The scale of the weight in bfloat16.
+        steps: Number of optimizer steps.
         weight: Id of the parameter.
-        version: Of it. Neither foreach nor fused optimizers move that of a DTensor; loading does.
+        version: Its version, which loading changes, but not foreach and fused optimizers.
     """
 
     value: Tensor
@@ -59,12 +58,12 @@ class Scale(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """A weight as it arrived.
+    """A gathered weight.
 
     Attributes:
-        data: FP8 ``[n, k]``, memory of FSDP2's.
+        data: FP8 ``[n, k]`` in memory of FSDP2.
         scale: float32 ``[1, 1]``.
-        address: Of the weight that the bytes mean: by it a layer knows that it is asked for this.
+        address: Address of the dequantized weight, by which a layer recognizes it.
     """
 
     data: Tensor
@@ -72,21 +71,21 @@ class Gathered(NamedTuple):
     address: int
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether these bytes mean a weight: FSDP2 frees them when it frees the weight."""
+        """Whether the bytes belong to a weight; FSDP2 frees both together."""
         is_held = self.data.untyped_storage().size() > 0
         return is_held and self.address == weight.data_ptr() and self.data.shape == weight.shape
 
     def parts(self, routes: tuple[str, str, str]) -> tuple[Tensor | None, ...]:
-        """What the output's product reads, and what that of the input's gradient does."""
+        """FP8 weights for the output and for the gradient of the input."""
         to_output, to_input = (scales_of(route) == TENSOR.value for route in routes[:2])
         forward = (self.data, self.scale) if to_output else (None, None)
         return (*forward, *((self.data.t(), self.scale) if to_input else (None, None)))
 
 
 class GatheredWeight(Tensor):
-    """Rows of a weight that FSDP2 gathers as FP8, by methods that it looks for.
+    """Rows of a weight with FSDP2's extension methods for all-gathers.
 
-    Nothing but FSDP2 sees this type: what is computed of it, or saved, is a plain tensor.
+    Only FSDP2 sees this type: results of operations, and saved tensors, are plain.
     """
 
     @classmethod
@@ -103,10 +102,10 @@ class GatheredWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Bytes of this rank's rows, and zeros in the place of those that it has not."""
+        """Bytes of this rank's rows, padded with zeros."""
         gathering = module._gathering
         assert isinstance(gathering, Gathering)  # it made this type
-        # As the whole weight would be rounded: by FSDP2 before it is quantized, or not at all.
+        # FSDP2 rounds the weight to the policy's dtype before it is quantized.
         is_rounded = policy.param_dtype not in (None, torch.float32)
         scale = gathering.scale_of(module, is_rounded)
         n, k = outer_size
@@ -122,49 +121,49 @@ class GatheredWeight(Tensor):
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *,
         out: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Hand the bytes to the layer, and make the weight that they mean."""
+        """Store the bytes in the layer, and return the dequantized weight."""
         module, scale, n = metadata
         data = outputs[0][:n].view(fp8_format(device_of(outputs[0])).dtype)
         with torch.no_grad():
-            meant = (data.float() * scale).to(dtype)
-            if out is not None:  # which FSDP2 gave its memory back
+            dequantized = (data.float() * scale).to(dtype)
+            if out is not None:  # whose memory FSDP2 allocated again
                 with _unsafe_preserve_version_counter(out):
-                    out.copy_(meant)
-        weight = meant if out is None else out
+                    out.copy_(dequantized)
+        weight = dequantized if out is None else out
         module._gathered = Gathered(data, scale, weight.data_ptr())
-        return None if out is not None else (meant, (meant,))
+        return None if out is not None else (dequantized, (dequantized,))
 
 
-# What FSDP2 does to rows: it pads those of the last ranks, and moves those that are offloaded.
+# Operations of FSDP2 on rows: padding for the last ranks, and moves of offloaded rows.
 _KEEPING = frozenset((Tensor.new_zeros, Tensor.narrow, Tensor.to, Tensor.cpu, Tensor.pin_memory))
 
 
 class Gathering:
-    """Which weights of a model FSDP2 gathers as FP8, and their scales.
+    """The weights of a model that FSDP2 gathers as FP8, and their scales.
 
-    Make it on every rank, after `lokakern.convert` and `fully_shard` and before the model is first
-    called. Weights are those of converted layers whose output reads one scale for the whole weight
-    (``weight_scales=["tensor"]`` of `convert`), and whose input's gradient does or is not
-    quantized: then, and at m where the output is not, it reads the weight that the bytes mean. This
-    lasts as long as the model is sharded; a `Conversion.refresh` or `undo` does not end it.
+    Create it on every rank, after `lokakern.convert` and `fully_shard` and before the first call of
+    the model. It applies to converted layers whose output reads a tensorwise scale of the weight
+    (``weight_scales=["tensor"]`` of `convert`), and whose input gradient does so, too, or is not
+    quantized. Unquantized products read the dequantized weight. It stays in effect as long as the
+    model is sharded, also after `Conversion.refresh` or `undo`.
 
     Args:
         model: Converted and sharded.
 
     Attributes:
-        layers: By name, whose weights are gathered as FP8.
-        skipped: Other converted layers, by name, and why.
+        layers: Layers by name whose weights are gathered as FP8.
+        skipped: Reasons by name for other converted layers.
 
     Raises:
         UnknownNameError: There is no such layer.
-        UnsupportedError: The model was called already: FSDP2 has decided how it gathers.
+        UnsupportedError: The model was called before, so FSDP2 has fixed its all-gathers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root is not None:
                 raise UnsupportedError(
-                    f"Gathering: {name or 'the model'} was called since fully_shard; make a "
+                    f"Gathering: {name or 'the model'} was called since fully_shard; create the "
                     "Gathering right after fully_shard"
                 )
         every = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
@@ -177,13 +176,13 @@ class Gathering:
                 f"Gathering: no layer of {type(model).__name__} has a weight to gather as FP8; "
                 f"expected one that lokakern.convert gave tensor scales (weight_scales=){words}"
             )
-        # Also while FSDP2 has whole ones in their place.
+        # References, because FSDP2 replaces parameters by unsharded ones.
         self._weights: dict[nn.Module, DTensor] = {}
         for module in self.layers.values():
             module._gathering = self
             self.keep(module)
         self._steps = 0
-        self._asked: set[nn.Module] = set()  # for whose weights since scales were found
+        self._asked: set[nn.Module] = set()  # modules gathered since the last update of scales
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # of these weights
         reference = weakref.ref(self)
 
@@ -204,21 +203,21 @@ class Gathering:
         return True
 
     def keep(self, module: nn.Module) -> None:
-        """Make rows what FSDP2 looks for, as which a cast, or loading, does not leave them."""
+        """Make the local tensor a `GatheredWeight` again after a cast or a load."""
         weight = module.weight
         if isinstance(weight, DTensor):
-            if self._weights.get(module) is not weight:  # an id may be another's by now
+            if self._weights.get(module) is not weight:  # ids may be reused
                 module._weight_scale = None  # type: ignore[assignment]
             self._weights[module] = weight
             if not isinstance(weight._local_tensor, GatheredWeight):
                 weight._local_tensor = weight._local_tensor.as_subclass(GatheredWeight)
 
     def scale_of(self, module: nn.Module, is_rounded: bool) -> Tensor:
-        """Of a weight, or of it in bfloat16, ``[1, 1]``.
+        """The scale of a weight, or of the weight in bfloat16, ``[1, 1]``.
 
-        Where weights may have changed those of all are found anew: in each forward pass, because a
-        write through ``data`` moves no version. A backward pass, and what a checkpoint computes
-        again in it, takes those of the forward pass.
+        The scales of all weights are updated in each forward pass, because writes through ``data``
+        do not change versions. The backward pass, and recomputation in it, uses those of the
+        forward pass.
         """
         scale: Scale | None = module._weight_scale  # type: ignore[assignment]
         weight = self._weights[module]
@@ -234,13 +233,13 @@ class Gathering:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Find the scales of all weights by one all-reduce; every rank must call.
+        """Compute the scales of all weights with one all-reduce; every rank must call it.
 
-        FSDP2 does so in each forward pass. Only of weights that stay whole from one pass to the
-        next (``reshard_after_forward=False``, without gradients) nothing is gathered, nor found.
+        FSDP2 calls it in each forward pass, unless weights stay unsharded
+        (``reshard_after_forward=False``, without gradients).
 
         Raises:
-            RuntimeError: A rank is gone; or what else the process group raises.
+            RuntimeError: The process group failed.
         """
         self._asked.clear()
         weights = self._weights.values()
@@ -251,7 +250,7 @@ class Gathering:
         for _, group in sorted(groups.items()):
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
         most = torch.finfo(fp8_format(device_of(amax)).dtype).max
-        # The largest of rounded numbers is the largest one, rounded.
+        # The amax of rounded values is the rounded amax.
         scales, rounded = (
             torch.where(x == 0.0, 1.0, (x / most).clamp(min=2.0**-126))
             for x in (amax, amax.to(torch.bfloat16).float().clamp(max=_LARGEST))
@@ -285,7 +284,7 @@ def _why_not(module: Linear) -> str:
 
 
 def _amax(rows: Tensor) -> Tensor:
-    """The largest finite magnitude; 0 of none."""
+    """The largest finite magnitude, or 0."""
     if not rows.numel():
         return torch.zeros((), device=rows.device)
     x = rows.as_subclass(Tensor).float()
@@ -293,6 +292,6 @@ def _amax(rows: Tensor) -> Tensor:
 
 
 def _groups_of(weight: DTensor) -> list[Any]:
-    """Process groups between whose ranks it is sharded."""
+    """Process groups over which a weight is sharded."""
     places = enumerate(weight.placements)
     return [weight.device_mesh.get_group(i) for i, place in places if place.is_shard()]

@@ -1,7 +1,9 @@
-"""Checks of operands, and the problems they pose. Done once per signature, never when warm."""
+"""Checks of operands, and the problem of a call; done once for each signature."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from lokakern.types import (
 
 
 def operand_of(x: Tensor, prefer: Layout = Layout.ROW) -> Operand:
-    """How a two-dimensional tensor lies in memory."""
+    """Format, layout and alignment of a matrix; ``prefer`` is the layout of a vector."""
     rows, columns = x.shape
     along_row, along_column = x.stride(1) == 1 or columns <= 1, x.stride(0) == 1 or rows <= 1
     if along_row and along_column:
@@ -37,15 +39,21 @@ def operand_of(x: Tensor, prefer: Layout = Layout.ROW) -> Operand:
 
 
 def is_traced() -> bool:
-    """Whether torch.jit.trace, torch.func or forward-mode AD has to see each step.
+    """Whether torch.jit.trace, torch.func or forward-mode AD records operations.
 
-    Kernels are no steps of theirs: a trace would lack them, and tangents would be lost.
+    They do not see kernels: a trace would lack them, and tangents would be lost.
     """
     return (
         torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, once in a process for each message."""
+    warnings.warn(message, stacklevel=3)
 
 
 def gemm_problem(
@@ -55,12 +63,12 @@ def gemm_problem(
     out: Tensor | None = None,
     op: str = "gemm",
 ) -> Problem:
-    """The problem of ``gemm`` on these operands; ``op`` is who asks, for the messages.
+    """The problem of ``gemm`` on these operands; ``op`` is named in messages.
 
     Raises:
-        ShapeError: They do not multiply, or ``out`` or ``bias`` does not fit.
+        ShapeError: Shapes do not match.
         FormatError: A dtype is not supported, or dtypes differ.
-        DeviceError: They are on different devices.
+        DeviceError: Operands are on different devices.
     """
     check_matrix(op, "a", a)
     if not isinstance(b, QuantizedTensor):
@@ -75,7 +83,7 @@ def gemm_problem(
     if k == 0:
         raise ShapeError(f"{op}: a is {list(a.shape)}; k must be at least 1")
     form = Format.of(a.dtype)
-    quantized = "scaled_gemm" if op == "gemm" else op  # what takes quantized operands
+    quantized = "scaled_gemm" if op == "gemm" else op  # the function for quantized operands
     if form.is_fp8:
         raise FormatError(
             f"{op}: a is {form.value}; pass it unquantized, or QuantizedTensors to {quantized}"
@@ -92,7 +100,7 @@ def gemm_problem(
                         operand_of(b.data).alignment)  # fmt: skip
         if prepared and b.source is None:
             raise FormatError(
-                f"{op}: b is quantized without its source, so the unquantized kernel is not legal; "
+                f"{op}: b is quantized without its source, so no unquantized kernel can run; "
                 f"use prepare_weight, or {quantized} on two QuantizedTensors"
             )
     else:
@@ -116,8 +124,8 @@ def check_matrix(op: str, name: str, x: Any) -> None:
         raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
     if is_traced():
         raise UnsupportedError(
-            f"{op}: torch.func, torch.jit.trace and forward-mode AD cannot look into kernels: call "
-            "it outside of them, or use torch.compile and backward()"
+            f"{op}: torch.func, torch.jit.trace and forward-mode AD cannot trace kernels: call it "
+            "outside of them, or use torch.compile and backward()"
         )
     if x.layout is not torch.strided:
         raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor (use .to_dense())")
@@ -138,7 +146,7 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_out(op: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Check an output; returns whether it is a strided slice."""
+    """Check an output tensor; returns whether it is a strided slice."""
     if out is None:
         return False
     if tuple(out.shape) != shape or out.dtype != dtype:
@@ -162,10 +170,10 @@ def check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None
 
 
 def checked_scale(op: str, given: Tensor | float, device: torch.device) -> Tensor:
-    """Decode scale of a whole output, float32 ``[1, 1]``; a tensor's value is not read."""
+    """A static descale of the output, float32 ``[1, 1]``; the value of a tensor is not read."""
     if not isinstance(given, Tensor):
         usable = isinstance(given, int | float) and not isinstance(given, bool)
-        # A number that float32 holds: SMALLEST_SCALE is its smallest normal one.
+        # In the range of float32, whose smallest normal number is SMALLEST_SCALE.
         if not usable or not SMALLEST_SCALE <= given <= torch.finfo(torch.float32).max:
             raise FormatError(
                 f"{op}: out_scale is {given!r}; expected a finite float32 number > 0, or a "

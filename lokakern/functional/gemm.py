@@ -1,11 +1,9 @@
-"""`gemm`: check once, choose once, then allocate and launch; its autograd and its compiled op."""
+"""`gemm`: checks and dispatch on the first call, then launches; autograd and the compiled op."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lokakern.errors import BudgetError, ShapeError, UnsupportedError
-from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_traced
+from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_traced, warn_once
 from lokakern.sampled_check import watch_of_gemm
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of
@@ -44,43 +42,43 @@ def gemm(
     on_miss: str = "bf16",
     check: str | None = None,
 ) -> Tensor:
-    """Multiply ``a`` by ``b`` with the fastest kernel inside ``budget``.
+    """Multiply ``a`` by ``b`` with the fastest kernel within ``budget``.
 
     The kernel's error is within the budget on the distributions on which it was measured (X1 to X14
     of ``list distributions``, or those of ``distribution``), not on every input: with columns that
-    have a common mean, and a weight whose rows sum to zero, a product may lose all of its digits.
-    If you need more, let ``check`` compare rows of the actual operands, or `Probe` judge the layer.
+    have a common mean, and a weight whose rows sum to zero, a product may lose all digits. To
+    verify the error on actual operands, use ``check`` or `Probe`.
 
-    Quantizing is part of it and of its time. A call that needs gradients is differentiated as the
-    unquantized product, with unquantized kernels.
+    The call quantizes its operands, and measured times include that. Gradients are those of the
+    unquantized product, computed by unquantized kernels.
 
     Args:
         a: Left operand, ``[m, k]``, bfloat16 or float32, any strides.
         b: Right operand, ``[k, n]``, same dtype and device as ``a``; ``weight.t()`` is the fast
             layout. Or a weight from `prepare_weight`, which is not quantized again.
         budget: Largest accepted row error against a float64 product, or an `ErrorBudget`, over
-            measured distributions. None means the unquantized kernel, or the budget a weight was
-            prepared for.
+            measured distributions. None means the unquantized kernel, or the budget of a prepared
+            weight.
         bias: ``[n]``, dtype of ``a``, added before the output is rounded.
-        out: Where to write, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
-        distribution: Input distributions to judge the error on; None means all realistic ones.
-        on_miss: What to do where nothing was measured: "bf16" (the unquantized kernel, logged once
-            and kept for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
-        check: ``"every:rows"``, such as "1000:64": at every 1000th call with operands of this kind
-            64 rows are also computed in float32, and a later call issues an `ErrorBudgetWarning` if
-            their error exceeds the budget (`lokakern.sampled_check`). None: what LOKAKERN_CHECK
-            says when operands of this kind first come; "off": no check.
+        out: Output, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
+        distribution: Input distributions for the error; None means all realistic ones.
+        on_miss: Action without measurements: "bf16" (the unquantized kernel, logged once and saved
+            for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
+        check: ``"every:rows"``, such as "1000:64": in every 1000th call with such operands 64 rows
+            are also computed in float32, and a later call issues an `ErrorBudgetWarning` if their
+            error exceeds the budget (`lokakern.sampled_check`). None: the value of LOKAKERN_CHECK
+            at the first call with such operands; "off": no check.
 
     Returns:
         ``[m, n]``, dtype of ``a``.
 
     Raises:
-        ShapeError: The operands do not multiply, or ``out`` or ``bias`` does not fit.
+        ShapeError: Shapes do not match.
         FormatError: A dtype is not supported, or dtypes differ.
         DeviceError: Operands are on different devices.
-        BudgetError: The budget is not a finite, non-negative number, or the check, which may come
-            from LOKAKERN_CHECK, is not ``every:rows``.
-        MissError: Nothing was measured and ``on_miss`` is "raise".
+        BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
+            is not ``every:rows``.
+        MissError: There is no measurement and ``on_miss`` is "raise".
         MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
     """
     if torch.compiler.is_compiling():
@@ -103,7 +101,7 @@ def gemm(
         )  # fmt: skip
         table = _PLANS.get(key)
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
-        key, table = None, None  # a wrong argument: the checks say which
+        key, table = None, None  # the checks raise for an invalid argument
     if table is None:
         generation = dispatcher.generation()
         table = _plan(a, b, budget, bias, out, distribution, on_miss, check)
@@ -126,17 +124,14 @@ def gemm(
                         distribution=table.distributions, check=check)  # fmt: skip
     else:
         kernel = table.kernels[place]
-    assert kernel is not None  # a table for the device here has an unquantized kernel at least
+    assert kernel is not None  # a table for this device has an unquantized kernel
     kernel.launch(a, b, out, bias, kernel.workspace(a, b))
     if table.watch is not None and kernel.quantizes:
-        right = _unquantized(b) if type(b) is QuantizedTensor else b
-        table.watch.see(a, right, out, bias, kernel.name)  # type: ignore[arg-type]
+        right: Tensor | None = b  # type: ignore[assignment]
+        if type(b) is QuantizedTensor:
+            right = b.source.t() if b.transposed and b.source is not None else b.source
+        table.watch.see(a, right, out, bias, kernel.name)
     return out
-
-
-def _unquantized(b: QuantizedTensor) -> Tensor | None:
-    """What a prepared weight was made of."""
-    return b.source.t() if b.transposed and b.source is not None else b.source
 
 
 def _needs_grad(a: Any, b: Any, bias: Any, out: Any) -> bool:
@@ -156,26 +151,26 @@ def _plan(
     on_miss: str,
     check: str | None,
 ) -> Table:
-    """Check everything a warm call relies on, and build the table it reads."""
+    """Check everything that warm calls rely on, and build their table."""
     check_on_miss("gemm", on_miss)
     problem = gemm_problem(a, b, bias, out)
     if budget is None and isinstance(b, QuantizedTensor):
         budget = b.budget
     names = dispatcher.distribution_names(distribution)
-    if budget is None:  # needs no measurement, and none that cannot be read stands in its way
+    if budget is None:  # works without a readable database
         return dispatcher.unquantized_table(problem, device_of(a))
     limits = budget_of(budget)
     table = dispatcher.table_for(problem, limits, names, device_of(a))
     site = f"gemm n={problem.n} k={problem.k} {problem.a.format.value}"
     watch = watch_of_gemm(check, limits, site + (" prepared" if problem.prepared else ""))
     if watch is not None:
-        table = copy.copy(table)  # others of this problem may not be checked
+        table = copy.copy(table)  # calls without a check may share the table
         table.watch = watch
     return table
 
 
 class _Differentiable(torch.autograd.Function):
-    """The gradient of the unquantized product, by unquantized kernels."""
+    """`gemm` with the gradient of the unquantized product, by unquantized kernels."""
 
     @staticmethod
     def forward(a: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
@@ -203,17 +198,8 @@ def _gemm_gradients(
     )
 
 
-@functools.cache
-def _say_once() -> None:
-    warnings.warn(
-        "lokakern.gemm multiplies unquantized under torch.func, torch.jit.trace and forward-mode "
-        "AD, and so does what they produce",
-        stacklevel=3,
-    )
-
-
 def _plain_gemm(a: Tensor, b: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
-    """The unquantized product in torch's steps, which can be transformed and traced.
+    """The unquantized product by torch's operators, which can be transformed and traced.
 
     Raises:
         UnsupportedError: There is no unquantized b.
@@ -221,10 +207,13 @@ def _plain_gemm(a: Tensor, b: Tensor | QuantizedTensor, bias: Tensor | None) -> 
     weight = _weight_of(b)
     if weight.dtype != a.dtype:
         raise UnsupportedError(
-            "gemm: torch.func and torch.jit.trace see the unquantized product, and b has no "
+            "gemm: torch.func and torch.jit.trace need the unquantized product, but b has no "
             "source: pass the weight itself, or call gemm outside of them"
         )
-    _say_once()
+    warn_once(
+        "lokakern.gemm multiplies unquantized under torch.func, torch.jit.trace and forward-mode "
+        "AD, and so do their results"
+    )
     return a @ weight if bias is None else torch.addmm(bias, a, weight)
 
 
@@ -259,8 +248,8 @@ def _differentiable_gemm(
     return result
 
 
-# Under torch.compile the product is one opaque op: a look-up made while tracing would bake the
-# kernel for one m into the graph.
+# Under torch.compile the product is one opaque op: a look-up during tracing would fix the kernel of
+# one m in the graph.
 _LIBRARY = torch.library.Library("lokakern", "DEF")
 _LIBRARY.define(
     "gemm(Tensor a, Tensor b, Tensor? b_scale, Tensor? source, Tensor? bias, str granularity, "
@@ -289,7 +278,7 @@ def _traced_gemm(
     elif budget is not None:
         if isinstance(budget, bool) or budget != budget:
             raise BudgetError(f"budget is {budget!r}; expected a number or an ErrorBudget")
-        limits = [budget]  # of row_err, checked further when the op runs
+        limits = [budget]  # a limit on row_err, which the op checks
     names = [distribution] if isinstance(distribution, str) else list(distribution or ())
     n = b.shape[1]
     check_bias("gemm", bias, n, a.dtype)

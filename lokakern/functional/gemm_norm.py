@@ -1,4 +1,4 @@
-"""`gemm_norm` and `norm_quantize`: check once, choose once, then allocate and launch."""
+"""`gemm_norm` and `norm_quantize`: checks and dispatch on the first call, then launches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lokakern.functional.checks import check_matrix
 from lokakern.functional.norm_checks import (
     MATRICES,
     Cross,
+    aligned_epilogue,
+    epilogue_of_call,
     gemm_norm_problem,
-    in_place,
+    is_aligned,
     norm_quantize_problem,
     out_kind,
     scale_of,
-    settled,
     shown_name,
-    worded,
 )
 from lokakern.norm import Norm
 from lokakern.registry.register import Kernel
@@ -73,10 +73,10 @@ def gemm_norm(
     distribution: str | Sequence[str] | None = None,
     on_miss: str = "bf16",
 ) -> Matrix:
-    """Multiply and normalize, ``f(norm(a @ b + bias))``, with the fastest kernel inside ``budget``.
+    """Multiply and normalize, ``f(norm(a @ b + bias))``, with the fastest kernel within ``budget``.
 
-    The norm is that of unrounded sums where a kernel does both; statistics are float32. A call that
-    needs gradients is differentiated as the unquantized product.
+    A fused kernel normalizes unrounded sums; statistics are float32. Gradients are those of the
+    unquantized product.
 
     Args:
         a: ``[m, k]``, bfloat16, any strides; or from `quantize`.
@@ -85,57 +85,56 @@ def gemm_norm(
         norm: "layer", "rms", "block_rms(n)" with n a divisor of the columns, or "none"; or a
             `lokakern.norm.Norm`.
         bias: ``[n]``, bfloat16 or float32, added to the sums; of one dtype with the next two.
-        norm_weight: ``[n]``, what the norm is multiplied by.
-        norm_bias: ``[n]``, what is added then.
+        norm_weight: ``[n]``, multiplied with the normalized sums.
+        norm_bias: ``[n]``, added after that.
         activation: f: "relu", "hardswish", "silu", or None.
-        gate: f is ``gate * sigmoid(z)`` instead; ``[m, n]``, bfloat16, columns contiguous, as are
-            the next two.
+        gate: f is ``gate * sigmoid(z)``; ``[m, n]``, bfloat16, columns contiguous, as ``residual``
+            and ``cross``.
         residual: Added to the sums before the norm.
         residual_last: Whether the residual is added to the output instead.
-        cross: f of DCN instead: ``(x0, x)`` make it ``x0 * z + x``.
+        cross: ``(x0, x)``: f is DCN's ``x0 * z + x``.
         eps: Of the norm; None means 1e-5, or that of a `Norm`.
-        out: Where to write, ``[m, n]``, bfloat16, columns contiguous; may be a slice.
-        out_format: "bfloat16" or an FP8 format. None means the device's E4M3 where one of the next
-            two is given, else bfloat16.
-        out_granularity: Of the scales of an FP8 output: "row" (usual) or "1x128", made of the
-            outputs as `quantize` makes them; or "tensor", of ``out_scale``.
-        out_scale: Decode scale of a whole FP8 output, known ahead: a number, float32 ``[1, 1]``, or
-            "static", under which nothing saturates: what the norm, its weight and its bias bound
-            the output by (not with a gate, a cross, a last residual, or without a norm).
+        out: Output, ``[m, n]``, bfloat16, columns contiguous; may be a slice.
+        out_format: "bfloat16" or an FP8 format. None means the device's E4M3 with
+            ``out_granularity`` or ``out_scale``, else bfloat16.
+        out_granularity: Granularity of an FP8 output: "row" (default) or "1x128" with dynamic
+            scales, or "tensor" with ``out_scale``.
+        out_scale: Static descale of an FP8 output: a number, float32 ``[1, 1]``, or "static", the
+            bound of the norm, its weight and bias, so that nothing saturates (not with a gate, a
+            cross, a last residual, or without a norm).
         budget: Largest accepted row error against a float64 result, or an `ErrorBudget`, over
-            measured distributions. None means
-            the fastest unquantized kernel that was measured, or the budget a weight was prepared
-            for; of quantized operands, the fastest of all.
+            measured distributions. None means the fastest measured unquantized kernel, or the
+            budget of a prepared weight; for quantized operands, the fastest kernel.
         distribution: As of `gemm`.
-        on_miss: As of `gemm`; with "bf16", and without a budget or of quantized operands, nothing
-            is logged.
+        on_miss: As of `gemm`; "bf16" logs nothing without a budget or with quantized operands.
 
     Returns:
-        ``[m, n]``: a bfloat16 tensor, ``out`` where it is given; a `QuantizedTensor`, ready to be
-        the next ``a``, in an FP8 format.
+        ``[m, n]``: a bfloat16 tensor, ``out`` if given; or a `QuantizedTensor`, which can be the
+        next ``a``, for an FP8 format.
 
     Raises:
-        ShapeError: The operands do not multiply, or another tensor does not fit them.
+        ShapeError: Shapes do not match.
         FormatError: A dtype, format, granularity or scale does not fit.
-        UnknownNameError: No such norm or activation, or words that exclude each other.
+        UnknownNameError: The norm or activation is unknown, or options exclude each other.
         DeviceError: Operands are on different devices.
         BudgetError: The budget is not a finite, non-negative number.
-        UnsupportedError: A gradient is asked for of what has none, or no kernel runs here.
-        MissError: Nothing was measured and ``on_miss`` is "raise".
+        UnsupportedError: The call is not differentiable, or no kernel runs here.
+        MissError: There is no measurement and ``on_miss`` is "raise".
         MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
     """
-    epilogue = worded(
-        "gemm_norm", norm, eps, activation, gate, residual, residual_last, cross,
-        bias=bias, norm_weight=norm_weight, norm_bias=norm_bias,
+    epilogue = epilogue_of_call(
+        "gemm_norm", norm=norm, eps=eps, activation=activation, gate=gate, residual=residual,
+        residual_last=residual_last, cross=cross, bias=bias, norm_weight=norm_weight,
+        norm_bias=norm_bias,
     )  # fmt: skip
     kind = (out_format, out_granularity, out_scale)
     if torch.is_grad_enabled() and _needs_grad(a, b, epilogue):
         plain = out_format in (None, "bfloat16") and kind[1:] == (None, None)
         return _differentiable(
             a, b, epilogue, out, plain,
-            lambda: _chosen(a, b, epilogue, out, kind, budget, distribution, on_miss),
+            lambda: _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss),
         )  # fmt: skip
-    return _chosen(a, b, epilogue, out, kind, budget, distribution, on_miss)
+    return _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss)
 
 
 def norm_quantize(
@@ -154,11 +153,11 @@ def norm_quantize(
     out_scale: Scale = None,
     eps: float | None = None,
 ) -> QuantizedTensor:
-    """Normalize rows and quantize them, ``f(norm(x))``, in one read of ``x``.
+    """Normalize and quantize rows, ``f(norm(x))``, in one pass over ``x``.
 
     Args:
         x: ``[rows, columns]``, bfloat16.
-        norm: As of `gemm_norm`, as are the next seven.
+        norm: As of `gemm_norm`, as are the other arguments.
         norm_weight: ``[columns]``.
         norm_bias: ``[columns]``.
         activation: f.
@@ -174,7 +173,7 @@ def norm_quantize(
 
     Raises:
         LokakernError: As `gemm_norm`.
-        UnsupportedError: A gradient is asked for: FP8 has none.
+        UnsupportedError: A gradient is required: FP8 has none.
     """
     return norm_quantize_by(
         fastest_within(None), x, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
@@ -188,24 +187,15 @@ def gemm_norm_by(
     a: Matrix,
     b: Matrix,
     *,
-    norm: str | Norm,
     out: Tensor | None = None,
     out_format: Format | str | None = None,
     out_granularity: Granularity | str | None = None,
     out_scale: Scale = None,
-    eps: float | None = None,
-    activation: str | None = None,
-    gate: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_last: bool = False,
-    cross: Cross | None = None,
-    **vectors: Tensor | None,
+    **options: Any,
 ) -> Matrix:
-    """`gemm_norm` by the kernel that somebody chooses."""
-    epilogue = worded(
-        "gemm_norm", norm, eps, activation, gate, residual, residual_last, cross, **vectors
-    )
-    problem = _posed(a, b, epilogue, out, (out_format, out_granularity, out_scale))
+    """`gemm_norm` with the kernel that ``choose`` returns; ``options`` of the epilogue."""
+    epilogue = epilogue_of_call("gemm_norm", **options)
+    problem = _problem_of(a, b, epilogue, out, (out_format, out_granularity, out_scale))
     result = _output("gemm_norm", problem, problem.m, problem.n, out, out_scale, epilogue, a.device)
     if problem.m and problem.n:
         left = a.data if isinstance(a, QuantizedTensor) else a
@@ -217,37 +207,30 @@ def norm_quantize_by(
     choose: Chooser,
     x: Tensor,
     *,
-    norm: str | Norm,
     granularity: Granularity | str | None = None,
     out_format: Format | str | None = None,
     out_scale: Scale = None,
-    eps: float | None = None,
-    activation: str | None = None,
-    gate: Tensor | None = None,
-    residual: Tensor | None = None,
-    residual_last: bool = False,
-    cross: Cross | None = None,
-    **vectors: Tensor | None,
+    **options: Any,
 ) -> QuantizedTensor:
-    """`norm_quantize` by the kernel that somebody chooses."""
+    """`norm_quantize` with the kernel that ``choose`` returns; ``options`` of the epilogue."""
     op = "norm_quantize"
-    epilogue = worded(op, norm, eps, activation, gate, residual, residual_last, cross, **vectors)
+    epilogue = epilogue_of_call(op, **options)
     check_matrix(op, "x", x)
     if x.dtype != torch.bfloat16:
         raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 (use .bfloat16())")
     if torch.is_grad_enabled() and _needs_grad(x, None, epilogue):
         raise UnsupportedError(f"{op}: FP8 outputs have no gradient; use torch.no_grad()")
-    kind = out_kind(op, out_format, granularity, out_scale, x, Granularity.ROW)
+    kind = out_kind(op, out_format, granularity, out_scale, x, quantizes=True)
     problem = norm_quantize_problem(x, epilogue, kind, out_scale)
     result = _output(op, problem, problem.m, problem.k, None, out_scale, epilogue, x.device)
     assert isinstance(result, QuantizedTensor)  # its format is FP8
     if problem.m and problem.k:
-        kernel, epilogue = choose(problem, x), settled(epilogue)
+        kernel, epilogue = choose(problem, x), aligned_epilogue(epilogue)
         kernel.launch(x, result, epilogue, kernel.workspace(x, result, epilogue))
     return result
 
 
-def _chosen(
+def _dispatched(
     a: Matrix,
     b: Matrix,
     epilogue: NormEpilogue,
@@ -267,7 +250,7 @@ def _chosen(
         if key is not None and generation == dispatcher.generation():
             _PLANS[key] = table
     m, n = a.shape[0], table.problem.n
-    for name in MATRICES:  # a plan is for every m
+    for name in MATRICES:  # the table is for every m
         x = getattr(epilogue, name)
         if x is not None and x.shape[0] != m:
             raise ShapeError(f"gemm_norm: {shown_name(name)} is {list(x.shape)}; expected {[m, n]}")
@@ -277,25 +260,28 @@ def _chosen(
     if not m or not n:
         return result
     place = bisect_right(table.breakpoints, m) - 1
-    if table.misses[place] and _is_told(table, m, on_miss):
+    if table.misses[place] and _acts_on_miss(table, m, on_miss):
         found = after_miss(table, m, on_miss)
         if found is None:
-            return _chosen(a, b, epilogue, out, kind, table.budget, table.distributions, "raise")
+            return _dispatched(
+                a, b, epilogue, out, kind, table.budget, table.distributions, "raise"
+            )
         kernel = found
     elif table.baseline is None:
         kernel = kernel_of(table, m)
     else:
         found = table.kernels[place]
-        assert found is not None  # a table for the device here has an unquantized kernel at least
+        assert found is not None  # a table for this device has an unquantized kernel
         kernel = found
     _launch(kernel, a, b, result, epilogue)
     return result
 
 
-def _is_told(table: Table, m: int, on_miss: str) -> bool:
-    """Whether a miss is acted upon, or logged: without a budget only if that is asked for.
+def _acts_on_miss(table: Table, m: int, on_miss: str) -> bool:
+    """Whether ``on_miss`` applies to a miss.
 
-    Of quantized operands none is logged, and one that a budget alone makes is no miss.
+    "bf16" applies only with a budget and unquantized operands. A budget that no kernel for
+    quantized operands meets is not a miss.
     """
     if on_miss == "bf16":
         return table.baseline is not None and table.budget is not None
@@ -303,10 +289,10 @@ def _is_told(table: Table, m: int, on_miss: str) -> bool:
 
 
 def _launch(kernel: Kernel, a: Matrix, b: Matrix, out: Matrix, epilogue: NormEpilogue) -> None:
-    if isinstance(b, QuantizedTensor) and b.scale is None:  # prepared, and FP8 never pays
+    if isinstance(b, QuantizedTensor) and b.scale is None:  # prepared, but FP8 is not faster
         b = b.transpose[0]
-    epilogue = settled(epilogue)
-    if isinstance(out, Tensor) and not out.shape[1] % 8 and not in_place(out):
+    epilogue = aligned_epilogue(epilogue)
+    if isinstance(out, Tensor) and not out.shape[1] % 8 and not is_aligned(out):
         whole = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         kernel.launch(a, b, whole, epilogue, kernel.workspace(a, b, whole, epilogue))
         out.copy_(whole)
@@ -315,7 +301,7 @@ def _launch(kernel: Kernel, a: Matrix, b: Matrix, out: Matrix, epilogue: NormEpi
 
 
 def _key_of(a: Any, b: Any, epilogue: NormEpilogue, out: Any, *rest: Any) -> Any:
-    """What a plan depends on; None where an argument is wrong: the checks say which."""
+    """The key of a cached table; None for an invalid argument, for which the checks raise."""
     try:
         data, granularity = a, None
         if isinstance(a, QuantizedTensor):
@@ -329,7 +315,7 @@ def _key_of(a: Any, b: Any, epilogue: NormEpilogue, out: Any, *rest: Any) -> Any
             b.signature if type(b) is QuantizedTensor else (*_facts(b), b.shape, b.data_ptr() & 15),
             *map(_facts, epilogue), _facts(out), form, out_granularity,
             _facts_of_scale(out_scale),
-            *others, type(others[0]),  # of the budget: True is none, and equals 1
+            *others, type(others[0]),  # type of the budget: True is invalid, but equals 1
         )  # fmt: skip
         hash(key)
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
@@ -344,7 +330,7 @@ def _facts(x: Any) -> Any:
 
 
 def _facts_of_scale(x: Any) -> Any:
-    """A number is checked at every call, and so is a tensor, but for its device."""
+    """Facts of a scale that are not checked in every call."""
     return x.device if isinstance(x, Tensor) else x if isinstance(x, str) else type(x)
 
 
@@ -358,9 +344,9 @@ def _plan(
     distribution: str | Sequence[str] | None,
     on_miss: str,
 ) -> Table:
-    """Check everything a warm call relies on, and build the table it reads."""
+    """Check everything that warm calls rely on, and build their table."""
     check_on_miss("gemm_norm", on_miss)
-    problem = _posed(a, b, epilogue, out, kind)
+    problem = _problem_of(a, b, epilogue, out, kind)
     if budget is None and isinstance(b, QuantizedTensor) and isinstance(a, Tensor):
         budget = b.budget
     names = dispatcher.distribution_names(distribution)
@@ -369,7 +355,7 @@ def _plan(
     return dispatcher.table_for(problem, limits, names, device_of(left))
 
 
-def _posed(
+def _problem_of(
     a: Matrix,
     b: Matrix,
     epilogue: NormEpilogue,
@@ -379,7 +365,7 @@ def _posed(
     if not isinstance(a, QuantizedTensor):
         check_matrix("gemm_norm", "a", a)
     left = a.data if isinstance(a, QuantizedTensor) else a
-    found = out_kind("gemm_norm", *kind, left, None)
+    found = out_kind("gemm_norm", *kind, left, quantizes=False)
     return gemm_norm_problem(a, b, epilogue, out, found, kind[2])
 
 
@@ -393,7 +379,7 @@ def _output(
     epilogue: NormEpilogue,
     device: torch.device,
 ) -> Matrix:
-    """What a kernel writes, allocated; scales of no output are 1."""
+    """An allocated output; scales of an empty output are 1."""
     form, granularity = problem.out_format, problem.out_granularity
     if not form.is_fp8:
         if out is None:
@@ -406,7 +392,7 @@ def _output(
         return out
     data = empty_data(rows, columns, form.dtype, device)
     if granularity is Granularity.TENSOR:
-        assert out_scale is not None  # or the granularity were another
+        assert out_scale is not None  # checked in `out_kind`
         scale = scale_of(op, out_scale, epilogue, columns, form, device)
     else:
         scale = granularity.empty_scale(rows, columns, device)
@@ -433,20 +419,12 @@ def _differentiable(
     plain: bool,
     call: Callable[[], Any],
 ) -> Tensor:
-    """The result of a call, which has the gradient of the unquantized product.
+    """The result of ``call``, with the gradient of the unquantized product.
 
-    Nothing but the operands is kept for the backward pass, which multiplies and normalizes again.
-
-    Args:
-        a: As of the call, as are the next three.
-        b: Its unquantized source is what the gradient is of.
-        epilogue: All that is done to the sums.
-        out: Must be None.
-        plain: Whether the output is bfloat16.
-        call: Makes the result.
+    Only operands are saved; the backward pass multiplies and normalizes again.
 
     Raises:
-        UnsupportedError: What is asked for has no such gradient.
+        UnsupportedError: The call is not differentiable.
     """
     reason = None
     if isinstance(a, QuantizedTensor):
@@ -468,7 +446,7 @@ def _differentiable(
 
 
 class _Differentiable(torch.autograd.Function):
-    """Forward by whatever kernel; backward through torch's own steps in float32, done again."""
+    """Forward by a kernel; backward through torch's operators in float32, computed again."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -481,10 +459,10 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from lokakern.kernels.torch.norm import normalized  # at call time: a kernel's module
+        from lokakern.kernels.torch.norm import normalized  # lazily: a module of kernels
 
         needs = ctx.needs_input_grad[:-2]
-        again = torch.is_grad_enabled()  # whether what is made here is differentiated, too
+        again = torch.is_grad_enabled()  # with create_graph=True
         leaves: list[Any] = [
             None if x is None else x.view_as(x) if again else x.detach().requires_grad_(need)
             for x, need in zip(ctx.saved_tensors, needs, strict=True)

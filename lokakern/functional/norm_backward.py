@@ -1,4 +1,4 @@
-"""The backward pass of a norm and what follows: check, choose a kernel, allocate, launch."""
+"""`norm_backward`: the backward pass of a norm and an activation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lokakern.functional.checks import (
     granularity_named,
     operand_of,
 )
-from lokakern.functional.norm_checks import check_epilogue, worded
+from lokakern.functional.norm_checks import check_epilogue, epilogue_of_call
 from lokakern.gradients import NormGradients, empty_gradients
 from lokakern.norm import Norm
 from lokakern.problems import format_named
@@ -37,17 +37,17 @@ WIDE = {Format.E4M3FN: Format.E5M2, Format.E4M3FNUZ: Format.E5M2FNUZ}
 
 
 class NormBackward(NamedTuple):
-    """Gradients of what went into a norm; None for what is not asked for.
+    """Gradients of the inputs of a norm; None where not requested.
 
     Attributes:
-        dy: Of what was normalized, and of a residual added before, bfloat16 ``[m, k]``.
-        quantized: The same as the left operand of the GEMM that makes the gradient of the input,
-            ``[m, k]``: quantized from float32, not from `dy`.
-        quantized_t: Its transpose as the left operand of the GEMM that makes the weight's gradient,
-            ``[k, m]``, with scales of its own.
-        norm_weight: Of the norm's weight, float32 ``[k]``.
-        norm_bias: Of the norm's bias, float32 ``[k]``.
-        bias: Of the bias of the GEMM before, float32 ``[k]``.
+        dy: Gradient of the norm's input, and of a residual added to it, bfloat16 ``[m, k]``.
+        quantized: The same, quantized from float32, ``[m, k]``: left operand of the GEMM for the
+            gradient of the layer's input.
+        quantized_t: Its transpose, with its own scales, ``[k, m]``: left operand of the GEMM for
+            the gradient of the layer's weight.
+        norm_weight: Gradient of the norm's weight, float32 ``[k]``.
+        norm_bias: Gradient of the norm's bias, float32 ``[k]``.
+        bias: Gradient of the GEMM's bias, float32 ``[k]``.
     """
 
     dy: Tensor | None
@@ -74,28 +74,28 @@ def norm_backward(
 ) -> NormBackward:
     """Gradients of ``activation(norm(y))``, quantized for the next GEMMs of a backward pass.
 
-    One read of ``dd`` and ``y`` makes all of them. A residual that was added before the norm has
-    the gradient ``dy``, one that was added last has ``dd``.
+    All are computed in one pass over ``dd`` and ``y``. A residual that was added before the norm
+    has the gradient ``dy``, a residual that was added last has ``dd``.
 
     Args:
         dd: Gradient of the output, ``[m, k]``, bfloat16.
-        y: What was normalized, ``[m, k]``, bfloat16: sums, bias and residual.
-        norm: As of `gemm_norm`, as are the next five.
-        bias: Of the GEMM before, ``[k]``: given, its gradient is made; it is in ``y`` already.
+        y: Input of the norm, ``[m, k]``, bfloat16: sums, bias and residual.
+        norm: As of `gemm_norm`.
+        bias: Bias of the GEMM, ``[k]``, which ``y`` includes; if given, its gradient is computed.
         norm_weight: ``[k]``.
         norm_bias: ``[k]``.
         activation: "relu", "hardswish", "silu", or None.
         eps: Of the norm.
         out_format: An FP8 format; None means the device's E5M2; "bfloat16" quantizes nothing.
-        granularity: Of the scales of both: "1x128" or "row".
-        plain: Whether ``dy`` is wanted, beside what is quantized.
+        granularity: "1x128" or "row".
+        plain: Whether to return ``dy`` together with quantized gradients.
 
     Raises:
-        ShapeError: Tensors do not fit each other, or the norm a row.
+        ShapeError: Shapes do not match, or blocks do not divide the columns.
         FormatError: A dtype, format or granularity is not supported.
-        UnknownNameError: No such norm or activation.
+        UnknownNameError: The norm or activation is unknown.
         DeviceError: Tensors are on different devices.
-        UnsupportedError: No kernel runs here, or what is made would be differentiated again.
+        UnsupportedError: No kernel runs here, or the call would have to be differentiated.
     """
     operands = (dd, y, bias, norm_weight, norm_bias)
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in operands):
@@ -103,9 +103,9 @@ def norm_backward(
             f"{OP}: an operand requires a gradient, and the gradients that {OP} returns cannot be "
             "differentiated: detach it, use torch.no_grad(), or leave out create_graph=True"
         )
-    epilogue = worded(
-        OP, norm, eps, activation, None, None, False, None,
-        bias=bias, norm_weight=norm_weight, norm_bias=norm_bias,
+    epilogue = epilogue_of_call(
+        OP, norm=norm, eps=eps, activation=activation, bias=bias, norm_weight=norm_weight,
+        norm_bias=norm_bias,
     )  # fmt: skip
     return norm_backward_by(
         fastest_within(None), dd, y, epilogue, out_format=out_format, granularity=granularity,
@@ -124,8 +124,8 @@ def norm_backward_by(
     granularity: Granularity | str = Granularity.GROUP,
     plain: bool = True,
 ) -> NormBackward:
-    """`norm_backward` by the kernel that somebody chooses."""
-    problem = _posed(dd, y, epilogue, out_format, granularity, plain)
+    """`norm_backward` with the kernel that ``choose`` returns."""
+    problem = _problem_of(dd, y, epilogue, out_format, granularity, plain)
     m, k = problem.shape
     outputs = empty_gradients(problem, epilogue, y.device)
     if not m or not k:
@@ -142,7 +142,7 @@ def norm_backward_by(
     return NormBackward(outputs.dy, outputs.quantized, outputs.quantized_t, weight, shift, bias)
 
 
-def _posed(
+def _problem_of(
     dd: Tensor,
     y: Tensor,
     epilogue: NormEpilogue,
@@ -177,14 +177,14 @@ def _posed(
 
 
 def _operand_of(dd: Tensor, y: Tensor) -> Operand:
-    """How both lie in memory, the harder of them."""
+    """The operand of both, with the less favorable layout and alignment."""
     first, second = operand_of(dd), operand_of(y)
     layout = first.layout if second.layout is Layout.ROW else second.layout
     return replace(first, layout=layout, alignment=min(first.alignment, second.alignment))
 
 
 def _fill_empty(outputs: NormGradients) -> None:
-    """Of no elements: scales are 1, and sums 0."""
+    """Fill outputs without elements: scales with 1, sums with 0."""
     for made in (outputs.quantized, outputs.quantized_t):
         if made is not None and made.scale is not None:
             made.scale.fill_(1.0)

@@ -1,4 +1,4 @@
-"""What a call with a norm asks for: its epilogue, its output and its problem, checked."""
+"""Checks of calls with a norm: their epilogue, output format and problem."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ from lokakern.types import (
     QuantizedTensor,
 )
 
-VECTORS = ("bias", "norm_weight", "norm_bias")  # of a `NormEpilogue`
+VECTORS = ("bias", "norm_weight", "norm_bias")  # tensors of a `NormEpilogue`
 MATRICES = ("residual", "gate", "x0", "x")
 Cross = tuple[Tensor, Tensor]
 
 
-def worded(
+def epilogue_of_call(
     op: str,
+    *,
     norm: str | Norm,
-    eps: float | None,
-    activation: str | None,
-    gate: Tensor | None,
-    residual: Tensor | None,
-    residual_last: bool,
-    cross: Cross | None,
+    eps: float | None = None,
+    activation: str | None = None,
+    gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    residual_last: bool = False,
+    cross: Cross | None = None,
     **vectors: Tensor | None,
 ) -> NormEpilogue:
-    """The epilogue of a call; its tensors are not looked at yet.
+    """The epilogue of a call; `check_epilogue` checks its tensors.
 
     Raises:
-        UnknownNameError: No such norm or activation, or words that exclude each other.
-        ShapeError: ``cross`` is not two.
-        FormatError: One of the two is no tensor.
+        UnknownNameError: The norm or activation is unknown, or options exclude each other.
+        ShapeError: ``cross`` does not have two elements.
+        FormatError: An element of ``cross`` is not a tensor.
     """
     activation = "none" if activation is None else activation
     if activation not in ACTIVATIONS:
@@ -86,10 +87,10 @@ def worded(
 
 
 def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
-    """The norm that a call names, or gives; an eps beside it comes first.
+    """The norm of a call; ``eps`` overrides that of a `Norm`.
 
     Raises:
-        UnknownNameError: There is none such.
+        UnknownNameError: The norm is unknown.
     """
     name: Any = norm
     if isinstance(norm, Norm):
@@ -104,7 +105,7 @@ def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
         found = norm_named(name, 1e-5 if eps is None else eps)
     except UnknownNameError as error:
         raise UnknownNameError(f"{op}: {error.args[0]}") from None
-    if isinstance(norm, Norm) and norm[:2] != found[:2]:  # what its name does not say
+    if isinstance(norm, Norm) and norm[:2] != found[:2]:  # fields that are not in its name
         raise UnknownNameError(
             f"{op}: norm is {norm!r}; expected a kind of {', '.join(KINDS)}, and a block of "
             "columns, an int, with block_rms alone"
@@ -113,15 +114,15 @@ def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
 
 
 def shown_name(name: str) -> str:
-    """Of a tensor of an epilogue, in messages."""
+    """Name of an epilogue's tensor in messages."""
     return f"{name} of cross" if name in ("x0", "x") else name
 
 
 def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> None:
-    """Check the tensors of an epilogue, and whether the norm fits a row.
+    """Check the tensors of an epilogue, and the blocks of the norm.
 
     Raises:
-        ShapeError: A tensor, or the norm's blocks, do not fit.
+        ShapeError: A tensor does not fit, or blocks do not divide the columns.
         FormatError: A dtype is not supported, or dtypes differ.
     """
     try:
@@ -164,23 +165,23 @@ def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> 
             )
 
 
-def in_place(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether a vector, or every row of a matrix, starts at a multiple of 16 bytes."""
     row_bytes = x.stride(0) * x.element_size() if x.dim() == 2 and x.shape[0] > 1 else 0
     return not (x.data_ptr() | row_bytes) & ROW_BYTES - 1
 
 
-def settled(epilogue: NormEpilogue) -> NormEpilogue:
-    """The same values where kernels can read 16 bytes at once: copies of what lies askew."""
+def aligned_epilogue(epilogue: NormEpilogue) -> NormEpilogue:
+    """The epilogue with copies of unaligned tensors, as kernels read 16 bytes at once."""
     moved: dict[str, Any] = {}
     for name in (*VECTORS, *MATRICES):
         x = getattr(epilogue, name)
-        if x is not None and not in_place(x):
-            moved[name] = _settled(x)
+        if x is not None and not is_aligned(x):
+            moved[name] = _aligned_copy(x)
     return epilogue._replace(**moved) if moved else epilogue
 
 
-def _settled(x: Tensor) -> Tensor:
+def _aligned_copy(x: Tensor) -> Tensor:
     pitch = -(-x.shape[-1] * x.element_size() // ROW_BYTES) * ROW_BYTES // x.element_size()
     return x.new_empty((*x.shape[:-1], pitch))[..., : x.shape[-1]].copy_(x)
 
@@ -191,29 +192,29 @@ def out_kind(
     out_granularity: Granularity | str | None,
     out_scale: Tensor | float | str | None,
     x: Tensor,
-    usual: Granularity | None,
+    quantizes: bool,
 ) -> tuple[Format, Granularity]:
     """Format and granularity of an output.
 
     Args:
-        op: Who asks, for the messages.
-        out_format: None means the device's E4M3 where anything tells of scales, else bfloat16.
+        op: Name for messages.
+        out_format: None means the device's E4M3 if another argument implies scales, else bfloat16.
         out_granularity: None means "tensor" with ``out_scale``, else "row".
-        out_scale: Whatever it is.
+        out_scale: Any valid or invalid value.
         x: A tensor on the device.
-        usual: The granularity of an op that always quantizes; None for one that need not.
+        quantizes: Whether the op always quantizes.
 
     Raises:
-        FormatError: They do not go together.
+        FormatError: The arguments exclude each other.
     """
-    scaled = out_granularity is not None or out_scale is not None or usual is not None
+    scaled = out_granularity is not None or out_scale is not None or quantizes
     if out_format is not None:
         form = format_named(op, out_format)
     else:
         form = fp8_format(device_of(x)) if scaled else Format.BFLOAT16
     if not form.is_fp8:
-        if form is not Format.BFLOAT16 or usual is not None:
-            wanted = "an FP8 format" if usual is not None else "'bfloat16' or an FP8 format"
+        if form is not Format.BFLOAT16 or quantizes:
+            wanted = "an FP8 format" if quantizes else "'bfloat16' or an FP8 format"
             raise FormatError(f"{op}: out_format is {form.value!r}; expected {wanted}")
         if scaled:
             raise FormatError(
@@ -231,8 +232,8 @@ def out_kind(
     if (granularity is Granularity.TENSOR) is (out_scale is None):
         raise FormatError(
             f"{op}: granularity is {granularity.value!r} and out_scale is "
-            f"{'not given' if out_scale is None else 'given'}; a scale of the whole tensor, and no "
-            "other, must be known before any output is: a number, a tensor, or 'static'"
+            f"{'not given' if out_scale is None else 'given'}; granularity 'tensor', and no other, "
+            "needs out_scale: a number, a tensor, or 'static'"
         )
     return form, granularity
 
@@ -240,10 +241,10 @@ def out_kind(
 def static_scale_of(
     op: str, epilogue: NormEpilogue, columns: int, form: Format, device: torch.device
 ) -> Tensor:
-    """`lokakern.norm.static_scale` of an epilogue, on the device: nothing waits for it.
+    """`lokakern.norm.static_scale` of an epilogue, on the device without synchronization.
 
     Raises:
-        FormatError: Nothing bounds the output.
+        FormatError: The output is not bounded.
     """
     unbounded = {
         "norm 'none'": epilogue.norm.kind == "none",
@@ -254,8 +255,8 @@ def static_scale_of(
     reasons = [name for name, is_there in unbounded.items() if is_there]
     if reasons:
         raise FormatError(
-            f"{op}: out_scale is 'static', and with {' and '.join(reasons)} nothing bounds the "
-            "output; pass a number or a tensor, or a granularity whose scales are measured"
+            f"{op}: out_scale is 'static', but with {' and '.join(reasons)} the output is not "
+            "bounded; pass a number or a tensor, or a granularity with dynamic scales"
         )
     most = torch.full((1,), largest(epilogue.norm, columns), dtype=torch.float32, device=device)
     if epilogue.norm_weight is not None:
@@ -273,11 +274,11 @@ def scale_of(
     form: Format,
     device: torch.device,
 ) -> Tensor:
-    """The scale of the whole output, float32 ``[1, 1]``.
+    """The static scale of the output, float32 ``[1, 1]``.
 
     Raises:
-        FormatError: It is no scale, or nothing bounds the output.
-        ShapeError: It is a tensor of another shape or dtype.
+        FormatError: It is not a valid scale, or the output is not bounded.
+        ShapeError: It is a tensor with another shape or dtype.
     """
     if isinstance(out_scale, str):
         if out_scale != "static":
@@ -289,7 +290,7 @@ def scale_of(
 
 
 def _tensors_of(epilogue: NormEpilogue, out_scale: object) -> dict[str, Tensor | None]:
-    """By their names in messages."""
+    """Tensors by their names in messages."""
     found = {"out_scale": out_scale if isinstance(out_scale, Tensor) else None}
     for name in (*VECTORS, *MATRICES):
         found[shown_name(name)] = getattr(epilogue, name)
@@ -307,9 +308,9 @@ def gemm_norm_problem(
     """The problem of ``gemm_norm`` on these operands.
 
     Raises:
-        ShapeError: They do not multiply, or another tensor does not fit them.
+        ShapeError: Shapes do not match.
         FormatError: A format does not fit.
-        DeviceError: They are on different devices.
+        DeviceError: Operands are on different devices.
     """
     op = "gemm_norm"
     if isinstance(a, QuantizedTensor):

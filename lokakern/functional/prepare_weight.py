@@ -1,4 +1,4 @@
-"""Weights quantized once, in the form that serves a whole range of m best."""
+"""Weights quantized once, with the granularity that is fastest over a range of m."""
 
 from __future__ import annotations
 
@@ -39,17 +39,18 @@ def prepare_weight(
     *,
     distribution: str | Sequence[str] | None = None,
 ) -> QuantizedTensor:
-    """Quantize a weight once, in the form that serves a whole range of m best.
+    """Quantize a weight once, with the granularity that is fastest over a range of m.
 
-    Each form (tensor, row, 128x128 scales) is judged by what `dispatch` would choose with it over
-    the measured m in the range; the least geometric mean of times wins. Where FP8 never pays, the
-    weight stays as it is. The result refers to ``w`` and does not follow later changes of it.
+    The candidates are tensorwise, rowwise and 128x128 scales. The winner has the least geometric
+    mean of the times of `dispatch`'s choices at measured m in the range. The weight stays
+    unquantized where FP8 is not faster. The result refers to ``w``, but later changes of ``w`` have
+    no effect.
 
     Args:
         w: ``[n, k]``, as in a linear layer, bfloat16 or float32, row-major.
-        budget: What `gemm` on it may err on measured distributions; also its default budget there.
-        m_range: Smallest and largest m expected.
-        distribution: Input distributions to judge the error on; None means all realistic ones.
+        budget: Largest accepted error of `gemm` on measured distributions, and its default budget.
+        m_range: Smallest and largest expected m.
+        distribution: Input distributions for the error; None means all realistic ones.
 
     Returns:
         ``[k, n]``: the right operand of `gemm`.
@@ -85,14 +86,14 @@ def prepare_weight(
 def _fastest_form(
     asked: Weight, device: Device, distributions: tuple[str, ...] | None
 ) -> Granularity:
-    """Scales with which FP8 pays most; NONE where it never does."""
+    """The fastest granularity; NONE where the unquantized kernel is fastest."""
     best = (0.0, "", Granularity.NONE)
     a = Operand(asked.format, alignment=alignment_of(asked.k * asked.format.dtype.itemsize))
     plain = make_problem("gemm", (asked.least_m, asked.n, asked.k), a=a)
     for granularity in FORMS:
         problem = with_weight(plain, granularity, device)
         gain = _mean_log_gain(problem, asked, device, distributions)
-        best = min(best, (gain, granularity.value, granularity), key=lambda way: way[:2])
+        best = min(best, (gain, granularity.value, granularity), key=lambda found: found[:2])
     return best[2]
 
 

@@ -1,4 +1,4 @@
-"""Quantizing tensors: check, choose a kernel, allocate, launch."""
+"""`quantize`, `quantize_transpose` and `dequantize`: checks, choice of a kernel, launch."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def quantize(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> QuantizedTensor:
-    """Quantize to FP8: ``x ~ data * scale``, exactly as DESIGN.md says, on the fastest kernel.
+    """Quantize to FP8, ``x ~ data * scale``, as DESIGN.md defines, with the fastest kernel.
 
     Args:
-        x: ``[rows, columns]``, bfloat16 or float32; columns are the axis a GEMM sums over. The
-            transpose of a contiguous tensor is read as it lies and written row-major.
-        granularity: "tensor", "row", "1x128", "128x128" or "1x32", whose scales are powers of two
-            in one byte each (MX).
+        x: ``[rows, columns]``, bfloat16 or float32; a GEMM sums over columns. The transpose of a
+            contiguous tensor is read without a copy; outputs are row-major.
+        granularity: "tensor", "row", "1x128", "128x128" or "1x32" (MX: scales are powers of two in
+            one byte).
         out_format: "e4m3fn", "e5m2", "e4m3fnuz" or "e5m2fnuz"; None means the device's E4M3.
-        power_of_two: Whether each scale is rounded up to a power of two; not of a whole tensor.
-        scale: For granularity "tensor" a scale from before (static), float32 with one element, from
-            2^-126 to 2^125: what does not fit saturates. The result shares its memory.
-        amax: With `scale`, float32 with one element, raised to the largest finite magnitude of
-            ``x``, of which the next scale is made (delayed). Set it to 0 to begin anew.
+        power_of_two: Whether scales are rounded up to powers of two; not for "tensor".
+        scale: A static scale for granularity "tensor", float32 with one element, from 2^-126 to
+            2^125; larger values of ``x`` saturate. The result shares its memory.
+        amax: For delayed scaling, with `scale`: float32 with one element, updated to the largest
+            finite magnitude of ``x`` if that is larger. Set it to 0 to restart.
 
     Raises:
-        ShapeError: ``x`` is not two-dimensional, or `scale` or `amax` has not one element.
-        FormatError: The dtype, format or granularity is not supported, or does not go with the
-            other options.
+        ShapeError: ``x`` is not a matrix, or `scale` or `amax` does not have one element.
+        FormatError: The dtype, format or granularity is not supported, or not with the other
+            options.
         DeviceError: Tensors are on different devices.
     """
     options = {"power_of_two": power_of_two, "scale": scale, "amax": amax}
@@ -95,22 +95,21 @@ def quantize_transpose(
     amax: Tensor | None = None,
     column_sums: bool = False,
 ) -> Both | BothAndSums:
-    """Quantize ``x`` and its transpose, which the GEMMs of a backward pass read, in one go.
+    """Quantize ``x`` and its transpose in one kernel, for the GEMMs of a backward pass.
 
     Args:
         x: As `quantize` takes it.
-        granularity: Of both; "1x128" scales, for one, run along the columns of each.
-        out_format: As of `quantize`, as are the other options.
+        granularity: Of both results; groups of "1x128" run along the columns of each.
+        out_format: As of `quantize`.
         power_of_two: As of `quantize`.
         scale: As of `quantize`.
         amax: As of `quantize`.
-        column_sums: Whether the sums of the columns of ``x`` are wanted, the gradient of a bias
-            where ``x`` is that of an output. `lokakern.sums` gives their order, in which they have
-            the same bits on every kernel, and a bound of their error.
+        column_sums: Whether to return the column sums of ``x``: the gradient of a bias if ``x`` is
+            the gradient of an output. `lokakern.sums` defines their order and error bound; all
+            kernels return the same bits.
 
     Returns:
-        What `quantize` makes of ``x`` and of ``x.t()``, and the sums if wanted: float32
-        ``[columns]``.
+        `quantize` of ``x`` and of ``x.t()``, and the column sums, if any: float32 ``[columns]``.
 
     Raises:
         LokakernError: As `quantize`.
@@ -128,9 +127,9 @@ def quantize_by(
     out_format: Format | str | None,
     **options: Any,
 ) -> QuantizedTensor:
-    """`quantize` by the kernel that is chosen."""
-    problem, scale, amax = _posed("quantize", x, granularity, out_format, **options)
-    made = _Made(x, problem, scale)
+    """`quantize` with the kernel that ``choose`` returns."""
+    problem, scale, amax = _problem_of("quantize", x, granularity, out_format, **options)
+    made = _Output(x, problem, scale)
     if made.empty:
         return made.tensor()
     kernel = choose(problem, x)
@@ -150,14 +149,14 @@ def quantize_transpose_by(
     column_sums: bool = False,
     **options: Any,
 ) -> Both | BothAndSums:
-    """`quantize_transpose` by the kernel that is chosen."""
-    problem, scale, amax = _posed("quantize_transpose", x, granularity, out_format, **options)
+    """`quantize_transpose` with the kernel that ``choose`` returns."""
+    problem, scale, amax = _problem_of("quantize_transpose", x, granularity, out_format, **options)
     sums = None
     if column_sums:
         words = [] if problem.epilogue == "none" else [problem.epilogue]
         problem = replace(problem, epilogue="+".join([*words, "column_sums"]))
         sums = torch.empty(problem.k, dtype=torch.float32, device=x.device)
-    made, turned = _Made(x, problem, scale), _Made(x.t(), problem, None)
+    made, turned = _Output(x, problem, scale), _Output(x.t(), problem, None)
     if made.empty:
         both = made.tensor(), turned.tensor()
         return both if sums is None else (*both, sums.zero_())
@@ -171,8 +170,8 @@ def quantize_transpose_by(
     return both if sums is None else (*both, sums)
 
 
-class _Made:
-    """What a quantizer writes, allocated."""
+class _Output:
+    """Allocated output of a quantizer."""
 
     __slots__ = ("data", "empty", "granularity", "scale")
 
@@ -191,7 +190,7 @@ class _Made:
         return QuantizedTensor(self.data, self.scale, self.granularity)
 
 
-def _posed(
+def _problem_of(
     op: str,
     x: Tensor,
     granularity: Granularity | str,
@@ -201,7 +200,7 @@ def _posed(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Problem, Tensor | None, Tensor | None]:
-    """The problem that a call poses, and its scale and amax as kernels take them."""
+    """The problem of a call, and its scale and amax as kernels take them."""
     check_matrix(op, "x", x)
     if Format.of(x.dtype).is_fp8:
         raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 or torch.float32")
@@ -215,15 +214,15 @@ def _posed(
             f"{op}: power_of_two with granularity 'tensor'; expected row, 1x128 or 128x128"
         )
     if amax is not None and scale is None:
-        raise FormatError(f"{op}: amax without scale; give the scale to quantize by, too")
-    # Scales of 1x32 are powers of two, asked for or not.
+        raise FormatError(f"{op}: amax without scale; pass scale=, too")
+    # 1x32 scales are always powers of two.
     chosen = power_of_two and granularity is not Granularity.MX
     epilogue = "power_of_two" if chosen else "none"
     if scale is not None:
         if not by_tensor:
             raise FormatError(
-                f"{op}: scale with granularity {granularity.value!r}; a given scale is one of "
-                "the whole tensor, granularity 'tensor'"
+                f"{op}: scale with granularity {granularity.value!r}; a static scale needs "
+                "granularity 'tensor'"
             )
         check_same_device(op, x=x, scale=scale, amax=amax)
         scale = _single(op, "scale", scale)

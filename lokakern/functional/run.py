@@ -1,4 +1,4 @@
-"""Run a named kernel on tensors, as the public function of its op does."""
+"""Run a given kernel, with the checks of its op's public function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from lokakern.functional.checks import gemm_problem
 from lokakern.functional.gemm_norm import gemm_norm_by, norm_quantize_by
 from lokakern.functional.quantize import dequantize_by, quantize_by, quantize_transpose_by
-from lokakern.functional.scaled_gemm import multiply
+from lokakern.functional.scaled_gemm import scaled_gemm_by
 from lokakern.registry.register import Kernel
 from lokakern.selection import choice
 from lokakern.selection.kernel_policy import only
@@ -24,18 +24,18 @@ def run(
     out_format: Format | str | None = None,
     **options: Any,
 ) -> Any:
-    """Run one kernel as the public function of its op runs the chosen one, checks included.
+    """Run a kernel on operands.
 
     Args:
         kernel: A registered kernel.
-        operands: ``a, b`` of gemm, scaled_gemm or gemm_norm, ``x`` of the others.
-        bias: Of the ops with two operands.
-        out: Of the ops with two operands.
-        out_format: Of all ops but gemm; None means the usual.
-        options: Others of the op's public function.
+        operands: ``a, b`` of gemm, scaled_gemm or gemm_norm, ``x`` of other ops.
+        bias: Only for ops with two operands.
+        out: Only for ops with two operands.
+        out_format: Not for gemm; None means the default.
+        options: Other options of the op's public function.
 
     Raises:
-        UnsupportedError: The kernel does not take these operands; its reason is in the message.
+        UnsupportedError: The kernel rejects these operands; the message has its reason.
     """
     choose = only(kernel)
     if kernel.op == "quantize":
@@ -50,7 +50,7 @@ def run(
     if kernel.op == "gemm_norm":
         return gemm_norm_by(choose, a, b, bias=bias, out=out, out_format=out_format, **options)
     if kernel.op == "scaled_gemm":
-        return multiply(a, b, choose, bias=bias, out=out, out_format=out_format, **options)
+        return scaled_gemm_by(choose, a, b, bias=bias, out=out, out_format=out_format, **options)
     problem = gemm_problem(a, b, bias, out)
     choose(problem, a)
     out = a.new_empty((problem.m, problem.n)) if out is None else out

@@ -1,4 +1,4 @@
-"""`scaled_gemm`: the product of quantized operands, and what is done to it before it is written."""
+"""`scaled_gemm`: the product of quantized operands, with an epilogue."""
 
 from __future__ import annotations
 
@@ -55,54 +55,54 @@ def scaled_gemm(
     budget: ErrorBudget | float | None = None,
     batch_invariant: bool = False,
 ) -> Tensor | QuantizedTensor:
-    """Multiply quantized operands, ``f(a @ b + bias)``, with the fastest kernel for them.
+    """Multiply quantized operands, ``f(a @ b + bias)``, with the fastest kernel.
 
     Args:
-        a: ``[m, k]``, from `quantize`; or slices of it along k, that is, tensors of m rows, of
-            which all but the last hold a multiple of 128 columns. Slices have 1x128 scales, or
-            share one tensor of scales.
-        b: ``[k, n]``, from ``quantize(weight).t()``. Granularities that go together: tensor x
-            tensor, row x row, 1x128 x 128x128, 1x128 x 1x128, 1x32 x 1x32.
+        a: ``[m, k]``, from `quantize`; or a list of slices along k, each with m rows and all but
+            the last with a multiple of 128 columns. Slices have 1x128 scales, or share one tensor
+            of scales.
+        b: ``[k, n]``, from ``quantize(weight).t()``. Supported granularities: tensor x tensor, row
+            x row, 1x128 x 128x128, 1x128 x 1x128, 1x32 x 1x32.
         bias: ``[n]``, dtype of the output, bfloat16 for an FP8 output.
         activation: f: "none", "relu", "hardswish" or "silu".
-        cross: f of DCN instead: ``(x0, x)`` make it ``x0 * (a @ b + bias) + x``. Both ``[m, n]``,
-            bfloat16, columns contiguous.
-        out_scale: Decode scale of an FP8 output, known ahead: a number, or float32 ``[1, 1]``.
-        accumulate: Add to what is in ``out``, float32.
-        out: Where to write, ``[m, n]``, columns contiguous; may be a slice.
-        out_format: "bfloat16", "float32", or an FP8 format. None means what fits: the device's
-            E4M3 with ``out_scale``, float32 with ``accumulate``, else bfloat16.
-        groups: Weights that b holds one after the other, ``quantize(weights).t()`` of
-            ``[groups * n, k]``; each takes ``m / groups`` rows of a.
-        offsets: Where each group's rows begin and end instead, int32 ``[groups + 1]`` on the
-            device, ascending from 0 or more to at most m; nothing is written into other rows.
-        budget: Limits on the error against the unquantized product; among the kernels within it
-            the fastest is taken, the most accurate where none is.
-        batch_invariant: Take only kernels that give a row the same bits whatever the others are.
+        cross: ``(x0, x)``: f is DCN's ``x0 * (a @ b + bias) + x``. Both ``[m, n]``, bfloat16,
+            columns contiguous.
+        out_scale: Static descale of an FP8 output: a number, or float32 ``[1, 1]``.
+        accumulate: Whether to add to the contents of ``out``, float32.
+        out: Output, ``[m, n]``, columns contiguous; may be a slice.
+        out_format: "bfloat16", "float32", or an FP8 format. None means the device's E4M3 with
+            ``out_scale``, float32 with ``accumulate``, else bfloat16.
+        groups: Number of weights in b, ``quantize(weights).t()`` of ``[groups * n, k]``; each
+            multiplies ``m / groups`` rows of a.
+        offsets: First row of each group and the end of the last, int32 ``[groups + 1]`` on the
+            device, ascending, from 0 to m; other rows are not written.
+        budget: Limits on the error against the unquantized product: the fastest kernel within it
+            runs, or the most accurate one if there is none.
+        batch_invariant: Use only kernels whose bits of a row do not depend on the other rows.
 
     Returns:
-        ``[m, n]``: ``out`` where it is given; else a QuantizedTensor of scale ``out_scale`` in an
-        FP8 format, a tensor in others.
+        ``[m, n]``: ``out`` if given; else a QuantizedTensor with ``out_scale`` for an FP8 format,
+        and a tensor for other formats.
 
     Raises:
-        ShapeError: The operands do not multiply, or another argument does not fit them.
-        FormatError: A granularity or format does not fit, or ``out_scale`` is no number a scale can
-            be (a tensor's value is not read: it is on the device).
+        ShapeError: Shapes do not match.
+        FormatError: A granularity or format does not fit, or ``out_scale`` is not a valid scale
+            (the value of a tensor is not checked).
         DeviceError: Operands are on different devices.
-        UnknownNameError: No such activation.
-        UnsupportedError: No kernel multiplies these operands here.
+        UnknownNameError: The activation is unknown.
+        UnsupportedError: No kernel supports these operands here.
     """
-    return multiply(
-        a, b, fastest_within(budget), bias=bias, activation=activation, cross=cross,
+    return scaled_gemm_by(
+        fastest_within(budget), a, b, bias=bias, activation=activation, cross=cross,
         out_scale=out_scale, accumulate=accumulate, out=out, out_format=out_format, groups=groups,
         offsets=offsets, batch_invariant=batch_invariant,
     )  # fmt: skip
 
 
-def multiply(
+def scaled_gemm_by(
+    choose: Chooser,
     a: Quantized,
     b: QuantizedTensor,
-    choose: Chooser,
     *,
     bias: Tensor | None = None,
     activation: str = "none",
@@ -115,7 +115,7 @@ def multiply(
     offsets: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor | QuantizedTensor:
-    """`scaled_gemm` with a kernel that somebody chooses."""
+    """`scaled_gemm` with the kernel that ``choose`` returns."""
     slices = _checked_operands(a, b)
     first = slices[0]
     m, k = first.shape[0], b.shape[0]
@@ -131,7 +131,7 @@ def multiply(
         **{f"a[{i}]": x.data for i, x in enumerate(slices) if i},
     )  # fmt: skip
     strided = check_out("scaled_gemm", out, (m, n), form.dtype)
-    if form.is_fp8 and out is not None:  # the rows of such an output are padded
+    if form.is_fp8 and out is not None:  # rows of an FP8 output are padded
         strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
     check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
     scale = None if out_scale is None else checked_scale("scaled_gemm", out_scale, first.device)
@@ -160,7 +160,7 @@ def multiply(
     result: Tensor | QuantizedTensor | None = out
     if out is None:
         if form.is_fp8:
-            assert scale is not None  # an FP8 output has one
+            assert scale is not None  # checked above
             out = empty_data(m, n, form.dtype, first.device)
             result = QuantizedTensor(out, scale, Granularity.TENSOR)
         else:
@@ -179,7 +179,7 @@ def multiply(
 
 
 def _left(slices: Sequence[QuantizedTensor]) -> tuple[object, object]:
-    """A and its scales as a launcher gets them."""
+    """Data and scales of a as a launcher takes them."""
     if len(slices) == 1:
         return slices[0].data, slices[0].scale
     return tuple(x.data for x in slices), tuple(x.scale for x in slices)
@@ -256,7 +256,7 @@ def _group_count(m: int, b: QuantizedTensor, groups: int, offsets: Tensor | None
             )
         if groups not in (1, len(offsets) - 1):
             raise ShapeError(
-                f"scaled_gemm: groups is {groups} and offsets tell of {len(offsets) - 1}; "
+                f"scaled_gemm: groups is {groups}, but offsets define {len(offsets) - 1}; "
                 "leave groups out"
             )
         groups = len(offsets) - 1

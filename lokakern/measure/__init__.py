@@ -1,1 +1,1 @@
-"""How it is measured: the Timing contract and the Error contract."""
+"""Measurements of kernels: the Timing contract and the Error contract."""

@@ -1,4 +1,4 @@
-"""The Error contract: every kernel against float64, on every distribution, over three seeds."""
+"""The Error contract: each kernel against float64, on every distribution, with three seeds."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.measure.norm_backward_operands import draw_normal, gradients_error, launched
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.norm_operands import (
     draw_epilogue,
+    draw_normal,
     empty_output,
     fitting_scale,
+    gradients_error,
+    launched,
     poison_output,
 )
-from lokakern.measure.prefetch import Drawer, Key, draws_of
+from lokakern.measure.operand_cache import OperandKey, Prefetcher
 from lokakern.measure.tiled_compare import compare_bytes
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.problems import accuracy_problem, sums_over_samples
@@ -45,18 +47,18 @@ from lokakern.types import (
 )
 
 SEEDS = (0, 1, 2)
-# Operands hold at most so many elements where that leaves rows enough for the 99th percentile and
-# its limit (299): at k = 123200 drawing 2048 rows for 13 distributions and 3 seeds would take an
-# hour of one core. Rows come in steps of 128, as some kernels want of n.
-DRAWN_ELEMENTS = 2**23
+# Operands have at most so many elements, if that leaves enough rows for the 99th percentile and its
+# confidence limit (299): 2048 rows of k = 123200 on 13 distributions with 3 seeds would take an
+# hour of one core. Numbers of rows are multiples of 128, which some kernels require of n.
+SAMPLED_ELEMENTS = 2**23
 FEWEST_ROWS = 384
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kernel's error at one problem, for one distribution and seed: a row to be.
+    """One kernel's error at one problem, on one distribution with one seed.
 
-    ``stand_ins`` are other kernels of its numerics class, which can take its place.
+    ``stand_ins`` are other kernels of the same numerics class, which can replace it.
     """
 
     kernel: Kernel
@@ -72,10 +74,10 @@ def cells_for(
     distributions: Sequence[str] = REALISTIC_DISTRIBUTIONS,
     seeds: Sequence[int] = SEEDS,
 ) -> list[Cell]:
-    """What must be measured so that dispatch can judge kernels at problems they accept.
+    """The errors that dispatch needs for kernels at problems that they accept.
 
-    Kernels of one numerics class have one error: the first by name is measured, the others can
-    stand in for it.
+    All kernels of a numerics class have the same error: the first by name is measured, the others
+    are its stand-ins.
     """
     classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
     for kernel, problem in pairs:
@@ -98,13 +100,34 @@ def cells_for(
 
 
 def _is_stand_in(problem: Problem, asked: Problem) -> bool:
-    """Whether an error is stored under the problem of unquantized operands, of quantized ones."""
+    """Whether the error of quantized operands is stored under the unquantized problem."""
     return problem.op != asked.op or problem.a.format is not asked.a.format
 
 
-def rows_drawn(rows: int, k: int) -> int:
-    """Rows of an operand that are drawn to measure an error, of those a problem has."""
-    return min(rows, max(FEWEST_ROWS, DRAWN_ELEMENTS // k // GROUP * GROUP))
+def sampled_rows(rows: int, k: int) -> int:
+    """Rows of an operand that are sampled to measure an error, of those a problem has."""
+    return min(rows, max(FEWEST_ROWS, SAMPLED_ELEMENTS // k // GROUP * GROUP))
+
+
+class _GroupKey(NamedTuple):
+    """The key of cells that are measured on the same operands."""
+
+    distribution: str
+    seed: int
+    k: int
+    m: int
+    n: int  # 0 without a second operand
+    sums_over_samples: bool
+
+    @property
+    def operands(self) -> list[OperandKey]:
+        """X ``[m, k]`` and w ``[n, k]``; their transposes where samples run along k."""
+        found = []
+        for rows, is_weight in ((self.m, False), (self.n, True)):
+            shape = (self.k, rows) if self.sums_over_samples else (rows, self.k)
+            if rows:
+                found.append(OperandKey(self.distribution, *shape, self.seed, is_weight))
+        return found
 
 
 def measure_cells(
@@ -115,46 +138,44 @@ def measure_cells(
     done: Callable[[int, AccuracyRecord], None],
     alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Measure cells, in an order that shares draws.
-
-    Draws are made on the CPU in a pool of threads, a few groups ahead.
+    """Measure cells, grouped by operands, which a thread pool samples a few groups ahead.
 
     Args:
-        cells: What to measure.
+        cells: Cells to measure.
         torch_device: Where.
         device: The device type there.
-        begin: Called with a cell's place and True before its kernel is launched, and False before
-            operands are drawn for it and those after it; what returns False ends the measuring.
-        done: Called with a cell's place and its record.
-        alive: Called while draws are waited for.
+        begin: Called with a cell's index and True before its kernel is launched, and with False
+            before its group's operands are needed; returns False to stop.
+        done: Called with a cell's index and its record.
+        alive: Called while the function waits for operands.
 
     Raises:
-        DeviceLostError: The kernel of the cell last begun left the device unusable.
+        DeviceLostError: The kernel of the last cell left the device unusable.
     """
-    groups: dict[Key, list[int]] = {}
+    groups: dict[_GroupKey, list[int]] = {}
     for place, cell in enumerate(cells):
         problem = cell.problem
-        n = 0 if problem.b is None else rows_drawn(problem.n, problem.k)
-        m, along_k = rows_drawn(problem.m, problem.k), sums_over_samples(problem)
-        key = (cell.distribution, cell.seed, problem.k, m, n, along_k)
+        n = 0 if problem.b is None else sampled_rows(problem.n, problem.k)
+        m, along_k = sampled_rows(problem.m, problem.k), sums_over_samples(problem)
+        key = _GroupKey(cell.distribution, cell.seed, problem.k, m, n, along_k)
         groups.setdefault(key, []).append(place)
     ordered = sorted(groups)
     pool = ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 16)))
     try:
-        drawn = Drawer(pool, ordered, alive)
+        operands = Prefetcher(pool, [key.operands for key in ordered], alive)
         for place, key in enumerate(ordered):
-            drawn.ahead(place)
+            operands.start(place)
             if not begin(groups[key][0], False):
                 return
             try:
-                (x, digest), *others = (drawn.get(draw) for draw in draws_of(key))
+                (x, digest), *others = map(operands.get, key.operands)
                 x, w = x.to(torch_device), None
                 for w, other in others:
                     w, digest = w.to(torch_device), f"{digest[:8]}{other[:8]}"
-                if key[-1]:  # drawn by sample
+                if key.sums_over_samples:
                     x, w = x.t(), None if w is None else w.t()
                 group = _Group(x, w, device, digest)
-            except Exception as error:  # memory above all; another group may fit
+            except Exception as error:  # mostly memory; another group may fit
                 status, reason = status_and_reason(error)
                 for cell_place in groups[key]:
                     cell = cells[cell_place]
@@ -165,22 +186,22 @@ def measure_cells(
                     if not begin(cell_place, True):
                         return
                     done(cell_place, group.measure(cells[cell_place]))
-            drawn.forget(place)
+            operands.free(place)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a kernel with a norm is given but its output, and what it should make of that.
+    """Inputs of a kernel with a norm, and its exact outputs.
 
     Attributes:
         operands: a and b, or rows.
-        epilogue: What comes after them.
-        reference: Outputs of the unquantized operands.
-        exact: Outputs of what the kernel multiplies.
+        epilogue: The epilogue.
+        reference: Exact outputs of the unquantized operands.
+        exact: Exact outputs of the operands that the kernel multiplies.
         size: The scale of its rounding errors.
-        shares: Of a, that quantizing flushed and saturated.
+        shares: Shares of a that quantizing flushed and saturated.
     """
 
     operands: tuple[Any, ...]
@@ -192,7 +213,7 @@ class _Layer:
 
 
 class _Group:
-    """All cells on one draw: references and exact quantizations are made once."""
+    """Cells on the same operands: references and exact quantizations are computed once."""
 
     def __init__(self, x: Tensor, w: Tensor | None, device: Device, digest: str) -> None:
         self.wide_x, self.wide_w, self.device, self.digest = x, w, device, digest
@@ -221,7 +242,7 @@ class _Group:
         )
 
     def measure(self, cell: Cell) -> AccuracyRecord:
-        """The record of a cell, whatever happens.
+        """The record of a cell; an exception of its kernel becomes the status.
 
         Raises:
             DeviceLostError: Its kernel left the device unusable.
@@ -230,16 +251,10 @@ class _Group:
         found: list[AccuracyRecord] = []
         with faults_of(contender, self.wide_x.device):
             found.append(self._measure(cell))
-        return (
-            found[0]
-            if found
-            else AccuracyRecord(
-                status=contender.status,
-                reason=contender.reason,
-                seed=cell.seed,
-                rows=self.wide_x.shape[0],
-            )
-        )
+        if found:
+            return found[0]
+        status, reason = contender.status, contender.reason
+        return AccuracyRecord(status=status, reason=reason, seed=cell.seed, rows=len(self.wide_x))
 
     def _measure(self, cell: Cell) -> AccuracyRecord:
         if cell.kernel.op == "gemm":
@@ -291,7 +306,7 @@ class _Group:
         reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
         out_scale: Tensor | None = None
         extra: tuple[Epilogue, ...] = ()
-        if form.is_fp8:  # under a scale that fits, as a static one is meant to
+        if form.is_fp8:  # under a scale that fits the outputs, as a static scale should
             out = empty_data(a.shape[0], w.shape[0], form.dtype, a.device)
             out.view(torch.uint8).fill_(form.nan_byte)
             largest = exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().clamp_min(1e-30)
@@ -305,7 +320,7 @@ class _Group:
         return self._record(cell, out, reference, exact, size, shares, out_scale)
 
     def _norm(self, cell: Cell) -> AccuracyRecord:
-        """After the norm, and what of the epilogue is left in the problem."""
+        """The error after the norm and the rest of the problem's epilogue."""
         problem, kernel = cell.problem, cell.kernel
         layer = self._layer(cell)
         (rows, columns), device = layer.exact.shape, layer.exact.device
@@ -321,7 +336,7 @@ class _Group:
         return self._judged(cell, value, layer.reference, error, layer.shares)
 
     def _norm_backward(self, cell: Cell) -> AccuracyRecord:
-        """Of dy as the next GEMM reads it, of gradients that were drawn."""
+        """The error of dy as the next GEMM reads it, for sampled gradients."""
         problem, dd = cell.problem, self.x(Format.BFLOAT16)
         epilogue = draw_epilogue(norm_form(problem.epilogue), len(dd), problem.k, dd.device)
         y = draw_normal(dd)
@@ -361,7 +376,7 @@ class _Group:
         return _Layer(operands, epilogue, reference, exact, size, shares)
 
     def _weight(self, n: int) -> Tensor:
-        """The weight ``[n, k]``; fewer rows are drawn of long ones, but a norm takes whole rows."""
+        """The weight ``[n, k]``, repeated where fewer rows were sampled: norms need all."""
         w = self.w(Format.BFLOAT16)
         return w if len(w) >= n else w[torch.arange(n, device=w.device) % len(w)]
 
@@ -393,13 +408,13 @@ class _Group:
         reference: Tensor,
         error: numerics.KernelError,
         shares: tuple[float, float],
+        reason: str = "",
     ) -> AccuracyRecord:
         errors = numerics.measure_errors(value, reference)
-        reason = ""
-        if errors.nonfinite_unexpected_count:
+        if errors.nonfinite_unexpected_count and not reason:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
-        elif error.maximum > cell.kernel.bound_at(cell.problem):
-            reason = f"kernel_err {error.maximum:.3g} > {cell.kernel.bound_at(cell.problem):g}"
+        elif error.maximum > (bound := cell.kernel.bound_at(cell.problem)) and not reason:
+            reason = f"kernel_err {error.maximum:.3g} > {bound:g}"
         return AccuracyRecord(
             status="wrong" if reason else "ok",
             reason=reason,
@@ -432,7 +447,7 @@ class _Group:
             made.append((data, scale))
         (data, scale), fitting = made[0], expected[0].scale
         if not kernel.epilogues & {"none", "power_of_two"} and fitting is not None:
-            scale.copy_(fitting)  # it is given
+            scale.copy_(fitting)  # static and delayed scales are inputs
         outputs: list[Tensor | None] = [out for pair in made for out in pair]
         if kernel.op == "quantize_transpose":
             outputs.append(None)  # sums of columns are not quantized
@@ -442,21 +457,10 @@ class _Group:
             for pair, exact in zip(made, expected, strict=True)
         )
         found = QuantizedTensor(data, scale, kernel.granularity)
-        reference = x.to(torch.float64)
         value = numerics.dequantize(found, torch.float64)
-        flushed, saturated = numerics.flushed_and_saturated_shares(x, found)
-        return AccuracyRecord(
-            status="wrong" if reason else "ok",
-            reason=reason,
-            seed=cell.seed,
-            rows=x.shape[0],
-            errors=numerics.measure_errors(value, reference),
-            kernel_err=math.inf if reason else 0.0,
-            kernel_err_row_p99=math.inf if reason else 0.0,
-            flushed_share=flushed,
-            saturated_share=saturated,
-            operand_digest=self.digest,
-        )
+        error = numerics.KernelError(*[math.inf if reason else 0.0] * 2)
+        shares = numerics.flushed_and_saturated_shares(x, found)
+        return self._judged(cell, value, x.to(torch.float64), error, shares, reason)
 
     def _dequantize(self, cell: Cell) -> AccuracyRecord:
         problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16

@@ -1,4 +1,4 @@
-"""Whether what a normalizing kernel wrote is right, FP8 with scales of its own making included."""
+"""Kernel errors of outputs with a norm, including FP8 outputs with dynamic scales."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from lokakern.numerics import SMALLEST_SCALE, KernelError, kernel_error, spread_scale
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
 
-SCALE_ROUNDOFF = 2.0**-10  # of a scale that a kernel makes of its own outputs
+SCALE_ROUNDOFF = 2.0**-10  # of a dynamic scale
 SUM_ROUNDOFF = 2.0**-13  # of magnitudes, as of `numerics.kernel_error`
 
 
 def norm_kernel_error(
     out: Tensor | QuantizedTensor, exact: Tensor, magnitude: Tensor, out_unit_roundoff: float
 ) -> KernelError:
-    """`numerics.kernel_error` of an output that is bfloat16, or FP8 with scales of any kind.
+    """`numerics.kernel_error` of a bfloat16 output, or of an FP8 output with scales of any kind.
 
-    Values of dynamic scales are compared as they are, ``data * scale``, with what the format rounds
-    off under the scale found; each scale must be within ``2^-10 s + 2^-13 M / MAX`` of that of the
-    exact outputs, M the largest magnitude under it. One wrong element, or scale, fails. What is
-    infinite is either saturated or NaN under a scale that is given.
+    With dynamic scales, ``data * scale`` is compared within the rounding of the format under the
+    scale found, and each scale must be within ``2^-10 s + 2^-13 M / MAX`` of the scale of the exact
+    outputs, M the largest magnitude that it covers. One incorrect element or scale fails. Under a
+    static scale an infinite output may saturate or be NaN.
 
     Args:
-        out: What the kernel wrote, ``[m, n]``.
-        exact: What it should be, float64, from `registry.ops.normalized`.
-        magnitude: The scale of its rounding errors, from there as well.
-        out_unit_roundoff: Of the output format, see `Format.unit_roundoff`.
+        out: The kernel's output, ``[m, n]``.
+        exact: The exact output, float64, from `registry.ops.normalized`.
+        magnitude: The scale of its rounding errors, also from there.
+        out_unit_roundoff: See `Format.unit_roundoff`.
     """
     if isinstance(out, Tensor):
         return kernel_error(out, exact, magnitude, out_unit_roundoff)
     assert out.scale is not None  # FP8 has scales
     if out.granularity is Granularity.TENSOR:
-        # An infinity under a scale that is given may saturate or become NaN.
+        # An infinity under a static scale may saturate or become NaN.
         lost = torch.isinf(exact) & torch.isnan(out.data.float())
         exact = torch.where(lost, math.nan, exact)
         return kernel_error(out.data, exact, magnitude, out_unit_roundoff, out.scale)
@@ -54,13 +54,13 @@ def norm_kernel_error(
 
 
 def scale_error(out: QuantizedTensor, exact: Tensor, magnitude: Tensor) -> float:
-    """How far scales of rows or of 1x128 are from those of the exact outputs; 1 is the limit."""
+    """Largest error of rowwise or 1x128 scales, relative to the tolerance."""
     errors = _scale_errors(out, exact, torch.where(torch.isfinite(exact), magnitude, 0.0))
     return float(errors.max()) if errors.numel() else 0.0
 
 
 def _scale_errors(out: QuantizedTensor, exact: Tensor, magnitude: Tensor) -> Tensor:
-    """Of each scale; where an amax may be 0, a scale of 1 is as right as the amax's."""
+    """Error of each scale, relative to the tolerance; a scale of 1 is exact for an amax of 0."""
     form = Format.of(out.data.dtype)
     finite = torch.isfinite(exact)
     amax = _largest(torch.where(finite, exact.abs(), 0.0), out.granularity)

@@ -1,10 +1,10 @@
-"""Operands of the ops with a norm: what comes after the sums, and what that must write."""
+"""Operands of ops with a norm, forward and backward, with exact results; `operands_of` any op."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,16 +12,27 @@ from torch import Tensor
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import MeasurementError
+from lokakern.gradients import NormGradients, empty_gradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.operands import Case64, Operands, case_of
-from lokakern.measure.tiled_compare import Piece, pieces_to_check
+from lokakern.measure.operands import (
+    INCORRECT,
+    Case64,
+    Operands,
+    case_of,
+    nan_count,
+    worst_of,
+)
+from lokakern.measure.tiled_compare import pieces_to_check
 from lokakern.norm import static_scale
-from lokakern.numerics import KernelError
+from lokakern.numerics import KernelError, kernel_error
 from lokakern.problems import NORM_VECTORS, row_length
 from lokakern.registry import ops
+from lokakern.registry.norm_gradients import Gradients64, norm_gradients
+from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
+    GROUP,
     Device,
     Format,
     Granularity,
@@ -34,29 +45,31 @@ from lokakern.types import (
     norm_form,
 )
 
-MATRICES = ("residual", "gate", "x0", "x")  # of an epilogue, as large as the output
-ROWS_FOR_A_SCALE = 2048  # of outputs whose largest makes a static scale that nothing bounds
+MATRICES = ("residual", "gate", "x0", "x")  # tensors of an epilogue in the shape of the output
+ROWS_FOR_A_SCALE = 2048  # rows whose amax sets the static scale of an unbounded output
 
 
 def draw_epilogue(
     form: NormForm, rows: int, columns: int, device: torch.device, seed: int = 0
 ) -> NormEpilogue:
-    """All that an epilogue reads, drawn normal; a weight of the norm is around 1.
+    """Normally distributed tensors of an epilogue; the norm's weight has mean 1.
 
-    Bias and weights are float32, so that what a kernel loses is seen and not what they would.
+    Bias and weights are float32, so that their rounding does not hide the kernel's error.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def vector(wanted: bool, mean: float = 0.0, deviation: float = 1.0) -> Tensor | None:
-        drawn = torch.randn(columns, generator=generator)  # whether or not: the rest stays the same
+        sampled = torch.randn(columns, generator=generator)  # always, so that the others stay equal
         if not wanted:
             return None
-        return (mean + deviation * drawn).to(NORM_VECTORS.dtype).to(device)
+        return (mean + deviation * sampled).to(NORM_VECTORS.dtype).to(device)
 
     def matrix(wanted: bool, place: int) -> Tensor | None:
         if not wanted:
             return None
-        there = torch.Generator(device).manual_seed(seed + 1 + place)  # millions: drawn on the spot
+        there = torch.Generator(device).manual_seed(
+            seed + 1 + place
+        )  # large: sampled on the device
         x = torch.randn((rows, columns), generator=there, device=device)
         return x.to(Format.BFLOAT16.dtype)
 
@@ -75,7 +88,7 @@ def draw_epilogue(
 
 
 def rows_of(epilogue: NormEpilogue, rows: slice) -> NormEpilogue:
-    """What an epilogue does to some rows."""
+    """The epilogue of some rows."""
     given = {name: getattr(epilogue, name) for name in MATRICES}
     return epilogue._replace(**{name: x[rows] for name, x in given.items() if x is not None})
 
@@ -83,14 +96,7 @@ def rows_of(epilogue: NormEpilogue, rows: slice) -> NormEpilogue:
 def fitting_scale(
     epilogue: NormEpilogue, columns: int, form: Format, exact: Callable[[], Tensor]
 ) -> float:
-    """The decode scale of an FP8 output that is known beforehand.
-
-    Args:
-        epilogue: What makes the output.
-        columns: Of a row.
-        form: FP8.
-        exact: Outputs whose largest makes the scale where no norm bounds them.
-    """
+    """The static descale of an FP8 output: the norm's bound, or the amax of ``exact`` outputs."""
     norm, last = epilogue.norm, epilogue.form.last
     if norm.kind != "none" and last in ACTIVATIONS and not epilogue.residual_last:
         return static_scale(norm, columns, form, epilogue.norm_weight, epilogue.norm_bias)
@@ -102,7 +108,7 @@ def empty_output(
     form: Format, granularity: Granularity, rows: int, columns: int, device: torch.device,
     scale: float | None = None,
 ) -> Tensor | QuantizedTensor:  # fmt: skip
-    """What a launch of these ops writes into; with the scale where that is given."""
+    """An output tensor of these ops; ``scale`` is a static scale."""
     if not form.is_fp8:
         return torch.empty((rows, columns), dtype=form.dtype, device=device)
     scales = granularity.empty_scale(rows, columns, device)
@@ -113,7 +119,7 @@ def empty_output(
 
 
 def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
-    """The tensors of an output that a launch writes; a scale of the whole tensor is given."""
+    """Tensors of an output that a launch writes; a tensorwise scale is an input."""
     if isinstance(out, Tensor):
         return (out,)
     if out.granularity is Granularity.TENSOR or out.scale is None:
@@ -122,7 +128,7 @@ def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
 
 
 def poison_output(out: Tensor | QuantizedTensor, form: Format) -> None:
-    """Fill it with NaN, which no kernel leaves there of finite operands."""
+    """Fill an output with NaN, which no correct kernel writes for finite operands."""
     for part in written_parts(out):
         if part.dtype.itemsize == 1:
             part.view(torch.uint8).fill_(form.nan_byte)
@@ -141,50 +147,66 @@ def rows_of_output(out: Tensor | QuantizedTensor, rows: slice) -> Tensor | Quant
 class NormOperands(Operands):
     """Operands of ``gemm_norm`` and ``norm_quantize``, see `Operands`.
 
-    What comes after the sums is part of every set. The norm runs over the whole row of outputs:
-    where fewer rows of the weight were drawn than it has, the exact sums repeat with them.
+    Every set has its own copy of the epilogue's tensors. A norm needs a whole row of outputs:
+    where the weight repeats its sampled rows, the exact sums repeat with them.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        distribution: str,
-        device: torch.device,
-        target: Device,
-        *,
-        cold: bool,
-        seed: int = 0,
-    ) -> None:
-        _refuse(problem)
-        self.columns_out = row_length(problem.op, (problem.m, problem.n, problem.k))
-        self.form_of_norm = norm_form(problem.epilogue)
-        super().__init__(problem, distribution, device, target, cold=cold, seed=seed)
+    def _check_problem(self) -> None:
+        problem = self.problem
+        operands = [problem.a] if problem.b is None else [problem.a, problem.b]
+        for operand, usual in zip(operands, (Layout.ROW, Layout.COLUMN), strict=False):
+            if operand.layout is not usual:
+                raise MeasurementError(
+                    f"{problem}: a norm is measured with a row-major a and a column-major b only"
+                )
+        if problem.batch != 1 or problem.accumulate:
+            raise MeasurementError(
+                f"{problem}: a norm is measured without batch and accumulation only"
+            )
+        if problem.out_strided:
+            raise MeasurementError(f"{problem}: a norm is measured with contiguous outputs only")
+        for operand in operands:
+            scaled = operand.granularity is not Granularity.NONE
+            if operand.format is Format.FLOAT32 or scaled is not operand.format.is_fp8:
+                raise MeasurementError(
+                    f"{problem}: a norm is measured with operands in bfloat16 or scaled FP8 only"
+                )
+        quantized = [operand.format.is_fp8 for operand in operands]
+        if quantized == [True] or (quantized[0] != quantized[-1] and not problem.prepared):
+            raise MeasurementError(
+                f"{problem}: a norm is measured with both operands quantized, or a prepared weight"
+            )
+
+    @property
+    def columns_out(self) -> int:
+        """Columns of the output."""
+        return row_length(self.problem.op, (self.problem.m, self.problem.n, self.problem.k))
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem
-        self.drawn_epilogue = draw_epilogue(
-            self.form_of_norm, problem.m, self.columns_out, self.device, self.seed
+        self.shared_epilogue = draw_epilogue(
+            norm_form(problem.epilogue), problem.m, self.columns_out, self.device, self.seed
         )
-        self.bias = self.drawn_epilogue.bias  # which must be finite, like the operands
+        self.bias = self.shared_epilogue.bias  # `_all_finite` includes it
         self.static_scale: float | None = None
         if problem.out_format.is_fp8 and problem.out_granularity is Granularity.TENSOR:
             self.static_scale = fitting_scale(
-                self.drawn_epilogue, self.columns_out, problem.out_format, self._some_outputs
+                self.shared_epilogue, self.columns_out, problem.out_format, self._some_outputs
             )
 
     def _some_outputs(self) -> Tensor:
-        """Exact outputs of the drawn rows, in their order."""
+        """Exact outputs of the first sampled rows."""
         rows = min(self.problem.m, len(self.x), ROWS_FOR_A_SCALE)
         case = self._sums(Granularity.NONE, Granularity.NONE)
         sums = self._across(case.exact[:rows]), self._across(case.magnitude[:rows])
-        return ops.normalized(*sums, rows_of(self.drawn_epilogue, slice(0, rows)))[0]
+        return ops.normalized(*sums, rows_of(self.shared_epilogue, slice(0, rows)))[0]
 
     def _across(self, sums: Tensor) -> Tensor:
-        """Columns of the output, of those of the distinct rows of the weight."""
+        """Columns of the output, from those of the weight's distinct rows."""
         return sums if self.columns is None else sums[:, self.columns]
 
     def _epilogue(self) -> tuple[NormEpilogue]:
-        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.drawn_epilogue]
+        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.shared_epilogue]
         return (NormEpilogue(*parts),)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
@@ -218,13 +240,13 @@ class NormOperands(Operands):
             poison_output(operands[-1], self.problem.out_format)
 
     def reference(self, kernel: Kernel) -> Case64:
-        """Exact sums of the drawn rows as the kernel sees them, before anything else."""
+        """Exact products of the sampled rows as the kernel reads them, before the epilogue."""
         if kernel.quantizes:
             return self._sums(kernel.granularity, kernel.b_granularity)
         return self._sums(Granularity.NONE, Granularity.NONE)
 
     def _sums(self, a_granularity: Granularity, b_granularity: Granularity) -> Case64:
-        """Of operands as they are given, or as a kernel quantizes them."""
+        """Exact products of the given operands, or of those that a kernel quantizes."""
         a, b = self.problem.a, self.problem.b
         key = (a_granularity, b_granularity)
         if key not in self._references:
@@ -251,7 +273,7 @@ class NormOperands(Operands):
         checked, rest = pieces_to_check(shape, common.CHECKED_ELEMENTS, seed=number)
         case = self.reference(kernel)
         order = self.order[number].to(self.device)
-        maximum = row_p99 = 0.0
+        worst = KernelError(0.0, 0.0)
         for piece in checked:
             rows = order[piece.rows]
             sums = self._across(case.exact[rows]), self._across(case.magnitude[rows])
@@ -259,46 +281,185 @@ class NormOperands(Operands):
             found = norm_kernel_error(
                 rows_of_output(out, piece.rows), exact, magnitude, problem.out_format.unit_roundoff
             )
-            maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
+            worst = worst_of(worst, found)
         if rest and self._all_finite():
-            wrong = self._unwritten(out, rest)
-            if wrong:
-                return KernelError(math.inf, math.inf), wrong
-        return KernelError(maximum, row_p99), ""
+            for piece in rest:
+                unwritten = _unwritten(
+                    [part[piece.rows] for part in written_parts(out)], piece.rows
+                )
+                if unwritten:
+                    return INCORRECT, unwritten
+        return worst, ""
 
-    def _unwritten(self, out: Tensor | QuantizedTensor, rest: list[Piece]) -> str:
-        for piece in rest:
-            for part in written_parts(out):
-                left = part[piece.rows]
-                left = left.float() if left.dtype.itemsize == 1 else left
-                count = int(torch.isnan(left).sum())
-                if count:
-                    return (
-                        f"{count} outputs or scales of rows from {piece.rows.start} were not "
-                        "written or are NaN"
-                    )
+
+Sections = list[slice]  # ranges of rows
+
+
+class NormBackwardOperands(NormOperands):
+    """Operands of ``norm_backward``, see `Operands`.
+
+    Gradients are samples of the distribution. The normalized tensor is normal, with one row for
+    each sampled row of gradients.
+    """
+
+    def _check_problem(self) -> None:
+        problem = self.problem
+        if problem.out_granularity not in (Granularity.NONE, Granularity.GROUP):
+            raise MeasurementError(
+                f"{problem}: measured only with outputs in bfloat16 or FP8 with 1x128 scales"
+            )
+        if problem.a.layout is not Layout.ROW or problem.a.format is not Format.BFLOAT16:
+            raise MeasurementError(f"{problem}: measured only with row-major bfloat16 operands")
+        super()._check_problem()
+
+    def _draw_epilogue(self, generator: torch.Generator) -> None:
+        super()._draw_epilogue(generator)
+        self.shared_epilogue = self.shared_epilogue._replace(residual=None, residual_last=False)
+        self.y = draw_normal(self.x, self.seed)
+
+    def _make_set(self, order: Tensor) -> tuple[Any, ...]:
+        outputs = empty_gradients(self.problem, self.shared_epilogue, self.device)
+        return self.x[order], self.y[order], outputs
+
+    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
+        given = *self.sets[number], *self.epilogues[number]
+        return functools.partial(kernel.launch, *given, kernel.workspace(*given))
+
+    def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        return parts_of(operands[-1])
+
+    def poison(self) -> None:
+        for operands in self.sets:
+            poison_gradients(operands[-1])
+
+    def reference(self, kernel: Kernel) -> Case64:
+        """Exact gradients of the sampled rows."""
+        exact = norm_gradients(self.x, self.y, self.shared_epilogue)
+        return Case64(exact.dy, exact.size)
+
+    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
+        made: NormGradients = self.sets[number][-1]
+        order = self.order[number].to(self.device)
+        if "rows" not in self._references:
+            self._references["rows"] = self.reference(kernel)
+        case = self._references["rows"]
+        worst = sums_error(made, self._sums_of(order))
+        checked, rest = sections_to_check(self.problem.m, self.problem.k, number)
+        for rows in checked:
+            found = gradients_error(
+                made, rows, case.exact[order[rows]], case.magnitude[order[rows]]
+            )
+            worst = worst_of(worst, found)
+        if rest and self._all_finite():
+            for rows in rest:
+                unwritten = _unwritten(pieces_of_gradients(made, rows), rows)
+                if unwritten:
+                    return INCORRECT, unwritten
+        return worst, ""
+
+    def _sums_of(self, order: Tensor) -> Gradients64:
+        """Exact column sums of a set: each sampled row counts as often as it occurs."""
+        counts = torch.bincount(order, minlength=len(self.x)).double()
+        return norm_gradients(self.x, self.y, self.shared_epilogue, counts)
+
+
+def _unwritten(parts: Sequence[Tensor], rows: slice) -> str:
+    count = sum(map(nan_count, parts))
+    if not count:
         return ""
+    return f"{count} outputs or scales of rows from {rows.start} were not written or are NaN"
 
 
-def _refuse(problem: Problem) -> None:
-    operands = [problem.a] if problem.b is None else [problem.a, problem.b]
-    for operand, usual in zip(operands, (Layout.ROW, Layout.COLUMN), strict=False):
-        if operand.layout is not usual:
-            raise MeasurementError(
-                f"{problem}: a norm is measured of a row-major a and a column-major b"
-            )
-    if problem.batch != 1 or problem.accumulate:
-        raise MeasurementError(f"{problem}: a norm is measured of one product that is not added to")
-    if problem.out_strided:
-        raise MeasurementError(f"{problem}: outputs of a norm are measured contiguous")
-    for operand in operands:
-        scaled = operand.granularity is not Granularity.NONE
-        if operand.format is Format.FLOAT32 or scaled is not operand.format.is_fp8:
-            raise MeasurementError(
-                f"{problem}: operands with a norm are measured in bfloat16, and in FP8 with scales"
-            )
-    quantized = [operand.format.is_fp8 for operand in operands]
-    if quantized == [True] or (quantized[0] != quantized[-1] and not problem.prepared):
-        raise MeasurementError(
-            f"{problem}: with a norm, a is measured quantized only with b, and b alone if prepared"
-        )
+def draw_normal(x: Tensor, seed: int = 0) -> Tensor:
+    """A normal tensor with mean 1 in the shape of x, bfloat16: the input of the norm."""
+    generator = torch.Generator(x.device).manual_seed(1 + seed)
+    sampled = torch.randn(x.shape, generator=generator, device=x.device)
+    return (1.0 + sampled).to(Format.BFLOAT16.dtype)
+
+
+def parts_of(made: NormGradients) -> tuple[Tensor, ...]:
+    """Tensors of gradients that a launch writes; the first has the rows of y."""
+    matrices = [x for x in made[:3] if x is not None]
+    parts = [part for x in matrices for part in written_parts(x)]
+    return (*parts, *([] if made.sums is None else [made.sums]))
+
+
+def poison_gradients(made: NormGradients) -> None:
+    """Fill gradients with NaN, as `poison_output`."""
+    for out in (made.dy, made.quantized, made.quantized_t):
+        if out is not None:
+            form = Format.BFLOAT16 if isinstance(out, Tensor) else out.format
+            poison_output(out, form)
+    if made.sums is not None:
+        made.sums.fill_(math.nan)
+
+
+def sections_to_check(m: int, k: int, seed: int) -> tuple[Sections, Sections]:
+    """Rows to compare and the other rows, in tiles of 128, the scale groups of the transpose."""
+    tiles = -(-m // GROUP)
+    checked, rest = pieces_to_check((1, tiles, GROUP * k), common.CHECKED_ELEMENTS, seed)
+    return tuple(  # type: ignore[return-value]
+        [slice(p.rows.start * GROUP, min(p.rows.stop * GROUP, m)) for p in pieces]
+        for pieces in (checked, rest)
+    )
+
+
+def pieces_of_gradients(made: NormGradients, rows: slice) -> list[Tensor]:
+    """Parts of the outputs that belong to rows; the first row starts a tile."""
+    found = [] if made.dy is None else [made.dy[rows]]
+    if made.quantized is not None and made.quantized_t is not None:
+        scale, scale_t = made.quantized.scale, made.quantized_t.scale
+        assert scale is not None and scale_t is not None  # FP8 has scales
+        tiles = slice(rows.start // GROUP, -(-rows.stop // GROUP))
+        found += [made.quantized.data[rows], scale[rows]]
+        found += [made.quantized_t.data[:, rows], scale_t[:, tiles]]
+    return found
+
+
+def gradients_error(made: NormGradients, rows: slice, exact: Tensor, size: Tensor) -> KernelError:
+    """Largest kernel error of dy in rows, over all formats that were written."""
+    found = []
+    pieces = pieces_of_gradients(made, rows)
+    if made.dy is not None:
+        roundoff = Format.BFLOAT16.unit_roundoff
+        found.append(kernel_error(pieces.pop(0), exact, size, roundoff))
+    if made.quantized is not None:
+        roundoff, granularity = made.quantized.format.unit_roundoff, made.quantized.granularity
+        for data, scale, e, s in ((*pieces[:2], exact, size), (*pieces[2:], exact.t(), size.t())):
+            piece = QuantizedTensor.packed(data, scale, granularity)
+            found.append(norm_kernel_error(piece, e, s, roundoff))
+    return worst_of(*found)
+
+
+def sums_error(made: NormGradients, exact: Gradients64) -> KernelError:
+    """Kernel error of the column sums."""
+    if made.sums is None:
+        return KernelError(0.0, 0.0)
+    return kernel_error(made.sums, exact.sums, exact.sums_size, Format.FLOAT32.unit_roundoff)
+
+
+def launched(
+    kernel: Kernel, dd: Tensor, y: Tensor, problem: Problem, epilogue: NormEpilogue
+) -> NormGradients:
+    """Outputs of a kernel launch, poisoned before it."""
+    made = empty_gradients(problem, epilogue, y.device)
+    poison_gradients(made)
+    given = (dd, y, made, epilogue)
+    kernel.launch(*given, kernel.workspace(*given))
+    return made
+
+
+def operands_of(
+    problem: Problem,
+    distribution: str,
+    device: torch.device,
+    target: Device,
+    *,
+    cold: bool,
+    seed: int = 0,
+) -> Operands:
+    """Operands of a problem of any op; arguments as of `Operands`."""
+    kind = {"norm_backward": NormBackwardOperands}.get(
+        problem.op, NormOperands if problem.op in NORM_OPS else Operands
+    )
+    return kind(problem, distribution, device, target, cold=cold, seed=seed)

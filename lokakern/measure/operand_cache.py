@@ -1,7 +1,7 @@
-"""What operands are drawn from: few rows on the CPU, each draw made once, many at a time.
+"""Operand matrices sampled on the CPU, each once and in parallel, and cached on CPU and device.
 
-A draw has at most 2048 rows and fewer of long rows; whatever is larger repeats it (`operands`).
-Draws are float64 and kept as float32, of which bfloat16 operands are the same roundings.
+At most 2048 rows are sampled, fewer of long rows; larger operands repeat them (`operands`). Values
+are sampled in float64 and kept in float32, which rounds to the same bfloat16 values.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lokakern.types import GROUP, Format, Problem
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.workloads.gemm_cases import Case
 
-DRAWN_ROWS = 2048  # rows drawn in float64 on the CPU; larger m repeats them in fresh order
+SAMPLED_ROWS = 2048  # rows sampled in float64 on the CPU; larger m repeats them in a new order
 # 128 MiB of float64. 2048 x 8192 values take 0.2-0.6 s of one core, 256 x 123200 take 0.4-0.8 s.
-DRAWN_ELEMENTS = 2**24
-FEWEST_ROWS = 2 * GROUP  # of longer rows than DRAWN_ELEMENTS allows for: 241 MiB at k = 123200
-MOST_COLUMNS = 2**20  # 2 GiB of float64 in the fewest rows
-DRAWN_BYTES = 4 * 2**30  # of draws kept on the CPU
-DEVICE_BYTES = 2 * 2**30  # of draws kept on the device: neighbors in a suite share theirs
+SAMPLED_ELEMENTS = 2**24
+FEWEST_ROWS = 2 * GROUP  # also where SAMPLED_ELEMENTS allows fewer: 241 MiB at k = 123200
+MOST_COLUMNS = 2**20  # 2 GiB of float64 in FEWEST_ROWS
+CPU_BYTES = 4 * 2**30  # capacity of the cache on the CPU
+DEVICE_BYTES = 2 * 2**30  # capacity of the cache on the device: neighbors in a suite share operands
 MOST_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """One draw: rows of x, or a weight."""
+class OperandKey:
+    """Identity of a sampled matrix: rows of x, or a weight."""
 
     distribution: str
     rows: int
@@ -51,38 +51,38 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a problem's operands repeat: the first ``x_rows`` and ``w_rows`` of two draws."""
+class OperandPlan:
+    """The operands of a problem: the first ``x_rows`` and ``w_rows`` of two sampled matrices."""
 
-    x: Draw
+    x: OperandKey
     x_rows: int
-    w: Draw | None
+    w: OperandKey | None
     w_rows: int
 
 
 def most_rows(columns: int) -> int:
-    """Most rows drawn of so many columns; a multiple of 128, so that blocks repeat whole.
+    """Most rows sampled of so many columns; a multiple of 128, so that scale blocks repeat whole.
 
     Raises:
         MeasurementError: Even the fewest rows would take more than 2 GiB.
     """
     if columns > MOST_COLUMNS:
         raise MeasurementError(
-            f"operands of {columns} columns are not drawn; expected at most {MOST_COLUMNS}"
+            f"operands of {columns} columns are not sampled; expected at most {MOST_COLUMNS}"
         )
-    fitting = DRAWN_ELEMENTS // columns // GROUP * GROUP
-    return min(DRAWN_ROWS, max(FEWEST_ROWS, fitting))
+    fitting = SAMPLED_ELEMENTS // columns // GROUP * GROUP
+    return min(SAMPLED_ROWS, max(FEWEST_ROWS, fitting))
 
 
-def plan_of(problem: Problem, distribution: str, seed: int) -> Plan:
-    """The draws of a problem: x always as many rows as may be, so that every m shares it.
+def operand_plan(problem: Problem, distribution: str, seed: int) -> OperandPlan:
+    """The operands of a problem; x has as many rows as possible, so that every m shares it.
 
-    Where samples run along k, both operands are drawn by sample: the gradient ``[rows, m]`` and
-    the activations ``[rows, n]``, these as the weight of the distribution.
+    Where a GEMM sums over samples, both operands are sampled with samples as rows: the gradient
+    ``[rows, m]``, and the activations ``[rows, n]`` as the weight of the distribution.
 
     Raises:
         ShapeError: m is 0.
-        MeasurementError: Rows are too long to draw.
+        MeasurementError: Rows are too long to sample.
     """
     m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
     if m == 0:
@@ -90,34 +90,31 @@ def plan_of(problem: Problem, distribution: str, seed: int) -> Plan:
     if sums_over_samples(problem):
         most = min(most_rows(m), most_rows(n))
         rows = min(most, batch * k)
-        return Plan(
-            Draw(distribution, most, m, seed, False), rows,
-            Draw(distribution, most, n, seed, True), rows,
+        return OperandPlan(
+            OperandKey(distribution, most, m, seed, False), rows,
+            OperandKey(distribution, most, n, seed, True), rows,
         )  # fmt: skip
     most = most_rows(k)
-    x = Draw(distribution, most, k, seed, False)
+    x = OperandKey(distribution, most, k, seed, False)
     if problem.b is None:
-        return Plan(x, min(most, batch * m), None, 0)
+        return OperandPlan(x, min(most, batch * m), None, 0)
     w_rows = min(most, batch * n)
-    return Plan(x, min(most, batch * m), Draw(distribution, w_rows, k, seed, True), w_rows)
+    w = OperandKey(distribution, w_rows, k, seed, True)
+    return OperandPlan(x, min(most, batch * m), w, w_rows)
 
 
-def _make(draw: Draw) -> Tensor:
-    recipe = distribution_named(draw.distribution)
-    maker = draw_weight if draw.weight else draw_rows
-    return maker(recipe, draw.rows, draw.columns, draw.seed).float()
+def _sample(key: OperandKey) -> Tensor:
+    sample = draw_weight if key.weight else draw_rows
+    return sample(distribution_named(key.distribution), key.rows, key.columns, key.seed).float()
 
 
-class _Kept:
-    """Tensors made once, by key; the least recently used go when the bytes pass a limit.
-
-    Any number of threads may ask. What is being made counts already.
-    """
+class _TensorCache:
+    """A thread-safe LRU cache of tensors with a limit on bytes; pending tensors count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: OrderedDict[Hashable, tuple[Future[Tensor], int]] = OrderedDict()
-        self._bytes = 0
+        self.byte_count = 0
 
     def claim(self, key: Hashable, byte_count: int, limit: int) -> tuple[Future[Tensor], bool]:
         """The future of a key, and whether the caller has to fulfill it."""
@@ -127,69 +124,65 @@ class _Kept:
                 return self._futures[key][0], False
             future: Future[Tensor] = Future()
             self._futures[key] = (future, byte_count)
-            self._bytes += byte_count
-            while self._bytes > limit and len(self._futures) > 1:
+            self.byte_count += byte_count
+            while self.byte_count > limit and len(self._futures) > 1:
                 _, (_, freed) = self._futures.popitem(last=False)
-                self._bytes -= freed
+                self.byte_count -= freed
             return future, True
 
     def fulfill(self, key: Hashable, future: Future[Tensor], make: Callable[[], Tensor]) -> None:
         try:
             future.set_result(make())
         except BaseException as error:
-            with self._lock:  # the next one who asks tries again
+            with self._lock:  # the next request tries again
                 if key in self._futures and self._futures[key][0] is future:
-                    self._bytes -= self._futures.pop(key)[1]
+                    self.byte_count -= self._futures.pop(key)[1]
             future.set_exception(error)
 
     def get(self, key: Hashable, byte_count: int, limit: int, make: Callable[[], Tensor]) -> Tensor:
-        future, mine = self.claim(key, byte_count, limit)
-        if mine:
+        future, is_new = self.claim(key, byte_count, limit)
+        if is_new:
             self.fulfill(key, future, make)
         return future.result()
 
     def clear(self) -> None:
         with self._lock:
             self._futures.clear()
-            self._bytes = 0
-
-    @property
-    def byte_count(self) -> int:
-        return self._bytes
+            self.byte_count = 0
 
 
-_drawn = _Kept()
-_on_device = _Kept()
+_on_cpu = _TensorCache()
+_on_device = _TensorCache()
 
 
-def drawn(draw: Draw) -> Tensor:
-    """A draw, float32 on the CPU, ``[rows, columns]``; shared, so never written to."""
-    return _drawn.get(draw, draw.byte_count, DRAWN_BYTES, functools.partial(_make, draw))
+def cpu_operand(key: OperandKey) -> Tensor:
+    """The sampled matrix, float32 on the CPU; shared, so callers must not write to it."""
+    return _on_cpu.get(key, key.byte_count, CPU_BYTES, functools.partial(_sample, key))
 
 
-def drawn_on(draw: Draw, rows: int, form: Format, device: torch.device) -> Tensor:
-    """The first rows of a draw in an operand's format on a device; shared, so never written to."""
+def device_operand(key: OperandKey, rows: int, form: Format, device: torch.device) -> Tensor:
+    """The first rows of a sampled matrix in a format on a device; shared, as `cpu_operand`."""
     whole = _on_device.get(
-        (draw, form, device),
-        draw.rows * draw.columns * form.dtype.itemsize,
+        (key, form, device),
+        key.rows * key.columns * form.dtype.itemsize,
         DEVICE_BYTES,
-        lambda: drawn(draw).to(form.dtype).to(device),
+        lambda: cpu_operand(key).to(form.dtype).to(device),
     )
     return whole[:rows]
 
 
 @functools.lru_cache(maxsize=4096)
-def digest_of(draw: Draw, rows: int, form: Format) -> str:
-    """Digest of the first rows of a draw in an operand's format; remembered, as hashing is slow."""
-    return operand_digest(drawn(draw)[:rows].to(form.dtype))
+def cached_digest(key: OperandKey, rows: int, form: Format) -> str:
+    """`operand_digest` of the first rows of a sampled matrix in a format."""
+    return operand_digest(cpu_operand(key)[:rows].to(form.dtype))
 
 
 def operand_digest(*operands: Tensor | None) -> str:
-    """Sixteen hex digits that tell whether two measurements saw the same values."""
+    """Sixteen hex digits that differ where two measurements had different operands."""
     digest = hashlib.sha256()
     for x in operands:
         if x is not None:
-            # Flat first: of a matrix with one column torch leaves strides that are no use.
+            # Flat first: torch keeps arbitrary strides of a matrix with one column.
             digest.update(x.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
@@ -197,76 +190,122 @@ def operand_digest(*operands: Tensor | None) -> str:
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     threads = min(MOST_THREADS, cores_of_rank())
-    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="draw")
+    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix="operands")
 
 
-def _draws_of(case: Case, seed: int) -> list[Draw]:
+def _keys_of(case: Case, seed: int) -> list[OperandKey]:
     try:
-        plan = plan_of(case.problem, case.distribution, seed)
+        plan = operand_plan(case.problem, case.distribution, seed)
     except (MeasurementError, ShapeError):
-        return []  # `Operands` says so when the case's turn comes
+        return []  # `Operands` raises the same when the case is measured
     return [plan.x] if plan.w is None else [plan.x, plan.w]
 
 
-def draw_ahead(cases: Iterable[Case], *, seed: int = 0) -> int:
-    """Begin the draws of the next cases in a pool of threads; NumPy draws without the GIL.
+def prefetch(cases: Iterable[Case], *, seed: int = 0) -> int:
+    """Start to sample the operands of the next cases in a thread pool; NumPy releases the GIL.
 
-    Returns at once. Stops before the draws of these cases would push each other out, so call it
-    again with the rest when some are done; draws that are there already cost nothing.
+    Returns at once. Stops before the cache is full; call it again with the remaining cases later.
 
     Returns:
-        How many cases, from the first, have all their draws at hand or begun.
+        Number of leading cases whose operands are cached or pending.
     """
-    wanted: set[Draw] = set()
+    wanted: set[OperandKey] = set()
     byte_count = 0
-    begun = 0
+    started = 0
     for case in cases:
-        new = [draw for draw in _draws_of(case, seed) if draw not in wanted]
-        byte_count += sum(draw.byte_count for draw in new)
-        if begun and byte_count > DRAWN_BYTES:
+        new = [key for key in _keys_of(case, seed) if key not in wanted]
+        byte_count += sum(key.byte_count for key in new)
+        if started and byte_count > CPU_BYTES:
             break
         wanted.update(new)
-        for draw in new:
-            future, mine = _drawn.claim(draw, draw.byte_count, DRAWN_BYTES)
-            if mine:
-                _pool().submit(_drawn.fulfill, draw, future, functools.partial(_make, draw))
-        begun += 1
-    return begun
+        for key in new:
+            future, is_new = _on_cpu.claim(key, key.byte_count, CPU_BYTES)
+            if is_new:
+                _pool().submit(_on_cpu.fulfill, key, future, functools.partial(_sample, key))
+        started += 1
+    return started
 
 
-def finish_draws(
+def prefetch_and_wait(
     cases: Sequence[Case], alive: Callable[[], None] = lambda: None, *, seed: int = 0
 ) -> int:
-    """Make the draws of cases on all cores, as far as they fit; ``alive`` is called in between.
-
-    For whoever times next: threads that draw meanwhile would hold up its launches.
+    """`prefetch`, and wait: threads that sample during a timing would delay its launches.
 
     Returns:
-        How many cases, from the first, have all their draws at hand.
+        Number of leading cases whose operands are cached; ``alive`` is called for each operand.
     """
-    begun = draw_ahead(cases, seed=seed)
-    for case in cases[:begun]:
-        for draw in _draws_of(case, seed):
+    started = prefetch(cases, seed=seed)
+    for case in cases[:started]:
+        for key in _keys_of(case, seed):
             alive()
-            with contextlib.suppress(Exception):  # `Operands` meets it again and says so
-                drawn(draw)
-    return begun
+            with contextlib.suppress(Exception):  # `Operands` raises it again
+                cpu_operand(key)
+    return started
 
 
-def in_turn(groups: Iterable[Sequence[Case]], *, seed: int = 0) -> Iterator[Sequence[Case]]:
-    """Each group of cases when its draws are at hand; see `finish_draws`."""
+def prefetched_groups(
+    groups: Iterable[Sequence[Case]], *, seed: int = 0
+) -> Iterator[Sequence[Case]]:
+    """Each group of cases once its operands are cached; see `prefetch_and_wait`."""
     groups = list(groups)
     waiting = [case for group in groups for case in group]
-    drawn = 0
+    cached = 0
     for group in groups:
-        if drawn < len(group):
-            drawn = finish_draws(waiting, seed=seed)
-        drawn, waiting = drawn - len(group), waiting[len(group) :]
+        if cached < len(group):
+            cached = prefetch_and_wait(waiting, seed=seed)
+        cached, waiting = cached - len(group), waiting[len(group) :]
         yield group
 
 
-def forget_draws() -> None:
-    """Free every draw that is kept, on the CPU and on devices."""
-    _drawn.clear()
+def clear_operand_cache() -> None:
+    """Free all cached operands, on the CPU and on devices."""
+    _on_cpu.clear()
     _on_device.clear()
-    digest_of.cache_clear()
+    cached_digest.cache_clear()
+
+
+class Prefetcher:
+    """Samples the operands of groups ahead of use, each once, and frees them after the last use.
+
+    Args:
+        pool: Threads that sample.
+        groups: Operands of each group, in order of use.
+        alive: Called once a second while `get` waits.
+    """
+
+    AHEAD = 12
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        groups: Sequence[Sequence[OperandKey]],
+        alive: Callable[[], None],
+    ) -> None:
+        self.pool, self.groups, self.alive = pool, groups, alive
+        self.last_use = {key: place for place, group in enumerate(groups) for key in group}
+        self.pending: dict[OperandKey, Future[tuple[Tensor, str]]] = {}
+
+    def start(self, place: int) -> None:
+        """Sample the next groups from this one on."""
+        for group in self.groups[place : place + self.AHEAD]:
+            for key in group:
+                if key not in self.pending:
+                    self.pending[key] = self.pool.submit(_sample_and_digest, key)
+
+    def get(self, key: OperandKey) -> tuple[Tensor, str]:
+        """The operand in float32, and its digest."""
+        while True:
+            self.alive()
+            with contextlib.suppress(TimeoutError):
+                return self.pending[key].result(timeout=1.0)
+
+    def free(self, place: int) -> None:
+        """Free the operands of a group that no later group uses."""
+        for key in self.groups[place]:
+            if self.last_use[key] <= place:
+                self.pending.pop(key, None)
+
+
+def _sample_and_digest(key: OperandKey) -> tuple[Tensor, str]:
+    x = _sample(key)  # bfloat16 and float32 operands are both roundings of this
+    return x, operand_digest(x)

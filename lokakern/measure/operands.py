@@ -1,4 +1,4 @@
-"""Operands of a measurement: drawn once, laid out as many cold sets, with exact references."""
+"""Operands of a measurement: many cold copies, with exact references and checks of outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError
-from lokakern.measure.operand_cache import digest_of, drawn_on, plan_of
+from lokakern.measure.operand_cache import cached_digest, device_operand, operand_plan
 from lokakern.measure.tiled_compare import (
     Piece,
     compare_bytes,
@@ -46,10 +46,11 @@ from lokakern.types import (
     empty_data,
 )
 
-CHECKED_ELEMENTS = 2**24  # of outputs, after timing; at least one whole set up to this size
-CHECKED_SETS = MOST_CALLED  # of the thousand that a tiny problem has
+CHECKED_ELEMENTS = 2**24  # outputs that are compared after timing; at least one set
+CHECKED_SETS = MOST_CALLED  # a tiny problem has a thousand
 
-QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # how many tensors they make
+INCORRECT = KernelError(math.inf, math.inf)
+QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # number of output tensors
 GIVEN_SCALES = ("static", "delayed")
 
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
@@ -57,34 +58,33 @@ Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Case64:
-    """Exact product and product of magnitudes of the drawn rows, float64."""
+    """Exact product, and product of magnitudes, of the sampled rows, float64."""
 
     exact: Tensor
     magnitude: Tensor
 
 
 class Operands:
-    """Everything a problem's candidates are timed on.
+    """Operand sets on which a problem's candidates are timed.
 
-    Every set holds its own copy of every operand, weight, scale and output, so that a replay over
-    all sets finds none of it in the cache. Rows repeat the drawn ones in an order of each set;
-    where samples run along k (gradients of weights) both operands repeat theirs along k, in the
-    same order. Outputs of a weight repeat in one order.
+    Each set has its own copy of every operand, scale and output, so that a replay over all sets
+    finds nothing in the cache. The rows of x repeat the sampled rows in a different order in each
+    set; where a GEMM sums over samples (gradients of weights), both operands repeat theirs along k
+    in the same order. The rows of a weight repeat in one order.
 
-    A float32 output that is added to begins at `before`, an FP8 output has a scale that fits the
-    drawn rows, both the same in every set.
+    With ``accumulate``, outputs start as `before`. An FP8 output has a static scale that fits the
+    sampled rows. Both are the same in every set.
 
     Args:
-        problem: What is computed.
+        problem: The problem.
         distribution: Name of the input distribution.
         device: Torch device.
-        target: The device type (formats follow it).
-        cold: Whether to make enough sets to pass 2x the last-level cache; else one set.
-        seed: Of all that is drawn, and of the order of rows.
+        target: The device type, which determines the FP8 format.
+        cold: Whether the sets exceed twice the last-level cache; else there is one set.
+        seed: Seed of all random values.
 
     Raises:
-        MeasurementError: No operands are made of such a problem (strided ones, batches of
-            quantized ones).
+        MeasurementError: The problem is not measurable (strided operands, quantized batches).
         ShapeError: m is 0.
     """
 
@@ -98,27 +98,29 @@ class Operands:
         cold: bool,
         seed: int = 0,
     ) -> None:
-        _refuse(problem)
         self.problem = problem
+        self._check_problem()
         self.seed = seed
         self.device = device
         self.target = target
         self.along_k = sums_over_samples(problem)
-        # Operands that come quantized are quantized from bfloat16.
+        # Quantized operands are quantized from bfloat16.
         self.form = problem.a.format if problem.op in ("gemm", *QUANTIZERS) else Format.BFLOAT16
-        plan = plan_of(problem, distribution, seed)
-        self.x = drawn_on(plan.x, plan.x_rows, self.form, device)
+        plan = operand_plan(problem, distribution, seed)
+        self.x = device_operand(plan.x, plan.x_rows, self.form, device)
         self.w: Tensor | None = None
-        self.digest = digest_of(plan.x, plan.x_rows, self.form)
-        self.columns: Tensor | None = None  # output column -> row of w, where not the same
+        self.digest = cached_digest(plan.x, plan.x_rows, self.form)
+        self.columns: Tensor | None = None  # row of w of each output column, where they differ
         if plan.w is not None:
-            self.w = drawn_on(plan.w, plan.w_rows, self.form, device)
-            other = digest_of(plan.w, plan.w_rows, self.form)
+            self.w = device_operand(plan.w, plan.w_rows, self.form, device)
+            other = cached_digest(plan.w, plan.w_rows, self.form)
             self.digest = f"{self.digest[:8]}{other[:8]}"
             if not self.along_k and (problem.batch > 1 or problem.n > plan.w_rows):
                 self.w, self.columns = _repeated(self.w, problem.batch, problem.n)
         generator = torch.Generator().manual_seed(seed + 1)
-        self._amax: dict[tuple[str, int], Tensor] = {}  # what a delayed quantizer raises in a set
+        self._amax: dict[
+            tuple[str, int], Tensor
+        ] = {}  # amax that delayed scaling updates, by kernel and set
         self._quantized: dict[Any, QuantizedTensor] = {}
         self._references: dict[Any, Case64] = {}
         set_bytes = max(problem.bytes_moved, 1)
@@ -129,20 +131,40 @@ class Operands:
         self.before: Tensor | None = None
         self.out_scale: Tensor | None = None
         self._draw_epilogue(generator)
-        # Rows under one scale stay together; elsewhere their order is fresh in every set.
+        # Rows that share a scale stay together; others have a new order in every set.
         fixed = problem.a.granularity is Granularity.BLOCK
         self.order = [
             torch.arange(total) % plan.x_rows
             if fixed
-            else self._fresh_order(plan.x_rows, total, generator)
+            else self._random_order(plan.x_rows, total, generator)
             for _ in range(count)
         ]
         self.sets = [self._make_set(order.to(device)) for order in self.order]
-        # What a launcher gets after its workspace, for each set.
+        # Arguments of a launcher after its workspace, for each set.
         self.epilogues = [self._epilogue() for _ in self.sets]
 
+    def _check_problem(self) -> None:
+        """Raise a `MeasurementError` for a problem without operands here."""
+        problem = self.problem
+        operands = [problem.a] if problem.b is None else [problem.a, problem.b]
+        if any(operand.layout is Layout.STRIDED for operand in operands):
+            raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
+        if problem.op != "gemm" or problem.prepared:
+            if problem.batch != 1 and problem.op != "scaled_gemm":
+                raise MeasurementError(
+                    f"{problem}: batches are measured with unquantized gemm and scaled_gemm only"
+                )
+            usual = [Layout.ROW, Layout.COLUMN]
+            if problem.prepared or problem.op in QUANTIZERS:  # unquantized a has either layout
+                usual[0] = problem.a.layout
+            if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
+                raise MeasurementError(
+                    f"{problem}: quantized operands are measured with a row-major and b "
+                    "column-major"
+                )
+
     def _draw_epilogue(self, generator: torch.Generator) -> None:
-        """What comes after the sums, the same in every set."""
+        """Sample the tensors of the epilogue, which are the same in every set."""
         problem = self.problem
         if problem.epilogue.startswith("bias"):
             bias = torch.randn(problem.n, generator=generator)
@@ -160,7 +182,7 @@ class Operands:
         return torch.randn(shape, generator=generator, device=self.device).to(form.dtype)
 
     def _fitting_scale(self) -> Tensor | None:
-        """Decode scale of an FP8 output: of the largest of the drawn rows' products."""
+        """Static descale of an FP8 output, from the amax of the sampled rows' products."""
         if not self.problem.out_format.is_fp8:
             return None
         assert self.problem.b is not None  # a scaled GEMM
@@ -177,12 +199,12 @@ class Operands:
         return (epilogue_of(self.problem, x0, x, scale),)
 
     @staticmethod
-    def _fresh_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
+    def _random_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
         pieces = [torch.randperm(rows, generator=generator) for _ in range(-(-total // rows))]
         return torch.cat(pieces)[:total]
 
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
-        """The drawn rows ("x") or the weight ("w"), exactly quantized."""
+        """The sampled rows ("x") or the weight ("w"), exactly quantized."""
         power_of_two = self.problem.op in QUANTIZERS and scaling_of(self.problem) == "power_of_two"
         key = (which, form, granularity)
         if key not in self._quantized:
@@ -194,13 +216,7 @@ class Operands:
         return self._quantized[key]
 
     def quantized_by(self, kernel: Kernel, which: str, rows: Tensor) -> QuantizedTensor:
-        """Rows of x or of w as a kernel of op gemm must quantize them; a prepared weight as it is.
-
-        Args:
-            kernel: One that quantizes.
-            which: "x" or "w".
-            rows: ``[rows, k]``; those drawn are quantized once.
-        """
+        """Rows of x or w as a quantizing kernel of op gemm has to quantize them."""
         form = fp8_format(self.target)
         granularity = kernel.granularity if which == "x" else kernel.b_granularity
         given = which == "w" and self.problem.prepared
@@ -211,7 +227,7 @@ class Operands:
         return numerics.quantize(rows, form, granularity)
 
     def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """A copy of quantized rows, repeated as the index says; None for as they are."""
+        """Data and scales of the quantized rows in an index; None for all rows."""
         if index is None:
             index = torch.arange(len(quantized.data), device=self.device)
         data = empty_data(len(index), quantized.data.shape[1], quantized.data.dtype, self.device)
@@ -233,7 +249,7 @@ class Operands:
         return weight if batch == 1 else weight.view(batch, self.problem.n, self.problem.k)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
-        """Operands of one call, outputs last; see `Kernel` for the order."""
+        """Arguments of one launch; see `Kernel` for their order."""
         problem = self.problem
         m, n, k = problem.m, problem.n, problem.k
         out_dtype = problem.out_format.dtype
@@ -250,7 +266,7 @@ class Operands:
                     granularity.empty_scale(*shape, self.device),
                 )
             ]
-            if scaling_of(problem) in GIVEN_SCALES:  # one that fits, as it is meant to
+            if scaling_of(problem) in GIVEN_SCALES:  # one that fits, as static scales should
                 fitting = self.quantized("x", problem.out_format, granularity).scale
                 assert fitting is not None  # made by `quantized`
                 made[1].copy_(fitting)
@@ -303,7 +319,7 @@ class Operands:
         return functools.partial(kernel.launch, *given, workspace, *extra)
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """What a launch writes."""
+        """Tensors that a launch writes."""
         if self.problem.op in QUANTIZERS:
             given = scaling_of(self.problem) in GIVEN_SCALES
             outputs = operands[1], *operands[3 if given else 2 :]
@@ -311,7 +327,7 @@ class Operands:
         return (operands[2],) if self.problem.op in ("gemm", "dequantize") else (operands[4],)
 
     def fingerprint(self) -> list[int]:
-        """Sums of the bytes of what the first and the last set read, which no kernel may change."""
+        """Byte sums of the inputs of the first and the last set, which kernels must not change."""
         sums = []
         for number in (0, -1):
             operands = self.sets[number]
@@ -326,10 +342,7 @@ class Operands:
         return sums
 
     def poison(self) -> None:
-        """Fill every output with what no kernel may leave there, or with what is added to.
-
-        What is raised begins at 0.
-        """
+        """Fill outputs with values that no kernel may leave; reset accumulators and amax."""
         for amax in self._amax.values():
             amax.zero_()
         for operands in self.sets:
@@ -337,15 +350,15 @@ class Operands:
                 if self.before is not None:
                     out.copy_(self.before)
                 elif out.dtype.itemsize == 1:
-                    nan = self.problem.out_format.nan_byte  # which quantizing writes, too
+                    nan = self.problem.out_format.nan_byte  # quantizers may also write it
                     out.view(torch.uint8).fill_(nan if self.out_scale is not None else 0xA5)
                 else:
                     out.fill_(math.nan)
 
     def reference(self, kernel: Kernel) -> Case64:
-        """Exact result of the drawn rows as the kernel sees them, without a bias.
+        """Exact result of the sampled rows as the kernel reads them, without bias.
 
-        Row by row of x and of w: what every output repeats, so its size is bounded by the draw's.
+        Outputs repeat it, so its size is bounded by the number of sampled rows.
         """
         problem = self.problem
         if problem.op == "scaled_gemm":
@@ -375,10 +388,10 @@ class Operands:
         return self._references["scaled"]
 
     def _expectation(self, kernel: Kernel, number: int) -> Expectation:
-        """What a kernel must have written into a set: for a piece, exact values and magnitudes."""
+        """A function of a piece of a set's output to its exact values and magnitudes."""
         problem = self.problem
         if self.along_k:
-            # Every set repeats the rows in an order of its own: only the operands say what it is.
+            # Sets sum over different samples, so that the reference is computed for each.
             a, b = self.sets[number][:2]
             if kernel.quantizes:
                 a = self.quantized_by(kernel, "x", a)
@@ -401,11 +414,11 @@ class Operands:
         return gather
 
     def check(self, kernel: Kernel) -> tuple[KernelError, str]:
-        """Kernel error over the sets just written, and what is wrong ("" if nothing is).
+        """Largest kernel error over the outputs, and the reason why they are incorrect, or "".
 
         Of an output larger than CHECKED_ELEMENTS the first, the last and random pieces are
-        compared, and the rest only searched for what was not written. ``row_p99`` is the largest
-        of the pieces'.
+        compared; the others are only searched for elements that were not written. ``row_p99`` is
+        the largest over the pieces.
         """
         worst = KernelError(0.0, 0.0)
         checked = 0
@@ -417,14 +430,12 @@ class Operands:
                 wrong = self._check_bytes(operands, self.order[number].to(self.device))
                 wrong = wrong or self._check_amax(kernel, number)
                 if wrong:
-                    return KernelError(math.inf, math.inf), wrong
+                    return INCORRECT, wrong
                 continue
             found, unwritten = self._check_set(kernel, number)
-            worst = KernelError(
-                max(worst.maximum, found.maximum), max(worst.row_p99, found.row_p99)
-            )
+            worst = worst_of(worst, found)
             if unwritten:
-                return KernelError(math.inf, math.inf), unwritten
+                return INCORRECT, unwritten
         bound = kernel.bound_at(self.problem)
         if worst.maximum > bound:
             return worst, f"kernel_err {worst.maximum:.3g} > {bound:g}"
@@ -436,7 +447,7 @@ class Operands:
         out = out if out.dim() == 3 else self._by_group(out)
         checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
         expected = self._expectation(kernel, number)
-        maximum = row_p99 = 0.0
+        worst = KernelError(0.0, 0.0)
         for piece in checked:
             exact, magnitude = expected(piece)
             exact, magnitude = self._finished(exact, magnitude, number, piece)
@@ -444,18 +455,16 @@ class Operands:
                 piece.of(out).flatten(0, 1), exact, magnitude, problem.out_format.unit_roundoff,
                 self.out_scale,
             )  # fmt: skip
-            maximum, row_p99 = max(maximum, found.maximum), max(row_p99, found.row_p99)
-        if rest and self._all_finite():  # then so is every sum in float64
+            worst = worst_of(worst, found)
+        if rest and self._all_finite():  # then all float64 sums are finite, too
             for piece in rest:
-                left = piece.of(out)
-                left = left.float() if problem.out_format.is_fp8 else left
-                count = int(torch.isnan(left).sum())
+                count = nan_count(piece.of(out))
                 if count:
-                    return KernelError(math.inf, math.inf), (
+                    return INCORRECT, (
                         f"{count} outputs of batch {piece.batch.start}, rows from "
                         f"{piece.rows.start}, were not written or are NaN"
                     )
-        return KernelError(maximum, row_p99), ""
+        return worst, ""
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""
@@ -466,7 +475,7 @@ class Operands:
     def _finished(
         self, exact: Tensor, magnitude: Tensor, number: int, piece: Piece
     ) -> tuple[Tensor, Tensor]:
-        """What comes after the sums, in one piece of a set's output."""
+        """The exact epilogue of one piece of a set's output."""
         epilogue = self.epilogues[number][0] if self.epilogues[number] else PLAIN
         before = self.before
         if epilogue.x0 is not None and epilogue.x is not None:
@@ -497,7 +506,7 @@ class Operands:
             wrong = "" if sums is None else compare_sums(sums, x)
             if wrong:
                 return wrong
-        if granularity is Granularity.BLOCK:  # rows under one scale: quantize them as they lie
+        if granularity is Granularity.BLOCK:  # rows share scales: quantize them in their order
             expected = exact(x)
             exact_data, exact_scale = expected.data, expected.scale
         else:
@@ -517,6 +526,14 @@ class Operands:
         return "" if found == exact else f"amax is {found}, not {exact}"
 
 
+def worst_of(*errors: KernelError) -> KernelError:
+    return KernelError(max(e.maximum for e in errors), max(e.row_p99 for e in errors))
+
+
+def nan_count(x: Tensor) -> int:
+    return int((x.float() if x.dtype.itemsize == 1 else x).isnan().sum())
+
+
 def case_of(left: Any, right: Any) -> Case64:
     return Case64(ops.product(left, right), ops.magnitude(left, right))
 
@@ -526,29 +543,11 @@ def _byte_sum(x: Tensor) -> int:
     return int(whole.sum(dtype=torch.int64))
 
 
-def _refuse(problem: Problem) -> None:
-    operands = [problem.a] if problem.b is None else [problem.a, problem.b]
-    if any(operand.layout is Layout.STRIDED for operand in operands):
-        raise MeasurementError(f"{problem}: operands strided along both axes are not measured")
-    if problem.op != "gemm" or problem.prepared:
-        if problem.batch != 1 and problem.op != "scaled_gemm":
-            raise MeasurementError(
-                f"{problem}: batches are measured of unquantized gemm and of scaled_gemm only"
-            )
-        usual = [Layout.ROW, Layout.COLUMN]
-        if problem.prepared or problem.op in QUANTIZERS:  # what is not quantized lies either way
-            usual[0] = problem.a.layout
-        if any(x.layout is not want for x, want in zip(operands, usual, strict=False)):
-            raise MeasurementError(
-                f"{problem}: quantized operands are measured with a row-major and b column-major"
-            )
-
-
 def _repeated(w: Tensor, batch: int, n: int) -> tuple[Tensor, Tensor]:
-    """The distinct rows of a weight of more rows than were drawn, and which row comes where.
+    """Distinct rows of a weight with more rows than were sampled, and the index of each row.
 
-    One scale covers 128 rows, so what is left beyond whole blocks stands as distinct rows at the
-    end: quantizing the distinct rows quantizes the weight.
+    A scale covers up to 128 rows, so the rows after the last whole block are appended as distinct
+    rows: then quantizing the distinct rows quantizes the weight.
     """
     index = torch.arange(batch * n, device=w.device) % len(w)
     rest = batch * n % GROUP

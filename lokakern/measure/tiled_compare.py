@@ -1,4 +1,4 @@
-"""Pieces of an output that are compared at a time, so that float64 copies stay small."""
+"""Comparison of outputs with exact results in pieces, so that float64 copies stay small."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COLUMNS_OF_SCALE = {
     Granularity.BLOCK: GROUP,
     Granularity.MX: mx.GROUP,
 }
-SECTIONS = 8  # at least, of an output that is checked in part
+SECTIONS = 8  # least number of pieces of an output that is compared in part
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of some products of a batch of outputs ``[batch, m, n]``."""
+    """A range of rows and of batch entries of an output ``[batch, m, n]``."""
 
     batch: slice
     rows: slice
@@ -36,7 +36,7 @@ class Piece:
 
 
 def pieces_of(shape: Sequence[int], elements: int) -> list[Piece]:
-    """All of an output ``[batch, m, n]``, in pieces of at most so many elements, or of one row."""
+    """Pieces of an output ``[batch, m, n]`` with at most so many elements, or one row."""
     batch, m, n = shape
     if m * n <= elements:
         step = elements // (m * n)
@@ -55,10 +55,10 @@ def pieces_of(shape: Sequence[int], elements: int) -> list[Piece]:
 def pieces_to_check(
     shape: Sequence[int], elements: int, seed: int
 ) -> tuple[list[Piece], list[Piece]]:
-    """Pieces that are compared, and those that are not.
+    """Pieces to compare, and the others.
 
-    All are compared of an output of at most so many elements; of a larger one the first, the last
-    and random others until they hold as many.
+    All pieces of an output with at most so many elements are compared; of a larger output the
+    first, the last and random pieces with at least so many elements.
     """
     batch, m, n = shape
     if batch * m * n <= elements:
@@ -78,7 +78,7 @@ def pieces_to_check(
 def _columns(x: QuantizedTensor, start: int, stop: int) -> Tensor:
     """Columns of quantized data ``[rows, k]``, float64; start is a multiple of 128."""
     scale = x.scale
-    assert scale is not None  # it was quantized
+    assert scale is not None  # FP8 has scales
     width = COLUMNS_OF_SCALE.get(x.granularity)
     if width is not None:
         scale = scale[:, start // width : -(-stop // width)]
@@ -87,12 +87,12 @@ def _columns(x: QuantizedTensor, start: int, stop: int) -> Tensor:
 
 
 def product_of_piece(a: Any, b: Any, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Rows of ``a @ b`` and of ``|a| @ |b|`` in float64, ``[rows, n]``, added up along k.
+    """A piece of ``a @ b`` and of ``|a| @ |b|`` in float64, ``[rows, n]``, summed in steps of k.
 
     Args:
         a: ``[m, k]`` or ``[batch, m, k]``, or without a batch a QuantizedTensor.
         b: ``[k, n]`` or ``[batch, k, n]``, or a transposed QuantizedTensor.
-        piece: Of the product.
+        piece: The piece of the product.
     """
     quantized = isinstance(a, QuantizedTensor)
     if not quantized and a.dim() == 2:
@@ -118,7 +118,7 @@ def product_of_piece(a: Any, b: Any, piece: Piece) -> tuple[Tensor, Tensor]:
 def compare_bytes(
     data: Tensor, scale: Tensor, exact_data: Tensor, exact_scale: Tensor | None
 ) -> str:
-    """What differs from the exact quantization, "" if nothing does."""
+    """A description of the bytes that differ from the exact quantization, or ""."""
     differ = int((data.view(torch.uint8) != exact_data.view(torch.uint8)).sum())
     if exact_scale is None or differ:
         return f"{differ} of {data.numel()} bytes differ from the exact quantization"
@@ -130,7 +130,7 @@ def compare_bytes(
 
 
 def compare_sums(sums: Tensor, x: Tensor) -> str:
-    """What differs from the sums of the columns of x in their order, "" if nothing does."""
+    """A description of the column sums that differ from `lokakern.sums`, or ""."""
     exact = column_sums(x)
     differ = int(((sums != exact) & ~(sums.isnan() & exact.isnan())).sum())
     if differ:

@@ -1,4 +1,4 @@
-"""Time one problem's candidates against each other, then check what each wrote."""
+"""Time the candidates of one problem against each other, then check their outputs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import torch
 
 from lokakern.device import current_device
 from lokakern.measure import timing
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.operands import Operands
-from lokakern.measure.problem_operands import operands_of
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.registry.register import Kernel
 from lokakern.registry.schema.records import TimingRecord
 from lokakern.types import Device, Problem
 from lokakern.workloads.suites import Case
 
-# Ceilings of an H200, for choosing how long a replay is; elsewhere they only have to be near.
+# Roofline of an H200, which determines the length of a replay; other devices need not be exact.
 FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US = 4.3e6, 1.979e9, 1.5
 
-# What is told of a measurement while it runs: a kernel's place in the list (None: none of them
-# runs), and what happens to it.
+# Progress of a measurement: the index of the running kernel (None: no kernel runs), and a text.
 Announce = Callable[[int | None, str], None]
 
 
@@ -30,11 +29,8 @@ def _nothing(_place: int | None, _what: str) -> None:
 
 def torch_device() -> torch.device:
     """The device that `current_device` describes."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if current_device().is_gpu
-        else (torch.device("cpu"))
-    )
+    is_gpu = current_device().is_gpu
+    return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
 
 
 def floor_us(problem: Problem) -> float:
@@ -44,7 +40,7 @@ def floor_us(problem: Problem) -> float:
 
 
 def contender_of(operands: Operands, kernel: Kernel, name: str | None = None) -> Contender:
-    """A kernel on operand sets, each with its own workspace, ready to be timed."""
+    """A contender that launches a kernel on each operand set, with a workspace for each."""
     calls = [operands.call_of(kernel, number) for number in range(len(operands.sets))]
     return Contender(name or kernel.name, calls)
 
@@ -58,21 +54,21 @@ def time_case(
     seed: int = 0,
     announce: Announce = _nothing,
 ) -> list[TimingRecord]:
-    """Time a problem's kernels against each other, then check what each writes.
+    """Time the kernels of a problem against each other, then check their outputs.
 
     Args:
-        case: The problem, and the distribution it is timed under.
-        kernels: Those that accept it.
+        case: The problem and the distribution of its operands.
+        kernels: Kernels that accept the problem.
         device: The device type here.
         regime: Timing regime.
-        seed: Of operands and order.
-        announce: Called before anything of a kernel is launched.
+        seed: Seed of operands and order.
+        announce: Called before each kernel is launched.
 
     Returns:
         One record for each kernel.
 
     Raises:
-        DeviceLostError: A kernel, the one last announced, left the device unusable.
+        DeviceLostError: The last announced kernel left the device unusable.
     """
     where = torch_device()
     problem = case.problem
@@ -81,7 +77,7 @@ def time_case(
         operands = operands_of(
             problem, case.distribution, where, device, cold=regime != "graph-hot", seed=seed
         )
-    except Exception as error:  # memory above all; another problem may fit
+    except Exception as error:  # mostly memory; another problem may fit
         status, reason = status_and_reason(error)
         return [TimingRecord(status=status, reason=reason) for _ in kernels]
     fingerprint = operands.fingerprint()
@@ -89,7 +85,7 @@ def time_case(
     for place, kernel in enumerate(kernels):
         announce(place, "its workspace is made")
         contender = Contender(kernel.name, ())
-        with faults_of(contender, where):  # allocating may fail like any launch
+        with faults_of(contender, where):  # an allocation may fail like a launch
             contender = contender_of(operands, kernel)
         contenders.append(contender)
     places = {id(contender): place for place, contender in enumerate(contenders)}
@@ -111,10 +107,10 @@ def time_case(
         del operands, contenders
         others = [*kernels[:at], *kernels[at + 1 :]]
 
-        def told(place: int | None, what: str) -> None:
+        def announce_shifted(place: int | None, what: str) -> None:
             announce(place if place is None or place < at else place + 1, what)
 
-        records = time_case(case, others, device, regime, seed=seed, announce=told)
+        records = time_case(case, others, device, regime, seed=seed, announce=announce_shifted)
         culprit = TimingRecord(status="wrong", reason="it changes what it should only read")
         return [*records[:at], culprit, *records[at:]]
     records = []
@@ -126,13 +122,13 @@ def time_case(
     return records
 
 
-class _OverwrittenError(BaseException):  # past `faults_of`: what the rivals read is spoiled
+class _OverwrittenError(BaseException):  # not caught by `faults_of`: the inputs are invalid
     def __init__(self, place: int) -> None:
         self.place = place
 
 
 def write_again(operands: Operands, contender: Contender) -> None:
-    """Poison the outputs, and do once more what was timed, so that it can be checked."""
+    """Poison the outputs and repeat the timed launches, whose outputs can then be checked."""
     operands.poison()
     if operands.before is None:
         contender.run_all()
@@ -144,7 +140,7 @@ def write_again(operands: Operands, contender: Contender) -> None:
 def _record(
     kernel: Kernel, contender: Contender, operands: Operands, regime: str, where: torch.device
 ) -> TimingRecord:
-    """Replay what was timed on poisoned outputs, check them, and put the row together."""
+    """Check the outputs of the timed launches, and make the record."""
     error, wrong = None, ""
     if contender.status == "ok":
         with faults_of(contender, where):

@@ -1,8 +1,8 @@
-"""The Timing contract: candidates interleaved, cold, in CUDA graphs, medians with their spread.
+"""The Timing contract: medians of interleaved replays of CUDA graphs with cold operands.
 
-Regimes: ``graph-cold`` (every operand of a call distinct until their bytes exceed 2x the last-level
-cache), ``graph-hot`` (one set, replayed), ``eager`` (cold sets, called from the host, whose time
-counts; the only regime of a CPU).
+Regimes: ``graph-cold`` (calls use distinct operand sets that exceed twice the last-level cache),
+``graph-hot`` (one operand set), ``eager`` (cold sets, launched from the host, whose time counts;
+the only regime of a CPU).
 """
 
 from __future__ import annotations
@@ -21,30 +21,26 @@ from lokakern.errors import DeviceLostError, MeasurementError, UnknownNameError
 from lokakern.selection.candidates import margin_us
 from lokakern.types import REGIMES
 
-BUDGET_MS = 25.0  # of replays a candidate, at most
+BUDGET_MS = 25.0  # longest time of the replays of a candidate
 FEWEST_REPLAYS = 5
 MOST_REPLAYS = 200
-# A median known this well after so many replays is not replayed on: a twelfth of what tells two
-# candidates apart (`evidence.TIE_FLOOR`).
+# Replays stop when the margin of the median is below this share, a twelfth of `TIE_FLOOR`, the
+# difference between two candidates that counts.
 SETTLED_REPLAYS, SETTLED_SHARE = 20, 0.0025
-DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this far behind after so many replays is dropped
-# A tiny problem has a thousand cold sets, and to capture as many calls takes 20 ms, of an emulation
-# a second; a slow candidate replays for long what a fast one does in GRAPH_US. A graph of a few
-# calls first shows who is hopeless. Its sets may stay in the cache, which flatters, so that only a
-# factor of 2 counts.
+DROP_AFTER, DROP_FACTOR = 3, 1.5  # a candidate this much slower after so many replays is dropped
+# A tiny problem has a thousand cold sets: their capture takes 20 ms, with an emulation a second,
+# and a slow candidate replays them for long. So a graph of a few calls screens out slow candidates.
+# Its operands may stay in the cache, which makes it look faster, so that only a factor of 2 counts.
 SCREENED_CALLS, SCREEN_FACTOR = 8, 2.0
-VOID_CLOCK_SHARE = 0.9  # a replay under this share of the candidate's own median clock is void
-GRAPH_US = 300.0  # a graph lasts at least this long, so that its launch (about 2 us) is noise
+VOID_CLOCK_SHARE = 0.9  # a replay with a lower clock, relative to the candidate's median, is void
+GRAPH_US = 300.0  # least duration of a graph, so that its launch (about 2 us) is noise
 WARM_SECONDS = 0.5
-MOST_CALLED = 8  # after timing, of the thousand calls a tiny problem has
+MOST_CALLED = 8  # calls that are repeated to check outputs; a tiny problem has a thousand
 
 
 @dataclass
 class Contender:
-    """Something to be timed: one call per operand set.
-
-    ``status`` and ``reason`` say what went wrong, if anything did.
-    """
+    """A candidate to be timed: one call for each operand set, and its failure, if any."""
 
     name: str
     calls: Sequence[Callable[[], None]]
@@ -56,10 +52,10 @@ class Contender:
     dropped: bool = False
     _replay: Callable[[], float] | None = None
     _graph: torch.cuda.CUDAGraph | None = None
-    screened: bool = False  # timed by a few of its calls only, whose sets may stay in the cache
+    screened: bool = False  # timed by SCREENED_CALLS only, whose operands may stay in the cache
 
     def run_all(self) -> None:
-        """Do once more what was timed: the graph, where there is one, else the first calls."""
+        """Repeat the timed launches: the graph if there is one, else the first calls."""
         if self._graph is not None and not self.screened:
             self._graph.replay()
             torch.cuda.synchronize()
@@ -73,7 +69,7 @@ class Contender:
 
 
 def status_and_reason(error: Exception) -> tuple[str, str]:
-    """What a row says of an exception; frees what torch keeps where memory was short."""
+    """Status and reason of a record for an exception; frees cached memory if it ran out."""
     status = "error"
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         status = "out_of_memory"
@@ -87,7 +83,7 @@ def _nothing(_contender: Contender) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a contender's time per call, in microseconds."""
+    """Quantiles of a contender's time per call, in microseconds."""
 
     p20: float
     p50: float
@@ -135,26 +131,26 @@ def time_contenders(
     inspect: Callable[[Contender], None] = _nothing,
     keep_all: bool = False,
 ) -> None:
-    """Time contenders against each other; fills in their samples, status and reason.
+    """Time contenders against each other; sets their samples, status and reason.
 
-    Each is warmed first (which compiles it). Rounds visit all of them in a fresh order; one that is
-    1.5x behind after 3 replays is dropped.
+    Each contender is warmed up first, which compiles it. Rounds visit all contenders in random
+    order; a contender that is 1.5 times slower than the fastest after 3 replays is dropped.
 
     Args:
-        contenders: What to time; one that fails keeps its status and does not stop the others.
+        contenders: A contender that fails keeps its status and does not stop the others.
         regime: One of `REGIMES`; a CPU has only "eager".
         device: Torch device.
-        floor_us: Least time a call can take, for choosing how many calls a replay holds.
-        seed: Of the order within rounds.
-        budget_ms: Of replays a contender.
-        announce: Called with a contender before anything of it is launched.
+        floor_us: Least time of a call, which determines the number of calls in a replay.
+        seed: Seed of the order within rounds.
+        budget_ms: Longest time of the replays of a contender.
+        announce: Called with a contender before each of its launches.
         inspect: Called with a contender after its first launches.
-        keep_all: Whether to time also who is far behind as well as the others.
+        keep_all: Whether to time slow contenders as well as the others.
 
     Raises:
-        UnknownNameError: No such regime.
-        MeasurementError: A graph regime on a device without graphs.
-        DeviceLostError: A contender left the device unusable; nothing more can be timed here.
+        UnknownNameError: The regime is unknown.
+        MeasurementError: The device has no graphs.
+        DeviceLostError: A contender left the device unusable.
     """
     check_regime(regime, device)
     graphs = regime != "eager"
@@ -177,8 +173,8 @@ def time_contenders(
     running = [c for c in contenders if c._replay is not None and not c.screened]
     _race(running, device, seed, budget_ms, announce, keep_all)
     best = min((statistics.median(c.samples_us) for c in running if c.samples_us), default=0.0)
-    # The flattered time of the screen is a lower bound. Who could be less than 1.5x behind by it
-    # is timed as the others are.
+    # The time of the screen is a lower bound. Contenders that may be less than 1.5 times slower by
+    # it are timed in full.
     again = [
         c
         for c in contenders
@@ -201,7 +197,7 @@ def _race(
     announce: Callable[[Contender], None],
     keep_all: bool = False,
 ) -> None:
-    """Rounds over prepared contenders, until each has been replayed enough or is dropped."""
+    """Replay contenders in rounds, until each has enough samples or is dropped."""
     read_clock = clock_reader(device)
     for contender in running:  # a first replay uploads the graph; its time does not count
         announce(contender)
@@ -228,11 +224,11 @@ def _race(
 
 
 def check_regime(regime: str, device: torch.device) -> None:
-    """See that a regime can be timed here.
+    """Check that a regime can be timed on a device.
 
     Raises:
-        UnknownNameError: No such regime.
-        MeasurementError: A graph regime on a device without graphs.
+        UnknownNameError: The regime is unknown.
+        MeasurementError: The device has no graphs.
     """
     if regime not in REGIMES:
         raise UnknownNameError(
@@ -249,19 +245,19 @@ def _run(contender: Contender) -> float:
 
 @contextlib.contextmanager
 def faults_of(contender: Contender, device: torch.device) -> Iterator[None]:
-    """An exception of a contender becomes its status, unless the device did not survive it.
+    """Turn an exception of a contender into its status.
 
     Raises:
-        DeviceLostError: Nothing can be launched any more, as after an illegal memory access.
+        DeviceLostError: The device is unusable, as after an illegal memory access.
     """
     try:
         yield
-    except Exception as error:  # any library may raise anything; the sweep goes on
+    except Exception as error:  # libraries raise any exception; the sweep continues
         contender.fail(error)
         if device.type == "cuda" and contender.status == "error":
             try:
                 torch.cuda.synchronize()
-            except Exception:  # its errors stay with the context until the process ends
+            except Exception:  # the context keeps its error until the process ends
                 raise DeviceLostError(contender.reason) from error
 
 
@@ -293,7 +289,7 @@ def _drop_laggards(running: Sequence[Contender]) -> None:
 
 
 def _repeats(calls: Sequence[Callable[[], None]], floor_us: float) -> int:
-    """Calls of a graph: all of them, over and over until they last at least GRAPH_US."""
+    """Number of calls in a graph: all of them, repeated to at least GRAPH_US."""
     return len(calls) * max(1, math.ceil(GRAPH_US / (len(calls) * max(floor_us, 0.5))))
 
 
@@ -309,7 +305,7 @@ def _screen(
     floor_us: float,
     announce: Callable[[Contender], None],
 ) -> None:
-    """Drop who is hopeless by a graph of a few calls, where a whole one is long."""
+    """Drop slow contenders by a graph of a few calls, where a full graph is long."""
     running = [c for c in contenders if c.status == "ok"]
     if len(running) < 2 or _repeats(running[0].calls, floor_us) <= SCREENED_CALLS:
         return
@@ -332,7 +328,7 @@ def _screen(
 
 
 def _capture(contender: Contender, calls: Sequence[Callable[[], None]], floor_us: float) -> None:
-    """Capture calls, over and over until they last at least GRAPH_US."""
+    """Capture a graph of calls, repeated to at least GRAPH_US."""
     count = _repeats(calls, floor_us)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -363,7 +359,7 @@ def _prepare_eager(contender: Contender, device: torch.device) -> None:
     contender.calls[-1]()
     synchronize()
     once_us = max((time.perf_counter_ns() - begun) / 1e3, 1.0)
-    # Cold sets are many and a CPU is slow: walk through them over several replays.
+    # A CPU is slow: replays share the many cold sets.
     count = max(1, min(len(contender.calls), math.ceil(BUDGET_MS * 1e3 / FEWEST_REPLAYS / once_us)))
     contender.calls_per_replay = count
     position = 0
@@ -383,14 +379,14 @@ def _prepare_eager(contender: Contender, device: torch.device) -> None:
 
 
 def release(contenders: Sequence[Contender]) -> None:
-    """Free the graphs and what they hold."""
+    """Free the graphs and the operands of their calls."""
     for contender in contenders:
         contender._replay = contender._graph = None
         contender.calls = ()
 
 
 def warm(device: torch.device) -> None:
-    """Bring the clocks up: matrix products on random data for half a second."""
+    """Raise the clocks: multiply random matrices for half a second."""
     if device.type != "cuda":
         return
     a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
@@ -402,7 +398,7 @@ def warm(device: torch.device) -> None:
 
 
 def clock_reader(device: torch.device) -> Callable[[], float | None]:
-    """Reads the SM clock in MHz; None where there is none to read."""
+    """A function that reads the SM clock in MHz; it returns None without NVML."""
     if device.type != "cuda" or torch.version.hip is not None:
         return lambda: None
     try:
@@ -412,7 +408,7 @@ def clock_reader(device: torch.device) -> Callable[[], float | None]:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-    except Exception:  # no NVML here: the clock is unknown, which a row may say
+    except Exception:  # no NVML: the clock stays unknown
         return lambda: None
 
     def read() -> float | None:
@@ -422,7 +418,7 @@ def clock_reader(device: torch.device) -> Callable[[], float | None]:
 
 
 def timer_name(regime: str, contender: Contender) -> str:
-    """What measured: never compare times of different timers."""
+    """Name of the timer; times of different timers must not be compared."""
     if regime == "eager":
         return "host clock"
     if contender.screened:

@@ -1,8 +1,7 @@
-"""What `convert` and mods put on a layer, so that each can be undone in any order.
+"""Changes of a layer by conversions and mods, which can be undone in any order.
 
-The first that needs it makes an `nn.Linear` a `Linear`, in place; when all of them are undone it is
-an `nn.Linear` again. If a layer was converted several times, the newest conversion that was not
-undone decides its routes.
+The first change makes an `nn.Linear` a `Linear` in place; when all changes are undone, it becomes
+an `nn.Linear` again. The newest remaining conversion of a layer determines its routes.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from lokakern.nn.linear import PLAIN_ROUTES, Linear, Routed
 
 
 class Chosen(NamedTuple):
-    """What a conversion chose for a layer.
+    """The routes of a conversion for a layer.
 
     Attributes:
-        key: Of the conversion.
-        routes: Of its products: output, grad_input, grad_weight.
-        is_inference: Whether the weight is quantized once and for all.
+        key: Key of the conversion.
+        routes: Routes of output, grad_input and grad_weight.
+        is_inference: Whether the weight is quantized once.
     """
 
     key: str
@@ -37,69 +36,68 @@ def adopt(layer: nn.Module) -> None:
 
 
 def release(layer: nn.Module) -> None:
-    """Make an adopted layer an `nn.Linear` again if nothing else needs it to be a `Linear`.
+    """Make an adopted layer an `nn.Linear` again, unless another change needs a `Linear`.
 
-    A class that fully_shard made stays, and a layer whose weight FSDP2 gathers as FP8: without
-    routes both multiply as `nn.Linear` does.
+    A class from fully_shard stays, and so does a layer whose weight FSDP2 gathers as FP8: without
+    routes both multiply as `nn.Linear`.
     """
     if type(layer) is not Linear or not layer._is_adopted:
         return
     is_needed = layer._choices or layer.padding != (0, 0) or layer.is_mixing
     if is_needed or layer._gathering is not None:
         return
-    for name in vars(layer).keys() & _OURS:
+    for name in vars(layer).keys() & _OWN_ATTRIBUTES:
         delattr(layer, name)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def choose(module: Routed, chosen: Chosen) -> None:
-    """Run by these routes from now on."""
+def apply_choice(module: Routed, chosen: Chosen) -> None:
+    """Apply the routes of a conversion, the newest one."""
     others = (c for c in module._choices if c.key != chosen.key)
     module._choices = (*others, chosen)
-    _run_newest(module)
+    _apply_newest(module)
 
 
-def unchoose(module: Routed, key: str) -> None:
-    """Take off what a conversion chose, if it is still there, and run by what was chosen before."""
-    _keep(module, tuple(c for c in module._choices if c.key != key))
+def remove_choice(module: Routed, key: str) -> None:
+    """Remove the routes of a conversion and apply those of the newest remaining one."""
+    _set_choices(module, tuple(c for c in module._choices if c.key != key))
     release(module)
 
 
 def resize(module: Routed, before: tuple[Chosen, ...], what: str) -> None:
-    """Quantize nothing where kernels were chosen for sizes that a layer no longer has, and warn.
+    """Make routes plain that were chosen for sizes that a layer no longer has, and warn.
 
     Args:
-        module: Whose padding was undone, or which is part of the model no longer.
-        before: Choices that were made for the sizes that are left.
-        what: Of the warning: what was undone.
+        module: A layer without its padding, or one that left the model.
+        before: Choices that were made for the current sizes.
+        what: Name of the undone mod in the warning.
     """
     plain = [c if c in before else c._replace(routes=PLAIN_ROUTES) for c in module._choices]
     if tuple(plain) != module._choices:
         warnings.warn(
-            f"{what} is undone, but a later conversion chose kernels for the sizes that it had "
-            "made: these products are not quantized until that conversion is refreshed or the "
-            "model is converted again",
+            f"{what} is undone, but a later conversion chose kernels for its sizes: these products "
+            "are not quantized until that conversion is refreshed or the model is converted again",
             stacklevel=2,
         )
-        _keep(module, tuple(plain))
+        _set_choices(module, tuple(plain))
 
 
 def retake(module: Routed) -> None:
-    """Run by the same routes, after something else that `Linear.is_special` covers changed."""
+    """Apply the routes again after a change that `Linear.is_special` depends on."""
     if module._choices:
-        _run_newest(module)
+        _apply_newest(module)
     else:
         module.take_routes(module._routes, _parameter(module))
 
 
-def _keep(module: Routed, choices: tuple[Chosen, ...]) -> None:
+def _set_choices(module: Routed, choices: tuple[Chosen, ...]) -> None:
     is_newest_gone = module._choices[-1:] != choices[-1:]
     module._choices = choices
     if is_newest_gone:
-        _run_newest(module)
+        _apply_newest(module)
 
 
-def _run_newest(module: Routed) -> None:
+def _apply_newest(module: Routed) -> None:
     newest = module._choices[-1] if module._choices else Chosen("", PLAIN_ROUTES, False)
     module.take_routes(newest.routes, _parameter(module))
     if newest.is_inference:
@@ -107,14 +105,14 @@ def _run_newest(module: Routed) -> None:
 
 
 def _parameter(module: Routed) -> Tensor | None:
-    """The parameter that is multiplied as it is."""
+    """The parameter, if it is multiplied without change."""
     is_plain = isinstance(module, Linear) and module.padding == (0, 0)
     weight = module.weight if is_plain else None
     return weight if isinstance(weight, Tensor) and not hasattr(weight, "to_local") else None
 
 
 # Attributes of a Linear that an nn.Linear does not have.
-_OURS = {
+_OWN_ATTRIBUTES = {
     name
     for kind in (Routed, Linear)
     for name, value in vars(kind).items()

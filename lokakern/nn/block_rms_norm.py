@@ -11,12 +11,12 @@ from lokakern.errors import ShapeError
 class BlockRMSNorm(nn.Module):
     """``y / sqrt(mean(y^2) + eps)`` over each block of neighboring columns, without parameters.
 
-    Statistics are float32, or float64 of float64; the output has the dtype of the input. The norm
-    that `lokakern.gemm_norm` calls ``block_rms(n)``.
+    Statistics are float32, or float64 for float64 inputs; the output has the dtype of the input.
+    `lokakern.gemm_norm` calls this norm ``block_rms(n)``.
 
     Args:
-        columns: Of a row.
-        block: Columns that are normalized together; a divisor of ``columns``.
+        columns: Columns of a row.
+        block: Columns of a block; a divisor of ``columns``.
         eps: Added to the mean of squares.
     """
 
@@ -27,7 +27,7 @@ class BlockRMSNorm(nn.Module):
                 f"BlockRMSNorm: block is {block}; expected a divisor of the {columns} columns"
             )
         self.columns, self.block, self.eps = columns, block, eps
-        self.norm_name = f"block_rms({block})"  # by which Probe judges what comes after it
+        self.norm_name = f"block_rms({block})"  # for Probe
 
     def forward(self, input: Tensor) -> Tensor:
         """The same shape and dtype."""

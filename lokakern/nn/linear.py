@@ -1,9 +1,7 @@
-"""`Linear`: `nn.Linear` whose three products run by routes, each on a kernel of its own."""
+"""`Linear`: an `nn.Linear` whose three products run on kernels of their routes."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
-from lokakern.functional.checks import is_traced
+from lokakern.functional.checks import is_traced, warn_once
 from lokakern.nn.routed_matmul import (
     PLAIN,
     RoutedLinear,
@@ -26,62 +24,37 @@ from lokakern.nn.routed_matmul import (
     read_route,
     scales_of,
 )
-from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes
-from lokakern.nn.weight_layout import laid_out
+from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes, with_aligned_layout
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
-_NOTHING = (None, None, None, None)
-_MADE_AGAIN = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
+_NO_WEIGHTS = (None, None, None, None)
+_DERIVED = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
 
 
-@functools.cache
-def _say_once_traced() -> None:
-    warnings.warn(
-        "a converted layer of lokakern multiplies unquantized, as nn.Linear, under torch.func, "
-        "torch.jit.trace, torch.fx and forward-mode AD, and so does what they produce: undo the "
-        "conversion first (handle.undo()), or use torch.compile, which keeps the kernels",
-        stacklevel=4,
-    )
-
-
-def _is_without_numbers(x: Tensor) -> bool:
-    """Whether operands are no numbers: shapes, or what a tracer or a transform hands over."""
+def _is_without_data(x: Tensor) -> bool:
+    """Whether x has no data for a kernel: a meta tensor, or one of a tracer or a transform."""
     if torch.compiler.is_compiling():
         return x.is_meta or torch._C._are_functorch_transforms_active()
     if isinstance(x, Tensor) and not is_traced():
         return x.is_meta
-    _say_once_traced()
+    warn_once(
+        "a converted layer of lokakern multiplies unquantized, as nn.Linear, under torch.func, "
+        "torch.jit.trace, torch.fx and forward-mode AD, and so do their results: undo the "
+        "conversion first (handle.undo()), or use torch.compile, which keeps the kernels"
+    )
     return True
 
 
-@functools.cache
-def _say_once(input: torch.dtype, weight: torch.dtype) -> None:
-    warnings.warn(
-        f"a converted layer multiplies {input} by a weight in {weight} unquantized, as kernels are "
-        "for bfloat16: run the model under torch.autocast in bfloat16, or make all of it bfloat16",
-        stacklevel=2,
-    )
-
-
-@functools.cache
-def _say_once_nested() -> None:
-    warnings.warn(
-        "a converted layer multiplies nested tensors unquantized, as nn.Linear: kernels are for "
-        "rows in one dense tensor, such as the values() of a jagged one",
-        stacklevel=3,
-    )
-
-
 def _is_sharded(weight: Tensor) -> bool:
-    return hasattr(weight, "device_mesh")  # of which a compiler knows, too
+    return hasattr(weight, "device_mesh")  # which a compiler also knows
 
 
 def _wants_gradients(*operands: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
-def _multiplied_in(x: Tensor, weight: Tensor) -> tuple[torch.dtype, bool]:
-    """In which dtype, and whether both are bfloat16 then: on others nothing was measured."""
+def _product_dtype(x: Tensor, weight: Tensor) -> tuple[torch.dtype, bool]:
+    """The dtype of the product, and whether it is bfloat16, which kernels need."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -89,13 +62,13 @@ def _multiplied_in(x: Tensor, weight: Tensor) -> tuple[torch.dtype, bool]:
     return x.dtype, x.dtype is torch.bfloat16 and weight.dtype is x.dtype
 
 
-def _readable(weight: Tensor) -> Tensor:
-    """As it can be quantized: float32 is rounded once, not to bfloat16 before."""
+def _quantizable(weight: Tensor) -> Tensor:
+    """The weight as quantizers read it; float32 is not rounded to bfloat16 first."""
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
 
 
-def _into(old: Tensor | None, new: Tensor) -> Tensor:
-    """A tensor where one of its kind was: CUDA graphs go on reading there."""
+def _in_memory_of(old: Tensor | None, new: Tensor) -> Tensor:
+    """The new tensor in the memory of the old one if possible, which CUDA graphs read."""
     if old is None or old.is_inference() != new.is_inference():
         return new
     kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in (old, new)]
@@ -103,69 +76,78 @@ def _into(old: Tensor | None, new: Tensor) -> Tensor:
 
 
 class Routed(nn.Module):
-    """What modules with a product ``x @ weight.t() + bias`` share: its routes, and FP8 weights.
+    """Base of modules with a product ``x @ weight.t() + bias``: its routes, and FP8 weights.
 
-    Routes are texts (`lokakern.nn.routed_matmul`), set by `lokakern.convert` and changed by nothing
-    else.
+    Routes are texts (`lokakern.nn.routed_matmul`) that only `lokakern.convert` sets.
     """
 
+    fp8_data: Tensor  # buffers of `freeze_weight` and `hold`
+    fp8_scale: Tensor
+    held_weight: Tensor
     _routes: tuple[str, str, str] = PLAIN_ROUTES
-    # FP8 weights by product and device, while somebody promises that weights do not change.
+    # FP8 weights by product and device, inside `Conversion.weights_unchanged`.
     _kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
-    _has_parameter = False  # whether what is multiplied is a parameter, as it is
-    # Of conversions that were not undone, see `lokakern.nn.adoption`.
+    _has_parameter = False  # whether a parameter is multiplied without change
+    # Choices of conversions, see `lokakern.nn.adoption`.
     _choices: tuple[Any, ...] = ()
     _is_adopted = False  # whether it was an nn.Linear
-    # Of a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: who finds
-    # scales, its own, and what arrived.
+    # For a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: the owner of
+    # the scales, the scale, and the gathered weight.
     _gathering: Any = None
     _weight_scale: Any = None
     _gathered: Any = None
-    is_frozen = False  # of inference: FP8 weights are buffers, bytes that no cast touches
-    is_held = False  # of inference, too: what is multiplied unquantized is a buffer, see `hold`
-    makes_weight = False  # whether it has no parameter that is its weight
-    is_mixing = False  # whether it multiplies across tokens as they lie, see `mods.MixTokens`
-    is_offloaded = False  # and the weight that they were made of is elsewhere
-    padding: tuple[int, int] = (0, 0)  # zeros that are added to k and n, see `mods.Pad`
+    is_frozen = False  # in inference: FP8 weights are buffers of bytes, which casts do not change
+    is_held = False  # in inference: the unquantized weight is a buffer, see `hold`
+    makes_weight = False  # whether its weight is not a parameter
+    is_mixing = False  # whether it multiplies across tokens, see `mods.MixTokens`
+    is_offloaded = False  # whether the unquantized weight is on another device
+    padding: tuple[int, int] = (0, 0)  # zeros added to k and n, see `mods.Pad`
     _fp8_dtype = torch.float8_e4m3fn
-    _fp8_widths = (0, 0)  # columns of elements and of scales; the rest of a row is padding
+    _fp8_widths = (0, 0)  # columns of data and of scales without padding
     _fp8_views: tuple[Tensor, Tensor, Tensor] | None = None
 
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str = ""
     ) -> Tensor:
-        """``x @ weight.t() + bias``: exactly `nn.Linear`'s where nothing is quantized.
+        """``x @ weight.t() + bias``, bitwise equal to `nn.Linear` where nothing is quantized.
 
-        With a scale, nothing of x passes it times the largest number of FP8.
+        ``input_scale`` is a static scale of x, if any.
         """
-        if self._routes == PLAIN_ROUTES or _is_without_numbers(x):
+        if self._routes == PLAIN_ROUTES or _is_without_data(x):
             return functional.linear(x, weight, bias)
         if x.is_nested:
             if not torch.compiler.is_compiling():
-                _say_once_nested()
+                warn_once(
+                    "a converted layer multiplies nested tensors unquantized, as nn.Linear: pass "
+                    "rows in one dense tensor, such as the values() of a jagged one"
+                )
             return functional.linear(x, weight, bias)
         if _is_sharded(weight):
             return self._of_shards(x, weight, bias, input_scale)
-        dtype, fits = _multiplied_in(x, weight)
+        dtype, fits = _product_dtype(x, weight)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(
-                "a layer whose weight was moved away (offload) multiplies bfloat16 without "
-                "gradients only: use torch.no_grad() and bfloat16, or refresh the conversion"
+                "a layer with an offloaded weight multiplies bfloat16 without gradients only: use "
+                "torch.no_grad() and bfloat16, or refresh the conversion"
             )
         if not fits:  # kernels were measured on bfloat16 only
             if not torch.compiler.is_compiling():
-                _say_once(x.dtype, weight.dtype)
+                warn_once(
+                    f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype} "
+                    "unquantized, as kernels need bfloat16: run the model under torch.autocast in "
+                    "bfloat16, or convert all of it to bfloat16"
+                )
             return functional.linear(x, weight, bias)
         m = x.shape[:-1].numel()
         asked = self._routes if torch.is_grad_enabled() else self._routes[:1]
         if is_known(m) and not quantizes_at(asked, m) and not self.is_offloaded:
-            return functional.linear(x, weight, bias)  # of x as it lies, as nn.Linear
+            return functional.linear(x, weight, bias)  # in the layout of x, as nn.Linear
         parts = self._parts(x, weight, m)
         x = x.to(dtype)
-        weight = _readable(weight)
+        weight = _quantizable(weight)
         bias = None if bias is None else bias.to(dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds a bias by itself
+        apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds the bias separately
         if self.is_offloaded:
             y = output(rows, None, bias, parts[0], parts[1], self._routes[0], input_scale, apart)
         elif torch.is_grad_enabled():
@@ -177,8 +159,8 @@ class Routed(nn.Module):
     def _of_shards(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
     ) -> Tensor:
-        """`product` of DTensors, each rank's of what it has."""
-        from lokakern.nn.tensor_parallel import product_of_shards  # which takes 1 s to import
+        """`product` of DTensors: each rank multiplies its shards."""
+        from lokakern.nn.tensor_parallel import product_of_shards  # its import takes 1 s
 
         def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self.is_frozen and not self._is_frozen_of(weight):
@@ -194,19 +176,19 @@ class Routed(nn.Module):
         return product_of_shards(multiplied, x, weight, bias)
 
     def mixes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether to multiply x as it lies, across tokens."""
+        """Whether to multiply across tokens, without a copy of x."""
         return self.is_mixing and self._routes == PLAIN_ROUTES and mixes(x, weight, bias)
 
     def _parts(self, x: Tensor, weight: Tensor, m: int) -> tuple[Tensor | None, ...]:
-        """The weight in FP8 where somebody holds it: for the output, and for the input's gradient.
+        """FP8 weights for the output and for the input's gradient, if they are kept.
 
-        Else kernels quantize what the weight is at each call: a write through ``data`` moves no
-        version, and a graph that is replayed asks nobody.
+        Else kernels quantize the weight in each call: writes through ``data`` do not change its
+        version, and a replay of a graph runs no Python.
         """
         if self.is_frozen:
             return (*self._frozen(), None, None)
         if torch.compiler.is_compiling():
-            return _NOTHING
+            return _NO_WEIGHTS
         if self._gathered is not None and self._gathered.is_of(weight):
             return self._gathered.parts(self._routes)  # type: ignore[no-any-return]
         to_output, to_input, _ = self._routes
@@ -216,51 +198,44 @@ class Routed(nn.Module):
         forward = backward = (None, None)
         if is_kept and kernel_at(to_output, m):
             forward = self._quantized(weight, 0)  # type: ignore[assignment]
-        # As autocast's copy, what is multiplied backward stays when an optimizer writes over this.
+        # As with autocast, the backward pass multiplies by a copy that optimizers do not change.
         is_cast = self._has_parameter and weight.dtype is torch.float32
         if (is_kept or is_cast) and _wants_gradients(x) and kernel_at(to_input, m):
             backward = self._quantized(weight, 1)  # type: ignore[assignment]
         return (*forward, *backward)
 
     def _quantized(self, weight: Tensor, product: int) -> tuple[Tensor, Tensor]:
-        """As the kernels of the output (0) or of the input's gradient (1) read it."""
+        """The FP8 weight for kernels of the output (0) or of the input's gradient (1)."""
         key = (product, weight.device)
         found = None if self._kept is None else self._kept.get(key)
         if found is None:
             with torch.no_grad():
-                weight = _readable(weight.detach())
+                weight = _quantizable(weight.detach())
                 right = weight.t() if product else weight
                 found = quantize_weight(right, scales_of(self._routes[product]))
             if self._kept is not None:
                 self._kept[key] = found
         return found
 
-    def _device_of_parts(self) -> torch.device:
-        stored: Tensor = self.fp8_data  # type: ignore[assignment]
-        return stored.device
-
     def _is_frozen_of(self, weight: Tensor) -> bool:
-        """Whether what is kept may be of this weight, and is not of the whole one."""
-        stored: Tensor = self.fp8_data  # type: ignore[assignment]
-        shape = (stored.shape[0], self._fp8_widths[0])
-        return not _is_sharded(stored) and shape == tuple(weight.shape)
+        """Whether the frozen weight has the shape of this shard."""
+        shape = (self.fp8_data.shape[0], self._fp8_widths[0])
+        return not _is_sharded(self.fp8_data) and shape == tuple(weight.shape)
 
     def _frozen(self) -> tuple[Tensor, Tensor]:
-        stored: Tensor = self.fp8_data  # type: ignore[assignment]
-        views = self._fp8_views
+        stored, views = self.fp8_data, self._fp8_views
         is_compiling = torch.compiler.is_compiling()
         if views is not None and views[0] is stored and not is_compiling:
             return views[1], views[2]
-        scales: Tensor = self.fp8_scale  # type: ignore[assignment]
         columns, width = self._fp8_widths
         data = stored.view(self._fp8_dtype)[:, :columns]
-        scale = scales.view(torch.float32)[:, :width]
+        scale = self.fp8_scale.view(torch.float32)[:, :width]
         if not is_compiling:
             self._fp8_views = (stored, data, scale)
         return data, scale
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
-        """Run by these from now on; ``weight`` is the parameter that is multiplied, as it is."""
+        """Set the routes; ``weight`` is the parameter if it is multiplied without change."""
         self.thaw()
         if any(texts):
             prepare_to_be_compiled()
@@ -269,55 +244,53 @@ class Routed(nn.Module):
         self._kept = None if self._kept is None else {}
 
     def freeze(self) -> None:
-        """Quantize the weight as it is multiplied, see `freeze_weight`."""
+        """Quantize the weight of the output, see `freeze_weight`."""
         raise NotImplementedError
 
     def freeze_weight(self, weight: Tensor) -> None:
-        """Quantize the weight of the output once and for all; later changes of it are not seen."""
-        device = self._device_of_parts() if self.is_frozen else weight.device
+        """Quantize the weight of the output once; later changes have no effect."""
+        device = self.fp8_data.device if self.is_frozen else weight.device
         before = (self.fp8_data, self.fp8_scale) if self.is_frozen else (None, None)
         held = self.held_weight if self.is_held else None
         self.thaw()
         if self._routes[0] == PLAIN:
-            self.hold(weight, held)  # type: ignore[arg-type]
+            self.hold(weight, held)
             return
         with torch.no_grad():
-            if hasattr(weight, "full_tensor"):  # the rows of all ranks
+            if hasattr(weight, "full_tensor"):  # from all ranks
                 weight = weight.full_tensor()
-            weight = _readable(weight.detach().to(device))
+            weight = _quantizable(weight.detach().to(device))
             data, scale = quantize_weight(weight, scales_of(self._routes[0]))
         whole = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
         scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
         self._fp8_dtype, self._fp8_widths = data.dtype, (data.shape[1], scale.shape[1])
         data, scale = whole.view(torch.uint8), scales.view(torch.uint8)
-        self.register_buffer("fp8_data", _into(before[0], data), persistent=False)  # type: ignore[arg-type]
-        self.register_buffer("fp8_scale", _into(before[1], scale), persistent=False)  # type: ignore[arg-type]
+        self.register_buffer("fp8_data", _in_memory_of(before[0], data), persistent=False)
+        self.register_buffer("fp8_scale", _in_memory_of(before[1], scale), persistent=False)
         self.is_frozen = True
 
     def hold(self, weight: Tensor, before: Tensor | None) -> None:
-        """Keep a weight that is not quantized as it is multiplied fastest, where that is not so.
+        """Keep a copy of an unquantized weight in a faster form, if there is one.
 
-        Args:
-            weight: Of the output.
-            before: What was held of it before.
+        ``before`` is the previous copy.
         """
         if weight.dtype not in HALF or hasattr(weight, "to_local"):
-            return  # autocast makes another at each call; and each rank has rows of its own
+            return  # autocast casts it in each call; shards are not supported
         is_padded = self.padding != (0, 0)
-        found = weight.detach() if is_padded else laid_out(weight.detach())
+        found = weight.detach() if is_padded else with_aligned_layout(weight.detach())
         if self.makes_weight or is_padded or found.stride() != weight.stride():
-            self.register_buffer("held_weight", _into(before, found), persistent=False)
+            self.register_buffer("held_weight", _in_memory_of(before, found), persistent=False)
             self.is_held = True
 
     def held(self, x: Tensor) -> Tensor | None:
-        """What `hold` kept, unless somebody may ask for the gradient of the parameter.
+        """The copy of `hold`, unless the parameter may need a gradient.
 
-        A weight by columns is for an x that comes so, too: for rows it was not measured.
+        A column-major copy is only for a column-major x; with rows it was not measured.
         """
         if not self.is_held or torch.is_grad_enabled() or type(x) not in KINDS:
             return None
-        held: Tensor = self.held_weight  # type: ignore[assignment]
-        return None if held.stride(-1) != 1 and x.stride(-1) == 1 else held
+        is_turned = self.held_weight.stride(-1) != 1 and x.stride(-1) == 1
+        return None if is_turned else self.held_weight
 
     def thaw(self) -> None:
         """Undo `freeze_weight`."""
@@ -328,10 +301,10 @@ class Routed(nn.Module):
         self.is_frozen, self.is_held, self._fp8_views = False, False, None
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """What torch.jit.script asks for before it reads ``forward``.
+        """Called by torch.jit.script; its result would replace the module permanently.
 
         Raises:
-            UnsupportedError: Always: what is returned would take this place in the model for good.
+            UnsupportedError: Always.
         """
         raise UnsupportedError(
             f"torch.jit.script cannot compile lokakern's {type(self).__name__}: undo the "
@@ -339,9 +312,9 @@ class Routed(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is made again."""
+        """The state without derived attributes."""
         state = dict(self.__dict__)
-        for name in _MADE_AGAIN:
+        for name in _DERIVED:
             state.pop(name, None)
         return state
 
@@ -351,13 +324,13 @@ class Routed(nn.Module):
             prepare_to_be_compiled()
 
     def route_words(self) -> str:
-        """The choice of each product in a few words, for `extra_repr`."""
+        """The routes in a few words, for `extra_repr`."""
         names = ("output", "grad_input", "grad_weight")
         return ", ".join(f"{n}={_words(r)}" for n, r in zip(names, self._routes, strict=True))
 
 
 def _words(route: str) -> str:
-    """Which scales from which m on, where 16 divides m."""
+    """The kernels of a route by ranges of m that 16 divides."""
     if route == PLAIN:
         return "bf16"
     _, segments, _ = read_route(route)
@@ -369,29 +342,28 @@ def _words(route: str) -> str:
     return "; ".join(found)
 
 
-# `lokakern.conversion.convert.convert`, which is above this package; lokakern.Linear imports it.
+# `lokakern.conversion.convert.convert`, in a higher layer, which `lokakern.Linear` imports.
 _converter: Callable[..., Any] | None = None
 
 
 def set_converter(convert: Callable[..., Any]) -> None:
-    """Say what chooses the kernels of a `Linear` that is made with a budget."""
+    """Set the function that chooses the kernels of a `Linear` with a budget."""
     global _converter
     _converter = convert
 
 
 class Linear(nn.Linear, Routed):
-    """`nn.Linear` whose ``output``, ``grad_input`` and ``grad_weight`` run on kernels of their own.
+    """`nn.Linear` with chosen kernels for ``output``, ``grad_input`` and ``grad_weight``.
 
-    Which kernels, by range of m, is chosen once: here, or by `lokakern.convert`. Where nothing is
-    quantized it is `nn.Linear` to the bit, but for weights of inference that `laid_out` turns, of
-    which cuBLAS may sum in another order. Operands are quantized where they are bfloat16, by
-    autocast or by themselves; others are multiplied as they are. Keys of a state_dict are those of
-    `nn.Linear`.
+    The kernels are chosen once for all ranges of m, here or by `lokakern.convert`. Where nothing is
+    quantized the result is bitwise equal to `nn.Linear`, except with weights in inference whose
+    layout `with_aligned_layout` changes, for which cuBLAS may sum in another order. Only bfloat16
+    operands are quantized, also under autocast. Keys of a state_dict are those of `nn.Linear`.
 
     Args:
         in_features: k.
         out_features: n.
-        bias: Whether there is one.
+        bias: Whether it has a bias.
         device: As of `nn.Linear`.
         dtype: As of `nn.Linear`.
         budget: Largest accepted row error of each product, or an `ErrorBudget`; None quantizes
@@ -399,10 +371,10 @@ class Linear(nn.Linear, Routed):
         distribution: As of `lokakern.gemm`.
 
     Attributes:
-        padding: Zeros that are added to k and n, see `lokakern.mods.Pad`.
+        padding: Zeros added to k and n, see `lokakern.mods.Pad`.
     """
 
-    is_special = False  # whether it does anything that nn.Linear does not
+    is_special = False  # whether it differs from nn.Linear in any way
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """See `Routed`."""
@@ -432,7 +404,7 @@ class Linear(nn.Linear, Routed):
 
     def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
         """``input @ weight.t() + bias``, ``[..., n]``; of ``input_scale`` see `Routed.product`."""
-        if not self.is_special:  # most layers: as little as can be
+        if not self.is_special:  # the usual case, with little overhead
             return functional.linear(input, self.weight, self.bias)
         if self.padding == (0, 0):
             held = self.held(input)
@@ -442,7 +414,7 @@ class Linear(nn.Linear, Routed):
             return self.product(input, weight, self.bias, input_scale)
         k, n = self.padding
         held = self.held(input)
-        if held is None:  # a weight that was moved away is not multiplied
+        if held is None:  # an offloaded weight is not multiplied
             held = self.weight if self.is_offloaded else self._padded()
         bias = None if self.bias is None else functional.pad(self.bias, (0, n))
         y = self.product(functional.pad(input, (0, k)), held, bias)
@@ -452,17 +424,18 @@ class Linear(nn.Linear, Routed):
         """``forward(f(x))`` with f and quantizing in one kernel; see `multiply_activated`.
 
         Returns:
-            None at m where it was not timed, of other dtypes, and where a gradient needs f(x).
+            None at m without measurements, for other dtypes, and if a gradient needs f(x).
         """
-        if x.is_meta or x.is_nested or not self.is_frozen:
-            return None
-        if x.shape[-1:] != (self.in_features,):
-            return None
-        if _is_sharded(self.weight):
-            return None
-        if x.dtype is not torch.bfloat16 or not _multiplied_in(x, self.weight)[1]:
-            return None
-        if _wants_gradients(x, self.weight, self.bias):
+        if (
+            x.is_meta
+            or x.is_nested
+            or not self.is_frozen
+            or x.shape[-1:] != (self.in_features,)
+            or _is_sharded(self.weight)
+            or x.dtype is not torch.bfloat16
+            or not _product_dtype(x, self.weight)[1]
+            or _wants_gradients(x, self.weight, self.bias)
+        ):
             return None
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -470,7 +443,7 @@ class Linear(nn.Linear, Routed):
         return y if y is None or x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Shapes, and the choice of each product."""
+        """Shapes and routes."""
         padded = "" if self.padding == (0, 0) else f", padding={self.padding}"
         return f"{super().extra_repr()}{padded}, {self.route_words()}"
 
@@ -486,12 +459,12 @@ class Linear(nn.Linear, Routed):
         return applied
 
     def _keep_gathering(self) -> None:
-        """What casts or loads a sharded weight makes a new tensor of this rank's rows."""
+        """Register the new local tensor of a sharded weight after a cast or a load."""
         if self._gathering is not None:
             self._gathering.keep(self)
 
     def offload(self, device: torch.device) -> int:
-        """Move a frozen weight away, see `Conversion.offload`; bytes that its device has again."""
+        """Move a frozen weight to a device, see `Conversion.offload`; returns the freed bytes."""
         if not self.is_frozen:
             return 0
         there = self.weight.device
@@ -502,16 +475,16 @@ class Linear(nn.Linear, Routed):
     def bring_back(self) -> None:
         """Undo `offload`."""
         if self.is_offloaded:
-            self.weight.data = self.weight.data.to(self._device_of_parts())
+            self.weight.data = self.weight.data.to(self.fp8_data.device)
         self.is_offloaded = False
 
     def freeze(self) -> None:
-        """Make of the weight what is multiplied, once and for all: FP8, or see `hold`."""
+        """Quantize the weight once, or `hold` it."""
         self.freeze_weight(self.weight if self.padding == (0, 0) else self._padded())
         self.is_special |= self.is_held
 
     def held(self, x: Tensor) -> Tensor | None:
-        """See `Routed`; None, too, where `Pad` came or went since."""
+        """See `Routed`; None if `Pad` changed since."""
         held, (k, n) = super().held(x), self.padding
         is_it = held is not None and held.shape == (self.out_features + n, self.in_features + k)
         return held if is_it else None

@@ -1,4 +1,4 @@
-"""`LinearNormAct`: a linear layer, a norm and an activation as one layer."""
+"""`LinearNormAct`: a linear layer, a norm and an activation in one module."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FUNCTIONS = {
 
 
 class LinearNormAct(Linear):
-    """``activation(norm(x @ weight.t() + bias + residual))``, the usual layer of these models.
+    """``activation(norm(x @ weight.t() + bias + residual))``.
 
-    Keys of a state_dict are those of `nn.Linear`, and ``norm.weight`` and ``norm.bias`` where the
-    norm has them. `lokakern.convert` chooses its products as those of any `Linear`; what is behind
-    them is torch's, which torch.compile makes one kernel.
+    Keys of a state_dict are those of `nn.Linear`, and ``norm.weight`` and ``norm.bias`` if the norm
+    has them. `lokakern.convert` treats its products like those of a `Linear`; norm and activation
+    are torch's, which torch.compile fuses into one kernel.
 
     Args:
         in_features: k.
@@ -33,15 +33,15 @@ class LinearNormAct(Linear):
         bias: As of `nn.Linear`.
         device: As of `nn.Linear`.
         dtype: As of `nn.Linear`.
-        norm: "layer", "rms", "block_rms(n)" with n a divisor of the outputs, which has no
-            parameters, or "none".
+        norm: "layer", "rms", "block_rms(n)" with n a divisor of ``out_features`` (without
+            parameters), or "none".
         activation: "relu", "hardswish", "silu", or None.
         eps: Of the norm.
         budget: As of `Linear`.
         distribution: As of `Linear`.
 
     Raises:
-        UnknownNameError: No such norm or activation.
+        UnknownNameError: The norm or activation is unknown.
         ShapeError: Blocks do not divide the outputs.
     """
 
@@ -74,7 +74,7 @@ class LinearNormAct(Linear):
     def forward(
         self, input: Tensor, input_scale: str = "", residual: Tensor | None = None
     ) -> Tensor:
-        """``[..., n]``; a residual is added to what is normalized."""
+        """``[..., n]``; a residual is added before the norm."""
         y = super().forward(input, input_scale)
         z = self.norm(y if residual is None else y + residual)
         return z if self.activation == "none" else _FUNCTIONS[self.activation](z)

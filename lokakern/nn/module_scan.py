@@ -1,4 +1,4 @@
-"""Sites: which modules of a model multiply by a weight, what they are called, and of what shape."""
+"""Sites: the modules of a model that multiply by a weight, with their names and shapes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,21 @@ from torch import Tensor, nn
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 INNER = "it is multiplied as a part of another layer"
-MIXING = "MixTokens has it multiply across tokens as they lie, which no FP8 kernel reads"
-# What wrappers put in front of a name: DDP, torch.compile, FSDP1, checkpoints.
+MIXING = "MixTokens makes it multiply across tokens, whose layout no FP8 kernel reads"
+# Parts of names from wrappers: torch.compile, FSDP1, checkpoints.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Joined(nn.Module):
-    """Linear layers that are multiplied as one; they keep their parameters, and their names.
-
-    Args:
-        parts: The layers.
-    """
+    """Linear layers that are multiplied as one; they keep their parameters and names."""
 
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
-        self.parts = tuple(parts)  # a tuple is no child: parameters are registered where they were
+        self.parts = tuple(parts)  # not children: the layers stay registered at their places
 
 
 def named_modules(model: nn.Module, accepts: ModuleFilter) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that a filter takes, by names without what DDP, compiling and such put into them."""
+    """Names and modules that a filter accepts; names lack the parts from wrappers."""
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     for full, module in model.named_modules():
         words = [word for word in full.split(".") if word not in _WRAPPERS]
@@ -39,12 +35,12 @@ def named_modules(model: nn.Module, accepts: ModuleFilter) -> Iterator[tuple[str
 
 
 def inner_layers(model: nn.Module) -> set[int]:
-    """Ids of layers that others multiply as parts of theirs, and call no more."""
+    """Ids of layers that are parts of a `Joined`, which are no longer called."""
     return {id(part) for m in model.modules() if isinstance(m, Joined) for part in m.parts}
 
 
 def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:
-    """Of a site n and k as they are multiplied, whether there is a bias, and a parameter."""
+    """N and k of a site with padding, whether it has a bias, and a parameter."""
     if isinstance(module, nn.Linear):
         k, n = getattr(module, "padding", (0, 0))
         return (
@@ -55,10 +51,10 @@ def shape_of(module: nn.Module) -> tuple[int, int, bool, Tensor]:
 
 
 def weight_of(module: nn.Module) -> Any:
-    """What a module multiplies by, ``[n, k]``; made where it is several parameters.
+    """The weight ``[n, k]`` of a module; concatenated if it is several parameters.
 
-    A parametrization that keeps buffers, such as a spectral norm, changes them when it is asked in
-    training; asked in eval mode it gives what the latest call multiplied by.
+    A parametrization with buffers, such as a spectral norm, updates them in training mode; in eval
+    mode it returns the weight of the latest call.
     """
     if has_buffers(module):
         parametrized = module.parametrizations.weight  # type: ignore[union-attr]
@@ -75,6 +71,6 @@ def weight_of(module: nn.Module) -> Any:
 
 
 def has_buffers(module: nn.Module) -> bool:
-    """Whether the weight is parametrized by something that keeps buffers."""
+    """Whether the weight has a parametrization with buffers."""
     parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
     return parametrized is not None and any(True for _ in parametrized.buffers())

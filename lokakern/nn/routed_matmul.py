@@ -1,16 +1,16 @@
-"""Products by route: what runs where a module chose its kernels beforehand, by range of m.
+"""Products by route: a module's kernels, chosen ahead for ranges of m.
 
-A route is text, so that a compiled graph holds all of it and none of this process: the scales of
-the right operand, then for m that 16 divides and for any other, from which m on which kernel runs::
+A route is text, so that a compiled graph does not depend on this process: the granularity of the
+right operand, then the first m of each kernel, for m that 16 divides and for other m::
 
     row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
 
-No kernel is the unquantized product, by torch. Where a kernel's GPU is not, its emulation runs.
-A part behind says how the product is checked (`lokakern.sampled_check`).
-The ops look a kernel up when they run, not when they are traced: m may be dynamic. Where a compiler
-knows m, what is quantized of a composition's left operand is written in steps that it puts where
-this operand is made: a kernel less, and bfloat16 that nobody else reads is never written. Long rows
-are left to a quantizer that reads them once.
+An empty name means torch's unquantized product. On another device a kernel's emulation runs. A last
+part may define a check (`lokakern.sampled_check`). The ops look up a kernel when they run, not when
+they are traced, because m may be dynamic. If a compiler knows m, the left operand of a composition
+is quantized by torch's operators, which the compiler fuses into the operand's producer: this saves
+a kernel, and the bfloat16 operand if it has no other use. Long rows are quantized by a kernel that
+reads them once.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
 
-Segments = list[tuple[int, str]]  # from which m on which kernel, "" for the unquantized product
-PLAIN = ""  # the route that quantizes nothing
-# Columns up to which a compiler quantizes rows where they are made. Longer ones it reads twice, and
-# the quantizer below once: 8192 rows of 10240, 15360 and 123200 columns take that 65, 94 and 891 us
-# of an H200, and Inductor 102, 111 and 1441; the first two behind a block norm take 195 and 292
-# apart, and 208 and 314 in one kernel, but 4096 columns 78 and 53. Between 4096 and 10240 nothing
-# was timed.
+Segments = list[tuple[int, str]]  # first m and kernel, "" for the unquantized product
+PLAIN = ""  # the unquantized route
+# Most columns of rows that a compiler quantizes. Inductor reads longer rows twice, the quantizer
+# below once: 8192 rows of 10240, 15360 and 123200 columns take 65, 94 and 891 us of an H200 with
+# the quantizer, and 102, 111 and 1441 with Inductor. After a block norm the first two take 195 and
+# 292 us in separate kernels, and 208 and 314 in one; 4096 columns take 78 and 53. Sizes between
+# 4096 and 10240 were not timed.
 LONGEST_HERE = 8192
 READS_ONCE = "cuda.quantize_row"
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
-_WAYS: dict[tuple[str, torch.device], _Ways] = {}
+_ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
 
 
-class _Ways(NamedTuple):
-    """A route on a device: for m that 16 divides, and for any other."""
+class _LoadedRoute(NamedTuple):
+    """A route on a device; kernels for m that 16 divides, and for other m."""
 
     form: Granularity
     starts: tuple[list[int], list[int]]
@@ -55,7 +55,7 @@ class _Ways(NamedTuple):
 
 
 def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
-    """A route as text; `PLAIN` if it has no kernel."""
+    """The text of a route; `PLAIN` without kernels."""
     if not any(name for _, name in (*aligned, *other)):
         return PLAIN
     parts = (",".join(f"{start}={name}" for start, name in x) for x in (aligned, other))
@@ -63,7 +63,7 @@ def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
 
 
 def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
-    """What `route_text` wrote."""
+    """Parse a text of `route_text`."""
     form, *parts = text.split(";")
     found: list[Segments] = []
     for part in parts[:2]:
@@ -83,15 +83,15 @@ def kernel_at(text: str, m: int) -> str:
 
 
 def quantizes_at(routes: tuple[str, ...], m: int) -> bool:
-    """Whether any of these routes has a kernel at m."""
-    return any(kernel_at(route, m) for route in routes)  # a compiler takes this for a constant
+    """Whether any of these routes has a kernel at m; a constant for compilers."""
+    return any(kernel_at(route, m) for route in routes)
 
 
 def emulation_of(kernel: Kernel) -> Kernel:
-    """The kernel that rounds alike on any device, in stock PyTorch.
+    """The kernel with the same rounding in stock PyTorch, which runs on any device.
 
     Raises:
-        UnsupportedError: None does.
+        UnsupportedError: There is none.
     """
     for other in KERNELS.values():
         scales = (other.granularity, other.b_granularity)
@@ -104,10 +104,10 @@ def emulation_of(kernel: Kernel) -> Kernel:
         ):
             return other
     raise UnsupportedError(f"{kernel.name} runs on {', '.join(sorted(kernel.architectures))} only, "
-                           "and nothing emulates its scales")  # fmt: skip
+                           "and its scales have no emulation")  # fmt: skip
 
 
-def _ways(text: str, device: torch.device) -> _Ways:
+def _load_route(text: str, device: torch.device) -> _LoadedRoute:
     load_kernels()
     form, *both = read_route(text)
     here = current_device(device.type, device.index or 0)
@@ -116,13 +116,13 @@ def _ways(text: str, device: torch.device) -> _Ways:
         found = [kernel_named(name) if name else None for _, name in segments]
         kernels.append([k if k is None or k.runs_on(here) else emulation_of(k) for k in found])
     starts = [[start for start, _ in segments] for segments in both]
-    if len(_WAYS) > 4096:
-        _WAYS.clear()
+    if len(_ROUTES) > 4096:
+        _ROUTES.clear()
     check = sampled_check.check_of(text)
     watch = sampled_check.watch_named(check) if check else None
-    ways = _Ways(form, (starts[0], starts[1]), (kernels[0], kernels[1]), watch)
-    _WAYS[text, device] = ways
-    return ways
+    loaded = _LoadedRoute(form, (starts[0], starts[1]), (kernels[0], kernels[1]), watch)
+    _ROUTES[text, device] = loaded
+    return loaded
 
 
 def multiply(
@@ -139,16 +139,14 @@ def multiply(
 
     Args:
         a: ``[m, k]``, bfloat16.
-        b: ``[k, n]``, bfloat16, or float32 of a weight: what quantizes it reads it as it is, and
-            what multiplies in bfloat16 rounds it first. None: ``data`` stands for it everywhere.
-        data: FP8 elements of ``b.t()`` by `quantize_weight`, which is not quantized again; None
-            where the kernel is to quantize b.
-        scale: Its scales.
+        b: ``[k, n]``, bfloat16, or a float32 weight: quantizers read it directly, a bfloat16
+            product rounds it first. None: only ``data`` is available.
+        data: FP8 data of ``b.t()`` from `quantize_weight`; None if the kernel has to quantize b.
+        scale: The scales of ``data``.
         bias: ``[n]``, or None.
-        route: See this module.
-        left_scale: One scale for all of a, where it is known; as text, because of a number
-            torch.compile makes a symbol.
-        apart: Whether the bias is added by itself where nothing is quantized.
+        route: See the module.
+        left_scale: Static scale of a, or ""; text, because torch.compile makes numbers symbolic.
+        apart: Whether an unquantized product adds the bias in a separate step.
     """
     form, (m, k) = "", a.shape
     if torch.compiler.is_compiling() and is_known(m, k):
@@ -162,7 +160,7 @@ def multiply(
         assert b is not None
         data, scale = quantize_weight(b.t(), scales_of(route))
     is_read = not form or sampled_check.is_checked(route)
-    # None, or the compiler would have to make what nobody reads.
+    # None, so that the compiler need not compute an unused operand.
     given = a if is_read or left is None else None
     out: Tensor = torch.ops.lokakern.routed_gemm(
         given, b if is_read else None, data, scale, bias, route, left, left_scales, left_scale,
@@ -175,22 +173,22 @@ def multiply_activated(
     x: Tensor, activation: str, activating: str, data: Tensor, scale: Tensor, bias: Tensor | None,
     route: str,
 ) -> Tensor | None:  # fmt: skip
-    """``f(x) @ b + bias`` with x activated and quantized by one kernel of the registry.
+    """``f(x) @ b + bias``, where one kernel of the registry activates and quantizes x.
 
-    Inductor's takes 25 us of an H200 for relu, scales of rows and rounding at 8192 x 2048, where
-    `cuda.activate_quantize_row` takes 14, as long as a quantizer alone.
+    At 8192 x 2048 with relu and rowwise scales an H200 takes 14 us with
+    `cuda.activate_quantize_row`, as long as for quantizing alone, and 25 us with Inductor's kernel.
 
     Args:
         x: ``[m, k]``, bfloat16.
         activation: f, one of `lokakern.epilogue.ACTIVATIONS`.
-        activating: From which m on which kernel activates and quantizes, a route.
-        data: As of `multiply`, as are the next three.
-        scale: Its scales.
+        activating: The route of kernels that activate and quantize.
+        data: As of `multiply`, as the other arguments.
+        scale: The scales of ``data``.
         bias: ``[n]``, or None.
-        route: Of the product.
+        route: The route of the product.
 
     Returns:
-        None where m is not known, or no kernel was timed there, or this call is to be checked.
+        None if m is not known, no kernel was timed there, or the call has to be checked.
     """
     m, k = x.shape
     if not is_known(m, k):
@@ -206,39 +204,39 @@ def multiply_activated(
 
 
 def is_known(*sizes: int) -> bool:
-    """Whether no compiler takes any of these for a symbol."""
+    """Whether all sizes are constants for the compiler, if one traces."""
     if not torch.compiler.is_compiling():
         return True
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # which imports Triton
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports Triton
 
     return all(map(has_static_value, sizes))
 
 
 def _activator(activating: str, route: str, m: int, k: int) -> str:
-    """Name of the kernel that makes what the route's kernel reads at m; "" where there is none."""
-    return _found_activator(activating, route, m, k)  # a compiler takes this for a constant
+    """Name of the kernel that activates and quantizes at m, or ""; a constant for compilers."""
+    return _cached_activator(activating, route, m, k)
 
 
 @functools.lru_cache(maxsize=4096)
-def _found_activator(activating: str, route: str, m: int, k: int) -> str:
+def _cached_activator(activating: str, route: str, m: int, k: int) -> str:
     by_rows = _form_of_left(route, m, k) == Granularity.ROW.value
     return kernel_at(activating, m) if by_rows else ""
 
 
 def reads_rows(route: str) -> bool:
-    """Whether a route's kernels may read a left operand with scales of rows."""
+    """Whether a route's kernels may read a left operand with rowwise scales."""
     return route != PLAIN and read_route(route)[0] is Granularity.ROW
 
 
 def has_activator(activating: str, route: str, k: int) -> bool:
-    """Whether there is an m at which one route's kernel makes what the other's reads."""
+    """Whether there is an m at which `multiply_activated` has both kernels."""
     starts = {start for text in (activating, route) for start, _ in read_route(text)[1]}
     return any(_activator(activating, route, m, k) for m in starts)
 
 
 @functools.lru_cache(maxsize=64)
 def _activating_kernel(name: str, device: torch.device) -> Kernel:
-    """The kernel, or what rounds alike on any device."""
+    """The kernel, or on another device its emulation."""
     load_kernels()
     kernel = kernel_named(name)
     here = current_device(device.type, device.index or 0)
@@ -246,10 +244,10 @@ def _activating_kernel(name: str, device: torch.device) -> Kernel:
 
 
 def _form_of_left(route: str, m: int, k: int) -> str:
-    """By which scales a route's kernel at m reads its left operand; "" where it is not handed it.
+    """Granularity in which a route's kernel at m reads a quantized left operand, or "".
 
-    That is where nothing is quantized, or a library quantizes in its own way, or scales and rows
-    would lie otherwise than kernels want them.
+    It is "" if nothing is quantized, if a library quantizes itself, or if the layout of data and
+    scales would not fit the kernel.
     """
     name = kernel_at(route, m)
     if not name or read_route(route)[0] is Granularity.NONE:
@@ -262,22 +260,22 @@ def _form_of_left(route: str, m: int, k: int) -> str:
 
 
 def _is_left_to_kernel(route: str, m: int, k: int) -> bool:
-    """Whether the kernel of a composition at m quantizes k columns sooner than a compiler would."""
+    """Whether the composition's quantizer is faster than a compiler's for k columns."""
     return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] == READS_ONCE
 
 
 @functools.cache
 def prepare_to_be_compiled() -> None:
-    """Say that what these answer is no part of a graph; once, as it imports Dynamo."""
+    """Mark functions whose results are constants for compilers; once, as it imports Dynamo."""
     for asked in (_form_of_left, _is_left_to_kernel, _activator, quantizes_at):
         torch.compiler.assume_constant_result(asked)  # type: ignore[no-untyped-call]
 
 
 def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """As `lokakern.numerics.quantize` by rows, or groups that are whole, in steps for a compiler.
+    """`lokakern.numerics.quantize` by rows or whole groups, in torch's operators for a compiler.
 
-    What is not finite makes the scale so, and with it all of the row that is multiplied, as a NaN
-    among its elements does; looking at each element took 34 us of an H200 where this takes 25.
+    A non-finite element makes the scale non-finite, and so the whole row of the product, as a NaN
+    element would. Checks of each element took 34 us of an H200, this takes 25.
     """
     rows, columns = x.shape
     wide = x.float().view(rows, -1, columns if form == Granularity.ROW.value else GROUP)
@@ -290,9 +288,9 @@ def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_activated(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
-    """f(x) in FP8 with scales of rows, by a kernel of op norm_quantize or its emulation."""
+    """f(x) in FP8 with rowwise scales, by a kernel of op norm_quantize or its emulation."""
     kernel = _activating_kernel(name, x.device)
-    x = _laid_out(x.detach())
+    x = _row_major(x.detach())
     data, scale = _quantize_activated_fake(x, activation, name)
     out = QuantizedTensor(data, scale, Granularity.ROW)
     epilogue = NormEpilogue(activation=activation)
@@ -306,7 +304,7 @@ def _quantize_activated_fake(x: Tensor, activation: str, name: str) -> tuple[Ten
 
 
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
-    """A weight ``[n, k]`` in FP8, elements and scales, as `multiply` takes ``weight.t()``."""
+    """Data and scales of a weight ``[n, k]`` in FP8, as `multiply` takes them."""
     data, scale = torch.ops.lokakern.quantize_weight(weight, scales)
     return data, scale
 
@@ -323,58 +321,58 @@ def _multiply(
     left_scale: str = "",
     apart: bool = False,
 ) -> Tensor:
-    """See `multiply`. Without a and b ``left`` and ``data`` stand for them."""
+    """See `multiply`; ``left`` and ``data`` replace a and b of None."""
     whole = left if a is None else a
     assert whole is not None
-    ways = _WAYS.get((route, whole.device)) or _ways(route, whole.device)
-    # Of a weight's gradient samples are what is summed.
-    m = whole.shape[1] if ways.form is Granularity.NONE else whole.shape[0]
+    loaded = _ROUTES.get((route, whole.device)) or _load_route(route, whole.device)
+    # The gradient of a weight sums over samples.
+    m = whole.shape[1] if loaded.form is Granularity.NONE else whole.shape[0]
     other = bool(m & 15)
-    kernel = ways.kernels[other][bisect_right(ways.starts[other], m) - 1]
+    kernel = loaded.kernels[other][bisect_right(loaded.starts[other], m) - 1]
     if kernel is None or not m:
         assert a is not None
-        b = _meant(data, scale, ways.form) if b is None else b.to(a.dtype)
+        b = _dequantized(data, scale, loaded.form) if b is None else b.to(a.dtype)
         if bias is None or apart:
             return torch.mm(a, b) if bias is None else torch.mm(a, b).add_(bias)
         return torch.addmm(bias, a, b)
     out = _empty(whole, b, data)
     right: Tensor | QuantizedTensor
-    if not kernel.parts:  # it quantizes by itself, in its library's way
+    if not kernel.parts:  # a library that quantizes itself
         left, b = None, None if b is None else b.to(torch.bfloat16)
     if data is None and b is not None and (left is not None or b.dtype is torch.float32):
-        data, scale = _quantize_weight(b.t(), ways.form.value)
+        data, scale = _quantize_weight(b.t(), loaded.form.value)
     if data is not None:
         if data.stride(1) == 1 and data.stride(0) % ROW_BYTES == 0:
-            right = QuantizedTensor(data, scale, ways.form, True)
-        else:  # as it was gathered, or the transpose of that, under the same one scale
+            right = QuantizedTensor(data, scale, loaded.form, True)
+        else:  # gathered, or transposed with a tensorwise scale
             assert scale is not None
-            right = QuantizedTensor.packed(data, scale, ways.form).t()
+            right = QuantizedTensor.packed(data, scale, loaded.form).t()
         if left is not None:
             if left_scales is None:
                 left_scales = _scales_of(kernel.granularity, left, left_scale)
             _launch_scaled(kernel, left, left_scales, right, out, bias)
-            if ways.watch is not None:
-                ways.watch.see(a, b, out, bias, kernel.name)
+            if loaded.watch is not None:
+                loaded.watch.see(a, b, out, bias, kernel.name)
             return out
     else:
         assert b is not None
-        # Column-major it is a weight's transpose.
-        right = _laid_out(b.t()).t() if b.stride(0) == 1 else _laid_out(b)
+        # Column-major b is the transpose of a weight.
+        right = _row_major(b.t()).t() if b.stride(0) == 1 else _row_major(b)
     assert a is not None
-    apart = bool(kernel.parts)  # quantizers of ours read rows wherever they begin
-    a = _laid_out(a.t(), apart).t() if ways.form is Granularity.NONE else _laid_out(a, apart)
-    if torch.is_autocast_enabled(a.device.type):  # an emulation multiplies float32
+    apart = bool(kernel.parts)  # our quantizers read strided rows
+    a = _row_major(a.t(), apart).t() if loaded.form is Granularity.NONE else _row_major(a, apart)
+    if torch.is_autocast_enabled(a.device.type):  # emulations multiply in float32
         with torch.autocast(a.device.type, enabled=False):
             kernel.launch(a, right, out, bias, kernel.workspace(a, right))
     else:
         kernel.launch(a, right, out, bias, kernel.workspace(a, right))
-    if ways.watch is not None:
-        ways.watch.see(a, b, out, bias, kernel.name)
+    if loaded.watch is not None:
+        loaded.watch.see(a, b, out, bias, kernel.name)
     return out
 
 
-def _meant(data: Tensor | None, scale: Tensor | None, form: Granularity) -> Tensor:
-    """A right operand in bfloat16 of which there is nothing but its FP8 form."""
+def _dequantized(data: Tensor | None, scale: Tensor | None, form: Granularity) -> Tensor:
+    """The right operand in bfloat16, from its FP8 form."""
     assert data is not None
     return dequantize(QuantizedTensor(data, scale, form, True))
 
@@ -383,7 +381,7 @@ def _launch_scaled(
     kernel: Kernel, left: Tensor, scales: Tensor, right: QuantizedTensor, out: Tensor,
     bias: Tensor | None,
 ) -> None:  # fmt: skip
-    """The GEMM of a composition, on a left operand that is quantized."""
+    """Launch the GEMM of a composition on a quantized left operand."""
     multiply = KERNELS[kernel.parts[-1]]
     workspace = multiply.workspace(left, scales, *right.transpose, None, None)
     with torch.autocast(left.device.type, enabled=False):
@@ -394,12 +392,12 @@ _SCALES: dict[tuple[Granularity, torch.Size, torch.device, str], Tensor] = {}
 
 
 def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
-    """One scale in the place of many; kept, because filling them takes a launch."""
+    """A tensor of equal scales, cached, because filling it takes a launch."""
     key = (granularity, x.shape, x.device, scale)
     found = _SCALES.get(key)
     if found is None:
         found = granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(float(scale))
-        # What is filled while a graph is captured is filled only when that graph is replayed.
+        # A fill during capture runs only when the graph is replayed.
         if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_SCALES) > 256:
                 _SCALES.clear()
@@ -408,7 +406,7 @@ def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
 
 
 def quantize_by(x: Tensor, scale: str) -> Tensor:
-    """FP8 under a scale that is known, in steps that torch.compile puts where x is made."""
+    """Quantize with a static scale in torch's operators, which torch.compile fuses."""
     fp8 = _fp8_of(x)
     most = torch.finfo(fp8).max
     return (x.float() / float(scale)).clamp(-most, most).to(fp8).contiguous()
@@ -420,25 +418,23 @@ def _fp8_of(x: Tensor) -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-def _laid_out(x: Tensor, apart: bool = False) -> Tensor:
-    """Row-major, and aligned as well as the number of its columns lets rows be.
+def _row_major(x: Tensor, apart: bool = False) -> Tensor:
+    """A row-major matrix with aligned rows; a copy if x is not.
 
-    Args:
-        x: Any layout.
-        apart: Whether rows may lie apart, as those of a slice do.
+    ``apart`` allows gaps between rows, as in a slice.
     """
     columns, item = x.shape[1], x.element_size()
     step = item * columns
-    askew = min(step & -step, 16) - 1
+    mask = min(step & -step, 16) - 1
     pitch = x.stride(0)
-    fits = apart and pitch > columns and not item * pitch & askew
+    fits = apart and pitch > columns and not item * pitch & mask
     if x.stride(1) != 1 or not (fits or pitch == columns):
-        x = x.contiguous()  # an expanded gradient
-    return x.clone() if x.data_ptr() & askew else x
+        x = x.contiguous()  # such as an expanded gradient
+    return x.clone() if x.data_ptr() & mask else x
 
 
 def _empty(a: Tensor, b: Tensor | None, data: Tensor | None) -> Tensor:
-    """Room for the product, in bfloat16: kernels write nothing else."""
+    """An empty bfloat16 output."""
     n = b if b is not None else data
     assert n is not None
     columns = n.shape[1] if n is b else n.shape[0]
@@ -463,7 +459,7 @@ def _multiply_fake(
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
-    """``grad.t() @ x`` by a route, which goes by the number of rows."""
+    """``grad.t() @ x`` by the kernel of a route at the number of rows."""
     return _multiply(grad.t(), x, None, None, None, route)
 
 
@@ -475,7 +471,7 @@ def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     weight = weight.detach()
     weight = weight if 1 in weight.stride() else weight.contiguous()
     quantized = quantize(weight, Granularity(scales))
-    assert quantized.scale is not None  # what quantize makes has scales
+    assert quantized.scale is not None  # FP8 has scales
     return quantized.data, quantized.scale
 
 
@@ -491,10 +487,10 @@ _LIBRARY.define(
     "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
     'Tensor? left=None, Tensor? left_scales=None, str left_scale="", bool apart=False) -> Tensor'
 )
-# Asked for as it was traced, a view of what was not written yet would be written once more.
-_ANYHOW = (torch.Tag.flexible_layout,)
-_LIBRARY.define("weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", tags=_ANYHOW)
-_LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", tags=_ANYHOW)
+# A fixed layout would copy views of tensors that are not materialized yet.
+_ANY_LAYOUT = (torch.Tag.flexible_layout,)
+_LIBRARY.define("weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", tags=_ANY_LAYOUT)
+_LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", tags=_ANY_LAYOUT)
 _LIBRARY.define("quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)")
 _LIBRARY.impl("quantize_activated", _quantize_activated, "CompositeExplicitAutograd")
 torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
@@ -509,13 +505,12 @@ torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, 
 class RoutedLinear(torch.autograd.Function):
     """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
 
-    The weight is bfloat16, or float32 where autocast would round it: see `multiply`. Of gradients
-    that are differentiated again (``create_graph=True``) nothing is quantized: they, and their
-    derivatives, are those of `nn.Linear`.
+    The weight is bfloat16, or float32 where autocast would round it: see `multiply`. Gradients that
+    are differentiated again (``create_graph=True``) are those of `nn.Linear`, unquantized.
 
-    Arguments are flat, because torch.compile wants them so: the weight quantized ahead for the
-    output and for the gradient of the input (None: kernels do it), then three routes, the scale of
-    x where it is known (else ""), and whether the bias is added apart, see `multiply`.
+    Arguments are flat, as torch.compile requires: the FP8 weights for the output and for the
+    gradient of the input (None: kernels quantize it), three routes, the static scale of x or "",
+    and ``apart`` of `multiply`.
     """
 
     @staticmethod
@@ -537,11 +532,11 @@ class RoutedLinear(torch.autograd.Function):
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
         given, kept = weight, weight
         if to_input == PLAIN or (turned is not None and not kernel_at(to_input, x.shape[0])):
-            kept = weight = weight.to(x.dtype)  # both products read what is rounded once
+            kept = weight = weight.to(x.dtype)  # both products read the same rounded weight
         elif turned is not None:
             kept = None  # type: ignore[assignment]  # the weight may change before the backward pass
         ctx.save_for_backward(x, kept, turned, turned_scale)
-        if not torch.compiler.is_compiling():  # which differentiates once
+        if not torch.compiler.is_compiling():  # compiled graphs are differentiated once
             version = None if given.is_inference() else given._version
             ctx.given = None if kept is given else (given, version)
         return output(x, weight, bias, data, scale, to_output, input_scale, apart)
@@ -556,9 +551,9 @@ class RoutedLinear(torch.autograd.Function):
             return *_gradients(grad, x, weight, needs), *[None] * 9
         grad_x = grad_weight = grad_bias = None
         if needs[1]:
-            # First, and of the gradient as it lies: for what no compiler looks into Inductor writes
-            # it, whole where this is a slice, and all that follows reads that. From a contiguous
-            # copy, or for scales before this product, a norm's gradient is made anew each time.
+            # First, and of the gradient without a copy: Inductor materializes the operands of an
+            # opaque op, and later uses read that. With a copy, or scales computed before this
+            # product, it would recompute the gradient of a norm for each use.
             if ctx.to_weight == PLAIN:
                 grad_weight = grad.t() @ x
             else:
@@ -577,7 +572,7 @@ class RoutedLinear(torch.autograd.Function):
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Any]:
-    """Of x, weight and bias, in steps that are differentiated again."""
+    """Gradients of x, weight and bias in differentiable operators."""
     return [
         grad @ weight.to(x.dtype) if needs[0] else None,
         (grad.t() @ x).to(weight.dtype) if needs[1] else None,
@@ -586,23 +581,23 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -
 
 
 def _is_unchanged(ctx: Any) -> bool:
-    """Whether the weight that was multiplied in another form is what it was."""
+    """Whether the original weight is unchanged since the forward pass."""
     weight, version = ctx.given
     return version is None or weight._version == version
 
 
 def _given(ctx: Any) -> Tensor:
-    """The weight that was multiplied in another form.
+    """The original weight of the forward pass.
 
     Raises:
-        UnsupportedError: It was written to since: derivatives would be of another.
+        UnsupportedError: It changed since.
     """
     weight: Tensor = ctx.given[0]
     if not _is_unchanged(ctx):
         raise UnsupportedError(
             "a gradient that is differentiated again (create_graph=True) needs the weight of its "
-            f"layer, {list(weight.shape)}, which was written to since the forward pass: call the "
-            "layer again, or write to weights after the backward pass"
+            f"layer, {list(weight.shape)}, which was changed since the forward pass: call the "
+            "layer again, or change weights after the backward pass"
         )
     return weight
 
@@ -617,10 +612,7 @@ def output(
     input_scale: str = "",
     apart: bool = False,
 ) -> Tensor:
-    """``x @ weight.t() + bias`` by a route; x and the weight are quantized unless they were.
-
-    Without a weight, ``data`` and ``scale`` are all there is of it. Of ``apart`` see `multiply`.
-    """
+    """``x @ weight.t() + bias`` by a route; arguments as of `multiply`."""
     if weight is None:
         return multiply(x, None, data, scale, bias, route, input_scale, apart)
     if route == PLAIN:
@@ -632,5 +624,5 @@ def output(
 
 
 def scales_of(route: str) -> str:
-    """Scales of the right operand."""
+    """Granularity of the right operand of a route."""
     return route.partition(";")[0]

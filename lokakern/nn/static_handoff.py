@@ -1,19 +1,19 @@
-"""FP8 between layers: what a norm bounds, or an activation makes, is handed over quantized.
+"""FP8 between layers: inputs with a static scale from a norm, or from a fused activation.
 
-No output of BlockNorm over n columns passes sqrt(n), whatever the row, and the usual activations
-enlarge no magnitude. So the scale of what follows is known before it is, and quantizing is a step
-for each element by itself, which torch.compile does where the norm is computed: the kernel that
-quantizes, and its reading of the whole tensor, are gone.
+Outputs of BlockNorm over n columns are at most sqrt(n), and the usual activations do not increase
+magnitudes. So the scale of the next layer's input is static and quantizing is elementwise, which
+torch.compile fuses into the norm: there is no separate quantizer that reads the whole tensor.
 
-Behind an activation alone scales have to be found. In inference, where nobody asks for its output,
-a kernel of the registry activates and quantizes in one read.
+After an activation without a norm scales are dynamic. In inference, where its output has no other
+use, a kernel of the registry activates and quantizes in one pass.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,106 +26,96 @@ from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format
 from lokakern.types import Device, ErrorBudget
 
-# Row errors of products whose left operand comes from BlockNorm(256) and hard-swish, emulated on
-# the realistic distributions (m 512, k 1024, n 256): 0.036-0.046 under the scale that is known, and
-# 0.035-0.043 under those of rows; but 0.18 on X12, gradients, which no forward pass reads.
+# Row errors of products after BlockNorm(256) and hard-swish, emulated on the realistic
+# distributions (m 512, k 1024, n 256): 0.036-0.046 with the static scale, 0.035-0.043 with rowwise
+# scales; but 0.18 on X12, gradients, which are not inputs of a forward pass.
 FLOOR = 0.05
 _BOUNDED = (nn.ReLU, nn.Hardswish, nn.SiLU, nn.Identity)  # |f(z)| <= |z|
 ACTIVATIONS = {nn.ReLU: "relu", nn.Hardswish: "hardswish", nn.SiLU: "silu"}
 
 
-class _Telling(NamedTuple):
-    key: str
-    known: tuple[nn.Module, ...]
-    scales: tuple[str, ...]
-    activating: tuple[str, ...]
+class Handoff(NamedTuple):
+    """Settings of a conversion for a sequence.
+
+    Attributes:
+        key: Key of the conversion.
+        modules: Modules for which the settings were made.
+        scales: Static scale of each module's input, as text; "" without one.
+        activating: For an activation that only the next module reads, the route of kernels that
+            activate and quantize; "" for other modules.
+    """
+
+    key: str = ""
+    modules: tuple[nn.Module, ...] = ()
+    scales: tuple[str, ...] = ()
+    activating: tuple[str, ...] = ()
 
 
 class BoundedSequential(nn.Sequential):
-    """`nn.Sequential` that hands the inputs of linear layers over in FP8, where it was told how.
+    """`nn.Sequential` that quantizes inputs of linear layers before the layers.
 
-    The one who calls says so, because a layer cannot know what else it is called with. A slice of
-    it, and one whose modules were changed, is called as `nn.Sequential` is.
-
-    Attributes:
-        _tellings: What conversions told it, by key; the newest is in force, and is the following.
-        _known: Its modules when the following was found.
-        _scales: Of the input of each module in order, as text; "" where none is known.
-        _activating: Of an activation whose output the next module alone reads, the route of kernels
-            that activate and quantize; "" of other modules.
+    The container does this, because a layer may have other callers. A slice, or a container whose
+    modules changed, runs as `nn.Sequential`. The newest handoff is in effect.
     """
 
-    # With an underscore: children have names, too.
-    _tellings: tuple[_Telling, ...] = ()
-    _known: tuple[nn.Module, ...] = ()
-    _scales: tuple[str, ...] = ()
-    _activating: tuple[str, ...] = ()
+    # With an underscore, so that names of children do not collide.
+    _handoffs: tuple[Handoff, ...] = (Handoff(),)
 
     @property
     def is_as_known(self) -> bool:
-        """Whether its modules are those of which something was found."""
-        modules = tuple(self._modules.values())
-        return len(modules) == len(self._known) and all(
-            a is b for a, b in zip(modules, self._known, strict=True)
-        )
+        """Whether its modules are those for which the settings were made."""
+        modules, known = tuple(self._modules.values()), self._handoffs[-1].modules
+        return len(modules) == len(known) and all(map(operator.is_, modules, known))
 
     def forward(self, input: Tensor) -> Tensor:
-        """As of `nn.Sequential`."""
+        """As `nn.Sequential`."""
         if not self.is_as_known:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        modules, place = self._known, 0
+        _, modules, scales, activating = self._handoffs[-1]
+        place = 0
         while place < len(modules):
-            module, route = modules[place], self._activating[place]
+            module, route = modules[place], activating[place]
             done = None
             reader = modules[place + 1] if route else None
-            # One that was converted apart may have been undone apart, too.
-            if isinstance(reader, Linear) and _is_by_itself(module) and _is_by_itself(reader):
+            # A module that was converted separately may have been undone separately.
+            if isinstance(reader, Linear) and _is_plain_call(module) and _is_plain_call(reader):
                 done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
             if done is not None:
                 input, place = done, place + 2
                 continue
-            scale = self._scales[place] if isinstance(module, Linear) else ""
+            scale = scales[place] if isinstance(module, Linear) else ""
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
         return input
 
 
-def tell(
+def set_handoff(
     sequence: nn.Sequential, scales: Sequence[str], activating: Sequence[str], key: str = ""
 ) -> None:
-    """Let a sequence hand over what a conversion found of its modules as they are now."""
-    told = _Telling(key, tuple(sequence), tuple(scales), tuple(activating))
-    _put(sequence, (*_others(sequence, key), told))
+    """Apply a conversion's settings for the current modules of a sequence."""
+    handoff = Handoff(key, tuple(sequence), tuple(scales), tuple(activating))
+    sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
     if type(sequence) is nn.Sequential:
-        sequence.__class__ = BoundedSequential  # last: another thread may be calling it
+        sequence.__class__ = BoundedSequential  # last, for concurrent calls
 
 
-def forget(sequence: nn.Sequential, key: str = "") -> None:
-    """Make it what it was before this conversion told it something."""
+def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
+    """Remove a conversion's settings from a sequence."""
     others = _others(sequence, key)
     if others:
-        _put(sequence, others)
+        sequence._handoffs = others  # type: ignore[assignment]
         return
-    if type(sequence) is BoundedSequential:  # a class that fully_shard made stays
+    if type(sequence) is BoundedSequential:  # a class from fully_shard stays
         sequence.__class__ = nn.Sequential  # type: ignore[assignment]
-    for name in _OURS & vars(sequence).keys():
-        delattr(sequence, name)
+    vars(sequence).pop("_handoffs", None)
 
 
-def _others(sequence: nn.Sequential, key: str) -> tuple[_Telling, ...]:
-    return tuple(told for told in getattr(sequence, "_tellings", ()) if told.key != key)
+def _others(sequence: nn.Sequential, key: str) -> tuple[Handoff, ...]:
+    return tuple(h for h in vars(sequence).get("_handoffs", ()) if h.key != key)
 
 
-def _put(sequence: Any, tellings: tuple[_Telling, ...]) -> None:
-    sequence._tellings = tellings
-    _, sequence._known, sequence._scales, sequence._activating = tellings[-1]
-
-
-_OURS = {"_tellings", "_known", "_scales", "_activating"}
-
-
-def _is_by_itself(module: nn.Module) -> bool:
-    """Whether calling a module is nothing but its class's forward, and leaves the input alone."""
+def _is_plain_call(module: nn.Module) -> bool:
+    """Whether a call of a module runs only its class's forward, not in place."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -137,7 +127,7 @@ def _is_by_itself(module: nn.Module) -> bool:
 
 
 def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
-    """Of the input of each module of a sequence; "" where none is known, or nothing reads it."""
+    """Static scale of the input of each module; "" without one, or if no kernel reads it."""
     found, known = [], ""
     for module in sequence:
         found.append(known if _reads(module) else "")
@@ -153,12 +143,7 @@ def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
 def activations_between(
     sequence: nn.Sequential, scales: Sequence[str]
 ) -> dict[int, tuple[str, Linear]]:
-    """Activations that a linear layer alone reads, in FP8 whose scale is not known: who, by place.
-
-    Args:
-        sequence: Its modules.
-        scales: See `scales_between`.
-    """
+    """Activations before a linear layer without a static scale, and the layer, by place."""
     found = {}
     for place, (module, reader) in enumerate(itertools.pairwise(sequence)):
         name = ACTIVATIONS.get(type(module))
@@ -177,6 +162,6 @@ def _reads(module: nn.Module) -> bool:
 
 
 def is_affordable(budget: ErrorBudget | None) -> bool:
-    """Whether a budget allows for the rounding under such a scale."""
+    """Whether a budget admits the rounding with a static scale."""
     limits = {} if budget is None else budget.limits
     return set(limits) == {"row_err"} and limits["row_err"] >= FLOOR

@@ -1,9 +1,7 @@
-"""Products of sharded tensors: each rank multiplies its shards by kernels of its own."""
+"""Products of DTensors: each rank multiplies its shards with its own kernels."""
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,28 +10,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
+from lokakern.functional.checks import warn_once
+
 Product = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
-@functools.cache
-def _say_once(x: str, weight: str, bias: str) -> None:
-    warnings.warn(
-        f"a converted layer multiplies a DTensor with placements {x} by a weight with {weight} and "
-        f"a bias with {bias} unquantized: kernels take ColwiseParallel, RowwiseParallel and "
-        "sharded rows only",
-        stacklevel=2,
-    )
-
-
 def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.t() + bias``, of which each rank multiplies what it has, as DTensor does.
+    """``x @ weight.t() + bias``, where each rank multiplies its shards.
 
-    FP8 scales are those of shards. What is laid out otherwise is left to DTensor, unquantized, with
+    Each shard has its own FP8 scales. Unsupported placements are left to DTensor, unquantized, with
     a warning.
 
     Args:
         product: Multiplies local tensors: x ``[..., k]``, weight ``[n, k]``, bias ``[n]`` or None.
-        x: ``[..., k]``: a DTensor whose rows or k are sharded, or that is replicated.
+        x: ``[..., k]``, a DTensor sharded by rows or k, or replicated.
         weight: ``[n, k]``, a DTensor sharded by n (ColwiseParallel), by k (RowwiseParallel), or
             replicated.
         bias: ``[n]`` or None, a DTensor.
@@ -44,18 +34,24 @@ def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor 
     operands: list[Any] = [t for t in (x, weight, bias) if t is not None]
     mesh = operands[1].device_mesh
     if not all(isinstance(t, DTensor) and t.device_mesh == mesh for t in operands):
-        return functional.linear(x, weight, bias)  # DTensor says what is wrong
+        return functional.linear(x, weight, bias)  # DTensor raises
     last = x.dim() - 1
     plans = [_plan(last, *places) for places in zip(*(t.placements for t in operands), strict=True)]
     if None in plans:
-        _say_once(*(str(getattr(t, "placements", None)) for t in (x, weight, bias)))
+        places = (str(getattr(t, "placements", None)) for t in (x, weight, bias))
+        x_places, w_places, b_places = places
+        warn_once(
+            f"a converted layer multiplies a DTensor with placements {x_places} by a weight with "
+            f"{w_places} and a bias with {b_places} unquantized: kernels support ColwiseParallel, "
+            "RowwiseParallel and sharded rows only"
+        )
         return functional.linear(x, weight, bias)
     to_y, *gradients = zip(*filter(None, plans), strict=True)
     found = [t.to_local(grad_placements=to) for t, to in zip(operands, gradients, strict=False)]
     local_bias = found[2] if len(found) == 3 else None
     for axis, place in enumerate(to_y):
         if local_bias is not None and place.is_partial():
-            local_bias = local_bias / mesh.size(axis)  # as sums, of which each rank has a part
+            local_bias = local_bias / mesh.size(axis)  # each rank has a partial sum
     y = product(found[0], found[1], local_bias)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     stride = torch.empty(shape, device="meta").stride()
@@ -63,7 +59,7 @@ def product_of_shards(product: Product, x: Tensor, weight: Tensor, bias: Tensor 
 
 
 def _plan(last: int, x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any, Any] | None:
-    """On one axis of a mesh: how y lies, and the gradients of x, weight and bias; None: unknown."""
+    """Placements of y and of the gradients of x, weight and bias on one axis of a mesh, or None."""
     if bias is not None and bias != (weight if weight == Shard(0) else Replicate()):
         return None
     if x == Replicate() and weight == Shard(0):

@@ -1,4 +1,4 @@
-"""Products across the tokens of a sample, multiplied as they lie in memory."""
+"""Products across the tokens of a sample, without a copy; layouts of weights for cuBLAS."""
 
 from __future__ import annotations
 
@@ -11,18 +11,38 @@ from torch import Tensor, nn
 
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced
-from lokakern.nn.weight_layout import is_askew, laid_out
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 HALF = frozenset((torch.bfloat16, torch.float16))
-CAST = HALF | {torch.float32}  # what autocast casts
-KINDS = (Tensor, nn.Parameter)  # no subclass, which may be sharded or quantized
-_MOST = 2**31  # what the kernel counts in
+CAST = HALF | {torch.float32}  # dtypes that autocast casts
+KINDS = (Tensor, nn.Parameter)  # subclasses may be sharded or quantized
+_MOST = 2**31  # the kernel has 32-bit indices
+
+
+ALIGNMENT = 16  # bytes of a row that kernels for Hopper need
+
+
+def is_aligned_by_columns(n: int, k: int, element_size: int) -> bool:
+    """Whether columns of n elements are a multiple of 16 bytes, and rows of k are not."""
+    step = ALIGNMENT // element_size
+    return k % step != 0 and n % step == 0
+
+
+def with_aligned_layout(weight: Tensor) -> Tensor:
+    """The weight, column-major if only its columns are aligned to 16 bytes.
+
+    x over embeddings is column-major, too: then no operand is read along k, and cuBLAS uses its
+    kernels for Hopper. At m = 1310720 and k = 770 an H200 takes 0.78 ms instead of 3.5 at n = 160,
+    and 0.60 instead of 1.7 at n = 96; padded rows do not help. Other devices were not measured.
+    """
+    n, k = weight.shape
+    turned = is_aligned_by_columns(n, k, weight.element_size())
+    return weight.t().contiguous().t() if turned else weight
 
 
 @functools.cache
 def _has_kernel(index: int, dtype: torch.dtype) -> bool:
-    """Whether Triton's kernel is for a GPU: of Hopper, where it was measured, or later."""
+    """Whether a GPU can run Triton's kernel: Hopper, where it was measured, or later."""
     return (
         dtype in HALF
         and torch.version.hip is None
@@ -32,7 +52,7 @@ def _has_kernel(index: int, dtype: torch.dtype) -> bool:
 
 
 def _token_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """``sum(grad[b] @ x[b].T)``, ``[count, n]``, in float32 or what is wider."""
+    """``sum(grad[b] @ x[b].T)``, ``[count, n]``, in float32 or float64."""
     count, (batch, n, d) = grad.shape[1], x.shape
     is_small = max(batch * d, count * n) < _MOST
     if x.is_cuda and is_small and _has_kernel(x.get_device(), x.dtype):
@@ -40,10 +60,10 @@ def _token_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
         return token_gradient(grad, x)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if count * n > d * (count + n):  # gradients of samples would be larger than copies
+    if count * n > d * (count + n):  # gradients of each sample would be larger than copies
         left, right = (t.transpose(0, 1).reshape(t.shape[1], -1) for t in (grad, x))
         return (left @ right.t()).to(dtype)
-    if is_askew(count, n, x.element_size()):  # whose rows would be written slowly
+    if is_aligned_by_columns(count, n, x.element_size()):  # writing its rows would be slow
         return torch.bmm(x, grad.mT).sum(0, dtype=dtype).t().contiguous()
     return torch.bmm(grad, x.mT).sum(0, dtype=dtype)
 
@@ -66,7 +86,7 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
-        weight = laid_out(weight.to(x.dtype))
+        weight = with_aligned_layout(weight.to(x.dtype))
         to_x, to_weight = ctx.needs_input_grad
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
         return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
@@ -77,8 +97,8 @@ class _Mixed(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedError(
-                "mods.MixTokens: a gradient of this layer is differentiated again "
-                "(create_graph=True): leave the Mod out, or create_graph"
+                "mods.MixTokens: gradients of this layer cannot be differentiated again "
+                "(create_graph=True): leave out the Mod, or create_graph"
             )
         grad_x = grad_weight = None
         if x is not None:
@@ -89,18 +109,18 @@ class _Mixed(torch.autograd.Function):
 
 
 def _is_turned(x: Tensor) -> bool:
-    """Whether samples ``[d, n]`` of x are ``[n, d]`` in memory; three dimensions may be a slice."""
+    """Whether samples ``[d, n]`` of x are ``[n, d]`` in memory; 3 dimensions may be a slice."""
     if x.dim() < 3 or x.numel() == 0:
         return False
     d, n = x.shape[-2:]
-    if d == 1 or n == 1:  # then it lies both ways
+    if d == 1 or n == 1:  # both layouts are the same
         return False
     is_turned = x.stride(-2) == 1 and x.stride(-1) == d
     return is_turned and (x.dim() == 3 or x.mT.is_contiguous())
 
 
 def _dtype_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """In which a linear layer multiplies them; None where it refuses, or they are not real."""
+    """The dtype in which a linear layer multiplies them; None if it raises, or for complex."""
     found = {t.dtype for t in (x, weight, bias) if t is not None}
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -109,7 +129,7 @@ def _dtype_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | N
 
 
 def mixes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `mix_tokens` multiplies them, and as a linear layer would but for how they lie."""
+    """Whether `mix_tokens` supports the operands of a linear layer."""
     if not torch.compiler.is_compiling() and is_traced():
         return False
     is_plain = type(x) in KINDS and type(weight) in KINDS and not x.is_meta
@@ -117,7 +137,7 @@ def mixes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def mix_tokens(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear(x, weight, bias).mT`` as ``weight @ x.mT``, of which nothing is copied.
+    """``linear(x, weight, bias).mT`` as ``weight @ x.mT``, without a copy.
 
     Args:
         x: ``[..., d, n]``, ``[..., n, d]`` in memory.

@@ -1,9 +1,9 @@
-"""Sweep: time every candidate of every problem, then measure every error, row by row into a run.
+"""Sweep: time all candidates of all problems, then measure their errors, and write a run file.
 
-What is already in the database for the same kernel digest, problem, device and environment is not
-measured again, so an interrupted sweep goes on where it stopped. Everything is launched in a
-disposable process (`lokakern.sweep.worker`): a kernel that crashes or hangs becomes a row. Several
-ranks may share a sweep (`lokakern.sweep.ranks`).
+Measurements that the database has for the same kernel digest, problem, device and environment are
+not repeated, so that an interrupted sweep continues where it stopped. Kernels run in a worker
+process (`lokakern.sweep.worker`): a crash or a hang becomes a row. Several ranks may share a sweep
+(`lokakern.sweep.ranks`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from lokakern.sweep.plan import (
     time_costs,
 )
 from lokakern.sweep.plan import candidates as candidates
-from lokakern.sweep.ranks import Alone, Share
+from lokakern.sweep.ranks import Share, SingleRank
 from lokakern.sweep.resume import Job, Known, Races, distribution_row
-from lokakern.sweep.staleness import Ages
+from lokakern.sweep.staleness import Staleness
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
     GPU_WATCHDOG_S,
@@ -60,19 +60,19 @@ if TYPE_CHECKING:
     from lokakern.registry.storage.run_files import RunFile
 
 ERRORS = ("all", "needed", "none")
-# A kernel that crashed or hung at so many problems is launched no more: each costs a new worker,
-# and a hang the watchdog's patience as well.
+# A kernel that crashed or hung so often is no longer launched: each failure costs a new worker, and
+# a hang also the watchdog's time.
 STRIKES = 3
-# Problems from which on it pays to compile on all cores first: those processes take 4 s to start.
+# Least number of problems for a parallel compilation, whose processes take 4 s to start.
 FEWEST_PREBUILT = 16
 
 
 @dataclass
 class SweepReport:
-    """What a sweep did.
+    """Counts, failures and durations of a sweep.
 
-    ``job_s`` holds what each problem took, in seconds, with its number of candidates; ``stale``,
-    where only what is stale was asked for, the places of cases whose times were.
+    ``job_s`` holds the seconds of each problem, with its number of candidates; ``stale`` the
+    indices of cases with stale times, if only stale measurements were asked for.
     """
 
     timed: int = 0
@@ -89,12 +89,12 @@ class SweepReport:
     job_s: list[tuple[Problem, int, float]] = field(default_factory=list)
 
     def counts(self) -> dict[str, Any]:
-        """What other ranks are told."""
+        """Fields to send to other ranks."""
         return {name: value for name, value in vars(self).items() if name != "job_s"}
 
     @classmethod
     def of_all(cls, counts: Sequence[dict[str, Any]]) -> SweepReport:
-        """What all ranks did: the first found out what was there, the others only measured."""
+        """The report of all ranks; only that of the first counts measurements of the database."""
         every = cls(**counts[0])
         for other in counts[1:]:
             for name in ("timed", "measured", "problems", "deaths", "failures"):
@@ -123,41 +123,43 @@ def sweep(
     watchdog_s: float | None = None,
     strikes: int = STRIKES,
     progress: Progress | None = None,
-    crew: Alone | None = None,
+    ranks: SingleRank | None = None,
 ) -> SweepReport:
     """Measure cases on the device here and merge the rows into a database.
 
     Args:
-        cases: Problems with the distribution each is timed under.
-        database: File or URL the rows go to; created if missing. A `SweepDatabase` hands on what
+        cases: Problems with their input distributions.
+        database: File or URL for the rows; created if missing. A `SweepDatabase` hands on what
             was read of it.
-        suite: Name kept with the run.
-        command: How to do it again; kept with the run.
+        suite: Name of the run.
+        command: Command that repeats the run.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
         grade: "full" or "quick".
-        time_limit_s: Stop beginning new work after so many seconds; what is done is kept.
+        time_limit_s: Start no new work after so many seconds; finished work is kept.
         only: Words of kernel names; empty for all kernels.
-        fresh: Measure also what the database holds already.
-        retry: Measure also what crashed or hung before.
-        only_stale: Measure only what was measured before a kernel or the toolchain changed, and
-            not since, by this database and the shipped ones, which dispatch reads, too.
-        distributions: Whose errors are measured.
-        errors: "all", "none", or "needed": only of numerics classes that have a kernel which is, at
-            some problem, no slower than the unquantized one (of ops that have none: at most 1.5x
-            behind the fastest). Others are never chosen.
-        watchdog_s: Longest silence of a launched kernel; None means 60 on GPUs, 600 on CPUs.
-        strikes: Crashes and hangs after which a kernel is launched no more.
-        progress: Where to tell.
-        crew: The ranks that share the sweep, all with the same arguments; None for this one alone.
+        fresh: Repeat measurements that the database has.
+        retry: Repeat measurements that crashed or hung.
+        only_stale: Measure only where a kernel or the toolchain changed since the last measurement
+            in this database and the shipped ones.
+        distributions: Distributions to measure errors on.
+        errors: "all", "none", or "needed": only of numerics classes with a kernel that is, at some
+            problem, no slower than the unquantized one (for ops without one: at most 1.5 times
+            slower than the fastest). Other kernels are never chosen.
+        watchdog_s: Longest time without progress of a launched kernel; None means 60 on GPUs, 600
+        on
+            CPUs.
+        strikes: Crashes and hangs after which a kernel is no longer launched.
+        progress: Receives the progress.
+        ranks: The ranks that share the sweep, with the same arguments; None for a single rank.
 
     Returns:
-        What this rank did.
+        The report of this rank.
 
     Raises:
         DatabaseError: The database cannot be read or written.
-        MeasurementError: The regime is not possible here, no worker can be started, or ranks have
+        MeasurementError: The regime is not possible here, workers do not start, or ranks have
             different devices, software or cases.
-        UnknownNameError: ``errors`` is none of those.
+        UnknownNameError: ``errors`` is unknown.
     """
     from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.registry.storage.run_files import RunFile
@@ -171,12 +173,12 @@ def sweep(
     timing.check_regime(regime, torch_device())
     if watchdog_s is None:
         watchdog_s = GPU_WATCHDOG_S if device.is_gpu else CPU_WATCHDOG_S
-    progress, crew = progress or Progress(), crew or Alone()
+    progress, ranks = progress or Progress(), ranks or SingleRank()
     read = database if isinstance(database, SweepDatabase) else SweepDatabase(database)
     report = SweepReport()
-    if device.is_gpu:  # elsewhere nothing is planned for seconds
+    if device.is_gpu:  # on a CPU planning is short
         start_server()
-    crew.agree({
+    ranks.agree({
         "device": repr(device), "environment": repr(environment), "kernels": kernels_digest(),
         "cases": digest_of(map(str, cases)), "regime": regime,
         "arguments": str((tuple(only), errors, grade, fresh, retry, only_stale, strikes,
@@ -190,26 +192,26 @@ def sweep(
 
     def look() -> dict[str, Any]:
         for why in read.collect_runs().skipped.values():
-            progress.note(f"left for later, with what it holds: {why}")
-        ages = Ages(read.dispatched, device, regime) if only_stale else None
-        return asdict(plan.look(known(), {} if retry else known().given_up(strikes), ages))
+            progress.note(f"not merged: {why}")
+        staleness = Staleness(read.dispatched, device, regime) if only_stale else None
+        return asdict(plan.look(known(), {} if retry else known().given_up(strikes), staleness))
 
     def look_at_times() -> dict[str, Any]:
-        """Whose errors are needed, now that every time is there."""
+        """The cells whose errors are needed, given all times."""
         races = Races(device, known(), plan.jobs, todo)
-        for place, name, latency_us in itertools.chain(*(crew.results("times") if todo else ())):
+        for place, name, latency_us in itertools.chain(*(ranks.results("times") if todo else ())):
             races.add(todo[place].case.problem, name, latency_us)
         needed = races.needed()
         count = sum(races.is_needed(cell, needed) for cell in plan.cells)
         return {"cells": [c for c in left if races.is_needed(plan.cells[c[0]], needed)],
                 "needed": count}  # fmt: skip
 
-    found = Found(**crew.plan("times", look))
+    found = Found(**ranks.plan("times", look))
     plan.use(found.given_up)
-    if plan.digest() != found.plan:  # places in it would mean something else here
+    if plan.digest() != found.plan:  # its indices would have another meaning here
         raise MeasurementError(
-            f"rank {crew.rank} finds other kernels for these problems than the rank that plans; "
-            "see that plugins, libraries and GPUs are the same everywhere"
+            f"rank {ranks.rank} finds other kernels for these problems than the rank that plans; "
+            "use the same plugins, libraries and GPUs on all hosts"
         )
     report.given_up = found.why
     todo, left = [plan.jobs[place] for place in found.todo], found.cells
@@ -222,7 +224,7 @@ def sweep(
     def choose_errors() -> list[Any]:
         cells, count = left, len(plan.cells)
         if errors == "needed":
-            chosen = crew.plan("errors", look_at_times)
+            chosen = ranks.plan("errors", look_at_times)
             cells, count = chosen["cells"], chosen["needed"]
         report.skipped += count - len(cells)
         return cells
@@ -234,23 +236,23 @@ def sweep(
     if only_stale:
         progress.note(f"stale: {len(todo)} of {len(plan.jobs)} problems, and {len(left)} of "
                       f"{len(plan.cells)} errors")  # fmt: skip
-    report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / crew.world
+    report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / ranks.world
     count = sum(len(job.kernels) for job in todo)
     progress.note(
         f"{count} times at {len(todo)} problems and "
         f"{'at most ' if errors == 'needed' and todo else ''}{len(left)} errors: "
         f"about {_duration(report.estimated_s)}"
-        + (f" on {crew.world} ranks" if crew.world > 1 else "")
+        + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
         problems = [job.case.problem for job in todo]
-        crew.once("prebuild", lambda: _prebuild(problems, device, only, progress))
+        ranks.once("prebuild", lambda: _prebuild(problems, device, only, progress))
     run = RunFile.create(
         read.source, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
     )
     with run:
         session = _Session(
-            run, device, environment, regime, report, progress, crew, watchdog_s, deadline, strikes
+            run, device, environment, regime, report, progress, ranks, watchdog_s, deadline, strikes
         )
         if todo:
             session.time(todo)
@@ -276,7 +278,7 @@ def _duration(seconds: float) -> str:
 
 @dataclass
 class _Session:
-    """Hands tasks to workers, writes what comes back, and goes on after a death."""
+    """Gives tasks to workers, writes their results, and replaces workers that die."""
 
     run: RunFile
     device: Device
@@ -284,13 +286,13 @@ class _Session:
     regime: str
     report: SweepReport
     progress: Progress
-    crew: Alone
+    ranks: SingleRank
     watchdog_s: float
     deadline: float | None
     strikes: int
     phase: str = ""
     tasks: dict[int, Task] = field(default_factory=dict)
-    results: list[tuple[int, str, float]] = field(default_factory=list)  # times that are ok
+    results: list[tuple[int, str, float]] = field(default_factory=list)  # times with status ok
     struck: Counter[str] = field(default_factory=Counter)
     stand_ins: dict[AccuracyTask, tuple[str, ...]] = field(default_factory=dict)
 
@@ -311,16 +313,16 @@ class _Session:
         self._work("errors", [cost.error_s(cell, self.device) for cell in cells], task)
 
     def _work(self, phase: str, costs: Sequence[float], task: Callable[[int], Task]) -> None:
-        """Do this rank's shares of a phase."""
+        """Do the shares of this rank in a phase."""
         if self.report.out_of_time or not costs:
             return
         self.phase = phase
         self.progress.begin(phase, len(costs))
-        shares = self.crew.shares(phase, costs, self.progress.reach)
+        shares = self.ranks.shares(phase, costs, self.progress.reach)
         share: Share | None = None
 
         def more() -> bool:
-            """The next share, when the last is done."""
+            """Finish the last share and take the next one."""
             nonlocal share
             if share is not None:
                 share.done(self.results)
@@ -338,7 +340,7 @@ class _Session:
             self.tasks, self._done, self._died,
             watchdog_s=self.watchdog_s, deadline=self.deadline, more=more,
         )  # fmt: skip
-        while share is not None:  # time ran out: nobody need wait for the rest
+        while share is not None:  # time ran out: other ranks must not wait for the rest
             share.done(self.results)
             share, self.results = next(shares, None), []
 
@@ -351,14 +353,14 @@ class _Session:
                     self.results.append((number, name, record.latency_us_p50))
             self.report.problems += 1
             self.report.job_s.append((task.case.problem, len(task.kernels), done.seconds))
-            self.progress.reach(self.crew.step(self.phase), str(task.case.problem))
+            self.progress.reach(self.ranks.step(self.phase), str(task.case.problem))
         else:
             (record,) = done.records
             assert isinstance(record, AccuracyRecord)
             self._write_accuracy(task, record)
             if record.status != "ok":
                 self._replace(number, task)
-            self.progress.reach(self.crew.step(self.phase), f"{task.distribution} {task.problem}")
+            self.progress.reach(self.ranks.step(self.phase), f"{task.distribution} {task.problem}")
 
     def _died(self, number: int, task: Task, death: Death) -> Task | None:
         self.report.deaths += 1
@@ -374,7 +376,7 @@ class _Session:
         if death.kernel is None:
             return None
         self._strike(death.kernel)
-        # Its other cells at this problem would end the same way, in this sweep and the next.
+        # Its other cells at this problem would fail in the same way, in this sweep and the next.
         same = [n for n, t in self.tasks.items()
                 if isinstance(t, AccuracyTask)
                 and (t.kernel, t.problem) == (task.kernel, task.problem)]  # fmt: skip
@@ -388,7 +390,7 @@ class _Session:
         return None
 
     def _died_timing(self, task: TimingTask, death: Death) -> Task | None:
-        if death.kernel is None:  # nobody's fault: the next sweep tries again
+        if death.kernel is None:  # no kernel ran: the next sweep tries again
             for name in task.kernels:
                 self._write_timing(name, task, TimingRecord(status="error", reason=death.reason))
             return None
@@ -403,7 +405,7 @@ class _Session:
         return replace(task, kernels=left) if left else None
 
     def _replace(self, number: int, task: AccuracyTask) -> None:
-        """Let the next kernel of the numerics class bring the error."""
+        """Measure the error with the next kernel of the numerics class."""
         others = [n for n in self.stand_ins.get(task, ()) if self.struck[n] < self.strikes]
         if others:
             stand_in = replace(task, kernel=others[0])
@@ -417,7 +419,7 @@ class _Session:
             self._give_up(name)
 
     def _give_up(self, name: str) -> None:
-        """Launch a kernel no more."""
+        """Remove a kernel from the remaining tasks."""
         for number, task in list(self.tasks.items()):
             if isinstance(task, AccuracyTask):
                 if task.kernel == name:

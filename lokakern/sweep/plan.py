@@ -1,4 +1,4 @@
-"""What a sweep has to do: plain values, so that the rank that finds out can tell the others."""
+"""The plan of a sweep: jobs and cells, and the remaining ones as plain values for other ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lokakern.measure.accuracy import Cell, cells_for
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sweep import cost
 from lokakern.sweep.resume import Job, Known
-from lokakern.sweep.staleness import Ages
+from lokakern.sweep.staleness import Staleness
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import Case
 
 
 def candidates(problem: Problem, device: Device, only: Sequence[str] = ()) -> list[Kernel]:
-    """Registered kernels that accept a problem; ``only`` keeps those whose name holds a word."""
+    """Registered kernels that accept a problem; ``only`` are words, one of which a name has."""
     return [
         kernel
         for kernel in kernels_for(problem.op, device)
@@ -28,17 +28,17 @@ def candidates(problem: Problem, device: Device, only: Sequence[str] = ()) -> li
 
 
 def digest_of(words: Iterable[str]) -> str:
-    """SHA-256 of some words, in their order."""
+    """SHA-256 of words in order."""
     return hashlib.sha256("\n".join(words).encode()).hexdigest()
 
 
 def kernels_digest() -> str:
-    """Digest of all registered kernels as they are now."""
+    """Digest of all registered kernels."""
     return digest_of(f"{name} {kernel.digest}" for name, kernel in sorted(KERNELS.items()))
 
 
 def harness_digest() -> str:
-    """Digest of the measuring code: rows of different harnesses can be told apart."""
+    """Digest of the measuring code, which distinguishes rows of different versions."""
     lokakern = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for folder in ("measure", "sweep", "workloads"):
@@ -49,9 +49,9 @@ def harness_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is left to measure: places of jobs, and cells by place, kernel and its stand-ins.
+    """Remaining work: indices of jobs, and cells by index, kernel and its stand-ins.
 
-    ``given_up`` are digests of kernels that are launched no more, ``why`` words about them, and
+    ``given_up`` are digests of kernels that are no longer launched, ``why`` the reasons, and
     ``plan`` is the digest of all jobs and cells.
     """
 
@@ -65,12 +65,12 @@ class Found:
 class Plan:
     """The jobs and cells of a sweep.
 
-    The same arguments make the same on every rank, but for what the database says: `look` asks it,
-    on one of them, and `use` takes the answer.
+    Ranks with the same arguments have the same plan, except for the contents of the database: one
+    rank reads it with `look`, and all ranks apply the answer with `use`.
 
     Attributes:
-        jobs: Problems with the kernels that may be launched.
-        cells: Errors of these.
+        jobs: Problems with their kernels, without kernels that are given up.
+        cells: Errors of these kernels.
     """
 
     def __init__(
@@ -85,19 +85,20 @@ class Plan:
         self.jobs: list[Job] = []
         self.cells: list[Cell] = []
 
-    def look(self, known: Known, given_up: Mapping[str, int], ages: Ages | None = None) -> Found:
-        """What a database leaves to do.
+    def look(
+        self, known: Known, given_up: Mapping[str, int], staleness: Staleness | None = None
+    ) -> Found:
+        """The work that a database leaves.
 
         Args:
             known: The database.
-            given_up: Digests of kernels that crashed or hung, with how often.
-            ages: Of evidence; then only what has some, and none that is fresh, is left to do. A
-                problem with one such kernel is left whole: its kernels race, or say nothing of who
-                is faster.
+            given_up: Digests of kernels that crashed or hung, with counts.
+            staleness: If given, only stale measurements remain. A problem with one stale kernel
+                remains with all kernels, because only times of the same session are comparable.
         """
         why = []
         for kernel in {kernel: None for _, kernels in self._every for kernel in kernels}:
-            if _of_the_script(kernel):
+            if _is_from_script(kernel):
                 why.append(f"{kernel.name}: a worker cannot import the script that registers it; "
                            "move it to a module")  # fmt: skip
             elif kernel.digest in given_up:
@@ -106,9 +107,9 @@ class Plan:
         self.use(given_up)
         todo = [n for n, job in enumerate(self.jobs) if not known.has_timings(job)]
         remaining = [known.remaining(cell) for cell in self.cells]
-        if ages is not None:
-            todo = [n for n in todo if ages.is_stale(self.jobs[n])]
-            remaining = [None if left is None else ages.stale_part(left) for left in remaining]
+        if staleness is not None:
+            todo = [n for n in todo if staleness.is_stale(self.jobs[n])]
+            remaining = [None if left is None else staleness.stale_part(left) for left in remaining]
         return Found(
             todo=todo,
             cells=[
@@ -122,7 +123,7 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """Of all jobs and cells: equal where places mean the same."""
+        """Digest of all jobs and cells; indices of equal plans mean the same."""
         jobs = (f"{job.case} {[kernel.name for kernel in job.kernels]}" for job in self.jobs)
         cells = (
             f"{cell.kernel.name} {cell.problem} {cell.distribution} {cell.seed}"
@@ -131,11 +132,11 @@ class Plan:
         return digest_of([*jobs, *cells])
 
     def use(self, given_up: Iterable[str]) -> None:
-        """Make the jobs and cells, without kernels of such digests."""
+        """Make the jobs and cells without kernels of these digests."""
         without = set(given_up)
         self.jobs = []
         for case, kernels in self._every:
-            usable = [k for k in kernels if not _of_the_script(k) and k.digest not in without]
+            usable = [k for k in kernels if not _is_from_script(k) and k.digest not in without]
             if usable:
                 self.jobs.append(Job(case, tuple(usable)))
         pairs = [(kernel, job.case.problem) for job in self.jobs for kernel in job.kernels]
@@ -143,7 +144,7 @@ class Plan:
         self.cells = cells_for(pairs, self._device, asked) if asked else []
 
     def wanted(self, left: Iterable[Sequence[Any]]) -> list[Cell]:
-        """Cells of what `Found.cells` holds."""
+        """Cells of the entries of `Found.cells`."""
         return [
             replace(
                 self.cells[place],
@@ -154,12 +155,12 @@ class Plan:
         ]
 
 
-def _of_the_script(kernel: Kernel) -> bool:
+def _is_from_script(kernel: Kernel) -> bool:
     return "python:__main__" in kernel.modules
 
 
 def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, errors: str) -> float:
-    """About how long one GPU will take, in seconds."""
+    """Estimated duration on one GPU, in seconds."""
     share = cost.NEEDED_SHARE if errors == "needed" else 1.0
     return (
         (cost.BEGIN_S if device.is_gpu else 0.0)
@@ -169,5 +170,5 @@ def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, error
 
 
 def time_costs(todo: Sequence[Job], device: Device) -> list[float]:
-    """About how long each job takes, in seconds."""
+    """Estimated duration of each job, in seconds."""
     return [cost.timing_s(job.case.problem, len(job.kernels), device) for job in todo]

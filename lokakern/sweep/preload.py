@@ -1,6 +1,7 @@
-"""What the server that workers are forked from imports once: all that measuring needs.
+"""Imports of the fork server of the workers: everything that measuring needs.
 
-Nothing here may touch a GPU: a context does not survive a fork. Plugins, which might, come later.
+Nothing here may use a GPU: a context does not survive a fork. Plugins, which may, are imported
+later.
 """
 
 import lokakern.sweep.worker  # noqa: F401

@@ -1,9 +1,9 @@
-"""Ranks that share one sweep: torchrun starts them, torch.distributed's store is all they share.
+"""Ranks of one sweep, started by torchrun, which share only the store of torch.distributed.
 
-Each has a GPU and a run file of its own. One of them plans, whoever comes first; all take shares of
-the plan, large ones first, until none is left. A rank whose heart stands still is dead: what it had
-taken and not finished is taken by another. There is no process group and nobody to wait for: a
-store that answers is enough, on one host or several.
+Each rank has its own GPU and run file. The first rank that asks makes the plan; all ranks take
+shares of it, large ones first, until none is left. A rank whose heartbeat stops counts as dead, and
+another rank repeats its unfinished shares. There is no process group and no barrier, so that ranks
+may end at any time, on one host or several.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from lokakern.errors import MeasurementError
 from lokakern.torchrun import number
 
 BEAT_S = 2.0
-PATIENCE_S = 30.0  # for a heart: loading a database may keep the interpreter for seconds
+PATIENCE_S = 30.0  # longest gap between heartbeats: loading a database may hold the GIL for seconds
 POLL_S = 0.2
-# The first share of each rank is this much of what would be its own, and so is each share of what
-# is left then. Operands of a share are drawn together, so it is not short at first; the last are.
+# In each round a rank takes this part of the remaining work per rank. Operands of a share are
+# sampled together, so that shares are long at first and short at the end.
 SHARE = 0.5
-LEAST_SHARES = 2  # of a rank, however short the plan is
+LEAST_SHARES = 2  # shares of each rank in a short plan
 
 
 class Store(Protocol):
-    """What is asked of a store of torch.distributed."""
+    """The methods of a store of torch.distributed that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -43,43 +43,43 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """Some of a plan: places in it, and what to call when they are done."""
+    """A range of places of a plan, and a function to call with their results."""
 
     places: range
     done: Callable[[Any], None]
 
 
-class Alone:
-    """The crew of a sweep in one process: everything is its own."""
+class SingleRank:
+    """The ranks of a sweep in one process, which does all work."""
 
     rank, world = 0, 1
 
-    def __enter__(self) -> Alone:
+    def __enter__(self) -> SingleRank:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The others need not wait for it any more."""
+        """Stop the heartbeat, if any."""
 
     def agree(self, _facts: dict[str, Any]) -> None:
-        """See that all ranks sweep the same."""
+        """Check that all ranks sweep the same."""
 
     def plan(self, _name: str, make: Callable[[], Any]) -> Any:
-        """What one of the ranks makes, JSON, for all of them."""
+        """A JSON value that one rank makes for all ranks."""
         return make()
 
     def once(self, _name: str, do: Callable[[], None]) -> None:
-        """Do something on one rank of each host, while its others wait."""
+        """Call a function on one rank of each host; other ranks of the host wait."""
         do()
 
     def shares(
         self, name: str, costs: Sequence[float], waiting: Callable[[int], None]
     ) -> Iterator[Share]:
-        """What this rank is to do of a plan, and has to call `Share.done` for, one at a time.
+        """The shares of this rank; it has to call `Share.done` before it takes the next one.
 
         Args:
-            name: Of the plan.
-            costs: What each of its places costs, in any unit.
-            waiting: Called with how much all have done, while others work.
+            name: Name of the plan.
+            costs: Cost of each place of the plan, in any unit.
+            waiting: Called with the steps of all ranks, while this rank waits for others.
         """
         self._results: list[Any] = []
         self._steps = 0
@@ -87,29 +87,29 @@ class Alone:
             yield Share(range(len(costs)), self._results.append)
 
     def step(self, _name: str) -> int:
-        """Count a step of this rank; how many all have done."""
+        """Count a step of this rank; returns the steps of all ranks."""
         self._steps += 1
         return self._steps
 
     def results(self, _name: str) -> list[Any]:
-        """What `Share.done` was given, everywhere, when all shares of a plan are done."""
+        """Arguments of `Share.done` from all ranks, once all shares of a plan are done."""
         return self._results
 
     def gather(self, _name: str, value: Any) -> list[Any] | None:
-        """Values of all living ranks, on the first one; None elsewhere."""
+        """Values of all live ranks on rank 0; None on other ranks."""
         return [value]
 
 
-class Crew(Alone):
-    """See the module. Used as a context manager: inside it the rank is alive to the others.
+class RankGroup(SingleRank):
+    """Several ranks that share a sweep; the heartbeat runs inside the context manager.
 
     Args:
-        store: Shared by the ranks.
-        rank: This one, from 0.
-        world: How many there are.
-        host: Where this one is; ranks of a host share compiled kernels.
-        patience_s: Silence after which another rank is dead, in seconds.
-        clock: What the silence of others is measured by, in seconds.
+        store: The store of torch.distributed.
+        rank: This rank.
+        world: Number of ranks.
+        host: Name of this host, whose ranks share compiled kernels.
+        patience_s: Longest gap between heartbeats, in seconds; then a rank counts as dead.
+        clock: Clock for that gap, in seconds.
     """
 
     def __init__(
@@ -123,24 +123,24 @@ class Crew(Alone):
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, daemon=True)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankGroup:
         self._heart.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._stopped.set()
-        self._heart.join(timeout=2 * BEAT_S)  # a store whose host is gone may keep it for minutes
+        self._heart.join(timeout=2 * BEAT_S)  # a lost host may block it for minutes
         if any(map(_is_of_the_store, raised)):
             raise MeasurementError(
-                f"rank {self.rank} lost the store that all ranks share ({raised[1]}); what was "
-                "measured is in run files beside the database: sweep again to go on"
+                f"rank {self.rank} lost the store that all ranks share ({raised[1]}); its "
+                "measurements are in run files beside the database: sweep again to go on"
             ) from None
 
     def _beat(self) -> None:
         while not self._stopped.is_set():
             try:
                 self._store.add(f"beat/{self.rank}", 1)
-            except RuntimeError:  # the main thread will meet it too, and says so
+            except RuntimeError:  # the main thread gets the same error
                 return
             self._stopped.wait(min(BEAT_S, self._patience_s / 4))
 
@@ -152,8 +152,8 @@ class Crew(Alone):
             return False
         return now - since > self._patience_s
 
-    # Never `get` before `check`: a store's client does one thing at a time, and the heart is one of
-    # its users.
+    # Call `check` before `get`: a client of the store runs one request at a time, and `get` would
+    # block the heartbeat.
     def _read(self, key: str) -> Any:
         return json.loads(self._store.get(key))
 
@@ -164,7 +164,7 @@ class Crew(Alone):
         return self._store.check([key])
 
     def _is_ours(self, key: str) -> bool:
-        """Whether something is this rank's to do, because it came first or its owner is dead."""
+        """Whether this rank owns a key, as the first rank or because the owner is dead."""
         mine = str(self.rank)
         owner = self._store.compare_set(key, "", mine).decode()
         if owner != mine and self._is_dead(int(owner)):
@@ -172,10 +172,10 @@ class Crew(Alone):
         return owner == mine
 
     def agree(self, facts: dict[str, Any]) -> None:
-        """See that all ranks sweep the same.
+        """Check that all ranks sweep the same.
 
         Raises:
-            MeasurementError: Another rank says otherwise.
+            MeasurementError: A fact differs from that of the planning rank.
         """
         others: dict[str, Any] = self.plan("facts", lambda: facts)
         differ = [name for name in facts if facts[name] != others.get(name)]
@@ -183,15 +183,15 @@ class Crew(Alone):
             name = differ[0]
             raise MeasurementError(
                 f"rank {self.rank} on {self._host} has another {name} than the rank that plans: "
-                f"{facts[name]!r}, not {others.get(name)!r}; a sweep is of one GPU type, a GPU for "
-                "each rank, with the same software everywhere"
+                f"{facts[name]!r}, not {others.get(name)!r}; a sweep needs one GPU type, a GPU for "
+                "each rank, and the same software on all hosts"
             )
 
     def plan(self, name: str, make: Callable[[], Any]) -> Any:
         while not self._is_there(f"plan/{name}"):
             if self._is_ours(f"planner/{name}"):
                 made = json.dumps(make())
-                # Whoever was taken for dead and was not must not change what others use already.
+                # A slow planner that was taken for dead must not replace a plan in use.
                 self._store.compare_set(f"plan/{name}", "", made)
             else:
                 time.sleep(POLL_S)
@@ -215,7 +215,7 @@ class Crew(Alone):
         while left:
             left = {place for place in left if not self._is_there(f"done/{name}/{place}")}
             for place in sorted(left):
-                if self._is_ours(f"owner/{name}/{place}"):  # whoever had it is dead
+                if self._is_ours(f"owner/{name}/{place}"):  # its owner is dead
                     yield self._share(name, place, every[place])
                     break
             else:
@@ -250,16 +250,16 @@ class Crew(Alone):
 
 
 def share_out(costs: Sequence[float], world: int) -> list[range]:
-    """Places of a plan in shares, in their order: of equal costs at first, then ever smaller ones.
+    """Consecutive shares of a plan, with decreasing costs.
 
-    Every rank cuts alike, so that one counter in the store is all it takes to hand them out.
+    All ranks compute the same shares, so that one counter in the store distributes them.
     """
-    left = list(itertools.accumulate(reversed(costs), initial=0.0))[::-1]  # from each place on
+    left = list(itertools.accumulate(reversed(costs), initial=0.0))[::-1]  # cost from each place on
     shares: list[range] = []
     first = 0
     least = max(1, len(costs) // (64 * world))
     while first < len(costs):
-        # A round is as many shares as there are ranks, all of the same size.
+        # Each round has one share for each rank, all with the same cost.
         part = left[first] * SHARE / world if len(costs) > LEAST_SHARES * world else 0.0
         for _ in range(world):
             last, end = first, left[first] - part
@@ -272,25 +272,26 @@ def share_out(costs: Sequence[float], world: int) -> list[range]:
 
 
 def _is_of_the_store(error: object) -> bool:
-    """Whether a store said it, rather than what was done with its answers."""
+    """Whether an exception comes from the store itself."""
     from torch import distributed
 
     return distributed.is_available() and isinstance(error, distributed.DistError)
 
 
-def crew_of_torchrun() -> Crew | Alone:
-    """The crew that torchrun's environment variables tell of; alone without them.
+def ranks_of_torchrun() -> RankGroup | SingleRank:
+    """The ranks that torchrun's environment variables describe; a single rank without them.
 
     Raises:
-        MeasurementError: The others cannot be reached.
+        MeasurementError: The other ranks cannot be reached.
     """
     if number("WORLD_SIZE", 1) < 2:
-        return Alone()
+        return SingleRank()
     from torch import distributed
 
     if not distributed.is_available():
         raise MeasurementError(
-            "WORLD_SIZE is set, and this torch has no torch.distributed; start the sweep alone"
+            "WORLD_SIZE is set, but this torch has no torch.distributed; start the sweep without "
+            "torchrun"
         )
     found: Any = distributed  # its stubs do not export what its documentation names
     try:
@@ -301,17 +302,17 @@ def crew_of_torchrun() -> Crew | Alone:
             "--nproc-per-node N -m lokakern.bench sweep"
         ) from error
     patience_s = number("LOKAKERN_CREW_PATIENCE_S", PATIENCE_S)
-    return Crew(found.PrefixStore("lokakern", store), rank, world, patience_s=patience_s)
+    return RankGroup(found.PrefixStore("lokakern", store), rank, world, patience_s=patience_s)
 
 
 def take_gpu() -> None:
-    """Leave this process, and those it starts, the GPU of its rank on this host.
+    """Make only the GPU of this rank visible to this process and its children.
 
-    Before anything asks for a GPU, because what is visible is read once; so nobody looks here
-    whether there is one: `Crew.agree` finds a rank that got none.
+    Must run before CUDA starts, which reads the variable once. So this does not check that the GPU
+    exists: `RankGroup.agree` finds a rank without a GPU.
 
     Raises:
-        MeasurementError: There are more ranks here than GPUs that this job may use.
+        MeasurementError: This host has more ranks than visible GPUs.
     """
     if number("LOCAL_WORLD_SIZE", 1) < 2:
         return

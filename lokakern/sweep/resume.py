@@ -1,4 +1,4 @@
-"""What a database already holds of a sweep, and which kernels are worth an error."""
+"""Measurements of a sweep that the database has, and the kernels whose errors are needed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NumericsKey = tuple[Problem, Granularity, Granularity, str]
 
 @dataclass(frozen=True)
 class Job:
-    """One problem to be timed."""
+    """A problem to be timed, with its kernels."""
 
     case: Case
     kernels: tuple[Kernel, ...]
@@ -46,7 +46,7 @@ def distribution_row(name: str) -> DistributionRow:
 
 
 class Races:
-    """Times at each problem, from this sweep and from before it: who is worth an error."""
+    """Times at each problem, old and new, which decide whose errors are needed."""
 
     def __init__(
         self, device: Device, known: Known, jobs: Sequence[Job], todo: Sequence[Job]
@@ -60,18 +60,18 @@ class Races:
         self._times.setdefault(problem, {})[name] = latency_us
 
     def needed(self) -> set[NumericsKey]:
-        """Numerics classes of which somebody might choose a kernel at some problem."""
+        """Numerics classes with a kernel that dispatch could choose at some problem."""
         for job in self._before:
             self._times.setdefault(job.case.problem, {}).update(self._known.times(job))
         found = set()
         for problem, times in self._times.items():
             base = baseline_name(problem)
-            if base in times:  # whatever is faster, for a faster one may be in no budget
+            if base in times:  # every faster kernel, because the fastest may exceed the budget
                 limit = (1 + TIE_CEILING) * times[base]
             else:
                 limit = DROP_FACTOR * min(times.values())
             racing = [name for name, us in times.items() if us <= limit]
-            if racing != [base]:  # else there is nothing to choose between
+            if racing != [base]:  # else there is no choice
                 found |= {self.numerics_of(KERNELS[name], problem) for name in racing}
         return found
 
@@ -84,7 +84,7 @@ class Races:
 
 
 class Known:
-    """What the database already holds for the device and environment here."""
+    """Measurements in the database for the device and environment here."""
 
     def __init__(
         self,
@@ -101,14 +101,14 @@ class Known:
         self._retry = retry
 
     def given_up(self, strikes: int) -> dict[str, int]:
-        """Digests of kernels that crashed or hung so often here, with how often."""
+        """Digests of kernels that crashed or hung at least so often here, with counts."""
         if self._snapshot is None:
             return {}
         found = self._snapshot.casualties(self._target, self._environment)
         return {digest: count for digest, count in found.items() if count >= strikes}
 
     def has_timings(self, job: Job) -> bool:
-        """Whether all candidates of a problem are there: they are timed together or not at all."""
+        """Whether all candidates of a problem are timed; they are timed together or not at all."""
         facts = self._snapshot
         if facts is None:
             return False
@@ -123,7 +123,7 @@ class Known:
         )  # fmt: skip
 
     def times(self, job: Job) -> dict[str, float]:
-        """Medians of the candidates of a problem that is known."""
+        """Median times of the candidates of a problem, by name."""
         if self._snapshot is None:
             return {}
         problem = job.case.problem
@@ -136,9 +136,9 @@ class Known:
         }
 
     def remaining(self, cell: Cell) -> Cell | None:
-        """What is left of a cell: without kernels that failed before; None if it is measured.
+        """A cell without kernels that failed before; None if its error is measured.
 
-        Kernels of a numerics class have one error: any of them may have brought it.
+        All kernels of a numerics class have the same error, measured with any of them.
         """
         facts = self._snapshot
         if facts is None:

@@ -1,8 +1,8 @@
-"""How old evidence is: what a kernel's change, or another toolchain, has left behind.
+"""Staleness: measurements from before a kernel or the toolchain changed.
 
-Of several rows of a kernel at a problem dispatch reads the freshest, under whatever distribution
-they were timed; kernels of a numerics class have one error. So a problem is stale where no row of
-some kernel is fresh, and one that is, however it ended, makes up for all that are older.
+Of several rows of a kernel at a problem dispatch reads the freshest, whatever distribution it was
+timed on; all kernels of a numerics class share an error. So a problem is stale if some kernel has
+rows there and none is fresh. A fresh row replaces all older ones, also if its status is a failure.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ErrorClass = tuple[str, str, str]  # granularity, b_granularity and accumulation
 
 
 def fresher(one: str | None, other: str) -> str:
-    """The better of two words of `FRESHNESS`; None is none."""
+    """The fresher of two words of `FRESHNESS`; the first may be None."""
     return other if one is None else min(one, other, key=FRESHNESS.index)
 
 
-class Ages:
-    """How fresh everything is that dispatch could read of a device in a regime.
+class Staleness:
+    """Freshness of all rows that dispatch could read for a device and a regime.
 
     Attributes:
         timings: Every timing with its freshness.
-        times: At each problem that was timed, the freshest word on each kernel, by name.
+        times: For each timed problem, the best freshness of each kernel, by name.
     """
 
     def __init__(self, facts: Snapshot, device: Device, regime: str) -> None:
@@ -47,7 +47,7 @@ class Ages:
         self._local = device in devices_here()
         self._words: dict[tuple[KernelRow, str], str] = {}
         self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
-        self._problem_key = functools.cache(problem_key)  # asked for many classes of each
+        self._problem_key = functools.cache(problem_key)  # needed for many classes of each problem
         self.timings = [(cell, self._word(cell)) for cell in facts.timings_on(device, regime)]
         self.times: dict[Problem, dict[str, str]] = {}
         for cell, word in self.timings:
@@ -55,19 +55,14 @@ class Ages:
             here[cell.kernel.name] = fresher(here.get(cell.kernel.name), word)
 
     def _word(self, cell: TimingCell | AccuracyCell) -> str:
-        """`freshness_of`, which depends on nothing else of a cell."""
+        """`freshness_of` a cell, cached by kernel and environment."""
         key = (cell.kernel, cell.environment)
         if key not in self._words:
             self._words[key] = freshness_of(cell, self._local, self._facts)
         return self._words[key]
 
     def errors(self, asked: Problem, which: ErrorClass) -> list[tuple[AccuracyCell, str]]:
-        """Every error of a numerics class, with its freshness.
-
-        Args:
-            asked: What `accuracy_problem` makes of a problem.
-            which: The class.
-        """
+        """All errors of a numerics class at an accuracy problem, with their freshness."""
         key = (asked, which)
         if key not in self._errors:
             cells = self._facts.accuracy_cells_of_class(
@@ -77,15 +72,12 @@ class Ages:
         return self._errors[key]
 
     def is_stale(self, job: Job) -> bool:
-        """Whether some kernel of a job was timed at its problem, and no such time is fresh."""
+        """Whether some kernel of a job has times at its problem and none is fresh."""
         here: Mapping[str, str] = self.times.get(job.case.problem, {})
         return any(here.get(kernel.name, "fresh") != "fresh" for kernel in job.kernels)
 
     def stale_part(self, cell: Cell) -> Cell | None:
-        """What of a cell could replace errors that are not fresh; None where there is no need.
-
-        Kernels that have a fresh word of their own, which was not good, are left out.
-        """
+        """The cell if its error is stale, without kernels that freshly failed; else None."""
         kernel = cell.kernel
         which = (str(kernel.granularity), str(kernel.b_granularity), kernel.accumulation)
         asked = (cell.distribution, distribution_row(cell.distribution).parameters, cell.seed)
@@ -102,13 +94,13 @@ class Ages:
 
 
 def cases_timed(facts: Snapshot, device: Device, regime: str) -> list[Case]:
-    """Every problem that was timed on a device, once, under what its newest times were drawn from.
+    """Every problem that was timed on a device, with the distribution of its newest times.
 
-    Without times of distributions that nobody can draw here, such as recorded ones.
+    Times on distributions that are not available here, such as recorded ones, are left out.
     """
     newest: dict[Problem, tuple[int, str]] = {}
     for cell in facts.timings_on(device, regime):
-        if _is_drawn(cell.distribution):
+        if _is_available(cell.distribution):
             found = (cell.measured_utc_ms, cell.distribution)
             newest[cell.problem] = max(newest.get(cell.problem, found), found)
     cases = (Case(problem, distribution) for problem, (_, distribution) in newest.items())
@@ -116,7 +108,7 @@ def cases_timed(facts: Snapshot, device: Device, regime: str) -> list[Case]:
 
 
 @functools.cache
-def _is_drawn(name: str) -> bool:
+def _is_available(name: str) -> bool:
     try:
         distribution_named(name)
     except UnknownNameError:

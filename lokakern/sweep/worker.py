@@ -1,9 +1,9 @@
-"""The disposable process that measures: a kernel may crash it, hang it or lose its device.
+"""The worker process that measures: a kernel may crash it, hang it or lose its device.
 
-The measuring process is forked from a server that has everything imported, so that a new one costs
-milliseconds where importing torch costs seconds. Before it launches anything of a kernel it writes
-so into a journal, memory that outlives it; what it finds it sends through a pipe. When it dies or
-stops to answer, the journal names the culprit, what was sent is kept, and a new one goes on.
+Workers are forked from a server with all modules imported, so that a new worker starts in
+milliseconds, while importing torch takes seconds. Before each launch a worker names the kernel in
+shared memory, the journal; it sends results through a pipe. If it dies or hangs, the journal names
+the kernel, the results that were sent are kept, and a new worker continues.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, MeasurementError
 from lokakern.measure.accuracy import Cell, measure_cells
-from lokakern.measure.operand_cache import finish_draws
+from lokakern.measure.operand_cache import prefetch_and_wait
 from lokakern.measure.time_problem import time_case, torch_device
 from lokakern.measure.timing import warm
 from lokakern.registry.register import KERNELS, load_kernels
@@ -36,21 +36,21 @@ from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.types import Problem
 from lokakern.workloads.suites import Case
 
-# Longest silence: a first launch may compile for seconds, and a CPU may multiply for minutes.
+# Longest time without progress: a first launch may compile for seconds, a CPU multiply for minutes.
 GPU_WATCHDOG_S, CPU_WATCHDOG_S = 60.0, 600.0
-PREPARING_FACTOR = 10.0  # while nothing of a kernel runs: drawing a few GiB takes minutes
+PREPARING_FACTOR = 10.0  # while no kernel runs: sampling a few GiB takes minutes
 POLL_S = 0.5
 GRACE_S = 30.0  # the driver may take seconds to end a killed process
-DRAWN_AHEAD = 64  # timing tasks whose operands are drawn together, on all cores, before any runs
-NOBODY = -1
-# Before each of the workers that follow one which died before it began: a GPU needs seconds to be
-# rid of a killed process.
+PREFETCHED = 64  # timing tasks whose operands are sampled together, on all cores
+NONE = -1
+# Pauses before the next worker after one that died at startup: a GPU needs seconds to release a
+# killed process.
 STILLBORN_PAUSES_S = (0.0, 1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TimingTask:
-    """A problem's candidates, to be timed against each other; kernels by name."""
+    """A problem to be timed, with the names of its kernels."""
 
     case: Case
     kernels: tuple[str, ...]
@@ -59,7 +59,7 @@ class TimingTask:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyTask:
-    """One error of one kernel, by name."""
+    """An error to be measured, with the name of the kernel."""
 
     kernel: str
     problem: Problem
@@ -72,7 +72,7 @@ Task = TimingTask | AccuracyTask
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A task is done: one record for each of its kernels, in their order."""
+    """Results of a task: one record for each of its kernels, in order."""
 
     task: int
     records: tuple[TimingRecord | AccuracyRecord, ...]
@@ -81,10 +81,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A worker ended before its tasks.
+    """The end of a worker with unfinished tasks.
 
-    ``task`` is None if it was at none; ``kernel`` is None if nothing of a kernel ran. ``status`` is
-    the row's: "crashed", "timeout" or "out_of_memory".
+    ``task`` is None if no task ran; ``kernel`` is None if no kernel ran. ``status`` is that of the
+    row: "crashed", "timeout" or "out_of_memory".
     """
 
     task: int | None
@@ -95,11 +95,11 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A worker has no task left, and waits for `Worker.give`."""
+    """A worker finished its tasks and waits for `Worker.give`."""
 
 
 class _Page(ctypes.Structure):
-    """The journal: which kernel of which task runs, and a count that moves while all is well."""
+    """The journal: the running task and kernel, and a heartbeat counter."""
 
     _fields_ = (
         ("beats", ctypes.c_int64),
@@ -110,12 +110,12 @@ class _Page(ctypes.Structure):
 
 
 class Worker:
-    """A process on some tasks; used as a context manager, which ends it.
+    """A process that runs tasks; leaving the context manager kills it.
 
     Args:
         tasks: By number; all timings or all accuracies.
-        watchdog_s: Longest silence while something of a kernel runs, in seconds.
-        deadline: `time.monotonic` after which it begins nothing new; None: never.
+        watchdog_s: Longest time without progress while a kernel runs, in seconds.
+        deadline: `time.monotonic` after which it starts no new task; None: no limit.
     """
 
     def __init__(
@@ -125,11 +125,11 @@ class Worker:
         self._tasks = dict(tasks)
         self._watchdog_s = watchdog_s
         self._page: Any = context.RawValue(_Page)
-        self._page.task = self._page.kernel = NOBODY
+        self._page.task = self._page.kernel = NONE
         self._connection, theirs = context.Pipe()
         self._process: ForkServerProcess = context.Process(
             target=_serve,
-            args=(theirs, self._page, self._tasks, _modules_of_users(), deadline),
+            args=(theirs, self._page, self._tasks, _plugin_modules(), deadline),
             daemon=True,
         )
         with _main_module_hidden():
@@ -140,27 +140,22 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kill()
         self._connection.close()
 
     def give(self, tasks: Mapping[int, Task] | None) -> None:
-        """More tasks for an idle worker, which begins them at once; None ends it."""
+        """Give an idle worker more tasks; None ends it."""
         self._tasks = dict(tasks or {})
-        with contextlib.suppress(OSError):  # it died while it waited: `events` says so
+        with contextlib.suppress(OSError):  # it died while idle: `events` reports it
             self._connection.send(None if tasks is None else self._tasks)
 
     def events(self) -> Iterator[Done | Death | Idle]:
-        """What it reports, in order; ends after a death, and when it was given None."""
+        """Events in order; ends after a death, and after `give(None)`."""
         beats, silence_s, last = -1, 0.0, time.monotonic()
         while True:
             ready = connection.wait([self._connection, self._process.sentinel], timeout=POLL_S)
-            # Counted in polls: a sweep that was stopped for an hour did not listen for an hour.
+            # Counted in polls, so that the time of a stopped sweep does not count.
             now = time.monotonic()
             silence_s, last = silence_s + min(now - last, 2 * POLL_S), now
             if self._connection in ready:
@@ -168,7 +163,7 @@ class Worker:
                 if self._finished:
                     return
                 silence_s = 0.0
-            elif ready:  # dead, and everything it sent is read
+            elif ready:  # dead, and all messages are read
                 yield self._death(*_exit_words(self._process))
                 return
             if self._page.beats != beats:
@@ -180,7 +175,7 @@ class Worker:
     def _received(self) -> Iterator[Done | Death | Idle]:
         try:
             message = self._connection.recv()
-        except Exception:  # cut off by its death, or written to by a wild kernel
+        except Exception:  # truncated by its death, or overwritten by a kernel
             self._process.join(POLL_S)
             words = ("crashed", "the process sent what nobody can read")
             if not self._process.is_alive():
@@ -190,37 +185,37 @@ class Worker:
             return
         if isinstance(message, Done | Idle):
             yield message
-        elif isinstance(message, str):  # it lost its device and says why
+        elif isinstance(message, str):  # the reason why it lost its device
             yield self._death("crashed", message)
             self._finished = True
-        else:  # None: it ends
+        else:  # None: the end
             self._finished = True
 
     def _silenced(self) -> Iterator[Done | Death]:
-        """Kill it; what it still had to say counts."""
+        """Kill the worker; messages that it sent before count."""
         patience_s = self._patience_s()
         death = self._death("timeout", f"no sign of life for {patience_s:g} s while {self._what()}")
         self._kill()
-        with contextlib.suppress(Exception):  # cut off by its death
+        with contextlib.suppress(Exception):  # truncated by its death
             while self._connection.poll():
                 message = self._connection.recv()
                 if isinstance(message, Done):
                     yield message
-                    if message.task == death.task:  # it was slow, not dead
+                    if message.task == death.task:  # it was slow, not hung
                         return
         yield death
 
     def _patience_s(self) -> float:
-        idle = self._page.kernel == NOBODY
+        idle = self._page.kernel == NONE
         return self._watchdog_s * (PREPARING_FACTOR if idle else 1.0)
 
     def _what(self) -> str:
         return bytes(self._page.what).decode(errors="replace")
 
     def _death(self, status: str, reason: str) -> Death:
-        number = None if self._page.task == NOBODY else int(self._page.task)
+        number = None if self._page.task == NONE else int(self._page.task)
         kernel = None
-        if number is not None and self._page.kernel != NOBODY:
+        if number is not None and self._page.kernel != NONE:
             kernel = _kernels_of(self._tasks[number])[self._page.kernel]
         if status != "timeout" and number is not None:
             reason = f"{reason} while {self._what()}"
@@ -228,7 +223,7 @@ class Worker:
 
     def _kill(self) -> None:
         self._process.kill()
-        self._process.join(GRACE_S)  # beyond it the driver holds the process; leave it behind
+        self._process.join(GRACE_S)  # then the driver blocks the process; abandon it
 
 
 def _context() -> ForkServerContext:
@@ -238,7 +233,7 @@ def _context() -> ForkServerContext:
 
 
 def start_server() -> None:
-    """Let what workers are forked from import what it needs, while their tasks are planned."""
+    """Start the fork server, whose imports run while tasks are planned."""
     _context()
     with _main_module_hidden():
         forkserver.ensure_running()
@@ -246,7 +241,7 @@ def start_server() -> None:
 
 @contextlib.contextmanager
 def _main_module_hidden() -> Iterator[None]:
-    """A worker needs nothing of the program that sweeps, and must not run it a second time."""
+    """Keep workers from importing, and so running, the main program again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -256,13 +251,13 @@ def _main_module_hidden() -> Iterator[None]:
 
 
 def _exit_words(process: ForkServerProcess) -> tuple[str, str]:
-    """Status and reason of a row."""
+    """Status and reason for a row."""
     code = process.exitcode
     if code is None:
         return "crashed", "the process stopped talking"
     if code >= 0:
         return "crashed", f"the process exited with {code}"
-    if code == -signal.SIGKILL:  # nobody here did: the system does when memory is exhausted
+    if code == -signal.SIGKILL:  # the system sends it when memory is exhausted
         return "out_of_memory", "the process was killed by SIGKILL"
     try:
         return "crashed", f"the process was killed by {signal.Signals(-code).name}"
@@ -274,7 +269,7 @@ def _kernels_of(task: Task) -> tuple[str, ...]:
     return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
 
 
-def _modules_of_users() -> tuple[str, ...]:
+def _plugin_modules() -> tuple[str, ...]:
     """Modules outside lokakern that registered kernels."""
     names = {module for kernel in KERNELS.values() for module in kernel.modules}
     return tuple(sorted(n.removeprefix("python:") for n in names if n.startswith("python:")))
@@ -287,7 +282,7 @@ def _serve(
     modules: Sequence[str],
     deadline: float | None,
 ) -> None:
-    """Body of the process."""
+    """Main function of the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
@@ -304,16 +299,16 @@ def _serve(
             pipe.send(Idle())
             tasks = pipe.recv()
         pipe.send(None)
-    except (BrokenPipeError, EOFError):  # nobody listens any more
+    except (BrokenPipeError, EOFError):  # the parent is gone
         pass
     except DeviceLostError as error:
         pipe.send(str(error))
     pipe.close()
-    os._exit(0)  # a device in trouble may hang what libraries do at exit
+    os._exit(0)  # exit handlers of libraries may hang on a faulty device
 
 
 def _end_with_the_parent() -> None:
-    """A worker whose sweep was killed would hold the GPU for as long as its kernel hangs."""
+    """Exit with the parent; else a hanging kernel would keep the GPU after a killed sweep."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -321,8 +316,8 @@ def _end_with_the_parent() -> None:
 
 
 def _announce(page: Any, task: int, kernel: int, what: str) -> None:
-    # The name is cleared first: whoever looks in between blames nobody rather than another.
-    page.kernel = NOBODY
+    # Clear the kernel first: a reader in between must not blame another kernel.
+    page.kernel = NONE
     page.task = task
     page.what = what.encode()[:40]
     page.kernel = kernel
@@ -337,14 +332,14 @@ def _time(
     for place, number in enumerate(numbers):
         if deadline is not None and time.monotonic() > deadline:
             return
-        if place % DRAWN_AHEAD == 0:
-            _announce(page, number, NOBODY, "operands are drawn")
-            chunk = [tasks[n].case for n in numbers[place : place + DRAWN_AHEAD]]
-            finish_draws(chunk, lambda: _beat(page))
+        if place % PREFETCHED == 0:
+            _announce(page, number, NONE, "operands are drawn")
+            chunk = [tasks[n].case for n in numbers[place : place + PREFETCHED]]
+            prefetch_and_wait(chunk, lambda: _beat(page))
         task, begun = tasks[number], time.monotonic()
 
         def announce(kernel: int | None, what: str, number: int = number) -> None:
-            _announce(page, number, NOBODY if kernel is None else kernel, what)
+            _announce(page, number, NONE if kernel is None else kernel, what)
 
         records = time_case(
             task.case,
@@ -353,7 +348,7 @@ def _time(
             task.regime,
             announce=announce,
         )
-        _announce(page, NOBODY, NOBODY, "the next task begins")
+        _announce(page, NONE, NONE, "the next task begins")
         pipe.send(Done(number, tuple(records), time.monotonic() - begun))
 
 
@@ -368,12 +363,12 @@ def _measure(
 
     def begin(place: int, launches: bool) -> bool:
         what = "its error is measured" if launches else "operands are drawn"
-        _announce(page, numbers[place], 0 if launches else NOBODY, what)
+        _announce(page, numbers[place], 0 if launches else NONE, what)
         return deadline is None or time.monotonic() <= deadline
 
     def done(place: int, record: AccuracyRecord) -> None:
         nonlocal last
-        _announce(page, NOBODY, NOBODY, "the next task begins")
+        _announce(page, NONE, NONE, "the next task begins")
         seconds, last = time.monotonic() - last, time.monotonic()
         pipe.send(Done(numbers[place], (record,), seconds))
 
@@ -393,21 +388,21 @@ def run_tasks(
     deadline: float | None = None,
     more: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Have workers do tasks until none is left: one worker, and another whenever one dies.
+    """Run tasks in a worker, and in a new one whenever a worker dies.
 
     Args:
         tasks: By number; emptied. ``done`` and ``died`` may add and remove tasks.
         done: Called with the records of a task.
-        died: Called when a worker died at a task; returns what is still to be done of it.
+        died: Called when a worker died in a task; returns the remaining task, if any.
         watchdog_s: See `Worker`.
         deadline: See `Worker`.
-        more: Called when none is left: adds some, and says whether it did.
+        more: Called without remaining tasks: may add tasks; returns whether it did.
 
     Returns:
-        Whether all was done; False when time ran out.
+        Whether all tasks are done; False after the deadline.
 
     Raises:
-        MeasurementError: Workers die before they begin anything.
+        MeasurementError: Workers die before their first task.
     """
 
     def is_over() -> bool:
@@ -433,7 +428,7 @@ def run_tasks(
                     if stillborn == len(STILLBORN_PAUSES_S):
                         raise MeasurementError(
                             f"{stillborn} workers ended before they began to measure: "
-                            f"{event.reason}; what they printed says why"
+                            f"{event.reason}; see their output"
                         )
                     time.sleep(STILLBORN_PAUSES_S[stillborn])
                     break

@@ -1,1 +1,1 @@
-"""What is measured: problems, suites, input distributions."""
+"""Problems, suites and input distributions to measure."""

@@ -1,4 +1,4 @@
-"""Conditions on problems, as the command line takes them: ``n * k <= 2**18 and m >= 8192``."""
+"""Conditions on problems from the command line, such as ``n * k <= 2**18 and m >= 8192``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Not: operator.not_, ast.USub: operator.neg,
 }  # fmt: skip
 _WORDS: dict[str, int | str] = {"epilogue": "none", "scale": "row", "out": "bfloat16"}
-_LARGEST_EXPONENT = 64  # a typing error must not compute for an hour
+_LARGEST_EXPONENT = 64  # a typing error must not run for an hour
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition and its text."""
+    """A condition on a problem."""
 
     text: str
     tree: ast.expr
 
     def holds(self, problem: Problem) -> bool:
-        """Whether it holds for a problem."""
         return bool(_value(self.tree, facts_of(problem), self.text))
 
     def __str__(self) -> str:
@@ -39,10 +38,10 @@ class Condition:
 
 
 def facts_of(problem: Problem) -> dict[str, int | str]:
-    """What a condition may speak of.
+    """Names and values in conditions.
 
-    ``scale`` is what one scale covers: of a, or of what a quantizer writes; where a is not
-    quantized but the weight is prepared, of that.
+    ``scale`` is the scaling granularity of a, of a quantizer's output, or of a prepared weight if a
+    is not quantized.
     """
     quantizer = problem.op in ("quantize", "norm_quantize", "norm_backward")
     scale = problem.out_granularity if quantizer else problem.a.granularity
@@ -56,13 +55,13 @@ def facts_of(problem: Problem) -> dict[str, int | str]:
 
 
 def parse_condition(text: str) -> Condition:
-    """A condition from its text.
+    """Parse a condition.
 
-    Integers and quoted words, the names in `NAMES`, ``+ - * // % **``, comparisons, ``and``,
-    ``or``, ``not``, parentheses.
+    It has integers, quoted words, the names in `NAMES`, ``+ - * // % **``, comparisons, ``and``,
+    ``or``, ``not`` and parentheses.
 
     Raises:
-        SuiteError: It is none of that.
+        SuiteError: The text is not a condition.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -109,5 +108,5 @@ def _value(tree: ast.expr, facts: Mapping[str, int | str], text: str) -> Any:
 
     try:
         return value(tree)
-    except (KeyError, TypeError, ValueError, ArithmeticError):  # KeyError: an operator not of ours
+    except (KeyError, TypeError, ValueError, ArithmeticError):  # KeyError: an unknown operator
         raise _refusal(text) from None

@@ -1,7 +1,7 @@
-"""Cases, and the forms in which one layer of a model is measured.
+"""Cases of GEMMs: the forms in which a layer of a model is measured.
 
-A layer is ``Y[m, n] = X[m, k] W[n, k]^T``. It is measured whole, with a weight prepared ahead, as
-the parts of an FP8 GEMM, and as the two GEMMs of its backward pass.
+A layer is ``Y[m, n] = X[m, k] W[n, k]^T``. It is measured as an unquantized GEMM, with a prepared
+weight, as the parts of an FP8 GEMM, and as the two GEMMs of its backward pass.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from lokakern.problems import make_problem
 from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
 PREPARED_FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
-# The transposed weight of a backward pass: tensor scales lose to these wherever they part.
+# Scales of the transposed weight in a backward pass; tensorwise scales are never better there.
 PREPARED_BACKWARD_FORMS = (Granularity.ROW, Granularity.BLOCK)
 LEFT_SCALES = (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP)
-# What gradients are quantized to where range counts more than precision.
+# Formats of gradients, which need range more than precision.
 WIDE_RANGE = {Format.E4M3FN: Format.E5M2, Format.E4M3FNUZ: Format.E5M2FNUZ}
-GRADIENTS = "X12"  # what every GEMM of a backward pass is paired with
+GRADIENTS = "X12"  # distribution of all GEMMs of a backward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem and the input distribution it is timed under."""
+    """A problem and the distribution of its operands in timings."""
 
     problem: Problem
     distribution: str
 
 
 def dense_operand(form: Format, shape: tuple[int, int], layout: Layout, prefer: Layout) -> Operand:
-    """What `lokakern.functional.checks.operand_of` says of a contiguous matrix or its transpose.
+    """`lokakern.functional.checks.operand_of` a contiguous matrix or its transpose.
 
     Args:
-        form: Its element format.
-        shape: Its rows and columns.
-        layout: Which axis is contiguous.
-        prefer: What a vector is called, which is contiguous along both axes.
+        form: Element format.
+        shape: Rows and columns.
+        layout: Contiguous axis.
+        prefer: Layout of a vector, which is contiguous along both axes.
     """
     rows, columns = shape
     strides = (columns, 1) if layout is Layout.ROW else (1, rows)
@@ -55,7 +55,7 @@ def prepared_weight(fp8: Format, granularity: Granularity) -> Operand:
 def gemm_cases(
     m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
 ) -> Iterator[Case]:
-    """One GEMM of a model as every op on its way: whole, prepared, and its parts."""
+    """A GEMM in all forms: unquantized, with prepared weights, and the parts of an FP8 GEMM."""
     yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
     yield from scaled_gemm_cases(m, n, k, distribution, fp8)
     for granularity in LEFT_SCALES:
@@ -65,7 +65,7 @@ def gemm_cases(
 def whole_gemm_cases(
     m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
 ) -> Iterator[Case]:
-    """A GEMM from unquantized operands, and from a weight prepared in each form."""
+    """A GEMM of unquantized operands, and with a weight prepared with each granularity."""
     yield unquantized_case(m, n, k, distribution, bias=bias)
     yield from prepared_cases(m, n, k, distribution, fp8, bias=bias)
 
@@ -80,7 +80,7 @@ def unquantized_case(
     bias: bool = False,
     batch: int = 1,
 ) -> Case:
-    """A GEMM, or a batch of them, from unquantized operands."""
+    """A GEMM, or a batch of GEMMs, of unquantized operands."""
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     if form is not Format.BFLOAT16:
         fields["a"] = dense_operand(form, (m, k), Layout.ROW, Layout.ROW)
@@ -99,7 +99,7 @@ def prepared_cases(
     bias: bool = False,
     granularities: Sequence[Granularity] = PREPARED_FORMS,
 ) -> Iterator[Case]:
-    """A GEMM with a weight that was quantized ahead, once for each kind of scale."""
+    """A GEMM with a prepared weight, for each granularity."""
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     if form is not Format.BFLOAT16:
         fields["a"] = dense_operand(form, (m, k), Layout.ROW, Layout.ROW)
@@ -116,7 +116,7 @@ def scaled_gemm_cases(
     fp8: Format,
     granularities: Sequence[Granularity] = LEFT_SCALES,
 ) -> Iterator[Case]:
-    """A GEMM of operands that are quantized already, without a bias."""
+    """A GEMM of quantized operands, without bias."""
     for granularity in granularities:
         a = Operand(fp8, granularity)
         yield Case(make_problem("scaled_gemm", (m, n, k), a=a), distribution)
@@ -134,7 +134,7 @@ def fused_case(
     out_fp8: bool = False,
     batch: int = 1,
 ) -> Case:
-    """A scaled GEMM with an epilogue, with FP8 outputs of a scale known ahead, or of groups."""
+    """A scaled GEMM with an epilogue, with FP8 outputs and a static scale, or with groups."""
     fields: dict[str, Any] = {"epilogue": epilogue, "batch": batch}
     if out_fp8:
         fields |= {"out_format": fp8, "out_granularity": Granularity.TENSOR}
@@ -143,14 +143,9 @@ def fused_case(
 
 
 def main_grad_case(m: int, n: int, k: int, form: Format, fp8: Format) -> Case:
-    """``dW[n, k] += dY[m, n]^T X[m, k]`` in float32, of operands quantized along the samples.
+    """``dW[n, k] += dY[m, n]^T X[m, k]`` in float32, with operands quantized along samples.
 
-    Args:
-        m: Samples.
-        n: Outputs of the layer.
-        k: Its inputs.
-        form: Of the gradient.
-        fp8: Of the activations.
+    ``form`` is the format of the gradient, ``fp8`` that of the activations.
     """
     a = Operand(form, Granularity.GROUP)
     b = Operand(fp8, Granularity.GROUP, Layout.COLUMN)
@@ -163,10 +158,7 @@ def main_grad_case(m: int, n: int, k: int, form: Format, fp8: Format) -> Case:
 def grad_input_cases(
     m: int, n: int, k: int, fp8: Format, form: Format = Format.BFLOAT16, *, batch: int = 1
 ) -> Iterator[Case]:
-    """``dX[m, k] = dY[m, n] W[n, k]``: W as the forward pass stores it, row-major here.
-
-    Unless there is a batch, also with the transposed weight quantized ahead.
-    """
+    """``dX[m, k] = dY[m, n] W[n, k]``, W row-major; without a batch also with a prepared weight."""
     a = dense_operand(form, (m, n), Layout.ROW, Layout.ROW)
     b = dense_operand(form, (n, k), Layout.ROW, Layout.COLUMN)
     yield Case(make_problem("gemm", (m, k, n), a=a, b=b, batch=batch), GRADIENTS)
@@ -179,7 +171,7 @@ def grad_input_cases(
 def grad_weight_case(
     m: int, n: int, k: int, form: Format = Format.BFLOAT16, *, batch: int = 1
 ) -> Case:
-    """``dW[n, k] = dY[m, n]^T X[m, k]``: the samples are what is summed over."""
+    """``dW[n, k] = dY[m, n]^T X[m, k]``, a sum over samples."""
     a = dense_operand(form, (n, m), Layout.COLUMN, Layout.ROW)
     b = dense_operand(form, (m, k), Layout.ROW, Layout.COLUMN)
     return Case(make_problem("gemm", (n, k, m), a=a, b=b, batch=batch), GRADIENTS)
@@ -206,7 +198,7 @@ def dequantize_case(
 
 
 def shape_cases(shapes: Sequence[tuple[int, ...]], fp8: Format) -> Iterator[Case]:
-    """Everything about shapes a user names: ``(m, n, k)`` for GEMMs, ``(m, k)`` for quantizing."""
+    """All cases of shapes from a user: ``(m, n, k)`` of GEMMs, ``(m, k)`` of quantizers."""
     for shape in shapes:
         m, k = shape[0], shape[-1]
         if len(shape) == 3:

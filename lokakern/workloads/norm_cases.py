@@ -1,4 +1,4 @@
-"""Cases of layers that end with a norm: a GEMM with what follows it, and what is not fused."""
+"""Cases of layers that end with a norm, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from lokakern.problems import make_problem
 from lokakern.types import Format, Granularity, Layout, Operand
-from lokakern.workloads.gemm_cases import Case
+from lokakern.workloads.gemm_cases import GRADIENTS, WIDE_RANGE, Case
 
 BLOCK = 256  # columns of a BlockNorm, unless a row has fewer
 LAYER = "bias+layer+affine"
@@ -16,15 +16,15 @@ ROW_SCALES = (Granularity.ROW, Granularity.GROUP)
 
 
 def block_norm(n: int) -> str:
-    """Linear, BlockNorm and hard-swish; parameter-free, so that its outputs are bounded."""
+    """Linear, BlockNorm and hard-swish; without norm parameters, so that outputs are bounded."""
     return f"bias+block_rms({min(BLOCK, n)})+hardswish"
 
 
 def gemm_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
-    """A layer with LayerNorm and one with BlockNorm, in FP8 and in bfloat16 throughout.
+    """Layers with LayerNorm and with BlockNorm, in bfloat16 and in FP8.
 
-    FP8 has scales of rows, or one. After LayerNorm the output is bfloat16. After BlockNorm that of
-    the FP8 layer is FP8 under a scale that is known before any row is.
+    FP8 has rowwise or tensorwise scales. The output is bfloat16 after LayerNorm, and FP8 with a
+    static scale after BlockNorm of an FP8 layer.
     """
     yield gemm_norm_case(m, n, k, LAYER, distribution)
     yield gemm_norm_case(m, n, k, block_norm(n), distribution)
@@ -38,7 +38,7 @@ def gemm_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> I
 
 
 def grouped_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
-    """The same layers of 1x128 x 128x128 scales, whose outputs are the next layer's inputs."""
+    """The same layers with 1x128 x 128x128 scales, whose outputs are inputs of the next layer."""
     for epilogue in (LAYER, block_norm(n)):
         yield gemm_norm_case(
             m, n, k, epilogue, distribution, Operand(fp8, Granularity.GROUP),
@@ -47,14 +47,13 @@ def grouped_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -
 
 
 def chained_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
-    """A layer with BlockNorm as it stands in a chain of them: what it reads, and what it writes.
+    """A layer with BlockNorm at each place of a chain, with all formats of input and output.
 
-    The first layer reads bfloat16 and may quantize it; what it writes, and what all but the last
-    write, is FP8 as the next layer reads it, or under a scale that is known before any row is.
+    The first layer reads bfloat16 and may quantize it. All layers but the last write FP8 with the
+    scales that the next layer reads, or with a static scale.
     """
     tensor, row, group = Granularity.TENSOR, Granularity.ROW, Granularity.GROUP
-    ways = [(tensor, tensor), (row, row), (row, tensor), (group, group)]
-    for reads, writes in ways:
+    for reads, writes in ((tensor, tensor), (row, row), (row, tensor), (group, group)):
         out: dict[str, Any] = {"out_format": fp8, "out_granularity": writes}
         yield gemm_norm_case(m, n, k, block_norm(n), distribution, Operand(fp8, reads), **out)
     for scales in (tensor, row, group):
@@ -77,13 +76,13 @@ def gemm_norm_case(
     a: Operand | None = None,
     **fields: Any,
 ) -> Case:
-    """A GEMM with what follows it; b is quantized as a is, a is bfloat16 if it is None."""
+    """A GEMM with an epilogue; b is quantized like a; a of None is bfloat16."""
     problem = make_problem("gemm_norm", (m, n, k), a=a, epilogue=epilogue, **fields)
     return Case(problem, distribution)
 
 
 def norm_quantize_cases(m: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
-    """Rows that are normalized and quantized: every norm, with scales of rows and of 1x128."""
+    """Norms of rows with quantization: every norm, with rowwise and 1x128 scales."""
     for epilogue in ROW_NORMS:
         for granularity in ROW_SCALES:
             problem = make_problem(
@@ -94,7 +93,7 @@ def norm_quantize_cases(m: int, k: int, distribution: str, fp8: Format) -> Itera
 
 
 def activate_case(m: int, k: int, activation: str, distribution: str, fp8: Format) -> Case:
-    """Rows that are activated, and quantized with scales of their own, in one kernel."""
+    """An activation and rowwise quantization in one kernel."""
     problem = make_problem(
         "norm_quantize", (m, k), epilogue=activation, out_format=fp8,
         out_granularity=Granularity.ROW,
@@ -103,9 +102,9 @@ def activate_case(m: int, k: int, activation: str, distribution: str, fp8: Forma
 
 
 def epilogue_cases(shapes: list[tuple[int, ...]], epilogue: str, fp8: Format) -> Iterator[Case]:
-    """Shapes that a user names with an epilogue: ``(m, n, k)`` of layers, ``(m, k)`` of rows.
+    """Cases of shapes from a user with an epilogue: ``(m, n, k)`` of layers, ``(m, k)`` of rows.
 
-    Layers are in bfloat16, and in FP8 with an output in bfloat16 and in FP8; rows are quantized.
+    Layers are bfloat16, and FP8 with bfloat16 and with FP8 outputs; rows are quantized.
     """
     for shape in shapes:
         if len(shape) == 2:
@@ -121,3 +120,24 @@ def epilogue_cases(shapes: list[tuple[int, ...]], epilogue: str, fp8: Format) ->
             yield gemm_norm_case(m, n, k, epilogue, "X1", a)
             yield gemm_norm_case(m, n, k, epilogue, "X1", a, out_format=fp8,
                                  out_granularity=a.granularity)  # fmt: skip
+
+
+BACKWARD_SHAPES = (
+    (2048, 512), (2048, 1024), (8192, 256), (8192, 1024), (8192, 2048), (32768, 512),
+    (32768, 1024), (32768, 2048),
+)  # fmt: skip
+
+
+def norm_backward_cases(m: int, k: int, fp8: Format) -> Iterator[Case]:
+    """Backward passes of LayerNorm, of LayerNorm after a residual, and of BlockNorm.
+
+    Gradients are E5M2 with 1x128 scales along both axes. The first case also has bfloat16
+    gradients, for libraries that quantize in a separate kernel.
+    """
+    for epilogue in (LAYER, f"bias+residual+{LAYER.removeprefix('bias+')}+silu", block_norm(k)):
+        yield Case(make_problem("norm_backward", (m, k), epilogue=epilogue,
+                                out_format=WIDE_RANGE[fp8], out_granularity=Granularity.GROUP),
+                   GRADIENTS)  # fmt: skip
+    yield Case(
+        make_problem("norm_backward", (m, k), epilogue=LAYER, out_format=Format.BFLOAT16), GRADIENTS
+    )

@@ -1,4 +1,4 @@
-"""Suites of a user's own model, from TOML.
+"""Suites from TOML files of users.
 
     name = "my-model"
     title = "layers of my model"           # default: the name of the file
@@ -11,7 +11,7 @@
     bias = true                            # default false
     format = "float32"                     # of X, W and Y; default bfloat16
     name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
-    count = 3                              # likewise, how often a step multiplies so; default 1
+    count = 3                              # for the same, uses in a step; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
 
     [[layer]]
@@ -25,24 +25,23 @@
     m = 8192
     n = 2048
     k = 2048
-    activation = "relu"                    # before the product: for form "activate" alone
+    activation = "relu"                    # before the product: for form "activate" only
     forms = ["prepared", "activate"]
 
-Forms are the problems a layer poses: ``gemm`` on unquantized operands, ``prepared`` with W
-quantized ahead (tensor, row and 128x128 scales), ``scaled_gemm`` on quantized operands and
-``quantize`` of X (tensor, row and 1x128 scales), and the gradients, timed on X12: ``grad_input``
-(W as stored, and prepared with row and 128x128 scales) and ``grad_weight``. ``activate`` is the
-activation before X is quantized by rows, both in one kernel (relu, hardswish or silu). The default
-is gemm, prepared and quantize; of a batch it is gemm, because no quantized form takes one. ``bias``
-is of gemm and prepared. A scaled GEMM writes bfloat16, so a float32 layer has none; nor has it one
-that is activated.
+Forms are the problems of a layer: ``gemm`` of unquantized operands, ``prepared`` with a prepared W
+(tensor, row and 128x128 scales), ``scaled_gemm`` of quantized operands, ``quantize`` of X (tensor,
+row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as stored, and prepared
+with row and 128x128 scales) and ``grad_weight``. ``activate`` is an activation (relu, hardswish or
+silu) and rowwise quantization of X in one kernel. The default is gemm, prepared and quantize; for a
+batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
+GEMM writes bfloat16 and activate reads it, so that a float32 layer has neither.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,61 +90,44 @@ class Layer:
     activation: str = ""
 
 
-Maker = Callable[[Layer, int, Format], Iterator[Case]]
-
-
-def _gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    yield unquantized_case(
-        m, layer.n, layer.k, layer.distribution, layer.format, bias=layer.bias, batch=layer.batch
-    )
-
-
-def _prepared(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
+def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     n, k, distribution = layer.n, layer.k, layer.distribution
-    return prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+    match form:
+        case "gemm":
+            yield unquantized_case(
+                m, n, k, distribution, layer.format, bias=layer.bias, batch=layer.batch
+            )
+        case "prepared":
+            yield from prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+        case "scaled_gemm":
+            yield from scaled_gemm_cases(m, n, k, distribution, fp8)
+        case "quantize":
+            for granularity in LEFT_SCALES:
+                yield quantize_case(m, k, granularity, distribution, fp8, layer.format)
+        case "grad_input":
+            yield from grad_input_cases(m, n, k, fp8, layer.format, batch=layer.batch)
+        case "grad_weight":
+            yield grad_weight_case(m, n, k, layer.format, batch=layer.batch)
+        case _:
+            yield activate_case(m, k, layer.activation, distribution, fp8)
 
 
-def _scaled_gemm(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    return scaled_gemm_cases(m, layer.n, layer.k, layer.distribution, fp8)
-
-
-def _quantize(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    for granularity in LEFT_SCALES:
-        yield quantize_case(m, layer.k, granularity, layer.distribution, fp8, layer.format)
-
-
-def _grad_input(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    return grad_input_cases(m, layer.n, layer.k, fp8, layer.format, batch=layer.batch)
-
-
-def _grad_weight(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    yield grad_weight_case(m, layer.n, layer.k, layer.format, batch=layer.batch)
-
-
-def _activate(layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
-    yield activate_case(m, layer.k, layer.activation, layer.distribution, fp8)
-
-
-# The cases of a form at one m, and how many they are at most.
-FORMS: dict[str, tuple[Maker, int]] = {
-    "gemm": (_gemm, 1),
-    "prepared": (_prepared, len(PREPARED_FORMS)),
-    "scaled_gemm": (_scaled_gemm, len(LEFT_SCALES)),
-    "quantize": (_quantize, len(LEFT_SCALES)),
-    "grad_input": (_grad_input, 1 + len(PREPARED_BACKWARD_FORMS)),
-    "grad_weight": (_grad_weight, 1),
-    "activate": (_activate, 1),
-}
+# Forms, with the largest number of their cases at one m.
+FORMS = {
+    "gemm": 1, "prepared": len(PREPARED_FORMS), "scaled_gemm": len(LEFT_SCALES),
+    "quantize": len(LEFT_SCALES), "grad_input": 1 + len(PREPARED_BACKWARD_FORMS),
+    "grad_weight": 1, "activate": 1,
+}  # fmt: skip
 DEFAULT_FORMS = ("gemm", "prepared", "quantize")
 BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name, or of a file whose name ends in ``.toml``.
+    """The suite with a name, or from a file whose name ends in ``.toml``.
 
     Raises:
-        UnknownNameError: There is none.
-        SuiteError: The file cannot be read, or is no suite.
+        UnknownNameError: The suite is unknown.
+        SuiteError: The file cannot be read, or is not a suite.
     """
     if name.endswith(".toml"):
         return suite_from_file(Path(name))
@@ -159,34 +141,35 @@ def suite_named(name: str) -> Suite:
 
 
 def suite_from_file(path: str | Path) -> Suite:
-    """The suite that a TOML file describes; the module says how.
+    """The suite in a TOML file.
 
     Raises:
-        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, asks for more than
-            100 000 problems, or has an entry that is unknown, missing or no such value.
+        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, has more than 100
+        000
+            problems, or has an unknown, missing or invalid entry.
     """
     path = Path(path)
     table = _table_of(path)
     title = _text(table, "title", f"suite {path}") if "title" in table else path.name
     layers = _layers_of(table, path)
-    count = sum(len(layer.m) * FORMS[form][1] for layer in layers for form in layer.forms)
+    count = sum(len(layer.m) * FORMS[form] for layer in layers for form in layer.forms)
     if count > MOST_CASES:
         raise SuiteError(
-            f"suite {path}: asks for {count} problems; expected at most {MOST_CASES}, fewer sizes "
-            "of m, or fewer forms"
+            f"suite {path}: has {count} problems; expected at most {MOST_CASES}: use fewer sizes "
+            "of m or fewer forms"
         )
 
     def build(fp8: Format) -> Iterator[Case]:
         for layer in layers:
             for m in layer.m:
                 for form in layer.forms:
-                    yield from FORMS[form][0](layer, m, fp8)
+                    yield from _cases(form, layer, m, fp8)
 
     return Suite(table["name"], title, build)
 
 
 def layers_from_file(path: str | Path) -> list[Layer]:
-    """The layers that a TOML file describes.
+    """The layers in a TOML file.
 
     Raises:
         SuiteError: As `suite_from_file`.

@@ -1,4 +1,4 @@
-"""Suites: named lists of problems, each with the distribution it is timed under."""
+"""Suites: named lists of problems with input distributions."""
 
 from __future__ import annotations
 
@@ -28,22 +28,19 @@ from lokakern.workloads.gemm_cases import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.workloads.gemm_cases import Case as Case
 from lokakern.workloads.gemm_cases import gemm_cases as gemm_cases
 from lokakern.workloads.gemm_cases import shape_cases as shape_cases
-from lokakern.workloads.norm_backward_cases import SHAPES as BACKWARD_SHAPES
-from lokakern.workloads.norm_backward_cases import norm_backward_cases
 from lokakern.workloads.norm_cases import (
+    BACKWARD_SHAPES,
     chained_cases,
     gemm_norm_cases,
     grouped_norm_cases,
+    norm_backward_cases,
     norm_quantize_cases,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A named list of cases; formats follow the device (fnuz on CDNA 3).
-
-    One for some architectures has no case elsewhere.
-    """
+    """A named list of cases, in the FP8 format of the device; empty on other architectures."""
 
     name: str
     title: str
@@ -63,7 +60,7 @@ def _smoke(fp8: Format) -> Iterator[Case]:
     yield dequantize_case(512, 256, Granularity.ROW, "X1", fp8)
 
 
-# m x (n, k): small and large batches of the layer sizes of recommendation models.
+# m x (n, k): small and large batches, layer sizes of recommendation models.
 ANCHOR_M = (2048, 8192, 32768)
 ANCHOR_N_K = (
     (128, 128), (256, 256), (512, 512), (1024, 1024), (2048, 2048),
@@ -87,8 +84,8 @@ def _anchors(fp8: Format) -> Iterator[Case]:
 
 
 GROUPED_NORM_SHAPES = ((2048, 512, 512), (8192, 1024, 1024), (32768, 512, 2048), (32768, 2048, 512))
-CHAINED_N_K = ((512, 512),)  # of layers that follow each other
-LONG_ROWS = 2048  # from which on a norm may be left to a kernel of its own
+CHAINED_N_K = ((512, 512),)  # of consecutive layers
+LONG_ROWS = 2048  # least columns for a norm in a separate kernel
 
 
 def _norms(fp8: Format) -> Iterator[Case]:
@@ -106,7 +103,7 @@ def _norms(fp8: Format) -> Iterator[Case]:
         yield from norm_backward_cases(m, k, fp8)
 
 
-# Where the operands of a scaled GEMM are given, only the GEMM's own time differs from `gemm`.
+# m of scaled GEMMs; other sizes follow from `gemm` and quantizers.
 SCALED_M = 2048
 SCALED = (Granularity.ROW, Granularity.GROUP)
 TENSOR_QUANTIZE_M = (2048, 20480)
@@ -125,7 +122,7 @@ def _lrm(fp8: Format) -> Iterator[Case]:
             yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
             if m in (SCALED_M, sizes[-1][1]):
                 yield from scaled_gemm_cases(m, n, k, distribution, fp8, SCALED)
-            if (m, k) not in quantized:  # layers that share it share its cost, too
+            if (m, k) not in quantized:  # layers with the same X share its quantization
                 quantized.add((m, k))
                 for granularity in SCALED:
                     yield quantize_case(m, k, granularity, distribution, fp8)
@@ -136,7 +133,7 @@ def _lrm(fp8: Format) -> Iterator[Case]:
 
 
 def _fused(fp8: Format) -> Iterator[Case]:
-    """What a scaled GEMM does besides multiplying."""
+    """Scaled GEMMs with epilogues, FP8 outputs and groups."""
     row = Granularity.ROW
     for name in published_models.RELU_TO_FP8:
         layer = published_models.layer_named(name)
@@ -177,7 +174,7 @@ def _lrm_backward(fp8: Format) -> Iterator[Case]:
                 yield main_grad_case(m, layer.n, layer.k, form, fp8)
 
 
-# Projections to few outputs: the bytes of a are what they cost.
+# Projections to few outputs, bound by the bytes of a.
 NARROW_M = (131072, 327680)
 NARROW_N = (1, 8, 16, 24, 32, 64)
 NARROW_K = (64, 128, 192, 720)

@@ -24,10 +24,10 @@ from lokakern.bench.cli.main import app
 from lokakern.bench.compare import chain_timing as bench_chain
 from lokakern.bench.compare import compiled_baselines
 from lokakern.chain import candidates
-from lokakern.chain.candidates import Chain, Form, Layer, Step, ways_of
+from lokakern.chain.candidates import Chain, Form, Layer, Step, options_of
 from lokakern.chain.choice import ChainChoice
 from lokakern.chain.dispatch import INPUTS
-from lokakern.chain.search import Path, Way, best_paths, fastest_within
+from lokakern.chain.search import LayerOption, Path, best_paths, fastest_within
 from lokakern.device import current_device
 from lokakern.errors import (
     BudgetError,
@@ -118,32 +118,34 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # --- search
 
 forms = st.sampled_from("abc")
-one_way = st.builds(Way, forms, forms, st.integers(1, 30), st.integers(0, 9), st.integers())
-some_layers = st.lists(st.lists(one_way, max_size=6), min_size=1, max_size=5)
+one_option = st.builds(
+    LayerOption, forms, forms, st.integers(1, 30), st.integers(0, 9), st.integers()
+)
+some_layers = st.lists(st.lists(one_option, max_size=6), min_size=1, max_size=5)
 
 
-def every_path(layers: list[list[Way]], first: object, last: object) -> list[Path]:
+def every_path(layers: list[list[LayerOption]], first: object, last: object) -> list[Path]:
     """By trying all combinations."""
     return [
-        Path(sum(w.time_us for w in ways), sum(w.square for w in ways), ways)
-        for ways in itertools.product(*layers)
-        if (ways[0].reads, ways[-1].writes) == (first, last)
-        and all(one.writes == two.reads for one, two in itertools.pairwise(ways))
+        Path(sum(w.time_us for w in options), sum(w.square for w in options), options)
+        for options in itertools.product(*layers)
+        if (options[0].reads, options[-1].writes) == (first, last)
+        and all(one.writes == two.reads for one, two in itertools.pairwise(options))
     ]
 
 
 @settings(max_examples=300, deadline=None)
 @given(some_layers, forms, forms, st.integers(0, 45))
-def test_the_search_finds_what_trying_everything_finds(
-    layers: list[list[Way]], first: str, last: str, limit: int
+def test_the_search_equals_exhaustive_search(
+    layers: list[list[LayerOption]], first: str, last: str, limit: int
 ) -> None:
     found, every = best_paths(layers, first, last), every_path(layers, first, last)
     numbers = {path[:2] for path in every}
-    unbeaten = {
+    pareto_optimal = {
         (us, square) for us, square in numbers
         if not any(a <= us and b <= square and (a, b) != (us, square) for a, b in numbers)
     }  # fmt: skip
-    assert [path[:2] for path in found] == sorted(unbeaten)
+    assert [path[:2] for path in found] == sorted(pareto_optimal)
     assert all(path in every for path in found)
     best, allowed = fastest_within(found, limit), [us for us, square in numbers if square <= limit]
     assert (best.time_us if best else None) == min(allowed, default=None)
@@ -164,7 +166,7 @@ def test_dispatch_finds_the_fastest_of_all_combinations(
     with pytest.MonkeyPatch.context() as patch:
         tell(patch, drawn, KERNELS_OF_TESTS)
         choice = dispatch_chain([(64, 64, "rms")] * count, 32, budget)
-        layers = [ways_of(choice.chain, place) for place in range(count)]
+        layers = [options_of(choice.chain, place) for place in range(count)]
     every = every_path(layers, Form(NONE, NONE), Form(NONE, NONE))
     allowed = [path.time_us for path in every if path.square <= budget**2]
     plain = choice.unquantized.latency_us
@@ -193,7 +195,7 @@ def test_a_chain_stays_in_fp8_where_the_budget_is_wide() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_what_is_rounded_between_layers_counts_once_and_grows() -> None:
+def test_rounding_between_layers_counts_once_with_its_gain() -> None:
     """As if bfloat16 were written, but for what one scale loses more than one for each row."""
     choice = dispatch_chain(LAYERS, 32, 0.2)
     gain = candidates.GAINS["hardswish"]
@@ -219,7 +221,7 @@ def test_a_tighter_budget_leaves_layers_in_bfloat16() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_explain_shows_the_chain_and_what_it_competed_with() -> None:
+def test_explain_shows_the_chain_and_its_alternatives() -> None:
     words = dispatch_chain(LAYERS, 32, 0.07).explain()
     assert "within row_err 0.07" in words and "unquantized: 80.00 us" in words
     assert "rejected, over the budget: 36.00 us" in words
@@ -238,7 +240,7 @@ def test_fp8_is_not_taken_within_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no faster, or not beyond noise" in choice.explain()
 
 
-def test_without_measurements_the_unquantized_chain_is_taken_aloud() -> None:
+def test_without_measurements_the_unquantized_chain_is_a_miss() -> None:
     choice = dispatch_chain(LAYERS[:2], 32, 0.06, device="NVIDIA H200")
     assert choice.is_miss and choice.latency_us is None and choice.row_err is None
     assert choice.kernels == (UNFUSED,) * 2
@@ -322,14 +324,14 @@ def add_error(
 
 
 @pytest.mark.usefixtures("known")
-def test_weights_that_are_not_prepared_leave_bfloat16_between() -> None:
+def test_without_prepared_weights_tensors_between_layers_are_bfloat16() -> None:
     choice = dispatch_chain(LAYERS, 32, 0.2, prepared=False)
     assert set(choice.formats) == {"bfloat16"}
     assert choice.kernels == (QUANTIZED,) * 4  # which quantizes weights, too
 
 
 @pytest.mark.usefixtures("known")
-def test_ends_may_be_fp8() -> None:
+def test_inputs_and_outputs_of_a_chain_may_be_fp8() -> None:
     choice = dispatch_chain(LAYERS, 32, 0.2, in_granularity="row", out_granularity="tensor")
     assert (choice.formats[0], choice.formats[-1]) == ("e4m3fn/row", "e4m3fn/tensor")
     assert choice.kernels == (EMULATED,) * 4
@@ -357,11 +359,11 @@ def test_ends_may_be_fp8() -> None:
         ([(64, 32, "rms")], {"budget": lokakern.ErrorBudget(rel_err=0.1)}, BudgetError, "row_err"),
         ([(64, 32, "rms")], {"in_granularity": "128x128"}, FormatError, "expected tensor, row"),
         ([(64, 32, "rms")], {"in_granularity": "cell"}, FormatError, "granularity is 'cell'"),
-        ([(64, 32, "none")], {"out_granularity": "tensor"}, FormatError, "nothing bounds"),
+        ([(64, 32, "none")], {"out_granularity": "tensor"}, FormatError, "is not bounded"),
         ([(64, 32, "rms")], {"distribution": "X99"}, UnknownNameError, "X99"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked(
+def test_invalid_requests_raise(
     layers: Any, options: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     given = {"m": 32, "budget": 0.06, **options}
@@ -419,9 +421,7 @@ ENDS: list[dict[str, Any]] = [
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("budget", [None, 0.05, 0.07, 0.2])
-def test_a_run_is_its_kernels_one_after_the_other(
-    budget: float | None, ends: dict[str, Any]
-) -> None:
+def test_a_run_equals_its_kernels_in_sequence(budget: float | None, ends: dict[str, Any]) -> None:
     choice = dispatch_chain(LAYERS, 32, budget, **ends)
     x, weights, biases = drawn()
     given = lokakern.quantize(x, "row") if "in_granularity" in ends else x
@@ -453,7 +453,7 @@ def test_a_composition_reads_bfloat16(monkeypatch: pytest.MonkeyPatch, whole: st
 
 
 @pytest.mark.usefixtures("known")
-def test_a_run_keeps_its_result_and_reads_what_it_is_given() -> None:
+def test_a_run_does_not_change_its_input_or_earlier_outputs() -> None:
     x, weights, biases = drawn()
     run = dispatch_chain(LAYERS, 32, 0.2).prepare(weights, biases)
     first, second = run(x), run(-x)
@@ -464,7 +464,7 @@ def test_a_run_keeps_its_result_and_reads_what_it_is_given() -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_a_static_scale_knows_the_weights_of_the_norm() -> None:
+def test_a_static_scale_depends_on_the_weights_of_the_norm() -> None:
     layers = [(128, 128, "block_rms(64)+affine+relu")] * 2
     choice = dispatch_chain(layers, 32, 0.2, out_granularity="tensor")
     x, weights, _ = drawn(layers)
@@ -476,7 +476,7 @@ def test_a_static_scale_knows_the_weights_of_the_norm() -> None:
     assert float(out.scale) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_error_of_the_whole_is_near_what_its_layers_say(
+def test_the_error_of_a_chain_is_near_its_prediction(
     known: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the errors of single layers, as `bench sweep` finds them on X1 at n = k = 512."""
@@ -530,7 +530,7 @@ def wrong_calls() -> list[tuple[Callable[[Any, Any, Any], Any], type[Exception],
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("number", range(len(wrong_calls())))
-def test_what_does_not_fit_is_said(number: int) -> None:
+def test_tensors_that_do_not_fit_raise(number: int) -> None:
     call, error, says = wrong_calls()[number]
     with pytest.raises(error, match=says):
         call(*drawn())
@@ -604,7 +604,7 @@ def test_the_command_answers_for_another_device() -> None:
         (("--rivals", "cublas"), "rival 'cublas' is unknown"),
     ],
 )
-def test_what_the_command_does_not_understand(words: tuple[str, ...], says: str) -> None:
+def test_invalid_arguments_of_the_command(words: tuple[str, ...], says: str) -> None:
     ran = CliRunner().invoke(app, [*WORDS, *words])
     assert ran.exit_code == 1 and says in ran.stderr and len(ran.stderr.splitlines()) == 1
 

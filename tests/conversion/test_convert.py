@@ -26,55 +26,29 @@ from lokakern.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from lokakern.nn import linear
+from lokakern.functional import checks
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe.report import Judged, ProbeReport
-from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
-from lokakern.types import ErrorBudget, Format, Granularity, Problem
+from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
-from tests.selection.test_dispatcher import BF16, TENSOR, Book, accuracy, gemm, time
-from tests.selection.test_dispatcher import ROW as ROW_KERNEL
+from tests.support.conversions import (
+    BLOCK_KERNEL,
+    H200,
+    K,
+    N,
+    measured,
+    report_of,
+    rows_of,
+    verdict,
+)
+from tests.support.measurements import BF16, TENSOR, Book, gemm, time
+from tests.support.measurements import ROW as ROW_KERNEL
 
 SEEDS = (0,)
-H200 = "NVIDIA H200"
-N, K = 64, 48
-BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
-
-
-def rows_of(problem: Problem, *, bf16: float, errors: bool = True, **kernels: float) -> list[Any]:
-    """Times of bf16 and of others, and an error of 0.04, which is of every m."""
-    names = {"row": ROW_KERNEL, "tensor": TENSOR, "block": BLOCK_KERNEL}
-    rows = [time(BF16, problem, bf16)]
-    for name, us in kernels.items():
-        rows.append(time(names[name], problem, us))
-        if errors:
-            rows.append(accuracy(names[name], problem, 0.04, only=("X1",)))
-    return rows
-
-
-def measured() -> list[Any]:
-    """The output is worth it from m = 256 on, the input's gradient everywhere, its weight's at 256.
-
-    Without a bias, and of weights that are not prepared.
-    """
-    rows = []
-    for m, bf16, row in ((16, 2.0, 4.0), (256, 4.0, 3.0), (1024, 16.0, 8.0)):
-        rows += rows_of(gemm(m, N, K), bf16=bf16, row=row, errors=m == 16)
-        problem = _grad_input_problem(N, K)(m)
-        rows += rows_of(problem, bf16=bf16, row=bf16 / 2, errors=m == 16)
-    for m, row in ((16, 9.0), (256, 5.0), (1024, 9.0)):
-        rows += rows_of(grad_weight_case(m, N, K).problem, bf16=8.0, row=row)
-    return rows
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +79,7 @@ def kernels(conversion: Conversion, site: str, gemm: str, sizes: tuple[int, ...]
 # ---- what is chosen ----
 
 
-def test_each_product_gets_what_was_measured_of_it(known: Book) -> None:
+def test_each_product_gets_its_measured_kernels(known: Book) -> None:
     found = convert(model_of(), 0.06, device=H200)
     names = kernels(found, "0", "output", (8, 16, 17, 256, 300, 1024, 1040))
     assert names == ["", "", "", *[ROW_KERNEL] * 3, ""]
@@ -131,7 +105,7 @@ def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
     assert kernels(found, "0", "output", (16, 256)) == [BLOCK_KERNEL, ""]
 
 
-def test_weights_may_be_given_one_kind_of_scales(book: Book) -> None:
+def test_weight_scales_restrict_the_granularity(book: Book) -> None:
     book.write(*rows_of(gemm(256, N, K), bf16=6.0, row=2.0, tensor=3.0))
     assert kernels(convert(model_of(), 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
     found = convert(model_of(), 0.06, device=H200, weight_scales=["tensor"])
@@ -142,7 +116,7 @@ def test_weights_may_be_given_one_kind_of_scales(book: Book) -> None:
     assert kernels(found, "0", "output", (256,)) == [""]
 
 
-def test_a_bias_is_asked_for_and_does_without(book: Book) -> None:
+def test_times_with_a_bias_are_preferred_to_those_without(book: Book) -> None:
     with_bias = gemm(256, N, K, epilogue="bias")
     rows = rows_of(gemm(256, N, K), bf16=4.0, row=2.0)
     book.write(*rows, *rows_of(with_bias, bf16=2.0, errors=False, row=4.0))
@@ -151,7 +125,7 @@ def test_a_bias_is_asked_for_and_does_without(book: Book) -> None:
     assert kernels(convert(model, 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
 
 
-def test_inference_asks_for_prepared_weights_and_freezes_them(book: Book) -> None:
+def test_inference_uses_prepared_weights_and_freezes_them(book: Book) -> None:
     weight = prepared_weight(Format.E4M3FN, Granularity.ROW)
     prepared = gemm(256, N, K, b=weight, prepared=True)
     book.write(
@@ -184,7 +158,7 @@ def frozen_model(book: Book) -> tuple[nn.Module, Conversion]:
     return model, convert(model, 0.06, device=H200, inference=True)
 
 
-def test_a_weight_that_is_multiplied_in_fp8_may_be_elsewhere(book: Book) -> None:
+def test_a_weight_of_an_fp8_product_can_be_offloaded(book: Book) -> None:
     """Nothing reads it: it might be NaN."""
     model, found = frozen_model(book)
     layer, x = model[0], torch.randn(256, K).bfloat16()
@@ -210,7 +184,7 @@ def test_a_weight_that_is_multiplied_in_fp8_may_be_elsewhere(book: Book) -> None
         model(torch.randn(256, K))
 
 
-def test_what_was_moved_away_loads_and_comes_back(book: Book) -> None:
+def test_offloaded_weights_load_and_return(book: Book) -> None:
     model, found = frozen_model(book)
     assert found.offload() == 0  # from the CPU to the CPU
     layer, x = model[0], torch.randn(256, K).bfloat16()
@@ -227,22 +201,22 @@ def test_what_was_moved_away_loads_and_comes_back(book: Book) -> None:
     assert "is_offloaded" not in vars(layer)
 
 
-def test_what_was_moved_away_is_chosen_anew_for_where_it_runs(
+def test_a_refresh_of_offloaded_weights_chooses_for_the_running_device(
     book: Book, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, found = frozen_model(book)
-    found._device, place = None, converting._device_of
+    found._device, place = None, converting.device_of
 
     def device_of(weight: Tensor) -> Any:
         assert not model[0].is_offloaded, "the weight is on the CPU, the layer on a GPU"
         return dispatcher.device_named(H200) if weight.ndim else place(weight)
 
-    monkeypatch.setattr(converting, "_device_of", device_of)
+    monkeypatch.setattr(converting, "device_of", device_of)
     found.offload()
     assert model[0].is_offloaded and found.refresh(0.06) == []
 
 
-def test_weights_stay_that_are_trained_or_shared_or_multiplied_in_bfloat16(book: Book) -> None:
+def test_trained_shared_and_bfloat16_weights_are_not_offloaded(book: Book) -> None:
     prepared = prepared_weight(Format.E4M3FN, Granularity.ROW)
     small = gemm(16, N, K, b=prepared, prepared=True)
     book.write(*rows_of(small, bf16=2.0, errors=False, row=4.0))
@@ -273,7 +247,7 @@ def test_weights_stay_that_are_trained_or_shared_or_multiplied_in_bfloat16(book:
 
 
 @pytest.mark.parametrize("budget", [None, 0.03])
-def test_without_a_budget_or_under_the_floor_nothing_is_quantized(
+def test_nothing_is_quantized_without_a_budget_or_with_a_small_one(
     known: Book, budget: float | None
 ) -> None:
     found = convert(model_of(), budget, device=H200)
@@ -282,26 +256,18 @@ def test_without_a_budget_or_under_the_floor_nothing_is_quantized(
     assert reason in found.choices[0]["why"]
 
 
-def test_frozen_answers_quantize_nothing(known: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_quantized_with_frozen_choices(
+    known: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatcher, "choices", lambda: object())
     found = convert(model_of(), 0.06, device=None)
-    assert "answers are frozen" in found.choices[0]["why"]
+    assert "choices are frozen" in found.choices[0]["why"]
 
 
 # ---- reports of Probe ----
 
 
-def verdict(gemm: str, scales: str, safety: str, row_err: float, site: str = "0") -> Verdict:
-    found = ClassVerdict(scales, safety, row_err, row_err, row_err, reason="few rows")
-    return Verdict(site, gemm, (256, N, K), "", safety, "", "", 0.002, None, "", (), (found,))
-
-
-def report_of(*verdicts: Verdict) -> ProbeReport:
-    judged = [Judged(verdict, {}, {}, 1) for verdict in verdicts]
-    return ProbeReport(judged, ErrorBudget(row_err=0.06), None)
-
-
-def test_a_report_judges_each_product_by_what_it_replayed(book: Book) -> None:
+def test_a_report_judges_each_product_by_its_replayed_errors(book: Book) -> None:
     """Errors of gradients need not be in the database."""
     rows = []
     for problem in (gemm(256, N, K), _grad_input_problem(N, K)(256)):
@@ -322,7 +288,7 @@ def test_a_report_judges_each_product_by_what_it_replayed(book: Book) -> None:
     assert "Probe did not replay row" in found.explain("0")
 
 
-def test_sums_that_are_not_promoted_need_a_verdict_of_their_own(book: Book) -> None:
+def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
     """By a replay on the same kind of GPU: what is off elsewhere says nothing here."""
     fast = "cuda.quantize_row+torch.scaled_mm_row_fast"
     problem = gemm(256, N, K)
@@ -392,7 +358,7 @@ def test_a_model_is_converted_in_place_and_back(known: Book) -> None:
         found.refresh(0.06)
 
 
-def test_on_a_machine_that_was_not_measured_it_is_torchs_model_to_the_bit(known: Book) -> None:
+def test_without_measurements_a_model_is_bitwise_unchanged(known: Book) -> None:
     model, plain = model_of(), model_of()
     found = convert(model, 0.06)
     assert "nothing was measured" in found.choices[0]["why"]
@@ -433,7 +399,7 @@ def test_a_compiled_model_follows_a_refresh_without_a_break(known: Book) -> None
     assert torch.equal(compiled(x), model_of()(x))
 
 
-def test_a_run_under_autocast_follows_refreshes_in_its_midst_compiled_or_not(known: Book) -> None:
+def test_refreshes_take_effect_under_autocast_compiled_or_not(known: Book) -> None:
     torch._dynamo.reset()
     found: dict[str, list[float]] = {}
     for way in ("eager", "compiled", "never"):
@@ -474,7 +440,7 @@ class Odd(nn.Linear):
         return super().forward(input) * 2.0
 
 
-def test_what_is_left_alone_says_why(known: Book, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_layers_have_reasons(known: Book, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(K, N), Odd(N, N), nn.Linear(N, N).half(), nn.Linear(N, 1))
     found = convert(model, 0.06, device=H200, filter=lambda module, name: name != "3")
     assert list(found.sites) == ["0"] and set(found.skipped) == {"1", "2"}
@@ -488,7 +454,7 @@ def test_what_is_left_alone_says_why(known: Book, capsys: pytest.CaptureFixture[
         convert(attention, 0.06, device=H200)
 
 
-def test_rows_are_plain_data(known: Book) -> None:
+def test_choices_are_plain_data(known: Book) -> None:
     first, *_ = convert(model_of(), 0.06, device=H200).choices
     assert first == {
         "site": "0", "gemm": "output", "n": N, "k": K, "choice": f"bf16, {ROW_KERNEL}",
@@ -497,7 +463,7 @@ def test_rows_are_plain_data(known: Book) -> None:
     }  # fmt: skip
 
 
-def test_what_was_not_measured_is_a_suite_to_sweep(known: Book, tmp_path: Path) -> None:
+def test_missing_measurements_are_a_suite_to_sweep(known: Book, tmp_path: Path) -> None:
     found = convert(model_of(), 0.06, device=H200)
     file = tmp_path / "model.toml"
     file.write_text(found.suite([256, 2048], "mine"))
@@ -510,14 +476,14 @@ def test_what_was_not_measured_is_a_suite_to_sweep(known: Book, tmp_path: Path) 
     assert convert(model, 0.06, device=H200).suite([256]) == ""
 
 
-def test_a_layer_may_choose_for_itself() -> None:
+def test_a_linear_with_a_budget_chooses_its_kernels() -> None:
     layer = Linear(K, N, budget=0.06, dtype=torch.bfloat16)  # this CPU was never measured
     assert layer._routes == ("", "", "")
     with pytest.raises(BudgetError):
         Linear(K, N, budget=-1.0)
 
 
-def test_parameters_of_others_are_named_or_what_probe_saw_of_them(known: Book) -> None:
+def test_products_outside_linear_layers_are_reported(known: Book) -> None:
     class Mix(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -533,8 +499,8 @@ def test_parameters_of_others_are_named_or_what_probe_saw_of_them(known: Book) -
     assert found.skipped == {"experts": "2 products"}
 
 
-def test_what_is_no_bfloat16_says_once_that_it_stays_unquantized(known: Book) -> None:
-    linear._say_once.cache_clear()
+def test_other_dtypes_stay_unquantized_with_one_warning(known: Book) -> None:
+    checks.warn_once.cache_clear()
     model = model_of(torch.float32)
     convert(model, 0.06, device=H200)
     with pytest.warns(UserWarning, match="torch.float32 by a weight in torch.float32 unquantized"):
@@ -558,7 +524,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "error", "words"), BAD)
-def test_what_cannot_be_says_so_and_leaves_the_model(
+def test_invalid_arguments_raise_and_leave_the_model_unchanged(
     known: Book, wrong: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     model = model_of()

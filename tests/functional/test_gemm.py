@@ -105,7 +105,7 @@ def fp8(tmp_path: Path) -> Fp8:
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_gemm_is_the_product(where: str, dtype: torch.dtype, fp8: Fp8) -> None:
+def test_gemm_equals_the_product(where: str, dtype: torch.dtype, fp8: Fp8) -> None:
     x, w = (t.to(dtype) for t in operands(where))
     exact = x.double() @ w.t().double()
     fp8.wins((x, w.t()))
@@ -117,7 +117,7 @@ def test_gemm_is_the_product(where: str, dtype: torch.dtype, fp8: Fp8) -> None:
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_gemm_with_bias_and_into_a_slice(where: str, fp8: Fp8) -> None:
+def test_gemm_adds_a_bias_and_writes_to_a_slice(where: str, fp8: Fp8) -> None:
     x, w = operands(where)
     bias = torch.randn(40, device=where).bfloat16()
     whole = torch.full((48, 120), 7.0, device=where, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def test_gemm_of_few_rows(m: int, fp8: Fp8) -> None:
     assert lokakern.dequantize(lokakern.quantize(x[:m])).shape == (m, 64)
 
 
-def test_gemm_takes_any_strides(fp8: Fp8) -> None:
+def test_gemm_accepts_any_strides(fp8: Fp8) -> None:
     x, w = operands()
     exact = x.double() @ w.t().double()
     lefts = (x, x.t().contiguous().t(), torch.stack([x, x], dim=2)[:, :, 1])
@@ -158,7 +158,7 @@ def test_gemm_takes_any_strides(fp8: Fp8) -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
 @pytest.mark.parametrize("where", WHERE)
-def test_quantize_and_back(where: str, granularity: str) -> None:
+def test_dequantize_inverts_quantize_up_to_rounding(where: str, granularity: str) -> None:
     x, _ = operands(where, m=200, k=300)
     q = lokakern.quantize(x, granularity)
     expected = numerics.quantize(x, q.format, Granularity(granularity))
@@ -171,7 +171,7 @@ def test_quantize_and_back(where: str, granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
-def test_quantize_transpose_is_quantize_both_ways(granularity: str) -> None:
+def test_quantize_transpose_equals_quantize_of_x_and_its_transpose(granularity: str) -> None:
     x = torch.randn(200, 300)
     q, q_t = lokakern.quantize_transpose(x, granularity, out_format="e5m2")
     for found, source in ((q, x), (q_t, x.t())):
@@ -182,7 +182,7 @@ def test_quantize_transpose_is_quantize_both_ways(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "1x128", "128x128"])
-def test_quantize_transpose_adds_up_columns(granularity: str) -> None:
+def test_quantize_transpose_returns_column_sums(granularity: str) -> None:
     for x in (torch.randn(200, 300), torch.randn(300, 200).t()):
         both = lokakern.quantize_transpose(x, granularity)
         *same, sums = lokakern.quantize_transpose(x, granularity, column_sums=True)
@@ -206,7 +206,7 @@ def test_scales_may_be_powers_of_two(granularity: str) -> None:
     assert (torch.frexp(q.scale)[0] == 0.5).all()  # type: ignore[arg-type]
 
 
-def test_a_scale_may_be_given_and_the_next_one_gathered() -> None:
+def test_static_and_delayed_scaling() -> None:
     first, second = torch.randn(200, 300), 3 * torch.randn(200, 300)
     scale, amax = torch.tensor(0.01), torch.zeros(1)
     for x in (first, second):
@@ -278,7 +278,7 @@ def test_scaled_gemm(where: str, left: str, right: str) -> None:
         (lambda x, w: lokakern.quantize(x[0]), ShapeError, "two dimensions"),
         (lambda x, w: lokakern.quantize(x, "tensor", power_of_two=True), FormatError, "row, 1x128"),
         (lambda x, w: lokakern.quantize(x, scale=x[0, :1]), FormatError, "granularity 'tensor'"),
-        (lambda x, w: lokakern.quantize(x, "tensor", amax=x), FormatError, "scale to quantize by"),
+        (lambda x, w: lokakern.quantize(x, "tensor", amax=x), FormatError, "pass scale="),
         (lambda x, w: lokakern.quantize(x, "tensor", scale=x), ShapeError, "one element"),
         (lambda x, w: lokakern.quantize_transpose(x[0]), ShapeError, "two dimensions"),
         (lambda x, w: lokakern.dequantize(x), FormatError, "QuantizedTensor"),
@@ -325,7 +325,7 @@ def test_a_miss_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> 
     assert (problem, count) == (make_problem("gemm", (48, 40, 64)), 3)
 
 
-def test_no_budget_is_no_miss(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_without_a_budget_is_not_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     x, w = operands()
     with caplog.at_level(logging.WARNING, "lokakern"):
         lokakern.gemm(x, w.t())
@@ -349,7 +349,7 @@ def test_on_miss_measure_is_refused_under_torch_distributed(tmp_path: Path) -> N
         torch.distributed.destroy_process_group()
 
 
-def test_a_torn_ledger_is_read_as_far_as_it_goes() -> None:
+def test_a_truncated_file_of_misses_is_read_up_to_the_damage() -> None:
     path = misses.ledger_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     problem = make_problem("gemm", (16, 32, 64), epilogue="bias")
@@ -386,7 +386,7 @@ def test_gradients_are_those_of_the_unquantized_product(prepared: bool, fp8: Fp8
         lokakern.gemm(x, b, budget=0.06, out=torch.empty(48, 40, dtype=torch.bfloat16))
 
 
-def test_torch_compile_keeps_the_choice_out_of_the_graph(fp8: Fp8) -> None:
+def test_torch_compile_does_not_fix_the_kernel_in_the_graph(fp8: Fp8) -> None:
     x, w = operands()
     fp8.wins((x, w.t()))
     w.requires_grad_()
@@ -418,13 +418,13 @@ def test_torch_compile_of_a_prepared_weight(fp8: Fp8) -> None:
     assert fp8.made(compiled(x), x.double() @ w.t().double())
 
 
-def test_the_library_op_passes_torchs_own_checks() -> None:
+def test_the_custom_op_passes_opcheck() -> None:
     x, w = operands(m=8, n=8, k=16)
     arguments = (x, w.t(), None, None, None, "none/tensor", [], [], "bf16")
     torch.library.opcheck(torch.ops.lokakern.gemm.default, arguments)
 
 
-def test_run_refuses_what_the_kernel_refuses() -> None:
+def test_run_raises_if_the_kernel_rejects_the_operands() -> None:
     from lokakern.registry.register import kernel_named
 
     x, w = operands()
@@ -434,7 +434,7 @@ def test_run_refuses_what_the_kernel_refuses() -> None:
     assert 0.02 < numerics.measure_errors(y, x.double() @ w.t().double()).row_err < 0.05
 
 
-def test_a_choice_here_can_be_called(fp8: Fp8) -> None:
+def test_a_choice_for_this_device_is_callable(fp8: Fp8) -> None:
     x, w = operands()
     choice = lokakern.dispatch("gemm", (48, 40, 64), 0.06, device=current_device("cpu"))
     assert choice.callable
@@ -445,7 +445,7 @@ def test_a_choice_here_can_be_called(fp8: Fp8) -> None:
     assert fp8.made(choice(x, w.t()), x.double() @ w.t().double())
 
 
-def test_scales_or_data_of_other_strides_are_refused() -> None:
+def test_scales_or_data_with_unsupported_strides_raise() -> None:
     """Kernels take strides for granted; anything else would be silently wrong."""
     x, _ = operands(m=64, k=512)
     by_row, by_group = lokakern.quantize(x), lokakern.quantize(x, "1x128")
@@ -462,7 +462,7 @@ def test_scales_or_data_of_other_strides_are_refused() -> None:
         assert torch.equal(numerics.dequantize(packed, torch.float64), expected)
 
 
-def test_a_plan_does_not_depend_on_earlier_calls() -> None:
+def test_cached_tables_do_not_depend_on_earlier_calls() -> None:
     """One row hides the outer stride; more rows must not reuse its plan."""
     base = torch.randn(8, 33).bfloat16()
     w = torch.randn(16, 32).bfloat16()
@@ -486,18 +486,18 @@ def test_without_a_budget_no_database_is_needed(
     assert broken.read_text() == "no database"
 
 
-def test_budgets_travel_between_processes() -> None:
+def test_budgets_can_be_pickled() -> None:
     budget = lokakern.ErrorBudget(row_err=0.06, sqnr_db=20.0)
     again = pickle.loads(pickle.dumps(budget))
     assert again == budget and again in {budget}
 
 
-def test_an_epilogue_nobody_computes_is_refused() -> None:
+def test_an_epilogue_without_a_kernel_raises() -> None:
     with pytest.raises(UnknownNameError, match="epilogue is 'relu'; expected one of bias, none"):
         lokakern.dispatch("gemm", (48, 40, 64), device=current_device("cpu"), epilogue="relu")
 
 
-def test_compiled_calls_refuse_what_eager_ones_refuse() -> None:
+def test_compiled_calls_raise_the_errors_of_eager_calls() -> None:
     x, w = operands(m=64, n=64, k=64)
     q = numerics.quantize(w, Format.E4M3FN, Granularity.ROW)
     wrong = QuantizedTensor(q.data, q.scale, q.granularity, False, w)
@@ -509,7 +509,7 @@ def test_compiled_calls_refuse_what_eager_ones_refuse() -> None:
             torch.compile(call, backend="eager")()
 
 
-def test_prepare_weight_takes_the_form_that_is_fastest_over_the_range(tmp_path: Path) -> None:
+def test_prepare_weight_chooses_the_fastest_granularity_over_the_range(tmp_path: Path) -> None:
     """Hand-made rows for the device here: 128x128 scales win at small m, row scales overall."""
     x, w = operands(m=64, n=256, k=256)
     device = device_of(x)

@@ -27,7 +27,7 @@ from lokakern.errors import (
     UnsupportedError,
 )
 from lokakern.functional import gemm_norm
-from lokakern.functional.norm_checks import in_place, settled
+from lokakern.functional.norm_checks import aligned_epilogue, is_aligned
 from lokakern.functional.run import run
 from lokakern.norm import Norm, norm_named
 from lokakern.registry.register import KERNELS
@@ -68,7 +68,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, share: float = 0.02) -> Non
 # --- what they compute
 
 
-def test_layer_and_rms_are_those_of_torch() -> None:
+def test_layer_and_rms_norm_equal_those_of_torch() -> None:
     parts = (WEIGHT.double(), SHIFT.double())
     wanted = F.layer_norm(SUMS + BIAS.double(), (N,), *parts, 1e-5)
     found = lokakern.gemm_norm(
@@ -85,7 +85,7 @@ def test_layer_and_rms_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_what_comes_after_the_norm(wide: bool) -> None:
+def test_epilogues_after_the_norm(wide: bool) -> None:
     one, two = BESIDE
     z = F.layer_norm(SUMS, (N,), WEIGHT.double())
     weight = WEIGHT.float() if wide else WEIGHT
@@ -120,7 +120,7 @@ def test_quantized_operands_are_normalized_in_float32(granularity: str) -> None:
     close(block, F.rms_norm(SUMS, (N,)), 0.2)
 
 
-def test_fp8_outputs_are_quantized_exactly_as_quantize_does() -> None:
+def test_fp8_outputs_are_bitwise_equal_to_quantize() -> None:
     """From float32 outputs; the next layer takes them as they are."""
     a, b = lokakern.quantize(X), lokakern.quantize(W).t()
     exact = (numerics.dequantize(a) @ numerics.dequantize(b)).float()
@@ -146,7 +146,7 @@ def test_fp8_outputs_are_quantized_exactly_as_quantize_does() -> None:
     activation=st.sampled_from([None, "relu", "hardswish", "silu"]),
     seed=st.integers(0, 2**31), affine=st.booleans(), quantized=st.booleans(),
 )  # fmt: skip
-def test_a_static_scale_saturates_nothing(
+def test_nothing_saturates_with_the_bound_of_the_norm_as_scale(
     name: str, activation: str | None, seed: int, affine: bool, quantized: bool
 ) -> None:
     """And is what `lokakern.norm.static_scale` says, whatever the rows."""
@@ -172,7 +172,7 @@ def test_a_static_scale_saturates_nothing(
         assert (error <= z.nan_to_num().abs() * 0.08 + wanted / 64 + 0.02).all()
 
 
-def test_norm_quantize_is_norm_and_quantize() -> None:
+def test_norm_quantize_equals_norm_and_quantize() -> None:
     x = drawn(33, 200, seed=9)
     weight, shift = drawn(2, 200, seed=10)
     residual = drawn(33, 200, seed=11)
@@ -224,7 +224,7 @@ def test_rows_of_zeros_and_nan() -> None:
         assert nan[:32].all() and not nan[32:].any()
 
 
-def test_no_rows() -> None:
+def test_empty_inputs() -> None:
     x, vector = X[:0], drawn(N)
     assert lokakern.gemm_norm(x, W.t(), norm="layer", bias=vector).shape == (0, N)
     found = lokakern.gemm_norm(x, W.t(), norm="rms", out_granularity="row")
@@ -238,7 +238,7 @@ def test_no_rows() -> None:
 # --- plans
 
 
-def test_a_plan_serves_every_m_and_checks_what_changes_with_it() -> None:
+def test_a_cached_table_serves_every_m_and_checks_shapes() -> None:
     gemm_norm._PLANS.clear()
     options: dict[str, Any] = {"norm": "layer", "residual": BESIDE[0], "budget": 0.06}
     lokakern.gemm_norm(X, W.t(), **options)
@@ -259,7 +259,7 @@ def test_a_plan_serves_every_m_and_checks_what_changes_with_it() -> None:
     assert not gemm_norm._PLANS
 
 
-def test_a_prepared_weight_keeps_the_unquantized_kernel_legal() -> None:
+def test_a_prepared_weight_allows_the_unquantized_kernel() -> None:
     kept = lokakern.prepare_weight(W, 0.06, (1, 4096))
     assert kept.scale is None  # nothing was measured: FP8 never pays
     wanted = F.layer_norm(SUMS, (N,))
@@ -274,7 +274,7 @@ def test_a_prepared_weight_keeps_the_unquantized_kernel_legal() -> None:
     assert torch.equal(found, whole)
 
 
-def test_running_one_kernel() -> None:
+def test_run_with_a_given_kernel() -> None:
     unfused = run(KERNELS["torch.norm_unfused"], X, W.t(), norm="rms", bias=BIAS)
     close(unfused, F.rms_norm(SUMS + BIAS.double(), (N,)))
     kernel = KERNELS["torch.norm_quantize"]
@@ -287,7 +287,7 @@ def test_running_one_kernel() -> None:
 # --- choosing
 
 
-def test_a_miss_is_logged_raised_or_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_miss_logs_raises_or_records(caplog: pytest.LogCaptureFixture) -> None:
     wanted = lokakern.gemm_norm(X, W.t(), norm="layer")
     assert not caplog.records and not misses._COUNTS
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_a_miss_is_logged_raised_or_kept(caplog: pytest.LogCaptureFixture) -> No
             lokakern.gemm_norm(a, b, norm="layer", budget=budget, on_miss="raise")
 
 
-def test_a_budget_never_raises_what_fp8_cannot_meet() -> None:
+def test_a_budget_that_fp8_cannot_meet_does_not_raise() -> None:
     for budget in (0.0, 1e-9, 0.06, ErrorBudget(sqnr_db=200.0)):
         for options in ({}, {"out_granularity": "row"}):
             lokakern.gemm_norm(X, W.t(), norm="layer", budget=budget, **options)
@@ -360,7 +360,7 @@ def test_gradients_are_those_of_the_unquantized_product() -> None:
         assert not lokakern.gemm_norm(ours[0], ours[1].t(), norm="layer").requires_grad
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_operands_that_require_gradients_get_them() -> None:
     x = X.clone().requires_grad_()
     y = lokakern.gemm_norm(x, W.t(), norm="rms", cross=(BESIDE[0], BESIDE[1]))
     assert isinstance(y, torch.Tensor)
@@ -370,7 +370,7 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     lokakern.gemm_norm(x, prepared, norm="rms").sum().backward()  # type: ignore[union-attr]
 
 
-def test_what_has_no_gradient_says_so() -> None:
+def test_calls_without_a_gradient_raise() -> None:
     x = X.clone().requires_grad_()
     a, b = lokakern.quantize(X), lokakern.quantize(W).t()
     weight = WEIGHT.clone().requires_grad_()
@@ -440,9 +440,9 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
     (FormatError, "out_scale is -1.0", {"out_scale": -1.0}),
     (FormatError, "out_scale is 'best'; expected a number", {"out_scale": "best"}),
     (ShapeError, r"out_scale is \[2\]", {"out_scale": torch.ones(2)}),
-    (FormatError, "with norm 'none' nothing bounds", {"norm": "none", "out_scale": "static"}),
-    (FormatError, "with gate nothing bounds", {"gate": BESIDE[0], "out_scale": "static"}),
-    (FormatError, "with cross and residual_last nothing bounds",
+    (FormatError, "with norm 'none' the output is not", {"norm": "none", "out_scale": "static"}),
+    (FormatError, "with gate the output is not", {"gate": BESIDE[0], "out_scale": "static"}),
+    (FormatError, "with cross and residual_last the output",
      {"cross": tuple(BESIDE), "residual": BESIDE[0], "residual_last": True,
       "out_scale": "static"}),
     (ShapeError, r"out is \[40, 64\]", {"out": BESIDE[0][:, :64]}),
@@ -467,7 +467,7 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "words", "given"), REFUSED, ids=[w for _, w, _ in REFUSED])
-def test_messages_say_what_was_found_and_what_to_do(
+def test_messages_state_the_value_and_a_remedy(
     kind: type[LokakernError], words: str, given: dict[str, Any]
 ) -> None:
     """The same when asked again: no plan is left behind that lets it through."""
@@ -479,14 +479,14 @@ def test_messages_say_what_was_found_and_what_to_do(
         assert str(caught.value).startswith(("gemm_norm: ", "distribution is "))
 
 
-def test_norm_quantize_refuses_alike() -> None:
+def test_norm_quantize_raises_the_errors_of_gemm_norm() -> None:
     for kind, words, wrong in (
         (FormatError, "x is torch.float32", {"x": X.float()}),
         (ShapeError, r"x is \[96\]", {"x": X[0]}),
         (FormatError, "out_format is 'bfloat16'; expected an FP8", {"out_format": "bfloat16"}),
         (FormatError, "granularity is '128x128'", {"granularity": "128x128"}),
         (ShapeError, r"residual is \[40, 128\]", {"residual": BESIDE[0]}),
-        (FormatError, "nothing bounds", {"norm": "none", "out_scale": "static"}),
+        (FormatError, "is not bounded", {"norm": "none", "out_scale": "static"}),
         (FormatError, r"cross is \(Tensor, NoneType\)", {"cross": (X, None)}),
         (UnknownNameError, "kind='layer', block=32", {"norm": Norm("layer", 32)}),
         (FormatError, "x is torch.sparse_coo", {"x": X.to_sparse()}),
@@ -508,7 +508,7 @@ def test_norm_quantize_refuses_alike() -> None:
     residual=st.sampled_from([None, False, True]),
     granularity=st.sampled_from([None, "row", "1x128"]),
 )  # fmt: skip
-def test_any_call_is_right_on_every_kernel_here(
+def test_random_calls_are_correct_on_every_kernel_here(
     m: int, n: int, k: int, seed: int, name: str, last: str, residual: bool | None,
     granularity: str | None,
 ) -> None:  # fmt: skip
@@ -553,7 +553,7 @@ def test_every_public_option_is_documented() -> None:
             assert f"{name}:" in (function.__doc__ or ""), name
 
 
-def test_an_out_that_requires_grad_is_written_where_none_is_computed() -> None:
+def test_an_out_that_requires_grad_is_written_without_gradients() -> None:
     out = BESIDE[0].clone().requires_grad_()
     with torch.no_grad():
         assert lokakern.gemm_norm(X, W.t(), norm="layer", out=out) is out
@@ -567,22 +567,22 @@ def askew(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("n", [24, 13])
-def test_what_lies_askew_is_read_where_16_bytes_can_be_read_at_once(n: int) -> None:
+def test_unaligned_tensors_of_an_epilogue_are_copied(n: int) -> None:
     """GPU kernels read so many: what a launcher is given starts at a multiple of them."""
     vectors = {name: askew(n) for name in ("bias", "norm_weight", "norm_bias")}
     matrices = {name: askew(5, n) for name in ("residual", "x0", "x")}
     given = NormEpilogue(norm_named("layer"), **vectors, **matrices)
-    found = settled(given)
+    found = aligned_epilogue(given)
     for name, x in (vectors | matrices).items():
         moved = getattr(found, name)
-        assert in_place(moved) and not in_place(x)
+        assert is_aligned(moved) and not is_aligned(x)
         assert torch.equal(moved, x) and moved.stride(-1) == 1
-    assert settled(found) is found
-    assert settled(NormEpilogue()) == NormEpilogue()
+    assert aligned_epilogue(found) is found
+    assert aligned_epilogue(NormEpilogue()) == NormEpilogue()
 
 
 @pytest.mark.parametrize("n", [24, 13])
-def test_outputs_and_operands_of_an_epilogue_may_lie_anywhere(n: int) -> None:
+def test_outputs_and_epilogue_tensors_may_have_any_alignment(n: int) -> None:
     a, b = torch.randn(5, 32).bfloat16(), torch.randn(n, 32).bfloat16().t()
     options = {"bias": askew(n), "residual": askew(5, n), "gate": askew(5, n)}
     plain = {name: x.clone() for name, x in options.items()}

@@ -85,7 +85,7 @@ def assert_right(
 @where_there_is
 @pytest.mark.parametrize("granularities", PAIRS, ids="-".join)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_granularity_on_sizes_of_any_remainder(
+def test_every_granularity_with_any_remainder_of_sizes(
     where: str, granularities: tuple[str, str], sizes: tuple[int, int, int]
 ) -> None:
     a, b = operands(where, *sizes, *granularities)
@@ -93,7 +93,7 @@ def test_every_granularity_on_sizes_of_any_remainder(
     assert_right(lokakern.scaled_gemm(a, b, out_format="float32"), a, b)
 
 
-def test_one_group_of_offsets_needs_a_kernel_that_takes_groups() -> None:
+def test_offsets_of_one_group_need_a_kernel_with_groups() -> None:
     from lokakern.functional.run import run
 
     a, b = operands("cpu", 8, 8, 16)
@@ -106,7 +106,7 @@ def test_one_group_of_offsets_needs_a_kernel_that_takes_groups() -> None:
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("last", ["none", "relu", "hardswish", "silu", "cross"])
-def test_what_comes_after_the_sums(where: str, last: str, with_bias: bool, small: bool) -> None:
+def test_epilogues_of_scaled_gemm(where: str, last: str, with_bias: bool, small: bool) -> None:
     m, n, k = 65, 40, 200
     a, b = operands(where, m, n, k)
     bias = drawn(where, n) if with_bias else None
@@ -162,7 +162,7 @@ def test_gradients_in_e5m2(where: str, formats: tuple[str, str]) -> None:
 
 @where_there_is
 @pytest.mark.parametrize("granularities", PAIRS, ids="-".join)
-def test_groups_multiply_each_its_weight(where: str, granularities: tuple[str, str]) -> None:
+def test_each_group_multiplies_its_weight(where: str, granularities: tuple[str, str]) -> None:
     m, n, k, groups = 24, 128, 200, 3
     a, b = operands(where, groups * m, groups * n, k, *granularities)
     bias = drawn(where, n)
@@ -175,7 +175,7 @@ def test_groups_multiply_each_its_weight(where: str, granularities: tuple[str, s
 @pytest.mark.parametrize(
     "ends", [(0, 10, 10, 47, 60), (5, 5, 30, 30, 50), (0, 60, 60, 60, 60)], ids=str
 )
-def test_offsets_say_where_groups_lie(where: str, ends: tuple[int, ...]) -> None:
+def test_offsets_define_the_rows_of_groups(where: str, ends: tuple[int, ...]) -> None:
     """Groups may be empty; rows outside of all keep what they hold."""
     a, b = operands(where, 60, 4 * 24, 200)
     offsets = torch.tensor(ends, dtype=torch.int32, device=where)
@@ -189,7 +189,7 @@ def test_offsets_say_where_groups_lie(where: str, ends: tuple[int, ...]) -> None
 
 
 @where_there_is
-def test_projections_of_one_input_are_one_product_of_stacked_weights(where: str) -> None:
+def test_projections_of_one_input_equal_a_product_with_stacked_weights(where: str) -> None:
     m, k, widths = 200, 64, [8, 1, 24]
     weights = [drawn(where, n, k) for n in widths]
     a = lokakern.quantize(drawn(where, m, k), "row")
@@ -202,7 +202,7 @@ def test_projections_of_one_input_are_one_product_of_stacked_weights(where: str)
 
 
 @where_there_is
-def test_slices_of_k_are_as_good_as_one(where: str) -> None:
+def test_slices_along_k_equal_the_whole_operand(where: str) -> None:
     m, n = 40, 24
     parts = [128, 256, 39]
     x, w = drawn(where, m, sum(parts)), drawn(where, n, sum(parts))
@@ -222,7 +222,7 @@ def test_slices_of_k_are_as_good_as_one(where: str) -> None:
     assert_right(lokakern.scaled_gemm([whole], b), whole, b)
 
 
-def test_rows_of_any_length_are_padded_and_may_be_contiguous() -> None:
+def test_fp8_rows_of_any_length_are_padded_or_contiguous() -> None:
     for rows, columns in itertools.product((1, 5), (1, 13, 16, 39)):
         x = drawn("cpu", rows, columns)
         padded = lokakern.quantize(x)
@@ -243,7 +243,7 @@ def test_rows_of_any_length_are_padded_and_may_be_contiguous() -> None:
         QuantizedTensor(wide.data[:, :32], wide.scale, ROW)
 
 
-def test_batch_invariance_is_asked_of_kernels() -> None:
+def test_batch_invariant_calls_need_batch_invariant_kernels() -> None:
     a, b = operands("cpu", 8, 8, 16)
     with pytest.raises(UnsupportedError, match="bits may depend on the number of rows"):
         lokakern.scaled_gemm(a, b, batch_invariant=True)
@@ -308,7 +308,7 @@ X = torch.zeros(12, 16, dtype=torch.bfloat16)
         (scaled(offsets=[0, 12]), ShapeError, "offsets is list"),
         (scaled(offsets=i32(0)), ShapeError, "int32 [groups + 1]"),
         (scaled(offsets=i32(0, 12).long()), ShapeError, "torch.int64"),
-        (scaled(offsets=i32(0, 12), groups=2), ShapeError, "offsets tell of 1"),
+        (scaled(offsets=i32(0, 12), groups=2), ShapeError, "offsets define 1"),
         (scaled(offsets=i32(0, 12, 12, 12)), ShapeError, "b has 16 columns for 3 groups"),
         (scaled(offsets=i32(0, 12).to("meta")), DeviceError, "one device"),
         (lambda a, b: lokakern.scaled_gemm([], b), FormatError, "a is no slices"),
@@ -327,7 +327,7 @@ X = torch.zeros(12, 16, dtype=torch.bfloat16)
         ),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_gets_one_clear_error(
+def test_arguments_that_do_not_fit_raise_one_clear_error(
     call: Any, error: type[Exception], words: str
 ) -> None:
     a, b = operands("cpu", 12, 16, 32)
@@ -336,7 +336,7 @@ def test_what_does_not_fit_gets_one_clear_error(
     assert words in str(found.value)
 
 
-def test_slices_that_do_not_go_together_are_refused() -> None:
+def test_incompatible_slices_raise() -> None:
     wide = [lokakern.quantize(drawn("cpu", m, 128), g) for m, g in
             ((12, "row"), (12, "row"), (12, "1x128"), (8, "1x128"))]  # fmt: skip
     b = lokakern.quantize(drawn("cpu", 16, 256)).t()
@@ -351,7 +351,7 @@ def test_slices_that_do_not_go_together_are_refused() -> None:
         assert words in str(found.value)
 
 
-def test_one_kernel_can_be_run_with_what_comes_after_its_sums() -> None:
+def test_run_accepts_an_epilogue() -> None:
     from lokakern.functional.run import run
     from lokakern.registry.register import kernel_named
 
@@ -363,7 +363,7 @@ def test_one_kernel_can_be_run_with_what_comes_after_its_sums() -> None:
         run(KERNELS["torch.emulated_row"], a, b, batch_invariant=True)
 
 
-def test_emulation_where_there_is_fp8_hardware_is_told_once(
+def test_emulation_on_fp8_hardware_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With what each of the fast kernels has against a problem; on a CPU nothing is said."""

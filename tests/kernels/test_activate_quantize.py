@@ -24,8 +24,8 @@ from lokakern.types import (
     QuantizedTensor,
     Rejected,
 )
-from tests.kernels.test_norm_kernels import Run, poisoned
 from tests.support.kernel_cases import ACTIVATING, cases, drawn, kernel_here
+from tests.support.norm_runs import Run, poisoned
 
 (NAME,) = ACTIVATING
 # And the emulation on a CPU, which shows that the tests are right.
@@ -41,7 +41,7 @@ ACTIVATIONS = ("relu", "hardswish", "silu")
 COLUMNS = (1, 7, 8, 64, 200, 264, 1000, 1024, 1031, 2048, 4096, 5120, 7173, 8192)
 
 
-def test_it_takes_what_it_does_and_refuses_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_supports_its_problems_and_rejects_others(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, kind = KERNELS[NAME], (Format.E4M3FN, Granularity.ROW)
     epilogue = NormEpilogue(activation="relu")
     usual = norm_quantize_problem(torch.empty(4, 64).bfloat16(), epilogue, kind, None)
@@ -91,7 +91,7 @@ def test_rows_of_any_length(name: str, where: str, activation: str, dtype: torch
 @pytest.mark.parametrize(("name", "where"), CASES)
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_relu_is_byte_for_byte_that_of_the_reference(
+def test_relu_is_bitwise_equal_to_the_reference(
     name: str, where: str, dtype: torch.dtype, form: Format
 ) -> None:
     """Of slices, too, whose rows start anywhere, and of rows of zeros, infinities and NaN."""
@@ -115,7 +115,7 @@ def test_relu_is_byte_for_byte_that_of_the_reference(
 @pytest.mark.parametrize(("name", "where"), CASES)
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_not_finite_is_no_part_of_a_scale(
+def test_non_finite_values_do_not_affect_scales(
     name: str, where: str, activation: str, form: Format
 ) -> None:
     """Within a step of FP8 of torch's activation; into data that begin anywhere."""
@@ -146,7 +146,7 @@ def test_what_is_not_finite_is_no_part_of_a_scale(
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_the_same_bits_every_time(name: str, where: str) -> None:
+def test_results_are_reproducible(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     epilogue = NormEpilogue(activation="silu")
     found = Run(kernel, drawn(77, 2048, where=where), None, epilogue, Granularity.ROW)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from lokakern.kernels.adapters import aiter, deep_gemm, fbgemm, flashinfer, transformer_engine
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, load_kernels
 from lokakern.types import Accepted, Device, Format, Layout, Operand, Problem, Rejected
+from tests.support.adapters import rowwise_out
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -44,24 +45,6 @@ def by_groups(scale: Tensor, rows: int, k: int) -> Tensor:
 
 
 # --- FBGEMM
-
-
-def rowwise_out(
-    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, output: Tensor, bias: Tensor | None,
-    use_fast_accum: bool,
-) -> None:  # fmt: skip
-    for operand in (x, w):
-        assert operand.is_contiguous() and operand.dtype is torch.float8_e4m3fn
-    (m, k), n = x.shape, w.shape[0]
-    assert k % 16 == 0 and n % 8 == 0 and output.is_contiguous() and not output.data_ptr() % 16
-    assert (x_scale.numel(), w_scale.numel()) == (m, n)
-    assert x_scale.is_contiguous() and w_scale.is_contiguous()
-    product = x.float() @ w.float().t() * x_scale.view(m, 1) * w_scale.view(1, n)
-    if bias is not None and bias.dtype is torch.bfloat16:
-        product = product.bfloat16() + bias
-    elif bias is not None:
-        product = product + bias
-    output.copy_(product)
 
 
 def groupwise(x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor) -> Tensor:
@@ -238,7 +221,7 @@ def accepts(kernel: Kernel, problem: Problem) -> bool:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ADAPTED)
-def test_an_adapter_hands_over_what_its_library_wants(name: str) -> None:
+def test_an_adapter_passes_the_arguments_of_its_library(name: str) -> None:
     kernel = KERNELS[name]
     taken = [problem for problem in problems(kernel) if accepts(kernel, problem)]
     assert len(taken) >= 2
@@ -252,7 +235,7 @@ def test_an_adapter_hands_over_what_its_library_wants(name: str) -> None:
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ADAPTED)
-def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
+def test_outputs_with_any_alignment_are_written(name: str) -> None:
     """As parts of a flat buffer of gradients do; the stand-ins want multiples of 16 bytes."""
     kernel = KERNELS[name]
     problem = next(problem for problem in problems(kernel) if accepts(kernel, problem))
@@ -279,7 +262,7 @@ def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
         ({"out_format": Format.E4M3FN}, "writes|only adds"),
     ],
 )
-def test_what_a_library_would_misread_is_refused(
+def test_operands_that_a_library_would_misread_are_rejected(
     name: str, change: dict[str, Any], words: str
 ) -> None:
     kernel = KERNELS[name]
@@ -297,7 +280,7 @@ def test_what_a_library_would_misread_is_refused(
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_without_its_library_a_kernel_says_so(name: str) -> None:
+def test_a_kernel_without_its_library_is_unavailable_with_a_reason(name: str) -> None:
     kernel = KERNELS[name]
     library = LIBRARIES[kernel.library]
     if library.here is not None:

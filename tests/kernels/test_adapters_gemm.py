@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lokakern.kernels.adapters import cublaslt, fbgemm, torchao
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.types import Accepted, Device, Format, Granularity, Layout, Operand, Problem, Rejected
@@ -27,7 +27,7 @@ from lokakern.workloads.gemm_cases import (
     whole_gemm_cases,
 )
 from lokakern.workloads.suites import Case
-from tests.kernels.test_adapters import rowwise_out
+from tests.support.adapters import rowwise_out
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -129,7 +129,9 @@ def accepts(kernel: Kernel, problem: Problem) -> bool:
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", QUANTIZING)
-def test_products_are_of_what_the_library_quantizes(name: str, distribution: str) -> None:
+def test_products_are_those_of_the_librarys_quantized_operands(
+    name: str, distribution: str
+) -> None:
     kernel = KERNELS[name]
     taken = [case for case in cases(distribution) if accepts(kernel, case.problem)]
     assert len(taken) >= 2
@@ -142,7 +144,7 @@ def test_products_are_of_what_the_library_quantizes(name: str, distribution: str
 
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize("name", QUANTIZING)
-def test_another_quantizer_than_the_librarys_is_wrong(name: str) -> None:
+def test_another_quantizer_than_the_librarys_is_incorrect(name: str) -> None:
     """Gradients are below the floor of FBGEMM; scales of torchao are powers of two, or of E5M2."""
     if name == "torchao.tensorwise_fast":
         return  # whose scales differ from ours in the last bit, if at all
@@ -156,7 +158,7 @@ def test_another_quantizer_than_the_librarys_is_wrong(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZING)
-def test_errors_of_own_quantizers_are_no_others(name: str) -> None:
+def test_errors_of_library_quantizers_are_separate(name: str) -> None:
     kernel = KERNELS[name]
     assert kernel.accumulation.endswith(f"+{kernel.library}")
     assert kernel.library not in " ".join(
@@ -191,14 +193,16 @@ def test_torchao_rounds_scales_down_to_powers_of_two(form: Format) -> None:
         {"n": 12}, {"out_strided": True},
     ],
 )  # fmt: skip
-def test_what_a_quantizing_kernel_cannot_take_is_refused(name: str, change: dict[str, Any]) -> None:
+def test_unsupported_operands_of_a_quantizing_kernel_are_rejected(
+    name: str, change: dict[str, Any]
+) -> None:
     kernel = KERNELS[name]
     good = next(case.problem for case in cases("X1") if accepts(kernel, case.problem))
     answer = kernel.supports_problem(dataclasses.replace(good, **change), H200)
     assert isinstance(answer, Rejected) and answer.reason
 
 
-def test_only_a_row_that_fits_its_quantizer_is_taken() -> None:
+def test_only_rows_that_fit_the_quantizer_are_supported() -> None:
     kernel = KERNELS["fbgemm.quantized_rowwise"]
     good = next(case.problem for case in cases("X1") if accepts(kernel, case.problem))
     answer = kernel.supports_problem(dataclasses.replace(good, k=24592), H200)
@@ -221,7 +225,7 @@ def test_groups_of_equal_rows(groups: int, epilogue: str) -> None:
     assert not wrong and error.maximum <= kernel.kernel_err_bound
 
 
-def test_groups_of_any_rows_are_refused() -> None:
+def test_groups_with_different_rows_are_rejected() -> None:
     kernel = KERNELS["fbgemm.rowwise_batched_fast"]
     assert kernel.batched and kernel.lacks({"offsets"}) == "takes no groups of any rows"
     one = fused_case(16, 24, 48, Granularity.ROW, "X1", FP8)
@@ -357,7 +361,7 @@ def test_cublaslt_runs_another_algorithm(
 
 
 @pytest.mark.usefixtures("standing_in")
-def test_cublaslt_writes_outputs_that_begin_anywhere() -> None:
+def test_cublaslt_writes_outputs_with_any_alignment() -> None:
     kernel = KERNELS["cublaslt.tensor_fast_2"]
     problem = fused_case(16, 32, 48, Granularity.TENSOR, "X5", FP8).problem
     *given, out, bias = operands_of(problem, "X5", CPU, H200, cold=False).sets[0]
@@ -379,7 +383,7 @@ def test_cublaslt_writes_outputs_that_begin_anywhere() -> None:
         ({"out_format": Format.FLOAT32}, "bfloat16"),
     ],
 )
-def test_what_cublaslt_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:
+def test_unsupported_operands_of_cublaslt_are_rejected(change: dict[str, Any], words: str) -> None:
     kernel = KERNELS["cublaslt.tensor_fast_2"]
     good = fused_case(64, 32, 48, Granularity.TENSOR, "X1", FP8).problem
     answer = kernel.supports_problem(dataclasses.replace(good, **change), H200)

@@ -15,7 +15,7 @@ import torch
 
 from lokakern import numerics
 from lokakern.device import current_device
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.problems import make_problem
 from lokakern.registry import libraries
@@ -84,7 +84,7 @@ def taken_by(kernel: Kernel, distribution: str) -> list[Case]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("distribution", REALISTIC_DISTRIBUTIONS)
-def test_it_is_right_on_every_distribution(name: str, distribution: str) -> None:
+def test_it_is_correct_on_every_distribution(name: str, distribution: str) -> None:
     kernel = kernel_here(name)
     where, device = torch.device("cuda"), current_device("cuda")
     for case in taken_by(kernel, distribution):
@@ -98,7 +98,7 @@ def test_it_is_right_on_every_distribution(name: str, distribution: str) -> None
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
+def test_outputs_with_any_alignment_are_written(name: str) -> None:
     kernel = kernel_here(name)
     where, device = torch.device("cuda"), current_device("cuda")
     problem = taken_by(kernel, "X1")[0].problem
@@ -114,7 +114,7 @@ def test_outputs_that_begin_anywhere_are_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_what_is_not_finite_stays_in_its_row(name: str) -> None:
+def test_non_finite_values_stay_in_their_row(name: str) -> None:
     kernel = kernel_here(name)
     where, device = torch.device("cuda"), current_device("cuda")
     case = max(taken_by(kernel, "X1"), key=lambda case: case.problem.flops)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from lokakern.kernels.adapters import flashinfer, quack, transformer_engine
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.norm_operands import draw_epilogue
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import draw_epilogue, operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import norm_named, normalize
 from lokakern.problems import make_problem
@@ -145,7 +144,7 @@ def rows(m: int, k: int, seed: int = 0) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(BFLOAT16)
 
 
-def test_every_norm_of_a_library_is_known_here() -> None:
+def test_every_norm_of_a_library_is_tested_here() -> None:
     found = {k.name for k in KERNELS.values() if k.library in LIBRARIES and k.op == "norm_quantize"}
     assert found == set(KINDS)
 
@@ -153,7 +152,7 @@ def test_every_norm_of_a_library_is_known_here() -> None:
 @every_way
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (37, 264), (128, 1024), (5, 4096)])
-def test_an_adapter_hands_over_what_its_library_wants(
+def test_an_adapter_passes_the_arguments_of_its_library(
     name: str, kind: str, affine: bool, m: int, k: int
 ) -> None:
     """Weights are drawn in float32: what the adapter rounds is within its bound."""
@@ -204,9 +203,7 @@ def test_a_bias_that_cancels_a_product_is_within_the_bound(name: str, kind: str)
 
 
 @every_way
-def test_slices_are_read_outputs_begin_anywhere_and_no_rows_are_no_work(
-    name: str, kind: str
-) -> None:
+def test_slices_unaligned_outputs_and_empty_inputs(name: str, kind: str) -> None:
     epilogue = draw_epilogue(norm_form(f"{kind}+affine"), 33, 128, CPU)
     x = rows(33, 384)[:, 128:256]
     packed = torch.empty(33, 128, dtype=BFLOAT16)
@@ -219,7 +216,7 @@ def test_slices_are_read_outputs_begin_anywhere_and_no_rows_are_no_work(
 
 
 @every_way
-def test_what_is_nan_is_all_of_a_row_and_zeros_stay_zeros(name: str, kind: str) -> None:
+def test_nan_makes_the_whole_row_nan_and_zeros_stay_zeros(name: str, kind: str) -> None:
     x = rows(4, 256)
     x[1, 7], x[2] = math.nan, 0.0
     out = torch.empty_like(x)
@@ -241,7 +238,7 @@ def test_what_is_nan_is_all_of_a_row_and_zeros_stay_zeros(name: str, kind: str) 
         ({"m": 2**26}, "32 bits"),
     ],
 )
-def test_what_a_library_would_misread_is_refused(
+def test_operands_that_a_library_would_misread_are_rejected(
     name: str, kind: str, change: dict[str, Any], words: str
 ) -> None:
     answer = answer_of(name, dataclasses.replace(problem_of(kind), **change))
@@ -254,7 +251,7 @@ def test_what_a_library_would_misread_is_refused(
     ["none", "layer", "rms", "block_rms(8)", "bias+layer", "residual+rms+affine", "rms+silu",
      "layer+affine+gate", "rms+cross", "layer+affine+residual_last"],
 )  # fmt: skip
-def test_what_a_library_does_not_do_is_refused(name: str, epilogue: str) -> None:
+def test_unsupported_operations_of_a_library_are_rejected(name: str, epilogue: str) -> None:
     answer = answer_of(name, dataclasses.replace(problem_of("rms"), epilogue=epilogue))
     assert isinstance(answer, Accepted) == (epilogue in KINDS[name])
     if isinstance(answer, Rejected):
@@ -262,7 +259,7 @@ def test_what_a_library_does_not_do_is_refused(name: str, epilogue: str) -> None
 
 
 @every_way
-def test_without_its_library_a_norm_says_so(name: str, kind: str) -> None:
+def test_a_norm_without_its_library_is_unavailable_with_a_reason(name: str, kind: str) -> None:
     kernel = KERNELS[name]
     if LIBRARIES[kernel.library].here is not None:
         return  # what it says then is of the version and of trials

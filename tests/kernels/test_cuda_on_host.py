@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,133 +13,16 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.kernels.cuda import quantize, quantize_sums, quantize_tensor, quantize_tile
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
-from lokakern.nvrtc import Program
 from lokakern.registry.register import KERNELS
 from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
-from tests.support.sharing import made_once, shared_folder
-
-HEADER = Path(__file__).parents[1] / "support" / "cuda_on_host.hpp"
-RUNTIME = Path(__file__).parents[1] / "support" / "cuda_on_host.cpp"
-FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-# `make` installs Zig, which brings a C++ compiler, where there is none.
-COMPILER = [FOUND] if FOUND else [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=all"]
-IS_GCC = bool(FOUND) and Path(FOUND).name == "g++"
-# Only the runtime needs C++'s library, whose symbols take the linker a third of all its time.
-LINKER = [str(Path(FOUND).with_name("gcc"))] if FOUND and IS_GCC else COMPILER
-OPTIONS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w"]
-CALLS = {
-    "quantize": """
-extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
-                       float* scale, int rows, long long x_stride, long long data_stride,
-                       long long scale_stride) {
-    run_grid(blocks, threads, CLUSTER > 1, [=] {
-        quantize(x, data, scale, rows, x_stride, data_stride, scale_stride);
-    });
-}
-""",
-    "quantize_tile": """
-extern "C" void launch(unsigned blocks, unsigned threads, const char* y, unsigned char* data,
-                       unsigned char* across, float* scale, float* across_scale, unsigned* amax,
-                       float* parts, int rows, int columns, long long y_stride,
-                       long long data_stride, long long across_stride, long long scale_stride,
-                       long long across_scale_stride) {
-    run_grid(blocks, threads, false, [=] {
-        quantize_tile(y, data, across, scale, across_scale, amax, parts, rows, columns, y_stride,
-                      data_stride, across_stride, scale_stride, across_scale_stride);
-    });
-}
-""",
-    "quantize_scales": """
-extern "C" void launch(unsigned blocks, unsigned threads, float* scale, float* other, int count,
-                       int others) {
-    run_grid(blocks, threads, false, [=] { quantize_scales(scale, other, count, others); });
-}
-""",
-    "quantize_sums": """
-extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, float* sums,
-                       int tiles, int columns) {
-    run_grid(blocks, threads, false, [=] { quantize_sums(parts, sums, tiles, columns); });
-}
-""",
-    "quantize_tensor": """
-extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
-                       float* scale, unsigned* maxima, int rows, int parts, long long columns,
-                       long long x_stride, long long data_stride) {
-    run_grid(blocks, threads, AT_ONCE, [=] {
-        quantize_tensor(x, data, scale, maxima, rows, parts, columns, x_stride, data_stride);
-    });
-}
-""",
-}
-C_TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "I": ctypes.c_uint}
-
-
-def sources(name: str, copies: dict[str, Path]) -> Path:
-    """A shared folder with kernels beside headers that stand in for the GPU's, by their names."""
-    folder = shared_folder(name)
-    for target, source in copies.items():
-        made_once(folder / target, lambda to, source=source: shutil.copy(source, to))
-    if IS_GCC:  # a third of the time, compiled before
-        header = [*COMPILER, *OPTIONS, "-x", "c++-header", folder / "ptx.cuh", "-o"]
-        made_once(folder / "ptx.cuh.gch", lambda to: subprocess.run([*header, to], check=True))
-    return folder
-
-
-@functools.cache
-def runtime() -> Path:
-    """What takes turns between a block's threads, linked to every program."""
-    command = [*COMPILER, *OPTIONS, "-shared", RUNTIME, "-o"]
-    return made_once(shared_folder("host_runtime") / "libcuda_on_host.so",
-                     lambda to: subprocess.run([*command, to], check=True))  # fmt: skip
+from tests.support.cuda_host_launch import HEADER, HostLaunch, sources
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     kernels = Path(quantize.SOURCE).parent.glob("quantize*.cu*")
     return sources("host", {path.name: path for path in kernels} | {"ptx.cuh": HEADER})
-
-
-@functools.cache
-def compiled(folder: Path, program: Program) -> Any:
-    name = f"{program.entry}_{'_'.join(str(value) for _, value in program.macros)}"
-    text = f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}'
-    source = made_once(folder / f"{name}.cpp", lambda to: to.write_text(text))
-    command = [
-        *LINKER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
-        *(f"-D{name}={value}" for name, value in program.macros), source, runtime(), "-o",
-    ]  # fmt: skip
-    library = folder / f"{name}.so"
-    made_once(library, lambda to: subprocess.run([*command, to], check=True))
-    return ctypes.CDLL(str(library)).launch
-
-
-class HostLaunch:
-    """Takes the place of a CudaLaunch and runs the same program on the CPU."""
-
-    def __init__(
-        self,
-        folder: Path,
-        program: Program,
-        *,
-        pointers: int,
-        threads: int,
-        scalars: str,
-        **_: Any,
-    ) -> None:
-        self._run = compiled(folder, program)
-        self._threads = threads
-        self._types = (
-            *[ctypes.c_uint] * 2,
-            *[ctypes.c_void_p] * pointers,
-            *[C_TYPES[code] for code in scalars],
-        )
-
-    def __call__(
-        self, grid: tuple[int, int, int], pointers: tuple[Tensor, ...], scalars: tuple[int, ...]
-    ) -> None:
-        values = (grid[0], self._threads, *[pointer.data_ptr() for pointer in pointers], *scalars)
-        self._run(*[of(value) for of, value in zip(self._types, values, strict=True)])
 
 
 @pytest.fixture
@@ -232,9 +110,7 @@ ROW_SIZES = [(9, 8), (9, 13), (37, 128), (11, 200), (9, 520), (9, 1024), (9, 204
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), ROW_SIZES)
 @pytest.mark.sample(every=4)
-def test_row_scales_and_bytes_are_those_of_numerics(
-    rows: int, columns: int, source: torch.dtype
-) -> None:
+def test_rowwise_quantization_equals_numerics(rows: int, columns: int, source: torch.dtype) -> None:
     form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
     check(hostile(rows, columns, source), form, Granularity.ROW)
 
@@ -242,7 +118,7 @@ def test_row_scales_and_bytes_are_those_of_numerics(
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(9, 13), (37, 128), (70, 384), (9, 1000), (9, 201)])
-def test_group_scales_and_bytes_are_those_of_numerics(
+def test_groupwise_quantization_equals_numerics(
     rows: int, columns: int, source: torch.dtype
 ) -> None:
     form = Format.E5M2 if source is torch.bfloat16 else Format.E4M3FN
@@ -293,7 +169,7 @@ def test_scales_may_be_powers_of_two(granularity: Granularity, form: Format) -> 
 
 
 @pytest.mark.usefixtures("on_host")
-def test_many_short_rows_are_taken_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_short_rows_are_processed_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "MANY_WARPS", 3)
     for rows, columns in [(9, 13), (70, 64), (67, 39)]:
         for source in SOURCES:
@@ -304,7 +180,7 @@ def test_many_short_rows_are_taken_several_at_a_time(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("lines", [2, 4])
-def test_a_thread_may_take_several_lines(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_may_process_several_lines(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tile_of = quantize.tile_of
     monkeypatch.setattr(quantize, "tile_of", lambda *size: tile_of(*size)._replace(lines=lines))
     for rows, columns in [(9, 13), (37, 128), (70, 64), (67, 200)]:
@@ -314,7 +190,7 @@ def test_a_thread_may_take_several_lines(lines: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
-def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
+def test_every_bfloat16_value_is_cast_correctly(form: Format) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     check(values.reshape(512, 128), form, Granularity.ROW)
     check(values.reshape(8192, 8), form, Granularity.ROW)
@@ -324,7 +200,7 @@ def test_every_bfloat16_value_is_cast_right(form: Format) -> None:
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
 @pytest.mark.parametrize("exponent", [0, 100, -60, -100])
 @pytest.mark.sample(every=4)
-def test_all_quotients_of_bfloat16_are_rounded_right(form: Format, exponent: int) -> None:
+def test_all_quotients_of_bfloat16_are_rounded_correctly(form: Format, exponent: int) -> None:
     """Every significand by the scale of every other, down to where all becomes 0."""
     significands = torch.arange(128, 256, dtype=torch.float32) / 128
     scales = 2.0 ** torch.arange(0, -34, -1, dtype=torch.float32)
@@ -358,7 +234,7 @@ TILE_SIZES = [(1, 1), (3, 150), (140, 13), (130, 272), (257, 128)]
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "power_of_two"])
 @pytest.mark.sample(every=2)
-def test_blocks_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+def test_blockwise_quantization_equals_numerics(source: torch.dtype, epilogue: str) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
         for x in (wide[:, :columns].contiguous(), wide[:, 5 : 5 + columns]):
@@ -389,7 +265,7 @@ def test_column_major_input_is_written_transposed(
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("epilogue", ["none", "static", "delayed"])
 @pytest.mark.sample(every=3)
-def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> None:
+def test_tensorwise_quantization_equals_numerics(source: torch.dtype, epilogue: str) -> None:
     """In registers of 3 multiprocessors, and read twice; with every kind of row."""
     form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
     for rows, columns in [(1, 1), (3, 150), (140, 13), (70, 1024), (200, 700), (61, 7001)]:
@@ -405,7 +281,7 @@ def test_tensors_are_those_of_numerics(source: torch.dtype, epilogue: str) -> No
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("form", [Format.E4M3FN, Format.E5M2], ids=str)
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-70, 0.3, 2.0**60, 2.0**120])
-def test_given_scales_of_any_size_saturate_and_keep_non_finite_values(
+def test_static_scales_of_any_size_saturate_and_keep_non_finite_values(
     form: Format, scale: float
 ) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -458,7 +334,7 @@ def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | N
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
 @pytest.mark.sample(every=4)
-def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None:
+def test_quantize_transpose_equals_numerics(name: str, source: torch.dtype) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)
         tall = hostile(columns, rows + 9, source)
@@ -475,7 +351,7 @@ def test_both_ways_are_those_of_numerics(name: str, source: torch.dtype) -> None
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
 @pytest.mark.sample(every=4)
-def test_sums_of_columns_come_with_both_ways(name: str, source: torch.dtype) -> None:
+def test_quantize_transpose_also_computes_column_sums(name: str, source: torch.dtype) -> None:
     for rows, columns in [(1, 1), (130, 150), (257, 128)]:
         wide = hostile(rows, columns + 9, source)
         wide[6:7] = 1.0  # no NaN in every column

@@ -228,7 +228,7 @@ def test_random_scaled_gemms(name: str, where: str) -> None:
         assert taken
 
 
-def test_everything_a_little_too_large_is_seen() -> None:
+def test_slightly_too_large_errors_are_found() -> None:
     """By the bound of kernels on tensor cores."""
     right = KERNELS["torch.emulated_row"]
 
@@ -246,7 +246,7 @@ def test_everything_a_little_too_large_is_seen() -> None:
     assert sum("times what is allowed" in (words or "") for words in found) >= 10, found
 
 
-def test_long_sums_and_many_rows_are_drawn() -> None:
+def test_random_sizes_include_long_sums_and_many_rows() -> None:
     drawn = [Draw(KERNELS["torch.emulated_row"], "cpu", seed) for seed in range(100)]
     assert sum(draw.k > 5000 for draw in drawn) >= 5
     assert sum(draw.m > 5000 for draw in drawn) >= 5

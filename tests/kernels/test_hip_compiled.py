@@ -9,28 +9,25 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 import subprocess
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lokakern.types import Format
 from tests.support import instructions, machine_code
+from tests.support.hip_compiler import (
+    CLANG,
+    GPUS,
+    KERNELS,
+    MATRIX,
+    compiled,
+    needs_clang,
+)
 from tests.support.machine_code import LOCAL_BYTES
 
-KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "hip"
 RECORDED = KERNELS / "resources.json"
-CLANG = shutil.which("clang++-22")
-OPTIONS = ("-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib",
-           "-O3", "-std=c++17", "-S", "-o", "-")  # fmt: skip
-GPUS = ("gfx942", "gfx950")
-MATRIX = {
-    "gfx942": "v_mfma_f32_16x16x32_fp8_fp8",
-    "gfx950": "v_mfma_scale_f32_16x16x128_f8f6f4",
-}
 LARGEST = {
     "gfx942": instructions.bits_of(Format.E4M3FNUZ.maximum),
     "gfx950": instructions.bits_of(Format.E4M3FN.maximum),
@@ -69,7 +66,6 @@ LAUNCHED_BY: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], list[str]]]]
         (0,): ["scaled_gemm_row"], (1,): ["scaled_gemm_block"], (2,): ["scaled_gemm_mx"]}),
     "gemm_norm": (("BY_GROUP",), {(0,): ["gemm_norm_row"], (1,): ["gemm_norm_block"]}),
 }  # fmt: skip
-needs_clang = pytest.mark.skipif(CLANG is None, reason="needs clang 22")
 
 
 @functools.cache
@@ -80,21 +76,6 @@ def compiler() -> str:
 
 def name_of(kernel: str, macros: dict[str, int]) -> str:
     return f"{kernel} " + " ".join(f"{name}={value}" for name, value in macros.items())
-
-
-def compiled(gpu: str, source: Path, macros: dict[str, int]) -> str:
-    """Assembly of a source, which may include the headers of kernels."""
-    given = [f"-D{name}={value}" for name, value in macros.items()]
-    command = [
-        str(CLANG),
-        f"--offload-arch={gpu}",
-        *OPTIONS,
-        *given,
-        "-I",
-        str(KERNELS),
-        str(source),
-    ]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lokakern.types import Format
-from tests.kernels.test_hip_compiled import GPUS, MATRIX, compiled, needs_clang
+from tests.support.hip_compiler import GPUS, MATRIX, compiled, needs_clang
 from tests.support.instructions import (
     Instruction,
     bits_of,

@@ -28,7 +28,7 @@ from lokakern.errors import CompilationError, LaunchError
 from lokakern.hip import HipLaunch, Program
 from lokakern.kernels.hip import dequantize, gemm_norm, quantize, scaled_gemm
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import norm_named
 from lokakern.problems import make_problem
@@ -176,7 +176,7 @@ ON_GPUS = [  # scales, by GPU: powers of two are for the one that multiplies wit
 
 @pytest.mark.parametrize(("gpu", "granularity"), ON_GPUS)
 @pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
-def test_quantize_gives_the_bytes_of_the_emulation(
+def test_quantize_is_bitwise_equal_to_the_emulation(
     gpu: str, granularity: Granularity, form: Format, tmp_path: Path
 ) -> None:
     group = quantize.GROUPS[granularity]
@@ -323,7 +323,7 @@ KINDS_ON_GPUS = [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942",
 
 
 @pytest.mark.parametrize(("gpu", "scales"), KINDS_ON_GPUS)
-def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
+def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
     macros = macros_of(scales)
     path = program("scaled_gemm", gpu, macros, folder())
     for number, (m, n, k) in enumerate(PRODUCTS):
@@ -336,7 +336,7 @@ def test_scaled_gemm_is_right(gpu: str, scales: str, tmp_path: Path) -> None:
     ("gpu", "scales", "tile"),
     [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32)],
 )
-def test_scaled_gemm_is_right_in_other_tiles(
+def test_scaled_gemm_is_correct_with_other_tiles(
     gpu: str, scales: str, tile: int, tmp_path: Path
 ) -> None:
     path = program("scaled_gemm", gpu, macros_of(scales, tile), folder())
@@ -416,7 +416,7 @@ BROKEN = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_dropped_is_seen(what: str, tmp_path: Path) -> None:
+def test_dropped_terms_are_found(what: str, tmp_path: Path) -> None:
     """In a product of gfx950, waves in one order or the other."""
     here = folder("_" + what.replace(" ", "_"))
     old, new = BROKEN[what]
@@ -465,7 +465,7 @@ GIVEN_SCALE = 0.005  # of a tensor: most of what is normalized saturates under i
 
 @pytest.mark.parametrize("gpu", FORMATS)
 @pytest.mark.parametrize("what", NORMED)
-def test_gemm_norm_is_right(gpu: str, what: str, tmp_path: Path) -> None:
+def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
     norm_name, activation, output, by_group, vectors, tile, shapes = NORMED[what]
     norm, form = norm_named(norm_name), FORMATS[gpu]
     macros = {
@@ -597,7 +597,7 @@ def norm_problems(fp8: Format) -> Iterator[Problem]:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("amd", ["gfx950"], indirect=True)  # both run in the tests above
-def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
+def test_launchers_pass_the_arguments_of_their_kernels(amd: Device) -> None:
     """Through the operands and the check of the bench, on every kernel of the registry here."""
     seen = {"hip.dequantize_tensor", "hip.dequantize_block"}  # in the next test
     own = {name for name, k in KERNELS.items() if k.language == "hip" and not k.parts}
@@ -616,7 +616,7 @@ def test_launchers_hand_over_what_their_kernels_want(amd: Device) -> None:
 
 
 @pytest.mark.parametrize("granularity", [Granularity.TENSOR, Granularity.BLOCK])
-def test_dequantize_takes_every_scale(amd: Device, granularity: Granularity) -> None:
+def test_dequantize_supports_every_granularity(amd: Device, granularity: Granularity) -> None:
     launch = KERNELS[f"hip.dequantize_{granularity.suffix}"].launch
     for rows, columns in (*SIZES, (200, 300)):
         x = numerics.quantize(
@@ -630,7 +630,7 @@ def test_dequantize_takes_every_scale(amd: Device, granularity: Granularity) -> 
 
 
 @pytest.mark.parametrize("gpu", FORMATS)
-def test_what_the_kernels_cannot_do_is_refused(gpu: str) -> None:
+def test_unsupported_problems_are_rejected(gpu: str) -> None:
     """The format of the other generation above all: its bits would mean half or twice as much."""
     device = Device("amd", "AMD Instinct", gpu, 304, 192)
     own = FORMATS[gpu]
@@ -703,7 +703,7 @@ def launch_on_meta(name: str, problem: Problem) -> None:
         ("gemm_norm_block", 8, 16, (256, 64)),
     ],
 )  # fmt: skip
-def test_a_grid_that_hip_does_not_launch_is_refused(
+def test_a_grid_that_is_too_large_for_hip_is_rejected(
     name: str, n: int, k: int, threads_of_rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tallest problem that is taken is launched, one row more is refused with a reason."""
@@ -736,7 +736,7 @@ LARGE = {  # rows and columns of a that 32 bits count, what they do not, and ker
 
 
 @pytest.mark.parametrize("what", LARGE)
-def test_what_32_bits_do_not_count_is_refused(what: str) -> None:
+def test_sizes_beyond_32_bits_are_rejected(what: str) -> None:
     device = Device("amd", "AMD Instinct", "gfx950", 304, 288)
     taken, refused, names = LARGE[what]
     limited = [name for name, kernel in KERNELS.items() if not kernel.parts
@@ -763,7 +763,9 @@ def test_arguments_are_packed_as_hip_wants_them() -> None:
     assert len(memory) == struct.calcsize("PPiqif")
 
 
-def test_a_launch_is_what_the_module_interface_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_passes_its_arguments_to_the_module_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[Any, ...]] = []
 
     class Runtime:
@@ -796,7 +798,7 @@ def test_a_launch_is_what_the_module_interface_is_given(monkeypatch: pytest.Monk
         run(1, (tensor,), (5,))
 
 
-def test_without_rocm_a_launch_says_what_is_missing() -> None:
+def test_a_launch_without_rocm_raises_with_the_missing_library() -> None:
     made = Program(str(KERNELS_FOLDER / "quantize.hip"), "quantize")
     with pytest.raises(CompilationError, match=r"HIP kernels need ROCm's libhiprtc\.so"):
         hip.code_object(made, "gfx942")

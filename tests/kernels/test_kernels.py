@@ -208,7 +208,7 @@ def reasons_of(kernel: Kernel, where: str, *, none_ok: bool, reasons: list[str |
 
 @pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "FP8"])
-def test_scaled_gemm_does_every_epilogue_it_declares(name: str, where: str, small: bool) -> None:
+def test_scaled_gemm_computes_every_declared_epilogue(name: str, where: str, small: bool) -> None:
     """On tails of m, n and k; neither NaN between rows of operands nor bytes of others count."""
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
@@ -239,7 +239,7 @@ def test_scaled_gemm_does_every_epilogue_it_declares(name: str, where: str, smal
 
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "FP8"])
 @pytest.mark.parametrize("what", ["1.05 times", "silu for hardswish"])
-def test_what_is_almost_right_is_seen_by_the_bound_of_tensor_cores(what: str, small: bool) -> None:
+def test_the_bound_of_tensor_cores_finds_slightly_incorrect_sums(what: str, small: bool) -> None:
     right = KERNELS["torch.emulated_row"]
 
     def launch(*given: Any) -> None:
@@ -320,7 +320,7 @@ def grouped_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "where"), grouped_cases())
-def test_scaled_gemm_takes_groups(name: str, where: str) -> None:
+def test_scaled_gemm_supports_groups(name: str, where: str) -> None:
     """Of equal rows, and of any, empty ones and rows of no group included."""
     kernel = kernel_here(name, where)
     reasons = []
@@ -355,7 +355,7 @@ def test_scaled_gemm_takes_groups(name: str, where: str) -> None:
     case for case in cases("scaled_gemm") if KERNELS[case.values[0]].k_slices
 ])  # fmt: skip
 @pytest.mark.parametrize("parts", [(128, 39), (128, 256, 720), (384, 128, 128, 16)], ids=str)
-def test_scaled_gemm_takes_slices_of_k(name: str, where: str, parts: tuple[int, ...]) -> None:
+def test_scaled_gemm_supports_slices_of_k(name: str, where: str, parts: tuple[int, ...]) -> None:
     """Each 1x128-quantized by itself, or all of one matrix under the same scales."""
     kernel = kernel_here(name, where)
     m, n, k = 130, 96, sum(parts)
@@ -410,7 +410,7 @@ def test_scaled_gemm_keeps_non_finite_values_to_their_rows(name: str, where: str
 
 
 @pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
-def test_scaled_gemm_writes_a_strided_slice_or_says_why_not(name: str, where: str) -> None:
+def test_scaled_gemm_writes_a_strided_slice_or_rejects_it(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     left = numerics.quantize(torch.randn(256, 256, device=where), fp8, kernel.granularity)
@@ -426,7 +426,9 @@ def test_scaled_gemm_writes_a_strided_slice_or_says_why_not(name: str, where: st
 
 @pytest.mark.parametrize(("name", "where"), cases("gemm"))
 @pytest.mark.parametrize("distribution", REALISTIC_DISTRIBUTIONS)
-def test_gemm_multiplies_what_it_quantized(name: str, where: str, distribution: str) -> None:
+def test_gemm_equals_the_product_of_its_quantized_operands(
+    name: str, where: str, distribution: str
+) -> None:
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     dtype = torch.float32 if name == "torch.fp32" else torch.bfloat16
@@ -449,7 +451,7 @@ def test_gemm_multiplies_what_it_quantized(name: str, where: str, distribution: 
 
 
 @pytest.mark.parametrize(("name", "where"), cases("gemm"))
-def test_gemm_takes_views_and_odd_sizes_or_says_why_not(name: str, where: str) -> None:
+def test_gemm_supports_views_and_odd_sizes_or_rejects_them(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     dtype = torch.float32 if name == "torch.fp32" else torch.bfloat16
@@ -484,7 +486,7 @@ GRADIENTS = [(256, 128, 384), (130, 39, 77)]
 
 
 @pytest.mark.parametrize(("name", "where"), cases("gemm"))
-def test_gemm_takes_gradients_as_they_lie_or_says_why_not(name: str, where: str) -> None:
+def test_gemm_reads_gradients_in_their_layout_or_rejects_them(name: str, where: str) -> None:
     """``dX = dY W`` with a row-major b, ``dW = dY^T X`` with a column-major a besides."""
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
@@ -514,7 +516,7 @@ def test_gemm_takes_gradients_as_they_lie_or_says_why_not(name: str, where: str)
         pytest.param(H200, "cuda.quantize_*+cuda.scaled_gemm_*", id="sm_90"),
     ],
 )
-def test_some_fp8_gemm_takes_gradients_as_they_lie(device: Device, parts: str) -> None:
+def test_some_fp8_gemm_reads_gradients_in_their_layout(device: Device, parts: str) -> None:
     """That is right by the test before; asked wherever there is what compiles for it."""
     composed = fnmatch.filter(sorted(KERNELS), parts)
     for m, n, k in GRADIENTS:
@@ -531,7 +533,7 @@ def batched_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "where"), batched_cases())
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
-def test_gemm_takes_a_batch_in_every_layout(name: str, where: str, with_bias: bool) -> None:
+def test_gemm_supports_a_batch_in_every_layout(name: str, where: str, with_bias: bool) -> None:
     kernel = kernel_here(name, where)
     dtype = torch.float32 if name == "torch.fp32" else torch.bfloat16
     for batch, m, n, k in [(1, 8, 16, 24), (5, 27, 13, 39), (3, 1, 1, 7), (40, 64, 24, 160)]:
@@ -634,7 +636,7 @@ def transposed_wrong(
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
 @pytest.mark.parametrize("column_sums", [False, True], ids=["alone", "sums"])
 @pytest.mark.sample(every=4, of=("name",))
-def test_quantize_transpose_gives_the_bytes_of_both(
+def test_quantize_transpose_is_bitwise_equal_to_quantize(
     name: str, where: str, source: Format, column_sums: bool
 ) -> None:
     kernel = kernel_here(name, where)
@@ -666,7 +668,7 @@ def sums_of(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
-def test_sums_of_columns_are_those_of_float64_within_their_bound(
+def test_column_sums_are_within_their_bound_of_float64(
     name: str, where: str, source: Format
 ) -> None:
     """Of few tiles and many, of sizes apart and of values that cancel; twice the same bits."""
@@ -683,7 +685,7 @@ def test_sums_of_columns_are_those_of_float64_within_their_bound(
 
 
 @pytest.mark.parametrize(("name", "where"), cases("quantize_transpose"))
-def test_sums_of_columns_keep_what_is_not_finite(name: str, where: str) -> None:
+def test_column_sums_keep_non_finite_values(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     x = torch.randn(300, 40, device=where)
     x[7, 0], x[200, 1], x[3, 2] = math.nan, math.inf, -math.inf
@@ -699,7 +701,7 @@ QUANTIZED_SIZES = [(1, 1), (3, 129), (7, 13), (130, 257), (5, 9000), (3, 40001),
 @pytest.mark.parametrize(("name", "where"), cases("quantize"))
 @pytest.mark.parametrize("source", [Format.BFLOAT16, Format.FLOAT32], ids=str)
 @pytest.mark.sample(every=3, of=("name",))
-def test_quantize_gives_the_bytes_of_the_emulation(name: str, where: str, source: Format) -> None:
+def test_quantize_is_bitwise_equal_to_the_emulation(name: str, where: str, source: Format) -> None:
     """Rows may start anywhere, columns may be contiguous instead, data may have padded rows."""
     kernel = kernel_here(name, where)
     taken = 0

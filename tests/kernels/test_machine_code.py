@@ -93,7 +93,7 @@ def test_the_innermost_loop_with_the_most_products_is_chosen() -> None:
     assert main_loop(blocks_of(NESTED)) == [FP8, FP8, "s_cbranch_vccnz"]
 
 
-def test_a_loop_is_what_comes_back_wherever_its_blocks_lie() -> None:
+def test_loops_are_found_in_any_order_of_blocks() -> None:
     assert main_loop(blocks_of(MOVED)) == [
         FP8, "s_cbranch_scc1", "v_mov_b32_e32", "s_cbranch_execz", "v_and_b32_e32", "s_branch"
     ]  # fmt: skip
@@ -154,7 +154,7 @@ def test_cycles(instruction: str, expected: float) -> None:
     assert cycles(instruction) == expected
 
 
-def test_a_matrix_instruction_without_a_known_rate_is_refused() -> None:
+def test_a_matrix_instruction_without_a_known_rate_raises() -> None:
     with pytest.raises(ValueError, match="no rate is known of v_mfma_i32_16x16x32_i8"):
         cycles("v_mfma_i32_16x16x32_i8")
 
@@ -178,7 +178,7 @@ def test_waves_come_in_blocks_that_fit_registers_and_local_memory(
     assert resources(LOOP + notes, gpu, local_bytes)["occupancy"] == expected
 
 
-def test_what_the_compiler_notes_is_read() -> None:
+def test_notes_of_the_compiler_are_parsed() -> None:
     found = resources(LOOP + NOTES, "gfx942")
     assert (found["vector_registers"], found["accumulation_registers"]) == (160, 32)
     assert (found["scalar_registers"], found["local_bytes"], found["scratch_bytes"]) == (53, 0, 0)

@@ -64,7 +64,7 @@ def test_rows_of_scales_start_at_words() -> None:
     assert scale.untyped_storage().nbytes() == 5 * 8  # words of the last row are there, too
 
 
-def test_scales_of_another_dtype_are_refused() -> None:
+def test_scales_of_another_dtype_raise() -> None:
     _, q = quantized(4, 64)
     assert q.scale is not None
     with pytest.raises(ShapeError, match="float8_e8m0fnu"):
@@ -89,7 +89,7 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_public_functions_take_them(shape: tuple[int, int, int]) -> None:
+def test_public_functions_support_mx_scales(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     generator = torch.Generator().manual_seed(m)
     x = torch.randn(m, k, generator=generator)
@@ -105,7 +105,7 @@ def test_the_public_functions_take_them(shape: tuple[int, int, int]) -> None:
     assert torch.equal(back, numerics.dequantize(a))
 
 
-def test_both_ways_are_quantized_alike() -> None:
+def test_quantize_transpose_has_mx_scales_both_ways() -> None:
     x = torch.randn(70, 50, generator=torch.Generator().manual_seed(1))
     one, other, sums = lokakern.quantize_transpose(x, "1x32", column_sums=True)
     for found, source in ((one, x), (other, x.t())):
@@ -114,14 +114,14 @@ def test_both_ways_are_quantized_alike() -> None:
     assert sums is not None and torch.allclose(sums, x.sum(0), atol=1e-4)
 
 
-def test_other_scales_do_not_go_with_them() -> None:
+def test_other_scales_cannot_be_mixed_with_mx_scales() -> None:
     a = lokakern.quantize(torch.ones(4, 64), "1x32")
     b = lokakern.quantize(torch.ones(8, 64), "row")
     with pytest.raises(UnsupportedError, match="1x32"):
         lokakern.scaled_gemm(a, b.t())
 
 
-def test_moving_and_packing_keeps_them() -> None:
+def test_moves_and_packing_keep_mx_scales() -> None:
     _, q = quantized(9, 70)
     assert q.scale is not None
     again = QuantizedTensor.packed(q.data.clone(), q.scale.contiguous(), Granularity.MX)
@@ -130,7 +130,7 @@ def test_moving_and_packing_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (128, 4), (129, 5), (300, 33)])
-def test_tiles_are_where_cublaslt_reads_them(shape: tuple[int, int]) -> None:
+def test_scale_tiles_have_the_layout_of_cublaslt(shape: tuple[int, int]) -> None:
     rows, groups = shape
     bits = torch.randint(0, 254, shape, generator=torch.Generator().manual_seed(rows))
     scale = bits.to(torch.uint8).view(mx.SCALE)
@@ -149,7 +149,7 @@ def test_tiles_are_where_cublaslt_reads_them(shape: tuple[int, int]) -> None:
     assert int(flat.count_nonzero()) == int(bits.count_nonzero())  # the rest is padding
 
 
-def test_who_multiplies_with_them() -> None:
+def test_architectures_that_multiply_with_mx_scales() -> None:
     """Each where its matrix cores do, and nobody elsewhere but the emulation."""
     a = Operand(Format.E4M3FN, Granularity.MX)
     for device, wanted in (

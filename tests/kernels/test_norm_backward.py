@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,141 +17,28 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
 from lokakern.functional.norm_backward import norm_backward
-from lokakern.gradients import NormGradients, slope
+from lokakern.gradients import slope
 from lokakern.kernels.torch.norm import normalized
-from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.norm import norm_named
-from lokakern.numerics import kernel_error
-from lokakern.problems import make_problem
 from lokakern.registry.norm_gradients import CURVATURES, JUMPS, norm_gradients
-from lokakern.registry.register import Kernel
-from lokakern.selection.arguments import device_of
 from lokakern.sums import column_sums
 from lokakern.types import (
     Format,
     Granularity,
     NormEpilogue,
-    Problem,
-    QuantizedTensor,
-    Rejected,
-    empty_data,
 )
 from tests.support.kernel_cases import cases, drawn, kernel_here
+from tests.support.norm_backward_runs import (
+    LASTS,
+    VARIANTS,
+    Run,
+    Variant,
+)
 
 SEEDS = (0,)  # of everything drawn here
-NORMS = ("layer", "rms", *(f"block_rms({n})" for n in (8, 64, 128, 256)), "none")
-LASTS = ("none", "relu", "hardswish", "silu")
-VECTORS = ((), ("bias",), ("norm_weight",), ("norm_bias",), ("bias", "norm_weight", "norm_bias"))
-# Format of dy in FP8 if any, and whether it is wanted in bfloat16.
-OUTPUTS = (
-    (Format.E5M2, True), (Format.E4M3FN, False), (None, True), (Format.E5M2, False)
-)  # fmt: skip
-
-
-class Way(NamedTuple):
-    norm: str = "layer"
-    last: str = "none"
-    vectors: tuple[str, ...] = ("bias", "norm_weight", "norm_bias")
-    wide: bool = True  # vectors in float32
-    out: Format | None = Format.E5M2
-    plain: bool = True
-    granularity: Granularity = Granularity.GROUP
-
-
-# Each norm with each activation, output and choice of vectors, but not all with all.
-WAYS = [
-    Way(norm, last, VECTORS[(3 * i + j) % 5], (i + j) % 2 == 0, *OUTPUTS[(i + j) % 4])
-    for i, norm in enumerate(NORMS)
-    for j, last in enumerate(LASTS)
-]
 
 
 CASES = cases("norm_backward")
-
-
-def epilogue_of(way: Way, m: int, k: int, where: str) -> NormEpilogue:
-    dtype = torch.float32 if way.wide else torch.bfloat16
-    vectors = {
-        name: drawn(k, where=where, seed=20 + i, dtype=dtype) for i, name in enumerate(way.vectors)
-    }
-    residual = drawn(m, k, where=where, seed=30) if way.plain and way.out else None
-    return NormEpilogue(norm_named(way.norm), activation=way.last, residual=residual, **vectors)
-
-
-def poisoned(way: Way, epilogue: NormEpilogue, m: int, k: int, where: str) -> NormGradients:
-    device = torch.device(where)
-
-    def quantized(rows: int, columns: int) -> QuantizedTensor | None:
-        if way.out is None:
-            return None
-        data = empty_data(rows, columns, way.out.dtype, device)
-        data.view(torch.uint8).fill_(way.out.nan_byte)
-        scale = way.granularity.empty_scale(rows, columns, device).fill_(math.nan)
-        return QuantizedTensor(data, scale, way.granularity)
-
-    dy = torch.full((m, k), math.nan, dtype=torch.bfloat16, device=device) if way.plain else None
-    count = sum(x is not None for x in (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias))
-    sums = torch.full((count, k), math.nan, device=device) if count else None
-    return NormGradients(dy, quantized(m, k), quantized(k, m), sums)
-
-
-def problem_of(way: Way, epilogue: NormEpilogue, m: int, k: int) -> Problem:
-    form = Format.BFLOAT16 if way.out is None else way.out
-    granularity = Granularity.NONE if way.out is None else way.granularity
-    return make_problem(
-        "norm_backward", (m, k), epilogue=epilogue.name(), out_format=form,
-        out_granularity=granularity,
-    )  # fmt: skip
-
-
-class Run:
-    """One launch of a kernel on gradients and what was normalized."""
-
-    def __init__(
-        self, kernel: Kernel, way: Way, m: int, k: int, where: str,
-        dd: Tensor | None = None, y: Tensor | None = None, on_host: bool = False,
-    ) -> None:  # fmt: skip
-        self.kernel, self.way = kernel, way
-        self.dd = drawn(m, k, where=where, seed=1) if dd is None else dd
-        self.y = drawn(m, k, where=where, seed=2) if y is None else y
-        self.epilogue = epilogue_of(way, m, k, where)
-        self.problem = problem_of(way, self.epilogue, m, k)
-        answers = kernel.supports_problem if on_host else kernel.supports
-        self.answer = answers(self.problem, device_of(self.y))
-        self.outputs = poisoned(way, self.epilogue, m, k, where)
-        if not isinstance(self.answer, Rejected):
-            self.launch()
-
-    def launch(self) -> None:
-        operands = (self.dd, self.y, self.outputs, self.epilogue)
-        self.kernel.launch(*operands, self.kernel.workspace(*operands))
-
-    def errors(self) -> dict[str, float]:
-        exact = norm_gradients(self.dd, self.y, self.epilogue)
-        out, found = self.outputs, {}
-        if out.dy is not None:
-            roundoff = Format.BFLOAT16.unit_roundoff
-            found["dy"] = kernel_error(out.dy, exact.dy, exact.size, roundoff).maximum
-        for name, made, value, size in (
-            ("quantized", out.quantized, exact.dy, exact.size),
-            ("quantized_t", out.quantized_t, exact.dy.t(), exact.size.t()),
-        ):
-            if made is not None:
-                roundoff = made.format.unit_roundoff
-                found[name] = norm_kernel_error(made, value, size, roundoff).maximum
-        if out.sums is not None:
-            roundoff = Format.FLOAT32.unit_roundoff
-            found["sums"] = kernel_error(out.sums, exact.sums, exact.sums_size, roundoff).maximum
-        return found
-
-    def check(self) -> bool:
-        """Whether the kernel takes the problem; it must be right then."""
-        if isinstance(self.answer, Rejected):
-            assert self.answer.reason
-            return False
-        errors, bound = self.errors(), self.kernel.bound_at(self.problem)
-        assert max(errors.values()) <= bound, f"{self.kernel} {self.problem}: {errors}"
-        return True
 
 
 # --- the reference
@@ -159,7 +46,7 @@ class Run:
 
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(3)", "block_rms(8)", "none"])
-def test_the_reference_is_what_autograd_makes_of_the_norm(norm: str, last: str) -> None:
+def test_the_reference_equals_autograd_of_the_norm(norm: str, last: str) -> None:
     """Of what `registry.ops.normalized` says the forward pass is, in float64."""
     generator = torch.Generator().manual_seed(0)
     y, dd = torch.randn((2, 13, 24), generator=generator, dtype=torch.float64)
@@ -193,7 +80,7 @@ def test_the_reference_is_what_autograd_makes_of_the_norm(norm: str, last: str) 
 
 
 @pytest.mark.parametrize("activation", sorted(CURVATURES))
-def test_the_reference_knows_where_slopes_jump_and_how_curved_they_are(activation: str) -> None:
+def test_the_reference_has_jumps_and_curvatures_of_activations(activation: str) -> None:
     step = 2.0**-10
     z = torch.arange(-8.0, 8.0, step, dtype=torch.float64) + step / 2  # no jump is a point of it
     slopes = slope(z, activation)
@@ -214,19 +101,19 @@ def test_the_reference_knows_where_slopes_jump_and_how_curved_they_are(activatio
 def test_every_norm_activation_and_output(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for m, k in ((140, 512), (72, 256)):
-        assert all([Run(kernel, way, m, k, where).check() for way in WAYS])
+        assert all([Run(kernel, variant, m, k, where).check() for variant in VARIANTS])
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
+def test_sizes_that_are_not_multiples_of_tiles(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     sizes = itertools.product((1, 3, 129, 300), (1, 8, 72, 77, 264, 520, 1000))
     norms = itertools.cycle(("layer", "rms", "none"))
     for (m, k), norm, last in zip(sizes, norms, itertools.cycle(LASTS), strict=False):
-        taken = Run(kernel, Way(norm, last), m, k, where).check()
+        taken = Run(kernel, Variant(norm, last), m, k, where).check()
         assert taken or k % 8
     for m, k, span in ((5, 24, 8), (130, 200, 8), (3, 768, 256)):
-        assert Run(kernel, Way(f"block_rms({span})", "silu"), m, k, where).check()
+        assert Run(kernel, Variant(f"block_rms({span})", "silu"), m, k, where).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
@@ -235,22 +122,22 @@ def test_long_rows(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for k in (1024, 1032, 1536, 2048, 2056, 4096, 8192):
         for norm in ("layer", "rms"):
-            assert Run(kernel, Way(norm, "hardswish"), 150, k, where).check()
-    assert Run(kernel, Way("block_rms(256)"), 150, 8192, where).check()
+            assert Run(kernel, Variant(norm, "hardswish"), 150, k, where).check()
+    assert Run(kernel, Variant("block_rms(256)"), 150, 8192, where).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_many_rows(name: str, where: str) -> None:
     """More tiles than `lokakern.sums` has lines."""
     kernel = kernel_here(name, where)
-    assert Run(kernel, Way("layer", "relu"), 64 * 128 + 130, 64, where).check()
+    assert Run(kernel, Variant("layer", "relu"), 64 * 128 + 130, 64, where).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_scales_of_rows_where_they_are_made(name: str, where: str) -> None:
+def test_rowwise_scales_where_supported(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
-    way = Way(granularity=Granularity.ROW)
-    taken = Run(kernel, way, 140, 256, where).check()
+    variant = Variant(granularity=Granularity.ROW)
+    taken = Run(kernel, variant, 140, 256, where).check()
     assert taken or kernel.language != "torch"
 
 
@@ -267,9 +154,9 @@ def test_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
         y[4] *= 1e9
         y[5] *= 1e-9
         dd[6] *= 1e-9
-        assert Run(kernel, Way(norm, last), m, k, where, dd, y).check()
+        assert Run(kernel, Variant(norm, last), m, k, where, dd, y).check()
         y[7, 9] = math.nan
-        found = Run(kernel, Way(norm, last, ()), m, k, where, dd, y)
+        found = Run(kernel, Variant(norm, last, ()), m, k, where, dd, y)
         assert found.check()
         assert found.outputs.dy is not None and found.outputs.quantized is not None
         assert found.outputs.quantized_t is not None
@@ -284,12 +171,12 @@ def test_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_infinite_gradients_are_no_part_of_a_scale(name: str, where: str) -> None:
+def test_infinite_gradients_do_not_affect_scales(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     dd = drawn(140, 256, where=where, seed=1)
     dd[3, 5], dd[130, 200] = math.inf, -math.inf
-    way = Way("none", vectors=(), out=Format.E4M3FN, plain=False)
-    found = Run(kernel, way, 140, 256, where, dd)
+    variant = Variant("none", vectors=(), out=Format.E4M3FN, plain=False)
+    found = Run(kernel, variant, 140, 256, where, dd)
     assert found.check()
     assert found.outputs.quantized is not None and found.outputs.quantized.scale is not None
     nan = found.outputs.quantized.data.float().isnan()
@@ -301,15 +188,15 @@ def test_views_are_read(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     y, dd = (drawn(130, 3, 128, where=where, seed=seed)[:, 1] for seed in (1, 2))
     for last in LASTS:
-        assert Run(kernel, Way("layer", last), 130, 128, where, dd, y).check()
+        assert Run(kernel, Variant("layer", last), 130, 128, where, dd, y).check()
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_rows_that_repeat_have_the_same_bits_and_so_do_launches(name: str, where: str) -> None:
+def test_repeated_rows_and_launches_are_bitwise_equal(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for norm, k in (("layer", 512), ("rms", 2048), ("layer", 4096)):
         y, dd = (drawn(128, k, where=where, seed=seed).repeat(3, 1) for seed in (1, 2))
-        found = Run(kernel, Way(norm, "silu"), 384, k, where, dd, y)
+        found = Run(kernel, Variant(norm, "silu"), 384, k, where, dd, y)
         out = found.outputs
         assert out.dy is not None and out.quantized is not None and out.sums is not None
         assert torch.equal(out.dy[:128], out.dy[256:])
@@ -327,7 +214,7 @@ def test_a_bias_has_the_sums_of_float32_gradients_in_their_order(name: str, wher
     """Without a norm nothing is rounded but the sums."""
     kernel = kernel_here(name, where)
     for last in ("none", "relu"):
-        found = Run(kernel, Way("none", last, ("bias",)), 16700, 24, where)
+        found = Run(kernel, Variant("none", last, ("bias",)), 16700, 24, where)
         exact = norm_gradients(found.dd, found.y, found.epilogue).dy.float()
         assert found.outputs.sums is not None
         assert torch.equal(found.outputs.sums[0], column_sums(exact))
@@ -345,7 +232,7 @@ def autograd_of(
 
 
 @pytest.mark.parametrize("out_format", [None, "e4m3fn", "bfloat16"])
-def test_the_public_function_makes_the_gradients_of_autograd(out_format: str | None) -> None:
+def test_the_public_function_equals_autograd(out_format: str | None) -> None:
     y, dd = (drawn(70, 200, where="cpu", seed=seed) for seed in (1, 2))
     bias, weight, shift = (drawn(200, where="cpu", seed=seed) for seed in (3, 4, 5))
     for norm, last in (("layer", "hardswish"), ("rms", "none"), ("block_rms(8)", "silu")):
@@ -372,7 +259,7 @@ def test_the_public_function_makes_the_gradients_of_autograd(out_format: str | N
             torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
-def test_what_nobody_asks_for_is_not_made() -> None:
+def test_unrequested_gradients_are_not_computed() -> None:
     y, dd = (drawn(20, 64, where="cpu", seed=seed) for seed in (1, 2))
     made = norm_backward(dd, y, norm="rms", plain=False)
     assert (made.dy, made.norm_weight, made.norm_bias, made.bias) == (None, None, None, None)
@@ -382,7 +269,7 @@ def test_what_nobody_asks_for_is_not_made() -> None:
     assert made.quantized_t is not None and made.quantized_t.granularity is Granularity.ROW
 
 
-def test_any_strides_and_no_rows() -> None:
+def test_any_strides_and_empty_inputs() -> None:
     y, dd = (drawn(64, 20, where="cpu", seed=seed) for seed in (1, 2))
     found = norm_backward(dd.t(), y.t(), norm="layer", bias=y[:, 0].contiguous(), activation="silu")
     same = norm_backward(
@@ -394,7 +281,7 @@ def test_any_strides_and_no_rows() -> None:
     assert none.bias is not None and (none.bias == 0).all()
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     y, dd = (drawn(20, 64, where="cpu", seed=seed) for seed in (1, 2))
     for error, changed in (
         (ShapeError, {"dd": dd[:, :32]}),

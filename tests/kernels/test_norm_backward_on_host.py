@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from lokakern.kernels.cuda import norm_backward, quantize_sums
 from lokakern.registry.register import KERNELS
 from lokakern.sums import column_sums
 from lokakern.types import Format
-from tests.kernels import test_cuda_on_host as host
-from tests.kernels.test_norm_backward import LASTS, VECTORS, WAYS, Run, Way, drawn
+from tests.support import cuda_host_launch as host
+from tests.support.kernel_cases import drawn
+from tests.support.norm_backward_runs import LASTS, VARIANTS, VECTORS, Run, Variant
 
 HEADER = Path(__file__).parents[1] / "support" / "norm_backward_on_host.hpp"
 CALL = """
@@ -48,24 +50,24 @@ def folder() -> Path:
 @pytest.fixture
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(host.CALLS, "norm_backward", CALL)
-    monkeypatch.setitem(host.C_TYPES, "f", host.ctypes.c_float)
+    monkeypatch.setitem(host.C_TYPES, "f", ctypes.c_float)
     launch = functools.partial(host.HostLaunch, folder)
     for module in (norm_backward, quantize_sums):
         monkeypatch.setattr(module, "CudaLaunch", launch)
         monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
 
 
-def run(way: Way, m: int, k: int, **given: Any) -> Run:
-    found = Run(KERNELS["cuda.norm_backward"], way, m, k, "cpu", on_host=True, **given)
+def run(variant: Variant, m: int, k: int, **given: Any) -> Run:
+    found = Run(KERNELS["cuda.norm_backward"], variant, m, k, "cpu", on_host=True, **given)
     assert found.check()
     return found
 
 
 @pytest.mark.usefixtures("on_host")
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.sample(every=4)
-def test_every_norm_activation_and_output(way: Way) -> None:
-    run(way, 140, 512)
+def test_every_norm_activation_and_output(variant: Variant) -> None:
+    run(variant, 140, 512)
 
 
 @pytest.mark.rest
@@ -75,7 +77,7 @@ def test_tails_of_rows_and_columns(m: int) -> None:
     sizes = {8: "layer", 72: "rms", 136: "layer", 200: "block_rms(8)", 520: "none"}
     for k, norm in sizes.items():
         for out in (Format.E5M2, None):
-            run(Way(norm, "silu", out=out), m, k)
+            run(Variant(norm, "silu", out=out), m, k)
 
 
 @pytest.mark.sample(every=3)
@@ -86,7 +88,7 @@ def test_tails_of_rows_and_columns(m: int) -> None:
      (768, "block_rms(256)")],
 )  # fmt: skip
 def test_long_rows_are_shared_by_a_cluster(k: int, norm: str) -> None:
-    found = run(Way(norm, "relu", plain=False), 5, k)
+    found = run(Variant(norm, "relu", plain=False), 5, k)
     split = norm_backward.split_of(k, found.epilogue.norm.span(k))
     assert split.cluster > 1 and split.cluster * split.teams * split.steps * 128 >= min(k, 256)
 
@@ -100,9 +102,9 @@ def test_a_common_mean_zeros_and_nan(norm: str) -> None:
     y[4] *= 1e9
     y[5] *= 1e-9
     dd[6] *= 1e-9
-    run(Way(norm, "hardswish"), 140, 256, y=y, dd=dd)
+    run(Variant(norm, "hardswish"), 140, 256, y=y, dd=dd)
     y[7, 9], dd[8, 3] = torch.nan, torch.inf
-    found = run(Way(norm, "hardswish", ()), 140, 256, y=y, dd=dd)
+    found = run(Variant(norm, "hardswish", ()), 140, 256, y=y, dd=dd)
     assert found.outputs.dy is not None
     assert int((~found.outputs.dy.isfinite()).any(dim=1).sum()) == 2
 
@@ -110,7 +112,7 @@ def test_a_common_mean_zeros_and_nan(norm: str) -> None:
 @pytest.mark.usefixtures("on_host")
 def test_views_are_read_and_padding_is_left() -> None:
     y, dd = (drawn(131, 3, 136, where="cpu", seed=seed)[:, 1] for seed in (1, 2))
-    found = run(Way(), 131, 136, y=y, dd=dd)
+    found = run(Variant(), 131, 136, y=y, dd=dd)
     for made in (found.outputs.quantized, found.outputs.quantized_t):
         assert made is not None
         whole = made.data.view(torch.uint8)
@@ -124,7 +126,7 @@ def test_views_are_read_and_padding_is_left() -> None:
 @pytest.mark.usefixtures("on_host")
 def test_a_bias_has_the_sums_of_float32_gradients_in_their_order() -> None:
     for last in LASTS[:2]:
-        found = run(Way("none", last, VECTORS[1]), 16700, 8)
+        found = run(Variant("none", last, VECTORS[1]), 16700, 8)
         exact = found.dd.float() * ((found.y > 0) if last == "relu" else 1.0)
         assert found.outputs.sums is not None
         assert torch.equal(found.outputs.sums[0], column_sums(exact))

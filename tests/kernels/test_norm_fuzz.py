@@ -16,15 +16,14 @@ import torch
 
 from lokakern.registry.register import KERNELS
 from lokakern.types import Rejected
-from tests.kernels.test_norm_kernels import CASES as EVERY
-from tests.kernels.test_norm_kernels import (
+from tests.support.kernel_cases import drawn, kernel_here
+from tests.support.norm_runs import CASES as EVERY
+from tests.support.norm_runs import (
     LASTS,
     OUTPUTS,
     VECTORS,
     Run,
-    drawn,
     epilogue_of,
-    kernel_here,
 )
 
 SEEDS = tuple(range(int(os.environ.get("LOKAKERN_FUZZ", "12"))))
@@ -53,7 +52,7 @@ def values(rows: int, columns: int, kind: str, where: str, seed: int) -> torch.T
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "where"), list(cases()))
-def test_random_calls_are_right(name: str, where: str, seed: int) -> None:
+def test_random_calls_are_correct(name: str, where: str, seed: int) -> None:
     kernel = kernel_here(name, where)
     rng = np.random.default_rng(seed)
     for _ in range(20 if where == "cuda" else 1):  # until it takes one

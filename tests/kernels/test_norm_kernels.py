@@ -7,134 +7,39 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lokakern import numerics
-from lokakern.functional.norm_checks import gemm_norm_problem, norm_quantize_problem, scale_of
-from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.norm import norm_named
 from lokakern.registry import ops
-from lokakern.registry.register import KERNELS, Kernel, fp8_format
-from lokakern.selection.arguments import device_of
+from lokakern.registry.register import KERNELS, Kernel
 from lokakern.types import (
-    Format,
     Granularity,
     NormEpilogue,
-    QuantizedTensor,
     Rejected,
-    empty_data,
 )
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
-from tests.support.kernel_cases import ACTIVATING, cases, drawn, kernel_here
+from tests.support.kernel_cases import cases, drawn, kernel_here
+from tests.support.norm_runs import (
+    CASES,
+    LASTS,
+    OUTPUTS,
+    VECTORS,
+    Run,
+    epilogue_of,
+)
 
 SEEDS = (0,)  # of everything drawn here
 NORMS = ("layer", "rms", "block_rms(128)", "block_rms(256)", "none")
-LASTS = (
-    {}, {"activation": "relu"}, {"activation": "hardswish"}, {"activation": "silu"},
-    {"gate": 1}, {"x0": 1, "x": 1}, {"residual": 1}, {"residual": 1, "residual_last": True},
-    {"gate": 1, "residual": 1, "residual_last": True},
-    {"activation": "hardswish", "residual": 1},
-)  # fmt: skip
-OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
-VECTORS = ((), ("bias",), ("norm_weight",), ("bias", "norm_weight", "norm_bias"))
 # Each norm with each output, each last word, and each choice of vectors, but not all with all.
 WAYS = [
     (norm, LASTS[i % len(LASTS)], OUTPUTS[(i + j) % 4], VECTORS[(i + i // 4) % 4], i % 3 == 0)
     for j, norm in enumerate(NORMS)
     for i in range(len(LASTS))
 ]
-
-
-# Of all but those that normalize nothing, see tests/kernels/test_activate_quantize.py.
-CASES = [case for case in cases(*ops.NORM_OPS) if case.values[0] not in ACTIVATING]
-
-
-def epilogue_of(
-    norm: str, last: dict[str, Any], vectors: tuple[str, ...], wide: bool, m: int, n: int,
-    where: str,
-) -> NormEpilogue:  # fmt: skip
-    fields = {
-        name: drawn(m, n, where=where, seed=10 + i) if value == 1 and value is not True else value
-        for i, (name, value) in enumerate(sorted(last.items()))
-    }
-    dtype = torch.float32 if wide else torch.bfloat16
-    for i, name in enumerate(vectors):
-        fields[name] = drawn(n, where=where, seed=20 + i, dtype=dtype)
-    return NormEpilogue(norm_named(norm), **fields)
-
-
-def poisoned(form: Format, granularity: Granularity, m: int, n: int, where: str, scale: Any) -> Any:
-    device = torch.device(where)
-    if not form.is_fp8:
-        return torch.full((m, n), math.nan, dtype=form.dtype, device=device)
-    data = empty_data(m, n, form.dtype, device)
-    data.view(torch.uint8).fill_(form.nan_byte)
-    if granularity is not Granularity.TENSOR:
-        scale = granularity.empty_scale(m, n, device).fill_(math.nan)
-    return QuantizedTensor(data, scale, granularity)
-
-
-class Run:
-    """One launch of a kernel on rows and, of a GEMM, a weight."""
-
-    def __init__(
-        self, kernel: Kernel, x: torch.Tensor, w: torch.Tensor | None, epilogue: NormEpilogue,
-        granularity: Granularity = Granularity.NONE, out: Any = None,
-    ) -> None:  # fmt: skip
-        device = device_of(x)
-        fp8 = fp8_format(device)
-        form = fp8 if granularity is not Granularity.NONE else Format.BFLOAT16
-        where, kind = x.device.type, (form, granularity)
-        n = x.shape[1] if w is None else len(w)
-        bounded = epilogue.norm.kind != "none" and epilogue.form.last not in ("gate", "cross")
-        given = "static" if bounded and not epilogue.residual_last else 1 / 16
-        scale = None
-        if granularity is Granularity.TENSOR:
-            scale = scale_of("a test", given, epilogue, n, form, x.device)
-        if w is None:
-            self.operands: tuple[Any, ...] = (x,)
-            problem = norm_quantize_problem(x, epilogue, kind, scale)
-            self.sums = ops.norm_rows(x)
-        else:
-            quantized = kernel.granularity is not Granularity.NONE
-            left: Any = numerics.quantize(x, fp8, kernel.granularity) if quantized else x
-            right: Any = numerics.quantize(w, fp8, kernel.b_granularity).t() if quantized else w.t()
-            given_quantized = quantized and not kernel.quantizes
-            self.operands = (left, right) if given_quantized else (x, w.t())
-            problem = gemm_norm_problem(*self.operands, epilogue, out, kind, scale)
-            self.sums = ops.norm_sums(left, right)
-        self.kernel, self.epilogue, self.form = kernel, epilogue, form
-        self.problem = replace(problem, out_format=form, out_granularity=granularity)
-        self.answer = kernel.supports(self.problem, device)
-        self.out = poisoned(form, granularity, len(x), n, where, scale) if out is None else out
-        if not isinstance(self.answer, Rejected):
-            self.launch()
-
-    def launch(self) -> None:
-        operands = (*self.operands, self.out, self.epilogue)
-        self.kernel.launch(*operands, self.kernel.workspace(*operands))
-
-    def error(self) -> float:
-        exact, magnitude = ops.normalized(*self.sums, self.epilogue)
-        return norm_kernel_error(self.out, exact, magnitude, self.form.unit_roundoff).maximum
-
-    def check(self) -> bool:
-        """Whether the kernel takes the problem; it must be right then."""
-        if isinstance(self.answer, Rejected):
-            assert self.answer.reason
-            return False
-        error, bound = self.error(), self.kernel.bound_at(self.problem)
-        assert error <= bound, f"{self.kernel} {self.problem}: {error:.3g} > {bound:g}"
-        return True
-
-    def values(self) -> torch.Tensor:
-        if isinstance(self.out, torch.Tensor):
-            return self.out.float()
-        return numerics.dequantize(self.out)
 
 
 def run(
@@ -163,7 +68,7 @@ def test_every_norm_epilogue_and_output(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_sizes_that_are_no_multiples(name: str, where: str) -> None:
+def test_sizes_that_are_not_multiples_of_tiles(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     ways = [("layer", {}, g, ("bias", "norm_weight", "norm_bias"), False) for g in OUTPUTS]
     sizes = itertools.product((1, 3, 129), (1, 8, 77, 264, 520), (1, 48, 173))
@@ -212,7 +117,7 @@ def test_rows_of_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cuda.gemm_norm_bf16", "triton.gemm_norm_bf16"])
-def test_sums_that_are_not_rounded_lose_nothing_to_a_common_mean(name: str) -> None:
+def test_unrounded_sums_are_accurate_with_a_common_mean(name: str) -> None:
     """X13: rounded to bfloat16 first, the sums' error is a multiple of what the norm leaves."""
     fused, rounding = kernel_here(name, "cuda"), KERNELS["torch.norm_unfused"]
     recipe = distribution_named("X13")
@@ -230,7 +135,7 @@ def test_sums_that_are_not_rounded_lose_nothing_to_a_common_mean(name: str) -> N
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_blocks_of_any_size_are_right_or_refused(name: str, where: str) -> None:
+def test_blocks_of_any_size_are_correct_or_rejected(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     sizes = ((96, 12), (96, 4), (128, 1), (120, 40), (128, 16), (192, 96), (1024, 512))
     ways = [(f"block_rms({block})", {"activation": "silu"}, Granularity.NONE, (), False)
@@ -307,7 +212,7 @@ def test_biases_that_are_large_against_the_sums_or_infinite(name: str, where: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cuda.gemm_norm_tensor_fast", "cuda.gemm_norm_bf16"])
-def test_what_overflows_elsewhere_is_added_as_it_is(name: str) -> None:
+def test_sums_that_overflow_bfloat16_are_added_in_float32(name: str) -> None:
     """Scales far from 1 whose product is not; biases that bfloat16 rounds to infinity."""
     kernel = kernel_here(name, "cuda")
     x = drawn(72, 256, where="cuda") * 2.0**60
@@ -322,7 +227,7 @@ def test_what_overflows_elsewhere_is_added_as_it_is(name: str) -> None:
 
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_a_static_scale_that_the_norm_bounds_saturates_nothing(name: str, where: str) -> None:
+def test_nothing_saturates_with_the_static_scale_of_a_norm(name: str, where: str) -> None:
     """Rows with one value that is not 0 come as near to the bound as any."""
     kernel = kernel_here(name, where)
     n = 512
@@ -339,7 +244,7 @@ def test_a_static_scale_that_the_norm_bounds_saturates_nothing(name: str, where:
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
-def test_the_same_bits_every_time(name: str, where: str) -> None:
+def test_results_are_reproducible(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     for granularity in OUTPUTS:
         way = ("layer", {"activation": "silu"}, granularity, ("norm_weight",), False)

@@ -110,7 +110,7 @@ def test_every_tile_of_an_output_has_a_block(m: int, n: int, k: int, products: i
         ((163840, 24, 720), Tile(24, resident=True)),
     ],
 )
-def test_the_rule_takes_what_was_the_fastest(size: tuple[int, int, int], tile: Tile) -> None:
+def test_the_rule_chooses_the_fastest_measured_tile(size: tuple[int, int, int], tile: Tile) -> None:
     assert tiles.tile_for(*size, Kind("row"), 1, SMS) == tile
 
 
@@ -225,7 +225,7 @@ def test_trials_bring_every_pipeline_round_its_ring(trial: Trial) -> None:
 
 @pytest.mark.gpu
 @trial_of
-def test_every_tile_is_right_and_writes_the_same_bits_again(trial: Trial) -> None:
+def test_every_tile_is_correct_and_reproducible(trial: Trial) -> None:
     if current_device("cuda").architecture != "sm_90":
         pytest.skip("needs a GPU of sm_90")
     kind, tile = trial

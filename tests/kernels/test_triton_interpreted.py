@@ -28,7 +28,7 @@ def test_all_ops_have_triton_kernels() -> None:
 
 @pytest.mark.parametrize("names", GROUPS, ids=" ".join)
 @pytest.mark.sample(every=6)
-def test_kernels_are_right_in_the_interpreter(names: list[str]) -> None:
+def test_kernels_are_correct_in_the_interpreter(names: list[str]) -> None:
     """Bytes equal `numerics.quantize`; products and norms stay within a kernel error of 1."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(

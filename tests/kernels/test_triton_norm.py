@@ -65,7 +65,7 @@ def rows(epilogue: str, k: int = 512, out: Granularity = ROW) -> Problem:
         ("gemm_block_norm", "block_rms(64)", 64, ROW),
     ],
 )
-def test_they_take_what_a_program_holds(
+def test_they_support_rows_that_fit_in_a_program(
     kind: str, stem: str, epilogue: str, n: int, out: Granularity
 ) -> None:
     kernel = kernel_named(f"triton.{stem}_{kind}")
@@ -99,7 +99,7 @@ def test_they_take_what_a_program_holds(
         ("norm_quantize", replace(rows("layer"), a=Operand(FP8, ROW)), "bfloat16 or float32"),
     ],
 )
-def test_what_they_do_not_take_is_rejected_with_the_reason(
+def test_unsupported_problems_are_rejected_with_a_reason(
     name: str, problem: Problem, reason: str
 ) -> None:
     verdict = kernel_named(f"triton.{name}").supports(problem, H200)

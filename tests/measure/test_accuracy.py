@@ -36,7 +36,9 @@ def record_of(cell: Cell) -> AccuracyRecord:
 
 
 @pytest.mark.parametrize("scales", ["row", "group"])
-def test_weight_gradients_are_drawn_by_sample(scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_of_weight_gradients_have_samples_as_rows(
+    scales: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scales of a row span samples; sums of more samples than 1024 have the error of those."""
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 96)
     kernel = KERNELS[f"torch.quantize_{scales}+torch.emulated_{scales}"]
@@ -57,14 +59,16 @@ def test_weight_gradients_are_drawn_by_sample(scales: str, monkeypatch: pytest.M
     assert sums_over_samples(short) and short.k == 300
 
 
-def test_fast_sums_over_samples_are_refused() -> None:
+def test_fast_sums_over_samples_are_incorrect() -> None:
     kernel = KERNELS["cuda.quantize_row+torch.scaled_mm_row_fast"]
     h200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
     answer = kernel.supports(grad_weight_case(2048, 64, 64).problem, h200)
     assert "are promoted" in answer.reason  # type: ignore[union-attr]
 
 
-def test_an_fp8_output_errs_more_and_is_judged_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fp8_output_has_a_larger_error_after_dequantization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 96)
     kernel = KERNELS["torch.emulated_row"]
     wide = make_problem("scaled_gemm", (64, 48, 256))
@@ -81,7 +85,7 @@ def test_an_fp8_output_errs_more_and_is_judged_decoded(monkeypatch: pytest.Monke
     assert errors is not None and 0.05 < errors.row_err < 0.07
 
 
-def test_a_digest_of_operands_is_of_their_numbers_however_they_lie() -> None:
+def test_operand_digests_depend_on_values_not_layout() -> None:
     x = torch.randn(1, 5)
     assert operand_digest(x.t()) == operand_digest(x.flatten())  # of strides (1, 5) before
     assert operand_digest(x, None) != operand_digest(2 * x)

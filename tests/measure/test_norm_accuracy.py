@@ -74,7 +74,7 @@ def row_err(out: Tensor, reference: Tensor) -> float:
     return numerics.measure_errors(out, reference).row_err
 
 
-def test_it_is_that_after_the_norm_and_the_activation() -> None:
+def test_errors_are_those_after_norm_and_activation() -> None:
     problem = layer("bias+residual+layer+affine+hardswish", a=ROW)
     found = measured(EMULATED, problem, "X8")
     x, w = drawn("X8")
@@ -93,7 +93,7 @@ def test_it_is_that_after_the_norm_and_the_activation() -> None:
     assert bare != found.errors
 
 
-def test_a_static_scale_is_that_of_the_norm() -> None:
+def test_a_static_scale_is_the_bound_of_the_norm() -> None:
     found = measured(EMULATED, layer("block_rms(16)+hardswish", a=ROW, **STATIC))
     x, w = drawn("X1")
     norm = norm_form("block_rms(16)").norm
@@ -131,7 +131,7 @@ def test_kernels_of_one_class_stand_in_for_each_other() -> None:
     assert found == {twin.name: (EMULATED,), rounded.name: ()}
 
 
-def test_a_composition_is_given_what_it_quantizes() -> None:
+def test_a_composition_gets_unquantized_operands() -> None:
     seen: list[Any] = []
 
     def launch(a: Tensor, b: Tensor, out: Tensor, epilogue: NormEpilogue, _workspace: Any) -> None:
@@ -148,7 +148,7 @@ def test_a_composition_is_given_what_it_quantizes() -> None:
     assert errors == measured(EMULATED, layer("layer", a=ROW)).errors
 
 
-def test_a_large_common_mean_costs_sums_that_are_rounded_before_the_norm() -> None:
+def test_a_large_common_mean_increases_errors_of_sums_rounded_before_the_norm() -> None:
     """X13's outputs deviate by a seventh of their mean, which torch rounds with them.
 
     An output that is rounded once, after the norm, errs as little as on any other distribution.
@@ -164,7 +164,7 @@ def test_a_large_common_mean_costs_sums_that_are_rounded_before_the_norm() -> No
 
 
 @pytest.mark.parametrize("distribution", REALISTIC_DISTRIBUTIONS)
-def test_right_kernels_are_right_everywhere(distribution: str) -> None:
+def test_correct_kernels_have_small_errors_on_all_distributions(distribution: str) -> None:
     group: dict[str, Any] = {"out_format": FP8, "out_granularity": Granularity.GROUP}
     for kernel, problem in (
         (UNFUSED, layer("layer")),
@@ -179,7 +179,7 @@ def test_right_kernels_are_right_everywhere(distribution: str) -> None:
 
 
 @pytest.mark.parametrize("distribution", ["X6", "X12"])
-def test_a_kernel_that_skips_eps_is_wrong(distribution: str) -> None:
+def test_a_kernel_without_eps_is_incorrect(distribution: str) -> None:
     """X6 has rows of zeros; the squares of X12 are small beside eps."""
 
     def launch(a: Any, b: Any, out: Any, epilogue: NormEpilogue, workspace: Any) -> None:
@@ -191,11 +191,11 @@ def test_a_kernel_that_skips_eps_is_wrong(distribution: str) -> None:
     assert found.status == "wrong" and found.reason
 
 
-def test_rows_are_normalized_whole_where_less_of_the_weight_is_drawn(
+def test_whole_rows_are_normalized_with_fewer_sampled_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(accuracy, "FEWEST_ROWS", 128)
-    monkeypatch.setattr(accuracy, "DRAWN_ELEMENTS", 128 * K)
+    monkeypatch.setattr(accuracy, "SAMPLED_ELEMENTS", 128 * K)
     problem = make_problem("gemm_norm", (5000, 320, K), epilogue="block_rms(64)", a=ROW)
     found = measured(EMULATED, problem)
     x, w = drawn("X1", 128)
@@ -207,7 +207,7 @@ def test_rows_are_normalized_whole_where_less_of_the_weight_is_drawn(
     assert found.errors.row_err == pytest.approx(row_err(out, reference), rel=1e-3)
 
 
-def test_normalized_rows_are_judged_decoded() -> None:
+def test_quantized_norms_are_judged_dequantized() -> None:
     problem = make_problem("norm_quantize", (7, K), epilogue="layer+affine")
     found = measured(KERNELS["torch.norm_quantize"], problem)
     assert found.status == "ok" and found.errors is not None and found.rows == M

@@ -13,12 +13,11 @@ from lokakern.errors import MeasurementError
 from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.accuracy import cells_for, measure_cells
-from lokakern.measure.norm_backward_operands import NormBackwardOperands
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import NormBackwardOperands, operands_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Format, Granularity, Operand, Problem
-from lokakern.workloads.norm_backward_cases import norm_backward_cases
+from lokakern.workloads.norm_cases import norm_backward_cases
 
 load_kernels()
 CPU, HERE = torch.device("cpu"), current_device("cpu")
@@ -46,7 +45,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
-def test_a_right_kernel_passes_and_one_that_writes_nothing_does_not(asked: Problem) -> None:
+def test_a_correct_kernel_passes_and_one_without_outputs_fails(asked: Problem) -> None:
     for distribution in ("X1", "X12", "X13"):
         made = made_of(asked, distribution)
         error, wrong = made.check(TORCH)
@@ -60,7 +59,7 @@ def test_a_right_kernel_passes_and_one_that_writes_nothing_does_not(asked: Probl
 
 
 @pytest.mark.parametrize("part", ["dy", "data", "scale", "data_t", "scale_t", "sums"])
-def test_one_wrong_element_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_incorrect_element_is_found(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for elements in (common.CHECKED_ELEMENTS, 300 * 72):
         monkeypatch.setattr(common, "CHECKED_ELEMENTS", elements)
         made = made_of(ASKED[0])
@@ -84,7 +83,7 @@ def test_one_wrong_element_is_found(part: str, monkeypatch: pytest.MonkeyPatch) 
         assert found, part
 
 
-def test_what_is_not_compared_is_searched_for_what_was_not_written(
+def test_rows_that_are_not_compared_are_searched_for_unwritten_elements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(common, "CHECKED_ELEMENTS", 256 * 40)
@@ -98,7 +97,7 @@ def test_what_is_not_compared_is_searched_for_what_was_not_written(
     assert made.check(TORCH)[1]
 
 
-def test_what_is_not_measured_is_refused() -> None:
+def test_unmeasurable_problems_raise() -> None:
     for asked in (
         problem(64, 32, "layer", out_granularity=Granularity.ROW),
         replace(problem(64, 32, "layer"), a=Operand(Format.FLOAT32)),
@@ -107,7 +106,7 @@ def test_what_is_not_measured_is_refused() -> None:
             made_of(asked)
 
 
-def test_bytes_are_those_of_what_is_read_and_written() -> None:
+def test_bytes_moved_are_those_of_inputs_and_outputs() -> None:
     asked = problem(256, 128, "bias+residual+layer+affine", out_format=Format.E5M2)
     elements = 256 * 128
     scales = 4 * (256 + 128 * 2)
@@ -116,7 +115,7 @@ def test_bytes_are_those_of_what_is_read_and_written() -> None:
     assert plain.bytes_moved == elements * 6
 
 
-def test_errors_are_measured_of_gradients_that_were_drawn() -> None:
+def test_errors_are_measured_on_sampled_gradients() -> None:
     records = []
     pairs = [(TORCH, case.problem) for case in norm_backward_cases(256, 128, Format.E4M3FN)]
     cells = cells_for(pairs, HERE, ("X12",), (0,))

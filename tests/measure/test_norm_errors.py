@@ -50,7 +50,7 @@ def test_exact_quantizing_passes(granularity: Granularity, form: Format) -> None
     assert error_of(exact.bfloat16(), exact, magnitude) <= 1
 
 
-def test_infinity_under_a_given_scale_saturates_or_becomes_nan() -> None:
+def test_infinity_with_a_static_scale_saturates_or_becomes_nan() -> None:
     exact, magnitude = outputs()
     exact[2, 5] = -math.inf
     scale = torch.full((1, 1), 0.05)
@@ -68,7 +68,7 @@ def test_infinity_under_a_given_scale_saturates_or_becomes_nan() -> None:
     granularity=st.sampled_from(DYNAMIC), seed=st.integers(0, 2**31), row=st.integers(0, 19),
     column=st.integers(0, 199),
 )  # fmt: skip
-def test_one_wrong_element_fails(
+def test_one_incorrect_element_fails(
     granularity: Granularity, seed: int, row: int, column: int
 ) -> None:
     exact, magnitude = outputs(seed=seed)
@@ -83,7 +83,7 @@ def test_one_wrong_element_fails(
 
 @pytest.mark.parametrize("granularity", DYNAMIC, ids=str)
 @pytest.mark.parametrize("factor", [0.9, 1.02, 1.25, 2.0])
-def test_one_wrong_scale_fails(granularity: Granularity, factor: float) -> None:
+def test_one_incorrect_scale_fails(granularity: Granularity, factor: float) -> None:
     """Even where the data make up for it."""
     exact, magnitude = outputs(norm="rms")
     out = numerics.quantize(exact.float(), E4M3, granularity)
@@ -95,7 +95,7 @@ def test_one_wrong_scale_fails(granularity: Granularity, factor: float) -> None:
     assert scale_error(out, exact, magnitude) > 4
 
 
-def test_a_scale_of_zeros_may_be_one_or_that_of_what_is_left() -> None:
+def test_the_scale_of_zeros_may_be_one_or_that_of_rounding_errors() -> None:
     exact, magnitude = outputs()
     exact[2] = -1e-9
     positive = torch.relu(exact)
@@ -110,7 +110,7 @@ def test_a_scale_of_zeros_may_be_one_or_that_of_what_is_left() -> None:
     assert error_of(out, positive, magnitude) == math.inf
 
 
-def test_a_given_scale_saturates_and_nothing_is_nothing() -> None:
+def test_a_static_scale_saturates_and_empty_outputs_have_no_error() -> None:
     exact, magnitude = outputs()
     scale = torch.full((1, 1), 2.0**-9)
     out, _ = numerics.quantize_static(exact.float(), E4M3, Granularity.TENSOR, scale)

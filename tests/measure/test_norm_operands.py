@@ -22,11 +22,11 @@ from lokakern.measure.norm_operands import (
     NormOperands,
     draw_epilogue,
     fitting_scale,
+    operands_of,
     rows_of,
     written_parts,
 )
-from lokakern.measure.operand_cache import forget_draws
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.operand_cache import clear_operand_cache
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import NO_NORM, normalize, static_scale
 from lokakern.problems import make_problem
@@ -57,16 +57,16 @@ SMALL: dict[str, Any] = {"out_format": FP8}
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caps so small that everything here repeats, is cut and is checked in part."""
-    forget_draws()
+    clear_operand_cache()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(operands, "l2_bytes", lambda: 300_000)
-    monkeypatch.setattr(operand_cache, "DRAWN_ROWS", 256)
+    monkeypatch.setattr(operand_cache, "SAMPLED_ROWS", 256)
     monkeypatch.setattr(operand_cache, "FEWEST_ROWS", 128)
     monkeypatch.setattr(tiled_compare, "PIECE_ELEMENTS", 2_000)
     yield
     torch.set_num_threads(threads)
-    forget_draws()
+    clear_operand_cache()
 
 
 def problems() -> list[Problem]:
@@ -129,7 +129,7 @@ def exact_outputs(made: NormOperands, number: int) -> Tensor:
 
 
 @every_problem
-def test_operands_are_as_the_problem_says(problem: Problem) -> None:
+def test_operands_have_the_formats_and_layouts_of_the_problem(problem: Problem) -> None:
     made = make(problem)
     assert len(made.sets) > 1
     form = norm_form(problem.epilogue)
@@ -165,7 +165,7 @@ def test_operands_are_as_the_problem_says(problem: Problem) -> None:
 
 
 @every_problem
-def test_right_kernels_pass(problem: Problem) -> None:
+def test_correct_kernels_pass(problem: Problem) -> None:
     kernel = right_kernel(problem)
     assert kernel.supports(problem, HERE) == ACCEPTED
     made = make(problem)
@@ -193,7 +193,7 @@ def test_references_follow_from_the_operands(problem: Problem) -> None:
         assert (magnitude >= 0).all()
 
 
-def test_a_composition_is_compared_with_what_it_quantizes() -> None:
+def test_a_composition_is_compared_with_its_quantized_operands() -> None:
     problem = make_problem("gemm_norm", (300, 333, 200), epilogue="bias+layer")
     right = KERNELS["torch.norm_emulated_block"]
 
@@ -344,7 +344,7 @@ FAULTS: list[tuple[str, Granularity, str, Fault]] = [
     ("epilogue", "out", "distribution", "fault"), FAULTS,
     ids=[f"{fault.__name__}-{epilogue}-{out.value}" for epilogue, out, _, fault in FAULTS],
 )  # fmt: skip
-def test_a_wrong_kernel_is_found(
+def test_an_incorrect_kernel_is_found(
     epilogue: str, out: Granularity, distribution: str, fault: Fault
 ) -> None:
     form = Format.BFLOAT16 if out is Granularity.NONE else FP8
@@ -361,7 +361,7 @@ def test_a_wrong_kernel_is_found(
         assert (error.maximum > 1) is (kernel is not right)
 
 
-def test_outputs_checked_in_part_are_searched_for_what_was_not_written(
+def test_partly_compared_outputs_are_searched_for_unwritten_elements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(operands, "CHECKED_ELEMENTS", 400)
@@ -413,7 +413,7 @@ def test_a_norm_bounds_its_static_scale(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["none", "layer+gate", "rms+cross", "layer+residual_last", "relu"])
-def test_where_no_norm_bounds_it_the_outputs_make_it(text: str) -> None:
+def test_the_static_scale_of_unbounded_outputs_follows_from_their_amax(text: str) -> None:
     problem = make_problem("gemm_norm", (40, 64, 32), a=ROW, epilogue=text, **SMALL,
                            out_granularity=Granularity.TENSOR)  # fmt: skip
     made = make(problem, cold=False)
@@ -425,7 +425,7 @@ def test_where_no_norm_bounds_it_the_outputs_make_it(text: str) -> None:
     assert made.static_scale == pytest.approx(largest / FP8.maximum)
 
 
-def test_epilogues_are_drawn_whatever_else_is() -> None:
+def test_tensors_of_an_epilogue_do_not_depend_on_each_other() -> None:
     whole = draw_epilogue(norm_form("bias+residual+layer+affine+cross"), 6, 8, CPU)
     less = draw_epilogue(norm_form("layer+affine+cross"), 6, 8, CPU)
     assert torch.equal(whole.norm_weight, less.norm_weight)  # type: ignore[arg-type]
@@ -438,20 +438,21 @@ def test_epilogues_are_drawn_whatever_else_is() -> None:
     assert draw_epilogue(norm_form("none"), 6, 8, CPU) == NormEpilogue(NO_NORM)
 
 
-def test_a_row_longer_than_the_drawn_weight_is_normalized_whole() -> None:
+def test_a_row_longer_than_the_sampled_weight_is_normalized_whole() -> None:
     problem = make_problem("gemm_norm", (40, 700, 16), epilogue="layer")
     made = make(problem)
     assert made.w is not None and len(made.w) < 700
     a, b, _ = made.sets[0]
     y = a.double() @ b.double()
-    assert torch.allclose(exact_outputs(made, 0), normalize(y, made.form_of_norm.norm))
+    norm = norm_form(made.problem.epilogue).norm
+    assert torch.allclose(exact_outputs(made, 0), normalize(y, norm))
 
 
 @pytest.mark.parametrize(
     ("op", "shape", "fields", "says"),
     [
-        ("gemm_norm", (8, 8, 8), {"batch": 2}, "of one product"),
-        ("gemm_norm", (8, 8, 8), {"accumulate": True}, "of one product"),
+        ("gemm_norm", (8, 8, 8), {"batch": 2}, "without batch and accumulation"),
+        ("gemm_norm", (8, 8, 8), {"accumulate": True}, "without batch and accumulation"),
         ("gemm_norm", (8, 8, 8), {"out_strided": True}, "contiguous"),
         ("gemm_norm", (8, 8, 8), {"a": Operand(Format.BFLOAT16, layout=Layout.COLUMN)},
          "row-major a"),
@@ -459,17 +460,17 @@ def test_a_row_longer_than_the_drawn_weight_is_normalized_whole() -> None:
          "column-major b"),
         ("gemm_norm", (8, 8, 8), {"a": Operand(Format.BFLOAT16, layout=Layout.STRIDED)},
          "row-major a"),
-        ("gemm_norm", (8, 8, 8), {"a": Operand(Format.FLOAT32)}, "in bfloat16, and in FP8"),
-        ("gemm_norm", (8, 8, 8), {"a": Operand(FP8)}, "in FP8 with scales"),
+        ("gemm_norm", (8, 8, 8), {"a": Operand(Format.FLOAT32)}, "in bfloat16 or scaled FP8"),
+        ("gemm_norm", (8, 8, 8), {"a": Operand(FP8)}, "in bfloat16 or scaled FP8"),
         ("gemm_norm", (8, 8, 8), {"a": ROW, "b": Operand(Format.BFLOAT16, layout=Layout.COLUMN)},
-         "quantized only with b"),
-        ("gemm_norm", (8, 8, 8), {"b": replace(ROW, layout=Layout.COLUMN)}, "b alone if prepared"),
-        ("norm_quantize", (8, 8), {"a": ROW}, "quantized only with b"),
+         "both operands quantized"),
+        ("gemm_norm", (8, 8, 8), {"b": replace(ROW, layout=Layout.COLUMN)}, "or a prepared weight"),
+        ("norm_quantize", (8, 8), {"a": ROW}, "both operands quantized"),
         ("norm_quantize", (8, 8), {"a": Operand(Format.BFLOAT16, layout=Layout.COLUMN)},
          "row-major a"),
     ],
 )  # fmt: skip
-def test_what_is_not_made_is_refused(
+def test_problems_without_operands_raise(
     op: str, shape: tuple[int, ...], fields: dict[str, Any], says: str
 ) -> None:
     problem = make_problem(op, shape, epilogue="layer", **fields)

@@ -18,7 +18,14 @@ from lokakern import numerics
 from lokakern.errors import MeasurementError, ShapeError
 from lokakern.functional.checks import operand_of
 from lokakern.measure import operand_cache, operands, tiled_compare
-from lokakern.measure.operand_cache import Draw, draw_ahead, drawn, forget_draws, most_rows, plan_of
+from lokakern.measure.operand_cache import (
+    OperandKey,
+    clear_operand_cache,
+    cpu_operand,
+    most_rows,
+    operand_plan,
+    prefetch,
+)
 from lokakern.measure.operands import Operands
 from lokakern.measure.tiled_compare import Piece, pieces_of, pieces_to_check, product_of_piece
 from lokakern.measure.time_problem import contender_of
@@ -52,16 +59,16 @@ BF16 = KERNELS["torch.bf16"]
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Caps so small that everything here repeats, is cut and is checked in part."""
-    forget_draws()
+    clear_operand_cache()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(operands, "l2_bytes", lambda: 300_000)
-    monkeypatch.setattr(operand_cache, "DRAWN_ROWS", 256)
+    monkeypatch.setattr(operand_cache, "SAMPLED_ROWS", 256)
     monkeypatch.setattr(operand_cache, "FEWEST_ROWS", 128)
     monkeypatch.setattr(tiled_compare, "PIECE_ELEMENTS", 2_000)
     yield
     torch.set_num_threads(threads)
-    forget_draws()
+    clear_operand_cache()
 
 
 def lying(a: Layout, b: Layout, m: int, n: int, k: int, batch: int) -> Problem:
@@ -114,7 +121,7 @@ every_problem = pytest.mark.parametrize("problem", problems(), ids=str)
 
 
 @every_problem
-def test_operands_are_as_the_problem_says(problem: Problem) -> None:
+def test_operands_have_the_formats_and_layouts_of_the_problem(problem: Problem) -> None:
     made = make(problem)
     front = () if problem.batch == 1 else (problem.batch,)
     for a, b, out, bias in made.sets:
@@ -169,7 +176,7 @@ def is_rounding(found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tenso
 
 
 @every_problem
-def test_references_are_the_naive_products(problem: Problem) -> None:
+def test_references_equal_naive_products(problem: Problem) -> None:
     made = make(problem)
     for number, (a, b, _, _) in list(enumerate(made.sets))[:3]:
         found = expected(right_kernel(problem), made, number)
@@ -191,7 +198,7 @@ def test_references_are_the_naive_products(problem: Problem) -> None:
     ],
     ids=str,
 )
-def test_references_of_quantizing_kernels_are_of_what_they_quantize(
+def test_references_of_quantizing_kernels_use_quantized_operands(
     problem: Problem, name: str
 ) -> None:
     kernel = KERNELS[name]
@@ -233,7 +240,7 @@ def checked(
 
 
 @every_problem
-def test_right_kernels_pass_and_wrong_ones_do_not(problem: Problem) -> None:
+def test_correct_kernels_pass_and_incorrect_ones_fail(problem: Problem) -> None:
     kernel = right_kernel(problem)
     error, wrong = checked(problem, kernel)
     assert wrong == ""
@@ -250,7 +257,7 @@ def test_right_kernels_pass_and_wrong_ones_do_not(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("problem", [p for p in problems() if p.m * p.n * p.batch > 2000], ids=str)
-def test_outputs_checked_in_part_are_searched_for_what_was_not_written(
+def test_partly_compared_outputs_are_searched_for_unwritten_elements(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operands, "CHECKED_ELEMENTS", 400)
@@ -316,7 +323,7 @@ def emulation_of(problem: Problem) -> Kernel:
 
 
 @pytest.mark.parametrize("problem", scaled_problems(), ids=str)
-def test_what_comes_after_the_sums_is_drawn_and_checked(problem: Problem) -> None:
+def test_epilogues_are_sampled_and_checked(problem: Problem) -> None:
     kernel = emulation_of(problem)
     assert kernel.supports(problem, HERE) == ACCEPTED
     made = make(problem)
@@ -358,7 +365,7 @@ def test_pieces_cover_an_output_once(batch: int, m: int, n: int, size: int, most
 
 
 @pytest.mark.parametrize("largest", [1, 100, 10**9])
-def test_products_are_added_up_in_steps_of_bounded_size(
+def test_products_are_summed_in_steps_of_bounded_size(
     largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiled_compare, "PIECE_ELEMENTS", largest)
@@ -386,7 +393,7 @@ def test_samples_along_k_come_in_the_same_order_on_both_sides(batch: int) -> Non
     assert len({tuple(order.tolist()) for order in made.order}) == len(made.order)
 
 
-def test_batches_repeat_drawn_rows_and_weights() -> None:
+def test_batches_repeat_sampled_rows_and_weights() -> None:
     made = make(unquantized_case(27, 13, 39, "X5", batch=40).problem)
     assert made.w is not None
     assert made.columns is not None
@@ -401,22 +408,22 @@ def test_batches_repeat_drawn_rows_and_weights() -> None:
     [
         (make_problem("gemm", (8, 8, 8), a=Operand(Format.BFLOAT16, layout=Layout.STRIDED)),
          "strided along both"),
-        (make_problem("quantize", (8, 8), batch=2), "of scaled_gemm only"),
+        (make_problem("quantize", (8, 8), batch=2), "and scaled_gemm only"),
         (make_problem("scaled_gemm", (8, 8, 8), a=Operand(FP8, Granularity.ROW, Layout.COLUMN)),
          "a row-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.ROW),
                       prepared=True), "b column-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.COLUMN),
-                      prepared=True, batch=2), "of unquantized gemm and"),
-        (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not drawn"),
+                      prepared=True, batch=2), "with unquantized gemm and"),
+        (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not sampled"),
     ],
 )  # fmt: skip
-def test_what_is_not_made_is_refused(problem: Problem, says: str) -> None:
+def test_problems_without_operands_raise(problem: Problem, says: str) -> None:
     with pytest.raises(MeasurementError, match=says):
         make(problem)
 
 
-def test_no_rows_are_refused() -> None:
+def test_empty_problems_raise() -> None:
     with pytest.raises(ShapeError, match="m is 0"):
         make(make_problem("gemm", (0, 8, 8)))
 
@@ -424,14 +431,14 @@ def test_no_rows_are_refused() -> None:
 # --- draws
 
 
-def test_caps_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_on_sampled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert most_rows(1) == most_rows(8192) == 2048
     for columns in (1, 479, 9000, 17280, 69120, 123200, 2**20):
         rows = most_rows(columns)
         assert rows % 128 == 0
         assert 256 <= rows <= 2048
-        assert rows == 256 or rows * columns <= operand_cache.DRAWN_ELEMENTS
+        assert rows == 256 or rows * columns <= operand_cache.SAMPLED_ELEMENTS
         assert rows * columns * 8 <= 2 * 2**30
     with pytest.raises(MeasurementError):
         most_rows(2**20 + 1)
@@ -447,27 +454,29 @@ def test_plans_of_large_problems_are_small(monkeypatch: pytest.MonkeyPatch) -> N
         grad_weight_case(2048, 16384, 69120),
         unquantized_case(720, 96, 160, "X5", batch=20480),
     ):
-        plan = plan_of(case.problem, case.distribution, 0)
+        plan = operand_plan(case.problem, case.distribution, 0)
         assert plan.w is not None
         for draw, rows in ((plan.x, plan.x_rows), (plan.w, plan.w_rows)):
             assert rows <= draw.rows <= 2048
             assert draw.rows * draw.columns <= 2**25
 
 
-def test_shorter_operands_are_the_first_rows_of_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Draw] = []
-    plain = operand_cache._make
+def test_shorter_operands_are_first_rows_of_the_same_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[OperandKey] = []
+    plain = operand_cache._sample
 
-    def counted(draw: Draw) -> torch.Tensor:
-        made.append(draw)
-        return plain(draw)
+    def counted(key: OperandKey) -> torch.Tensor:
+        made.append(key)
+        return plain(key)
 
-    monkeypatch.setattr(operand_cache, "_make", counted)
+    monkeypatch.setattr(operand_cache, "_sample", counted)
     long, short, other = (make(make_problem("gemm", (m, 16, 32))) for m in (1000, 100, 256))
     assert len(long.x) == len(other.x) == 256
     assert torch.equal(short.x, long.x[:100])
     assert torch.equal(short.w, long.w)  # type: ignore[arg-type]
-    assert sorted(draw.weight for draw in made) == [False, True]
+    assert sorted(key.weight for key in made) == [False, True]
     assert long.digest == other.digest
     assert short.digest != long.digest
     assert len(long.digest) == 16
@@ -476,7 +485,7 @@ def test_shorter_operands_are_the_first_rows_of_one_draw(monkeypatch: pytest.Mon
     assert exact.digest != short.digest
 
 
-def test_drawn_values_are_those_of_the_distribution() -> None:
+def test_operands_are_samples_of_the_distribution() -> None:
     """bfloat16 by way of float32 is bfloat16 of the float64 values."""
     from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 
@@ -487,65 +496,65 @@ def test_drawn_values_are_those_of_the_distribution() -> None:
     assert torch.equal(made.w, w.bfloat16())  # type: ignore[arg-type]
 
 
-def test_kept_draws_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Draw("X1", 10, 100, 0, False)
-    monkeypatch.setattr(operand_cache, "DRAWN_BYTES", 2 * one.byte_count)
+def test_cached_operands_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = OperandKey("X1", 10, 100, 0, False)
+    monkeypatch.setattr(operand_cache, "CPU_BYTES", 2 * one.byte_count)
     for seed in range(5):
-        drawn(replace(one, seed=seed))
-        assert operand_cache._drawn.byte_count <= 2 * one.byte_count
-    last = drawn(replace(one, seed=4))
-    assert drawn(replace(one, seed=4)) is last
-    drawn(replace(one, columns=1000))  # larger than the limit: kept alone
-    assert operand_cache._drawn.byte_count == 10 * one.byte_count
-    forget_draws()
-    assert operand_cache._drawn.byte_count == 0
+        cpu_operand(replace(one, seed=seed))
+        assert operand_cache._on_cpu.byte_count <= 2 * one.byte_count
+    last = cpu_operand(replace(one, seed=4))
+    assert cpu_operand(replace(one, seed=4)) is last
+    cpu_operand(replace(one, columns=1000))  # larger than the limit: kept alone
+    assert operand_cache._on_cpu.byte_count == 10 * one.byte_count
+    clear_operand_cache()
+    assert operand_cache._on_cpu.byte_count == 0
 
 
-def test_draws_ahead_are_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_operands_equal_those_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("gemm", (m, n, 64)), "X3") for m in (100, 300) for n in (16, 24)]
     alone = [make(case.problem, cold=False).digest for case in cases]
-    forget_draws()
+    clear_operand_cache()
     names: list[str] = []
-    plain = operand_cache._make
+    plain = operand_cache._sample
 
-    def noted(draw: Draw) -> torch.Tensor:
+    def noted(key: OperandKey) -> torch.Tensor:
         names.append(threading.current_thread().name)
-        return plain(draw)
+        return plain(key)
 
-    monkeypatch.setattr(operand_cache, "_make", noted)
-    assert draw_ahead(cases) == 4
-    assert draw_ahead(iter(cases)) == 4
+    monkeypatch.setattr(operand_cache, "_sample", noted)
+    assert prefetch(cases) == 4
+    assert prefetch(iter(cases)) == 4
     assert [make(case.problem, cold=False).digest for case in cases] == alone
     assert len(names) == 3  # one x, two weights, each once
-    assert all(name.startswith("draw") for name in names)
+    assert all(name.startswith("operands") for name in names)
 
 
-def test_draws_ahead_stop_before_they_push_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_stops_before_operands_evict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("quantize", (256, k)), "X1") for k in (64, 65, 66, 67)]
-    monkeypatch.setattr(operand_cache, "DRAWN_BYTES", 256 * 4 * (64 + 65))
-    assert draw_ahead(cases) == 2
-    assert draw_ahead(cases[2:]) == 1
-    monkeypatch.setattr(operand_cache, "DRAWN_BYTES", 1)
-    assert draw_ahead(cases) == 1
-    assert draw_ahead([]) == 0
+    monkeypatch.setattr(operand_cache, "CPU_BYTES", 256 * 4 * (64 + 65))
+    assert prefetch(cases) == 2
+    assert prefetch(cases[2:]) == 1
+    monkeypatch.setattr(operand_cache, "CPU_BYTES", 1)
+    assert prefetch(cases) == 1
+    assert prefetch([]) == 0
     refused = [Case(make_problem("gemm", shape), "X1") for shape in ((0, 8, 8), (8, 8, 2**21))]
-    assert draw_ahead(refused) == 2  # it is for `Operands` to say
+    assert prefetch(refused) == 2  # it is for `Operands` to say
 
 
-def test_a_draw_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = operand_cache._make
+def test_a_failed_sample_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = operand_cache._sample
     left = [MemoryError("no room")]
 
-    def once(draw: Draw) -> torch.Tensor:
+    def once(key: OperandKey) -> torch.Tensor:
         if left:
             raise left.pop()
-        return plain(draw)
+        return plain(key)
 
-    monkeypatch.setattr(operand_cache, "_make", once)
+    monkeypatch.setattr(operand_cache, "_sample", once)
     problem = make_problem("gemm", (8, 8, 8))
     with pytest.raises(MemoryError):
         make(problem)
-    assert operand_cache._drawn.byte_count <= 8 * 8 * 4
+    assert operand_cache._on_cpu.byte_count <= 8 * 8 * 4
     assert make(problem).x.shape == (8, 8)
 
 
@@ -559,7 +568,7 @@ QUANTIZERS = sorted(
 @pytest.mark.parametrize("name", QUANTIZERS)
 @pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN], ids=str)
 @pytest.mark.parametrize("sums", [False, True], ids=["alone", "sums"])
-def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout, sums: bool) -> None:
+def test_all_outputs_of_a_quantizer_are_checked(name: str, layout: Layout, sums: bool) -> None:
     """And poisoned before; a scale that is given is no output."""
     kernel = KERNELS[name]
     scaling = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
@@ -592,7 +601,7 @@ def test_all_that_a_quantizer_writes_is_checked(name: str, layout: Layout, sums:
 
 
 @pytest.mark.parametrize("name", [name for name in QUANTIZERS if name.endswith("_delayed")])
-def test_a_delayed_quantizer_must_raise_amax(name: str) -> None:
+def test_a_delayed_quantizer_must_update_amax(name: str) -> None:
     """From where it is poisoned: what it was raised to before is no evidence."""
     kernel = KERNELS[name]
     problem = make_problem(

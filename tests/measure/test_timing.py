@@ -116,7 +116,7 @@ def test_no_samples_are_an_error() -> None:
 # --- time_contenders
 
 
-def test_a_median_that_is_known_well_is_not_replayed_on(
+def test_replays_stop_when_the_median_is_settled(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 20 replays, and then every 10, until 25 ms are spent."""
@@ -152,7 +152,7 @@ def test_slow_contenders_get_the_fewest_replays(clock: Clock) -> None:
     assert slow.samples_us == [50_000.0] * timing.FEWEST_REPLAYS
 
 
-def test_long_walks_through_cold_sets_are_cut_into_replays(clock: Clock) -> None:
+def test_eager_replays_share_many_cold_sets(clock: Clock) -> None:
     calls = [clock.call(str(i), 1000.0) for i in range(12)]
     cold = Contender("cold", calls)
     run(cold, budget_ms=30.0)
@@ -163,7 +163,7 @@ def test_long_walks_through_cold_sets_are_cut_into_replays(clock: Clock) -> None
     assert timed == [i % 12 for i in range(len(timed))]  # every set once before any again
 
 
-def test_laggards_are_dropped_after_three_replays(clock: Clock) -> None:
+def test_slow_contenders_are_dropped_after_three_replays(clock: Clock) -> None:
     quick = Contender("quick", [clock.call("quick", 1000.0)])
     near = Contender("near", [clock.call("near", 1490.0)])
     behind = Contender("behind", [clock.call("behind", 1510.0)])
@@ -175,7 +175,7 @@ def test_laggards_are_dropped_after_three_replays(clock: Clock) -> None:
     assert quantiles(behind).p50 == 1510.0
 
 
-def test_one_bad_replay_drops_nobody(clock: Clock) -> None:
+def test_one_slow_replay_drops_no_contender(clock: Clock) -> None:
     quick = Contender("quick", [clock.call("quick", 1000.0)])
     # Two calls prepare and one replay warms; then the first of those that count is slow.
     unlucky = Contender("unlucky", [clock.call("unlucky", 1, 1, 1000, 90_000, 1000)])
@@ -190,7 +190,7 @@ class Broken(Exception):
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2, 5])
-def test_a_failure_stays_with_its_contender(clock: Clock, lives: int) -> None:
+def test_a_failure_affects_only_its_contender(clock: Clock, lives: int) -> None:
     left = itertools.count(lives, -1)
     tick = clock.call("bad", 100.0)
 
@@ -217,7 +217,7 @@ def test_reasons_are_never_empty_nor_long() -> None:
     assert (contender.status, len(contender.reason)) == ("out_of_memory", 500)
 
 
-def test_out_of_memory_is_told_apart(clock: Clock) -> None:
+def test_out_of_memory_has_its_own_status(clock: Clock) -> None:
     def call() -> None:
         raise torch.OutOfMemoryError("tried to allocate")
 
@@ -239,7 +239,7 @@ def rounds(visits: list[str], size: int) -> list[tuple[str, ...]]:
     return [tuple(visits[i : i + size]) for i in range(0, len(visits), size)]
 
 
-def test_every_round_has_an_order_of_its_own(clock: Clock) -> None:
+def test_every_round_has_a_random_order(clock: Clock) -> None:
     names = ("a", "b", "c", "d")
 
     def visits(seed: int) -> list[tuple[str, ...]]:
@@ -285,7 +285,7 @@ def test_an_unknown_regime_is_refused() -> None:
         time_contenders([], regime="hot", device=CPU, floor_us=1.0)
 
 
-def test_release_lets_go(clock: Clock) -> None:
+def test_release_frees_graphs_and_operands(clock: Clock) -> None:
     contender = Contender("a", [clock.call("a", 1000.0)])
     run(contender)
     timing.release([contender])
@@ -356,8 +356,8 @@ def test_cold_sets_exceed_twice_the_cache_and_share_no_memory(problem: Problem) 
 
 
 @pytest.mark.parametrize("m", [1, 300, 2048, 5000])
-def test_rows_are_the_drawn_ones_in_an_order_of_each_set(m: int) -> None:
-    drawn = min(m, operand_cache.DRAWN_ROWS)
+def test_sets_repeat_sampled_rows_in_different_orders(m: int) -> None:
+    drawn = min(m, operand_cache.SAMPLED_ROWS)
     cold = make(make_problem("gemm", (m, 8, 16)), cold=m > 1)
     for (a, b, out, bias), order in zip(cold.sets, cold.order, strict=True):
         assert order.shape == (m,)
@@ -373,7 +373,7 @@ def test_rows_are_the_drawn_ones_in_an_order_of_each_set(m: int) -> None:
     assert all(torch.equal(x, y) for x, y in zip(cold.order, again.order, strict=True))
 
 
-def test_quantized_operands_are_the_exact_quantization_of_the_drawn_rows() -> None:
+def test_quantized_operands_are_exact_quantizations_of_the_sampled_rows() -> None:
     for granularity in (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP):
         problem = make_problem("scaled_gemm", SHAPE, a=Operand(FP8, granularity))
         cold = make(problem, distribution="X14")
@@ -405,7 +405,7 @@ def test_layouts_are_those_of_the_problem() -> None:
 def test_rows_under_one_scale_stay_together(m: int) -> None:
     problem = make_problem("dequantize", (m, 200), a=Operand(FP8, Granularity.BLOCK))
     cold = make(problem, distribution="X14")
-    assert cold.x.shape == (min(m, operand_cache.DRAWN_ROWS), 200)
+    assert cold.x.shape == (min(m, operand_cache.SAMPLED_ROWS), 200)
     exact = numerics.dequantize(numerics.quantize(cold.x, FP8, Granularity.BLOCK))
     for (data, scale, _), order in zip(cold.sets, cold.order, strict=True):
         assert torch.equal(order, torch.arange(m) % len(cold.x))
@@ -472,7 +472,7 @@ def checked(problem: Problem, kernel: Kernel, *, sets: int | None = None) -> tup
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)
-def test_right_kernels_pass(problem: Problem) -> None:
+def test_correct_kernels_pass(problem: Problem) -> None:
     error, wrong = checked(problem, right_kernel(problem))
     assert wrong == ""
     assert 0 <= error <= 1
@@ -502,7 +502,7 @@ def swap_rows(tensor: torch.Tensor) -> None:
         pytest.param(lambda out, *_: out.copy_(out.float() * 1.05), id="5 % too large"),
     ],
 )
-def test_wrong_outputs_are_seen(problem: Problem, spoil: Callable[..., None]) -> None:
+def test_incorrect_outputs_are_found(problem: Problem, spoil: Callable[..., None]) -> None:
     error, wrong = checked(problem, spoiled(problem, spoil))
     assert wrong
     assert error > 1
@@ -520,14 +520,14 @@ def test_wrong_outputs_are_seen(problem: Problem, spoil: Callable[..., None]) ->
         ),
     ],
 )
-def test_wrong_scales_are_seen(problem: Problem, spoil: Callable[..., None]) -> None:
+def test_incorrect_scales_are_found(problem: Problem, spoil: Callable[..., None]) -> None:
     error, wrong = checked(problem, spoiled(problem, spoil))
     assert wrong.endswith("scales differ from the exact quantization")
     assert error == math.inf
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)
-def test_a_kernel_that_writes_nothing_is_seen(problem: Problem) -> None:
+def test_a_kernel_without_outputs_is_found(problem: Problem) -> None:
     idle = replace(right_kernel(problem), name="test.idle", launch=lambda *_: None)
     error, wrong = checked(problem, idle)
     assert error == math.inf
@@ -535,13 +535,13 @@ def test_a_kernel_that_writes_nothing_is_seen(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)
-def test_a_set_that_was_not_written_is_seen(problem: Problem) -> None:
+def test_an_unwritten_set_is_found(problem: Problem) -> None:
     error, wrong = checked(problem, right_kernel(problem), sets=-1)
     assert wrong
     assert error == math.inf
 
 
-def test_a_kernel_is_held_to_its_own_bound() -> None:
+def test_a_kernel_is_checked_against_its_own_bound() -> None:
     problem = make_problem("gemm", SHAPE)
     step = spoiled(problem, lambda out: out[0, 0].mul_(1 + 2.0**-5))
     error, wrong = checked(problem, step)
@@ -551,7 +551,7 @@ def test_a_kernel_is_held_to_its_own_bound() -> None:
     assert checked(problem, replace(step, kernel_err_bound=error * 0.999))[1]
 
 
-def test_quantizing_kernels_are_held_to_the_product_of_what_they_quantized() -> None:
+def test_quantizing_kernels_are_checked_against_the_quantized_product() -> None:
     """Not to that of the operands they were given: rounding to FP8 is no mistake."""
     problem = make_problem("gemm", SHAPE)
     for name in (
@@ -565,7 +565,7 @@ def test_quantizing_kernels_are_held_to_the_product_of_what_they_quantized() -> 
         assert checked(problem, plain)[0] > 1
 
 
-def test_kernels_of_one_problem_have_references_of_their_own() -> None:
+def test_kernels_of_one_problem_have_their_own_references() -> None:
     cold = make(make_problem("gemm", SHAPE), distribution="X14")
     for name in ("torch.quantize_row+torch.emulated_row", "torch.bf16",
                  "torch.quantize_group+torch.emulated_block", "torch.bf16"):  # fmt: skip
@@ -574,7 +574,7 @@ def test_kernels_of_one_problem_have_references_of_their_own() -> None:
         assert cold.check(KERNELS[name])[1] == ""
 
 
-def test_time_case_keeps_going_and_says_what_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_case_continues_after_failures_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem("gemm", SHAPE)
     monkeypatch.setattr(timing, "BUDGET_MS", 1.0)
     monkeypatch.setattr(timing, "MOST_REPLAYS", 5)
@@ -629,7 +629,7 @@ def test_floor_of_time_grows_with_the_problem() -> None:
     assert time_problem.floor_us(large) == pytest.approx(large.flops / 1.979e9 + 1.5)
 
 
-def test_registry_is_as_it_was() -> None:
+def test_the_registry_is_unchanged() -> None:
     assert not [name for name in KERNELS if name.startswith("test.")]
     assert set(ANY) == {"any"}
 
@@ -674,7 +674,7 @@ def race(*contenders: Contender) -> None:
     time_contenders(contenders, regime="graph-cold", device=CPU, floor_us=5.0)
 
 
-def test_a_few_calls_show_who_is_hopeless(clock: Clock, graphs: dict[str, bool]) -> None:
+def test_a_few_calls_screen_out_slow_contenders(clock: Clock, graphs: dict[str, bool]) -> None:
     fast = contender_of_many(clock, graphs, "fast", 10.0, 10.0)
     near = contender_of_many(clock, graphs, "near", 14.0, 14.0)
     slow = contender_of_many(clock, graphs, "slow", 100.0, 100.0)
@@ -688,7 +688,7 @@ def test_a_few_calls_show_who_is_hopeless(clock: Clock, graphs: dict[str, bool])
         assert contender.calls_per_replay == 100  # twice 50 cold sets: 500 us by the floor
 
 
-def test_nobody_is_judged_by_times_in_the_cache(clock: Clock, graphs: dict[str, bool]) -> None:
+def test_screened_times_do_not_rank_contenders(clock: Clock, graphs: dict[str, bool]) -> None:
     """Screened out beside one whom the cache flatters, but not 1.5x behind its cold time."""
     flattered = contender_of_many(clock, graphs, "flattered", 4.0, 10.0)
     honest = contender_of_many(clock, graphs, "honest", 11.0, 12.0)
@@ -699,7 +699,7 @@ def test_nobody_is_judged_by_times_in_the_cache(clock: Clock, graphs: dict[str, 
     assert behind.screened and set(behind.samples_us) == {16.0}
 
 
-def test_who_is_alone_is_not_screened(clock: Clock, graphs: dict[str, bool]) -> None:
+def test_a_single_contender_is_not_screened(clock: Clock, graphs: dict[str, bool]) -> None:
     alone = contender_of_many(clock, graphs, "alone", 1.0, 10.0)
     race(alone)
     assert set(alone.samples_us) == {10.0}

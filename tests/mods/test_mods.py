@@ -20,6 +20,8 @@ from lokakern.mods.together import FusedLinear
 from lokakern.nn.linear import Linear
 from lokakern.nn.module_scan import INNER, inner_layers
 from lokakern.norm import norm_named, normalize
+from tests.support.exact_models import passed, whole, with_whole_weights
+from tests.support.routed_layers import same
 
 SEEDS = (0,)
 
@@ -41,33 +43,6 @@ class Tower(nn.Module):
         y = [layer(both[..., 4 * i : 4 * i + 12]) for i, layer in enumerate(self.experts)]
         x = x + self.mix(self.activation(torch.cat(y, -1)))
         return self.head(x)  # type: ignore[no-any-return]
-
-
-def whole(*shape: int) -> Tensor:
-    """Small integers: sums of their products are exact in float64, in any order."""
-    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(1)).double()
-
-
-def with_whole_weights(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randint(-4, 5, p.shape, generator=generator))
-    return model.double()
-
-
-def passed(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and gradients of the input and of all parameters."""
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    y = model(x)
-    y.backward(torch.ones_like(y))
-    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item, union-attr]
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    pairs = zip(found, expected, strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 EXACT = [

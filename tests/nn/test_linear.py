@@ -30,48 +30,28 @@ from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, emulation_of, kernel_at, read_route, route_text
 from lokakern.registry.register import kernel_named
 from lokakern.types import Format, Granularity
+from tests.support.routed_layers import (
+    BLOCK,
+    BLOCK_KERNEL,
+    BY_GROUP,
+    BY_ROW,
+    GROUP,
+    ROUTES,
+    ROW,
+    ROW_KERNEL,
+    K,
+    M,
+    N,
+    layer_of,
+    passed,
+    plain_of,
+    rows,
+    same,
+)
 
 SEEDS = (0,)
-ROW_KERNEL = "cuda.quantize_row+cuda.scaled_gemm_row"
-GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"
-BLOCK_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_block"
-ROW, GROUP, BLOCK = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
-BY_ROW = route_text(ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
 BY_TRITON = route_text(ROW, *[[(0, "triton.quantize_row+triton.scaled_gemm_row")]] * 2)
 BY_BLOCK = route_text(BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
-BY_GROUP = route_text(Granularity.NONE, [(0, ""), (16, GROUP_KERNEL)], [(0, "")])
-ROUTES = (BY_ROW, BY_ROW, BY_GROUP)
-M, N, K = 48, 40, 64
-
-
-def layer_of(routes: tuple[str, str, str] = ROUTES, n: int = N, k: int = K, bias: bool = True,
-             dtype: torch.dtype = torch.bfloat16) -> Linear:  # fmt: skip
-    torch.manual_seed(0)
-    layer = Linear(k, n, bias, dtype=dtype)
-    layer.take_routes(routes, layer.weight)
-    return layer
-
-
-def plain_of(layer: nn.Linear) -> nn.Linear:
-    plain = nn.Linear(
-        layer.in_features, layer.out_features, layer.bias is not None, dtype=layer.weight.dtype
-    )
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "norm" not in k})
-    return plain
-
-
-def rows(m: int = M, k: int = K, seed: int = 1) -> Tensor:
-    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def passed(call: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
-    """The output and all gradients of a call."""
-    x = x.clone().requires_grad_()
-    y = call(x)
-    y.backward(gradient)
-    found = [y.detach(), x.grad, *(p.grad for p in call.parameters())]
-    call.zero_grad()
-    return [f for f in found if f is not None]
 
 
 def rounded(x: Tensor, scales: Granularity) -> Tensor:
@@ -86,15 +66,11 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
     assert ((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5 * scale).all()
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 # ---- what is computed ----
 
 
 @pytest.mark.parametrize(("n", "k"), [(N, K), (37, 51), (1, 3), (130, 257)])
-def test_each_product_is_that_of_its_quantized_operands(n: int, k: int) -> None:
+def test_each_product_equals_that_of_its_quantized_operands(n: int, k: int) -> None:
     layer = layer_of(n=n, k=k)
     x, gradient = rows(k=k), rows(k=n, seed=2)
     y, grad_x, grad_weight, grad_bias = passed(layer, x, gradient)
@@ -105,7 +81,7 @@ def test_each_product_is_that_of_its_quantized_operands(n: int, k: int) -> None:
     assert_close(grad_bias, gradient.double().sum(0))
 
 
-def test_scales_of_blocks_and_no_bias() -> None:
+def test_block_scales_without_a_bias() -> None:
     layer = layer_of((BY_BLOCK, BY_BLOCK, PLAIN), 130, 257, bias=False)
     x, gradient = rows(7, 257), rows(7, 130, seed=2)
     y, grad_x, grad_weight = passed(layer, x, gradient)
@@ -117,7 +93,7 @@ def test_scales_of_blocks_and_no_bias() -> None:
 
 @pytest.mark.parametrize("routes", [(PLAIN, PLAIN, PLAIN), ROUTES])
 @pytest.mark.parametrize("m", [0, 1, 8])
-def test_where_nothing_is_quantized_it_is_torchs_layer_to_the_bit(
+def test_unquantized_layers_are_bitwise_equal_to_linear(
     m: int, routes: tuple[str, str, str]
 ) -> None:
     layer = layer_of(routes)
@@ -138,7 +114,7 @@ def strided(m: int) -> list[Tensor]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("place", range(8))
-def test_however_rows_lie_what_is_not_quantized_is_torchs_to_the_bit(
+def test_unquantized_layers_are_bitwise_equal_for_any_layout_of_rows(
     place: int, is_trained: bool, bias: bool
 ) -> None:
     layer = layer_of(bias=bias)
@@ -157,7 +133,7 @@ def test_however_rows_lie_what_is_not_quantized_is_torchs_to_the_bit(
 
 @pytest.mark.parametrize("place", range(8))
 @pytest.mark.parametrize("routes", [(PLAIN, BY_ROW, PLAIN), (BY_ROW, PLAIN, PLAIN)], ids=str)
-def test_one_product_of_a_layer_that_is_quantized_leaves_the_others_bits(
+def test_quantizing_one_product_does_not_change_bits_of_the_others(
     routes: tuple[str, str, str], place: int
 ) -> None:
     layer = layer_of(routes)
@@ -168,7 +144,7 @@ def test_one_product_of_a_layer_that_is_quantized_leaves_the_others_bits(
     assert are_equal == [not routes[0], not routes[1], True, True]
 
 
-def test_a_compiler_that_does_not_know_m_gets_the_bits_of_strided_rows_too() -> None:
+def test_strided_rows_are_bitwise_equal_with_dynamic_m() -> None:
     torch._dynamo.reset()
     layer = layer_of()
     plain = plain_of(layer)
@@ -180,7 +156,7 @@ def test_a_compiler_that_does_not_know_m_gets_the_bits_of_strided_rows_too() -> 
     assert counter.frame_count == 1
 
 
-def test_products_are_chosen_apart() -> None:
+def test_products_have_separate_routes() -> None:
     for place in range(3):
         routes = [PLAIN] * 3
         routes[place] = ROUTES[place]
@@ -193,7 +169,7 @@ def test_products_are_chosen_apart() -> None:
             assert torch.equal(found[number], expected[number]), (place, number)
 
 
-def test_a_row_that_is_not_finite_stays_alone_and_rows_of_zeros_stay_zero() -> None:
+def test_non_finite_rows_affect_only_themselves_and_zero_rows_stay_zero() -> None:
     layer = layer_of(bias=False)
     x = rows()
     x[3] = 0.0
@@ -225,7 +201,7 @@ def test_any_axes_and_strides() -> None:
     assert_close(layer.bias.grad, torch.full((N,), 96.0).double())
 
 
-def test_autocast_quantizes_bfloat16_and_nothing_else() -> None:
+def test_autocast_quantizes_only_bfloat16() -> None:
     layer = layer_of(dtype=torch.float32)
     plain = plain_of(layer)
     x = rows().float()
@@ -258,7 +234,7 @@ def test_a_weight_may_change_before_the_backward_pass() -> None:
     assert same(list(gradients[0]), list(gradients[1]))
 
 
-def test_routes_are_text_that_is_read_again() -> None:
+def test_route_texts_are_parsed_back() -> None:
     assert read_route(BY_ROW) == (ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)])
     assert [kernel_at(BY_ROW, m) for m in (0, 15, 16, 17, 4096)] == ["", "", *[ROW_KERNEL] * 3]
     assert kernel_at(PLAIN, 5) == "" and route_text(ROW, [(0, "")], [(0, "")]) == PLAIN
@@ -272,7 +248,7 @@ def test_routes_are_text_that_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
+def test_it_compiles_without_graph_breaks_to_the_same_result(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     layer = layer_of(dtype=dtype)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -294,7 +270,7 @@ def test_it_compiles_whole_and_computes_the_same(dtype: torch.dtype) -> None:
         (BY_ROW, 48, 40, 72, False), (BY_BLOCK, 48, 40, 192, False), (BY_BLOCK, 6, 40, 256, False),
     ],
 )  # fmt: skip
-def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
+def test_with_static_m_the_compiler_quantizes_the_left_operand(
     route: str, m: int, n: int, k: int, is_here: bool
 ) -> None:
     """To the bit as kernels do, and then nothing in bfloat16 is asked for.
@@ -328,9 +304,7 @@ def test_where_m_is_known_the_compiler_quantizes_what_is_on_the_left(
 
 @pytest.mark.parametrize("m", [8, 48])
 @pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, PLAIN)], ids=["all", "output"])
-def test_compiled_too_what_no_kernel_quantizes_is_torchs_layer(
-    m: int, routes: tuple[str, str, str]
-) -> None:
+def test_compiled_unquantized_layers_equal_linear(m: int, routes: tuple[str, str, str]) -> None:
     """Where m is known the graph has no op of ours."""
     torch._dynamo.reset()
     layer, ops = layer_of(routes), []
@@ -352,7 +326,7 @@ def test_compiled_too_what_no_kernel_quantizes_is_torchs_layer(
 
 
 @pytest.mark.parametrize("route", [BY_ROW, BY_BLOCK])
-def test_a_gradient_that_lies_by_columns_is_quantized_alike(route: str) -> None:
+def test_a_column_major_gradient_gives_the_same_result(route: str) -> None:
     torch._dynamo.reset()
     layer = layer_of((route, route, PLAIN), n=256, k=256)
 
@@ -368,7 +342,7 @@ def test_a_gradient_that_lies_by_columns_is_quantized_alike(route: str) -> None:
 
 
 @pytest.mark.parametrize(("n", "start", "pitch"), [(N, 8, 96), (N, 3, 96), (N, 8, 77), (37, 8, 96)])
-def test_gradients_that_are_slices_are_quantized_alike(n: int, start: int, pitch: int) -> None:
+def test_sliced_gradients_give_the_same_result(n: int, start: int, pitch: int) -> None:
     layer = layer_of(n=n)
     gradient = rows(k=n, seed=2)
     wide = torch.full((M, pitch), float("nan")).bfloat16()
@@ -381,12 +355,12 @@ def test_gradients_that_are_slices_are_quantized_alike(n: int, start: int, pitch
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["quantizer of ours", "library"])
-def test_kernels_get_slices_as_they_lie_if_they_read_them(
+def test_kernels_get_slices_without_a_copy_if_they_read_them(
     monkeypatch: pytest.MonkeyPatch, is_ours: bool
 ) -> None:
     cpu = torch.device("cpu")
-    ways = routed_matmul._ways(BY_GROUP, cpu)
-    kernel = ways.kernels[0][1]
+    loaded = routed_matmul._load_route(BY_GROUP, cpu)
+    kernel = loaded.kernels[0][1]
     assert kernel is not None and kernel.parts
     given = []
 
@@ -395,8 +369,8 @@ def test_kernels_get_slices_as_they_lie_if_they_read_them(
         kernel.launch(a, *others)
 
     spied = replace(kernel, launch=launch, parts=kernel.parts if is_ours else ())
-    both = ([None, spied], ways.kernels[1])
-    monkeypatch.setitem(routed_matmul._WAYS, (BY_GROUP, cpu), ways._replace(kernels=both))
+    both = ([None, spied], loaded.kernels[1])
+    monkeypatch.setitem(routed_matmul._ROUTES, (BY_GROUP, cpu), loaded._replace(kernels=both))
     wide = rows(k=96, seed=2)
     gradient = wide[:, 8 : 8 + N]
     found = torch.ops.lokakern.weight_gradient(gradient, rows(), BY_GROUP)
@@ -406,7 +380,7 @@ def test_kernels_get_slices_as_they_lie_if_they_read_them(
     assert torch.equal(found, expected)
 
 
-def test_a_compiled_gradient_that_is_a_slice_is_not_copied() -> None:
+def test_a_compiled_sliced_gradient_is_not_copied() -> None:
     """Of a sum over a concatenation, as the norms of Wukong have: a copy would make it anew."""
     torch._dynamo.reset()
     layer, other = layer_of(), rows(k=16)
@@ -433,7 +407,7 @@ def test_a_compiled_gradient_that_is_a_slice_is_not_copied() -> None:
     assert gradient.meta["val"].stride() == (N + 16, 1)
 
 
-def test_a_layer_from_another_process_compiles_as_it_did_there() -> None:
+def test_an_unpickled_layer_compiles() -> None:
     layer, x = layer_of(), rows()
     routed_matmul.prepare_to_be_compiled.cache_clear()
     del routed_matmul._form_of_left._dynamo_marked_constant  # as in a process that converts nothing
@@ -443,7 +417,7 @@ def test_a_layer_from_another_process_compiles_as_it_did_there() -> None:
     assert torch.equal(compiled(x), layer(x))
 
 
-def test_no_rows_are_multiplied_compiled_too() -> None:
+def test_compiled_layers_accept_no_rows() -> None:
     torch._dynamo.reset()
     layer = layer_of((BY_BLOCK, PLAIN, PLAIN), k=256)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -452,7 +426,7 @@ def test_no_rows_are_multiplied_compiled_too() -> None:
         assert layer(rows(k=256).t().contiguous().t(), "0.01").isfinite().all()
 
 
-def test_one_graph_serves_all_m_and_each_takes_its_kernel() -> None:
+def test_one_graph_serves_all_m_with_the_kernel_of_each() -> None:
     torch._dynamo.reset()
     layer = layer_of()
     counter = CompileCounterWithBackend("aot_eager")
@@ -462,7 +436,7 @@ def test_one_graph_serves_all_m_and_each_takes_its_kernel() -> None:
     assert counter.frame_count == 1
 
 
-def test_ops_are_what_their_fakes_say() -> None:
+def test_fake_implementations_match_the_ops() -> None:
     x, w = rows(), rows(N, seed=3)
     data, scale = routed_matmul.quantize_weight(w, "row")
     # Not "test_schema", which subtracts outputs, and FP8 has no difference.
@@ -479,7 +453,7 @@ def test_ops_are_what_their_fakes_say() -> None:
 # ---- weights in FP8 ----
 
 
-def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
+def test_inference_freezes_a_weight_that_casts_do_not_change() -> None:
     layer = layer_of(k=51)
     x = rows(k=51)
     with torch.no_grad():
@@ -503,7 +477,7 @@ def test_inference_freezes_a_weight_and_nothing_casts_it() -> None:
         assert torch.equal(layer(x), other(x)) and not list(layer.buffers())
 
 
-def test_inference_turns_what_is_not_quantized_where_that_is_faster() -> None:
+def test_inference_makes_unquantized_weights_column_major_where_faster() -> None:
     layer = layer_of((PLAIN,) * 3, k=51)
     x = rows(k=51).t().contiguous().t()
     with torch.no_grad():
@@ -531,13 +505,13 @@ def test_inference_turns_what_is_not_quantized_where_that_is_faster() -> None:
     assert not list(layer.buffers()) and torch.equal(layer(x), plain_of(layer)(x))
 
 
-def test_only_what_is_read_askew_along_k_is_turned() -> None:
+def test_only_weights_with_unaligned_rows_become_column_major() -> None:
     for dtype, n, k, turns in [
         (torch.bfloat16, 16, 770, True), (torch.float16, 8, 3, True),
         (torch.bfloat16, 16, 768, False), (torch.bfloat16, 37, 51, False),
     ]:  # fmt: skip
         weight = torch.randn(n, k).to(dtype)
-        found = linear.laid_out(weight)
+        found = linear.with_aligned_layout(weight)
         assert (found.stride() == (1, n)) == turns and torch.equal(found, weight)
     wide = layer_of((PLAIN,) * 3, k=51, dtype=torch.float32)  # autocast makes another at each call
     wide.freeze()
@@ -545,7 +519,7 @@ def test_only_what_is_read_askew_along_k_is_turned() -> None:
 
 
 @pytest.mark.parametrize("routes", [(PLAIN,) * 3, (BY_ROW,) * 3], ids=["bf16", "row"])
-def test_inference_adds_the_zeros_of_a_weight_once(
+def test_inference_pads_a_weight_once(
     routes: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of FP8 when the parameter was moved away: before, some m may ask for it in bfloat16."""
@@ -578,7 +552,7 @@ def test_inference_adds_the_zeros_of_a_weight_once(
         assert not list(layer.buffers())
 
 
-def test_padding_may_come_and_go_beside_a_held_weight() -> None:
+def test_padding_may_change_with_a_held_weight() -> None:
     layer = layer_of((PLAIN,) * 3, k=51)  # which is turned
     plain = plain_of(layer)
     gradient = rows(k=N, seed=2)
@@ -596,7 +570,7 @@ def test_padding_may_come_and_go_beside_a_held_weight() -> None:
                 torch.testing.assert_close(a, b, rtol=0.01, atol=0.05)
 
 
-def test_what_is_frozen_again_lies_where_it_was() -> None:
+def test_a_refrozen_weight_keeps_its_address() -> None:
     layer = layer_of()
     with torch.no_grad():
         layer.freeze()
@@ -610,7 +584,7 @@ def test_what_is_frozen_again_lies_where_it_was() -> None:
     layer.load_state_dict({n: 2 * p for n, p in layer.state_dict().items()})
 
 
-def test_rows_may_lie_apart_only_where_kernels_read_them_so() -> None:
+def test_gaps_between_rows_are_kept_only_for_kernels_that_read_them() -> None:
     wide = torch.randn(7, 96).bfloat16()
     for x, apart, is_kept in [
         (wide[:, 8:48], True, True), (wide[:, 8:48], False, False), (wide[:, :40].t(), True, False),
@@ -619,14 +593,14 @@ def test_rows_may_lie_apart_only_where_kernels_read_them_so() -> None:
         (torch.randn(7, 77).bfloat16()[:, 1:38], True, True),  # which 37 columns do anyway
         (wide[:1].expand(7, 96), True, False), (wide, False, True),
     ]:  # fmt: skip
-        found = routed_matmul._laid_out(x, apart)
+        found = routed_matmul._row_major(x, apart)
         assert (found.data_ptr() == x.data_ptr()) == is_kept
         assert torch.equal(found, x) and (is_kept or found.is_contiguous())
     for op in (torch.ops.lokakern.weight_gradient, torch.ops.lokakern.quantize_weight):
         assert torch.Tag.flexible_layout in op.default.tags
 
 
-def test_checkpoints_go_both_ways() -> None:
+def test_checkpoints_of_linear_and_converted_layers_are_exchangeable() -> None:
     layer = layer_of()
     plain = nn.Linear(K, N, dtype=torch.bfloat16)
     plain.load_state_dict(layer.state_dict())
@@ -645,7 +619,7 @@ def test_copies_keep_their_routes() -> None:
         assert torch.equal(other(rows()), y)
 
 
-def test_it_says_which_kernel_runs_where() -> None:
+def test_repr_shows_the_kernels_by_m() -> None:
     text = repr(layer_of((BY_ROW, PLAIN, PLAIN)))
     assert f"output={ROW_KERNEL} at m=16.., grad_input=bf16, grad_weight=bf16" in text
 
@@ -684,7 +658,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_ddp_fsdp2_and_checkpoints_train_alike() -> None:
+def test_ddp_fsdp2_and_activation_checkpoints_train_equally() -> None:
     """To the bit; FSDP2 gathers weights into the same memory, where nothing may be kept."""
     expected = losses(model_of())
     assert expected[-1] < expected[0]

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import lokakern
 from lokakern.errors import UnsupportedError
+from lokakern.functional import checks
 from lokakern.functional.norm_backward import norm_backward
 from lokakern.mods.together import FusedLinear
-from lokakern.nn import linear
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import PLAIN
-from tests.nn.test_linear import BY_GROUP, BY_ROW, ROUTES, K, M, N, layer_of, plain_of, rows
+from tests.support.routed_layers import BY_GROUP, BY_ROW, ROUTES, K, M, N, layer_of, plain_of, rows
 
 SEEDS = (0,)
 SINGLE = [(BY_ROW, PLAIN, PLAIN), (PLAIN, BY_ROW, PLAIN), (PLAIN, PLAIN, BY_GROUP)]
@@ -49,7 +49,7 @@ def behind(layer: nn.Module, before: nn.Module, x: Tensor) -> list[Tensor | None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("routes", [ROUTES, *SINGLE], ids=["all", "output", "input", "weight"])
-def test_a_penalty_on_gradients_reaches_every_weight_as_of_linear(
+def test_a_gradient_penalty_has_the_gradients_of_linear(
     routes: tuple[str, str, str], dtype: torch.dtype
 ) -> None:
     """Nothing of it is quantized; a weight behind which nothing requires a gradient is no less."""
@@ -67,7 +67,7 @@ def test_a_penalty_on_gradients_reaches_every_weight_as_of_linear(
                     torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
 
 
-def test_all_second_derivatives_are_those_of_linear() -> None:
+def test_second_derivatives_equal_those_of_linear() -> None:
     """Of x, weight and bias, through each of the three gradients; in float64 by hand."""
     layer = layer_of()
     x, gradient = rows().requires_grad_(), rows(k=N, seed=2).requires_grad_()
@@ -85,7 +85,7 @@ def test_all_second_derivatives_are_those_of_linear() -> None:
     assert not torch.equal(quantized, results[0][0])
 
 
-def test_twice_through_three_axes_fused_padded_and_recomputed_layers() -> None:
+def test_second_derivatives_of_batched_fused_padded_and_recomputed_layers() -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(K, 24, dtype=torch.bfloat16) for _ in range(2)]
     fused, padded = FusedLinear(parts), layer_of(n=37, k=51)
@@ -118,7 +118,7 @@ def functional_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
     return lambda x: functional.linear(x, layer.weight, layer.bias)
 
 
-def test_a_weight_that_was_written_to_is_not_differentiated_twice() -> None:
+def test_second_derivatives_raise_after_a_weight_changed() -> None:
     """Once it is what was multiplied, of a copy in FP8; of that there is no second derivative."""
     layer, x = layer_of(dtype=torch.float32), rows().float().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,12 +126,12 @@ def test_a_weight_that_was_written_to_is_not_differentiated_twice() -> None:
     with torch.no_grad():
         layer.weight.mul_(3.0)
     torch.autograd.grad(y.sum(), x, retain_graph=True)
-    with pytest.raises(UnsupportedError, match=r"\[40, 64\], which was written to since"):
+    with pytest.raises(UnsupportedError, match=r"\[40, 64\], which was changed since"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("call", ["gemm", "gemm_norm"])
-def test_second_derivatives_of_products_are_those_of_torchs_steps(call: str) -> None:
+def test_second_derivatives_of_products_equal_those_of_torch(call: str) -> None:
     torch.manual_seed(0)
     a, w, bias = (torch.randn(*s).bfloat16().requires_grad_() for s in ((32, K), (N, K), (N,)))
     weights = torch.randn(32, N)
@@ -164,7 +164,7 @@ def test_second_derivatives_of_products_are_those_of_torchs_steps(call: str) -> 
             )
 
 
-def test_gradients_of_a_norm_refuse_to_be_differentiated() -> None:
+def test_differentiating_gradients_of_a_norm_raises() -> None:
     dd, y = rows(), rows(seed=2)
     expected = norm_backward(dd, y, norm="layer", out_format="bfloat16").dy
     for operands in ((dd.clone().requires_grad_(), y), (dd, y.clone().requires_grad_())):
@@ -180,10 +180,10 @@ def test_gradients_of_a_norm_refuse_to_be_differentiated() -> None:
 
 @pytest.fixture(autouse=True)
 def said() -> None:
-    linear._say_once_traced.cache_clear()
+    checks.warn_once.cache_clear()
 
 
-def test_torch_func_transforms_what_linear_multiplies_and_says_so() -> None:
+def test_torch_func_transforms_the_unquantized_layer_with_a_warning() -> None:
     layer, x = layer_of(), rows()
     plain = plain_of(layer)
 
@@ -205,7 +205,7 @@ def test_torch_func_transforms_what_linear_multiplies_and_says_so() -> None:
         assert torch.equal(a, b)
 
 
-def test_compiled_too_torch_func_transforms_what_linear_multiplies() -> None:
+def test_compiled_torch_func_transforms_the_unquantized_layer() -> None:
     """An op of ours in such a graph has no derivative: gradients would be zero."""
     torch._dynamo.reset()
     layer, x = layer_of(), rows()
@@ -223,14 +223,14 @@ def test_compiled_too_torch_func_transforms_what_linear_multiplies() -> None:
         assert a.any() and torch.equal(a, b)
 
 
-def test_functional_call_alone_quantizes() -> None:
+def test_functional_call_without_transforms_quantizes() -> None:
     layer, other = layer_of(), layer_of()
     p = {name: 2.0 * x.detach() for name, x in layer.named_parameters()}
     other.load_state_dict(p)
     assert torch.equal(torch.func.functional_call(layer, p, (rows(),)), other(rows()))
 
 
-def test_what_torch_jit_trace_and_fx_make_multiplies_as_linear() -> None:
+def test_torch_jit_trace_and_fx_give_the_unquantized_layer() -> None:
     layer = layer_of()
     plain = plain_of(layer)
     with pytest.warns(UserWarning, match=r"torch\.jit\.trace, torch\.fx"):
@@ -247,7 +247,7 @@ def test_what_torch_jit_trace_and_fx_make_multiplies_as_linear() -> None:
 
 
 @pytest.mark.parametrize("kind", ["routed", "plain", "norm", "fused"])
-def test_torch_jit_script_is_refused_with_a_remedy_and_changes_nothing(kind: str) -> None:
+def test_torch_jit_script_raises_with_a_remedy_and_changes_nothing(kind: str) -> None:
     layers = {
         "routed": layer_of(), "plain": layer_of((PLAIN,) * 3),
         "norm": LinearNormAct(K, N, dtype=torch.bfloat16),
@@ -264,14 +264,14 @@ def test_torch_jit_script_is_refused_with_a_remedy_and_changes_nothing(kind: str
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_are_multiplied_as_of_linear_and_said_so(layout: torch.layout) -> None:
+def test_nested_tensors_are_multiplied_unquantized_with_a_warning(layout: torch.layout) -> None:
     layer = layer_of()
     plain = plain_of(layer)
     parts = [rows(m) for m in (16, 5, 32)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of a prototype
         nested = torch.nested.nested_tensor(parts, layout=layout)
-    linear._say_once_nested.cache_clear()
+    checks.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="multiplies nested tensors unquantized") as told:
         found, expected, _ = [one(nested) for one in (layer, plain, layer)]
     assert len(told) == 1
@@ -279,7 +279,7 @@ def test_nested_tensors_are_multiplied_as_of_linear_and_said_so(layout: torch.la
         assert torch.equal(y, z)
 
 
-def test_gemm_under_torch_func_is_the_unquantized_product() -> None:
+def test_gemm_under_torch_func_equals_the_unquantized_product() -> None:
     a, w = rows(), rows(N, seed=2)
     prepared = lokakern.prepare_weight(w, 0.06, (16, 4096))
 
@@ -301,7 +301,7 @@ def test_gemm_under_torch_func_is_the_unquantized_product() -> None:
         torch.func.grad(lambda a: mine(a, lost))(a)
 
 
-def test_gemm_is_traced_as_the_product_and_other_kernels_refuse() -> None:
+def test_gemm_is_traced_unquantized_and_other_functions_raise() -> None:
     w = rows(N, seed=2)
     traced = torch.jit.trace(lambda a: lokakern.gemm(a, w.t(), budget=0.06), rows())  # type: ignore[no-untyped-call]
     for m in (M, 8):
@@ -317,7 +317,7 @@ def test_gemm_is_traced_as_the_product_and_other_kernels_refuse() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_forward_mode_loses_no_tangent(mode: Any) -> None:
+def test_forward_mode_keeps_tangents(mode: Any) -> None:
     layer, x, tangent = layer_of(), rows(), rows(seed=5)
     w = layer.weight
     with mode(), torch.autograd.forward_ad.dual_level():
@@ -327,7 +327,7 @@ def test_forward_mode_loses_no_tangent(mode: Any) -> None:
             assert torch.equal(found, tangent @ w.t())
 
 
-def test_deep_copies_are_differentiated_twice_too() -> None:
+def test_deep_copies_have_second_derivatives() -> None:
     layer = copy.deepcopy(layer_of())
     assert isinstance(layer, Linear)
     before = nn.Linear(K, K, dtype=torch.bfloat16)

@@ -8,14 +8,14 @@ from torch import nn
 
 from lokakern.errors import UnknownNameError
 from lokakern.nn.linear_norm_act import LinearNormAct
-from tests.nn.test_linear import ROUTES, K, N, layer_of, rows
+from tests.support.routed_layers import ROUTES, K, N, layer_of, rows
 
 SEEDS = (0,)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(8)", "none"])
 @pytest.mark.parametrize("activation", ["relu", "hardswish", "silu", None])
-def test_a_norm_and_an_activation_come_behind(norm: str, activation: str | None) -> None:
+def test_a_norm_and_an_activation_follow_the_product(norm: str, activation: str | None) -> None:
     layer = LinearNormAct(K, N, norm=norm, activation=activation, dtype=torch.bfloat16)
     x, residual = rows(), rows(k=N, seed=4)
     y = nn.functional.linear(x, layer.weight, layer.bias) + residual

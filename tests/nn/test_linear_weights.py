@@ -25,7 +25,7 @@ from lokakern.mods.together import FusedLinear
 from lokakern.nn import linear, routed_matmul
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN
-from tests.nn.test_linear import BY_ROW, ROUTES, K, N, layer_of, passed, plain_of, rows, same
+from tests.support.routed_layers import BY_ROW, ROUTES, K, N, layer_of, passed, plain_of, rows, same
 
 SEEDS = (0,)
 
@@ -96,7 +96,7 @@ WRITES = [by_data, by_new_data, by_data_in_place_of_a_slice, by_peft, by_optimiz
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("write", WRITES)
-def test_however_a_weight_is_written_it_is_what_is_multiplied(
+def test_every_kind_of_weight_update_takes_effect(
     write: Callable[[Tensor], None], dtype: torch.dtype
 ) -> None:
     """And what the input's gradient reads: that of the first layer shows it."""
@@ -116,7 +116,7 @@ def test_however_a_weight_is_written_it_is_what_is_multiplied(
             assert torch.equal(model(x), found[0])
 
 
-def test_a_layer_trained_by_hand_learns_as_linear_does() -> None:
+def test_manual_updates_train_as_with_linear() -> None:
     losses = []
     for routes in ((PLAIN,) * 3, ROUTES):
         layer, found = layer_of(routes), []  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_a_layer_trained_by_hand_learns_as_linear_does() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=0.0)
 
 
-def test_an_adapter_that_is_merged_is_not_lost() -> None:
+def test_a_merged_adapter_takes_effect() -> None:
     """A low-rank branch beside a converted layer; merged, as peft does, the sum is the same."""
     layer = layer_of()
     torch.manual_seed(3)
@@ -146,7 +146,7 @@ def test_an_adapter_that_is_merged_is_not_lost() -> None:
     assert error < 0.06 < (alone - apart).float().norm() / apart.float().norm()
 
 
-def test_between_forward_and_backward_pass_it_is_as_of_linear() -> None:
+def test_weight_updates_between_forward_and_backward_act_as_with_linear() -> None:
     """A write that autograd sees is refused where it refuses nn.Linear's."""
     for call in (layer_of(), nn.Linear(K, N).bfloat16()):
         x = rows().requires_grad_()
@@ -193,7 +193,7 @@ def test_micro_batches_of_a_step_share_weights_in_fp8(
                 p.data.mul_(1.5)
 
 
-def test_only_what_is_asked_for_is_kept(quantized: list[str]) -> None:
+def test_only_needed_fp8_weights_are_kept(quantized: list[str]) -> None:
     model, handle = converted()
     with handle.weights_unchanged():
         with torch.no_grad():
@@ -208,7 +208,7 @@ def test_only_what_is_asked_for_is_kept(quantized: list[str]) -> None:
     assert quantized == []
 
 
-def test_the_promise_ends_with_the_block_and_a_backward_pass_may_follow() -> None:
+def test_weights_are_freed_after_the_block_and_backward_may_follow() -> None:
     model, handle = converted()
     x, gradient = rows(), rows(k=N, seed=2)
     expected = passed(model, x, gradient)
@@ -233,7 +233,7 @@ def test_the_promise_ends_with_the_block_and_a_backward_pass_may_follow() -> Non
     assert all(type(m) is not Linear and "_kept" not in vars(m) for m in model.modules())
 
 
-def test_a_choice_that_changes_inside_is_quantized_anew() -> None:
+def test_a_refresh_inside_the_block_quantizes_again() -> None:
     model, handle = converted()
     layer = model[0]
     assert isinstance(layer, Linear)
@@ -249,7 +249,7 @@ def test_a_choice_that_changes_inside_is_quantized_anew() -> None:
     assert "_kept" not in vars(layer)
 
 
-def test_fused_layers_share_theirs_too(quantized: list[str]) -> None:
+def test_fused_layers_share_fp8_weights(quantized: list[str]) -> None:
     torch.manual_seed(0)
     fused = FusedLinear([nn.Linear(K, 24, dtype=torch.bfloat16) for _ in range(2)])
     model = nn.Sequential(fused)
@@ -267,7 +267,7 @@ def test_fused_layers_share_theirs_too(quantized: list[str]) -> None:
     assert not torch.equal(model(x)[0], expected[0])
 
 
-def test_a_compiled_graph_neither_keeps_weights_nor_is_compiled_again() -> None:
+def test_a_compiled_graph_keeps_no_weights_and_is_not_recompiled() -> None:
     torch._dynamo.reset()
     model, handle = converted()
     counter = CompileCounterWithBackend("aot_eager")
@@ -317,7 +317,7 @@ NAMES = ["deepcopy", "pickle", "save", "to", "share_memory", "assign", "load_sta
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=NAMES)
-def test_what_is_copied_moved_or_loaded_quantizes_and_sees_its_weight(
+def test_copied_moved_and_loaded_layers_use_their_own_weight(
     copied: Callable[[nn.Module], nn.Module],
 ) -> None:
     model, _ = converted()
@@ -336,7 +336,9 @@ def test_what_is_copied_moved_or_loaded_quantizes_and_sees_its_weight(
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=NAMES)
-def test_of_inference_too_until_it_is_loaded(copied: Callable[[nn.Module], nn.Module]) -> None:
+def test_frozen_layers_keep_their_weight_until_it_is_loaded(
+    copied: Callable[[nn.Module], nn.Module],
+) -> None:
     model, _ = converted(inference=True)
     with torch.no_grad():
         expected = model(rows())
@@ -352,7 +354,7 @@ def test_of_inference_too_until_it_is_loaded(copied: Callable[[nn.Module], nn.Mo
         assert torch.equal(assigned(other)(rows()), fresh(other, inference=True)(rows()))
 
 
-def test_a_copy_shares_nothing_with_the_model_that_it_was_made_of() -> None:
+def test_a_copy_shares_nothing_with_the_original() -> None:
     for inference in (False, True):
         model, _ = converted(inference=inference)
         with torch.no_grad():
@@ -363,7 +365,7 @@ def test_a_copy_shares_nothing_with_the_model_that_it_was_made_of() -> None:
 
 
 @pytest.mark.rest
-def test_the_script_that_measures_it_runs_without_a_gpu() -> None:
+def test_the_measuring_script_runs_without_a_gpu() -> None:
     script = Path(__file__).parents[2] / "scripts" / "measure_weight_quantizing.py"
     done = subprocess.run(
         [sys.executable, str(script), "--device", "cpu", "--tiny"],

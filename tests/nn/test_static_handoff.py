@@ -1,4 +1,4 @@
-"""FP8 between layers: what is handed over, by which scale, and that nobody else is told."""
+"""FP8 between layers: inputs that are quantized ahead, their scales, and calls without them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lokakern.nn.static_handoff import (
     BoundedSequential,
     is_affordable,
     scales_between,
-    tell,
+    set_handoff,
 )
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
@@ -32,9 +32,9 @@ from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
-from tests.conversion.test_convert import H200, K, N, gemm, measured, rows_of
-from tests.nn.test_linear import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
-from tests.selection.test_dispatcher import Book, time
+from tests.support.conversions import H200, K, N, gemm, measured, rows_of
+from tests.support.measurements import Book, time
+from tests.support.routed_layers import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
 
 SEEDS = (0,)
 BY_ROW = f"row;16:0=,16={ROW_KERNEL};1:0="
@@ -57,7 +57,7 @@ def model_of(route: str = BY_ROW, wide: int = 48) -> nn.Sequential:
 
 def handed_over(model: nn.Sequential) -> nn.Sequential:
     scales = scales_between(model, current_device())
-    tell(model, scales, ("",) * len(scales))
+    set_handoff(model, scales, ("",) * len(scales))
     return model
 
 
@@ -66,9 +66,9 @@ def rounded(x: Tensor, form: Granularity) -> Tensor:
 
 
 @pytest.mark.parametrize("route", [BY_ROW, BY_BLOCK])
-def test_the_product_is_that_of_what_was_handed_over(route: str) -> None:
+def test_the_product_equals_that_of_the_statically_scaled_input(route: str) -> None:
     model = handed_over(model_of(route))
-    assert model._scales == ("", "", "", SCALE, "", "")
+    assert model._handoffs[-1].scales == ("", "", "", SCALE, "", "")
     h = nn.Sequential(*list(model)[:3])(rows()).detach()
     quantized, _ = numerics.quantize_static(
         h, Format.E4M3FN, Granularity.TENSOR, torch.tensor([[float(SCALE)]])
@@ -84,7 +84,7 @@ def test_the_product_is_that_of_what_was_handed_over(route: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["X2", "X5", "X6", "X10", "X13", "X14"])
-def test_a_scale_that_is_known_errs_as_those_of_rows_do(name: str) -> None:
+def test_a_static_scale_has_the_error_of_rowwise_scales(name: str) -> None:
     y = draw_rows(distribution_named(name), 256, 512, 0).bfloat16()
     x = nn.functional.hardswish(mods.BlockRMSNorm(512, 256)(y))
     w = draw_weight(distribution_named("X2"), 64, 512, 0).bfloat16()
@@ -96,7 +96,7 @@ def test_a_scale_that_is_known_errs_as_those_of_rows_do(name: str) -> None:
     assert known < 0.05 and known < 1.2 * by_row
 
 
-def test_gradients_are_those_of_an_input_that_was_not_rounded() -> None:
+def test_gradients_are_those_of_the_unrounded_input() -> None:
     layer, found = model_of()[3], []
     h = nn.functional.hardswish(torch.rand(48, 48) * 6 - 3).bfloat16()
     for scale in ("", SCALE):
@@ -108,12 +108,12 @@ def test_gradients_are_those_of_an_input_that_was_not_rounded() -> None:
     assert same(found[0], found[1])
 
 
-def test_few_rows_are_not_quantized_and_no_rows_are_none() -> None:
+def test_few_rows_are_not_quantized_and_no_rows_are_accepted() -> None:
     for m in (0, 7):
         assert torch.equal(handed_over(model_of())(rows(m)), nn.Sequential(*model_of())(rows(m)))
 
 
-def test_rows_of_zeros_and_such_as_are_not_finite() -> None:
+def test_zero_and_non_finite_rows() -> None:
     x = rows()
     x[1] = 0.0
     x[2, 0] = float("nan")
@@ -122,7 +122,7 @@ def test_rows_of_zeros_and_such_as_are_not_finite() -> None:
     assert y[2].isnan().all() and y[[0, 1, *range(3, 48)]].isfinite().all()
 
 
-def test_it_compiles_whole_and_computes_the_same() -> None:
+def test_it_compiles_without_graph_breaks_to_the_same_result() -> None:
     torch._dynamo.reset()
     model = handed_over(model_of())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -130,7 +130,7 @@ def test_it_compiles_whole_and_computes_the_same() -> None:
     assert same(passed(compiled, x, gradient), passed(model, x, gradient))
 
 
-def test_scales_are_known_behind_block_norm_and_what_enlarges_nothing() -> None:
+def test_static_scales_follow_block_norm_and_bounded_activations() -> None:
     layer = LinearNormAct(48, 48, norm="block_rms(16)", activation="silu")
     layer.take_routes((BY_ROW, "", ""), layer.weight)
     odd, plain = Linear(48, 48), Linear(24, 48)
@@ -145,7 +145,7 @@ def test_scales_are_known_behind_block_norm_and_what_enlarges_nothing() -> None:
         assert list(scales_between(nn.Sequential(*modules), current_device())) == expected
 
 
-def test_budgets_that_allow_for_it() -> None:
+def test_budgets_that_admit_a_static_scale() -> None:
     assert is_affordable(ErrorBudget(row_err=0.06)) and not is_affordable(
         ErrorBudget(row_err=0.045)
     )
@@ -161,7 +161,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("known")
-def test_convert_hands_over_and_takes_it_back() -> None:
+def test_convert_sets_and_undo_removes_the_handoff() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, K), mods.BlockRMSNorm(K, 16), nn.Hardswish(), nn.Linear(K, N)
@@ -169,7 +169,7 @@ def test_convert_hands_over_and_takes_it_back() -> None:
     x = torch.randn(256, 8).bfloat16()
     before = model(x)
     found = lokakern.convert(model, 0.06, device=H200, distribution="X1")
-    assert found.handed_over == ["3"] and "1 inputs handed over in FP8" in repr(found)
+    assert found.handed_over == ["3"] and "1 inputs quantized ahead" in repr(found)
     assert type(model) is BoundedSequential
     handed = model(x)
     found.refresh(None)
@@ -231,7 +231,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_kernel_activates_and_quantizes_where_it_was_timed(launched: Any) -> None:
+def test_a_kernel_activates_and_quantizes_at_timed_m(launched: Any) -> None:
     model = activated_model()
     plain = copy.deepcopy(model)
     conversion = converted(model)
@@ -253,7 +253,7 @@ def test_a_kernel_activates_and_quantizes_where_it_was_timed(launched: Any) -> N
 
 
 @pytest.mark.usefixtures("timed")
-def test_nobody_who_may_ask_for_what_is_activated_is_passed_over(launched: Any) -> None:
+def test_hooks_and_other_readers_of_an_activation_still_run(launched: Any) -> None:
     """Gradients, hooks, other dtypes and autocast to them, leading axes."""
     model = activated_model()
     converted(model)
@@ -281,7 +281,7 @@ def test_nobody_who_may_ask_for_what_is_activated_is_passed_over(launched: Any) 
 
 @pytest.mark.usefixtures("timed")
 @pytest.mark.rest
-def test_a_compiled_model_activates_alike(launched: Any) -> None:
+def test_a_compiled_model_with_a_fused_activation_gives_the_same_result(launched: Any) -> None:
     torch._dynamo.reset()
     model = activated_model()
     converted(model)
@@ -297,7 +297,7 @@ def test_a_compiled_model_activates_alike(launched: Any) -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_training_and_other_readers_activate_by_themselves() -> None:
+def test_training_and_other_readers_run_the_activation() -> None:
     model = activated_model()
     assert converted(model, inference=False).handed_over == []
     other = activated_model()
@@ -309,7 +309,7 @@ def test_training_and_other_readers_activate_by_themselves() -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_what_was_known_of_other_modules_is_forgotten(launched: Any) -> None:
+def test_changed_modules_disable_the_handoff(launched: Any) -> None:
     """Slices, and modules put in the place of others, or taken away."""
     model = activated_model()
     converted(model)
@@ -326,7 +326,7 @@ def test_what_was_known_of_other_modules_is_forgotten(launched: Any) -> None:
     assert launched == []
 
 
-def test_infinite_and_nan_elements_spoil_their_own_rows() -> None:
+def test_infinite_and_nan_elements_affect_only_their_rows() -> None:
     x = rows(64, 48)
     x[1, 3], x[2, 5], x[3] = float("nan"), float("inf"), 0.0
     data, scale = torch.ops.lokakern.quantize_activated(x, "relu", "cuda.norm_quantize")
@@ -338,7 +338,7 @@ def test_infinite_and_nan_elements_spoil_their_own_rows() -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_what_was_not_timed_is_in_the_suite(tmp_path: Path) -> None:
+def test_untimed_activations_are_in_the_suite(tmp_path: Path) -> None:
     model = activated_model()
     model[1] = nn.SiLU()
     conversion = converted(model)
@@ -352,7 +352,7 @@ def test_what_was_not_timed_is_in_the_suite(tmp_path: Path) -> None:
     assert '"activate"' not in converted(activated_model()).suite([256])
 
 
-def test_long_rows_are_activated_too_though_no_compiler_quantizes_them() -> None:
+def test_long_rows_also_use_the_fused_activation() -> None:
     activating = "row;16:0=,256=cuda.activate_quantize_row;1:0="
     assert routed_matmul.LONGEST_HERE < 10240
     for k in (2048, 10240):
@@ -371,7 +371,7 @@ def test_long_rows_are_activated_too_though_no_compiler_quantizes_them() -> None
         ("cuda.activate_quantize_row", 16384),
     ],
 )
-def test_kernels_of_a_gpu_activate_and_quantize_alike(name: str, longest: int) -> None:
+def test_gpu_kernels_activate_and_quantize_as_the_emulation(name: str, longest: int) -> None:
     """Each beside the emulation, of odd numbers of rows and rows that begin askew."""
     for m, k in ((256, K), (13, 2048), (1, longest)):
         x = torch.randn(m, k, device="cuda").bfloat16()
@@ -387,7 +387,7 @@ def test_kernels_of_a_gpu_activate_and_quantize_alike(name: str, longest: int) -
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("timed")
-def test_a_model_that_activates_so_runs_in_a_cuda_graph() -> None:
+def test_a_model_with_fused_activations_runs_in_a_cuda_graph() -> None:
     model = activated_model().cuda()
     plain = copy.deepcopy(model)
     assert converted(model, device=None).handed_over == ["2"]
@@ -401,7 +401,7 @@ def test_a_model_that_activates_so_runs_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_only_what_reads_rows_is_given_them(launched: Any, tmp_path: Path) -> None:
+def test_only_kernels_of_rowwise_scales_get_them(launched: Any, tmp_path: Path) -> None:
     """Not a layer that normalizes, too, nor one of blocks, nor beyond the rows asked for."""
     model = activated_model()
     model[2] = LinearNormAct(K, N, norm="layer", bias=False).bfloat16()
@@ -437,7 +437,7 @@ def test_only_what_reads_rows_is_given_them(launched: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_scale_that_is_known_comes_before_one_that_is_found(launched: Any) -> None:
+def test_a_static_scale_is_preferred_to_a_dynamic_one(launched: Any) -> None:
     model = nn.Sequential(
         nn.Linear(8, K), mods.BlockRMSNorm(K, 16), nn.ReLU(), nn.Linear(K, N)
     ).bfloat16()
@@ -448,7 +448,7 @@ def test_a_scale_that_is_known_comes_before_one_that_is_found(launched: Any) -> 
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_conversion_that_is_refreshed_forgets_what_it_missed(launched: Any) -> None:
+def test_a_refresh_clears_missing_activations(launched: Any) -> None:
     model = activated_model()
     conversion = converted(model)
     x = torch.randn(256, 8).bfloat16()
@@ -486,7 +486,7 @@ def zeroed(module: nn.Module, _args: Any, y: Tensor) -> Tensor | None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_whoever_changes_what_a_module_does_is_heard(launched: Any) -> None:
+def test_hooks_and_replaced_forwards_disable_the_fused_activation(launched: Any) -> None:
     """In place, for all modules, on one object, or by another module."""
     x = torch.randn(256, 8).bfloat16()
 
@@ -528,7 +528,7 @@ def test_whoever_changes_what_a_module_does_is_heard(launched: Any) -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_what_is_told_of_sites_is_of_this_conversion_and_of_now(launched: Any) -> None:
+def test_reported_handoffs_are_current_and_of_this_conversion(launched: Any) -> None:
     model = activated_model()
     options = {"device": H200, "distribution": "X1", "inference": True}
     lokakern.convert(model, 0.06, filter=lambda _, name: name == "2", between=False, **options)
@@ -554,7 +554,7 @@ def test_what_is_told_of_sites_is_of_this_conversion_and_of_now(launched: Any) -
     assert len(launched) == 1
 
 
-def test_a_route_that_no_activator_serves_is_none() -> None:
+def test_a_route_without_a_matching_activator_is_not_used() -> None:
     by_row = "row;16:0=,256=cuda.quantize_row+torch.scaled_mm_row,513=;1:0="
     for activating, expected in (
         ("row;16:0=,256=cuda.norm_quantize,257=;1:0=", True),

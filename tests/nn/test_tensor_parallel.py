@@ -193,7 +193,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("when", "kind"),
     [*itertools.product(("before", "after"), ("", "axes", "sequence")), ("compiled", "sequence")],
 )
-def test_sharded_layers_multiply_in_fp8_within_the_error_of_whole_ones(
+def test_sharded_fp8_layers_have_the_error_of_unsharded_ones(
     found: list[dict[str, Any]], when: str, kind: str
 ) -> None:
     """Converted before or after they are sharded: outputs and all gradients."""
@@ -213,14 +213,14 @@ def test_in_inference_each_rank_keeps_its_shard_in_fp8(found: list[dict[str, Any
             assert 0.02 < one[f"frozen {when}"]["y"] < 0.08
 
 
-def test_a_layout_without_a_rule_is_left_to_torch_and_said_once(
+def test_an_unsupported_placement_is_left_to_torch_with_one_warning(
     found: list[dict[str, Any]],
 ) -> None:
     for one in found:
         assert one["left"] and one["said"] == [1, 0]
 
 
-def test_sharded_models_train_as_whole_ones(found: list[dict[str, Any]]) -> None:
+def test_sharded_models_train_as_unsharded_ones(found: list[dict[str, Any]]) -> None:
     for one in found:
         sharded, whole = one["trained"]
         assert sharded == pytest.approx(whole, rel=0.03) and sharded[-1] < 0.7 * sharded[0]

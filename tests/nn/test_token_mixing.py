@@ -28,7 +28,8 @@ from lokakern.nn.routed_matmul import route_text
 from lokakern.nn.token_mixing import mix_tokens, mixes
 from lokakern.probe.unhooked_products import products_elsewhere
 from lokakern.types import Granularity
-from tests.mods.test_mods import passed, same, whole, with_whole_weights
+from tests.support.exact_models import passed, whole, with_whole_weights
+from tests.support.routed_layers import same
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +57,7 @@ def mixer_of(tokens: int = 16, bias: bool = False) -> nn.Module:
 
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize(("tokens", "bias"), [(16, False), (13, True), (1, True)])
-def test_nothing_changes_but_how_it_is_multiplied(tokens: int, bias: bool, is_fused: bool) -> None:
+def test_mixing_changes_no_results(tokens: int, bias: bool, is_fused: bool) -> None:
     """In float64, of integers: to the bit; gradients, too."""
     model, x = mixer_of(tokens, bias), whole(3, tokens, 6)
     expected, keys = passed(model, x), list(model.state_dict())
@@ -76,7 +77,7 @@ def test_nothing_changes_but_how_it_is_multiplied(tokens: int, bias: bool, is_fu
     assert same(passed(model, x), expected) and [type(m) for m in model.modules()] == kinds
 
 
-def test_operands_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, tuple[int, ...]]] = []
     bmm = torch.bmm
 
@@ -101,7 +102,7 @@ def test_operands_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> No
         ((3, 1, 6), (1, 2), False), ((3, 16, 1), (1, 2), False),
     ],
 )  # fmt: skip
-def test_only_turned_tokens_mix(
+def test_only_transposed_tokens_mix(
     shape: tuple[int, ...], turn: tuple[int, int], expected: bool
 ) -> None:
     weight = torch.randn(8, 16)
@@ -134,7 +135,7 @@ def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[Linea
     "dtype",
     [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64],
 )
-def test_dtypes_are_taken_refused_and_cast_as_by_nn_linear(
+def test_dtypes_are_accepted_rejected_and_cast_as_by_linear(
     dtype: torch.dtype, weight: torch.dtype, autocast: bool
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -157,7 +158,7 @@ def test_dtypes_are_taken_refused_and_cast_as_by_nn_linear(
         assert a.dtype == b.dtype and (a - b).abs().max() <= 0.02 * b.abs().max()
 
 
-def test_subclasses_transforms_and_shapes_alone_are_multiplied_as_ever() -> None:
+def test_subclasses_transforms_and_meta_tensors_do_not_mix() -> None:
     layer, plain = layers()
     x = torch.randn(4, 3, 16, 6)
     assert mixes(x.mT, layer.weight, layer.bias)
@@ -190,7 +191,7 @@ def test_it_exports_with_any_number_of_samples(strict: bool) -> None:
     assert torch.allclose(exported.module()(x), plain(x), atol=1e-5)
 
 
-def test_no_more_is_kept_for_backward_than_gradients_need() -> None:
+def test_only_needed_tensors_are_saved_for_backward() -> None:
     kept: list[tuple[int, ...]] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ def test_leading_dimensions_are_samples() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rest)])
-def test_a_model_that_mixes_compiles_whole(backend: str) -> None:
+def test_a_mixing_model_compiles_without_graph_breaks(backend: str) -> None:
     torch._dynamo.reset()
     model, x = mixer_of(13, True).float(), whole(5, 13, 6).float()
     expected = passed(model, x)
@@ -269,7 +270,7 @@ def test_autocast_rounds_operands_and_sums_gradients_in_float32(tokens: int) -> 
     assert layer.weight.grad.dtype is torch.float32 and errors < 2**-9
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivatives_raise() -> None:
     """Also of a sum, behind which a part of the second derivative would be missing."""
     x, weight = torch.randn(2, 16, 6, requires_grad=True), torch.randn(8, 16, requires_grad=True)
     for y in (mix_tokens(x.mT, weight, None).square(), mix_tokens(x.mT, weight, None)):
@@ -277,7 +278,7 @@ def test_a_second_derivative_is_refused() -> None:
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-def test_convert_leaves_what_mixes_unquantized_and_says_why(
+def test_convert_leaves_mixing_layers_unquantized_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, x = mixer_of(13).float(), whole(3, 13, 6).float()
@@ -300,7 +301,7 @@ def test_convert_leaves_what_mixes_unquantized_and_says_why(
         assert len(calls) == 2
 
 
-def test_what_is_quantized_does_not_mix() -> None:
+def test_quantized_layers_do_not_mix() -> None:
     layer, plain = layers(dtype=torch.bfloat16)
     x = torch.randn(3, 16, 6).bfloat16().mT
     route = route_text(Granularity.ROW, [(0, "cuda.quantize_row+cuda.scaled_gemm_row")], [(0, "")])
@@ -321,7 +322,7 @@ class Named(nn.Module):
         return self.layer(x.mT)  # type: ignore[no-any-return]
 
 
-def test_what_was_converted_before_can_be_undone_in_either_order() -> None:
+def test_mixing_and_conversion_can_be_undone_in_either_order() -> None:
     for is_conversion_first in (True, False):
         model = mixer_of().float()
         kinds = [type(m) for m in model.modules()]
@@ -340,7 +341,7 @@ def test_what_was_converted_before_can_be_undone_in_either_order() -> None:
 
 
 @pytest.mark.parametrize("tokens", [13, 16])
-def test_what_is_frozen_still_mixes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_layers_still_mix(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = mixer_of(tokens).bfloat16(), whole(3, tokens, 6).bfloat16()
     expected = model(x)
     mods.apply(model, [mods.FuseShared(), mods.MixTokens()])
@@ -396,7 +397,7 @@ class Elsewhere(nn.Module):
         return self.padded(self.kept(x.mT).mT)  # type: ignore[no-any-return]
 
 
-def test_what_cannot_be_seen_to_mix_is_left_alone() -> None:
+def test_layers_that_do_not_visibly_mix_are_left_alone() -> None:
     for kind, why in [
         (Untraceable, "torch.fx"), (Fickle, "trains"), (Viewed, "view"), (ViewedLater, "view"),
     ]:  # fmt: skip
@@ -416,7 +417,7 @@ def test_what_cannot_be_seen_to_mix_is_left_alone() -> None:
     assert torch.allclose(model(torch.ones(6, 6, 6)), expected)
 
 
-def test_other_mods_keep_what_mixes() -> None:
+def test_other_mods_keep_mixing_layers() -> None:
     x = whole(3, 13, 6)
     for behind, left in [
         (mods.Pad(16, most_growth=99.0), 3), (mods.FuseShared(), 0), (mods.BatchEqual(), 0),
@@ -446,7 +447,7 @@ class Listed(nn.Module):
         return self.named["one"][0](x.mT)  # type: ignore[no-any-return, index]
 
 
-def test_layers_of_lists_are_seen() -> None:
+def test_layers_in_lists_are_found() -> None:
     (change,) = mods.apply(Listed(), [mods.MixTokens()])
     assert change.is_done and change.site == "named.one.0"
 
@@ -462,7 +463,7 @@ def test_probe_counts_products_across_tokens() -> None:
     assert found[0] == found[1] and "back.weight" in found[0]
 
 
-def test_shares_and_suites_of_models_know_them() -> None:
+def test_shares_and_suites_of_models_include_mixing_layers() -> None:
     assert kind_of("token_gradient_kernel") == "GEMM"
     setting = Setting(
         "dhen", "tiny", config_named("dhen", "tiny"), 64, True, torch.device("cpu"), 0.06
@@ -483,7 +484,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_samples_add_up(shape: tuple[int, int, int, int]) -> None:
+def test_gradients_of_samples_are_summed(shape: tuple[int, int, int, int]) -> None:
     batch, count, n, d = shape
     grad, x = torch.randn(batch, count, d), torch.randn(batch, n, d)
     found = torch.ops.lokakern.token_gradient(grad, x)
@@ -494,7 +495,7 @@ def test_gradients_of_samples_add_up(shape: tuple[int, int, int, int]) -> None:
     torch.library.opcheck(torch.ops.lokakern.token_gradient.default, (grad, x))
 
 
-def test_gradients_of_samples_are_not_made_where_they_are_larger(
+def test_large_gradients_of_samples_are_not_materialized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "bmm", None)
@@ -530,7 +531,7 @@ print("right")
 
 
 @pytest.mark.rest
-def test_the_kernel_is_right_in_the_interpreter() -> None:
+def test_the_kernel_is_correct_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs Triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
@@ -543,7 +544,7 @@ def test_the_kernel_is_right_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*SHAPES, (8192, 96, 770, 160)])
-def test_the_kernel_is_right_on_a_gpu(
+def test_the_kernel_is_correct_on_a_gpu(
     shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of poisoned memory, against float64, twice the same; and the fallback beside it."""
@@ -569,7 +570,7 @@ def test_the_kernel_is_right_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [13, 96])
-def test_a_model_that_mixes_trains_alike_on_a_gpu(tokens: int) -> None:
+def test_a_mixing_model_trains_equally_on_a_gpu(tokens: int) -> None:
     torch.manual_seed(0)
     plain = Mixer(tokens).cuda()
     model: Any = copy.deepcopy(plain)

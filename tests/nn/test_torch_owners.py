@@ -15,15 +15,13 @@ from torch.nn import functional
 import lokakern
 from lokakern import mods
 from lokakern.conversion import convert
-from lokakern.conversion.routes import GEMMS, Judge, Route
 from lokakern.nn.linear import Linear
 from lokakern.nn.torch_owners import NEVER_CALLED
 from lokakern.probe.report import ProbeReport
 from lokakern.types import ErrorBudget
+from tests.support.routed_layers import ROUTE, is_quantized
 
 SEEDS = (0,)
-ROW = "cuda.quantize_row+cuda.scaled_gemm_row"
-ROUTE = f"row;16:0={ROW};1:0={ROW}"
 WIDTH = 32
 MODES = ((True, True), (False, True), (False, False))  # training, gradients
 
@@ -71,13 +69,6 @@ def owner(kind: str, **options: Any) -> nn.Module:
             if "bias" in name or "norm" in name:
                 p.add_(torch.randn_like(p) * 0.3)  # torch makes them 0 and 1
     return model
-
-
-def is_quantized(*_: Any, judge_at: int = 2, **__: Any) -> tuple[Route, ...]:
-    """Of `routes_of`: FP8 for all that a budget is given for, measured or not."""
-    judge = _[judge_at]
-    assert isinstance(judge, Judge)
-    return tuple(Route(gemm, ROUTE if judge.budget else "", "") for gemm in GEMMS)
 
 
 @pytest.fixture
@@ -145,7 +136,7 @@ EVERY: dict[str, list[Any]] = {
     # Attention alone has no residual.
     [case for case in itertools.product(KINDS, EVERY) if case != ("attention", "HighResidual")],
 )
-def test_a_changed_owner_computes_the_same_in_each_mode(kind: str, name: str) -> None:
+def test_a_changed_encoder_computes_the_same_in_each_mode(kind: str, name: str) -> None:
     for batch_first, norm_first in itertools.product((True, False), repeat=2):
         model = owner(kind, batch_first=batch_first, norm_first=norm_first)
         plain, x = copy.deepcopy(model), torch.randn(3, 6, WIDTH)
@@ -214,7 +205,7 @@ def test_converted_layers_run_in_each_mode(
             assert torch.equal(one, other)
 
 
-def test_the_fast_path_is_left_and_taken_again(
+def test_the_fast_path_is_disabled_and_enabled_again(
     quantizing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an encoder whose layers are converted: nothing reads past them, nor packs for it."""
@@ -253,7 +244,7 @@ def test_the_fast_path_is_left_and_taken_again(
     assert model.layers[0].activation_relu_or_gelu == 0
 
 
-def test_biases_that_attention_reads_stay_and_the_report_says_why() -> None:
+def test_biases_that_attention_reads_stay_with_a_reason() -> None:
     model = owner("attention", batch_first=True)
     report = mods.apply(model, [mods.NoBias(keep=()), mods.Pad(64, 64, most_growth=99.0)])
     left = [(c.mod, c.site) for c in report if not c.is_done and c.effect == NEVER_CALLED]
@@ -261,7 +252,7 @@ def test_biases_that_attention_reads_stay_and_the_report_says_why() -> None:
     assert model.attention.out_proj.bias is not None and model.head.bias is None
 
 
-def test_a_layer_in_the_place_of_out_proj_is_not_converted(quantizing: None) -> None:
+def test_a_replaced_out_proj_is_not_converted(quantizing: None) -> None:
     model = owner("attention", batch_first=True)
     model.attention.out_proj = nn.Linear(WIDTH, WIDTH)
     handle = lokakern.convert(model, 0.06)
@@ -278,7 +269,7 @@ def test_a_layer_without_biases_keeps_its_switches() -> None:
     assert model.activation_relu_or_gelu == 1 and set(vars(model)) == before
 
 
-def test_weights_that_are_away_are_not_read_by_the_fast_path(quantizing: None) -> None:
+def test_the_fast_path_does_not_read_offloaded_weights(quantizing: None) -> None:
     model = owner("encoder layer", batch_first=True, norm_first=False).bfloat16().eval()
     x = torch.randn(3, 6, WIDTH).bfloat16()
     lokakern.convert(model, 0.06, inference=True)
@@ -332,7 +323,7 @@ def test_products_of_torchs_own_modules_are_named() -> None:
     assert {name: why.partition(";")[0] for name, why in found.items()} == expected
 
 
-def test_products_that_autograd_does_not_show_are_named_beside_those_of_probe() -> None:
+def test_products_without_autograd_nodes_are_also_reported() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

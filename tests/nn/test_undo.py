@@ -19,7 +19,7 @@ from lokakern.conversion import convert
 from lokakern.errors import UnsupportedError
 from lokakern.nn.linear import Linear
 from lokakern.nn.static_handoff import BoundedSequential
-from tests.nn.test_torch_owners import ROUTE, is_quantized
+from tests.support.routed_layers import ROUTE, is_quantized
 
 SEEDS = (0,)
 SEQUENCES = 120
@@ -100,7 +100,7 @@ ACTS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def test_what_is_undone_in_any_order_leaves_nothing() -> None:
+def test_undo_in_any_order_restores_the_class_of_every_layer() -> None:
     """Drawn sequences of mods and conversions; what is refused changes nothing, and waits."""
     x, plain = torch.randn(16, 20), tower()
     expected, before = sums(plain, x), state(plain)
@@ -143,7 +143,7 @@ def sequence() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_a_layer_runs_by_the_newest_conversion_that_is_left(order: tuple[int, ...]) -> None:
+def test_a_layer_uses_the_newest_remaining_conversion(order: tuple[int, ...]) -> None:
     model, x = sequence(), torch.randn(48, 60).bfloat16()
     plain = model(x)
     handles = [lokakern.convert(model, 0.06), lokakern.convert(model[2], None)]
@@ -174,7 +174,7 @@ def test_a_refresh_counts_as_the_newest() -> None:
     assert state(model) == state(sequence())
 
 
-def test_a_sequence_hands_over_what_the_newest_conversion_told_it() -> None:
+def test_a_sequence_uses_the_handoff_of_the_newest_conversion() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(32, 32), mods.BlockRMSNorm(32, 16), nn.ReLU(), nn.Linear(32, 16)
@@ -195,7 +195,7 @@ def test_a_sequence_hands_over_what_the_newest_conversion_told_it() -> None:
     assert torch.equal(model(x), plain) and state(model) == before
 
 
-def test_a_reader_that_was_converted_apart_may_be_undone_apart() -> None:
+def test_a_separately_converted_reader_can_be_undone_separately() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(32, 32), mods.BlockRMSNorm(32, 16), nn.ReLU(), nn.Linear(32, 16)
@@ -203,7 +203,7 @@ def test_a_reader_that_was_converted_apart_may_be_undone_apart() -> None:
     x = torch.randn(16, 32).bfloat16()
     apart = lokakern.convert(model[3], 0.06)
     rest = lokakern.convert(model, 0.06, filter=lambda _, name: name == "0")
-    assert model._scales[3]  # its reader is told, whoever converted it
+    assert model._handoffs[-1].scales[3]  # its reader has a scale from either conversion
     apart.undo()
     expected = nn.Sequential(*model)(x)
     assert torch.equal(model(x), expected)
@@ -211,7 +211,7 @@ def test_a_reader_that_was_converted_apart_may_be_undone_apart() -> None:
     assert [type(m) for m in model][::3] == [nn.Linear, nn.Linear]
 
 
-def test_padding_that_goes_takes_kernels_for_its_sizes_with_it() -> None:
+def test_undoing_padding_removes_the_kernels_for_its_sizes() -> None:
     model, x = sequence(), torch.randn(48, 60).bfloat16()
     plain = model(x)
     report = mods.apply(model, [mods.Pad(16)])
@@ -230,7 +230,7 @@ def test_padding_that_goes_takes_kernels_for_its_sizes_with_it() -> None:
     assert torch.equal(model(x), plain) and state(model) == state(sequence())
 
 
-def test_a_fused_layer_that_goes_says_that_its_parts_are_not_quantized() -> None:
+def test_undoing_a_fused_layer_warns_that_its_parts_are_not_quantized() -> None:
     model = tower()
     report = mods.apply(model, [mods.FuseShared()])
     handle = lokakern.convert(model, 0.06)
@@ -241,7 +241,7 @@ def test_a_fused_layer_that_goes_says_that_its_parts_are_not_quantized() -> None
     assert state(model) == state(tower())
 
 
-def test_a_report_is_not_undone_before_a_later_one_of_the_same_attribute() -> None:
+def test_reports_on_the_same_attribute_are_undone_in_reverse_order() -> None:
     model = sequence()
     one = mods.apply(model, [mods.NoBias(), mods.Pad(16)])
     other = mods.apply(model, [mods.Pad(32)])
@@ -255,7 +255,7 @@ def test_a_report_is_not_undone_before_a_later_one_of_the_same_attribute() -> No
     assert state(model) == state(sequence())
 
 
-def test_attributes_of_a_user_are_not_taken() -> None:
+def test_attributes_of_users_are_kept() -> None:
     model = sequence()
     model[0].forward = model[0].forward  # of the object itself
     model[0].mine = 3
@@ -265,7 +265,7 @@ def test_attributes_of_a_user_are_not_taken() -> None:
     assert state(model) == before
 
 
-def test_a_layer_that_was_made_a_linear_of_ours_stays_one() -> None:
+def test_a_layer_created_as_lokakern_linear_keeps_its_class() -> None:
     model = nn.Sequential(Linear(20, 16))
     report, handle = mods.apply(model, [mods.Pad(16)]), lokakern.convert(model, 0.06)
     report = mods.apply(model, [mods.Pad(32, most_growth=99.0)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import sqlite3
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from lokakern.measure import operands
 from lokakern.probe import files
 from lokakern.probe.report import ProbeReport, page_of
 from lokakern.sweep import engine
+from tests.support.html_page import HOSTILE, Page
 from tests.support.inline_worker import run_tasks_here
 from tests.support.probe_sites import drawn, site_of
 
-HOSTILE = """<script>alert("x")</script>' onload='y' {{ 7 * 7 }}"""
 H200 = "NVIDIA H200"
 
 
@@ -37,31 +36,6 @@ def content() -> dict[str, Any]:
     x, _, w = drawn("X14", 64, 64)
     sites = {name: site_of(x, w, norm=norm) for name, norm in (("a.b", "layer"), (HOSTILE, ""))}
     return ProbeReport.of(sites, seeds=(0,), device=H200, steps=4).content()
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, and the text of cells."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "input", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "option" or self.open[-1] == tag:
-            assert self.open.pop() == tag
-        else:
-            raise AssertionError(f"</{tag}> closes {self.open[-1]}")
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
 
 
 def test_pages_are_complete_and_self_contained(content: dict[str, Any]) -> None:

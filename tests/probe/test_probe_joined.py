@@ -179,7 +179,7 @@ def test_models_without_sites_after_mods_are_refused_with_the_reason() -> None:
 
     model = Mixer()
     mods.apply(model, [mods.MixTokens()])
-    with pytest.raises(UnknownNameError, match="mix: MixTokens has it multiply"):
+    with pytest.raises(UnknownNameError, match="mix: MixTokens makes it multiply"):
         Probe(model)
 
 

@@ -28,8 +28,8 @@ from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import OUTSIDE
 from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.distributions import distribution_named, draw_rows
-from tests.selection.test_dispatcher import BF16, Book, time
-from tests.selection.test_dispatcher import ROW as ROW_KERNEL
+from tests.support.measurements import BF16, Book, time
+from tests.support.measurements import ROW as ROW_KERNEL
 from tests.support.probe_sites import CPU, drawn, site_of
 
 GROUP_KERNEL = "cuda.quantize_group+cuda.scaled_gemm_group"

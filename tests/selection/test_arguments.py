@@ -35,7 +35,7 @@ from lokakern.selection import arguments, dispatcher
 from lokakern.selection.dispatcher import dispatch
 from lokakern.selection.kernel_policy import ON_MISS, check_on_miss
 from lokakern.types import REGIMES, ErrorBudget, Format, Granularity, Layout, Operand
-from tests.selection.test_dispatcher import H200, Book, measured
+from tests.support.measurements import H200, Book, measured
 
 NAN = math.nan
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,9 @@ from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice, dispatch
 from lokakern.types import Format, Granularity, Operand, Problem
 from lokakern.workloads.gemm_cases import prepared_weight
-from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
+from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 
 ROWS, WHOLE = (prepared_weight(Format.E4M3FN, g) for g in (Granularity.ROW, Granularity.TENSOR))
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
 
 
 def ask(m: int = 4096, budget: Any = 0.06, **fields: Any) -> Choice:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,42 +23,19 @@ from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
 from lokakern.selection import dispatcher
-from lokakern.selection.dispatcher import Choice, dispatch
-from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
+from lokakern.selection.dispatcher import dispatch
+from tests.support.imported_measurements import (
+    DEEPER,
+    ELSEWHERE,
+    HERE,
+    M,
+    chosen,
+    others,
+    own,
+)
+from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 
-M = 4096
-HERE, ELSEWHERE = gemm(M), gemm(M, n=1024)
-DEEPER = gemm(M, k=1024)  # no error of another k stands for that of a problem
 Write = Callable[..., None]
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A database with times of bf16 for two layers, and no shipped file."""
-    path = tmp_path / "mine.sqlite"
-    monkeypatch.setenv("LOKAKERN_DB", str(path))
-    monkeypatch.setattr("lokakern.registry.storage.paths.shipped_databases", list)
-    own(path, time(BF16, HERE, 20.0), time(BF16, ELSEWHERE, 40.0))
-    yield path
-    dispatcher.use_snapshot(None)
-
-
-def own(path: Path, *rows: Any) -> None:
-    Book(path).write(*rows)
-    dispatcher.use_snapshot(None)
-
-
-def others(path: Path, *rows: Any) -> None:
-    """Import rows that were measured elsewhere."""
-    theirs = path.with_name(f"theirs{len(os.listdir(path.parent))}.sqlite")
-    Book(theirs).write(*rows)
-    import_file(theirs, path)
-    dispatcher.use_snapshot(None)
-
-
-def chosen(budget: float = 0.06, m: int = M) -> Choice:
-    dispatcher.use_snapshot(load_snapshot())
-    return dispatch("gemm", (m, 512, 512), budget, device=H200)
 
 
 def test_an_imported_error_is_at_least_that_of_its_arithmetic(mine: Path) -> None:

@@ -15,9 +15,8 @@ from lokakern.registry.sharing.import_merge import import_file, merge_files
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice, dispatch
 from lokakern.types import ACCEPTED
-from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
-from tests.selection.test_quarantined_measurements import DEEPER, HERE, M, chosen, others, own
-from tests.selection.test_quarantined_measurements import mine as mine
+from tests.support.imported_measurements import DEEPER, HERE, M, chosen, others, own
+from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 
 WIDE = gemm(M, n=1024)
 UNUSED = (907, 908, 909)  # seeds nobody draws

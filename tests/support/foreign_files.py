@@ -18,7 +18,7 @@ from lokakern.registry.schema.tables import COLUMNS as COLUMNS_OF
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import Rows
 from lokakern.registry.storage.writer import write_file
-from tests.registry.storage.test_run_files import small_rows
+from tests.support.run_files import small_rows
 
 PAGE_BYTES = 8192
 FIRST = "(SELECT min(key) FROM {0})"

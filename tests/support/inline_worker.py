@@ -14,8 +14,7 @@ from typing import Any, cast
 import pytest
 
 from lokakern.measure import timing
-from lokakern.measure.norm_backward_operands import NormBackwardOperands
-from lokakern.measure.norm_operands import NormOperands
+from lokakern.measure.norm_operands import NormBackwardOperands, NormOperands
 from lokakern.measure.operands import Operands
 from lokakern.registry.register import Kernel
 from lokakern.sweep import worker

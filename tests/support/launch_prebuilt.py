@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 from lokakern.device import devices_here
 from lokakern.kernels import compositions
 from lokakern.kernels.triton import quantize, scaled_gemm
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.sweep.engine import candidates

@@ -62,7 +62,7 @@ def seconds(run: list[dict[str, Any]]) -> float:
     return (max(written) - min(written)) / 1e3
 
 
-def test_times_cost_what_shipped_sweeps_took(shipped: Path) -> None:
+def test_estimated_times_match_shipped_sweeps(shipped: Path) -> None:
     device = load_snapshot([shipped]).find_device(H200.product)
     runs = runs_of(shipped, "timing")
     assert runs
@@ -72,7 +72,7 @@ def test_times_cost_what_shipped_sweeps_took(shipped: Path) -> None:
         assert estimate == pytest.approx(seconds(run), rel=0.3), f"{len(run)} times"
 
 
-def test_errors_cost_what_shipped_sweeps_took(shipped: Path) -> None:
+def test_estimated_errors_match_shipped_sweeps(shipped: Path) -> None:
     """All together: neighbors share draws more or less, and not all that was measured ships."""
     runs = runs_of(shipped, "accuracy")
     kernel = kernels_for("gemm")[0]

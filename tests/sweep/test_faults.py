@@ -43,9 +43,9 @@ from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.run_files import TimingRecord, collect_runs, runs_folder
 from lokakern.selection import dispatcher
 from lokakern.sweep import engine
-from tests.registry.storage.test_run_files import DEVICE, OK, add, begin, rows_as_dicts
 from tests.support.foreign_files import write_base
 from tests.support.inline_worker import run_tasks_here
+from tests.support.run_files import DEVICE, OK, add, begin, rows_as_dicts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("sweep", "merge", "import", "export")
@@ -75,7 +75,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.rest
-def test_a_command_loses_nothing(told: str, command: str, how: str) -> None:
+def test_an_interrupted_command_loses_no_rows(told: str, command: str, how: str) -> None:
     """Killed, or refused by the disk: as before or finished, and the next one ends well."""
     found = re.search(rf"^{command}, {how}, .*: (\d+) times .*, (\d+) violations$", told, re.M)
     assert found is not None, told[-4000:]
@@ -101,7 +101,7 @@ def killed_before(step: str, ending: str, do: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_run_that_was_merged_and_not_deleted_is_merged_once(tmp_path: Path) -> None:
+def test_a_merged_run_file_that_was_not_deleted_adds_no_rows(tmp_path: Path) -> None:
     database = tmp_path / "a.sqlite"
     run = begin(database)
     add(run)
@@ -114,7 +114,7 @@ def test_a_run_that_was_merged_and_not_deleted_is_merged_once(tmp_path: Path) ->
     assert not list(runs_folder(database).iterdir())
 
 
-def test_what_was_verified_is_in_the_database_before_it_waits_no_more(tmp_path: Path) -> None:
+def test_verified_rows_are_stored_before_they_leave_quarantine(tmp_path: Path) -> None:
     theirs, mine = tmp_path / "theirs.sqlite", tmp_path / "mine.sqlite"
     write_base(theirs)
     import_file(theirs, mine)
@@ -134,7 +134,7 @@ def test_what_was_verified_is_in_the_database_before_it_waits_no_more(tmp_path: 
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_run_is_deleted_after_it_was_merged(tmp_path: Path) -> None:
+def test_a_run_file_is_deleted_after_its_merge(tmp_path: Path) -> None:
     database = tmp_path / "a.sqlite"
     run = begin(database)
     add(run)
@@ -174,9 +174,7 @@ def test_temporary_files_of_another_database_stay(tmp_path: Path) -> None:
     assert not mine.exists() and other.exists()
 
 
-def test_a_lock_that_was_removed_locks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_lock_does_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder removes it between another's opening and locking it."""
     path = tmp_path / "a.lock"
     holder, other = Lock(path), Lock(path)
@@ -196,9 +194,7 @@ def test_a_lock_that_was_removed_locks_nothing(
     other.release()
 
 
-def test_without_locks_files_of_others_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_readable_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A private copy needs none; runs of the dead are let alone where nobody can tell."""
     database = tmp_path / "a.sqlite"
     run = begin(database)
@@ -221,14 +217,14 @@ def test_without_locks_files_of_others_are_read(
     assert not list(runs_folder(database).iterdir())
 
 
-def test_an_unreadable_run_file_is_said(
+def test_an_unreadable_run_file_is_reported(
     tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = runs_folder(tmp_path / "a.sqlite")
     folder.mkdir()
     (folder / f"{'f' * 32}.sqlite").write_bytes(b"not a database")
     code, _, err = command("sweep", *SHAPES, "--db", tmp_path / "a.sqlite")
-    assert code == 0 and "left for later, with what it holds: run file" in err
+    assert code == 0 and "not merged: run file" in err
 
 
 # Clocks
@@ -277,7 +273,7 @@ def set_clock(patch: pytest.MonkeyPatch, ahead_ms: int, *, back_ms: int = 0) -> 
 
 
 @pytest.mark.parametrize("back_ms", [DAY_MS, YEAR_MS], ids=["a day", "a year"])
-def test_a_clock_that_goes_back_stops_no_sweep(
+def test_a_clock_that_goes_back_does_not_stop_a_sweep(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back_ms: int
 ) -> None:
     """It was ahead, and goes back with every row; the next sweep has nothing to do."""
@@ -296,7 +292,7 @@ def test_a_clock_that_goes_back_stops_no_sweep(
     assert code == 0 and "0 times of 0 problems" in err
 
 
-def test_rows_of_the_future_are_rows(
+def test_rows_from_the_future_are_kept(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a clock that was a year ahead until it was put right: nothing refuses them."""
@@ -320,7 +316,7 @@ def test_rows_of_the_future_are_rows(
     assert len(read_rows(shipped)["timing"]) == 4
 
 
-def test_a_crash_of_the_future_is_not_forgiven_before(tmp_path: Path) -> None:
+def test_a_crash_from_the_future_still_counts(tmp_path: Path) -> None:
     """What is newest is said by rows alone: the clock of whoever reads decides nothing."""
     database, ahead = tmp_path / "a.sqlite", records.now_utc_ms() + YEAR_MS
     for record in (
@@ -337,7 +333,7 @@ def test_a_crash_of_the_future_is_not_forgiven_before(tmp_path: Path) -> None:
     assert not load_snapshot([database]).casualties(DEVICE, environment)
 
 
-def test_a_clock_that_was_never_set_is_said(
+def test_an_unset_clock_is_reported(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 1970 would be refused by all who read them."""
@@ -348,7 +344,7 @@ def test_a_clock_that_was_never_set_is_said(
     assert not (tmp_path / "a.sqlite").exists()
 
 
-def test_intervals_are_of_the_monotonic_clock() -> None:
+def test_intervals_use_the_monotonic_clock() -> None:
     """The date is read in one place."""
     dates = {"time", "time_ns", "now", "utcnow", "localtime", "gmtime"}
     found = set()

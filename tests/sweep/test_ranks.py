@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from lokakern.errors import MeasurementError
-from lokakern.sweep.ranks import Alone, Crew, crew_of_torchrun, share_out, take_gpu
+from lokakern.sweep.ranks import RankGroup, SingleRank, ranks_of_torchrun, share_out, take_gpu
 from lokakern.torchrun import cores_of_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ ENDLESS_S = 1800  # ends what would wait for ever
     st.lists(st.floats(0.01, 100), max_size=300),
     st.integers(2, 9),
 )
-def test_shares_are_all_places_in_their_order(costs: list[float], world: int) -> None:
+def test_shares_cover_all_places_in_order(costs: list[float], world: int) -> None:
     shares = share_out(costs, world)
     assert [place for share in shares for place in share] == list(range(len(costs)))
     assert all(shares)
@@ -51,23 +51,25 @@ def test_shares_begin_large_and_end_small(world: int) -> None:
     assert len(sizes) <= 12 * world
 
 
-def test_costs_decide_the_size_of_shares() -> None:
+def test_costs_determine_the_size_of_shares() -> None:
     costs = [10.0] * 50 + [1.0] * 50
     first, second, *_ = share_out(costs, 2)
     assert sum(costs[p] for p in first) == pytest.approx(sum(costs[p] for p in second), abs=11)
 
 
 @pytest.fixture
-def crews() -> Iterator[Callable[..., list[Crew]]]:
+def groups() -> Iterator[Callable[..., list[RankGroup]]]:
     """Ranks with a store of torch.distributed, each a client of its own.
 
     By default time stands still, and nobody is taken for dead however busy the machine is.
     """
     first = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def make(world: int, hosts: str = "", clock: Callable[[], float] = lambda: 0.0) -> list[Crew]:
+    def make(
+        world: int, hosts: str = "", clock: Callable[[], float] = lambda: 0.0
+    ) -> list[RankGroup]:
         return [
-            Crew(
+            RankGroup(
                 distributed.TCPStore("127.0.0.1", first.port, wait_for_workers=False),
                 rank, world, host=hosts[rank : rank + 1] or "a", patience_s=PATIENCE_S, clock=clock,
             )
@@ -77,58 +79,62 @@ def crews() -> Iterator[Callable[..., list[Crew]]]:
     yield make
 
 
-def together(crews: list[Crew], work: Callable[[Crew], Any]) -> list[Any]:
-    def inside(crew: Crew) -> Any:
-        with crew:
-            return work(crew)
+def together(groups: list[RankGroup], work: Callable[[RankGroup], Any]) -> list[Any]:
+    def inside(ranks: RankGroup) -> Any:
+        with ranks:
+            return work(ranks)
 
-    with ThreadPoolExecutor(len(crews)) as pool:
-        return list(pool.map(inside, crews))
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(inside, groups))
 
 
-def test_every_place_is_done_once(crews: Callable[..., list[Crew]]) -> None:
+def test_every_place_is_done_once(groups: Callable[..., list[RankGroup]]) -> None:
     done: list[int] = []
     heard: list[int] = []
 
-    def work(crew: Crew) -> list[Any]:
-        for share in crew.shares("times", [1.0] * 100, heard.append):
+    def work(ranks: RankGroup) -> list[Any]:
+        for share in ranks.shares("times", [1.0] * 100, heard.append):
             for place in share.places:
-                time.sleep(0.001 * (1 + crew.rank))  # one is slower
+                time.sleep(0.001 * (1 + ranks.rank))  # one is slower
                 done.append(place)
-                crew.step("times")
+                ranks.step("times")
             share.done(list(share.places))
-        return crew.results("times")
+        return ranks.results("times")
 
-    every = together(crews(3), work)
+    every = together(groups(3), work)
     assert sorted(done) == list(range(100))
     assert all(sorted(itertools.chain(*results)) == list(range(100)) for results in every)
     assert all(0 < count <= 100 for count in heard)
 
 
-def test_one_plans_for_all_and_each_host_prepares_once(crews: Callable[..., list[Crew]]) -> None:
+def test_one_rank_plans_for_all_and_each_host_prebuilds_once(
+    groups: Callable[..., list[RankGroup]],
+) -> None:
     planned: list[int] = []
     prepared: list[str] = []
 
-    def work(crew: Crew) -> Any:
+    def work(ranks: RankGroup) -> Any:
         def plan() -> dict[str, Any]:
-            planned.append(crew.rank)
+            planned.append(ranks.rank)
             time.sleep(0.2)
-            return {"by": crew.rank, "todo": [1, 2]}
+            return {"by": ranks.rank, "todo": [1, 2]}
 
-        crew.agree({"device": "NVIDIA H200"})
-        found = crew.plan("times", plan)
-        crew.once("prebuild", lambda: prepared.append(crew._host))
-        return found, crew.gather("report", crew.rank)
+        ranks.agree({"device": "NVIDIA H200"})
+        found = ranks.plan("times", plan)
+        ranks.once("prebuild", lambda: prepared.append(ranks._host))
+        return found, ranks.gather("report", ranks.rank)
 
-    every = together(crews(4, "aabb"), work)
+    every = together(groups(4, "aabb"), work)
     assert len(planned) == 1 and sorted(prepared) == ["a", "b"]
     assert all(found == {"by": planned[0], "todo": [1, 2]} for found, _ in every)
     assert [gathered for _, gathered in every] == [[0, 1, 2, 3], None, None, None]
 
 
-def test_what_a_dead_rank_had_is_done_by_another(crews: Callable[..., list[Crew]]) -> None:
+def test_another_rank_repeats_the_shares_of_a_dead_one(
+    groups: Callable[..., list[RankGroup]],
+) -> None:
     now_s = 0.0
-    living, dead = crews(2, clock=lambda: now_s)
+    living, dead = groups(2, clock=lambda: now_s)
     done: dict[int, float] = {}
     waited: list[int] = []
 
@@ -153,9 +159,9 @@ def test_what_a_dead_rank_had_is_done_by_another(crews: Callable[..., list[Crew]
         assert living.gather("report", "me") == ["me"]
 
 
-def test_another_plans_where_the_planner_died(crews: Callable[..., list[Crew]]) -> None:
+def test_another_rank_plans_after_the_planner_died(groups: Callable[..., list[RankGroup]]) -> None:
     ticks = itertools.count()
-    living, dead = crews(2, clock=lambda: 0.4 * PATIENCE_S * next(ticks))
+    living, dead = groups(2, clock=lambda: 0.4 * PATIENCE_S * next(ticks))
 
     def die() -> None:
         raise RuntimeError("killed")
@@ -168,10 +174,10 @@ def test_another_plans_where_the_planner_died(crews: Callable[..., list[Crew]]) 
     assert next(ticks) == 4, "0.4, 0.8 and 1.2 of its patience after the first look"
 
 
-def test_a_slow_rank_is_not_taken_for_dead(crews: Callable[..., list[Crew]]) -> None:
+def test_a_slow_rank_does_not_count_as_dead(groups: Callable[..., list[RankGroup]]) -> None:
     """More than its patience passes while it works, and less between two beats of its heart."""
     now_s, beats = 0.0, 0
-    (watch,) = crews(1)
+    (watch,) = groups(1)
 
     def clock() -> float:
         nonlocal now_s, beats
@@ -180,7 +186,7 @@ def test_a_slow_rank_is_not_taken_for_dead(crews: Callable[..., list[Crew]]) -> 
         beats, now_s = heard, now_s + 0.9 * PATIENCE_S
         return now_s
 
-    quick, slow = crews(2, clock=clock)
+    quick, slow = groups(2, clock=clock)
     done: dict[int, list[int]] = {0: [], 1: []}
     with slow:
         share = next(shares := slow.shares("times", [1.0] * 4, lambda _: None))
@@ -199,43 +205,45 @@ def test_a_slow_rank_is_not_taken_for_dead(crews: Callable[..., list[Crew]]) -> 
     assert done[1] == list(share.places) and sorted(done[0] + done[1]) == [0, 1, 2, 3]
 
 
-def test_ranks_that_differ_are_told_what(crews: Callable[..., list[Crew]]) -> None:
-    def work(crew: Crew) -> str:
+def test_ranks_with_different_facts_raise(groups: Callable[..., list[RankGroup]]) -> None:
+    def work(ranks: RankGroup) -> str:
         try:
-            crew.agree({"regime": "eager", "device": f"GPU {crew.rank}"})
+            ranks.agree({"regime": "eager", "device": f"GPU {ranks.rank}"})
         except MeasurementError as error:
             return str(error)
         return ""
 
-    first, second = together(crews(2), work)
+    first, second = together(groups(2), work)
     assert sorted((first == "", second == "")) == [False, True]
     assert "another device than the rank that plans" in first + second
 
 
-def test_alone_everything_is_its_own() -> None:
-    with Alone() as crew:
-        crew.agree({})
-        assert crew.plan("times", lambda: [3]) == [3]
-        (share,) = crew.shares("times", [1.0, 2.0], lambda _: None)
+def test_a_single_rank_does_all_work() -> None:
+    with SingleRank() as ranks:
+        ranks.agree({})
+        assert ranks.plan("times", lambda: [3]) == [3]
+        (share,) = ranks.shares("times", [1.0, 2.0], lambda _: None)
         assert list(share.places) == [0, 1]
-        assert crew.step("times") == 1
+        assert ranks.step("times") == 1
         share.done("result")
-        assert crew.results("times") == ["result"]
-        assert list(crew.shares("errors", [], lambda _: None)) == []
-        assert crew.gather("report", 5) == [5]
+        assert ranks.results("times") == ["result"]
+        assert list(ranks.shares("errors", [], lambda _: None)) == []
+        assert ranks.gather("report", 5) == [5]
 
 
-def test_torchrun_tells_of_a_crew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_define_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert type(crew_of_torchrun()) is Alone
+    assert type(ranks_of_torchrun()) is SingleRank
     for name, value in {"WORLD_SIZE": "2", "RANK": "x", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(MeasurementError, match=r"cannot be reached.*torchrun"):
-        crew_of_torchrun()
+        ranks_of_torchrun()
 
 
-def test_a_planner_that_was_only_slow_changes_nothing(crews: Callable[..., list[Crew]]) -> None:
-    first, second = crews(2)
+def test_a_slow_planner_does_not_replace_a_plan_in_use(
+    groups: Callable[..., list[RankGroup]],
+) -> None:
+    first, second = groups(2)
 
     def slow() -> list[int]:  # meanwhile the other plans
         second._store.compare_set("plan/times", "", "[7]")
@@ -280,27 +288,27 @@ def test_a_rank_takes_its_amd_gpu(
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_what_is_no_number_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_must_be_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "")
     take_gpu()
-    assert type(crew_of_torchrun()) is Alone
+    assert type(ranks_of_torchrun()) is SingleRank
     monkeypatch.setenv(name, "two")
     with pytest.raises(MeasurementError, match=f"{name} is 'two'; expected a number"):
-        (crew_of_torchrun if name == "WORLD_SIZE" else take_gpu)()
+        (ranks_of_torchrun if name == "WORLD_SIZE" else take_gpu)()
 
 
-def test_a_store_that_is_gone_says_so(crews: Callable[..., list[Crew]]) -> None:
-    (crew,) = crews(1)
+def test_a_lost_store_raises_with_a_remedy(groups: Callable[..., list[RankGroup]]) -> None:
+    (ranks,) = groups(1)
 
     def lost(*_: object) -> None:
         raise distributed.DistNetworkError("connection reset")
 
-    with pytest.raises(MeasurementError, match=r"lost the store.*sweep again"), crew:
-        crew._store = SimpleNamespace(add=lost)  # type: ignore[assignment]
-        crew.step("times")
+    with pytest.raises(MeasurementError, match=r"lost the store.*sweep again"), ranks:
+        ranks._store = SimpleNamespace(add=lost)  # type: ignore[assignment]
+        ranks.step("times")
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "CUDA_VISIBLE_DEVICES": "3",
         "LOCAL_RANK": "1",
@@ -326,10 +334,10 @@ RANK = """
 import signal, sys, time
 from pathlib import Path
 from lokakern.bench.cli import main as cli
-from lokakern.sweep import ranks as crew
+from lokakern.sweep import ranks as ranks
 
 folder, mine = Path(sys.argv.pop(1)), sys.argv.pop(1)
-step = crew.Crew.step
+step = ranks.RankGroup.step
 
 def stepping(self, name):
     count = step(self, name)
@@ -341,8 +349,8 @@ def stepping(self, name):
 def clock():
     return time.monotonic() if (folder / "killed").exists() else 0.0
 
-crew.Crew.step = stepping
-crew.Crew.__init__.__kwdefaults__["clock"] = clock
+ranks.RankGroup.step = stepping
+ranks.RankGroup.__init__.__kwdefaults__["clock"] = clock
 cli.main()
 """
 

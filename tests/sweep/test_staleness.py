@@ -44,9 +44,9 @@ from lokakern.registry.storage.writer import write_file
 from lokakern.render import terminal
 from lokakern.selection import dispatcher
 from lokakern.sweep import engine
-from lokakern.sweep.ranks import Crew
+from lokakern.sweep.ranks import RankGroup
 from lokakern.sweep.resume import Job, distribution_row
-from lokakern.sweep.staleness import Ages, cases_timed
+from lokakern.sweep.staleness import Staleness, cases_timed
 from lokakern.types import Device, Environment, Format
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES, Case
@@ -212,7 +212,7 @@ def run_count(database: str | Path) -> int:
 
 
 @pytest.mark.parametrize("words", [(), SHAPES, ("--suite", "smoke")], ids=str)
-def test_what_is_fresh_is_not_measured_again(
+def test_fresh_measurements_are_not_repeated(
     command: Command, fresh_file: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     path = copy_of(fresh_file, tmp_path)
@@ -223,7 +223,7 @@ def test_what_is_fresh_is_not_measured_again(
     assert (ran.json, run_count(path)) == ([], 1)
 
 
-def test_exactly_what_a_change_made_stale_is_measured_again(
+def test_exactly_the_stale_measurements_are_repeated(
     command: Command, changed_file: Path, tmp_path: Path
 ) -> None:
     path = copy_of(changed_file, tmp_path)
@@ -240,7 +240,7 @@ def test_exactly_what_a_change_made_stale_is_measured_again(
     assert "nothing is stale" in again.err and run_count(path) == 2
 
 
-def test_a_problem_with_one_stale_kernel_races_whole(
+def test_a_problem_with_one_stale_kernel_is_timed_with_all_kernels(
     command: Command, fresh_file: Path, tmp_path: Path
 ) -> None:
     path = edited(fresh_file, tmp_path, changed(COMPOSED))
@@ -251,7 +251,7 @@ def test_a_problem_with_one_stale_kernel_races_whole(
     )
 
 
-def test_a_kernel_and_a_condition_choose_among_what_is_stale(
+def test_a_kernel_and_a_condition_select_stale_measurements(
     command: Command, changed_file: Path, tmp_path: Path
 ) -> None:
     path = copy_of(changed_file, tmp_path)
@@ -285,7 +285,7 @@ def test_another_toolchain_makes_everything_usable(
     assert [found[name] for name in ("rows", "fresh", "usable", "older")] == [117, 39, 39, 39]
 
 
-def test_what_was_never_measured_is_left_out(
+def test_unmeasured_problems_are_left_out(
     command: Command, changed_file: Path, tmp_path: Path
 ) -> None:
     path = copy_of(changed_file, tmp_path)
@@ -311,7 +311,7 @@ def test_shipped_rows_are_stale_too(
 
 
 @pytest.mark.parametrize("word", ["--fresh", "--prebuild"])
-def test_only_stale_goes_without(command: Command, word: str) -> None:
+def test_only_stale_excludes_other_options(command: Command, word: str) -> None:
     ran = command("sweep", "--only-stale", word)
     assert ran.code == 2 and f"goes without {word}" in ran.err
 
@@ -320,29 +320,29 @@ def test_only_stale_goes_without(command: Command, word: str) -> None:
 
 
 @pytest.fixture
-def ranks() -> Iterator[tuple[Crew, Crew]]:
-    """Two of one crew, each a client of a store of torch.distributed."""
+def ranks() -> Iterator[tuple[RankGroup, RankGroup]]:
+    """Two of one ranks, each a client of a store of torch.distributed."""
     first = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [
         distributed.TCPStore("127.0.0.1", first.port, wait_for_workers=False) for _ in range(2)
     ]
-    yield Crew(stores[0], 0, 2, patience_s=60), Crew(stores[1], 1, 2, patience_s=60)
+    yield RankGroup(stores[0], 0, 2, patience_s=60), RankGroup(stores[1], 1, 2, patience_s=60)
 
 
-def test_ranks_take_the_plan_of_the_one_that_looked(
-    ranks: tuple[Crew, Crew], changed_file: Path, tmp_path: Path
+def test_ranks_use_the_plan_of_the_first_rank(
+    ranks: tuple[RankGroup, RankGroup], changed_file: Path, tmp_path: Path
 ) -> None:
     """However fresh everything is by their own databases."""
     here, path = current_device(), Path(copy_of(changed_file, tmp_path))
     reports, asked = [], []
-    for crew, target in zip(ranks, (path, tmp_path / "another.sqlite"), strict=True):
-        with crew:
+    for group, target in zip(ranks, (path, tmp_path / "another.sqlite"), strict=True):
+        with group:
             database = SweepDatabase(target)
-            cases = cli_sweep._cases_timed(database, None, here, crew)
+            cases = cli_sweep._cases_timed(database, None, here, group)
             asked.append(cases)
             reports.append(
                 engine.sweep(cases, database=database, suite="stale", command="", only_stale=True,
-                            errors="none", crew=crew)
+                            errors="none", ranks=group)
             )  # fmt: skip
     assert asked[0] == asked[1] and len(asked[0]) == 10
     assert reports[0].stale == reports[1].stale and len(reports[0].stale) == 2
@@ -396,15 +396,15 @@ class Facts:
     def _begin(self) -> RunFile:
         return RunFile.create(self.path, suite="s", command="c", harness_digest="h")
 
-    def ages(self) -> Ages:
-        return Ages(load_snapshot([self.path]), current_device(), "eager")
+    def staleness(self) -> Staleness:
+        return Staleness(load_snapshot([self.path]), current_device(), "eager")
 
     def is_stale(self, *kernels: Kernel) -> bool:
-        return self.ages().is_stale(Job(Case(self.problem, "X1"), kernels))
+        return self.staleness().is_stale(Job(Case(self.problem, "X1"), kernels))
 
     def stale_part(self, *kernels: Kernel) -> tuple[str, ...]:
         asked = accuracy_problem(self.problem, Format.E4M3FN)
-        left = self.ages().stale_part(Cell(kernels[0], asked, "X1", 0, kernels[1:]))
+        left = self.staleness().stale_part(Cell(kernels[0], asked, "X1", 0, kernels[1:]))
         return () if left is None else (left.kernel.name, *(k.name for k in left.stand_ins))
 
 
@@ -414,7 +414,7 @@ def facts(tmp_path: Path) -> Facts:
 
 
 @pytest.mark.parametrize("status", ["ok", "error"])
-def test_a_fresh_word_makes_up_for_stale_times(facts: Facts, status: str) -> None:
+def test_a_fresh_row_replaces_stale_times(facts: Facts, status: str) -> None:
     """Also a failure: who would time it again at every sweep?"""
     now = KERNELS[QUANTIZER]
     facts.time(of_old(now))
@@ -424,7 +424,7 @@ def test_a_fresh_word_makes_up_for_stale_times(facts: Facts, status: str) -> Non
     assert not facts.is_stale(now)
 
 
-def test_times_elsewhere_are_not_stale_here(facts: Facts, command: Command) -> None:
+def test_times_of_other_devices_are_not_stale(facts: Facts, command: Command) -> None:
     facts.time(of_old(KERNELS[QUANTIZER]), where=H200)
     assert not facts.is_stale(KERNELS[QUANTIZER])
     assert "nothing is stale" in command("sweep", "--only-stale", "--db", str(facts.path)).err
@@ -441,13 +441,13 @@ def test_a_class_has_one_error(facts: Facts) -> None:
     assert facts.stale_part(now, facts.other) == ()
 
 
-def test_errors_under_other_parameters_are_other_errors(facts: Facts) -> None:
+def test_errors_on_other_parameters_are_separate(facts: Facts) -> None:
     facts.time(KERNELS[QUANTIZER])
     facts.error(of_old(KERNELS[QUANTIZER]), s=9.0)
     assert facts.stale_part(KERNELS[QUANTIZER]) == ()
 
 
-def test_a_problem_is_swept_under_what_it_was_timed_under_last(facts: Facts) -> None:
+def test_a_problem_is_swept_on_the_distribution_of_its_newest_times(facts: Facts) -> None:
     for drawn in ("X1", "X5", "recorded"):  # nobody can draw the last
         facts.time(KERNELS[QUANTIZER], drawn=drawn)
         time.sleep(0.002)
@@ -459,9 +459,7 @@ def test_a_problem_is_swept_under_what_it_was_timed_under_last(facts: Facts) -> 
 # --- list
 
 
-def test_list_device_tells_what_is_held(
-    command: Command, fresh_file: Path, changed_file: Path
-) -> None:
+def test_list_device_shows_its_rows(command: Command, fresh_file: Path, changed_file: Path) -> None:
     def held(file: Path) -> dict[str, Any]:
         rows = command("list", "device", "--json", "--db", str(file)).json
         return {row["what"]: row["value"] for row in rows}
@@ -477,7 +475,7 @@ def test_list_device_tells_what_is_held(
     assert found["errors"] == "117 of 2 problems: 78 fresh, 0 usable, 39 stale"
 
 
-def test_list_coverage_counts_rows_and_what_is_missing(
+def test_list_coverage_counts_rows_and_missing_kernels(
     command: Command, changed_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = {name: KERNELS[name] for name in (PLAIN, QUANTIZER, COMPOSED)}
@@ -538,15 +536,15 @@ def test_devices_are_listed_by_name(command: Command, facts: Facts) -> None:
     assert command("list", "kernels", "--device", "NVIDIA H200").code == 2
 
 
-def test_elsewhere_only_the_digest_counts(facts: Facts) -> None:
+def test_on_other_devices_only_the_digest_counts(facts: Facts) -> None:
     facts.time(KERNELS[QUANTIZER], where=H200)
     then = replace(current_environment(), torch="0.4.1")
     assert then != current_environment()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lokakern.selection.candidates.current_environment", lambda: Environment())
-        elsewhere = Ages(load_snapshot([facts.path]), H200, "eager").times[facts.problem]
+        elsewhere = Staleness(load_snapshot([facts.path]), H200, "eager").times[facts.problem]
         facts.time(KERNELS[QUANTIZER])
-        here = facts.ages().times[facts.problem]
+        here = facts.staleness().times[facts.problem]
     assert (elsewhere, here) == ({QUANTIZER: "fresh"}, {QUANTIZER: "usable"})
 
 
@@ -568,7 +566,7 @@ def choosy_file(fresh_file: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 HELD_OUT = ("compare", "--held-out", "3", "--json", "--quiet", "--db")
 
 
-def test_honest_choices_are_held_up(
+def test_correct_choices_are_confirmed(
     command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches_take(monkeypatch, lambda name: 3e4 if name == PLAIN else 1e4)
@@ -600,7 +598,7 @@ def test_a_slow_choice_is_found(
     assert table.code == 4 and "x promised" in table.out and "4 of 4 choices" in table.err
 
 
-def test_a_choice_that_fails_is_no_faster(
+def test_a_failing_choice_is_not_faster(
     command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -629,7 +627,7 @@ def test_an_incorrect_choice_gets_no_time(
                for row in ran.json["rows"])  # fmt: skip
 
 
-def test_a_draw_can_be_repeated_and_others_drawn(
+def test_a_seed_repeats_the_sample_and_another_changes_it(
     command: Command, choosy_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
@@ -651,7 +649,7 @@ def test_a_draw_can_be_repeated_and_others_drawn(
     assert len({tuple(drawn(str(seed))) for seed in range(1, 4)}) > 1
 
 
-def test_nothing_is_held_out_where_nothing_is_promised(command: Command, fresh_file: Path) -> None:
+def test_nothing_is_held_out_without_quantized_choices(command: Command, fresh_file: Path) -> None:
     ran = command("compare", "--held-out", "3", "--budget", "1e-6", "--quiet", "--db",
                   str(fresh_file))  # fmt: skip
     assert ran.code == 1
@@ -666,6 +664,6 @@ def test_nothing_is_held_out_where_nothing_is_promised(command: Command, fresh_f
     ],
     ids=str,
 )  # fmt: skip
-def test_held_out_goes_without(command: Command, words: tuple[str, ...]) -> None:
+def test_held_out_excludes_other_options(command: Command, words: tuple[str, ...]) -> None:
     ran = command("compare", "--held-out", "3", *words)
     assert ran.code == 2 and "held-out" in ran.err

@@ -114,7 +114,7 @@ def rows(facts: Snapshot, problem: Problem) -> dict[str, TimingCell]:
 
 
 @pytest.mark.rest
-def test_faults_become_rows_and_lose_none(faulty: Any, tmp_path: Path) -> None:
+def test_faults_become_rows_and_no_rows_are_lost(faulty: Any, tmp_path: Path) -> None:
     """Every fault at every stage: the culprit gets the row, its rivals get theirs."""
     path = tmp_path / "rows.sqlite"
     cases = [case(m) for m in range(1, FAULTS + 1)]
@@ -135,7 +135,7 @@ def test_faults_become_rows_and_lose_none(faulty: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_a_norm_that_is_wrong_anywhere_is_a_row(faulty: Any, tmp_path: Path) -> None:
+def test_an_incorrect_norm_becomes_a_row(faulty: Any, tmp_path: Path) -> None:
     """Found while it is timed, and where its error is measured."""
     path = tmp_path / "rows.sqlite"
     problem = make_problem("gemm_norm", (64, 96, 32), epilogue="rms")
@@ -171,7 +171,7 @@ def test_reasons_name_the_signal_and_the_stage(faulty: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.rest
-def test_a_casualty_is_not_tried_again_unless_asked(faulty: Any, tmp_path: Path) -> None:
+def test_a_failed_kernel_is_retried_only_on_request(faulty: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     cases = [case(8), case(9)]
     only = ("faulty_kernels.segfault", "torch.bf16")
@@ -183,7 +183,7 @@ def test_a_casualty_is_not_tried_again_unless_asked(faulty: Any, tmp_path: Path)
 
 
 @pytest.mark.rest
-def test_a_kernel_is_given_up_after_three_strikes(faulty: Any, tmp_path: Path) -> None:
+def test_a_kernel_is_not_launched_after_three_failures(faulty: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     cases = [case(m) for m in range(8, 16)]
     only = ("faulty_kernels.segfault", "torch.bf16")
@@ -197,7 +197,7 @@ def test_a_kernel_is_given_up_after_three_strikes(faulty: Any, tmp_path: Path) -
 
 
 @pytest.mark.rest
-def test_an_error_is_brought_by_another_of_the_class(faulty: Any, tmp_path: Path) -> None:
+def test_another_kernel_of_the_class_measures_the_error(faulty: Any, tmp_path: Path) -> None:
     """The first by name dies at its first error; torch.bf16 brings them all, and once is enough."""
     path = tmp_path / "rows.sqlite"
     options: dict[str, Any] = {"errors": "all", "distributions": ("X1", "X8")}
@@ -220,7 +220,7 @@ def test_an_error_is_brought_by_another_of_the_class(faulty: Any, tmp_path: Path
 
 
 @pytest.mark.rest
-def test_a_failed_error_is_made_good_by_a_later_sweep(faulty: Any, tmp_path: Path) -> None:
+def test_a_later_sweep_measures_a_failed_error(faulty: Any, tmp_path: Path) -> None:
     """A kernel that failed alone hides no other of its class."""
     path = tmp_path / "rows.sqlite"
     options: dict[str, Any] = {"errors": "all", "distributions": ("X1",)}
@@ -230,7 +230,9 @@ def test_a_failed_error_is_made_good_by_a_later_sweep(faulty: Any, tmp_path: Pat
 
 
 @pytest.mark.rest
-def test_who_writes_into_its_operands_spoils_nobody_else(faulty: Any, tmp_path: Path) -> None:
+def test_a_kernel_that_overwrites_operands_does_not_affect_others(
+    faulty: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.sqlite"
     swept(path, [case(64)], "faulty_kernels.scribble", "faulty_kernels.segfault", "torch.bf16")
     found = rows(load_snapshot([path]), case(64).problem)
@@ -240,7 +242,7 @@ def test_who_writes_into_its_operands_spoils_nobody_else(faulty: Any, tmp_path: 
     assert found["faulty_kernels.segfault"].status == "crashed"
 
 
-def test_only_errors_that_may_decide_are_needed(
+def test_only_errors_of_possible_choices_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would choose an emulation slower than bf16, and a baseline is nobody's choice."""
@@ -260,7 +262,7 @@ def test_only_errors_that_may_decide_are_needed(
     assert swept(path, [case(256)], *only, errors="all", distributions=("X1",)).measured == 6
 
 
-def test_errors_of_what_is_faster_than_bf16_are_needed(
+def test_errors_of_kernels_faster_than_bf16_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep_module, "run_tasks", run_tasks_here)
@@ -272,7 +274,7 @@ def test_errors_of_what_is_faster_than_bf16_are_needed(
 
 
 @pytest.mark.rest
-def test_a_death_between_tasks_blames_nobody() -> None:
+def test_a_death_between_tasks_blames_no_kernel() -> None:
     """As when the system ends it while operands are drawn; what is left is done by the next."""
     tasks: dict[int, Any] = {n: TimingTask(case(8 + n), ("torch.bf16",), "eager") for n in range(3)}
     done: list[int] = []
@@ -331,7 +333,7 @@ def test_a_hung_worker_ends_with_a_killed_sweep(faulty: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.rest
-def test_hangs_are_told_from_slow_preparation(
+def test_hangs_differ_from_slow_preparation(
     faulty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.sqlite"
@@ -344,7 +346,7 @@ def test_hangs_are_told_from_slow_preparation(
         "import os, faulty_kernels as f\nf.hang_of(os.getpid()).touch()\nwhile True: pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(worker, "_modules_of_users", lambda: ("hangs_when_imported",))
+    monkeypatch.setattr(worker, "_plugin_modules", lambda: ("hangs_when_imported",))
     tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
     with worker.Worker(tasks, watchdog_s=0.3) as one:
         (death,) = one.events()
@@ -376,7 +378,7 @@ def test_a_time_limit_ends_a_sweep_between_problems(
     assert sum(len(rows(facts, case(m).problem)) for m in range(1, 9)) == report.timed == 3
 
 
-def test_a_worker_begins_nothing_when_time_is_out(tmp_path: Path) -> None:
+def test_a_worker_starts_no_task_after_the_deadline(tmp_path: Path) -> None:
     tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
     with worker.Worker(tasks, watchdog_s=60.0, deadline=0.0) as one:
         assert isinstance(next(events := one.events()), worker.Idle)
@@ -384,8 +386,8 @@ def test_a_worker_begins_nothing_when_time_is_out(tmp_path: Path) -> None:
         assert list(events) == []
 
 
-def test_workers_that_never_begin_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_modules_of_users", lambda: ("no_such_module_anywhere",))
+def test_workers_that_never_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_plugin_modules", lambda: ("no_such_module_anywhere",))
     tasks: dict[int, Any] = {0: TimingTask(case(8), ("torch.bf16",), "eager")}
     with pytest.raises(MeasurementError, match="3 workers ended before they began"):
         run_tasks(tasks, _unexpected, _unexpected, watchdog_s=60.0)

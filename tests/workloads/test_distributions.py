@@ -35,7 +35,7 @@ def rows_of(name: str, rows: int = 1024, k: int = 512, seed: int = 0) -> Tensor:
 # --- names and parameters
 
 
-def test_names_are_those_dispatch_counts() -> None:
+def test_realistic_distributions_are_those_of_dispatch() -> None:
     assert tuple(f"X{i}" for i in range(1, 15)) == EVERY
     assert REALISTIC == REALISTIC_DISTRIBUTIONS
     for name, entry in DISTRIBUTIONS.items():
@@ -58,7 +58,7 @@ def test_overrides_are_part_of_the_name() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_name_reads_back(name: str) -> None:
+def test_names_are_parsed_back(name: str) -> None:
     assert distribution_named(name) is DISTRIBUTIONS[name]
     for parameter, value in DISTRIBUTIONS[name].parameters:
         low, high = LIMITS[parameter]
@@ -97,7 +97,7 @@ def test_spaces_and_order_do_not_matter() -> None:
         ("X14(spread=inf)", "from 1 to 1e+16"),
     ],
 )
-def test_bad_names_say_what_is_expected(text: str, expected: str) -> None:
+def test_invalid_names_raise_with_the_expected_form(text: str, expected: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         distribution_named(text)
     assert expected in str(caught.value)
@@ -107,7 +107,7 @@ def test_bad_names_say_what_is_expected(text: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_seeds_decide_the_values(name: str) -> None:
+def test_seeds_determine_the_values(name: str) -> None:
     entry = DISTRIBUTIONS[name]
     first, again = draw(entry, 40, 24, 200, 3), draw(entry, 40, 24, 200, 3)
     assert first.digest == again.digest
@@ -138,7 +138,7 @@ def test_the_weight_of_x13_is_shifted_and_its_rows_are_those_of_x10() -> None:
     assert float(x13.std()) == pytest.approx(float(x10.std()), abs=0.02)
 
 
-def test_threads_draw_what_one_thread_draws() -> None:
+def test_threads_draw_the_same_values() -> None:
     serial = [draw(entry, 64, 32, 300, 0).digest for entry in DISTRIBUTIONS.values()]
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(lambda entry: draw(entry, 64, 32, 300, 0).digest, DISTRIBUTIONS.values())
@@ -201,7 +201,7 @@ def test_extreme_parameters_are_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_bf16_keeps_the_values(name: str) -> None:
+def test_values_are_in_the_range_of_bf16(name: str) -> None:
     x = rows_of(name, 2048, 256)
     rounded = x.bfloat16().double()
     assert bool(torch.isfinite(rounded).all())
@@ -217,7 +217,7 @@ def test_a_very_wide_k_needs_no_dense_rotation(name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 4)])
-def test_sizes_below_one_are_refused(sizes: tuple[int, int]) -> None:
+def test_sizes_below_one_raise(sizes: tuple[int, int]) -> None:
     with pytest.raises(ShapeError, match="at least 1"):
         draw_rows(DISTRIBUTIONS["X1"], *sizes, seed=0)
     with pytest.raises(ShapeError, match="at least 1"):

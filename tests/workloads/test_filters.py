@@ -40,7 +40,7 @@ QUANTIZE = quantize_case(64, 256, Granularity.GROUP, "X1", Format.E4M3FN).proble
         ("batch + m // 64 - 1 == 1", QUANTIZE, True),
     ],
 )
-def test_conditions_speak_of_problems(text: str, problem: Problem, holds: bool) -> None:
+def test_conditions_hold_for_problems(text: str, problem: Problem, holds: bool) -> None:
     assert set(facts_of(problem)) == set(NAMES)
     condition = parse_condition(text)
     assert condition.holds(problem) is holds
@@ -53,6 +53,6 @@ def test_conditions_speak_of_problems(text: str, problem: Problem, holds: bool) 
      "[m for m in n]", "m < 'a'", "scale * 9 == 'a'", "9 ** 9 ** 9 > m", "m in (1, 2)", "m << 3",
      "f'{m}' == '1'", "m // (n - n) == 1", "3.5 < m", "(" * 5000],
 )  # fmt: skip
-def test_nothing_else_is_computed(text: str) -> None:
+def test_other_expressions_raise(text: str) -> None:
     with pytest.raises(SuiteError, match="cannot be computed; expected a comparison of m, n, k"):
         parse_condition(text)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lokakern.numerics import Errors, dequantize, measure_errors, quantize
 from lokakern.types import Format, Granularity
-from lokakern.workloads import recipes
+from lokakern.workloads import distributions as recipes
 from lokakern.workloads.distributions import (
     DISTRIBUTIONS,
     REALISTIC,
@@ -65,7 +65,7 @@ def test_the_transform_is_orthogonal(k: int) -> None:
     np.testing.assert_allclose(matrix, (np.cos(angle) + np.sin(angle)) / math.sqrt(k), atol=1e-12)
 
 
-def test_x2_has_the_spectrum_and_the_mean_it_says() -> None:
+def test_x2_has_its_spectrum_and_mean() -> None:
     k = 64
     x = rows_of("X2", 16384, k).numpy()
     spectrum = np.linalg.eigvalsh(np.cov(x.T))[::-1]
@@ -75,7 +75,7 @@ def test_x2_has_the_spectrum_and_the_mean_it_says() -> None:
     assert mean == pytest.approx(0.5, abs=0.03)
 
 
-def test_neighbors_in_x2_are_no_closer_than_other_columns() -> None:
+def test_neighboring_columns_of_x2_are_not_more_correlated() -> None:
     # A scale covers neighbors: were they alike, 1x128 scales would look better than they are.
     correlations = [np.abs(np.corrcoef(rows_of("X2", 1024, 64, seed).T)) for seed in range(16)]
     neighbors = np.mean([np.diag(one, 1).mean() for one in correlations])
@@ -129,7 +129,7 @@ def test_x5_repeats_rows_of_tables_of_unequal_size() -> None:
     assert max(len(torch.unique(uniform[:, block], dim=0)) for block in range(16)) > 1000
 
 
-def test_x6_lacks_blocks_and_whole_rows() -> None:
+def test_x6_has_missing_blocks_and_rows() -> None:
     x = rows_of("X6", 4096, 16 * 128).reshape(4096, 16, 128)
     missing = (x == 0).all(dim=2)
     assert torch.equal(missing, (x == 0).any(dim=2))
@@ -162,7 +162,7 @@ def test_x9_has_heavy_tails_that_grow_with_depth() -> None:
 
 
 @pytest.mark.parametrize("name", ["X10", "X10(c=100)", "X13"])
-def test_gates_lie_between_0_and_1(name: str) -> None:
+def test_gates_are_between_0_and_1(name: str) -> None:
     x = rows_of(name)
     assert float(x.min()) > 0.0
     assert float(x.max()) < 1.0
@@ -221,7 +221,7 @@ def test_floor_of_the_error(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_x14_parts_tensor_from_row_scales(seed: int) -> None:
+def test_x14_separates_tensorwise_and_rowwise_scales(seed: int) -> None:
     by_tensor, by_row = errors_of("X14", seed, Granularity.TENSOR, Granularity.ROW)
     assert by_tensor.row_err == pytest.approx(0.11, abs=0.025)
     assert by_row.row_err == pytest.approx(0.0375, abs=0.002)
@@ -240,7 +240,7 @@ def test_x13_has_a_large_mean_that_hides_its_error(seed: int) -> None:
     assert 0.004 < by_row.row_p99 < 0.007
 
 
-def test_x11_separates_tensor_scales() -> None:
+def test_x11_separates_tensorwise_scales() -> None:
     by_tensor, by_row = errors_of("X11", 0, Granularity.TENSOR, Granularity.ROW)
     assert 0.048 < by_tensor.row_p99 < 0.069
     assert by_row.row_p99 < 0.046

@@ -80,7 +80,7 @@ def test_a_file_is_a_suite(tmp_path: Path) -> None:
     assert {p.a.alignment for p in wide} == {4}
 
 
-def test_defaults_are_the_usual_ones(tmp_path: Path) -> None:
+def test_defaults_of_a_layer(tmp_path: Path) -> None:
     suite = suite_from_file(written(tmp_path, "name='a'\n[[layer]]\nm=64\nn=32\nk=48\n"))
     assert suite.title == "model.toml"
     cases = suite.cases(H200)
@@ -155,11 +155,11 @@ NAMED = 'name = "a"\n'
         (NAMED + LAYER + 'activation = "relu"', "'activate' goes with an activation"),
         (NAMED + LAYER + 'activation = "relu"\nbatch = 2\nforms = ["activate"]', "takes no batch"),
         (NAMED + f"[[layer]]\nm = {list(range(1, 14_400))}\nn = 8\nk = 8",
-         "asks for 100793 problems; expected at most 100000"),
+         "has 100793 problems; expected at most 100000"),
         (NAMED + "# " + "x" * 2**20, "is larger than 1048576 bytes"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told(tmp_path: Path, text: str | bytes, says: str) -> None:
+def test_invalid_entries_raise_with_a_reason(tmp_path: Path, text: str | bytes, says: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(SuiteError, match=says) as caught:
         suite_from_file(path)
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str | bytes, says: str) -> 
 
 
 @pytest.mark.parametrize("name", ["missing.toml", "", "\0.toml", "a" * 5000 + ".toml"])
-def test_files_that_cannot_be_read_are_told(tmp_path: Path, name: str) -> None:
+def test_unreadable_files_raise(tmp_path: Path, name: str) -> None:
     with pytest.raises(SuiteError, match="cannot be read"):
         suite_from_file(tmp_path / name)
 
@@ -202,7 +202,7 @@ fuzzing = settings(
 
 @fuzzing
 @given(st.lists(st.tuples(st.sampled_from(KEYS), VALUES), max_size=12), st.integers(0, 9))
-def test_no_entries_raise_anything_else(
+def test_random_entries_raise_only_suite_errors(
     tmp_path: Path, entries: list[tuple[str, Any]], seed: int
 ) -> None:
     lines = GOOD.splitlines()
@@ -215,13 +215,13 @@ def test_no_entries_raise_anything_else(
 @given(st.binary(max_size=200))
 @example(b"name = 1979-05-27T07:32:00Z")
 @example(b"name = inf")
-def test_no_bytes_raise_anything_else(tmp_path: Path, data: bytes) -> None:
+def test_random_bytes_raise_only_suite_errors(tmp_path: Path, data: bytes) -> None:
     _raises_ours_only(written(tmp_path, data))
 
 
 @fuzzing
 @given(st.dictionaries(st.sampled_from(suite_files.LAYER_KEYS), VALUES, max_size=8))
-def test_no_layer_raises_anything_else(tmp_path: Path, layer: dict[str, Any]) -> None:
+def test_random_layers_raise_only_suite_errors(tmp_path: Path, layer: dict[str, Any]) -> None:
     usual = {"m": 8, "n": 8, "k": 8}
     lines = [f"{key} = {toml(value)}" for key, value in (usual | layer).items()]
     _raises_ours_only(written(tmp_path, NAMED + "[[layer]]\n" + "\n".join(lines)))

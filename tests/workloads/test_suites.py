@@ -94,12 +94,12 @@ def test_cases_are_problems_with_a_distribution(name: str, device: Device) -> No
         assert problem.b is None or problem.b.format is not WIDE_RANGE[fp8]
 
 
-def test_a_suite_for_some_gpus_has_no_case_elsewhere() -> None:
+def test_a_suite_for_some_gpus_is_empty_on_others() -> None:
     assert not any(SUITES["mx"].cases(device) for device in (H200, MI300X, CPU))
 
 
 @every_suite
-def test_no_case_comes_twice(name: str, device: Device) -> None:
+def test_cases_are_unique(name: str, device: Device) -> None:
     cases = SUITES[name].cases(device)
     assert len(set(cases)) == len(cases)
     assert cases == SUITES[name].cases(device)
@@ -114,7 +114,7 @@ def is_fused(problem: Problem) -> bool:
 
 
 @every_suite
-def test_some_kernel_takes_every_case(name: str, device: Device) -> None:
+def test_every_case_has_a_kernel(name: str, device: Device) -> None:
     for case in SUITES[name].cases(device):
         assert is_fused(case.problem) or candidates(case.problem, device), case
 
@@ -136,7 +136,7 @@ def gemm_shapes(name: str) -> set[tuple[int, ...]]:
     return {c.problem.shape for c in SUITES[name].cases(H200) if c.problem.op == "gemm"}
 
 
-def test_anchors_are_27_shapes() -> None:
+def test_anchors_have_27_shapes() -> None:
     found = gemm_shapes("anchors")
     assert len(found) == 27
     assert found == {(m, n, k) for m in ANCHOR_M for n, k in ANCHOR_N_K}
@@ -189,7 +189,7 @@ def test_each_anchor_is_followed_by_a_norm(name: str) -> None:
             )  # fmt: skip
 
 
-def test_norms_are_chained_by_group_and_made_of_rows() -> None:
+def test_suite_norms_has_chained_grouped_and_row_cases() -> None:
     group = [p for p in problems_of("norms", "gemm_norm") if p.a.granularity is Granularity.GROUP]
     assert 0 < len(group) < 27
     for problem in group:
@@ -213,8 +213,8 @@ def problems_of(name: str, op: str = "gemm") -> list[Problem]:
     return [case.problem for case in SUITES[name].cases(H200) if case.problem.op == op]
 
 
-def test_every_row_of_the_table_is_there_once() -> None:
-    ids = [name for layer in published_models.LAYERS for name in layer.ids]
+def test_every_row_of_the_table_occurs_once() -> None:
+    ids = [name for layer in published_models.LAYERS for name in layer.ids.split()]
     assert len(set(ids)) == len(ids)
     expected = {f"{letter}{i}" for letter, rows in ROWS.items() for i in range(1, rows + 1)}
     assert {name.partition("/")[0] for name in ids} == expected
@@ -222,7 +222,7 @@ def test_every_row_of_the_table_is_there_once() -> None:
     assert len(set(facts)) == len(facts), "equal rows share one entry"
 
 
-def test_every_layer_is_at_every_size_of_its_row() -> None:
+def test_every_layer_has_every_size_of_its_row() -> None:
     found = {(p.batch, *p.shape) for p in problems_of("lrm")}
     for layer in published_models.LAYERS:
         sizes = layer.sizes()
@@ -238,7 +238,7 @@ def test_every_layer_is_at_every_size_of_its_row() -> None:
 
 
 @pytest.mark.parametrize("name", ["lrm", "lrm-backward"])
-def test_layers_stay_under_the_limit(name: str) -> None:
+def test_layers_are_below_the_limit_of_flops(name: str) -> None:
     assert max(p.flops for p in problems_of(name)) < 5e12
     assert max(p.bytes_moved for p in problems_of(name)) < 16 * 2**30
 
@@ -258,11 +258,11 @@ def test_layers_stay_under_the_limit(name: str) -> None:
         (256, 1536, 6144, 32),
     ],
 )  # fmt: skip
-def test_lrm_has(m: int, n: int, k: int, batch: int) -> None:
+def test_lrm_has_its_forms(m: int, n: int, k: int, batch: int) -> None:
     assert any((p.batch, p.shape) == (batch, (m, n, k)) for p in problems_of("lrm"))
 
 
-def test_lrm_keeps_what_is_too_large_out() -> None:
+def test_lrm_excludes_layers_that_are_too_large() -> None:
     found = {(p.batch, *p.shape) for p in problems_of("lrm")}
     assert (1, 8192, 16384, 69120) not in found
     assert (1, 2048, 16384, 115200) not in found
@@ -270,7 +270,9 @@ def test_lrm_keeps_what_is_too_large_out() -> None:
 
 
 def test_the_table_pairs_distributions() -> None:
-    paired = {name: layer.distribution for layer in published_models.LAYERS for name in layer.ids}
+    paired = {
+        name: layer.distribution for layer in published_models.LAYERS for name in layer.ids.split()
+    }
     pairing = {
         "X7": "A1", "X2": "A5", "X4": "G1", "X9": "I2",
         "X3": "B3 B10 C1 C4 D2 D5 E1 E3 H2 H4 I1",
@@ -281,7 +283,7 @@ def test_the_table_pairs_distributions() -> None:
         assert {paired[name] for name in ids.split()} == {distribution}
     assert {paired[name] for name in ("A4", "A6", "F1", "F2", "F3", "G2")} <= {"X5", "X6"}
     assert {d for name, d in paired.items() if name[:2] in ("L1", "L2", "L3")} <= {"X10", "X3"}
-    biased = {name for layer in published_models.LAYERS for name in layer.ids if layer.bias}
+    biased = {name for layer in published_models.LAYERS for name in layer.ids.split() if layer.bias}
     assert {name.partition("/")[0] for name in biased} == set(
         ["A1", "A2", "A3", "A5", "A6", "A7", "A8", "A9", "F2", "I1", "I8"]
     )
@@ -353,7 +355,7 @@ def test_lrm_has_every_kind_of_epilogue_and_of_groups() -> None:
 
 
 @pytest.mark.parametrize("device", [H200, MI300X], ids=str)
-def test_main_gradients_are_added_up_in_float32(device: Device) -> None:
+def test_main_gradients_accumulate_in_float32(device: Device) -> None:
     fp8 = fp8_format(device)
     problems = [c.problem for c in SUITES["lrm-backward"].cases(device) if is_fused(c.problem)]
     assert {p.shape for p in problems} >= {
@@ -384,7 +386,7 @@ def test_narrow_outputs_are_bound_by_bytes() -> None:
     assert {p.n for p in problems if p.b} == {1, 8, 16, 24, 32, 64}
 
 
-def test_gradients_read_operands_as_they_lie() -> None:
+def test_gradients_read_operands_in_their_layout() -> None:
     whole, row, block = (c.problem for c in grad_input_cases(64, 48, 40, Format.E4M3FN))
     assert whole == make_problem(
         "gemm", (64, 40, 48), b=Operand(Format.BFLOAT16, layout=Layout.ROW)
@@ -401,7 +403,7 @@ def test_gradients_read_operands_as_they_lie() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("columns", [1, 2, 3, 8])
 @pytest.mark.parametrize("prefer", [Layout.ROW, Layout.COLUMN])
-def test_dense_operands_are_what_a_tensor_is(rows: int, columns: int, prefer: Layout) -> None:
+def test_dense_operands_equal_those_of_tensors(rows: int, columns: int, prefer: Layout) -> None:
     x = torch.zeros(rows, columns, dtype=torch.bfloat16)
     made = dense_operand(Format.BFLOAT16, (rows, columns), Layout.ROW, prefer)
     assert made == operand_of(x, prefer)
@@ -418,7 +420,7 @@ def test_smoke_is_small() -> None:
     }  # fmt: skip
 
 
-def test_a_gemm_comes_whole_prepared_and_in_parts() -> None:
+def test_a_gemm_has_unquantized_prepared_and_partial_forms() -> None:
     cases = list(gemm_cases(64, 32, 48, "X4", Format.E4M3FN, bias=True))
     gemms = [case.problem for case in cases if case.problem.op == "gemm"]
     assert [problem.prepared for problem in gemms] == [False, True, True, True]

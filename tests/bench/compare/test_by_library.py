@@ -219,37 +219,38 @@ def test_dispatch_and_libraries_have_no_lower_bounds(
     assert (prepared.dispatch_us, prepared.library_us) == (9.0, {"torch": 1.0})
 
 
-def test_the_seed_sets_operands_and_order(
+def test_the_seed_determines_operands_and_order(
     on_the_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer(monkeypatch, emulated)
     seeds: set[Any] = set()
-    plain_time, plain_make = timing.time_contenders, operand_cache._make
+    plain_time, plain_make = timing.time_contenders, operand_cache._sample
 
     def time(contenders: Any, **options: Any) -> None:
         seeds.add(("order", options["seed"]))
         plain_time(contenders, **options)
 
-    def make(draw: operand_cache.Draw) -> torch.Tensor:
-        seeds.add(("draw", draw.seed))
-        return plain_make(draw)
+    def make(key: operand_cache.OperandKey) -> torch.Tensor:
+        seeds.add(("sample", key.seed))
+        return plain_make(key)
 
     monkeypatch.setattr(timing, "time_contenders", time)
-    monkeypatch.setattr(operand_cache, "_make", make)
-    operand_cache.forget_draws()
+    monkeypatch.setattr(operand_cache, "_sample", make)
+    operand_cache.clear_operand_cache()
     run(seed=7)
-    assert seeds == {("order", 7), ("draw", 7)}
+    assert seeds == {("order", 7), ("sample", 7)}
 
 
-def test_operands_are_drawn_for_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_are_prefetched_for_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many groups ahead as fit."""
     asked: list[int] = []
 
     def finish(cases: list[Case], *, seed: int) -> int:
         asked.append(len(cases))
         return min(len(cases), 3)
 
-    monkeypatch.setattr(operand_cache, "finish_draws", finish)
+    monkeypatch.setattr(operand_cache, "prefetch_and_wait", finish)
     cases = [unquantized_case(m, 16, 32, "X1") for m in range(1, 7)]
     groups = [cases[:2], cases[2:3], cases[3:5], cases[5:]]
-    assert list(operand_cache.in_turn(groups, seed=1)) == groups
+    assert list(operand_cache.prefetched_groups(groups, seed=1)) == groups
     assert asked == [6, 3]

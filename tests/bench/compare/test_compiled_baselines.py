@@ -18,7 +18,7 @@ from lokakern.bench.compare.race import Setting
 from lokakern.build.pool import build
 from lokakern.device import current_device
 from lokakern.measure import operands
-from lokakern.measure.problem_operands import operands_of
+from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, Kernel, load_kernels

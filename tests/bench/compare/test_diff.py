@@ -21,7 +21,7 @@ from lokakern.registry.storage.reader import Rows
 from lokakern.registry.storage.writer import write_file
 from lokakern.selection.candidates import within_noise
 from lokakern.types import Device
-from tests.registry.storage.test_run_files import (
+from tests.support.run_files import (
     ACCURATE,
     DEVICE,
     ENVIRONMENT,

@@ -26,10 +26,10 @@ from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.render.html import hash_of
 from lokakern.selection import dispatcher
 from lokakern.types import Format, Granularity, Operand, Problem
-from tests.probe.test_page import HOSTILE
-from tests.probe.test_page import Page as Closed
-from tests.selection.test_dispatcher import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 from tests.support import browser
+from tests.support.html_page import HOSTILE
+from tests.support.html_page import Page as Closed
+from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 from tests.support.sharing import made_once, shared_folder
 
 needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="needs Chromium")

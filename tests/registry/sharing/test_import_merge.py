@@ -35,8 +35,8 @@ from lokakern.registry.sharing.import_merge import import_file, merge_files, rea
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
-from tests.registry.storage.test_run_files import CHOICES, edited, rows_of
 from tests.support.foreign_files import base_rows, write_base
+from tests.support.run_files import CHOICES, edited, rows_of
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING = dict.fromkeys(TABLES, 0)

@@ -26,7 +26,6 @@ from lokakern.registry.sharing.untrusted import GUARDS, open_guarded
 from lokakern.registry.sharing.validate import check
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import read_rows
-from tests.registry.storage.test_run_files import FIXTURES, changed
 from tests.support.foreign_files import (
     BYTES,
     SCHEMA,
@@ -38,6 +37,7 @@ from tests.support.foreign_files import (
     write_base,
 )
 from tests.support.fuzz_foreign import attempt
+from tests.support.run_files import FIXTURES, changed
 
 LARGE = st.integers(0, 2**32 - 1)
 QUICK = settings(

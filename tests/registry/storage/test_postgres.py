@@ -22,7 +22,7 @@ from lokakern.registry.storage.merge import merge, read_checked
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.run_files import RunFile, collect_runs
 from lokakern.registry.storage.writer import write_file
-from tests.registry.storage.test_run_files import KERNEL, OK, add, begin, small_rows
+from tests.support.run_files import KERNEL, OK, add, begin, small_rows
 
 pytest.importorskip("psycopg", reason="needs PostgreSQL")
 NOBODY = 65534  # a server refuses to run as root
