@@ -12,7 +12,6 @@ from lokakern.functional.quantize import dequantize, quantize, quantize_transpos
 from lokakern.functional.scaled_gemm import scaled_gemm
 from lokakern.registry.register import register
 from lokakern.selection.dispatcher import Choice, dispatch
-from lokakern.selection.frozen.write import freeze
 from lokakern.types import ErrorBudget, QuantizedTensor
 from lokakern.version import __version__ as __version__
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from lokakern.nn.linear_norm_act import LinearNormAct
     from lokakern.probe.report import ProbeReport
     from lokakern.probe.session import Probe
+    from lokakern.selection.frozen.write import freeze
 
 __all__ = [
     "Choice",
@@ -55,6 +55,7 @@ _LATE = {
     "Probe": "lokakern.probe.session",
     "ProbeReport": "lokakern.probe.report",
     "convert": "lokakern.conversion.convert",
+    "freeze": "lokakern.selection.frozen.write",
     "mods": "lokakern.mods",
 }
 

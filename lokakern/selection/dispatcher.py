@@ -24,7 +24,6 @@ from lokakern.selection import rank_agreement
 from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
 from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
-from lokakern.selection.frozen import file_format
 from lokakern.selection.frozen.lookup import Choices, Weight
 from lokakern.selection.neighbors import measured_instead, sizes_of
 from lokakern.selection.table import LooseTable, Table
@@ -92,9 +91,15 @@ def choices() -> Choices | None:
     with _LOCK:
         if not _IS_ENVIRONMENT_READ:
             named = os.environ.get("LOKAKERN_CHOICES")
-            _CHOICES = file_format.load(named) if named else None
+            _CHOICES = _load_choices(named) if named else None
             _IS_ENVIRONMENT_READ = True
         return _CHOICES
+
+
+def _load_choices(path: str | Path) -> Choices:
+    from lokakern.selection.frozen import file_format  # msgspec, which only frozen choices need
+
+    return file_format.load(path)
 
 
 def use_choices(path: str | Path | None) -> None:
@@ -106,7 +111,7 @@ def use_choices(path: str | Path | None) -> None:
     Raises:
         ChoicesError: The file cannot be used here; the previous source is kept.
     """
-    _answer_from(_SNAPSHOT, None if path is None else file_format.load(path), True)
+    _answer_from(_SNAPSHOT, None if path is None else _load_choices(path), True)
 
 
 def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_read: bool) -> None:
