@@ -142,7 +142,6 @@ class Recorder:
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
         self._samples: dict[int, Sample | None] = {}
-        self._calls_in_graph = 0
         self._inputs: dict[Sample, tuple[Tensor, int]] = {}  # rows, and of how many
         self._pairs: list[tuple[Tensor, int, Tensor]] = []  # the same with rows of the gradient
         _RECORDERS[self.number] = self
@@ -155,8 +154,6 @@ class Recorder:
         Returns:
             What `backward` samples the gradient by; None where nothing was sampled.
         """
-        if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
-            return None
         if self._step != self.sampler.step:
             self._step, self._calls, self._reruns = self.sampler.step, 0, 0
             self._samples.clear()
@@ -193,12 +190,13 @@ class Recorder:
         self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
     ) -> int:
         """Sample a call in a graph; its gradient comes to `backward_in_graph` with the number."""
-        sample = self.forward(x, weight, y, has_gradient)
-        if not has_gradient or is_backward_under_way():
+        if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
             return NO_CALL
-        self._calls_in_graph += 1
-        self._samples[self._calls_in_graph] = sample
-        return self._calls_in_graph
+        sample, call = self.forward(x, weight, y, has_gradient), NO_CALL
+        if has_gradient:
+            call = next(self._numbers)
+            self._samples[call] = sample
+        return call
 
     def sample_of_rerun(self, y: Tensor) -> Sample | None:
         """The sample of a call that a checkpoint repeats, whose first pass had no gradient.
@@ -233,10 +231,12 @@ class Recorder:
         if sample in self._inputs:
             self._pairs.append((*self._inputs.pop(sample), rows))
 
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def weight_gradient(self, gradient: Tensor) -> None:
         """Measure how much of the weight's gradient ``[n, k]``, a sum over samples, cancels.
 
-        Rows of one batch may sum to zero, where rows of many batches do not.
+        A hook of the parameter, which is saved without it. Rows of one batch may sum to zero, where
+        rows of many batches do not.
         """
         pairs, self._pairs = self._pairs, []
         if not pairs or self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
@@ -385,16 +385,6 @@ def hook_of(
         return None
 
     return Hook(hook)
-
-
-def hook_of_gradient(recorder: Recorder) -> Callable[[Tensor], None]:
-    """A hook of a parameter that is a site's weight; what is saved of the parameter lacks it."""
-
-    @unserializable_hook  # type: ignore[untyped-decorator]
-    def hook(gradient: Tensor) -> None:
-        recorder.weight_gradient(gradient)
-
-    return hook  # type: ignore[no-any-return]
 
 
 def _is_at_hand(x: Tensor) -> bool:

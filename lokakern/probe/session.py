@@ -33,7 +33,6 @@ from lokakern.probe.hooks import (
     Recorder,
     Sampler,
     hook_of,
-    hook_of_gradient,
     is_backward_under_way,
     is_plain,
 )
@@ -185,7 +184,8 @@ class Probe:
         _guard_hooks(self, True)
         for name, module in self._modules.items():
             seen = functools.partial(self._site_called, module)
-            hook = hook_of(self._recorders[name], seen, self._backward_seen)
+            read_graph = functools.partial(self._read_graph, roots_under_way)
+            hook = hook_of(self._recorders[name], seen, read_graph)
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
@@ -350,7 +350,7 @@ class Probe:
             weight: Any = module._parameters.get("weight")
             is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
             if is_there and weight.requires_grad:
-                hook = hook_of_gradient(self._recorders[name])
+                hook = self._recorders[name].weight_gradient
                 self._weight_handles.append(weight.register_hook(hook))
 
     def _ended(self, source: str) -> None:
@@ -391,9 +391,6 @@ class Probe:
     def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._read_graph(lambda _names: output)
-
-    def _backward_seen(self) -> None:
-        self._read_graph(roots_under_way)
 
     def _read_graph(self, roots_of: Callable[[dict[int, str]], Any]) -> None:
         if self._elsewhere is not None or not self._sampler.on:
