@@ -252,12 +252,15 @@ class Recorder:
         known = self.statistics
         if known is not None and known.device == device:
             return known
-        found = SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
+        found = self.empty_statistics(device)
         if known is not None:
             self.sampler.buffer.settle()
             found.merge(known)
         self.statistics = found
         return found
+
+    def empty_statistics(self, device: torch.device) -> SiteStatistics:
+        return SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
 
     def _fits(self, x: Tensor, y: Tensor) -> bool:
         if not self.k and x.dim() and y.dim():

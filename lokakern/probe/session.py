@@ -234,10 +234,8 @@ class Probe:
 
         By one gather of a few numbers and two reductions.
         """
-        shapes = {
-            name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items() if r.k
-        }
-        return ranks.merged(self.sites(), shapes, group)
+        empty = {name: r.empty_statistics for name, r in self._recorders.items() if r.k}
+        return ranks.merged(self.sites(), empty, group)
 
     @property
     def checks(self) -> list[dict[str, Any]]:
