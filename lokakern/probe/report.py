@@ -279,27 +279,20 @@ class ProbeReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each GEMM, with units in the names of columns."""
-        found = []
-        for v in self.verdicts:
-            best = v.of(v.best)
-            lowest = min((c.row_err for c in v.classes), default=None)
-            found.append(
-                {
-                    "site": v.site,
-                    "gemm": v.gemm,
-                    "m,n,k": ",".join(map(str, v.shape)),
-                    "verdict": f"{v.safety}, {v.speed or NOT_TIMED}",
-                    "scales": v.best or "-",
-                    "row_err": best.row_err if best else lowest,
-                    "bf16_err": v.bf16_err,
-                    "us": best.latency_us if best else None,
-                    "bf16_us": v.bf16_us,
-                    "unsafe": ", ".join(c.scales for c in v.classes if c.safety == "unsafe"),
-                    "change": v.change,
-                    "notes": "; ".join(v.notes),
-                }
-            )
-        return found
+        return [
+            {
+                "site": v.site,
+                "gemm": v.gemm,
+                "m,n,k": ",".join(map(str, v.shape)),
+                "verdict": f"{v.safety}, {v.speed or NOT_TIMED}",
+                "scales": v.best or "-",
+                **_numbers(v.as_row()),
+                "unsafe": ", ".join(c.scales for c in v.classes if c.safety == "unsafe"),
+                "change": v.change,
+                "notes": "; ".join(v.notes),
+            }
+            for v in self.verdicts
+        ]
 
     @property
     def summary(self) -> str:
@@ -390,8 +383,14 @@ def page_of(content: Mapping[str, Any]) -> str:
     """
     from lokakern.render.html import rendered
 
-    verdicts = [{**v, "numbers": _numbers(v), "speed": v["speed"] or NOT_TIMED}
-                for v in content["verdicts"]]  # fmt: skip
+    verdicts = [
+        {
+            **v,
+            "numbers": [*_numbers(v).values(), v["saved_us"] or None],
+            "speed": v["speed"] or NOT_TIMED,
+        }
+        for v in content["verdicts"]
+    ]
     counts = Counter(v["safety"] for v in verdicts)
     return rendered(
         Path(__file__).with_name("page.html"),
@@ -405,17 +404,16 @@ def page_of(content: Mapping[str, Any]) -> str:
     )
 
 
-def _numbers(verdict: Mapping[str, Any]) -> list[float | None]:
+def _numbers(verdict: Mapping[str, Any]) -> dict[str, float | None]:
     """Error and time of the scales to take, beside bfloat16's; of none, the smallest error."""
     best = next((c for c in verdict["classes"] if c["scales"] == verdict["best"]), None)
     errors = [c["row_err"] for c in verdict["classes"] if c["row_err"] is not None]
-    return [
-        best["row_err"] if best else min(errors, default=None),
-        verdict["bf16_err"],
-        best["latency_us"] if best else None,
-        verdict["bf16_us"],
-        verdict["saved_us"] or None,
-    ]
+    return {
+        "row_err": best["row_err"] if best else min(errors, default=None),
+        "bf16_err": verdict["bf16_err"],
+        "us": best["latency_us"] if best else None,
+        "bf16_us": verdict["bf16_us"],
+    }
 
 
 def _number(value: float | None) -> str:
