@@ -168,7 +168,7 @@ class Recorder:
             statistics = self.statistics_on(x.device)
             x, y = torch.atleast_2d(x.detach()), torch.atleast_2d(y.detach())  # type: ignore[no-untyped-call]
             count = x.numel() // self.k
-            statistics.count(count)
+            statistics.count({count: 1})
             rows = self._take(statistics.input, x, sample)
             if has_gradient:
                 self._inputs[sample] = rows, count
