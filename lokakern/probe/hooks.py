@@ -147,7 +147,7 @@ class Recorder:
         _RECORDERS[self.number] = self
 
     def forward(
-        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool = False
+        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
     ) -> Sample | None:
         """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
@@ -275,9 +275,8 @@ class Recorder:
 
     def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
-        updates = operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)])
-        for update, owner, tensors in updates:
-            self.sampler.buffer.add(update, owner, *tensors)
+        for update, tensors in operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)]):
+            self.sampler.buffer.add(update, operand, *tensors)
         return rows
 
 

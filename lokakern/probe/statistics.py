@@ -129,22 +129,22 @@ class OperandStatistics:
 
     def updates(
         self, x: Tensor, rows: Tensor, keys: Tensor
-    ) -> Iterator[tuple[Update, OperandStatistics, tuple[Tensor, ...]]]:
+    ) -> Iterator[tuple[Update, tuple[Tensor, ...]]]:
         """Updates by a matrix ``[..., columns]``, some of its rows and their random keys, 0..1.
 
         Each is to be called with owners and stacked tensors; rows have memory of their own.
         """
         row_sizes = torch.linalg.vector_norm(x, math.inf, dim=-1).flatten()
         column_sizes = torch.linalg.vector_norm(x, math.inf, dim=tuple(range(x.dim() - 1)))
-        yield _add_row_sizes, self, (row_sizes,)
-        yield _add_column_sizes, self, (column_sizes,)
-        yield _add_values, self, (rows,)
-        yield _add_sums, self, (rows,)
-        yield _add_sample, self, (rows, keys)
+        yield _add_row_sizes, (row_sizes,)
+        yield _add_column_sizes, (column_sizes,)
+        yield _add_values, (rows,)
+        yield _add_sums, (rows,)
+        yield _add_sample, (rows, keys)
 
     def add(self, x: Tensor, rows: Tensor, keys: Tensor) -> None:
         """Take one matrix in at once, see `updates`."""
-        for update, _, tensors in self.updates(x, rows, keys):
+        for update, tensors in self.updates(x, rows, keys):
             update([self], *(tensor[None] for tensor in tensors))
 
     def place(self) -> Tensor:
