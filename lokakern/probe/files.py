@@ -165,9 +165,7 @@ def _site(name: str, described: dict[str, Any], held: dict[str, Tensor]) -> Site
     if norm:
         norm_named(norm).span(n)
         norm = str(norm_named(norm))
-    site = SiteStatistics(
-        n, k, torch.device("cpu"), has_bias=described["bias"] is True, norm=norm
-    )  # fmt: skip
+    site = SiteStatistics(n, k, torch.device("cpu"), has_bias=described["bias"] is True, norm=norm)
     site.snapshots = _whole(described["snapshots"], 0, MOST)
     for part, steps, stride in zip(
         (site.input, site.grad_output), described["steps"], described["strides"], strict=True

@@ -189,14 +189,13 @@ class Probe:
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
+        norms = (module for module in self.model.modules() if _norm_of(module))
         self._handles += [
-            module.register_forward_pre_hook(Hook(self._norm_begins))
-            for module in self.model.modules()
-            if _norm_of(module)
+            *(norm.register_forward_pre_hook(Hook(self._norm_begins)) for norm in norms),
+            self.model.register_forward_pre_hook(Hook(self._forward_begins)),
+            self.model.register_forward_hook(Hook(self._forward_ended)),
+            register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
-        self._handles.append(self.model.register_forward_pre_hook(Hook(self._forward_begins)))
-        self._handles.append(self.model.register_forward_hook(Hook(self._forward_ended)))
-        self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         self._turn()
 
     def stop(self) -> None:
