@@ -15,7 +15,7 @@ from typing import Any
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside
-from lokakern.probe.statistics import GEMMS, SiteStatistics
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget
@@ -52,26 +52,26 @@ class SiteReport(tuple[str, ...]):
         name: Of the site, or what the names of several begin with.
         verdicts: On each GEMM.
         outside: By GEMM, what of it is like no benchmarked distribution; empty where all are.
+        why_outside: The same in one line; "" where all are.
     """
 
     name: str
     verdicts: tuple[Verdict, ...]
     outside: dict[str, str]
+    why_outside: str
     _judged: Sequence[Judged]
 
     def __new__(cls, name: str, judged: Sequence[Judged]) -> SiteReport:
         found = {j.place: outside(j.fingerprint) for j in judged}
         found = {place: words for place, words in found.items() if words}
-        names = [f"{dispatcher.OUTSIDE}: {_why(found)}"] if found else []
+        named = [f"{place}: {words}" for place, words in found.items()]
+        more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        why = "; ".join(named[:MOST_NAMED]) + more
+        names = [f"{dispatcher.OUTSIDE}: {why}"] if found else []
         self = super().__new__(cls, names or dict.fromkeys(nearest(j.fingerprint) for j in judged))
-        self.name, self._judged, self.outside = name, judged, found
+        self.name, self._judged, self.outside, self.why_outside = name, judged, found, why
         self.verdicts = tuple(j.verdict for j in judged)
         return self
-
-    @property
-    def why_outside(self) -> str:
-        """In one line; "" where it is like a benchmarked distribution."""
-        return _why(self.outside)
 
     def gemm(self, gemm: str) -> SiteReport:
         """The same of one GEMM alone, "output", "grad_input" or "grad_weight".
@@ -82,7 +82,7 @@ class SiteReport(tuple[str, ...]):
             UnknownNameError: There is no such, or none was seen.
         """
         found = [j for j in self._judged if j.verdict.gemm == gemm]
-        if gemm not in GEMMS or not found:
+        if not found:
             known = dict.fromkeys(j.verdict.gemm for j in self._judged)
             raise UnknownNameError(
                 f"{self.name} has no GEMM {gemm!r} that was seen; expected one of "
@@ -105,12 +105,6 @@ class SiteReport(tuple[str, ...]):
 
     def __repr__(self) -> str:
         return f"SiteReport({self.name!r}, {', '.join(self)})"
-
-
-def _why(outside: Mapping[str, str]) -> str:
-    named = [f"{place}: {words}" for place, words in outside.items()]
-    more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    return "; ".join(named[:MOST_NAMED]) + more
 
 
 class ProbeReport:
