@@ -331,12 +331,10 @@ def hook_of(
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
-        if not sampler.on:
+        if not sampler.on or (torch.compiler.is_compiling() and _is_exported_or_transformed()):
             return None
         if not isinstance(module, Joined):
             return sampled(module, args, kwargs, y)
-        if torch.compiler.is_compiling() and _is_exported_or_transformed():
-            return None
         if not all(map(is_plain, y)):
             recorder.unseen = "its outputs are no plain tensors"
             return None
@@ -361,15 +359,12 @@ def hook_of(
         if getattr(module, "_is_replica", False):
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
-        weight: Any = None
         # A parametrized one is made when it is asked for, and with buffers not in a graph.
         is_due = not has_buffers(module) if is_compiling else sampler.weights or recorder.check
-        if is_due:
-            weight = weight if is_plain(weight := weight_of(module)) else None
+        weight: Any = weight_of(module) if is_due else None
+        weight = weight if is_plain(weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
-            if _is_exported_or_transformed():
-                return None
             return _Tap.apply(y, x, weight, number, has_gradient)  # type: ignore[no-untyped-call]
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
