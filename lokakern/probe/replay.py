@@ -255,7 +255,16 @@ def replay(
     with learned(*map(site.distribution, site.gemms())):
         measure_cells(cells, torch_device(), device, lambda *_: True, keep)
     if database is not None:
-        _write(database, site.digest, ((cells[place], r) for place, r in records.items()), device)
+        from lokakern.registry.storage.run_files import RunFile
+
+        with RunFile.create(
+            database, suite="probe", command="probe", harness_digest=harness_digest()
+        ) as run:
+            for place, record in records.items():
+                cell, parameters = cells[place], {"statistics": site.digest}
+                row = DistributionRow.of(cell.distribution, parameters, realistic=False)
+                where = device.architecture, current_environment()
+                run.add_accuracy(cell.kernel, cell.problem, row, *where, record)
     found = []
     for (gemm, norm, kernel), places in groupby(sorted(records), lambda place: asked[place][:3]):
         many = [records[place] for place in places]  # by seed
@@ -314,24 +323,6 @@ def _cells_of(
                 cells = cells_for([(kernel, problem)], device, names, drawn)
                 found += [(gemm, norm, kernel, cell) for cell in cells]
     return found
-
-
-def _write(
-    database: str | Path,
-    digest: str,
-    measured: Iterable[tuple[Cell, AccuracyRecord]],
-    device: Device,
-) -> None:
-    from lokakern.registry.storage.run_files import RunFile
-
-    with RunFile.create(
-        database, suite="probe", command="probe", harness_digest=harness_digest()
-    ) as run:
-        for cell, record in measured:
-            row = DistributionRow.of(cell.distribution, {"statistics": digest}, realistic=False)
-            run.add_accuracy(
-                cell.kernel, cell.problem, row, device.architecture, current_environment(), record
-            )
 
 
 def _errors_of(
