@@ -7,7 +7,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +164,8 @@ class ProbeReport:
         """
         # They import the bench.
         from lokakern.probe.replay import LearnedSite, compile_ahead, replay, time_sites
+        from lokakern.registry.snapshot.loading import load_snapshot
+        from lokakern.registry.storage.paths import shipped_databases
 
         here = current_device()
         if times and (database is None or device not in (None, here, here.product)):
@@ -174,14 +175,13 @@ class ProbeReport:
             )
         if device is None and (times or here.is_gpu):
             device = here
-        answers: Any = nullcontext()
-        if times and database is not None:
-            time_sites(sites, database)
-            answers = _answering_from(database)
         judged = []
         learned = [LearnedSite(name, statistics) for name, statistics in sites.items()]
-        compile_ahead(learned)
-        with answers:
+        try:
+            if times and database is not None:
+                time_sites(sites, database)
+                dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
+            compile_ahead(learned)
             for site in learned:
                 seen = site.statistics
                 replayed = replay(site, seeds=seeds, database=database)
@@ -189,6 +189,9 @@ class ProbeReport:
                 for v in verdicts_of(site.name, seen, replayed, budget=budget, device=device):
                     print_ = fingerprint_of(seen, v.gemm)
                     judged.append(Judged(v, print_, site.evidence(v.gemm), calls))
+        finally:
+            if times:
+                dispatcher.use_snapshot(None)  # that of the shipped files alone
         return cls(judged, ErrorBudget.of(budget), device, steps, unseen)
 
     @property
@@ -346,19 +349,6 @@ class ProbeReport:
             OSError: It cannot be written.
         """
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
-
-
-@contextmanager
-def _answering_from(database: str | Path) -> Iterator[None]:
-    """Times are those of the shipped files and of this one meanwhile."""
-    from lokakern.registry.snapshot.loading import load_snapshot
-    from lokakern.registry.storage.paths import shipped_databases
-
-    dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
-    try:
-        yield
-    finally:
-        dispatcher.use_snapshot(None)
 
 
 def _finite(value: Any) -> Any:
