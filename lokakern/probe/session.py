@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from lokakern.probe.loss import LossChange
     from lokakern.probe.report import ProbeReport
 
-NOT_CALLED = "it was not called in a sampled step"
-NO_WEIGHT = "its weight is not initialized"
 _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
 _RUNNING: dict[Any, bool] = {}  # probes, and whether compiled code checked no hooks before
 
@@ -251,8 +249,8 @@ class Probe:
         found = {name: why for name, (_, why) in self._left.items()}
         for name, recorder in self._recorders.items():
             if recorder.statistics is None:
-                not_called = NOT_CALLED if recorder.k else f"{NO_WEIGHT}, and {NOT_CALLED}"
-                found[name] = recorder.unseen or not_called
+                lacks = "" if recorder.k else "its weight is not initialized, and "
+                found[name] = recorder.unseen or f"{lacks}it was not called in a sampled step"
         if self._elsewhere is None and self._why_unread:
             found[BETWEEN] = (
                 f"not known, because {self._why_unread}; call the model itself, and not a "
