@@ -50,7 +50,7 @@ def save(path: str | Path, sites: Mapping[str, SiteStatistics]) -> None:
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "sites": {name: _described(site) for name, site in sites.items()},
+        "sites": {name: site.numbers() for name, site in sites.items()},
         "tensors": [[name, tensor, str(x.dtype).removeprefix("torch."), list(x.shape)]
                     for name, tensor, x in tensors],
     }  # fmt: skip
@@ -71,10 +71,6 @@ def save(path: str | Path, sites: Mapping[str, SiteStatistics]) -> None:
     finally:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-
-
-def _described(site: SiteStatistics) -> dict[str, Any]:
-    return {"n": site.n, "k": site.k, "bias": site.has_bias} | site.numbers()
 
 
 def load(path: str | Path) -> dict[str, SiteStatistics]:
@@ -169,9 +165,7 @@ def _site(name: str, described: dict[str, Any], held: dict[str, Tensor]) -> Site
     if norm:
         norm_named(norm).span(n)
         norm = str(norm_named(norm))
-    site = SiteStatistics(
-        n, k, torch.device("cpu"), has_bias=described["bias"] is True, norm=norm
-    )  # fmt: skip
+    site = SiteStatistics(n, k, torch.device("cpu"), has_bias=described["bias"] is True, norm=norm)
     site.snapshots = _whole(described["snapshots"], 0, MOST)
     for part, steps, stride in zip(
         (site.input, site.grad_output), described["steps"], described["strides"], strict=True

@@ -142,21 +142,18 @@ class Recorder:
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
         self._samples: dict[int, Sample | None] = {}
-        self._calls_in_graph = 0
         self._inputs: dict[Sample, tuple[Tensor, int]] = {}  # rows, and of how many
         self._pairs: list[tuple[Tensor, int, Tensor]] = []  # the same with rows of the gradient
         _RECORDERS[self.number] = self
 
     def forward(
-        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool = False
+        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
     ) -> Sample | None:
         """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
         Returns:
             What `backward` samples the gradient by; None where nothing was sampled.
         """
-        if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
-            return None
         if self._step != self.sampler.step:
             self._step, self._calls, self._reruns = self.sampler.step, 0, 0
             self._samples.clear()
@@ -171,7 +168,7 @@ class Recorder:
             statistics = self.statistics_on(x.device)
             x, y = torch.atleast_2d(x.detach()), torch.atleast_2d(y.detach())  # type: ignore[no-untyped-call]
             count = x.numel() // self.k
-            statistics.count(count)
+            statistics.count({count: 1})
             rows = self._take(statistics.input, x, sample)
             if has_gradient:
                 self._inputs[sample] = rows, count
@@ -193,12 +190,13 @@ class Recorder:
         self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
     ) -> int:
         """Sample a call in a graph; its gradient comes to `backward_in_graph` with the number."""
-        sample = self.forward(x, weight, y, has_gradient)
-        if not has_gradient or is_backward_under_way():
+        if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
             return NO_CALL
-        self._calls_in_graph += 1
-        self._samples[self._calls_in_graph] = sample
-        return self._calls_in_graph
+        sample, call = self.forward(x, weight, y, has_gradient), NO_CALL
+        if has_gradient:
+            call = next(self._numbers)
+            self._samples[call] = sample
+        return call
 
     def sample_of_rerun(self, y: Tensor) -> Sample | None:
         """The sample of a call that a checkpoint repeats, whose first pass had no gradient.
@@ -233,10 +231,12 @@ class Recorder:
         if sample in self._inputs:
             self._pairs.append((*self._inputs.pop(sample), rows))
 
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def weight_gradient(self, gradient: Tensor) -> None:
         """Measure how much of the weight's gradient ``[n, k]``, a sum over samples, cancels.
 
-        Rows of one batch may sum to zero, where rows of many batches do not.
+        A hook of the parameter, which is saved without it. Rows of one batch may sum to zero, where
+        rows of many batches do not.
         """
         pairs, self._pairs = self._pairs, []
         if not pairs or self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
@@ -252,12 +252,15 @@ class Recorder:
         known = self.statistics
         if known is not None and known.device == device:
             return known
-        found = SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
+        found = self.empty_statistics(device)
         if known is not None:
             self.sampler.buffer.settle()
             found.merge(known)
         self.statistics = found
         return found
+
+    def empty_statistics(self, device: torch.device) -> SiteStatistics:
+        return SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
 
     def _fits(self, x: Tensor, y: Tensor) -> bool:
         if not self.k and x.dim() and y.dim():
@@ -272,9 +275,8 @@ class Recorder:
 
     def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
-        updates = operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)])
-        for update, owner, tensors in updates:
-            self.sampler.buffer.add(update, owner, *tensors)
+        for update, tensors in operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)]):
+            self.sampler.buffer.add(update, operand, *tensors)
         return rows
 
 
@@ -329,12 +331,10 @@ def hook_of(
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
-        if not sampler.on:
+        if not sampler.on or (torch.compiler.is_compiling() and _is_exported_or_transformed()):
             return None
         if not isinstance(module, Joined):
             return sampled(module, args, kwargs, y)
-        if torch.compiler.is_compiling() and _is_exported_or_transformed():
-            return None
         if not all(map(is_plain, y)):
             recorder.unseen = "its outputs are no plain tensors"
             return None
@@ -359,15 +359,12 @@ def hook_of(
         if getattr(module, "_is_replica", False):
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
-        weight: Any = None
         # A parametrized one is made when it is asked for, and with buffers not in a graph.
         is_due = not has_buffers(module) if is_compiling else sampler.weights or recorder.check
-        if is_due:
-            weight = weight if is_plain(weight := weight_of(module)) else None
+        weight: Any = weight_of(module) if is_due else None
+        weight = weight if is_plain(weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
-            if _is_exported_or_transformed():
-                return None
             return _Tap.apply(y, x, weight, number, has_gradient)  # type: ignore[no-untyped-call]
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
@@ -385,16 +382,6 @@ def hook_of(
         return None
 
     return Hook(hook)
-
-
-def hook_of_gradient(recorder: Recorder) -> Callable[[Tensor], None]:
-    """A hook of a parameter that is a site's weight; what is saved of the parameter lacks it."""
-
-    @unserializable_hook  # type: ignore[untyped-decorator]
-    def hook(gradient: Tensor) -> None:
-        recorder.weight_gradient(gradient)
-
-    return hook  # type: ignore[no-any-return]
 
 
 def _is_at_hand(x: Tensor) -> bool:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lokakern.probe.statistics import LARGEST, PARTS, SUMMED, SiteStatistics
-
-Shapes = Mapping[str, tuple[int, int, bool, str]]
+from lokakern.probe.statistics import LARGEST, SUMMED, SiteStatistics
 
 
 def _is_distributed() -> bool:
@@ -35,7 +33,9 @@ def _gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def merged(
-    sites: Mapping[str, SiteStatistics], shapes: Shapes, group: Any = None
+    sites: Mapping[str, SiteStatistics],
+    empty: Mapping[str, Callable[[torch.device], SiteStatistics]],
+    group: Any = None,
 ) -> dict[str, SiteStatistics]:
     """Statistics of all ranks of a group; on every rank the same, but for the newest weight.
 
@@ -43,35 +43,30 @@ def merged(
 
     Args:
         sites: Those of this rank, by name; some may be missing.
-        shapes: n, k, bias and norm of every site, the same on every rank.
+        empty: Makes empty statistics of every site; of the same sites on every rank.
         group: A process group; None: the default one.
     """
     if not _is_distributed() or dist.get_world_size(group) == 1:
         return dict(sites)
     nccl = dist.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    copies: dict[str, SiteStatistics] = {}
-    for name, (n, k, has_bias, norm) in shapes.items():
-        copies[name] = SiteStatistics(n, k, torch.device("cpu"), has_bias=has_bias, norm=norm)
-        if name in sites:
-            copies[name].merge(sites[name])
+    copies = {name: made(torch.device("cpu")) for name, made in empty.items()}
+    for name, site in sites.items():
+        copies[name].merge(site)
     notes = _gathered({name: site.numbers() for name, site in copies.items()}, group)
     for name, site in copies.items():
         every = [note[name] for note in notes]
         site.sizes = sum((Counter(dict(x["sizes"])) for x in every), Counter())
         site.norm = next((x["norm"] for x in every if x["norm"]), "")
         site.snapshots = sum(x["snapshots"] for x in every)
-        for place, part in enumerate(PARTS):
-            getattr(site, part).steps = max(x["steps"][place] for x in every)
-            getattr(site, part).align(max(x["strides"][place] for x in every))
         # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
         mine = slice(dist.get_rank(group), None, len(notes))
-        for x in (getattr(site, part) for part in PARTS):
-            count = len(x.keys[mine])
-            rows, keys = x.rows[:count].clone(), x.keys[:count].clone()
-            x.rows.zero_()
-            x.keys.zero_()
-            x.rows[mine], x.keys[mine] = rows, keys
+        for place, operand in enumerate((site.input, site.grad_output)):
+            operand.steps = max(x["steps"][place] for x in every)
+            operand.align(max(x["strides"][place] for x in every))
+            for x in (operand.rows, operand.keys):
+                own = x[: len(x[mine])].clone()
+                x.zero_()[mine] = own
     for kinds, how in (
         ((*SUMMED, "rows", "keys"), dist.ReduceOp.SUM),
         (LARGEST, dist.ReduceOp.MAX),
@@ -84,9 +79,7 @@ def merged(
         for x, found in zip(tensors, parts, strict=True):
             x.copy_(found.view_as(x))
     for site in copies.values():
-        for part in PARTS:
-            operand = getattr(site, part)
-            keys, order = operand.keys.sort()
-            operand.rows.copy_(operand.rows[order])
-            operand.keys.copy_(keys)
+        for operand in (site.input, site.grad_output):
+            operand.keys, order = operand.keys.sort()
+            operand.rows = operand.rows[order]
     return {name: site for name, site in copies.items() if sum(site.sizes.values())}

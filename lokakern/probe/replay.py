@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from lokakern.probe.statistics import (
     terms_of,
 )
 from lokakern.progress import tell
-from lokakern.registry.register import kernels_for, load_kernels
+from lokakern.registry.register import Kernel, kernels_for, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, DistributionRow
 from lokakern.sweep.engine import sweep
 from lokakern.sweep.plan import harness_digest
@@ -243,7 +244,8 @@ def replay(
     whose parameters are the digest of the statistics.
     """
     device = current_device()
-    cells, norms = _cells_of(site, device, seeds)
+    asked = _cells_of(site, device, seeds)
+    cells = [cell for *_, cell in asked]
     records: dict[int, AccuracyRecord] = {}
 
     def keep(place: int, record: AccuracyRecord) -> None:
@@ -253,19 +255,24 @@ def replay(
     with learned(*map(site.distribution, site.gemms())):
         measure_cells(cells, torch_device(), device, lambda *_: True, keep)
     if database is not None:
-        _write(database, site.digest, cells, records, device)
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for place in sorted(records):  # by seed
-        gemm = cells[place].distribution.rpartition("/")[2]
-        groups.setdefault((gemm, norms[place], cells[place].kernel.name), []).append(place)
+        from lokakern.registry.storage.run_files import RunFile
+
+        with RunFile.create(
+            database, suite="probe", command="probe", harness_digest=harness_digest()
+        ) as run:
+            for place, record in records.items():
+                cell, parameters = cells[place], {"statistics": site.digest}
+                row = DistributionRow.of(cell.distribution, parameters, realistic=False)
+                where = device.architecture, current_environment()
+                run.add_accuracy(cell.kernel, cell.problem, row, *where, record)
     found = []
-    for (gemm, norm, name), places in groups.items():
-        kernel, many = cells[places[0]].kernel, [records[place] for place in places]
+    for (gemm, norm, kernel), places in groupby(sorted(records), lambda place: asked[place][:3]):
+        many = [records[place] for place in places]  # by seed
         bad = next((r for r in many if r.status != "ok" or r.errors is None), None)
         errors = _errors_of(site, gemm, many) if bad is None else (math.inf,) * 6
         found.append(
             Replayed(
-                gemm, norm, name, kernel.granularity, kernel.b_granularity, *errors,
+                gemm, norm, kernel.name, kernel.granularity, kernel.b_granularity, *errors,
                 rows=site.rows_of(gemm), reason=f"{bad.status}: {bad.reason}" if bad else "",
                 accumulation=kernel.accumulation,
             )
@@ -280,7 +287,7 @@ def compile_ahead(sites: Iterable[LearnedSite]) -> None:
     """
     device = current_device()
     if device.is_gpu:
-        problems = (cell.problem for site in sites for cell in _cells_of(site, device, (0,))[0])
+        problems = (c.problem for site in sites for *_, c in _cells_of(site, device, (0,)))
         prebuild(problems, device, workers=cores_of_rank(), again=False)
 
 
@@ -302,42 +309,20 @@ def time_sites(sites: Mapping[str, SiteStatistics], database: str | Path) -> Non
 
 def _cells_of(
     site: LearnedSite, device: Device, seeds: Sequence[int]
-) -> tuple[list[Cell], list[str]]:
-    """What is to be measured of a site, and the norm after each."""
+) -> list[tuple[str, str, Kernel, Cell]]:
+    """GEMMs of a site, norms after them, kernels and the cells to measure, one for each seed."""
     load_kernels()
-    cells: list[Cell] = []
-    norms: list[str] = []
+    found: list[tuple[str, str, Kernel, Cell]] = []
     for gemm in site.gemms():
         for norm in norms_after(site.statistics, gemm):
             problem = problem_of(site.statistics, gemm, norm)
             drawn = seeds if gemm == "grad_weight" else seeds[:1]
             # One kernel at a time: none stands in for another that may be wrong here.
             for kernel in kernels_for(problem.op, device):
-                cells += cells_for(
-                    [(kernel, problem)], device, [site.distribution_name(gemm)], drawn
-                )
-            norms += [norm] * (len(cells) - len(norms))
-    return cells, norms
-
-
-def _write(
-    database: str | Path,
-    digest: str,
-    cells: Sequence[Cell],
-    records: dict[int, AccuracyRecord],
-    device: Device,
-) -> None:
-    from lokakern.registry.storage.run_files import RunFile
-
-    with RunFile.create(
-        database, suite="probe", command="probe", harness_digest=harness_digest()
-    ) as run:
-        for place, record in records.items():
-            cell = cells[place]
-            row = DistributionRow.of(cell.distribution, {"statistics": digest}, realistic=False)
-            run.add_accuracy(
-                cell.kernel, cell.problem, row, device.architecture, current_environment(), record
-            )
+                names = [site.distribution_name(gemm)]
+                cells = cells_for([(kernel, problem)], device, names, drawn)
+                found += [(gemm, norm, kernel, cell) for cell in cells]
+    return found
 
 
 def _errors_of(

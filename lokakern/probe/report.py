@@ -7,7 +7,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside
-from lokakern.probe.statistics import GEMMS, SiteStatistics
+from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget
@@ -52,26 +51,26 @@ class SiteReport(tuple[str, ...]):
         name: Of the site, or what the names of several begin with.
         verdicts: On each GEMM.
         outside: By GEMM, what of it is like no benchmarked distribution; empty where all are.
+        why_outside: The same in one line; "" where all are.
     """
 
     name: str
     verdicts: tuple[Verdict, ...]
     outside: dict[str, str]
+    why_outside: str
     _judged: Sequence[Judged]
 
     def __new__(cls, name: str, judged: Sequence[Judged]) -> SiteReport:
         found = {j.place: outside(j.fingerprint) for j in judged}
         found = {place: words for place, words in found.items() if words}
-        names = [f"{dispatcher.OUTSIDE}: {_why(found)}"] if found else []
+        named = [f"{place}: {words}" for place, words in found.items()]
+        more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        why = "; ".join(named[:MOST_NAMED]) + more
+        names = [f"{dispatcher.OUTSIDE}: {why}"] if found else []
         self = super().__new__(cls, names or dict.fromkeys(nearest(j.fingerprint) for j in judged))
-        self.name, self._judged, self.outside = name, judged, found
+        self.name, self._judged, self.outside, self.why_outside = name, judged, found, why
         self.verdicts = tuple(j.verdict for j in judged)
         return self
-
-    @property
-    def why_outside(self) -> str:
-        """In one line; "" where it is like a benchmarked distribution."""
-        return _why(self.outside)
 
     def gemm(self, gemm: str) -> SiteReport:
         """The same of one GEMM alone, "output", "grad_input" or "grad_weight".
@@ -82,7 +81,7 @@ class SiteReport(tuple[str, ...]):
             UnknownNameError: There is no such, or none was seen.
         """
         found = [j for j in self._judged if j.verdict.gemm == gemm]
-        if gemm not in GEMMS or not found:
+        if not found:
             known = dict.fromkeys(j.verdict.gemm for j in self._judged)
             raise UnknownNameError(
                 f"{self.name} has no GEMM {gemm!r} that was seen; expected one of "
@@ -105,12 +104,6 @@ class SiteReport(tuple[str, ...]):
 
     def __repr__(self) -> str:
         return f"SiteReport({self.name!r}, {', '.join(self)})"
-
-
-def _why(outside: Mapping[str, str]) -> str:
-    named = [f"{place}: {words}" for place, words in outside.items()]
-    more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    return "; ".join(named[:MOST_NAMED]) + more
 
 
 class ProbeReport:
@@ -171,6 +164,8 @@ class ProbeReport:
         """
         # They import the bench.
         from lokakern.probe.replay import LearnedSite, compile_ahead, replay, time_sites
+        from lokakern.registry.snapshot.loading import load_snapshot
+        from lokakern.registry.storage.paths import shipped_databases
 
         here = current_device()
         if times and (database is None or device not in (None, here, here.product)):
@@ -180,14 +175,13 @@ class ProbeReport:
             )
         if device is None and (times or here.is_gpu):
             device = here
-        answers: Any = nullcontext()
-        if times and database is not None:
-            time_sites(sites, database)
-            answers = _answering_from(database)
         judged = []
         learned = [LearnedSite(name, statistics) for name, statistics in sites.items()]
-        compile_ahead(learned)
-        with answers:
+        try:
+            if times and database is not None:
+                time_sites(sites, database)
+                dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
+            compile_ahead(learned)
             for site in learned:
                 seen = site.statistics
                 replayed = replay(site, seeds=seeds, database=database)
@@ -195,6 +189,9 @@ class ProbeReport:
                 for v in verdicts_of(site.name, seen, replayed, budget=budget, device=device):
                     print_ = fingerprint_of(seen, v.gemm)
                     judged.append(Judged(v, print_, site.evidence(v.gemm), calls))
+        finally:
+            if times:
+                dispatcher.use_snapshot(None)  # that of the shipped files alone
         return cls(judged, ErrorBudget.of(budget), device, steps, unseen)
 
     @property
@@ -279,27 +276,20 @@ class ProbeReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each GEMM, with units in the names of columns."""
-        found = []
-        for v in self.verdicts:
-            best = v.of(v.best)
-            lowest = min((c.row_err for c in v.classes), default=None)
-            found.append(
-                {
-                    "site": v.site,
-                    "gemm": v.gemm,
-                    "m,n,k": ",".join(map(str, v.shape)),
-                    "verdict": f"{v.safety}, {v.speed or NOT_TIMED}",
-                    "scales": v.best or "-",
-                    "row_err": best.row_err if best else lowest,
-                    "bf16_err": v.bf16_err,
-                    "us": best.latency_us if best else None,
-                    "bf16_us": v.bf16_us,
-                    "unsafe": ", ".join(c.scales for c in v.classes if c.safety == "unsafe"),
-                    "change": v.change,
-                    "notes": "; ".join(v.notes),
-                }
-            )
-        return found
+        return [
+            {
+                "site": v.site,
+                "gemm": v.gemm,
+                "m,n,k": ",".join(map(str, v.shape)),
+                "verdict": f"{v.safety}, {v.speed or NOT_TIMED}",
+                "scales": v.best or "-",
+                **_numbers(v.as_row()),
+                "unsafe": ", ".join(c.scales for c in v.classes if c.safety == "unsafe"),
+                "change": v.change,
+                "notes": "; ".join(v.notes),
+            }
+            for v in self.verdicts
+        ]
 
     @property
     def summary(self) -> str:
@@ -361,19 +351,6 @@ class ProbeReport:
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
 
 
-@contextmanager
-def _answering_from(database: str | Path) -> Iterator[None]:
-    """Times are those of the shipped files and of this one meanwhile."""
-    from lokakern.registry.snapshot.loading import load_snapshot
-    from lokakern.registry.storage.paths import shipped_databases
-
-    dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
-    try:
-        yield
-    finally:
-        dispatcher.use_snapshot(None)
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(x) for key, x in value.items()}
@@ -390,8 +367,14 @@ def page_of(content: Mapping[str, Any]) -> str:
     """
     from lokakern.render.html import rendered
 
-    verdicts = [{**v, "numbers": _numbers(v), "speed": v["speed"] or NOT_TIMED}
-                for v in content["verdicts"]]  # fmt: skip
+    verdicts = [
+        {
+            **v,
+            "numbers": [*_numbers(v).values(), v["saved_us"] or None],
+            "speed": v["speed"] or NOT_TIMED,
+        }
+        for v in content["verdicts"]
+    ]
     counts = Counter(v["safety"] for v in verdicts)
     return rendered(
         Path(__file__).with_name("page.html"),
@@ -405,17 +388,16 @@ def page_of(content: Mapping[str, Any]) -> str:
     )
 
 
-def _numbers(verdict: Mapping[str, Any]) -> list[float | None]:
+def _numbers(verdict: Mapping[str, Any]) -> dict[str, float | None]:
     """Error and time of the scales to take, beside bfloat16's; of none, the smallest error."""
     best = next((c for c in verdict["classes"] if c["scales"] == verdict["best"]), None)
     errors = [c["row_err"] for c in verdict["classes"] if c["row_err"] is not None]
-    return [
-        best["row_err"] if best else min(errors, default=None),
-        verdict["bf16_err"],
-        best["latency_us"] if best else None,
-        verdict["bf16_us"],
-        verdict["saved_us"] or None,
-    ]
+    return {
+        "row_err": best["row_err"] if best else min(errors, default=None),
+        "bf16_err": verdict["bf16_err"],
+        "us": best["latency_us"] if best else None,
+        "bf16_us": verdict["bf16_us"],
+    }
 
 
 def _number(value: float | None) -> str:

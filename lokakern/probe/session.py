@@ -33,7 +33,6 @@ from lokakern.probe.hooks import (
     Recorder,
     Sampler,
     hook_of,
-    hook_of_gradient,
     is_backward_under_way,
     is_plain,
 )
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from lokakern.probe.loss import LossChange
     from lokakern.probe.report import ProbeReport
 
-NOT_CALLED = "it was not called in a sampled step"
-NO_WEIGHT = "its weight is not initialized"
 _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
 _RUNNING: dict[Any, bool] = {}  # probes, and whether compiled code checked no hooks before
 
@@ -185,18 +182,18 @@ class Probe:
         _guard_hooks(self, True)
         for name, module in self._modules.items():
             seen = functools.partial(self._site_called, module)
-            hook = hook_of(self._recorders[name], seen, self._backward_seen)
+            read_graph = functools.partial(self._read_graph, roots_under_way)
+            hook = hook_of(self._recorders[name], seen, read_graph)
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
+        norms = (module for module in self.model.modules() if _norm_of(module))
         self._handles += [
-            module.register_forward_pre_hook(Hook(self._norm_begins))
-            for module in self.model.modules()
-            if _norm_of(module)
+            *(norm.register_forward_pre_hook(Hook(self._norm_begins)) for norm in norms),
+            self.model.register_forward_pre_hook(Hook(self._forward_begins)),
+            self.model.register_forward_hook(Hook(self._forward_ended)),
+            register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
-        self._handles.append(self.model.register_forward_pre_hook(Hook(self._forward_begins)))
-        self._handles.append(self.model.register_forward_hook(Hook(self._forward_ended)))
-        self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         self._turn()
 
     def stop(self) -> None:
@@ -234,10 +231,8 @@ class Probe:
 
         By one gather of a few numbers and two reductions.
         """
-        shapes = {
-            name: (r.n, r.k, r.has_bias, r.norm) for name, r in self._recorders.items() if r.k
-        }
-        return ranks.merged(self.sites(), shapes, group)
+        empty = {name: r.empty_statistics for name, r in self._recorders.items() if r.k}
+        return ranks.merged(self.sites(), empty, group)
 
     @property
     def checks(self) -> list[dict[str, Any]]:
@@ -254,8 +249,8 @@ class Probe:
         found = {name: why for name, (_, why) in self._left.items()}
         for name, recorder in self._recorders.items():
             if recorder.statistics is None:
-                not_called = NOT_CALLED if recorder.k else f"{NO_WEIGHT}, and {NOT_CALLED}"
-                found[name] = recorder.unseen or not_called
+                lacks = "" if recorder.k else "its weight is not initialized, and "
+                found[name] = recorder.unseen or f"{lacks}it was not called in a sampled step"
         if self._elsewhere is None and self._why_unread:
             found[BETWEEN] = (
                 f"not known, because {self._why_unread}; call the model itself, and not a "
@@ -350,7 +345,7 @@ class Probe:
             weight: Any = module._parameters.get("weight")
             is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
             if is_there and weight.requires_grad:
-                hook = hook_of_gradient(self._recorders[name])
+                hook = self._recorders[name].weight_gradient
                 self._weight_handles.append(weight.register_hook(hook))
 
     def _ended(self, source: str) -> None:
@@ -391,9 +386,6 @@ class Probe:
     def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._read_graph(lambda _names: output)
-
-    def _backward_seen(self) -> None:
-        self._read_graph(roots_under_way)
 
     def _read_graph(self, roots_of: Callable[[dict[int, str]], Any]) -> None:
         if self._elsewhere is not None or not self._sampler.on:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,6 @@ class Magnitudes:
 
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
-
-    def add(self, x: Tensor) -> None:
-        add_magnitudes([self], x[None])
 
     @property
     def count(self) -> int:
@@ -132,22 +129,22 @@ class OperandStatistics:
 
     def updates(
         self, x: Tensor, rows: Tensor, keys: Tensor
-    ) -> Iterator[tuple[Update, OperandStatistics, tuple[Tensor, ...]]]:
+    ) -> Iterator[tuple[Update, tuple[Tensor, ...]]]:
         """Updates by a matrix ``[..., columns]``, some of its rows and their random keys, 0..1.
 
         Each is to be called with owners and stacked tensors; rows have memory of their own.
         """
         row_sizes = torch.linalg.vector_norm(x, math.inf, dim=-1).flatten()
         column_sizes = torch.linalg.vector_norm(x, math.inf, dim=tuple(range(x.dim() - 1)))
-        yield _add_row_sizes, self, (row_sizes,)
-        yield _add_column_sizes, self, (column_sizes,)
-        yield _add_values, self, (rows,)
-        yield _add_sums, self, (rows,)
-        yield _add_sample, self, (rows, keys)
+        yield _add_row_sizes, (row_sizes,)
+        yield _add_column_sizes, (column_sizes,)
+        yield _add_values, (rows,)
+        yield _add_sums, (rows,)
+        yield _add_sample, (rows, keys)
 
     def add(self, x: Tensor, rows: Tensor, keys: Tensor) -> None:
         """Take one matrix in at once, see `updates`."""
-        for update, _, tensors in self.updates(x, rows, keys):
+        for update, tensors in self.updates(x, rows, keys):
             update([self], *(tensor[None] for tensor in tensors))
 
     def place(self) -> Tensor:
@@ -298,10 +295,15 @@ class SiteStatistics:
         self.cancellations = torch.zeros(2, dtype=torch.float64, device=device)
         self.sizes: Counter[int] = Counter()
 
-    def count(self, m: int) -> None:
-        """Count a call with m rows."""
-        self.sizes[m] += 1
-        self._bound_sizes()
+    def count(self, calls: Mapping[int, int]) -> None:
+        """Count calls by their numbers of rows."""
+        self.sizes.update(calls)
+        if len(self.sizes) > DISTINCT_SIZES:
+            coarse: Counter[int] = Counter()
+            for m, count in self.sizes.items():
+                shift = max(m.bit_length() - 7, 0)
+                coarse[(m >> shift) << shift] += count
+            self.sizes = coarse
 
     def add_weight(self, weight: Tensor) -> None:
         """Keep W, ``[n, k]``, in the place of an older one; on its device, unread by the host."""
@@ -323,14 +325,6 @@ class SiteStatistics:
             return self.snapshot_t
         return self.snapshot.t()
 
-    def _bound_sizes(self) -> None:
-        if len(self.sizes) > DISTINCT_SIZES:
-            coarse: Counter[int] = Counter()
-            for m, count in self.sizes.items():
-                shift = max(m.bit_length() - 7, 0)
-                coarse[(m >> shift) << shift] += count
-            self.sizes = coarse
-
     def merge(self, other: SiteStatistics) -> None:
         """Take in statistics of the same site from another rank.
 
@@ -349,8 +343,7 @@ class SiteStatistics:
             self.snapshot, self.snapshot_t = (x if x is None else x.to(self.device) for x in kept)
         self.mean_ratios.counts += other.mean_ratios.counts.to(self.device)
         self.cancellations += other.cancellations.to(self.device)
-        self.sizes += other.sizes
-        self._bound_sizes()
+        self.count(other.sizes)
         self.norm = self.norm or other.norm
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -365,8 +358,11 @@ class SiteStatistics:
                 yield name, getattr(self, name)
 
     def numbers(self) -> dict[str, Any]:
-        """Everything that the host knows and is no tensor, but for shapes, as JSON."""
+        """Everything that the host knows and is no tensor, as JSON."""
         return {
+            "n": self.n,
+            "k": self.k,
+            "bias": self.has_bias,
             "norm": self.norm,
             "snapshots": self.snapshots,
             "steps": [self.input.steps, self.grad_output.steps],

@@ -73,8 +73,8 @@ def test_sampled_rows_are_copies() -> None:
 
 
 def add(buffer: StepBuffer, operand: OperandStatistics, *tensors: Tensor) -> None:
-    for update, owner, stacked in operand.updates(*tensors):
-        buffer.add(update, owner, *stacked)
+    for update, stacked in operand.updates(*tensors):
+        buffer.add(update, operand, *stacked)
 
 
 def test_updates_made_together_equal_updates_made_alone() -> None:

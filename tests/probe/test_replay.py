@@ -18,7 +18,7 @@ from lokakern.probe import replay as replays
 from lokakern.probe.problems import Replayed, block_norm, problem_of
 from lokakern.probe.replay import LearnedSite, compile_ahead
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.statistics import GEMMS, SiteStatistics
+from lokakern.probe.statistics import GEMMS, SiteStatistics, add_magnitudes
 from lokakern.probe.verdicts import verdicts_of
 from lokakern.problems import sums_over_samples
 from lokakern.registry.register import KERNELS, load_kernels, register
@@ -125,8 +125,8 @@ def test_rows_unlike_the_sample_count_as_errors_of_one() -> None:
     x = torch.randn(1000, K)
     site = site_of(x, torch.randn(N, K))
     assert LearnedSite("a", site).unlike("output") == 0.0
-    site.input.row_sizes.add(torch.full((10,), 1e-6))
-    site.input.row_sizes.add(torch.zeros(500))  # of these it is known
+    add_magnitudes([site.input.row_sizes], torch.full((1, 10), 1e-6))
+    add_magnitudes([site.input.row_sizes], torch.zeros(1, 500))  # of these it is known
     unlike = LearnedSite("a", site).unlike("output")
     assert unlike == pytest.approx(10 / 1510)
     row = of(replay("a", site), "output", ROW)

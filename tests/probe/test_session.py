@@ -452,7 +452,7 @@ def write_version(
     entries = [["0", name, str(x.dtype).removeprefix("torch."), list(x.shape)]
                for name, x in tensors.items()]  # fmt: skip
     header = {"format": "lokakern.probe", "version": version, "tensors": entries}
-    content = json.dumps(header | {"sites": {"0": files._described(site)}}).encode()
+    content = json.dumps(header | {"sites": {"0": site.numbers()}}).encode()
     blobs = [x.contiguous().numpy().tobytes() for x in tensors.values()]
     path.write_bytes(len(content).to_bytes(8, "little") + content + b"".join(blobs))
 

@@ -17,6 +17,7 @@ from lokakern.probe.statistics import (
     Magnitudes,
     OperandStatistics,
     SiteStatistics,
+    add_magnitudes,
     add_outputs,
     capacity_of,
     spread_of,
@@ -81,14 +82,14 @@ def test_quantiles_are_accurate_to_a_sixteenth_of_an_octave(
 ) -> None:
     logs = normal(1000) * log_sigma + shift
     found = Magnitudes(CPU)
-    found.add(torch.exp2(logs))
+    add_magnitudes([found], torch.exp2(logs)[None])
     exact = float(logs.sort().values[math.ceil(share * 1000) - 1])
     assert abs(found.log2_quantiles(share)[0] - exact) <= 1 / 16 + 1e-9
 
 
 def test_magnitudes_count_zeros_and_extremes() -> None:
     found = Magnitudes(CPU)
-    found.add(torch.tensor([0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]))
+    add_magnitudes([found], torch.tensor([[0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]]))
     assert (found.count, found.nonfinite_count, found.zero_share) == (4, 2, 0.5)
     low, high = found.log2_quantiles(0.0, 1.0)
     assert low == pytest.approx(-129, abs=0.6) and high == pytest.approx(128, abs=0.1)
@@ -97,7 +98,7 @@ def test_magnitudes_count_zeros_and_extremes() -> None:
 
 def test_share_beyond_a_range_leaves_out_zeros() -> None:
     found = Magnitudes(CPU)
-    found.add(torch.tensor([0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf]))
+    add_magnitudes([found], torch.tensor([[0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf]]))
     assert found.share_beyond(0.4, 4.0) == pytest.approx(2 / 6)
     assert found.share_beyond(0.0, math.inf) == 0.0
     assert found.share_beyond(0.4, 1e300) == pytest.approx(1 / 6)
@@ -169,7 +170,7 @@ def test_merged_shards_equal_the_whole() -> None:
 def test_sites_count_sizes_and_mean_ratios() -> None:
     site = SiteStatistics(3, 2, CPU)
     for m in (*([100] * 98), 7, 5000):
-        site.count(m)
+        site.count({m: 1})
     assert [site.m_quantile(q) for q in (0.001, 0.5, 0.99, 0.999)] == [7, 100, 100, 5000]
     assert SiteStatistics(3, 2, CPU).m_quantile(0.5) == 0
     outputs = torch.tensor([[49.0, 50.0, 51.0], [-1.0, 0.0, 1.0]]).repeat(100, 1)

@@ -22,7 +22,7 @@ def site_of(
     for start in range(0, len(x), SAMPLED_ROWS):
         rows = x[start : start + SAMPLED_ROWS]
         keys = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-        site.count(len(rows))
+        site.count({len(rows): 1})
         site.input.add(rows, rows.double(), keys)
         add_outputs([site], (rows.double() @ w.double().t())[None])
         if gradient is not None:
