@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.build.empty_operands import empty_output
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.norm_operands import (
     draw_epilogue,
     draw_normal,
-    empty_output,
     fitting_scale,
     gradients_error,
     launched,
@@ -327,7 +327,9 @@ class _Group:
         form, granularity, scale = problem.out_format, problem.out_granularity, None
         if form.is_fp8 and granularity is Granularity.TENSOR:
             scale = fitting_scale(layer.epilogue, columns, form, lambda: layer.exact)
-        out = empty_output(form, granularity, rows, columns, device, scale)
+        out = empty_output(rows, columns, form, granularity, device)
+        if isinstance(out, QuantizedTensor) and out.scale is not None and scale is not None:
+            out.scale.fill_(scale)
         poison_output(out, form)
         given = (*layer.operands, out, layer.epilogue)
         kernel.launch(*given, kernel.workspace(*given))

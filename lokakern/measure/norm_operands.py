@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,7 +40,6 @@ from lokakern.types import (
     NormForm,
     Problem,
     QuantizedTensor,
-    empty_data,
     norm_form,
 )
 
@@ -102,20 +100,6 @@ def fitting_scale(
         return static_scale(norm, columns, form, epilogue.norm_weight, epilogue.norm_bias)
     known = exact().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return max(float(known.abs().max()) / form.maximum, 2.0**-126)
-
-
-def empty_output(
-    form: Format, granularity: Granularity, rows: int, columns: int, device: torch.device,
-    scale: float | None = None,
-) -> Tensor | QuantizedTensor:  # fmt: skip
-    """An output tensor of these ops; ``scale`` is a static scale."""
-    if not form.is_fp8:
-        return torch.empty((rows, columns), dtype=form.dtype, device=device)
-    scales = granularity.empty_scale(rows, columns, device)
-    if scale is not None:
-        scales.fill_(scale)
-    data = empty_data(rows, columns, form.dtype, device)
-    return QuantizedTensor(data, scales, granularity)
 
 
 def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
@@ -210,27 +194,10 @@ class NormOperands(Operands):
         return (NormEpilogue(*parts),)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
-        problem = self.problem
-        out = empty_output(
-            problem.out_format, problem.out_granularity, problem.m, self.columns_out, self.device,
-            self.static_scale,
-        )  # fmt: skip
-        if problem.b is None:
-            return self.x[order], out
-        a: Any = self.x[order]
-        if problem.a.format.is_fp8:
-            left = self.quantized("x", problem.a.format, problem.a.granularity)
-            a = QuantizedTensor(*self._tiled(left, order), left.granularity)
-        if not problem.b.format.is_fp8:
-            return a, self._weight().t(), out
-        right = self.quantized("w", problem.b.format, problem.b.granularity)
-        data, scale = self._tiled(right, self.columns)
-        source = self._weight() if problem.prepared else None
-        return a, QuantizedTensor(data, scale, right.granularity, True, source), out
-
-    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
-        given = *self.sets[number], *self.epilogues[number]
-        return functools.partial(kernel.launch, *given, kernel.workspace(*given))
+        given = super()._make_set(order)
+        if self.static_scale is not None:
+            given[-1].scale.fill_(self.static_scale)
+        return given
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return written_parts(operands[-1])
@@ -318,12 +285,9 @@ class NormBackwardOperands(NormOperands):
         self.y = draw_normal(self.x, self.seed)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
-        outputs = empty_gradients(self.problem, self.shared_epilogue, self.device)
-        return self.x[order], self.y[order], outputs
-
-    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
-        given = *self.sets[number], *self.epilogues[number]
-        return functools.partial(kernel.launch, *given, kernel.workspace(*given))
+        given = super()._make_set(order)
+        given[1].copy_(self.y[order])
+        return given
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return parts_of(operands[-1])

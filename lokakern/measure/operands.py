@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.build.empty_operands import empty_operands, launch_arguments
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError
 from lokakern.measure.operand_cache import cached_digest, device_operand, operand_plan
@@ -27,7 +28,6 @@ from lokakern.numerics import KernelError
 from lokakern.problems import (
     bias_format,
     epilogue_of,
-    has_column_sums,
     is_plain,
     scaling_of,
     sums_over_samples,
@@ -41,16 +41,16 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
+    Operand,
     Problem,
     QuantizedTensor,
-    empty_data,
 )
 
 CHECKED_ELEMENTS = 2**24  # outputs that are compared after timing; at least one set
 CHECKED_SETS = MOST_CALLED  # a tiny problem has a thousand
 
 INCORRECT = KernelError(math.inf, math.inf)
-QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # number of output tensors
+QUANTIZERS = ("quantize", "quantize_transpose")
 GIVEN_SCALES = ("static", "delayed")
 
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
@@ -226,97 +226,71 @@ class Operands:
             return self.quantized(which, form, granularity)
         return numerics.quantize(rows, form, granularity)
 
-    def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Data and scales of the quantized rows in an index; None for all rows."""
+    def _write_rows(
+        self, which: str, target: Any, operand: Operand, index: Tensor | None = None
+    ) -> None:
+        """Write rows of "x" or "w" at an index, None for all rows, into an operand of a set.
+
+        The operand is a tensor, a QuantizedTensor, or its data and scales.
+        """
+        if isinstance(target, Tensor):
+            source = self.x if which == "x" else self.w
+            assert source is not None  # "w" is asked for by ops with two operands only
+            target.copy_((source if index is None else source[index]).view(target.shape))
+            return
+        if isinstance(target, QuantizedTensor):
+            if target.source is not None:
+                self._write_rows(which, target.source, operand, index)
+            target = target.data, target.scale
+        quantized = self.quantized(which, operand.format, operand.granularity)
+        assert quantized.scale is not None  # made by `quantized`
         if index is None:
             index = torch.arange(len(quantized.data), device=self.device)
-        data = empty_data(len(index), quantized.data.shape[1], quantized.data.dtype, self.device)
+        data, scale = target
         data.view(torch.uint8).copy_(quantized.data.view(torch.uint8)[index])
-        assert quantized.scale is not None  # made by `quantized`
-        scale = quantized.granularity.empty_scale(len(index), data.shape[1], self.device)
-        match quantized.granularity:
+        match operand.granularity:
             case Granularity.TENSOR:
-                return data, scale.copy_(quantized.scale)
+                scale.copy_(quantized.scale)
             case Granularity.BLOCK:
-                return data, scale.copy_(quantized.scale[index[::GROUP] // GROUP])
-        return data, scale.copy_(quantized.scale[index])
-
-    def _weight(self) -> Tensor:
-        """A copy of the weight, ``[n, k]``, or ``[batch, n, k]``."""
-        assert self.w is not None  # an op with two operands
-        weight = self.w.clone() if self.columns is None else self.w[self.columns]
-        batch = self.problem.batch
-        return weight if batch == 1 else weight.view(batch, self.problem.n, self.problem.k)
+                scale.copy_(quantized.scale[index[::GROUP] // GROUP])
+            case _:
+                scale.copy_(quantized.scale[index])
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
         """Arguments of one launch; see `Kernel` for their order."""
         problem = self.problem
-        m, n, k = problem.m, problem.n, problem.k
-        out_dtype = problem.out_format.dtype
-        if problem.op in QUANTIZERS:
-            x = self.x[order]
-            if problem.a.layout is Layout.COLUMN:
-                x = x.t().contiguous().t()
-            granularity = problem.out_granularity
-            made = [
-                out
-                for shape in ((m, k), (k, m))[: QUANTIZERS[problem.op]]
-                for out in (
-                    empty_data(*shape, out_dtype, self.device),
-                    granularity.empty_scale(*shape, self.device),
-                )
-            ]
-            if scaling_of(problem) in GIVEN_SCALES:  # one that fits, as static scales should
-                fitting = self.quantized("x", problem.out_format, granularity).scale
-                assert fitting is not None  # made by `quantized`
-                made[1].copy_(fitting)
-            if problem.op == "quantize":
-                return x, *made
-            sums = has_column_sums(problem)
-            return x, *made, torch.empty(k, device=self.device) if sums else None
-        if problem.op == "dequantize":
-            quantized = self.quantized("x", problem.a.format, problem.a.granularity)
-            data, scale = self._tiled(quantized, order)
-            return data, scale, torch.empty((m, k), dtype=out_dtype, device=self.device)
-        assert problem.b is not None  # the other two ops have two operands
-        front = () if problem.batch == 1 else (problem.batch,)
-        bias = None if self.bias is None else self.bias.clone()
-        if problem.op == "scaled_gemm":
-            rows = problem.batch * m
-            if self.before is not None:
-                out = self.before.clone()
-            elif out_dtype.itemsize == 1:
-                out = empty_data(rows, n, out_dtype, self.device)
-            else:
-                out = torch.empty((rows, n), dtype=out_dtype, device=self.device)
-            left = self.quantized("x", problem.a.format, problem.a.granularity)
-            right = self.quantized("w", problem.b.format, problem.b.granularity)
-            data, scale = self._tiled(right, self.columns)
-            return *self._tiled(left, order), data.t(), scale.t(), out, bias
-        out = torch.empty((*front, m, n), dtype=out_dtype, device=self.device)
+        given = empty_operands(problem, self.device)
         if self.along_k:
-            assert self.w is not None  # an op with two operands
-            a = self.x[order].view(*front, k, m).transpose(-1, -2)
-            return a, self.w[order].view(*front, k, n), out, bias
-        a = self.x[order].view(*front, m, k)
-        if problem.a.layout is Layout.COLUMN:
-            a = a.transpose(-1, -2).contiguous().transpose(-1, -2)
-        weight = self._weight()
-        if problem.prepared:
-            right = self.quantized("w", problem.b.format, problem.b.granularity)
-            data, scale = self._tiled(right, self.columns)
-            return a, QuantizedTensor(data, scale, right.granularity, True, weight), out, bias
-        b = weight.transpose(-1, -2)
-        return a, b.contiguous() if problem.b.layout is Layout.ROW else b, out, bias
+            assert problem.b is not None  # an op with two operands
+            self._write_rows("x", given[0].mT, problem.a, order)
+            self._write_rows("w", given[1], problem.b, order)
+        elif problem.op == "scaled_gemm":
+            assert problem.b is not None  # an op with two operands
+            self._write_rows("x", given[:2], problem.a, order)
+            self._write_rows("w", (given[2].t(), given[3].t()), problem.b, self.columns)
+        else:
+            left = given[:2] if problem.op == "dequantize" else given[0]
+            self._write_rows("x", left, problem.a, order)
+            if problem.b is not None:
+                right = given[1].mT if isinstance(given[1], Tensor) else given[1]
+                self._write_rows("w", right, problem.b, self.columns)
+        if problem.op in QUANTIZERS and scaling_of(problem) in GIVEN_SCALES:
+            # One that fits, as static scales should.
+            fitting = self.quantized("x", problem.out_format, problem.out_granularity).scale
+            given[2].copy_(fitting)
+        if self.before is not None:
+            given[4].copy_(self.before)
+        if self.bias is not None and problem.op in ("gemm", "scaled_gemm"):
+            given[-1].copy_(self.bias)
+        return given
 
     def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
         """A launch on one set, with a workspace of its own."""
-        given, extra = self.sets[number], self.epilogues[number]
-        seen = given[:2] if kernel.op == "gemm" else given
-        workspace = kernel.workspace(*seen, *extra)
+        given = self.sets[number]
+        arguments = launch_arguments(kernel, given, self.epilogues[number])
         if self.problem.epilogue == "delayed":
-            self._amax[kernel.name, number] = workspace[0]
-        return functools.partial(kernel.launch, *given, workspace, *extra)
+            self._amax[kernel.name, number] = arguments[len(given)][0]
+        return functools.partial(kernel.launch, *arguments)
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Tensors that a launch writes."""
