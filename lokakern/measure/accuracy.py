@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.build.empty_operands import empty_output
+from lokakern.build.empty_operands import empty_matrix, empty_output
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.norm_operands import (
     draw_epilogue,
@@ -20,9 +20,10 @@ from lokakern.measure.norm_operands import (
     fitting_scale,
     gradients_error,
     launched,
-    poison_output,
+    written_parts,
 )
 from lokakern.measure.operand_cache import OperandKey, Prefetcher
+from lokakern.measure.operands import case_of, poison
 from lokakern.measure.tiled_compare import compare_bytes
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.problems import accuracy_problem, sums_over_samples
@@ -286,10 +287,10 @@ class _Group:
                 left = self.quantized("x", form, fp8, kernel.granularity)
                 right = self.quantized("w", form, fp8, kernel.b_granularity)
             shares = numerics.flushed_and_saturated_shares(a, left)
-            exact, size = self._once(key, lambda: _exact(left, right.t()))
+            exact, size = self._once(key, lambda: case_of(left, right.t()))
         else:
-            exact, size = self._once(("plain", form), lambda: _exact(a, b))
-        reference, _ = self._once(("plain", form), lambda: _exact(a, b))
+            exact, size = self._once(("plain", form), lambda: case_of(a, b))
+        reference, _ = self._once(("plain", form), lambda: case_of(a, b))
         return self._record(cell, out, reference, exact, size, shares)
 
     def _scaled_gemm(self, cell: Cell) -> AccuracyRecord:
@@ -302,18 +303,16 @@ class _Group:
         right = self.quantized("w", source, formats[1], cell.kernel.b_granularity)
         a, w, form = self.x(source), self.w(source), problem.out_format
         key = (source, *formats, left.granularity, right.granularity)
-        exact, size = self._once(key, lambda: _exact(left, right.t()))
-        reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
+        exact, size = self._once(key, lambda: case_of(left, right.t()))
+        reference, _ = self._once(("plain", source), lambda: case_of(a, w.t()))
         out_scale: Tensor | None = None
         extra: tuple[Epilogue, ...] = ()
+        out = empty_matrix((a.shape[0], w.shape[0]), form, a.device)
+        poison((out,), form.nan_byte)
         if form.is_fp8:  # under a scale that fits the outputs, as a static scale should
-            out = empty_data(a.shape[0], w.shape[0], form.dtype, a.device)
-            out.view(torch.uint8).fill_(form.nan_byte)
             largest = exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().clamp_min(1e-30)
             out_scale = (largest / form.maximum).float().view(1, 1)
             extra = (Epilogue(out_scale=out_scale),)
-        else:
-            out = torch.full(exact.shape, math.nan, dtype=form.dtype, device=a.device)
         operands = (left.data, left.scale, *right.transpose, out, None)
         cell.kernel.launch(*operands, cell.kernel.workspace(*operands, *extra), *extra)
         shares = numerics.flushed_and_saturated_shares(a, left)
@@ -330,7 +329,7 @@ class _Group:
         out = empty_output(rows, columns, form, granularity, device)
         if isinstance(out, QuantizedTensor) and out.scale is not None and scale is not None:
             out.scale.fill_(scale)
-        poison_output(out, form)
+        poison(written_parts(out), form.nan_byte)
         given = (*layer.operands, out, layer.epilogue)
         kernel.launch(*given, kernel.workspace(*given))
         error = norm_kernel_error(out, layer.exact, layer.size, form.unit_roundoff)
@@ -362,7 +361,7 @@ class _Group:
             exact, size = ops.normalized(exact, size, epilogue)
             return _Layer((x,), epilogue, exact, exact, size)
         w = self._weight(n)
-        exact, size = self._once(("plain", source, n), lambda: _exact(x, w.t()))
+        exact, size = self._once(("plain", source, n), lambda: case_of(x, w.t()))
         reference, size = ops.normalized(exact, size, epilogue)
         if kernel.granularity is Granularity.NONE:
             return _Layer((x, w.t()), epilogue, reference, reference, size)
@@ -371,7 +370,7 @@ class _Group:
         left = self.quantized("x", source, formats[0], kernel.granularity)
         right = self._quantized_weight(n, formats[1], kernel.b_granularity)
         key = (*formats, left.granularity, right.granularity, n)
-        exact, size = self._once(key, lambda: _exact(left, right))
+        exact, size = self._once(key, lambda: case_of(left, right))
         exact, size = ops.normalized(exact, size, epilogue)
         operands = (x, w.t()) if kernel.quantizes else (left, right)
         shares = numerics.flushed_and_saturated_shares(x, left)
@@ -479,7 +478,3 @@ class _Group:
         reference = self.x(source).to(torch.float64)
         shares = numerics.flushed_and_saturated_shares(self.x(source), quantized)
         return self._record(cell, out, reference, exact, torch.zeros_like(exact), shares)
-
-
-def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    return ops.product(a, b), ops.magnitude(a, b)

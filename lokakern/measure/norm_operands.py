@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,21 +15,19 @@ from lokakern.gradients import NormGradients, empty_gradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.operands import (
-    INCORRECT,
     Case64,
     Operands,
-    case_of,
-    nan_count,
+    poison,
     worst_of,
 )
-from lokakern.measure.tiled_compare import pieces_to_check
+from lokakern.measure.tiled_compare import Piece, pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
-from lokakern.problems import NORM_VECTORS, row_length
+from lokakern.problems import NORM_VECTORS
 from lokakern.registry import ops
 from lokakern.registry.norm_gradients import Gradients64, norm_gradients
 from lokakern.registry.ops import NORM_OPS
-from lokakern.registry.register import Kernel, fp8_format
+from lokakern.registry.register import Kernel
 from lokakern.types import (
     GROUP,
     Device,
@@ -111,15 +109,6 @@ def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
     return (out.data, out.scale)
 
 
-def poison_output(out: Tensor | QuantizedTensor, form: Format) -> None:
-    """Fill an output with NaN, which no correct kernel writes for finite operands."""
-    for part in written_parts(out):
-        if part.dtype.itemsize == 1:
-            part.view(torch.uint8).fill_(form.nan_byte)
-        else:
-            part.fill_(math.nan)
-
-
 def rows_of_output(out: Tensor | QuantizedTensor, rows: slice) -> Tensor | QuantizedTensor:
     if isinstance(out, Tensor):
         return out[rows]
@@ -161,11 +150,6 @@ class NormOperands(Operands):
                 f"{problem}: a norm is measured with both operands quantized, or a prepared weight"
             )
 
-    @property
-    def columns_out(self) -> int:
-        """Columns of the output."""
-        return row_length(self.problem.op, (self.problem.m, self.problem.n, self.problem.k))
-
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem
         self.shared_epilogue = draw_epilogue(
@@ -181,7 +165,7 @@ class NormOperands(Operands):
     def _some_outputs(self) -> Tensor:
         """Exact outputs of the first sampled rows."""
         rows = min(self.problem.m, len(self.x), ROWS_FOR_A_SCALE)
-        case = self._sums(Granularity.NONE, Granularity.NONE)
+        case = self.reference()
         sums = self._across(case.exact[:rows]), self._across(case.magnitude[:rows])
         return ops.normalized(*sums, rows_of(self.shared_epilogue, slice(0, rows)))[0]
 
@@ -202,64 +186,26 @@ class NormOperands(Operands):
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return written_parts(operands[-1])
 
-    def poison(self) -> None:
-        for operands in self.sets:
-            poison_output(operands[-1], self.problem.out_format)
+    def _exact(self, quantizing: Kernel | None) -> Case64:
+        if self.problem.b is None:
+            return Case64(*ops.norm_rows(self.x))
+        return super()._exact(quantizing)
 
-    def reference(self, kernel: Kernel) -> Case64:
-        """Exact products of the sampled rows as the kernel reads them, before the epilogue."""
-        if kernel.quantizes:
-            return self._sums(kernel.granularity, kernel.b_granularity)
-        return self._sums(Granularity.NONE, Granularity.NONE)
+    def _parts(self, number: int, piece: Piece) -> list[Tensor]:
+        return [part[piece.rows] for part in self.outputs(self.sets[number])]
 
-    def _sums(self, a_granularity: Granularity, b_granularity: Granularity) -> Case64:
-        """Exact products of the given operands, or of those that a kernel quantizes."""
-        a, b = self.problem.a, self.problem.b
-        key = (a_granularity, b_granularity)
-        if key not in self._references:
-            if b is None:
-                self._references[key] = Case64(*ops.norm_rows(self.x))
-            elif a.format.is_fp8:
-                left = self.quantized("x", a.format, a.granularity)
-                right = self.quantized("w", b.format, b.granularity)
-                self._references[key] = case_of(left, right.t())
-            elif a_granularity is not Granularity.NONE:
-                fp8 = fp8_format(self.target)
-                left = self.quantized("x", fp8, a_granularity)
-                right = self.quantized("w", fp8, b_granularity)
-                self._references[key] = case_of(left, right.t())
-            else:
-                assert self.w is not None  # an op with two operands
-                self._references[key] = case_of(self.x, self.w.t())
-        return self._references[key]
+    def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
+        out, (epilogue,) = self.sets[number][-1], self.epilogues[number]
+        case, order = self.reference(kernel), self.order[number].to(self.device)
 
-    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
-        out, problem = self.sets[number][-1], self.problem
-        (epilogue,) = self.epilogues[number]
-        shape = (1, problem.m, self.columns_out)
-        checked, rest = pieces_to_check(shape, common.CHECKED_ELEMENTS, seed=number)
-        case = self.reference(kernel)
-        order = self.order[number].to(self.device)
-        worst = KernelError(0.0, 0.0)
-        for piece in checked:
+        def error_of(piece: Piece) -> KernelError:
             rows = order[piece.rows]
             sums = self._across(case.exact[rows]), self._across(case.magnitude[rows])
             exact, magnitude = ops.normalized(*sums, rows_of(epilogue, piece.rows))
-            found = norm_kernel_error(
-                rows_of_output(out, piece.rows), exact, magnitude, problem.out_format.unit_roundoff
-            )
-            worst = worst_of(worst, found)
-        if rest and self._all_finite():
-            for piece in rest:
-                unwritten = _unwritten(
-                    [part[piece.rows] for part in written_parts(out)], piece.rows
-                )
-                if unwritten:
-                    return INCORRECT, unwritten
-        return worst, ""
+            roundoff = self.problem.out_format.unit_roundoff
+            return norm_kernel_error(rows_of_output(out, piece.rows), exact, magnitude, roundoff)
 
-
-Sections = list[slice]  # ranges of rows
+        return error_of
 
 
 class NormBackwardOperands(NormOperands):
@@ -292,46 +238,43 @@ class NormBackwardOperands(NormOperands):
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return parts_of(operands[-1])
 
-    def poison(self) -> None:
-        for operands in self.sets:
-            poison_gradients(operands[-1])
-
-    def reference(self, kernel: Kernel) -> Case64:
+    def _exact(self, quantizing: Kernel | None) -> Case64:
         """Exact gradients of the sampled rows."""
         exact = norm_gradients(self.x, self.y, self.shared_epilogue)
         return Case64(exact.dy, exact.size)
 
-    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
+    def _pieces(self, number: int) -> tuple[list[Piece], list[Piece]]:
+        """In tiles of 128 rows, the scale groups of the transpose."""
+        m, k = self.problem.m, self.problem.k
+        shape = (1, -(-m // GROUP), GROUP * k)
+        checked, rest = (
+            [
+                replace(p, rows=slice(p.rows.start * GROUP, min(p.rows.stop * GROUP, m)))
+                for p in pieces
+            ]
+            for pieces in pieces_to_check(shape, common.CHECKED_ELEMENTS, number)
+        )
+        return checked, rest
+
+    def _parts(self, number: int, piece: Piece) -> list[Tensor]:
+        return pieces_of_gradients(self.sets[number][-1], piece.rows)
+
+    def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
         made: NormGradients = self.sets[number][-1]
-        order = self.order[number].to(self.device)
-        if "rows" not in self._references:
-            self._references["rows"] = self.reference(kernel)
-        case = self._references["rows"]
-        worst = sums_error(made, self._sums_of(order))
-        checked, rest = sections_to_check(self.problem.m, self.problem.k, number)
-        for rows in checked:
-            found = gradients_error(
-                made, rows, case.exact[order[rows]], case.magnitude[order[rows]]
-            )
-            worst = worst_of(worst, found)
-        if rest and self._all_finite():
-            for rows in rest:
-                unwritten = _unwritten(pieces_of_gradients(made, rows), rows)
-                if unwritten:
-                    return INCORRECT, unwritten
-        return worst, ""
+        case, order = self.reference(kernel), self.order[number].to(self.device)
+        sums = sums_error(made, self._sums_of(order))
+
+        def error_of(piece: Piece) -> KernelError:
+            rows = order[piece.rows]
+            found = gradients_error(made, piece.rows, case.exact[rows], case.magnitude[rows])
+            return worst_of(sums, found)
+
+        return error_of
 
     def _sums_of(self, order: Tensor) -> Gradients64:
         """Exact column sums of a set: each sampled row counts as often as it occurs."""
         counts = torch.bincount(order, minlength=len(self.x)).double()
         return norm_gradients(self.x, self.y, self.shared_epilogue, counts)
-
-
-def _unwritten(parts: Sequence[Tensor], rows: slice) -> str:
-    count = sum(map(nan_count, parts))
-    if not count:
-        return ""
-    return f"{count} outputs or scales of rows from {rows.start} were not written or are NaN"
 
 
 def draw_normal(x: Tensor, seed: int = 0) -> Tensor:
@@ -346,26 +289,6 @@ def parts_of(made: NormGradients) -> tuple[Tensor, ...]:
     matrices = [x for x in made[:3] if x is not None]
     parts = [part for x in matrices for part in written_parts(x)]
     return (*parts, *([] if made.sums is None else [made.sums]))
-
-
-def poison_gradients(made: NormGradients) -> None:
-    """Fill gradients with NaN, as `poison_output`."""
-    for out in (made.dy, made.quantized, made.quantized_t):
-        if out is not None:
-            form = Format.BFLOAT16 if isinstance(out, Tensor) else out.format
-            poison_output(out, form)
-    if made.sums is not None:
-        made.sums.fill_(math.nan)
-
-
-def sections_to_check(m: int, k: int, seed: int) -> tuple[Sections, Sections]:
-    """Rows to compare and the other rows, in tiles of 128, the scale groups of the transpose."""
-    tiles = -(-m // GROUP)
-    checked, rest = pieces_to_check((1, tiles, GROUP * k), common.CHECKED_ELEMENTS, seed)
-    return tuple(  # type: ignore[return-value]
-        [slice(p.rows.start * GROUP, min(p.rows.stop * GROUP, m)) for p in pieces]
-        for pieces in (checked, rest)
-    )
 
 
 def pieces_of_gradients(made: NormGradients, rows: slice) -> list[Tensor]:
@@ -407,7 +330,7 @@ def launched(
 ) -> NormGradients:
     """Outputs of a kernel launch, poisoned before it."""
     made = empty_gradients(problem, epilogue, y.device)
-    poison_gradients(made)
+    poison(parts_of(made), problem.out_format.nan_byte)
     given = (dd, y, made, epilogue)
     kernel.launch(*given, kernel.workspace(*given))
     return made

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +55,7 @@ GIVEN_SCALES = ("static", "delayed")
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Case64:
+class Case64(NamedTuple):
     """Exact product, and product of magnitudes, of the sampled rows, float64."""
 
     exact: Tensor
@@ -185,8 +183,7 @@ class Operands:
         """Static descale of an FP8 output, from the amax of the sampled rows' products."""
         if not self.problem.out_format.is_fp8:
             return None
-        assert self.problem.b is not None  # a scaled GEMM
-        exact = self._scaled_case().exact
+        exact = self.reference().exact
         largest = float(exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
         scale = largest / self.problem.out_format.maximum if largest else 1.0
         return torch.full((1, 1), scale, dtype=torch.float32, device=self.device)
@@ -323,43 +320,38 @@ class Operands:
             for out in self.outputs(operands):
                 if self.before is not None:
                     out.copy_(self.before)
-                elif out.dtype.itemsize == 1:
-                    nan = self.problem.out_format.nan_byte  # quantizers may also write it
-                    out.view(torch.uint8).fill_(nan if self.out_scale is not None else 0xA5)
-                else:
-                    out.fill_(math.nan)
+                else:  # quantizers may also write NaN
+                    nan = self.problem.out_format.nan_byte
+                    poison((out,), 0xA5 if self.problem.op in QUANTIZERS else nan)
 
-    def reference(self, kernel: Kernel) -> Case64:
-        """Exact result of the sampled rows as the kernel reads them, without bias.
+    def reference(self, kernel: Kernel | None = None) -> Case64:
+        """Exact result of the sampled rows as a kernel reads them, before bias and epilogue.
 
-        Outputs repeat it, so its size is bounded by the number of sampled rows.
+        Without a kernel that quantizes, of the operands that are given. Outputs repeat it, so its
+        size is bounded by the number of sampled rows.
         """
-        problem = self.problem
-        if problem.op == "scaled_gemm":
-            return self._scaled_case()
-        key = (kernel.granularity, kernel.b_granularity, kernel.quantized_as)
+        key: Any = None
+        if kernel is not None and kernel.quantizes:
+            key = (kernel.granularity, kernel.b_granularity, kernel.quantized_as)
         if key not in self._references:
-            if problem.op != "gemm":
-                exact = ops.exact(self.quantized("x", problem.a.format, problem.a.granularity))
-                self._references[key] = Case64(exact, torch.zeros_like(exact))
-            elif kernel.quantizes:
-                assert self.w is not None  # an op with two operands
-                left = self.quantized_by(kernel, "x", self.x)
-                right = self.quantized_by(kernel, "w", self.w).t()
-                self._references[key] = case_of(left, right)
-            else:
-                assert self.w is not None  # an op with two operands
-                self._references[key] = case_of(self.x, self.w.t())
+            self._references[key] = self._exact(kernel if key else None)
         return self._references[key]
 
-    def _scaled_case(self) -> Case64:
+    def _exact(self, quantizing: Kernel | None) -> Case64:
         a, b = self.problem.a, self.problem.b
-        assert b is not None  # an op with two operands
-        if not self._references:
+        if b is None:
+            exact = ops.exact(self.quantized("x", a.format, a.granularity))
+            return Case64(exact, torch.zeros_like(exact))
+        assert self.w is not None  # an op with two operands
+        if a.format.is_fp8:
             left = self.quantized("x", a.format, a.granularity)
-            right = self.quantized("w", b.format, b.granularity).t()
-            self._references["scaled"] = case_of(left, right)
-        return self._references["scaled"]
+            right = self.quantized("w", b.format, b.granularity)
+        elif quantizing is not None:
+            left = self.quantized_by(quantizing, "x", self.x)
+            right = self.quantized_by(quantizing, "w", self.w)
+        else:
+            return case_of(self.x, self.w.t())
+        return case_of(left, right.t())
 
     def _expectation(self, kernel: Kernel, number: int) -> Expectation:
         """A function of a piece of a set's output to its exact values and magnitudes."""
@@ -416,29 +408,47 @@ class Operands:
         return worst, ""
 
     def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
-        problem = self.problem
-        (out,) = self.outputs(self.sets[number])
-        out = out if out.dim() == 3 else self._by_group(out)
-        checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
-        expected = self._expectation(kernel, number)
-        worst = KernelError(0.0, 0.0)
-        for piece in checked:
-            exact, magnitude = expected(piece)
-            exact, magnitude = self._finished(exact, magnitude, number, piece)
-            found = numerics.kernel_error(
-                piece.of(out).flatten(0, 1), exact, magnitude, problem.out_format.unit_roundoff,
-                self.out_scale,
-            )  # fmt: skip
-            worst = worst_of(worst, found)
+        checked, rest = self._pieces(number)
+        error_of = self._comparison(kernel, number)
+        worst = worst_of(*map(error_of, checked))
         if rest and self._all_finite():  # then all float64 sums are finite, too
             for piece in rest:
-                count = nan_count(piece.of(out))
+                count = sum(map(nan_count, self._parts(number, piece)))
                 if count:
                     return INCORRECT, (
                         f"{count} outputs of batch {piece.batch.start}, rows from "
                         f"{piece.rows.start}, were not written or are NaN"
                     )
         return worst, ""
+
+    @property
+    def columns_out(self) -> int:
+        """Columns of the output."""
+        return self.problem.k if self.problem.b is None else self.problem.n
+
+    def _pieces(self, number: int) -> tuple[list[Piece], list[Piece]]:
+        """Pieces of a set's output to compare, and the others."""
+        shape = (self.problem.batch, self.problem.m, self.columns_out)
+        return pieces_to_check(shape, CHECKED_ELEMENTS, seed=number)
+
+    def _parts(self, number: int, piece: Piece) -> list[Tensor]:
+        """Tensors that a launch writes in one piece of a set's output."""
+        (out,) = self.outputs(self.sets[number])
+        return [piece.of(out if out.dim() == 3 else self._by_group(out))]
+
+    def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
+        """A function of a piece of a set's output to its kernel error."""
+        expected = self._expectation(kernel, number)
+
+        def error_of(piece: Piece) -> KernelError:
+            (out,) = self._parts(number, piece)
+            exact, magnitude = self._finished(*expected(piece), number, piece)
+            roundoff = self.problem.out_format.unit_roundoff
+            return numerics.kernel_error(
+                out.flatten(0, 1), exact, magnitude, roundoff, self.out_scale
+            )
+
+        return error_of
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""
@@ -502,6 +512,15 @@ class Operands:
 
 def worst_of(*errors: KernelError) -> KernelError:
     return KernelError(max(e.maximum for e in errors), max(e.row_p99 for e in errors))
+
+
+def poison(parts: Iterable[Tensor], byte: int) -> None:
+    """Fill outputs with NaN, FP8 and its scales in one byte with a given byte."""
+    for part in parts:
+        if part.dtype.itemsize == 1:
+            part.view(torch.uint8).fill_(byte)
+        else:
+            part.fill_(math.nan)
 
 
 def nan_count(x: Tensor) -> int:
