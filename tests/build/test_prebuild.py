@@ -115,7 +115,7 @@ def test_only_the_quantizers_of_a_library_gemm_are_recorded(
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)
 def test_m_changes_only_the_tile(device: Device) -> None:
     def at(m: int) -> list[TritonJob]:
-        cases = gemm_cases(m, 1024, 1024, "X1", fp8_format(device), bias=True)
+        cases = gemm_cases(m, 1024, 1024, "X1", fp8_format(device), epilogue="bias")
         return triton_jobs([case.problem for case in cases], device)
 
     def without_tile(job: TritonJob) -> Hashable:
