@@ -67,6 +67,14 @@ class Cell:
     seed: int
     stand_ins: tuple[Kernel, ...] = ()
 
+    @property
+    def members(self) -> tuple[Kernel, ...]:
+        return (self.kernel, *self.stand_ins)
+
+    def among(self, members: Sequence[Kernel]) -> Cell:
+        """The same error, measured with the first of these kernels."""
+        return replace(self, kernel=members[0], stand_ins=tuple(members[1:]))
+
 
 def cells_for(
     pairs: Iterable[tuple[Kernel, Problem]],
