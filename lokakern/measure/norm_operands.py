@@ -173,10 +173,6 @@ class NormOperands(Operands):
         """Columns of the output, from those of the weight's distinct rows."""
         return sums if self.columns is None else sums[:, self.columns]
 
-    def _epilogue(self) -> tuple[NormEpilogue]:
-        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.shared_epilogue]
-        return (NormEpilogue(*parts),)
-
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
         given = super()._make_set(order)
         if self.static_scale is not None:

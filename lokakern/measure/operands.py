@@ -125,7 +125,7 @@ class Operands:
         count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
         total = problem.batch * (problem.k if self.along_k else problem.m)
         self.bias: Tensor | None = None
-        self.cross: tuple[Tensor, Tensor] | None = None
+        self.shared_epilogue: Any = None  # the same in every set
         self.before: Tensor | None = None
         self.out_scale: Tensor | None = None
         self._draw_epilogue(generator)
@@ -167,33 +167,35 @@ class Operands:
         if problem.epilogue.startswith("bias"):
             bias = torch.randn(problem.n, generator=generator)
             self.bias = bias.to(bias_format(problem).dtype).to(self.device)
-        if problem.epilogue.endswith("cross"):
-            self.cross = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
         if problem.accumulate:
             self.before = self._normal(2, Format.FLOAT32)
-        if problem.op == "scaled_gemm":
+        if is_plain(problem):
+            return
+        x0 = x = None
+        if problem.epilogue.endswith("cross"):
+            x0, x = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
+        if problem.out_format.is_fp8:
             self.out_scale = self._fitting_scale()
+        self.shared_epilogue = epilogue_of(problem, x0, x, self.out_scale)
 
     def _normal(self, place: int, form: Format) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(3 * self.seed + place)
         shape = (self.problem.batch * self.problem.m, self.problem.n)
         return torch.randn(shape, generator=generator, device=self.device).to(form.dtype)
 
-    def _fitting_scale(self) -> Tensor | None:
+    def _fitting_scale(self) -> Tensor:
         """Static descale of an FP8 output, from the amax of the sampled rows' products."""
-        if not self.problem.out_format.is_fp8:
-            return None
         exact = self.reference().exact
         largest = float(exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
         scale = largest / self.problem.out_format.maximum if largest else 1.0
         return torch.full((1, 1), scale, dtype=torch.float32, device=self.device)
 
     def _epilogue(self) -> tuple[Any, ...]:
-        if is_plain(self.problem):
+        """A copy of the epilogue, if launchers take one."""
+        if self.shared_epilogue is None:
             return ()
-        x0, x = (None, None) if self.cross is None else (y.clone() for y in self.cross)
-        scale = None if self.out_scale is None else self.out_scale.clone()
-        return (epilogue_of(self.problem, x0, x, scale),)
+        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.shared_epilogue]
+        return (type(self.shared_epilogue)(*parts),)
 
     @staticmethod
     def _random_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
