@@ -13,13 +13,14 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.build.empty_operands import empty_matrix, empty_output, launch_arguments
+from lokakern.gradients import empty_gradients
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.norm_operands import (
     draw_epilogue,
     draw_normal,
     fitting_scale,
     gradients_error,
-    launched,
+    parts_of,
     written_parts,
 )
 from lokakern.measure.operand_cache import OperandKey, Prefetcher
@@ -345,7 +346,9 @@ class _Group:
         problem, dd = cell.problem, self.x(Format.BFLOAT16)
         epilogue = draw_epilogue(norm_form(problem.epilogue), len(dd), problem.k, dd.device)
         y = draw_normal(dd)
-        made = launched(cell.kernel, dd, y, replace(problem, m=len(dd)), epilogue)
+        made = empty_gradients(replace(problem, m=len(dd)), epilogue, dd.device)
+        poison(parts_of(made), problem.out_format.nan_byte)
+        cell.kernel.launch(*launch_arguments(cell.kernel, (dd, y, made), (epilogue,)))
         exact = norm_gradients(dd, y, epilogue)
         error = gradients_error(made, slice(0, len(dd)), exact.dy, exact.size)
         value, shares = made.dy, (0.0, 0.0)

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import MeasurementError
-from lokakern.gradients import NormGradients, empty_gradients
+from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.operands import (
     Case64,
     Operands,
-    poison,
     worst_of,
 )
 from lokakern.measure.tiled_compare import Piece, pieces_to_check
@@ -319,17 +318,6 @@ def sums_error(made: NormGradients, exact: Gradients64) -> KernelError:
     if made.sums is None:
         return KernelError(0.0, 0.0)
     return kernel_error(made.sums, exact.sums, exact.sums_size, Format.FLOAT32.unit_roundoff)
-
-
-def launched(
-    kernel: Kernel, dd: Tensor, y: Tensor, problem: Problem, epilogue: NormEpilogue
-) -> NormGradients:
-    """Outputs of a kernel launch, poisoned before it."""
-    made = empty_gradients(problem, epilogue, y.device)
-    poison(parts_of(made), problem.out_format.nan_byte)
-    given = (dd, y, made, epilogue)
-    kernel.launch(*given, kernel.workspace(*given))
-    return made
 
 
 def operands_of(
