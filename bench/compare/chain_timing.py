@@ -25,8 +25,9 @@ from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.kernels.torch import norm as stock
 from lokakern.measure import timing
 from lokakern.measure.accuracy import SEEDS
-from lokakern.measure.norm_operands import draw_epilogue, poison_output, written_parts
+from lokakern.measure.norm_operands import draw_epilogue, written_parts
 from lokakern.measure.operand_cache import OperandKey, device_operand, most_rows
+from lokakern.measure.operands import poison
 from lokakern.measure.time_problem import floor_us, torch_device
 from lokakern.measure.timing import Contender, faults_of
 from lokakern.registry import ops
@@ -177,7 +178,7 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
             continue
         with faults_of(contender, where):
             for out in outputs:
-                poison_output(out, chain.fp8)
+                poison(written_parts(out), chain.fp8.nan_byte)
             contender.run_all()
             if any(torch.isnan(part.float()).any() for part in written_parts(outputs[0])):
                 raise MeasurementError("outputs were not written, or are NaN")

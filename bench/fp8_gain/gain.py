@@ -186,10 +186,10 @@ def _problems(
     if gemm == "grad_input":
         return [[next(iter(grad_input_cases(m, n, k, fp8, form, batch=batch))).problem]]
     found = []
-    for bias in (True, False) if product.bias else (False,):
-        cases = [unquantized_case(m, n, k, "X1", form, bias=bias, batch=batch)]
+    for epilogue in ("bias", "none") if product.bias else ("none",):
+        cases = [unquantized_case(m, n, k, "X1", form, epilogue=epilogue, batch=batch)]
         if not is_training and batch == 1:
-            cases += prepared_cases(m, n, k, "X1", fp8, form, bias=bias)
+            cases += prepared_cases(m, n, k, "X1", fp8, form, epilogue=epilogue)
         found.append([case.problem for case in cases])
     return found
 

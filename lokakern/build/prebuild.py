@@ -17,42 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lokakern.build.empty_operands import empty_epilogue, empty_operands, launch_arguments
 from lokakern.build.pool import BuildReport, build, check_workers
 from lokakern.device import current_device, current_environment
-from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
-from lokakern.gradients import empty_gradients
 from lokakern.jit import Job, record
 from lokakern.problems import (
-    NORM_VECTORS,
-    bias_format,
-    epilogue_of,
-    has_column_sums,
-    is_plain,
     make_problem,
-    row_length,
 )
 from lokakern.progress import Progress
-from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
 from lokakern.types import (
     Device,
-    Epilogue,
     ErrorBudget,
-    Granularity,
     Layout,
-    NormEpilogue,
-    Operand,
     Problem,
-    QuantizedTensor,
     Rejected,
-    empty_data,
-    norm_form,
 )
 
 _META = torch.device("meta")
@@ -253,11 +237,8 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
             if not _compiles(kernel) or not problem.m:  # an empty output launches nothing
                 continue
             try:
-                operands = meta_operands(problem)
-                # As in `functional`: the workspace of a gemm depends on a and b only.
-                seen = operands[:2] if problem.op == "gemm" else operands
-                extra = () if is_plain(problem) else (_meta_epilogue(problem),)
-                kernel.launch(*operands, kernel.workspace(*seen, *extra), *extra)
+                given = empty_operands(problem, _META), empty_epilogue(problem, _META)
+                kernel.launch(*launch_arguments(kernel, *given))
             except Exception as error:  # becomes a failure of the report
                 reason = f"{type(error).__name__}: {error}"[:_REASON]
                 recording.add(_Unrecorded(kernel.name, str(problem), reason))
@@ -328,142 +309,3 @@ class _Unrecorded:
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.problem}"
-
-
-def meta_operands(problem: Problem) -> tuple[Any, ...]:
-    """Meta tensors for one launch, with the layouts of a sweep.
-
-    Returns:
-        The arguments of a launch as `Kernel` documents them, without workspace and `Epilogue`.
-
-    Raises:
-        UnsupportedError: A batch of scales has no defined layout, except for scaled GEMMs.
-    """
-    m, n, k = problem.m, problem.n, problem.k
-    batch = () if problem.batch == 1 else (problem.batch,)
-    out_dtype = problem.out_format.dtype
-    if problem.op == "quantize":
-        data = empty_data(m, k, out_dtype, _META)
-        return _matrix(batch, m, k, problem.a), data, _scale(problem.out_granularity, batch, m, k)
-    if problem.op == "quantize_transpose":
-        x, granularity = _matrix(batch, m, k, problem.a), problem.out_granularity
-        data, data_t = (empty_data(*shape, out_dtype, _META) for shape in ((m, k), (k, m)))
-        sums = torch.empty(k, device=_META) if has_column_sums(problem) else None
-        made = (data, _scale(granularity, batch, m, k), data_t, _scale(granularity, batch, k, m))
-        return x, *made, sums
-    if problem.op == "scaled_gemm" and problem.b is not None:  # groups lie below each other
-        rows, columns = problem.batch * m, problem.batch * n
-        a, b = _matrix((), rows, k, problem.a), _matrix((), k, columns, problem.b)
-        left = problem.a.granularity.empty_scale(rows, k, _META)
-        right = problem.b.granularity.empty_scale(columns, k, _META)
-        return a, left, b, right.mT, _output((), rows, n, problem), _bias(problem)
-    if problem.op in NORM_OPS:
-        return _norm_operands(problem)
-    if problem.op == "norm_backward":
-        epilogue = _meta_norm_epilogue(problem, k)
-        dd, y = (_matrix((), m, k, problem.a) for _ in range(2))
-        return dd, y, empty_gradients(problem, epilogue, _META), epilogue
-    a = _matrix(batch, m, k, problem.a)
-    if problem.op == "dequantize":
-        out = torch.empty((*batch, m, k), dtype=out_dtype, device=_META)
-        return a, _scale(problem.a.granularity, batch, m, k), out
-    assert problem.b is not None  # an op with two operands
-    out, bias = _output(batch, m, n, problem), _bias(problem)
-    b = _matrix(batch, k, n, problem.b)
-    if not problem.prepared:
-        return a, b, out, bias
-    source = _matrix(batch, n, k, Operand(problem.a.format))
-    scale = None
-    if problem.b.granularity is not Granularity.NONE:
-        scale = _scale(problem.b.granularity, batch, n, k)
-    return a, QuantizedTensor(b.mT, scale, problem.b.granularity, True, source), out, bias
-
-
-def _norm_operands(problem: Problem) -> tuple[Any, ...]:
-    """Operands of an op with a norm: a, b if there is one, the output and the epilogue."""
-    m, n, k = problem.m, problem.n, problem.k
-    left: Tensor | QuantizedTensor = _matrix((), m, k, problem.a)
-    if problem.a.granularity is not Granularity.NONE:
-        left = _quantized(m, k, problem.a.format.dtype, problem.a.granularity)
-    given: tuple[Any, ...] = (left,)
-    if problem.b is not None:
-        right: Tensor | QuantizedTensor = _matrix((), k, n, problem.b)
-        if problem.b.granularity is not Granularity.NONE:
-            source = _matrix((), n, k, Operand(problem.a.format)) if problem.prepared else None
-            right = _quantized(n, k, problem.b.format.dtype, problem.b.granularity, source, True)
-        given = (left, right)
-    columns = row_length(problem.op, (m, n, k))
-    out: Tensor | QuantizedTensor = torch.empty((m, columns), dtype=torch.bfloat16, device=_META)
-    if problem.out_format.is_fp8:
-        out = _quantized(m, columns, problem.out_format.dtype, problem.out_granularity)
-    return *given, out, _meta_norm_epilogue(problem, columns)
-
-
-def _quantized(
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    granularity: Granularity,
-    source: Tensor | None = None,
-    transposed: bool = False,
-) -> QuantizedTensor:
-    scale = granularity.empty_scale(rows, columns, _META)
-    data = empty_data(rows, columns, dtype, _META)
-    return QuantizedTensor(data, scale, granularity, transposed, source)
-
-
-def _meta_norm_epilogue(problem: Problem, columns: int) -> NormEpilogue:
-    form = norm_form(problem.epilogue)
-    matrix = torch.empty((problem.m, columns), dtype=torch.bfloat16, device=_META)
-    vector = torch.empty(columns, dtype=NORM_VECTORS.dtype, device=_META)
-    cross = matrix if form.last == "cross" else None
-    return NormEpilogue(
-        form.norm,
-        vector if form.bias else None,
-        vector if form.affine else None,
-        vector if form.affine else None,
-        form.last if form.last in ACTIVATIONS else "none",
-        matrix if form.residual or form.residual_last else None,
-        form.residual_last,
-        matrix if form.last == "gate" else None,
-        cross,
-        cross,
-    )
-
-
-def _output(batch: tuple[int, ...], rows: int, columns: int, problem: Problem) -> Tensor:
-    if problem.out_format.is_fp8:
-        return empty_data(rows, columns, problem.out_format.dtype, _META)
-    return torch.empty((*batch, rows, columns), dtype=problem.out_format.dtype, device=_META)
-
-
-def _bias(problem: Problem) -> Tensor | None:
-    if not problem.epilogue.startswith("bias"):
-        return None
-    return torch.empty(problem.n, dtype=bias_format(problem).dtype, device=_META)
-
-
-def _meta_epilogue(problem: Problem) -> Epilogue:
-    cross = None
-    if problem.epilogue.endswith("cross"):
-        shape = (problem.batch * problem.m, problem.n)
-        cross = torch.empty(shape, dtype=torch.bfloat16, device=_META)
-    scale = torch.empty((1, 1), device=_META) if problem.out_format.is_fp8 else None
-    return epilogue_of(problem, cross, cross, scale)
-
-
-def _matrix(batch: tuple[int, ...], rows: int, columns: int, operand: Operand) -> Tensor:
-    if operand.layout is Layout.COLUMN:
-        return _matrix(batch, columns, rows, replace(operand, layout=Layout.ROW)).mT
-    dtype = operand.format.dtype
-    if operand.format.is_fp8 and not batch:
-        return empty_data(rows, columns, dtype, _META)
-    if operand.layout is Layout.STRIDED:
-        return torch.empty((*batch, rows, 2 * columns), dtype=dtype, device=_META)[..., ::2]
-    return torch.empty((*batch, rows, columns), dtype=dtype, device=_META)
-
-
-def _scale(granularity: Granularity, batch: tuple[int, ...], rows: int, columns: int) -> Tensor:
-    if batch:
-        raise UnsupportedError(f"no layout is defined for {granularity.value} scales of a batch")
-    return granularity.empty_scale(rows, columns, _META)

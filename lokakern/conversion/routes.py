@@ -40,7 +40,7 @@ from lokakern.types import (
     alignment_of,
 )
 from lokakern.workloads.gemm_cases import grad_weight_case
-from lokakern.workloads.norm_cases import activate_case
+from lokakern.workloads.norm_cases import norm_quantize_case
 
 GEMMS = ("output", "grad_input", "grad_weight")
 ANY_M = 2**31  # larger than any m
@@ -148,7 +148,8 @@ def activating_route(
 
     All have the same rounding. "" if no kernel with a single launch was measured.
     """
-    problem = activate_case(16, k, activation, "X1", fp8_format(device)).problem
+    fp8, row = fp8_format(device), Granularity.ROW
+    problem = norm_quantize_case(16, k, activation, "X1", fp8, row).problem
     table = dispatcher.table_for(problem, None, None, device, is_choice=False)
     segments: Segments = [(0, PLAIN)]
     for m in _sizes(table, m_range):

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.build.empty_operands import empty_matrix, empty_output, launch_arguments
+from lokakern.gradients import empty_gradients
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.norm_operands import (
     draw_epilogue,
     draw_normal,
-    empty_output,
     fitting_scale,
     gradients_error,
-    launched,
-    poison_output,
+    parts_of,
+    written_parts,
 )
 from lokakern.measure.operand_cache import OperandKey, Prefetcher
+from lokakern.measure.operands import Case64, case_of, poison
 from lokakern.measure.tiled_compare import compare_bytes
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.problems import accuracy_problem, sums_over_samples
@@ -38,7 +40,6 @@ from lokakern.types import (
     Epilogue,
     Format,
     Granularity,
-    NormEpilogue,
     Problem,
     QuantizedTensor,
     Rejected,
@@ -66,6 +67,14 @@ class Cell:
     distribution: str
     seed: int
     stand_ins: tuple[Kernel, ...] = ()
+
+    @property
+    def members(self) -> tuple[Kernel, ...]:
+        return (self.kernel, *self.stand_ins)
+
+    def among(self, members: Sequence[Kernel]) -> Cell:
+        """The same error, measured with the first of these kernels."""
+        return replace(self, kernel=members[0], stand_ins=tuple(members[1:]))
 
 
 def cells_for(
@@ -191,24 +200,19 @@ def measure_cells(
         pool.shutdown(cancel_futures=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Inputs of a kernel with a norm, and its exact outputs.
+class _Product(NamedTuple):
+    """Operands of a kernel with two, and exact products in float64.
 
     Attributes:
-        operands: a and b, or rows.
-        epilogue: The epilogue.
-        reference: Exact outputs of the unquantized operands.
-        exact: Exact outputs of the operands that the kernel multiplies.
-        size: The scale of its rounding errors.
+        given: a and b, quantized if the kernel multiplies quantized operands.
+        reference: Exact product of the unquantized operands.
+        exact: Exact product of the operands that the kernel multiplies.
         shares: Shares of a that quantizing flushed and saturated.
     """
 
-    operands: tuple[Any, ...]
-    epilogue: NormEpilogue
-    reference: Tensor
-    exact: Tensor
-    size: Tensor
+    given: tuple[Any, Any]
+    reference: Case64
+    exact: Case64
     shares: tuple[float, float] = (0.0, 0.0)
 
 
@@ -227,19 +231,45 @@ class _Group:
     def x(self, form: Format) -> Tensor:
         return self._once(("x", form), lambda: self.wide_x.to(form.dtype))  # type: ignore[no-any-return]
 
-    def w(self, form: Format) -> Tensor:
+    def w(self, form: Format, n: int = 0) -> Tensor:
+        """The weight ``[n, k]``, with the sampled rows repeated up to at least n rows."""
         assert self.wide_w is not None  # asked for by ops with two operands only
         wide = self.wide_w
-        return self._once(("w", form), lambda: wide.to(form.dtype))  # type: ignore[no-any-return]
+        w: Tensor = self._once(("w", form), lambda: wide.to(form.dtype))
+        return w if len(w) >= n else w[torch.arange(n, device=w.device) % len(w)]
 
     def quantized(
-        self, which: str, source: Format, form: Format, granularity: Granularity
+        self, which: str, source: Format, form: Format, granularity: Granularity, n: int = 0
     ) -> QuantizedTensor:
-        operand = self.x(source) if which == "x" else self.w(source)
-        return self._once(  # type: ignore[no-any-return]
-            (which, source, form, granularity),
-            lambda: numerics.quantize(operand, form, granularity),
-        )
+        def make() -> QuantizedTensor:
+            operand = self.x(source) if which == "x" else self.w(source, n)
+            return numerics.quantize(operand, form, granularity)
+
+        return self._once((which, source, form, granularity, n), make)  # type: ignore[no-any-return]
+
+    def product(self, cell: Cell) -> _Product:
+        problem, kernel = cell.problem, cell.kernel
+        assert problem.b is not None  # an op with two operands
+        n = problem.n if problem.op == "gemm_norm" else 0  # norms need all columns
+        source = Format.BFLOAT16 if problem.a.format.is_fp8 else problem.a.format
+        x, w = self.x(source), self.w(source, n)
+        given: tuple[Any, Any] = x, w.t()
+        reference = self._once(("plain", source, n), lambda: case_of(*given))
+        if kernel.granularity is Granularity.NONE:
+            return _Product(given, reference, reference)
+        forms = (fp8_format(self.device),) * 2
+        if problem.a.format.is_fp8:
+            forms = (problem.a.format, problem.b.format)
+        key: Any = (source, *forms, kernel.granularity, kernel.b_granularity, n)
+        if kernel.quantized_as is not None:
+            left, right = kernel.quantized_as("x", x), kernel.quantized_as("w", w)
+            key = (source, kernel.quantized_as)
+        else:
+            left = self.quantized("x", source, forms[0], kernel.granularity)
+            right = self.quantized("w", source, forms[1], kernel.b_granularity, n)
+        exact = self._once(key, lambda: case_of(left, right.t()))
+        shares = numerics.flushed_and_saturated_shares(x, left)
+        return _Product(given if kernel.quantizes else (left, right.t()), reference, exact, shares)
 
     def measure(self, cell: Cell) -> AccuracyRecord:
         """The record of a cell; an exception of its kernel becomes the status.
@@ -257,10 +287,8 @@ class _Group:
         return AccuracyRecord(status=status, reason=reason, seed=cell.seed, rows=len(self.wide_x))
 
     def _measure(self, cell: Cell) -> AccuracyRecord:
-        if cell.kernel.op == "gemm":
+        if cell.kernel.op in ("gemm", "scaled_gemm"):
             return self._gemm(cell)
-        if cell.kernel.op == "scaled_gemm":
-            return self._scaled_gemm(cell)
         if cell.kernel.op in NORM_OPS:
             return self._norm(cell)
         if cell.kernel.op == "norm_backward":
@@ -268,79 +296,59 @@ class _Group:
         return self._dequantize(cell) if cell.kernel.op == "dequantize" else self._quantize(cell)
 
     def _gemm(self, cell: Cell) -> AccuracyRecord:
-        kernel, form = cell.kernel, cell.problem.a.format
-        a, w = self.x(form), self.w(form)
-        out = torch.full(
-            (a.shape[0], w.shape[0]), math.nan, dtype=cell.problem.out_format.dtype, device=a.device
-        )
-        b = w.t()
-        kernel.launch(a, b, out, None, kernel.workspace(a, b))
-        shares = (0.0, 0.0)
-        if kernel.quantizes:
-            fp8 = fp8_format(self.device)
-            key: Any = (form, fp8, fp8, kernel.granularity, kernel.b_granularity)
-            if kernel.quantized_as is not None:
-                left, right = kernel.quantized_as("x", a), kernel.quantized_as("w", w)
-                key = (form, kernel.quantized_as)
-            else:
-                left = self.quantized("x", form, fp8, kernel.granularity)
-                right = self.quantized("w", form, fp8, kernel.b_granularity)
-            shares = numerics.flushed_and_saturated_shares(a, left)
-            exact, size = self._once(key, lambda: _exact(left, right.t()))
-        else:
-            exact, size = self._once(("plain", form), lambda: _exact(a, b))
-        reference, _ = self._once(("plain", form), lambda: _exact(a, b))
-        return self._record(cell, out, reference, exact, size, shares)
-
-    def _scaled_gemm(self, cell: Cell) -> AccuracyRecord:
-        problem, source = cell.problem, Format.BFLOAT16
-        assert problem.b is not None  # an op with two operands
-        formats = (problem.a.format, problem.b.format)
-        if problem.op == "gemm":  # the error of its class, see `accuracy_problem`
-            formats = (fp8_format(self.device),) * 2
-        left = self.quantized("x", source, formats[0], cell.kernel.granularity)
-        right = self.quantized("w", source, formats[1], cell.kernel.b_granularity)
-        a, w, form = self.x(source), self.w(source), problem.out_format
-        key = (source, *formats, left.granularity, right.granularity)
-        exact, size = self._once(key, lambda: _exact(left, right.t()))
-        reference, _ = self._once(("plain", source), lambda: _exact(a, w.t()))
+        kernel, form, product = cell.kernel, cell.problem.out_format, self.product(cell)
+        given, exact = product.given, product.exact.exact
         out_scale: Tensor | None = None
         extra: tuple[Epilogue, ...] = ()
-        if form.is_fp8:  # under a scale that fits the outputs, as a static scale should
-            out = empty_data(a.shape[0], w.shape[0], form.dtype, a.device)
-            out.view(torch.uint8).fill_(form.nan_byte)
-            largest = exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max().clamp_min(1e-30)
-            out_scale = (largest / form.maximum).float().view(1, 1)
-            extra = (Epilogue(out_scale=out_scale),)
-        else:
-            out = torch.full(exact.shape, math.nan, dtype=form.dtype, device=a.device)
-        operands = (left.data, left.scale, *right.transpose, out, None)
-        cell.kernel.launch(*operands, cell.kernel.workspace(*operands, *extra), *extra)
-        shares = numerics.flushed_and_saturated_shares(a, left)
-        return self._record(cell, out, reference, exact, size, shares, out_scale)
+        out = _poisoned(exact.shape, form, exact.device)
+        if kernel.op == "scaled_gemm":
+            left, right = given
+            given = (left.data, left.scale, *right.transpose)
+            if form.is_fp8:  # under a scale that fits the outputs, as a static scale should
+                largest = exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+                out_scale = (largest.clamp_min(1e-30) / form.maximum).float().view(1, 1)
+                extra = (Epilogue(out_scale=out_scale),)
+        kernel.launch(*launch_arguments(kernel, (*given, out, None), extra))
+        return self._record(
+            cell, out, product.reference.exact, *product.exact, product.shares, out_scale
+        )
 
     def _norm(self, cell: Cell) -> AccuracyRecord:
         """The error after the norm and the rest of the problem's epilogue."""
-        problem, kernel = cell.problem, cell.kernel
-        layer = self._layer(cell)
-        (rows, columns), device = layer.exact.shape, layer.exact.device
-        form, granularity, scale = problem.out_format, problem.out_granularity, None
-        if form.is_fp8 and granularity is Granularity.TENSOR:
-            scale = fitting_scale(layer.epilogue, columns, form, lambda: layer.exact)
-        out = empty_output(form, granularity, rows, columns, device, scale)
-        poison_output(out, form)
-        given = (*layer.operands, out, layer.epilogue)
-        kernel.launch(*given, kernel.workspace(*given))
-        error = norm_kernel_error(out, layer.exact, layer.size, form.unit_roundoff)
+        problem, kernel, x = cell.problem, cell.kernel, self.x(Format.BFLOAT16)
+        form, granularity = problem.out_format, problem.out_granularity
+        columns = problem.k if problem.b is None else problem.n
+        epilogue = draw_epilogue(norm_form(problem.epilogue), len(x), columns, x.device)
+        given: tuple[Any, ...] = (x,)
+        shares = (0.0, 0.0)
+        if problem.b is None:
+            exact, size = ops.normalized(*ops.norm_rows(x), epilogue)
+            reference = exact
+        else:
+            given, unquantized, sums, shares = self.product(cell)
+            reference, size = ops.normalized(*unquantized, epilogue)
+            exact = reference
+            if sums is not unquantized:
+                exact, size = ops.normalized(*sums, epilogue)
+        out = empty_output(len(x), columns, form, granularity, x.device)
+        poison(written_parts(out), form.nan_byte)
+        if isinstance(out, QuantizedTensor):
+            assert out.scale is not None  # FP8 has scales
+            if granularity is Granularity.TENSOR:
+                out.scale.fill_(fitting_scale(epilogue, columns, form, lambda: exact))
+        kernel.launch(*launch_arguments(kernel, (*given, out), (epilogue,)))
+        error = norm_kernel_error(out, exact, size, form.unit_roundoff)
         value = out if isinstance(out, Tensor) else numerics.dequantize(out, torch.float64)
-        return self._judged(cell, value, layer.reference, error, layer.shares)
+        return self._judged(cell, value, reference, error, shares)
 
     def _norm_backward(self, cell: Cell) -> AccuracyRecord:
         """The error of dy as the next GEMM reads it, for sampled gradients."""
         problem, dd = cell.problem, self.x(Format.BFLOAT16)
         epilogue = draw_epilogue(norm_form(problem.epilogue), len(dd), problem.k, dd.device)
         y = draw_normal(dd)
-        made = launched(cell.kernel, dd, y, replace(problem, m=len(dd)), epilogue)
+        made = empty_gradients(replace(problem, m=len(dd)), epilogue, dd.device)
+        poison(parts_of(made), problem.out_format.nan_byte)
+        cell.kernel.launch(*launch_arguments(cell.kernel, (dd, y, made), (epilogue,)))
         exact = norm_gradients(dd, y, epilogue)
         error = gradients_error(made, slice(0, len(dd)), exact.dy, exact.size)
         value, shares = made.dy, (0.0, 0.0)
@@ -349,42 +357,6 @@ class _Group:
             shares = numerics.flushed_and_saturated_shares(exact.dy.float(), made.quantized)
         assert value is not None  # one or the other is written
         return self._judged(cell, value, exact.dy, error, shares)
-
-    def _layer(self, cell: Cell) -> _Layer:
-        problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
-        x, n = self.x(source), problem.n
-        columns = problem.k if problem.b is None else n
-        epilogue = draw_epilogue(norm_form(problem.epilogue), len(x), columns, x.device)
-        if problem.b is None:
-            exact, size = ops.norm_rows(x)
-            exact, size = ops.normalized(exact, size, epilogue)
-            return _Layer((x,), epilogue, exact, exact, size)
-        w = self._weight(n)
-        exact, size = self._once(("plain", source, n), lambda: _exact(x, w.t()))
-        reference, size = ops.normalized(exact, size, epilogue)
-        if kernel.granularity is Granularity.NONE:
-            return _Layer((x, w.t()), epilogue, reference, reference, size)
-        fp8 = fp8_format(self.device)
-        formats = (problem.a.format, problem.b.format) if problem.a.format.is_fp8 else (fp8, fp8)
-        left = self.quantized("x", source, formats[0], kernel.granularity)
-        right = self._quantized_weight(n, formats[1], kernel.b_granularity)
-        key = (*formats, left.granularity, right.granularity, n)
-        exact, size = self._once(key, lambda: _exact(left, right))
-        exact, size = ops.normalized(exact, size, epilogue)
-        operands = (x, w.t()) if kernel.quantizes else (left, right)
-        shares = numerics.flushed_and_saturated_shares(x, left)
-        return _Layer(operands, epilogue, reference, exact, size, shares)
-
-    def _weight(self, n: int) -> Tensor:
-        """The weight ``[n, k]``, repeated where fewer rows were sampled: norms need all."""
-        w = self.w(Format.BFLOAT16)
-        return w if len(w) >= n else w[torch.arange(n, device=w.device) % len(w)]
-
-    def _quantized_weight(self, n: int, form: Format, granularity: Granularity) -> QuantizedTensor:
-        return self._once(  # type: ignore[no-any-return]
-            ("whole", n, form, granularity),
-            lambda: numerics.quantize(self._weight(n), form, granularity).t(),
-        )
 
     def _record(
         self,
@@ -441,8 +413,8 @@ class _Group:
                 exact = numerics.quantize(source, form, granularity, power_of_two_scale=by_power)
             rows, columns = source.shape
             data = empty_data(rows, columns, form.dtype, x.device)
-            data.view(torch.uint8).fill_(0xA5)
-            scale = granularity.empty_scale(rows, columns, x.device).fill_(math.nan)
+            scale = granularity.empty_scale(rows, columns, x.device)
+            poison((data, scale), 0xA5)
             expected.append(exact)
             made.append((data, scale))
         (data, scale), fitting = made[0], expected[0].scale
@@ -465,19 +437,16 @@ class _Group:
     def _dequantize(self, cell: Cell) -> AccuracyRecord:
         problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
         quantized = self.quantized("x", source, problem.a.format, problem.a.granularity)
-        out = torch.full(
-            quantized.data.shape,
-            math.nan,
-            dtype=problem.out_format.dtype,
-            device=self.wide_x.device,
-        )
-        operands = (quantized.data, quantized.scale, out)
-        kernel.launch(*operands, kernel.workspace(*operands))
+        out = _poisoned(quantized.data.shape, problem.out_format, self.wide_x.device)
+        given = (quantized.data, quantized.scale, out)
+        kernel.launch(*launch_arguments(kernel, given, ()))
         exact = ops.exact(quantized)
         reference = self.x(source).to(torch.float64)
         shares = numerics.flushed_and_saturated_shares(self.x(source), quantized)
         return self._record(cell, out, reference, exact, torch.zeros_like(exact), shares)
 
 
-def _exact(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    return ops.product(a, b), ops.magnitude(a, b)
+def _poisoned(shape: Sequence[int], form: Format, device: torch.device) -> Tensor:
+    out = empty_matrix(tuple(shape), form, device)
+    poison((out,), form.nan_byte)
+    return out

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,25 +11,22 @@ from torch import Tensor
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import MeasurementError
-from lokakern.gradients import NormGradients, empty_gradients
+from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.operands import (
-    INCORRECT,
     Case64,
     Operands,
-    case_of,
-    nan_count,
     worst_of,
 )
-from lokakern.measure.tiled_compare import pieces_to_check
+from lokakern.measure.tiled_compare import Piece, pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
-from lokakern.problems import NORM_VECTORS, row_length
+from lokakern.problems import NORM_VECTORS
 from lokakern.registry import ops
 from lokakern.registry.norm_gradients import Gradients64, norm_gradients
 from lokakern.registry.ops import NORM_OPS
-from lokakern.registry.register import Kernel, fp8_format
+from lokakern.registry.register import Kernel
 from lokakern.types import (
     GROUP,
     Device,
@@ -41,7 +37,6 @@ from lokakern.types import (
     NormForm,
     Problem,
     QuantizedTensor,
-    empty_data,
     norm_form,
 )
 
@@ -104,20 +99,6 @@ def fitting_scale(
     return max(float(known.abs().max()) / form.maximum, 2.0**-126)
 
 
-def empty_output(
-    form: Format, granularity: Granularity, rows: int, columns: int, device: torch.device,
-    scale: float | None = None,
-) -> Tensor | QuantizedTensor:  # fmt: skip
-    """An output tensor of these ops; ``scale`` is a static scale."""
-    if not form.is_fp8:
-        return torch.empty((rows, columns), dtype=form.dtype, device=device)
-    scales = granularity.empty_scale(rows, columns, device)
-    if scale is not None:
-        scales.fill_(scale)
-    data = empty_data(rows, columns, form.dtype, device)
-    return QuantizedTensor(data, scales, granularity)
-
-
 def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
     """Tensors of an output that a launch writes; a tensorwise scale is an input."""
     if isinstance(out, Tensor):
@@ -125,15 +106,6 @@ def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
     if out.granularity is Granularity.TENSOR or out.scale is None:
         return (out.data,)
     return (out.data, out.scale)
-
-
-def poison_output(out: Tensor | QuantizedTensor, form: Format) -> None:
-    """Fill an output with NaN, which no correct kernel writes for finite operands."""
-    for part in written_parts(out):
-        if part.dtype.itemsize == 1:
-            part.view(torch.uint8).fill_(form.nan_byte)
-        else:
-            part.fill_(math.nan)
 
 
 def rows_of_output(out: Tensor | QuantizedTensor, rows: slice) -> Tensor | QuantizedTensor:
@@ -177,11 +149,6 @@ class NormOperands(Operands):
                 f"{problem}: a norm is measured with both operands quantized, or a prepared weight"
             )
 
-    @property
-    def columns_out(self) -> int:
-        """Columns of the output."""
-        return row_length(self.problem.op, (self.problem.m, self.problem.n, self.problem.k))
-
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem
         self.shared_epilogue = draw_epilogue(
@@ -197,7 +164,7 @@ class NormOperands(Operands):
     def _some_outputs(self) -> Tensor:
         """Exact outputs of the first sampled rows."""
         rows = min(self.problem.m, len(self.x), ROWS_FOR_A_SCALE)
-        case = self._sums(Granularity.NONE, Granularity.NONE)
+        case = self.reference()
         sums = self._across(case.exact[:rows]), self._across(case.magnitude[:rows])
         return ops.normalized(*sums, rows_of(self.shared_epilogue, slice(0, rows)))[0]
 
@@ -205,94 +172,35 @@ class NormOperands(Operands):
         """Columns of the output, from those of the weight's distinct rows."""
         return sums if self.columns is None else sums[:, self.columns]
 
-    def _epilogue(self) -> tuple[NormEpilogue]:
-        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.shared_epilogue]
-        return (NormEpilogue(*parts),)
-
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
-        problem = self.problem
-        out = empty_output(
-            problem.out_format, problem.out_granularity, problem.m, self.columns_out, self.device,
-            self.static_scale,
-        )  # fmt: skip
-        if problem.b is None:
-            return self.x[order], out
-        a: Any = self.x[order]
-        if problem.a.format.is_fp8:
-            left = self.quantized("x", problem.a.format, problem.a.granularity)
-            a = QuantizedTensor(*self._tiled(left, order), left.granularity)
-        if not problem.b.format.is_fp8:
-            return a, self._weight().t(), out
-        right = self.quantized("w", problem.b.format, problem.b.granularity)
-        data, scale = self._tiled(right, self.columns)
-        source = self._weight() if problem.prepared else None
-        return a, QuantizedTensor(data, scale, right.granularity, True, source), out
-
-    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
-        given = *self.sets[number], *self.epilogues[number]
-        return functools.partial(kernel.launch, *given, kernel.workspace(*given))
+        given = super()._make_set(order)
+        if self.static_scale is not None:
+            given[-1].scale.fill_(self.static_scale)
+        return given
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return written_parts(operands[-1])
 
-    def poison(self) -> None:
-        for operands in self.sets:
-            poison_output(operands[-1], self.problem.out_format)
+    def _exact(self, quantizing: Kernel | None) -> Case64:
+        if self.problem.b is None:
+            return Case64(*ops.norm_rows(self.x))
+        return super()._exact(quantizing)
 
-    def reference(self, kernel: Kernel) -> Case64:
-        """Exact products of the sampled rows as the kernel reads them, before the epilogue."""
-        if kernel.quantizes:
-            return self._sums(kernel.granularity, kernel.b_granularity)
-        return self._sums(Granularity.NONE, Granularity.NONE)
+    def _parts(self, number: int, piece: Piece) -> list[Tensor]:
+        return [part[piece.rows] for part in self.outputs(self.sets[number])]
 
-    def _sums(self, a_granularity: Granularity, b_granularity: Granularity) -> Case64:
-        """Exact products of the given operands, or of those that a kernel quantizes."""
-        a, b = self.problem.a, self.problem.b
-        key = (a_granularity, b_granularity)
-        if key not in self._references:
-            if b is None:
-                self._references[key] = Case64(*ops.norm_rows(self.x))
-            elif a.format.is_fp8:
-                left = self.quantized("x", a.format, a.granularity)
-                right = self.quantized("w", b.format, b.granularity)
-                self._references[key] = case_of(left, right.t())
-            elif a_granularity is not Granularity.NONE:
-                fp8 = fp8_format(self.target)
-                left = self.quantized("x", fp8, a_granularity)
-                right = self.quantized("w", fp8, b_granularity)
-                self._references[key] = case_of(left, right.t())
-            else:
-                assert self.w is not None  # an op with two operands
-                self._references[key] = case_of(self.x, self.w.t())
-        return self._references[key]
+    def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
+        out, (epilogue,) = self.sets[number][-1], self.epilogues[number]
+        case, order = self.reference(kernel), self.order[number].to(self.device)
 
-    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
-        out, problem = self.sets[number][-1], self.problem
-        (epilogue,) = self.epilogues[number]
-        shape = (1, problem.m, self.columns_out)
-        checked, rest = pieces_to_check(shape, common.CHECKED_ELEMENTS, seed=number)
-        case = self.reference(kernel)
-        order = self.order[number].to(self.device)
-        worst = KernelError(0.0, 0.0)
-        for piece in checked:
+        def error_of(piece: Piece) -> KernelError:
             rows = order[piece.rows]
             sums = self._across(case.exact[rows]), self._across(case.magnitude[rows])
             exact, magnitude = ops.normalized(*sums, rows_of(epilogue, piece.rows))
-            found = norm_kernel_error(
-                rows_of_output(out, piece.rows), exact, magnitude, problem.out_format.unit_roundoff
-            )
-            worst = worst_of(worst, found)
-        if rest and self._all_finite():
-            for piece in rest:
-                unwritten = _unwritten(
-                    [part[piece.rows] for part in written_parts(out)], piece.rows
-                )
-                if unwritten:
-                    return INCORRECT, unwritten
-        return worst, ""
+            roundoff = self.problem.out_format.unit_roundoff
+            return norm_kernel_error(rows_of_output(out, piece.rows), exact, magnitude, roundoff)
 
-
-Sections = list[slice]  # ranges of rows
+        return error_of
 
 
 class NormBackwardOperands(NormOperands):
@@ -318,56 +226,50 @@ class NormBackwardOperands(NormOperands):
         self.y = draw_normal(self.x, self.seed)
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
-        outputs = empty_gradients(self.problem, self.shared_epilogue, self.device)
-        return self.x[order], self.y[order], outputs
-
-    def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
-        given = *self.sets[number], *self.epilogues[number]
-        return functools.partial(kernel.launch, *given, kernel.workspace(*given))
+        given = super()._make_set(order)
+        given[1].copy_(self.y[order])
+        return given
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return parts_of(operands[-1])
 
-    def poison(self) -> None:
-        for operands in self.sets:
-            poison_gradients(operands[-1])
-
-    def reference(self, kernel: Kernel) -> Case64:
+    def _exact(self, quantizing: Kernel | None) -> Case64:
         """Exact gradients of the sampled rows."""
         exact = norm_gradients(self.x, self.y, self.shared_epilogue)
         return Case64(exact.dy, exact.size)
 
-    def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
+    def _pieces(self, number: int) -> tuple[list[Piece], list[Piece]]:
+        """In tiles of 128 rows, the scale groups of the transpose."""
+        m, k = self.problem.m, self.problem.k
+        shape = (1, -(-m // GROUP), GROUP * k)
+        checked, rest = (
+            [
+                replace(p, rows=slice(p.rows.start * GROUP, min(p.rows.stop * GROUP, m)))
+                for p in pieces
+            ]
+            for pieces in pieces_to_check(shape, common.CHECKED_ELEMENTS, number)
+        )
+        return checked, rest
+
+    def _parts(self, number: int, piece: Piece) -> list[Tensor]:
+        return pieces_of_gradients(self.sets[number][-1], piece.rows)
+
+    def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
         made: NormGradients = self.sets[number][-1]
-        order = self.order[number].to(self.device)
-        if "rows" not in self._references:
-            self._references["rows"] = self.reference(kernel)
-        case = self._references["rows"]
-        worst = sums_error(made, self._sums_of(order))
-        checked, rest = sections_to_check(self.problem.m, self.problem.k, number)
-        for rows in checked:
-            found = gradients_error(
-                made, rows, case.exact[order[rows]], case.magnitude[order[rows]]
-            )
-            worst = worst_of(worst, found)
-        if rest and self._all_finite():
-            for rows in rest:
-                unwritten = _unwritten(pieces_of_gradients(made, rows), rows)
-                if unwritten:
-                    return INCORRECT, unwritten
-        return worst, ""
+        case, order = self.reference(kernel), self.order[number].to(self.device)
+        sums = sums_error(made, self._sums_of(order))
+
+        def error_of(piece: Piece) -> KernelError:
+            rows = order[piece.rows]
+            found = gradients_error(made, piece.rows, case.exact[rows], case.magnitude[rows])
+            return worst_of(sums, found)
+
+        return error_of
 
     def _sums_of(self, order: Tensor) -> Gradients64:
         """Exact column sums of a set: each sampled row counts as often as it occurs."""
         counts = torch.bincount(order, minlength=len(self.x)).double()
         return norm_gradients(self.x, self.y, self.shared_epilogue, counts)
-
-
-def _unwritten(parts: Sequence[Tensor], rows: slice) -> str:
-    count = sum(map(nan_count, parts))
-    if not count:
-        return ""
-    return f"{count} outputs or scales of rows from {rows.start} were not written or are NaN"
 
 
 def draw_normal(x: Tensor, seed: int = 0) -> Tensor:
@@ -382,26 +284,6 @@ def parts_of(made: NormGradients) -> tuple[Tensor, ...]:
     matrices = [x for x in made[:3] if x is not None]
     parts = [part for x in matrices for part in written_parts(x)]
     return (*parts, *([] if made.sums is None else [made.sums]))
-
-
-def poison_gradients(made: NormGradients) -> None:
-    """Fill gradients with NaN, as `poison_output`."""
-    for out in (made.dy, made.quantized, made.quantized_t):
-        if out is not None:
-            form = Format.BFLOAT16 if isinstance(out, Tensor) else out.format
-            poison_output(out, form)
-    if made.sums is not None:
-        made.sums.fill_(math.nan)
-
-
-def sections_to_check(m: int, k: int, seed: int) -> tuple[Sections, Sections]:
-    """Rows to compare and the other rows, in tiles of 128, the scale groups of the transpose."""
-    tiles = -(-m // GROUP)
-    checked, rest = pieces_to_check((1, tiles, GROUP * k), common.CHECKED_ELEMENTS, seed)
-    return tuple(  # type: ignore[return-value]
-        [slice(p.rows.start * GROUP, min(p.rows.stop * GROUP, m)) for p in pieces]
-        for pieces in (checked, rest)
-    )
 
 
 def pieces_of_gradients(made: NormGradients, rows: slice) -> list[Tensor]:
@@ -436,17 +318,6 @@ def sums_error(made: NormGradients, exact: Gradients64) -> KernelError:
     if made.sums is None:
         return KernelError(0.0, 0.0)
     return kernel_error(made.sums, exact.sums, exact.sums_size, Format.FLOAT32.unit_roundoff)
-
-
-def launched(
-    kernel: Kernel, dd: Tensor, y: Tensor, problem: Problem, epilogue: NormEpilogue
-) -> NormGradients:
-    """Outputs of a kernel launch, poisoned before it."""
-    made = empty_gradients(problem, epilogue, y.device)
-    poison_gradients(made)
-    given = (dd, y, made, epilogue)
-    kernel.launch(*given, kernel.workspace(*given))
-    return made
 
 
 def operands_of(

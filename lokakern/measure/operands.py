@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.build.empty_operands import empty_operands, launch_arguments
 from lokakern.device import l2_bytes
 from lokakern.errors import MeasurementError
 from lokakern.measure.operand_cache import cached_digest, device_operand, operand_plan
@@ -27,7 +27,6 @@ from lokakern.numerics import KernelError
 from lokakern.problems import (
     bias_format,
     epilogue_of,
-    has_column_sums,
     is_plain,
     scaling_of,
     sums_over_samples,
@@ -41,23 +40,22 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
+    Operand,
     Problem,
     QuantizedTensor,
-    empty_data,
 )
 
 CHECKED_ELEMENTS = 2**24  # outputs that are compared after timing; at least one set
 CHECKED_SETS = MOST_CALLED  # a tiny problem has a thousand
 
 INCORRECT = KernelError(math.inf, math.inf)
-QUANTIZERS = {"quantize": 1, "quantize_transpose": 2}  # number of output tensors
+QUANTIZERS = ("quantize", "quantize_transpose")
 GIVEN_SCALES = ("static", "delayed")
 
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Case64:
+class Case64(NamedTuple):
     """Exact product, and product of magnitudes, of the sampled rows, float64."""
 
     exact: Tensor
@@ -127,7 +125,7 @@ class Operands:
         count = math.ceil(2 * l2_bytes() / set_bytes) if cold else 1
         total = problem.batch * (problem.k if self.along_k else problem.m)
         self.bias: Tensor | None = None
-        self.cross: tuple[Tensor, Tensor] | None = None
+        self.shared_epilogue: Any = None  # the same in every set
         self.before: Tensor | None = None
         self.out_scale: Tensor | None = None
         self._draw_epilogue(generator)
@@ -169,34 +167,35 @@ class Operands:
         if problem.epilogue.startswith("bias"):
             bias = torch.randn(problem.n, generator=generator)
             self.bias = bias.to(bias_format(problem).dtype).to(self.device)
-        if problem.epilogue.endswith("cross"):
-            self.cross = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
         if problem.accumulate:
             self.before = self._normal(2, Format.FLOAT32)
-        if problem.op == "scaled_gemm":
+        if is_plain(problem):
+            return
+        x0 = x = None
+        if problem.epilogue.endswith("cross"):
+            x0, x = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
+        if problem.out_format.is_fp8:
             self.out_scale = self._fitting_scale()
+        self.shared_epilogue = epilogue_of(problem, x0, x, self.out_scale)
 
     def _normal(self, place: int, form: Format) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(3 * self.seed + place)
         shape = (self.problem.batch * self.problem.m, self.problem.n)
         return torch.randn(shape, generator=generator, device=self.device).to(form.dtype)
 
-    def _fitting_scale(self) -> Tensor | None:
+    def _fitting_scale(self) -> Tensor:
         """Static descale of an FP8 output, from the amax of the sampled rows' products."""
-        if not self.problem.out_format.is_fp8:
-            return None
-        assert self.problem.b is not None  # a scaled GEMM
-        exact = self._scaled_case().exact
+        exact = self.reference().exact
         largest = float(exact.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
         scale = largest / self.problem.out_format.maximum if largest else 1.0
         return torch.full((1, 1), scale, dtype=torch.float32, device=self.device)
 
     def _epilogue(self) -> tuple[Any, ...]:
-        if is_plain(self.problem):
+        """A copy of the epilogue, if launchers take one."""
+        if self.shared_epilogue is None:
             return ()
-        x0, x = (None, None) if self.cross is None else (y.clone() for y in self.cross)
-        scale = None if self.out_scale is None else self.out_scale.clone()
-        return (epilogue_of(self.problem, x0, x, scale),)
+        parts: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.shared_epilogue]
+        return (type(self.shared_epilogue)(*parts),)
 
     @staticmethod
     def _random_order(rows: int, total: int, generator: torch.Generator) -> Tensor:
@@ -226,97 +225,71 @@ class Operands:
             return self.quantized(which, form, granularity)
         return numerics.quantize(rows, form, granularity)
 
-    def _tiled(self, quantized: QuantizedTensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Data and scales of the quantized rows in an index; None for all rows."""
+    def _write_rows(
+        self, which: str, target: Any, operand: Operand, index: Tensor | None = None
+    ) -> None:
+        """Write rows of "x" or "w" at an index, None for all rows, into an operand of a set.
+
+        The operand is a tensor, a QuantizedTensor, or its data and scales.
+        """
+        if isinstance(target, Tensor):
+            source = self.x if which == "x" else self.w
+            assert source is not None  # "w" is asked for by ops with two operands only
+            target.copy_((source if index is None else source[index]).view(target.shape))
+            return
+        if isinstance(target, QuantizedTensor):
+            if target.source is not None:
+                self._write_rows(which, target.source, operand, index)
+            target = target.data, target.scale
+        quantized = self.quantized(which, operand.format, operand.granularity)
+        assert quantized.scale is not None  # made by `quantized`
         if index is None:
             index = torch.arange(len(quantized.data), device=self.device)
-        data = empty_data(len(index), quantized.data.shape[1], quantized.data.dtype, self.device)
+        data, scale = target
         data.view(torch.uint8).copy_(quantized.data.view(torch.uint8)[index])
-        assert quantized.scale is not None  # made by `quantized`
-        scale = quantized.granularity.empty_scale(len(index), data.shape[1], self.device)
-        match quantized.granularity:
+        match operand.granularity:
             case Granularity.TENSOR:
-                return data, scale.copy_(quantized.scale)
+                scale.copy_(quantized.scale)
             case Granularity.BLOCK:
-                return data, scale.copy_(quantized.scale[index[::GROUP] // GROUP])
-        return data, scale.copy_(quantized.scale[index])
-
-    def _weight(self) -> Tensor:
-        """A copy of the weight, ``[n, k]``, or ``[batch, n, k]``."""
-        assert self.w is not None  # an op with two operands
-        weight = self.w.clone() if self.columns is None else self.w[self.columns]
-        batch = self.problem.batch
-        return weight if batch == 1 else weight.view(batch, self.problem.n, self.problem.k)
+                scale.copy_(quantized.scale[index[::GROUP] // GROUP])
+            case _:
+                scale.copy_(quantized.scale[index])
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
         """Arguments of one launch; see `Kernel` for their order."""
         problem = self.problem
-        m, n, k = problem.m, problem.n, problem.k
-        out_dtype = problem.out_format.dtype
-        if problem.op in QUANTIZERS:
-            x = self.x[order]
-            if problem.a.layout is Layout.COLUMN:
-                x = x.t().contiguous().t()
-            granularity = problem.out_granularity
-            made = [
-                out
-                for shape in ((m, k), (k, m))[: QUANTIZERS[problem.op]]
-                for out in (
-                    empty_data(*shape, out_dtype, self.device),
-                    granularity.empty_scale(*shape, self.device),
-                )
-            ]
-            if scaling_of(problem) in GIVEN_SCALES:  # one that fits, as static scales should
-                fitting = self.quantized("x", problem.out_format, granularity).scale
-                assert fitting is not None  # made by `quantized`
-                made[1].copy_(fitting)
-            if problem.op == "quantize":
-                return x, *made
-            sums = has_column_sums(problem)
-            return x, *made, torch.empty(k, device=self.device) if sums else None
-        if problem.op == "dequantize":
-            quantized = self.quantized("x", problem.a.format, problem.a.granularity)
-            data, scale = self._tiled(quantized, order)
-            return data, scale, torch.empty((m, k), dtype=out_dtype, device=self.device)
-        assert problem.b is not None  # the other two ops have two operands
-        front = () if problem.batch == 1 else (problem.batch,)
-        bias = None if self.bias is None else self.bias.clone()
-        if problem.op == "scaled_gemm":
-            rows = problem.batch * m
-            if self.before is not None:
-                out = self.before.clone()
-            elif out_dtype.itemsize == 1:
-                out = empty_data(rows, n, out_dtype, self.device)
-            else:
-                out = torch.empty((rows, n), dtype=out_dtype, device=self.device)
-            left = self.quantized("x", problem.a.format, problem.a.granularity)
-            right = self.quantized("w", problem.b.format, problem.b.granularity)
-            data, scale = self._tiled(right, self.columns)
-            return *self._tiled(left, order), data.t(), scale.t(), out, bias
-        out = torch.empty((*front, m, n), dtype=out_dtype, device=self.device)
+        given = empty_operands(problem, self.device)
         if self.along_k:
-            assert self.w is not None  # an op with two operands
-            a = self.x[order].view(*front, k, m).transpose(-1, -2)
-            return a, self.w[order].view(*front, k, n), out, bias
-        a = self.x[order].view(*front, m, k)
-        if problem.a.layout is Layout.COLUMN:
-            a = a.transpose(-1, -2).contiguous().transpose(-1, -2)
-        weight = self._weight()
-        if problem.prepared:
-            right = self.quantized("w", problem.b.format, problem.b.granularity)
-            data, scale = self._tiled(right, self.columns)
-            return a, QuantizedTensor(data, scale, right.granularity, True, weight), out, bias
-        b = weight.transpose(-1, -2)
-        return a, b.contiguous() if problem.b.layout is Layout.ROW else b, out, bias
+            assert problem.b is not None  # an op with two operands
+            self._write_rows("x", given[0].mT, problem.a, order)
+            self._write_rows("w", given[1], problem.b, order)
+        elif problem.op == "scaled_gemm":
+            assert problem.b is not None  # an op with two operands
+            self._write_rows("x", given[:2], problem.a, order)
+            self._write_rows("w", (given[2].t(), given[3].t()), problem.b, self.columns)
+        else:
+            left = given[:2] if problem.op == "dequantize" else given[0]
+            self._write_rows("x", left, problem.a, order)
+            if problem.b is not None:
+                right = given[1].mT if isinstance(given[1], Tensor) else given[1]
+                self._write_rows("w", right, problem.b, self.columns)
+        if problem.op in QUANTIZERS and scaling_of(problem) in GIVEN_SCALES:
+            # One that fits, as static scales should.
+            fitting = self.quantized("x", problem.out_format, problem.out_granularity).scale
+            given[2].copy_(fitting)
+        if self.before is not None:
+            given[4].copy_(self.before)
+        if self.bias is not None and problem.op in ("gemm", "scaled_gemm"):
+            given[-1].copy_(self.bias)
+        return given
 
     def call_of(self, kernel: Kernel, number: int) -> Callable[[], None]:
         """A launch on one set, with a workspace of its own."""
-        given, extra = self.sets[number], self.epilogues[number]
-        seen = given[:2] if kernel.op == "gemm" else given
-        workspace = kernel.workspace(*seen, *extra)
+        given = self.sets[number]
+        arguments = launch_arguments(kernel, given, self.epilogues[number])
         if self.problem.epilogue == "delayed":
-            self._amax[kernel.name, number] = workspace[0]
-        return functools.partial(kernel.launch, *given, workspace, *extra)
+            self._amax[kernel.name, number] = arguments[len(given)][0]
+        return functools.partial(kernel.launch, *arguments)
 
     def outputs(self, operands: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Tensors that a launch writes."""
@@ -349,43 +322,38 @@ class Operands:
             for out in self.outputs(operands):
                 if self.before is not None:
                     out.copy_(self.before)
-                elif out.dtype.itemsize == 1:
-                    nan = self.problem.out_format.nan_byte  # quantizers may also write it
-                    out.view(torch.uint8).fill_(nan if self.out_scale is not None else 0xA5)
-                else:
-                    out.fill_(math.nan)
+                else:  # quantizers may also write NaN
+                    nan = self.problem.out_format.nan_byte
+                    poison((out,), 0xA5 if self.problem.op in QUANTIZERS else nan)
 
-    def reference(self, kernel: Kernel) -> Case64:
-        """Exact result of the sampled rows as the kernel reads them, without bias.
+    def reference(self, kernel: Kernel | None = None) -> Case64:
+        """Exact result of the sampled rows as a kernel reads them, before bias and epilogue.
 
-        Outputs repeat it, so its size is bounded by the number of sampled rows.
+        Without a kernel that quantizes, of the operands that are given. Outputs repeat it, so its
+        size is bounded by the number of sampled rows.
         """
-        problem = self.problem
-        if problem.op == "scaled_gemm":
-            return self._scaled_case()
-        key = (kernel.granularity, kernel.b_granularity, kernel.quantized_as)
+        key: Any = None
+        if kernel is not None and kernel.quantizes:
+            key = (kernel.granularity, kernel.b_granularity, kernel.quantized_as)
         if key not in self._references:
-            if problem.op != "gemm":
-                exact = ops.exact(self.quantized("x", problem.a.format, problem.a.granularity))
-                self._references[key] = Case64(exact, torch.zeros_like(exact))
-            elif kernel.quantizes:
-                assert self.w is not None  # an op with two operands
-                left = self.quantized_by(kernel, "x", self.x)
-                right = self.quantized_by(kernel, "w", self.w).t()
-                self._references[key] = case_of(left, right)
-            else:
-                assert self.w is not None  # an op with two operands
-                self._references[key] = case_of(self.x, self.w.t())
+            self._references[key] = self._exact(kernel if key else None)
         return self._references[key]
 
-    def _scaled_case(self) -> Case64:
+    def _exact(self, quantizing: Kernel | None) -> Case64:
         a, b = self.problem.a, self.problem.b
-        assert b is not None  # an op with two operands
-        if not self._references:
+        if b is None:
+            exact = ops.exact(self.quantized("x", a.format, a.granularity))
+            return Case64(exact, torch.zeros_like(exact))
+        assert self.w is not None  # an op with two operands
+        if a.format.is_fp8:
             left = self.quantized("x", a.format, a.granularity)
-            right = self.quantized("w", b.format, b.granularity).t()
-            self._references["scaled"] = case_of(left, right)
-        return self._references["scaled"]
+            right = self.quantized("w", b.format, b.granularity)
+        elif quantizing is not None:
+            left = self.quantized_by(quantizing, "x", self.x)
+            right = self.quantized_by(quantizing, "w", self.w)
+        else:
+            return case_of(self.x, self.w.t())
+        return case_of(left, right.t())
 
     def _expectation(self, kernel: Kernel, number: int) -> Expectation:
         """A function of a piece of a set's output to its exact values and magnitudes."""
@@ -442,29 +410,47 @@ class Operands:
         return worst, ""
 
     def _check_set(self, kernel: Kernel, number: int) -> tuple[KernelError, str]:
-        problem = self.problem
-        (out,) = self.outputs(self.sets[number])
-        out = out if out.dim() == 3 else self._by_group(out)
-        checked, rest = pieces_to_check(out.shape, CHECKED_ELEMENTS, seed=number)
-        expected = self._expectation(kernel, number)
-        worst = KernelError(0.0, 0.0)
-        for piece in checked:
-            exact, magnitude = expected(piece)
-            exact, magnitude = self._finished(exact, magnitude, number, piece)
-            found = numerics.kernel_error(
-                piece.of(out).flatten(0, 1), exact, magnitude, problem.out_format.unit_roundoff,
-                self.out_scale,
-            )  # fmt: skip
-            worst = worst_of(worst, found)
+        checked, rest = self._pieces(number)
+        error_of = self._comparison(kernel, number)
+        worst = worst_of(*map(error_of, checked))
         if rest and self._all_finite():  # then all float64 sums are finite, too
             for piece in rest:
-                count = nan_count(piece.of(out))
+                count = sum(map(nan_count, self._parts(number, piece)))
                 if count:
                     return INCORRECT, (
                         f"{count} outputs of batch {piece.batch.start}, rows from "
                         f"{piece.rows.start}, were not written or are NaN"
                     )
         return worst, ""
+
+    @property
+    def columns_out(self) -> int:
+        """Columns of the output."""
+        return self.problem.k if self.problem.b is None else self.problem.n
+
+    def _pieces(self, number: int) -> tuple[list[Piece], list[Piece]]:
+        """Pieces of a set's output to compare, and the others."""
+        shape = (self.problem.batch, self.problem.m, self.columns_out)
+        return pieces_to_check(shape, CHECKED_ELEMENTS, seed=number)
+
+    def _parts(self, number: int, piece: Piece) -> list[Tensor]:
+        """Tensors that a launch writes in one piece of a set's output."""
+        (out,) = self.outputs(self.sets[number])
+        return [piece.of(out if out.dim() == 3 else self._by_group(out))]
+
+    def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
+        """A function of a piece of a set's output to its kernel error."""
+        expected = self._expectation(kernel, number)
+
+        def error_of(piece: Piece) -> KernelError:
+            (out,) = self._parts(number, piece)
+            exact, magnitude = self._finished(*expected(piece), number, piece)
+            roundoff = self.problem.out_format.unit_roundoff
+            return numerics.kernel_error(
+                out.flatten(0, 1), exact, magnitude, roundoff, self.out_scale
+            )
+
+        return error_of
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""
@@ -528,6 +514,15 @@ class Operands:
 
 def worst_of(*errors: KernelError) -> KernelError:
     return KernelError(max(e.maximum for e in errors), max(e.row_p99 for e in errors))
+
+
+def poison(parts: Iterable[Tensor], byte: int) -> None:
+    """Fill outputs with NaN, FP8 and its scales in one byte with a given byte."""
+    for part in parts:
+        if part.dtype.itemsize == 1:
+            part.view(torch.uint8).fill_(byte)
+        else:
+            part.fill_(math.nan)
 
 
 def nan_count(x: Tensor) -> int:

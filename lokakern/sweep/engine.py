@@ -246,7 +246,9 @@ def sweep(
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
         problems = [job.case.problem for job in todo]
-        ranks.once("prebuild", lambda: _prebuild(problems, device, only, progress))
+        ranks.once(
+            "prebuild", lambda: prebuild(problems, device, only, progress=progress, again=False)
+        )
     run = RunFile.create(
         read.source, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
     )
@@ -261,12 +263,6 @@ def sweep(
     read.forget()
     report.seconds = time.monotonic() - begun
     return report
-
-
-def _prebuild(
-    problems: Sequence[Problem], device: Device, only: Sequence[str], progress: Progress
-) -> None:
-    prebuild(problems, device, only, progress=progress, again=False)
 
 
 def _duration(seconds: float) -> str:
@@ -294,7 +290,6 @@ class _Session:
     tasks: dict[int, Task] = field(default_factory=dict)
     results: list[tuple[int, str, float]] = field(default_factory=list)  # times with status ok
     struck: Counter[str] = field(default_factory=Counter)
-    stand_ins: dict[AccuracyTask, tuple[str, ...]] = field(default_factory=dict)
 
     def time(self, jobs: Sequence[Job]) -> None:
         def task(place: int) -> Task:
@@ -306,9 +301,8 @@ class _Session:
     def measure(self, cells: Sequence[Cell]) -> None:
         def task(place: int) -> Task:
             cell = cells[place]
-            made = AccuracyTask(cell.kernel.name, cell.problem, cell.distribution, cell.seed)
-            self.stand_ins[made] = tuple(kernel.name for kernel in cell.stand_ins)
-            return made
+            name, *others = (kernel.name for kernel in cell.members)
+            return AccuracyTask(name, cell.problem, cell.distribution, cell.seed, tuple(others))
 
         self._work("errors", [cost.error_s(cell, self.device) for cell in cells], task)
 
@@ -406,11 +400,9 @@ class _Session:
 
     def _replace(self, number: int, task: AccuracyTask) -> None:
         """Measure the error with the next kernel of the numerics class."""
-        others = [n for n in self.stand_ins.get(task, ()) if self.struck[n] < self.strikes]
+        others = [name for name in task.stand_ins if self.struck[name] < self.strikes]
         if others:
-            stand_in = replace(task, kernel=others[0])
-            self.stand_ins[stand_in] = tuple(others[1:])
-            self.tasks[number] = stand_in
+            self.tasks[number] = replace(task, kernel=others[0], stand_ins=tuple(others[1:]))
 
     def _strike(self, name: str) -> None:
         self.struck[name] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,8 @@ class Plan:
     def wanted(self, left: Iterable[Sequence[Any]]) -> list[Cell]:
         """Cells of the entries of `Found.cells`."""
         return [
-            replace(
-                self.cells[place],
-                kernel=KERNELS[name],
-                stand_ins=tuple(KERNELS[other] for other in others),
-            )
-            for place, name, others in left
+            self.cells[place].among([KERNELS[name] for name in (first, *others)])
+            for place, first, others in left
         ]
 
 

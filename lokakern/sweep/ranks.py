@@ -67,7 +67,7 @@ class SingleRank:
         """A JSON value that one rank makes for all ranks."""
         return make()
 
-    def once(self, _name: str, do: Callable[[], None]) -> None:
+    def once(self, _name: str, do: Callable[[], object]) -> None:
         """Call a function on one rank of each host; other ranks of the host wait."""
         do()
 
@@ -197,7 +197,7 @@ class RankGroup(SingleRank):
                 time.sleep(POLL_S)
         return self._read(f"plan/{name}")
 
-    def once(self, name: str, do: Callable[[], None]) -> None:
+    def once(self, name: str, do: Callable[[], object]) -> None:
         def doing() -> bool:
             do()
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lokakern.measure.accuracy import Cell
@@ -147,9 +147,8 @@ class Known:
             problem_key(cell.problem), distribution_key(distribution_row(cell.distribution)),
             self._target.architecture, self._environment, cell.seed, self._grade,
         )  # fmt: skip
-        members = (cell.kernel, *cell.stand_ins)
-        if any(facts.has_accuracy(k.digest, *asked, ok_only=True) for k in members):
+        if any(facts.has_accuracy(k.digest, *asked, ok_only=True) for k in cell.members):
             return None
-        left = [k for k in members
-                if not facts.has_accuracy(k.digest, *asked, retry=self._retry)]  # fmt: skip
-        return replace(cell, kernel=left[0], stand_ins=tuple(left[1:])) if left else None
+        retry = self._retry
+        left = [k for k in cell.members if not facts.has_accuracy(k.digest, *asked, retry=retry)]
+        return cell.among(left) if left else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lokakern.device import devices_here
@@ -89,8 +88,8 @@ class Staleness:
         if not rows or any(word == "fresh" and row.status == "ok" for row, word in rows):
             return None
         tried = {row.kernel.name for row, word in rows if word == "fresh"}
-        left = [k for k in (kernel, *cell.stand_ins) if k.name not in tried]
-        return replace(cell, kernel=left[0], stand_ins=tuple(left[1:])) if left else None
+        left = [k for k in cell.members if k.name not in tried]
+        return cell.among(left) if left else None
 
 
 def cases_timed(facts: Snapshot, device: Device, regime: str) -> list[Case]:

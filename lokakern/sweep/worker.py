@@ -59,12 +59,17 @@ class TimingTask:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyTask:
-    """An error to be measured, with the name of the kernel."""
+    """An error to be measured, with the names of its kernel and of those that can replace it."""
 
     kernel: str
     problem: Problem
     distribution: str
     seed: int
+    stand_ins: tuple[str, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        return (self.kernel,)
 
 
 Task = TimingTask | AccuracyTask
@@ -216,7 +221,7 @@ class Worker:
         number = None if self._page.task == NONE else int(self._page.task)
         kernel = None
         if number is not None and self._page.kernel != NONE:
-            kernel = _kernels_of(self._tasks[number])[self._page.kernel]
+            kernel = self._tasks[number].kernels[self._page.kernel]
         if status != "timeout" and number is not None:
             reason = f"{reason} while {self._what()}"
         return Death(number, kernel, status, reason[:500])
@@ -263,10 +268,6 @@ def _exit_words(process: ForkServerProcess) -> tuple[str, str]:
         return "crashed", f"the process was killed by {signal.Signals(-code).name}"
     except ValueError:
         return "crashed", f"the process was killed by signal {-code}"
-
-
-def _kernels_of(task: Task) -> tuple[str, ...]:
-    return task.kernels if isinstance(task, TimingTask) else (task.kernel,)
 
 
 def _plugin_modules() -> tuple[str, ...]:

@@ -10,6 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from lokakern.functional.checks import operand_of
 from lokakern.problems import make_problem
 from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
@@ -29,6 +32,11 @@ class Case:
     problem: Problem
     distribution: str
 
+    @classmethod
+    def of(cls, op: str, shape: tuple[int, ...], distribution: str, **fields: Any) -> Case:
+        """A case of `make_problem`."""
+        return cls(make_problem(op, shape, **fields), distribution)
+
 
 def dense_operand(form: Format, shape: tuple[int, int], layout: Layout, prefer: Layout) -> Operand:
     """`lokakern.functional.checks.operand_of` a contiguous matrix or its transpose.
@@ -39,13 +47,8 @@ def dense_operand(form: Format, shape: tuple[int, int], layout: Layout, prefer: 
         layout: Contiguous axis.
         prefer: Layout of a vector, which is contiguous along both axes.
     """
-    rows, columns = shape
-    strides = (columns, 1) if layout is Layout.ROW else (1, rows)
-    if rows == 1 or columns == 1:
-        layout = prefer
-    outer, count = (strides[0], rows) if layout is Layout.ROW else (strides[1], columns)
-    step = outer * form.dtype.itemsize if count > 1 else 0
-    return Operand(form, Granularity.NONE, layout, alignment_of(step))
+    x = torch.empty(shape if layout is Layout.ROW else shape[::-1], dtype=form.dtype, device="meta")
+    return operand_of(x if layout is Layout.ROW else x.t(), prefer)
 
 
 def prepared_weight(fp8: Format, granularity: Granularity) -> Operand:
@@ -53,39 +56,31 @@ def prepared_weight(fp8: Format, granularity: Granularity) -> Operand:
 
 
 def gemm_cases(
-    m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
+    m: int, n: int, k: int, distribution: str, fp8: Format, **fields: Any
 ) -> Iterator[Case]:
     """A GEMM in all forms: unquantized, with prepared weights, and the parts of an FP8 GEMM."""
-    yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
+    yield from whole_gemm_cases(m, n, k, distribution, fp8, **fields)
     yield from scaled_gemm_cases(m, n, k, distribution, fp8)
     for granularity in LEFT_SCALES:
         yield quantize_case(m, k, granularity, distribution, fp8)
 
 
 def whole_gemm_cases(
-    m: int, n: int, k: int, distribution: str, fp8: Format, *, bias: bool = False
+    m: int, n: int, k: int, distribution: str, fp8: Format, **fields: Any
 ) -> Iterator[Case]:
     """A GEMM of unquantized operands, and with a weight prepared with each granularity."""
-    yield unquantized_case(m, n, k, distribution, bias=bias)
-    yield from prepared_cases(m, n, k, distribution, fp8, bias=bias)
+    yield unquantized_case(m, n, k, distribution, **fields)
+    yield from prepared_cases(m, n, k, distribution, fp8, **fields)
 
 
 def unquantized_case(
-    m: int,
-    n: int,
-    k: int,
-    distribution: str,
-    form: Format = Format.BFLOAT16,
-    *,
-    bias: bool = False,
-    batch: int = 1,
+    m: int, n: int, k: int, distribution: str, form: Format = Format.BFLOAT16, **fields: Any
 ) -> Case:
-    """A GEMM, or a batch of GEMMs, of unquantized operands."""
-    fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
+    """A GEMM, or a batch of GEMMs, of unquantized operands; fields are those of `Problem`."""
     if form is not Format.BFLOAT16:
         fields["a"] = dense_operand(form, (m, k), Layout.ROW, Layout.ROW)
         fields["b"] = dense_operand(form, (k, n), Layout.COLUMN, Layout.COLUMN)
-    return Case(make_problem("gemm", (m, n, k), batch=batch, **fields), distribution)
+    return Case.of("gemm", (m, n, k), distribution, **fields)
 
 
 def prepared_cases(
@@ -96,16 +91,15 @@ def prepared_cases(
     fp8: Format,
     form: Format = Format.BFLOAT16,
     *,
-    bias: bool = False,
     granularities: Sequence[Granularity] = PREPARED_FORMS,
+    **fields: Any,
 ) -> Iterator[Case]:
     """A GEMM with a prepared weight, for each granularity."""
-    fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     if form is not Format.BFLOAT16:
         fields["a"] = dense_operand(form, (m, k), Layout.ROW, Layout.ROW)
     for granularity in granularities:
         weight = prepared_weight(fp8, granularity)
-        yield Case(make_problem("gemm", (m, n, k), b=weight, prepared=True, **fields), distribution)
+        yield Case.of("gemm", (m, n, k), distribution, b=weight, prepared=True, **fields)
 
 
 def scaled_gemm_cases(
@@ -118,8 +112,7 @@ def scaled_gemm_cases(
 ) -> Iterator[Case]:
     """A GEMM of quantized operands, without bias."""
     for granularity in granularities:
-        a = Operand(fp8, granularity)
-        yield Case(make_problem("scaled_gemm", (m, n, k), a=a), distribution)
+        yield fused_case(m, n, k, granularity, distribution, fp8)
 
 
 def fused_case(
@@ -130,16 +123,11 @@ def fused_case(
     distribution: str,
     fp8: Format,
     epilogue: str = "none",
-    *,
-    out_fp8: bool = False,
-    batch: int = 1,
+    **fields: Any,
 ) -> Case:
     """A scaled GEMM with an epilogue, with FP8 outputs and a static scale, or with groups."""
-    fields: dict[str, Any] = {"epilogue": epilogue, "batch": batch}
-    if out_fp8:
-        fields |= {"out_format": fp8, "out_granularity": Granularity.TENSOR}
     a = Operand(fp8, granularity)
-    return Case(make_problem("scaled_gemm", (m, n, k), a=a, **fields), distribution)
+    return Case.of("scaled_gemm", (m, n, k), distribution, a=a, epilogue=epilogue, **fields)
 
 
 def main_grad_case(m: int, n: int, k: int, form: Format, fp8: Format) -> Case:
@@ -149,10 +137,8 @@ def main_grad_case(m: int, n: int, k: int, form: Format, fp8: Format) -> Case:
     """
     a = Operand(form, Granularity.GROUP)
     b = Operand(fp8, Granularity.GROUP, Layout.COLUMN)
-    problem = make_problem(
-        "scaled_gemm", (n, k, m), a=a, b=b, out_format=Format.FLOAT32, accumulate=True
-    )
-    return Case(problem, GRADIENTS)
+    fields = {"out_format": Format.FLOAT32, "accumulate": True}
+    return Case.of("scaled_gemm", (n, k, m), GRADIENTS, a=a, b=b, **fields)
 
 
 def grad_input_cases(
@@ -161,7 +147,7 @@ def grad_input_cases(
     """``dX[m, k] = dY[m, n] W[n, k]``, W row-major; without a batch also with a prepared weight."""
     a = dense_operand(form, (m, n), Layout.ROW, Layout.ROW)
     b = dense_operand(form, (n, k), Layout.ROW, Layout.COLUMN)
-    yield Case(make_problem("gemm", (m, k, n), a=a, b=b, batch=batch), GRADIENTS)
+    yield Case.of("gemm", (m, k, n), GRADIENTS, a=a, b=b, batch=batch)
     if batch == 1:
         yield from prepared_cases(
             m, k, n, GRADIENTS, fp8, form, granularities=PREPARED_BACKWARD_FORMS
@@ -174,7 +160,7 @@ def grad_weight_case(
     """``dW[n, k] = dY[m, n]^T X[m, k]``, a sum over samples."""
     a = dense_operand(form, (n, m), Layout.COLUMN, Layout.ROW)
     b = dense_operand(form, (m, k), Layout.ROW, Layout.COLUMN)
-    return Case(make_problem("gemm", (n, k, m), a=a, b=b, batch=batch), GRADIENTS)
+    return Case.of("gemm", (n, k, m), GRADIENTS, a=a, b=b, batch=batch)
 
 
 def quantize_case(
@@ -186,15 +172,14 @@ def quantize_case(
     form: Format = Format.BFLOAT16,
 ) -> Case:
     a = Operand(form, Granularity.NONE, Layout.ROW, alignment_of(k * form.dtype.itemsize))
-    problem = make_problem("quantize", (m, k), a=a, out_format=fp8, out_granularity=granularity)
-    return Case(problem, distribution)
+    out = {"out_format": fp8, "out_granularity": granularity}
+    return Case.of("quantize", (m, k), distribution, a=a, **out)
 
 
 def dequantize_case(
     m: int, k: int, granularity: Granularity, distribution: str, fp8: Format
 ) -> Case:
-    operand = Operand(fp8, granularity)
-    return Case(make_problem("dequantize", (m, k), a=operand), distribution)
+    return Case.of("dequantize", (m, k), distribution, a=Operand(fp8, granularity))
 
 
 def shape_cases(shapes: Sequence[tuple[int, ...]], fp8: Format) -> Iterator[Case]:
@@ -204,8 +189,6 @@ def shape_cases(shapes: Sequence[tuple[int, ...]], fp8: Format) -> Iterator[Case
         if len(shape) == 3:
             yield from gemm_cases(m, shape[1], k, "X1", fp8)
             continue
-        for granularity in LEFT_SCALES:
+        for granularity in (*LEFT_SCALES, Granularity.BLOCK):
             yield quantize_case(m, k, granularity, "X1", fp8)
             yield dequantize_case(m, k, granularity, "X1", fp8)
-        yield quantize_case(m, k, Granularity.BLOCK, "X1", fp8)
-        yield dequantize_case(m, k, Granularity.BLOCK, "X1", fp8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lokakern.problems import make_problem
 from lokakern.types import Format, Granularity, Layout, Operand
 from lokakern.workloads.gemm_cases import GRADIENTS, WIDE_RANGE, Case
 
@@ -77,28 +76,22 @@ def gemm_norm_case(
     **fields: Any,
 ) -> Case:
     """A GEMM with an epilogue; b is quantized like a; a of None is bfloat16."""
-    problem = make_problem("gemm_norm", (m, n, k), a=a, epilogue=epilogue, **fields)
-    return Case(problem, distribution)
+    return Case.of("gemm_norm", (m, n, k), distribution, a=a, epilogue=epilogue, **fields)
+
+
+def norm_quantize_case(
+    m: int, k: int, epilogue: str, distribution: str, fp8: Format, granularity: Granularity
+) -> Case:
+    """An epilogue of rows and quantization in one kernel."""
+    out = {"out_format": fp8, "out_granularity": granularity}
+    return Case.of("norm_quantize", (m, k), distribution, epilogue=epilogue, **out)
 
 
 def norm_quantize_cases(m: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
     """Norms of rows with quantization: every norm, with rowwise and 1x128 scales."""
     for epilogue in ROW_NORMS:
         for granularity in ROW_SCALES:
-            problem = make_problem(
-                "norm_quantize", (m, k), epilogue=epilogue, out_format=fp8,
-                out_granularity=granularity,
-            )  # fmt: skip
-            yield Case(problem, distribution)
-
-
-def activate_case(m: int, k: int, activation: str, distribution: str, fp8: Format) -> Case:
-    """An activation and rowwise quantization in one kernel."""
-    problem = make_problem(
-        "norm_quantize", (m, k), epilogue=activation, out_format=fp8,
-        out_granularity=Granularity.ROW,
-    )  # fmt: skip
-    return Case(problem, distribution)
+            yield norm_quantize_case(m, k, epilogue, distribution, fp8, granularity)
 
 
 def epilogue_cases(shapes: list[tuple[int, ...]], epilogue: str, fp8: Format) -> Iterator[Case]:
@@ -109,9 +102,7 @@ def epilogue_cases(shapes: list[tuple[int, ...]], epilogue: str, fp8: Format) ->
     for shape in shapes:
         if len(shape) == 2:
             for granularity in ROW_SCALES:
-                problem = make_problem("norm_quantize", shape, epilogue=epilogue, out_format=fp8,
-                                       out_granularity=granularity)  # fmt: skip
-                yield Case(problem, "X1")
+                yield norm_quantize_case(*shape, epilogue, "X1", fp8, granularity)
             continue
         m, n, k = shape
         row, group = (Operand(fp8, granularity) for granularity in ROW_SCALES)
@@ -134,10 +125,8 @@ def norm_backward_cases(m: int, k: int, fp8: Format) -> Iterator[Case]:
     Gradients are E5M2 with 1x128 scales along both axes. The first case also has bfloat16
     gradients, for libraries that quantize in a separate kernel.
     """
+    out: dict[str, Any] = {"out_format": WIDE_RANGE[fp8], "out_granularity": Granularity.GROUP}
     for epilogue in (LAYER, f"bias+residual+{LAYER.removeprefix('bias+')}+silu", block_norm(k)):
-        yield Case(make_problem("norm_backward", (m, k), epilogue=epilogue,
-                                out_format=WIDE_RANGE[fp8], out_granularity=Granularity.GROUP),
-                   GRADIENTS)  # fmt: skip
-    yield Case(
-        make_problem("norm_backward", (m, k), epilogue=LAYER, out_format=Format.BFLOAT16), GRADIENTS
-    )
+        yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=epilogue, **out)
+    out = {"out_format": Format.BFLOAT16}
+    yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=LAYER, **out)

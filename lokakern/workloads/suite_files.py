@@ -48,7 +48,7 @@ from typing import Any
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import SuiteError, UnknownNameError
-from lokakern.types import Format
+from lokakern.types import Format, Granularity
 from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.gemm_cases import (
     LEFT_SCALES,
@@ -62,7 +62,7 @@ from lokakern.workloads.gemm_cases import (
     scaled_gemm_cases,
     unquantized_case,
 )
-from lokakern.workloads.norm_cases import activate_case
+from lokakern.workloads.norm_cases import norm_quantize_case
 from lokakern.workloads.suites import SUITES, Suite
 
 LARGEST_FILE_BYTES = 2**20
@@ -92,13 +92,14 @@ class Layer:
 
 def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
     n, k, distribution = layer.n, layer.k, layer.distribution
+    epilogue = "bias" if layer.bias else "none"
     match form:
         case "gemm":
             yield unquantized_case(
-                m, n, k, distribution, layer.format, bias=layer.bias, batch=layer.batch
+                m, n, k, distribution, layer.format, epilogue=epilogue, batch=layer.batch
             )
         case "prepared":
-            yield from prepared_cases(m, n, k, distribution, fp8, layer.format, bias=layer.bias)
+            yield from prepared_cases(m, n, k, distribution, fp8, layer.format, epilogue=epilogue)
         case "scaled_gemm":
             yield from scaled_gemm_cases(m, n, k, distribution, fp8)
         case "quantize":
@@ -109,7 +110,8 @@ def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
         case "grad_weight":
             yield grad_weight_case(m, n, k, layer.format, batch=layer.batch)
         case _:
-            yield activate_case(m, k, layer.activation, distribution, fp8)
+            row = Granularity.ROW
+            yield norm_quantize_case(m, k, layer.activation, distribution, fp8, row)
 
 
 # Forms, with the largest number of their cases at one m.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lokakern.problems import make_problem
 from lokakern.registry.register import ANY, fp8_format
 from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
 from lokakern.workloads import published_models
@@ -72,7 +71,7 @@ def _anchors(fp8: Format) -> Iterator[Case]:
     for m in ANCHOR_M:
         for n, k in ANCHOR_N_K:
             yield from gemm_cases(m, n, k, "X1", fp8)
-            yield from whole_gemm_cases(m, n, k, "X1", fp8, bias=True)
+            yield from whole_gemm_cases(m, n, k, "X1", fp8, epilogue="bias")
             yield quantize_case(n, k, Granularity.BLOCK, "X1", fp8)
             yield dequantize_case(m, k, Granularity.ROW, "X1", fp8)
             yield from gemm_norm_cases(m, n, k, "X1", fp8)
@@ -80,7 +79,7 @@ def _anchors(fp8: Format) -> Iterator[Case]:
         yield dequantize_case(8192, 1024, granularity, "X1", fp8)
     for n, k in ((512, 512), (1024, 1024), (2048, 2048)):
         wide = Operand(Format.FLOAT32, Granularity.NONE, Layout.ROW)
-        yield Case(make_problem("gemm", (8192, n, k), a=wide), "X1")
+        yield Case.of("gemm", (8192, n, k), "X1", a=wide)
 
 
 GROUPED_NORM_SHAPES = ((2048, 512, 512), (8192, 1024, 1024), (32768, 512, 2048), (32768, 2048, 512))
@@ -113,13 +112,14 @@ def _lrm(fp8: Format) -> Iterator[Case]:
     quantized: set[tuple[int, int]] = set()
     in_one_scale: set[int] = set()
     for layer in published_models.LAYERS:
-        n, k, distribution, bias = layer.n, layer.k, layer.distribution, layer.bias
+        n, k, distribution = layer.n, layer.k, layer.distribution
+        epilogue = "bias" if layer.bias else "none"
         sizes = layer.sizes()
         for batch, m in sizes:
             if batch != 1:
-                yield unquantized_case(m, n, k, distribution, bias=bias, batch=batch)
+                yield unquantized_case(m, n, k, distribution, epilogue=epilogue, batch=batch)
                 continue
-            yield from whole_gemm_cases(m, n, k, distribution, fp8, bias=bias)
+            yield from whole_gemm_cases(m, n, k, distribution, fp8, epilogue=epilogue)
             if m in (SCALED_M, sizes[-1][1]):
                 yield from scaled_gemm_cases(m, n, k, distribution, fp8, SCALED)
             if (m, k) not in quantized:  # layers with the same X share its quantization
@@ -135,11 +135,11 @@ def _lrm(fp8: Format) -> Iterator[Case]:
 def _fused(fp8: Format) -> Iterator[Case]:
     """Scaled GEMMs with epilogues, FP8 outputs and groups."""
     row = Granularity.ROW
+    out: dict[str, Any] = {"out_format": fp8, "out_granularity": Granularity.TENSOR}
     for name in published_models.RELU_TO_FP8:
         layer = published_models.layer_named(name)
         for _, m in layer.sizes(published_models.FUSED_BATCHES):
-            yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, "bias+relu",
-                             out_fp8=True)  # fmt: skip
+            yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, "bias+relu", **out)
     for names, epilogue in (
         (published_models.CROSS, "bias+cross"),
         (published_models.SILU, "bias+silu"),
@@ -204,13 +204,12 @@ def _quantizers(fp8: Format) -> Iterator[Case]:
                 "out_format": fp8, "out_granularity": granularity, "epilogue": epilogue
             }  # fmt: skip
             turned = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
-            yield Case(make_problem("quantize", (m, k), **fields), "X1")
-            yield Case(make_problem("quantize", (m, k), a=turned, **fields), "X1")
-            yield Case(make_problem("quantize_transpose", (m, k), **fields), "X1")
+            yield Case.of("quantize", (m, k), "X1", **fields)
+            yield Case.of("quantize", (m, k), "X1", a=turned, **fields)
+            yield Case.of("quantize_transpose", (m, k), "X1", **fields)
     for m, k in QUANTIZER_SHAPES:
         fields = {"out_format": fp8, "out_granularity": Granularity.GROUP}
-        problem = make_problem("quantize_transpose", (m, k), epilogue="column_sums", **fields)
-        yield Case(problem, "X1")
+        yield Case.of("quantize_transpose", (m, k), "X1", epilogue="column_sums", **fields)
 
 
 MX_GPUS = frozenset({"sm_100", "gfx950"})

@@ -23,8 +23,9 @@ import torch
 import lokakern
 from lokakern import jit
 from lokakern.build import pool, prebuild
+from lokakern.build.empty_operands import empty_operands
 from lokakern.build.pool import BuildReport, Failure, build
-from lokakern.build.prebuild import jobs_for, meta_operands
+from lokakern.build.prebuild import jobs_for
 from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError
 from lokakern.kernels.adapters import deep_gemm, fbgemm
@@ -47,6 +48,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from lokakern.kernels.triton import quantize, scaled_gemm
 from lokakern.triton_job import TritonJob
 
+META = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
@@ -113,7 +115,7 @@ def test_only_the_quantizers_of_a_library_gemm_are_recorded(
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)
 def test_m_changes_only_the_tile(device: Device) -> None:
     def at(m: int) -> list[TritonJob]:
-        cases = gemm_cases(m, 1024, 1024, "X1", fp8_format(device), bias=True)
+        cases = gemm_cases(m, 1024, 1024, "X1", fp8_format(device), epilogue="bias")
         return triton_jobs([case.problem for case in cases], device)
 
     def without_tile(job: TritonJob) -> Hashable:
@@ -196,11 +198,12 @@ def test_meta_operands_have_the_layouts_of_a_sweep(problem: Problem) -> None:
         return None if x is None else (x.dtype, x.shape, x.stride())
 
     real = Operands(problem, "X1", torch.device("cpu"), H200, cold=False).sets[0]
-    assert [facts(x) for x in meta_operands(problem)] == [facts(x) for x in real]
+    assert [facts(x) for x in empty_operands(problem, META)] == [facts(x) for x in real]
 
 
 def test_a_batch_is_three_dimensional() -> None:
-    a, b, out, bias = meta_operands(make_problem("gemm", (32, 48, 64), batch=5, epilogue="bias"))
+    problem = make_problem("gemm", (32, 48, 64), batch=5, epilogue="bias")
+    a, b, out, bias = empty_operands(problem, META)
     assert (a.shape, b.shape, out.shape, bias.shape) == (
         (5, 32, 64),
         (5, 64, 48),

@@ -110,8 +110,8 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases(distribution: str) -> Iterator[Case]:
-    for bias in (False, True):
-        yield from whole_gemm_cases(48, 32, 64, distribution, FP8, bias=bias)
+    for epilogue in ("none", "bias"):
+        yield from whole_gemm_cases(48, 32, 64, distribution, FP8, epilogue=epilogue)
     yield from whole_gemm_cases(7, 128, 48, distribution, FP8)
     yield from grad_input_cases(48, 32, 64, FP8)
     yield from grad_input_cases(5, 16, 32, FP8)

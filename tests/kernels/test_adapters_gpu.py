@@ -54,9 +54,9 @@ def kernel_here(name: str) -> Kernel:
 def cases(distribution: str, fp8: Format) -> Iterator[Case]:
     """Problems of every op that some library does."""
     for m, n, k in SIZES:
-        for bias in (False, True):
-            yield unquantized_case(m, n, k, distribution, bias=bias)
-            yield from prepared_cases(m, n, k, distribution, fp8, bias=bias)
+        for epilogue in ("none", "bias"):
+            yield unquantized_case(m, n, k, distribution, epilogue=epilogue)
+            yield from prepared_cases(m, n, k, distribution, fp8, epilogue=epilogue)
         yield from scaled_gemm_cases(m, n, k, distribution, fp8, LEFT_SCALES)
         for case in (*grad_input_cases(m, n, k, fp8), grad_weight_case(m, n, k)):
             yield dataclasses.replace(case, distribution=distribution)

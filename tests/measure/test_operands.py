@@ -91,8 +91,8 @@ def problems() -> list[Problem]:
         for m, n, k, batch in [(40, 24, 16, 1), (300, 400, 48, 1), (24, 40, 700, 1), (8, 24, 40, 5)]
     ]
     found += [unquantized_case(27, 13, 39, "X5", batch=40).problem]
-    found += [unquantized_case(64, 300, 24, "X5", bias=True, batch=3).problem]
-    found += [unquantized_case(64, 300, 24, "X1", bias=True).problem]
+    found += [unquantized_case(64, 300, 24, "X5", epilogue="bias", batch=3).problem]
+    found += [unquantized_case(64, 300, 24, "X1", epilogue="bias").problem]
     for m, n, k in [(600, 13, 24), (64, 1, 39), (300, 300, 8)]:
         found += [case.problem for case in grad_input_cases(m, n, k, FP8)]
         found.append(grad_weight_case(m, n, k).problem)

@@ -421,7 +421,7 @@ def test_smoke_is_small() -> None:
 
 
 def test_a_gemm_has_unquantized_prepared_and_partial_forms() -> None:
-    cases = list(gemm_cases(64, 32, 48, "X4", Format.E4M3FN, bias=True))
+    cases = list(gemm_cases(64, 32, 48, "X4", Format.E4M3FN, epilogue="bias"))
     gemms = [case.problem for case in cases if case.problem.op == "gemm"]
     assert [problem.prepared for problem in gemms] == [False, True, True, True]
     assert [problem.b.granularity for problem in gemms if problem.b] == [
