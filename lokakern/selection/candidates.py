@@ -356,10 +356,10 @@ def _errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -
 
     Errors measured here at the problem come first, then those at another n, then imported ones.
     """
-    from lokakern.registry.schema.row_keys import problem_key
+    from lokakern.registry.schema.row_keys import key_of
 
     facts, memory = evidence.facts, evidence.memory
-    asked = problem_key(evidence.asked(problem))
+    asked = key_of(evidence.asked(problem))
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
     if place in memory:
         return memory[place]
@@ -386,10 +386,10 @@ def _wrong(
 
     If errors of another n are used, at any n. One measured here comes before an imported one.
     """
-    from lokakern.registry.schema.row_keys import problem_key
+    from lokakern.registry.schema.row_keys import key_of
 
     stored = evidence.asked(problem)
-    places = [(problem_key(stored), "")]
+    places = [(key_of(stored), "")]
     if other_n:
         places += [(key, f" at n={n}") for n, key in evidence.facts.accuracies_like(stored)]
     heard = None

@@ -20,7 +20,7 @@ import torch
 
 from lokakern.errors import LokakernError, MeasurementError
 from lokakern.problems import make_problem
-from lokakern.registry.schema.row_keys import problem_from_row, problem_row
+from lokakern.registry.schema.row_keys import from_row, row_of
 from lokakern.types import Device, Layout, Operand, Problem, alignment_of
 
 LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; a larger file is begun anew
@@ -64,7 +64,7 @@ def save() -> None:
 
 
 def _plain(problem: Problem) -> dict[str, Any]:
-    return {name: value for name, value in problem_row(problem).items() if name != "key"}
+    return {name: value for name, value in row_of(problem).items() if name != "key"}
 
 
 _UNREADABLE = (
@@ -73,7 +73,7 @@ _UNREADABLE = (
 
 
 def _problem_of(row: dict[str, Any]) -> Problem:
-    problem = problem_from_row(row)
+    problem = from_row(Problem, row)
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "batch": problem.batch}
     if any(type(size) is not int or size < 1 for size in sizes.values()):
         raise ValueError(f"sizes are {sizes}")

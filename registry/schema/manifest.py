@@ -19,7 +19,7 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import now_utc_ms
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sqlite_file import SCHEMA_VERSION
-from lokakern.types import Device
+from lokakern.types import Device, Environment
 from lokakern.version import __version__
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def manifest_of(path: Path, name: str, rows: Rows, digest: str, device: Device) 
         rows_digest=digest,
         schema_version=SCHEMA_VERSION,
         device=asdict(device),
-        environments=[asdict(row_keys.environment_from_row(row)) for row in named["environment"]],
+        environments=[asdict(row_keys.from_row(Environment, row)) for row in named["environment"]],
         kernels=[{"name": row["name"], "digest": row["digest"]} for row in named["kernel"]],
         suites=sorted({row["suite"] for row in named["run"]}),
         counts={name: len(rows[name]) for name in TABLES},

@@ -16,6 +16,7 @@ from lokakern.registry.locks import private_folder
 from lokakern.registry.quarantine import Tier, Waiting, place_for, waiting_for
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_beside
+from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.sharing.validate import Checked, check
@@ -269,7 +270,7 @@ def _changed(checked: Checked) -> tuple[str, ...]:
         for number, row in checked.dimensions["kernel"].items()
         if number in checked.used["kernel"]
     ]
-    kernels = [row_keys.kernel_from_row(row) for row in rows]
+    kernels = [row_keys.from_row(KernelRow, row) for row in rows]
     return tuple(sorted({kernel.name for kernel in kernels if not is_current(kernel)}))
 
 

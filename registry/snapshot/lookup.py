@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.freshness import is_current
@@ -18,6 +18,7 @@ from lokakern.types import Device, Environment, Problem
 if TYPE_CHECKING:
     from lokakern.registry.quarantine import Doubts
 
+T = TypeVar("T", bound=row_keys.Entity)
 UPPERS = (
     "row_err_upper",
     "row_p99_upper",
@@ -26,6 +27,7 @@ UPPERS = (
     "mean_shift_upper",
     "kernel_err",
 )
+_SHARED = ("environment", "status", "reason", "run", "measured_utc_ms")
 _LATENCIES = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
 
 
@@ -47,7 +49,7 @@ class Lookup:
         self._facts = rows if isinstance(rows, Facts) else Facts([image_of_rows(rows)])
         self._columns = self._facts.columns
         self._by_key = self._facts.dimensions
-        self._built: dict[str, dict[str, Any]] = {name: {} for name in self._by_key}
+        self._built: dict[type, dict[str, Any]] = {}
         self._place = {
             name: {column: place for place, column in enumerate(columns)}
             for name, columns in self._columns.items()
@@ -61,22 +63,19 @@ class Lookup:
     @cached_property
     def devices(self) -> list[Device]:
         """Devices anything was timed on, by vendor, product and partition."""
-        found = (self._device(key) for key in self._by_key["device"])
+        found = (self._entity(Device, key) for key in self._by_key["device"])
         return sorted(found, key=lambda d: (d.vendor, d.product, d.partition != "none", str(d)))
 
     @cached_property
     def kernels(self) -> list[KernelRow]:
         """Kernels anything is known of, each state of their source, by name and digest."""
-        found = (
-            self._dimension("kernel", key, row_keys.kernel_from_row)
-            for key in self._by_key["kernel"]
-        )
+        found = (self._entity(KernelRow, key) for key in self._by_key["kernel"])
         return sorted(found, key=lambda row: (row.name, row.digest))
 
     @cached_property
     def distributions(self) -> list[DistributionRow]:
         """Distributions anything was measured under, by name and parameters."""
-        found = (self._distribution(key) for key in self._by_key["distribution"])
+        found = (self._entity(DistributionRow, key) for key in self._by_key["distribution"])
         return sorted(found, key=lambda d: (d.name, d.parameters, d.realistic))
 
     @cached_property
@@ -90,11 +89,10 @@ class Lookup:
         Raises:
             DatabaseError: There is none of that key.
         """
-        found: Environment = self._dimension("environment", key, row_keys.environment_from_row)
-        return found
+        return self._entity(Environment, key)
 
     def _is_current(self, key: str) -> bool:
-        return is_current(self._dimension("kernel", key, row_keys.kernel_from_row))
+        return is_current(self._entity(KernelRow, key))
 
     def _tier(self, name: str, key: str) -> str:
         return self._doubts.tier_of(name, key) if self._doubts else ""
@@ -107,79 +105,71 @@ class Lookup:
         place = self._place[name][column]
         return {key: row[place] for key, row in self._by_key[name].items()}
 
-    def _dimension(
-        self, name: str, key: str, build: Callable[[Mapping[str, row_keys.Value]], Any]
-    ) -> Any:
-        built = self._built[name]
-        if key not in built:
-            row = self._by_key[name].get(key)
-            if row is None:
-                raise DatabaseError(f"{name} {key!r} is in no database read")
-            built[key] = build(dict(zip(self._columns[name], row, strict=True)))
-        return built[key]
+    def _entity(self, kind: type[T], key: str) -> T:
+        """The device, environment, kernel, problem or distribution of a key.
 
-    def _device(self, key: str) -> Device:
-        found: Device = self._dimension("device", key, row_keys.device_from_row)
+        Raises:
+            DatabaseError: There is none.
+        """
+        built = self._built.setdefault(kind, {})
+        found: T | None = built.get(key)
+        if found is None:
+            row = self._row(row_keys.TABLE_OF[kind], key)
+            found = built[key] = row_keys.from_row(kind, row)
         return found
 
-    def _problem(self, key: str) -> Problem:
-        found: Problem = self._dimension("problem", key, row_keys.problem_from_row)
-        return found
+    def _row(self, name: str, key: str) -> dict[str, Any]:
+        row = self._by_key[name].get(key)
+        if row is None:
+            raise DatabaseError(f"{name} {key!r} is in no database read")
+        return dict(zip(self._columns[name], row, strict=True))
 
-    def _distribution(self, key: str) -> DistributionRow:
-        build = row_keys.distribution_from_row
-        found: DistributionRow = self._dimension("distribution", key, build)
-        return found
+    @cached_property
+    def _runs(self) -> dict[str, dict[str, Any]]:
+        return {key: self._row("run", key) for key in self._by_key["run"]}
+
+    def _shared(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that cells of timings and accuracies share."""
+        run = self._runs[row["run"]]
+        return {
+            "kernel": self._entity(KernelRow, row["kernel"]),
+            "grade": run["grade"],
+            "started_utc_ms": run["started_utc_ms"],
+            "tier": self._tier(name, row["key"]),
+            **{column: row[column] for column in _SHARED},
+        }
 
     def _timing_cell(self, values: tuple[Any, ...]) -> TimingCell:
         row = dict(zip(self._columns["timing"], values, strict=True))
-        run = self._dimension("run", row["run"], dict)
         return TimingCell(
-            kernel=self._dimension("kernel", row["kernel"], row_keys.kernel_from_row),
-            problem=self._problem(row["problem"]),
-            distribution=self._distribution(row["distribution"]).name,
-            environment=row["environment"],
-            grade=run["grade"],
-            status=row["status"],
-            reason=row["reason"],
+            problem=self._entity(Problem, row["problem"]),
+            distribution=self._entity(DistributionRow, row["distribution"]).name,
             **_metrics("timing", row, (*_LATENCIES, "kernel_err")),
             replay_count=row["replay_count"] or 0,
-            run=row["run"],
-            started_utc_ms=run["started_utc_ms"],
-            measured_utc_ms=row["measured_utc_ms"],
-            tier=self._tier("timing", row["key"]),
+            **self._shared("timing", row),
         )
 
     def _accuracy_cell(self, values: tuple[Any, ...]) -> AccuracyCell:
         row = dict(zip(self._columns["accuracy"], values, strict=True))
-        run = self._dimension("run", row["run"], dict)
-        distribution = self._distribution(row["distribution"])
+        distribution = self._entity(DistributionRow, row["distribution"])
         return AccuracyCell(
-            kernel=self._dimension("kernel", row["kernel"], row_keys.kernel_from_row),
             distribution=distribution.name,
             parameters=distribution.parameters,
             realistic=distribution.realistic,
-            environment=row["environment"],
-            grade=run["grade"],
             seed=row["seed"],
-            status=row["status"],
-            reason=row["reason"],
             **_metrics("accuracy", row, UPPERS),
-            run=row["run"],
-            started_utc_ms=run["started_utc_ms"],
-            measured_utc_ms=row["measured_utc_ms"],
-            tier=self._tier("accuracy", row["key"]),
+            **self._shared("accuracy", row),
         )
 
     def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
         row = dict(zip(self._columns["test_result"], values, strict=True))
-        run = self._dimension("run", row["run"], dict)
-        kernel = self._dimension("kernel", row["kernel"], row_keys.kernel_from_row)
+        run = self._runs[row["run"]]
+        kernel = self._entity(KernelRow, row["kernel"])
         kept = {name: value for name, value in row.items() if name not in ("key", "kernel")}
         return TestResultCell(kernel=kernel, started_utc_ms=run["started_utc_ms"], **kept)
 
 
-def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, float]:
+def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, Any]:
     missing = [metric for metric in metrics if row[metric] is None]
     if missing and row["status"] == "ok":
         raise DatabaseError(

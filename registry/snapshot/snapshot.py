@@ -23,6 +23,7 @@ import numpy as np
 
 from lokakern.errors import DeviceError
 from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.records import DistributionRow
 from lokakern.registry.schema.row_keys import family_key
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.snapshot.facts import Facts, Row
@@ -137,7 +138,7 @@ class Snapshot(Lookup):
         variants = {
             key: found.parameters
             for key in self._by_key["distribution"]
-            if (found := self._distribution(key)).name == name
+            if (found := self._entity(DistributionRow, key)).name == name
         }
         if len({*variants.values()}) > 1:
             all_good = _kept(self._good, architecture, lambda: self._read_good_on(architecture))
@@ -163,7 +164,7 @@ class Snapshot(Lookup):
         }
 
         def newest(row: _Good) -> tuple[bool, int, str]:
-            parameters = self._distribution(row.distribution).parameters
+            parameters = self._entity(DistributionRow, row.distribution).parameters
             return row.is_trusted, row.started_utc_ms, parameters
 
         return sorted(found, key=newest, reverse=True)
@@ -202,14 +203,14 @@ class Snapshot(Lookup):
         }
         problems = set()
         for key in self._by_key["problem"]:
-            found = self._problem(key)
+            found = self._entity(Problem, key)
             its = (found.op, found.a.format, found.a.layout, found.out_format)
             if its == form and found.n >= fewest:
                 problems.add(key)
         worst: dict[str, float] = {}
         columns = ("key", "kernel", "problem", *UPPERS)
         for distribution in self._by_key["distribution"]:
-            if self._distribution(distribution).name != name:
+            if self._entity(DistributionRow, distribution).name != name:
                 continue
             good = {"distribution": distribution, "status": "ok"}
             for key, kernel, problem, *bounds in self._facts.picked("accuracy", columns, **good):
@@ -247,12 +248,12 @@ class Snapshot(Lookup):
         return max(
             matches,
             key=lambda d: (
-                trusted[d] > 0, d.partition == "none", trusted[d], row_keys.device_key(d),
+                trusted[d] > 0, d.partition == "none", trusted[d], row_keys.key_of(d),
             ),
         )  # fmt: skip
 
     def _trusted_timings(self, device: Device) -> int:
-        on_it = {"device": row_keys.device_key(device)}
+        on_it = {"device": row_keys.key_of(device)}
         doubted = 0
         if self._doubts:
             keys = (key for (key,) in self._facts.picked("timing", ["key"], **on_it))
@@ -268,7 +269,7 @@ class Snapshot(Lookup):
             regime: "graph-cold", "graph-hot" or "eager".
         """
         problems = self._families.get(tuple(json.loads(family)), ())
-        asked = (row_keys.device_key(device), regime)
+        asked = (row_keys.key_of(device), regime)
         where = self._picker("timing", "device", "regime")
         rows = self._facts.at("timing", problems)
         return sorted(
@@ -283,16 +284,16 @@ class Snapshot(Lookup):
         """
         problems = self._shapes.get((problem.op, problem.n, problem.k), ())
         pick = self._picker("timing", "device", "status", "kernel", "problem", "regime")
-        here = row_keys.device_key(device)
+        here = row_keys.key_of(device)
         return {
-            (replace(self._problem(key), m=0), regime)
+            (replace(self._entity(Problem, key), m=0), regime)
             for where, status, kernel, key, regime in map(pick, self._facts.at("timing", problems))
             if (where, status) == (here, "ok") and self._is_current(kernel)
         }
 
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""
-        key = row_keys.device_key(device)
+        key = row_keys.key_of(device)
         yield from map(self._timing_cell, self._facts.rows("timing", device=key, regime=regime))
 
     def accuracy_cells(
@@ -313,7 +314,7 @@ class Snapshot(Lookup):
     def _accuracies_by_form(self) -> dict[tuple[Any, ...], list[tuple[int, str]]]:
         found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
         for key in {key for (key,) in self._facts.picked("accuracy", ["problem"])}:
-            problem = self._problem(key)
+            problem = self._entity(Problem, key)
             found.setdefault(_without_n(problem), []).append((problem.n, key))
         return found
 
@@ -355,7 +356,7 @@ class Snapshot(Lookup):
         found = {*self._facts.picked("timing", ("kernel", "device", "status", "reason"))}
         name_of, digest_of = self._column("kernel", "name"), self._column("kernel", "digest")
         return {
-            (name_of[kernel], digest_of[kernel], self._device(device), status, reason)
+            (name_of[kernel], digest_of[kernel], self._entity(Device, device), status, reason)
             for kernel, device, status, reason in found
         }
 
@@ -417,7 +418,7 @@ class Snapshot(Lookup):
         digest_of = self._column("kernel", "digest")
         last: dict[Row, tuple[int, str]] = {}
         for name, place, here in (
-            ("timing", "device", row_keys.device_key(device)),
+            ("timing", "device", row_keys.key_of(device)),
             ("accuracy", "architecture", device.architecture),
         ):
             there = {"environment": environment_key, place: here}

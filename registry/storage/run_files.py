@@ -191,7 +191,7 @@ class RunFile:
             DatabaseError: A value is impossible, or this run has timed the same already.
         """
         parts = _parts(kernel, problem, distribution, environment)
-        parts["device"] = row_keys.device_row(device)
+        parts["device"] = row_keys.row_of(device)
         row = {name: part["key"] for name, part in parts.items()}
         return self._add("timing", parts, {**row, "regime": regime, **asdict(record)})
 
@@ -243,7 +243,7 @@ class RunFile:
         """
         parts = {
             "kernel": _kernel_part(kernel),
-            "environment": row_keys.environment_row(environment),
+            "environment": row_keys.row_of(environment),
         }
         row: dict[str, Any] = {name: part["key"] for name, part in parts.items()}
         row |= {"architecture": architecture, "suite": suite, "status": record.status}
@@ -331,15 +331,15 @@ def _parts(
 ) -> dict[str, row_keys.Row]:
     return {
         "kernel": _kernel_part(kernel),
-        "problem": row_keys.problem_row(problem),
-        "distribution": row_keys.distribution_row(distribution),
-        "environment": row_keys.environment_row(environment),
+        "problem": row_keys.row_of(problem),
+        "distribution": row_keys.row_of(distribution),
+        "environment": row_keys.row_of(environment),
     }
 
 
 def _kernel_part(kernel: Kernel | KernelRow) -> row_keys.Row:
     known = kernel if isinstance(kernel, KernelRow) else KernelRow.of(kernel)
-    return row_keys.kernel_row(known)
+    return row_keys.row_of(known)
 
 
 def _delete_run(path: Path) -> None:

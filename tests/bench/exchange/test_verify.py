@@ -17,7 +17,7 @@ from lokakern.measure import operands
 from lokakern.registry.quarantine import Tier, imports_folder, waiting_for
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import TimingRecord
-from lokakern.registry.schema.row_keys import distribution_key, problem_key
+from lokakern.registry.schema.row_keys import key_of
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.sharing.import_merge import import_file
 from lokakern.registry.storage.reader import Rows, read_rows
@@ -128,10 +128,10 @@ def as_measured_here(
     def run_tasks(tasks: dict[int, Task], done: Any, _died: Any, **_: Any) -> bool:
         for number, task in list(tasks.items()):
             assert isinstance(task, TimingTask)
-            distribution = distribution_key(distribution_row(task.case.distribution))
+            distribution = key_of(distribution_row(task.case.distribution))
             records = []
             for name in task.kernels:
-                us = factors(name) * times[name, problem_key(task.case.problem), distribution]
+                us = factors(name) * times[name, key_of(task.case.problem), distribution]
                 records.append(TimingRecord(
                     status="ok", latency_us_p20=us, latency_us_p50=us, latency_us_p80=us * spread,
                     replay_count=9, void_count=0, calls_per_replay=1, kernel_err=0.1,
@@ -308,7 +308,7 @@ def test_what_cannot_be_measured_here_waits(
     measured: Rows, mine: Path, command: Callable[..., Ran]
 ) -> None:
     """Times of another GPU, errors of another FP8 format, failures: none can be found out here."""
-    h200 = row_keys.device_row(Device("nvidia", "NVIDIA H200", "sm_90", 132, 140))
+    h200 = row_keys.row_of(Device("nvidia", "NVIDIA H200", "sm_90", 132, 140))
     changes = {"device": h200["key"], "regime": "graph-cold", "latency_us_p20": 1e3,
                "latency_us_p50": 1e3, "latency_us_p80": 1e3}  # fmt: skip
     timing = changed(measured, "timing", lambda _: changes)
