@@ -129,7 +129,7 @@ def small_rows() -> Rows:
         facts["accuracy"].append({"key": row_keys.row_key("accuracy", row), **row})
     for i, kernel in enumerate(dimensions["kernel"]):
         failed = dataclasses.replace(TESTED, failed_count=i, reason="1 > 0.5" if i else "")
-        row = {"run": run["key"], "kernel": kernel["key"], "suite": "tests/kernels/test_kernels.py"}
+        row = {"run": run["key"], "kernel": kernel["key"], "suite": "tests/test_kernels.py"}
         row |= {"architecture": "sm_90", "environment": dimensions["environment"][0]["key"]}
         row |= {**dataclasses.asdict(failed), "status": failed.status}
         facts["test_result"].append({"key": row_keys.row_key("test_result", row), **row})
