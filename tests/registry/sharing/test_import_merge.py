@@ -13,12 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from msgspec import structs
 
 from lokakern.bench.cli.main import app
 from lokakern.bench.exchange.export import export
@@ -26,7 +26,7 @@ from lokakern.errors import DatabaseError
 from lokakern.registry import freshness
 from lokakern.registry.quarantine import Tier, waiting_for
 from lokakern.registry.schema import manifest
-from lokakern.registry.schema.manifest import FIELDS, Manifest, manifest_beside, place_of, text_of
+from lokakern.registry.schema.manifest import manifest_beside, place_of, text_of
 from lokakern.registry.schema.row_keys import FACT_IDENTITY, fact_keys, row_key
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sharing import validate
@@ -177,7 +177,6 @@ def test_a_manifest_says_what_the_file_holds(exported: Path, tmp_path: Path) -> 
     assert [kernel["name"] for kernel in found.kernels] == ["torch.bf16", "cuda.gemm_row"]
     assert found.environments[0]["torch"] == "2.9.0"
     assert import_file(exported, tmp_path / "in.sqlite", trusted=True).added["timing"] == 4
-    assert [part.name for part in fields(Manifest)] == list(FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +186,11 @@ def test_a_manifest_says_what_the_file_holds(exported: Path, tmp_path: Path) -> 
         ({"bytes": 1}, "bytes is [0-9]+; expected 1,"),
         ({"schema_version": 2}, "schema_version is 3; expected 2"),
         ({"counts": {**NOTHING, "timing": 5}}, "counts of .* is"),
-        ({"counts": {"timing": 5}}, "counts is .*; expected dict: rows, by table"),
-        ({"format": "lokakern manifest 2"}, 'format is .*; expected str: "lokakern manifest 1"'),
-        ({"created_utc_ms": True}, "created_utc_ms is True; expected int"),
-        ({"file": "../x"}, "file is '../x'"),
-        ({"more": 1}, "expected an object of format, file, sha256"),
+        ({"counts": {"timing": 5}}, "counts must have the fields accuracy, .* timing"),
+        ({"format": "lokakern manifest 2"}, "Invalid enum value .*format"),
+        ({"created_utc_ms": True}, "Expected `int`, got `bool` - at .*created_utc_ms"),
+        ({"file": "../x"}, r"Expected `str` matching regex .* - at `\$.file`"),
+        ({"more": 1}, "unknown field `more`"),
     ],
 )
 def test_a_manifest_of_another_file_is_refused(
@@ -204,7 +203,9 @@ def test_a_manifest_of_another_file_is_refused(
     assert not (tmp_path / "in.sqlite").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff", b"[]", b"x" * (4 << 20) + b"y"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 100_000, b"\xff", b"[]", b'{"file": "\xff"}', b"x" * (4 << 20) + b"y"]
+)
 def test_what_is_no_manifest_is_refused(exported: Path, content: bytes) -> None:
     place_of(exported).write_bytes(content)
     with pytest.raises(DatabaseError, match=r"manifest .*(JSON|object|larger)"):
@@ -215,7 +216,7 @@ def test_a_manifest_goes_both_ways(exported: Path) -> None:
     content = place_of(exported).read_bytes()
     found = manifest.parse(content, "x")
     assert text_of(found).encode() == content
-    assert asdict(found) == json.loads(content)
+    assert structs.asdict(found) == json.loads(content)
 
 
 def test_the_description_of_the_database_is_current() -> None:
