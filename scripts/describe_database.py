@@ -17,8 +17,7 @@ from lokakern.registry.schema.manifest import ENDING, Manifest
 from lokakern.registry.schema.row_keys import FACT_IDENTITY
 from lokakern.registry.schema.tables import COLUMNS, TABLES, Base, Key
 from lokakern.registry.schema.value_rules import constraints_of, rules_of
-from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION
-from lokakern.registry.storage.reader import READERS
+from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION, VERSIONS
 
 _JSON_TYPES = {int: "integer", dict: "object", list: "list"}
 PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
@@ -26,7 +25,7 @@ PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
 
 def text() -> str:
     """What registry/README.md must say."""
-    versions = ", ".join(map(str, READERS))
+    versions = ", ".join(map(str, VERSIONS))
     parts = [
         "# The database",
         "<!-- Written by scripts/describe_database.py from registry/schema. -->",

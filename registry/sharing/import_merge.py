@@ -37,7 +37,7 @@ from lokakern.registry.storage.merge import (
     own_part,
     write_union,
 )
-from lokakern.registry.storage.reader import READERS, Rows, Source, resolve
+from lokakern.registry.storage.reader import Rows, Source, read_tables, resolve
 from lokakern.registry.storage.writer import (
     locked,
     publish,
@@ -324,7 +324,7 @@ def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
         DatabaseError: It cannot be read, or has an invalid row.
     """
     with checked_file(source, guards) as (opened, _):
-        return READERS[opened.version](opened.connection)
+        return read_tables(opened.connection, opened.version)
 
 
 @contextmanager

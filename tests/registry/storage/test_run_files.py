@@ -24,8 +24,9 @@ from lokakern.numerics import Errors
 from lokakern.registry.schema import row_keys, tables
 from lokakern.registry.schema.records import canonical_seeds
 from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.sqlite_file import VERSIONS
 from lokakern.registry.storage.merge import insert_missing
-from lokakern.registry.storage.reader import READERS, check_server, read_rows
+from lokakern.registry.storage.reader import check_server, read_rows, read_tables
 from lokakern.registry.storage.run_files import (
     AccuracyRecord,
     DistributionRow,
@@ -500,13 +501,13 @@ def test_merging_into_a_server(tmp_path: Path) -> None:
     assert (report.added["timing"], report.known["timing"], report.added["kernel"]) == (2, 1, 2)
     both = rows_of([(0, 1, 0), (1, 2, 0), (2, 3, 1), (0, 9, 2)])
     with engine.connect() as connection:
-        found = READERS[tables.SCHEMA_VERSION](connection)
+        found = read_tables(connection, tables.SCHEMA_VERSION)
     assert {n: set(r) for n, r in found.items()} == {n: set(r) for n, r in both.items()}
     bad = edited(rows_of([(0, 1, 0), (3, 3, 2)]), "timing", kernel_err=1.0)
     with pytest.raises(DatabaseError, match="two contents"):
         insert_missing(engine, bad)
     with engine.connect() as connection:
-        kept = READERS[tables.SCHEMA_VERSION](connection)
+        kept = read_tables(connection, tables.SCHEMA_VERSION)
     assert kept == found, "nothing of a refused merge stays"
 
 
@@ -542,7 +543,7 @@ def test_passwords_are_not_shown() -> None:
 
 def test_released_schema_versions_stay_readable() -> None:
     """A fixture of every released version stays."""
-    assert set(READERS) == set(FIXTURES), "add a fixture for the new version"
+    assert set(VERSIONS) == set(FIXTURES), "add a fixture for the new version"
     present = {name: sorted(rows) for name, rows in small_rows().items()}
     assert read_rows(FIXTURES[3]) == read_rows(FIXTURES[2]) == present
     assert read_rows(FIXTURES[1]) == {**present, "test_result": []}
