@@ -26,7 +26,7 @@ from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen import file_format
 from lokakern.selection.frozen.lookup import Choices, Weight
-from lokakern.selection.neighbors import measured_instead, sizes_of
+from lokakern.selection.misses import measured_instead, sizes_of
 from lokakern.selection.table import LooseTable, Table
 from lokakern.selection.weight_forms import FORMS, with_weight
 from lokakern.types import (

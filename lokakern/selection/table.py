@@ -12,7 +12,7 @@ from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time, within_noise
-from lokakern.selection.neighbors import sizes_of
+from lokakern.selection.misses import sizes_of
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, alignment_of
 
 
