@@ -100,7 +100,7 @@ class Table:
     def rests_on_imports(self) -> bool:
         """Whether an unverified import may have changed a choice."""
         return any(
-            c.has_doubts or (not c.errors_verified and c.name in self.winners)
+            c.has_unverified or (not c.errors_verified and c.name in self.winners)
             for c in self.candidates
         )
 

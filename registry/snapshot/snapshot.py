@@ -33,7 +33,7 @@ from lokakern.registry.sqlite_file import FACTS, KEY_BYTES, STATUSES
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
-    from lokakern.registry.quarantine import Doubts
+    from lokakern.registry.quarantine import QuarantinedRows
 
 __all__ = [
     "AccuracyCell",
@@ -90,10 +90,10 @@ class Snapshot:
         self,
         rows: Mapping[str, Sequence[Row]] | Facts,
         sources: Sequence[str] = (),
-        doubts: Doubts | None = None,
+        quarantined: QuarantinedRows | None = None,
     ) -> None:
         self.sources = tuple(sources)
-        self._doubts = doubts or None
+        self._quarantined = quarantined or None
         self._facts = rows if isinstance(rows, Facts) else Facts([image_of_rows(rows)])
         self._columns = self._facts.columns
         self._by_key = self._facts.dimensions
@@ -114,9 +114,9 @@ class Snapshot:
         return f"Snapshot({counts} rows of {', '.join(self.sources) or 'no file'})"
 
     @property
-    def has_doubts(self) -> bool:
+    def has_quarantined(self) -> bool:
         """Whether any row is in quarantine."""
-        return self._doubts is not None
+        return self._quarantined is not None
 
     @cached_property
     def devices(self) -> list[Device]:
@@ -153,7 +153,7 @@ class Snapshot:
         return is_current(self._entity(KernelRow, key))
 
     def _tier(self, name: str, key: str) -> str:
-        return self._doubts.tier_of(name, key) if self._doubts else ""
+        return self._quarantined.tier_of(name, key) if self._quarantined else ""
 
     def _picker(self, name: str, *columns: str) -> Callable[[Row], Row]:
         """What gives some columns of a row, at least two."""
@@ -230,7 +230,7 @@ class Snapshot:
     def digest(self) -> str:
         """SHA-256, in hex, of the sorted rows; equal to `database_digest` of the merged files.
 
-        Where something waits to be verified also of what, since dispatch makes a difference.
+        With quarantined rows it covers their keys too, because dispatch ranks them last.
         """
         from lokakern.registry.storage.reader import by_key, sorted_digest
 
@@ -238,21 +238,21 @@ class Snapshot:
         with without_garbage_collection():
             facts = {name: self._facts.rows(name) for name in FACTS}
             rows = sorted_digest({**dimensions, **facts})
-        if self._doubts is None:
+        if self._quarantined is None:
             return rows
-        return hashlib.sha256(f"{rows} {self._doubts.digest}".encode()).hexdigest()
+        return hashlib.sha256(f"{rows} {self._quarantined.digest}".encode()).hexdigest()
 
     @cached_property
     def keys_digest(self) -> str:
         """SHA-256, in hex, of what `digest` is of, but of keys only: of a million in 0.1 s.
 
-        What was measured has one key, whoever has it: a key is of a run, of which there is one.
+        Equal measurements have equal keys in all databases: a key contains the run.
         """
         digest = hashlib.sha256()
         for name in FACTS:
             digest.update(name.encode() + self._facts.keys(name))
-        if self._doubts is not None:
-            digest.update(self._doubts.digest.encode())
+        if self._quarantined is not None:
+            digest.update(self._quarantined.digest.encode())
         return digest.hexdigest()
 
     def unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
@@ -293,7 +293,7 @@ class Snapshot:
     def _read_good_on(self, architecture: str) -> list[_Good]:
         """Good accuracies but for their numbers, trusted ones first and then the newest."""
         started = self._column("run", "started_utc_ms")
-        columns = ("run", "distribution", "kernel", *(["key"] if self._doubts else []))
+        columns = ("run", "distribution", "kernel", *(["key"] if self._quarantined else []))
         good = self._facts.picked("accuracy", columns, architecture=architecture, status="ok")
         found = {
             _Good(
@@ -393,11 +393,11 @@ class Snapshot:
 
     def _trusted_timings(self, device: Device) -> int:
         on_it = {"device": row_keys.key_of(device)}
-        doubted = 0
-        if self._doubts:
+        quarantined = 0
+        if self._quarantined:
             keys = (key for (key,) in self._facts.picked("timing", ["key"], **on_it))
-            doubted = self._doubts.count("timing", keys)
-        return self._facts.count("timing", **on_it) - doubted
+            quarantined = self._quarantined.count("timing", keys)
+        return self._facts.count("timing", **on_it) - quarantined
 
     def timing_cells(self, device: Device, family: str, regime: str) -> list[TimingCell]:
         """Timings of every kernel and m, by kernel, m and run.
