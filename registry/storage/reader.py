@@ -182,14 +182,8 @@ def read_rows(source: Source) -> Rows:
     if isinstance(found, Path):
         with open_readonly(found) as connection:
             return _read_as(shown(found), connection, version_of(connection))
-    engine = open_server(found)
-    try:
-        with engine.connect() as connection:
-            return _read_as(shown(found), connection, check_server(connection))
-    except SQLAlchemyError as error:
-        raise DatabaseError(f"database {shown(found)} cannot be read: {short(error)}") from error
-    finally:
-        engine.dispose()
+    with _connected(found) as connection:
+        return _read_as(shown(found), connection, check_server(connection))
 
 
 def _read_as(name: str, connection: Connection, version: int) -> Rows:
@@ -212,6 +206,19 @@ def open_server(url: URL) -> Engine:
             f"database {shown(url)} has no driver here: {error}; install it (pip install "
             "'psycopg[binary]' for postgresql+psycopg)"
         ) from error
+
+
+@contextmanager
+def _connected(url: URL) -> Iterator[Connection]:
+    """A connection to a server, for reading."""
+    engine = open_server(url)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except SQLAlchemyError as error:
+        raise DatabaseError(f"database {shown(url)} cannot be read: {short(error)}") from error
+    finally:
+        engine.dispose()
 
 
 def check_server(connection: Connection) -> int:
@@ -258,14 +265,8 @@ def is_there(source: Source) -> bool:
     found = resolve(source)
     if isinstance(found, Path):
         return found.exists()
-    engine = open_server(found)
-    try:
-        with engine.connect() as connection:
-            return sqlalchemy.inspect(connection).has_table("run")
-    except SQLAlchemyError as error:
-        raise DatabaseError(f"database {shown(found)} cannot be read: {short(error)}") from error
-    finally:
-        engine.dispose()
+    with _connected(found) as connection:
+        return sqlalchemy.inspect(connection).has_table("run")
 
 
 def rows_digest(rows: Rows) -> str:
