@@ -116,9 +116,13 @@ def gemm(m: int, n: int = 512, k: int = 512, **fields: Any) -> Problem:
     return make_problem("gemm", (m, n, k), **fields)
 
 
-def measured(*, bf16: float, row: float, m: int = 4096, row_err: float = 0.04) -> list[Any]:
-    problem = gemm(m)
+def measured(
+    *, bf16: float = 20.0, row: float = 10.0, m: int = 4096, row_err: float = 0.04,
+    times: dict[str, Any] | None = None, errors: dict[str, Any] | None = None, **fields: Any,
+) -> list[Any]:  # fmt: skip
+    """Times and errors of two kernels, with other options for the rows of ROW."""
+    problem = gemm(m, **fields)
     return [
         time(BF16, problem, bf16), accuracy(BF16, problem, 0.003),
-        time(ROW, problem, row), accuracy(ROW, problem, row_err),
+        time(ROW, problem, row, **times or {}), accuracy(ROW, problem, row_err, **errors or {}),
     ]  # fmt: skip
