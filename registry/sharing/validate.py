@@ -17,7 +17,12 @@ from lokakern.errors import DatabaseError, LokakernError
 from lokakern.progress import tell
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.schema import row_keys
-from lokakern.registry.schema.records import canonical_json, now_utc_ms
+from lokakern.registry.schema.records import (
+    DistributionRow,
+    KernelRow,
+    canonical_json,
+    now_utc_ms,
+)
 from lokakern.registry.schema.tables import (
     COLUMNS,
     KEYS_IN_BYTES_SINCE,
@@ -197,26 +202,23 @@ def _dimension(opened: Foreign, name: str, rules: Mapping[str, Rule]) -> dict[in
 
 def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) -> None:
     try:
-        if row_keys.row_key(name, row) != key:
-            raise _wrong(opened, name, key, "it does not have the key of its content", "that")
-        if name in row_keys.ENTITIES:
-            row_keys.from_row(row_keys.ENTITIES[name], row)
+        has_its_key = row_keys.row_key(name, row) == key
+        kind = row_keys.ENTITIES.get(name) if has_its_key else None
+        entity = row_keys.from_row(kind, row) if kind is not None else None
     except DatabaseError as error:
-        if str(error).startswith("database "):
-            raise
-        raise _wrong(
-            opened, name, key, str(error).split("; ")[0], "what this lokakern reads"
-        ) from None
-    if name == "problem":
-        reason = _why_no_problem(row_keys.from_row(Problem, row))
+        found, expected = str(error).split("; ")[0], "what this lokakern reads"
+        raise _wrong(opened, name, key, found, expected) from None
+    if not has_its_key:
+        raise _wrong(opened, name, key, "it does not have the key of its content", "that")
+    if isinstance(entity, Problem):
+        reason = _why_no_problem(entity)
         if reason is not None:
             raise _wrong(opened, name, key, reason, "a problem of an op of this lokakern")
-    if name == "distribution" and not _is_canonical(row["parameters"]):
-        found = f"parameters is {_brief(row['parameters'])}"
+    if isinstance(entity, DistributionRow) and not _is_canonical(entity.parameters):
+        found = f"parameters is {_brief(entity.parameters)}"
         raise _wrong(opened, name, key, found, "a JSON object, canonical")
-    if name == "kernel":
-        modules = [module for module in row["modules"].split(",") if module]
-        strange = [module for module in modules if not MODULE.fullmatch(module)]
+    if isinstance(entity, KernelRow):
+        strange = [module for module in entity.modules if not MODULE.fullmatch(module)]
         if strange:
             raise _wrong(opened, name, key, f"modules has {_brief(strange[0])}",
                          "names of files in kernels/, python:... or package:...")  # fmt: skip
