@@ -89,7 +89,8 @@ class Table:
         self.baseline = baseline_name(self.problem)
         self.baseline_kernel = KERNELS.get(self.baseline or "")
         self.m_alignment = alignment_of(self.problem.m)
-        self._freeze()
+        if not self.breakpoints:
+            self._freeze()
 
     @property
     def measured_m(self) -> list[int]:
@@ -296,9 +297,6 @@ class Table:
 
 class FrozenTable(Table):
     """A table read from a file, which has winners without reasons."""
-
-    def _freeze(self) -> None:
-        """Keep the given breakpoints and winners."""
 
     @property
     def measured_m(self) -> list[int]:

@@ -120,11 +120,7 @@ def key_of(entity: Entity) -> str:
 
 def family_key(problem: Problem) -> str:
     """What a problem shares with itself at every other m."""
-    return family_of_row(row_of(problem))
-
-
-def family_of_row(row: Mapping[str, Value]) -> str:
-    """`family_key` of a problem's row."""
+    row = row_of(problem)
     return json.dumps([value for name, value in sorted(row.items()) if name not in {"key", "m"}])
 
 
