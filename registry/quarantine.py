@@ -32,7 +32,7 @@ class Tier(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QuarantinedFile:
     """A file in quarantine, or a rejected one."""
 
     path: Path
@@ -59,10 +59,10 @@ def imports_folder(database: Path) -> Path:
     return real.with_name(real.name + ".imports")
 
 
-def waiting_for(database: Path, tier: Tier = Tier.UNVERIFIED) -> list[Waiting]:
+def quarantined_files(database: Path, tier: Tier = Tier.UNVERIFIED) -> list[QuarantinedFile]:
     """The quarantined imports of a database, by name."""
     folder = imports_folder(database) / tier
-    return [Waiting(path, tier) for path in sorted(folder.glob("*.sqlite"))]
+    return [QuarantinedFile(path, tier) for path in sorted(folder.glob("*.sqlite"))]
 
 
 def place_for(database: Path, sha256: str) -> Path:
@@ -70,19 +70,19 @@ def place_for(database: Path, sha256: str) -> Path:
     return imports_folder(database) / Tier.UNVERIFIED / f"{sha256[:16]}.sqlite"
 
 
-class Doubts:
+class QuarantinedRows:
     """The quarantined facts of several sources, by row: a file may add rows to a known run.
 
     Args:
         trusted: Trusted sources. Their rows are trusted even if a quarantined file has them too.
-        waiting: Quarantined sources.
+        quarantined: Quarantined sources.
     """
 
-    def __init__(self, trusted: Sequence[Image] = (), waiting: Sequence[Image] = ()) -> None:
+    def __init__(self, trusted: Sequence[Image] = (), quarantined: Sequence[Image] = ()) -> None:
         self._keys = {
             name: [
                 without(key_array(part.keys(name)), [key_array(t.keys(name)) for t in trusted])
-                for part in waiting
+                for part in quarantined
             ]
             for name in FACTS
         }
@@ -102,14 +102,13 @@ class Doubts:
     def count(self, name: str, keys: Iterable[str]) -> int:
         """The number of quarantined ones among facts, given by distinct keys as hex digits."""
         asked = key_array(bytes.fromhex("".join(keys)))
-        waiting = without(np.sort(asked), self._keys[name])
-        return len(asked) - len(waiting)
+        return len(asked) - len(without(np.sort(asked), self._keys[name]))
 
     def tier_of(self, name: str, key: str) -> str:
         """The tier of a fact, by its key as hex digits; "" if it is trusted."""
         asked = np.frombuffer(bytes.fromhex(key), dtype=_KEY)
-        waits = any(len(keys) and len(places_of(asked, keys)) for keys in self._keys[name])
-        return Tier.UNVERIFIED if waits else ""
+        is_quarantined = any(len(keys) and len(places_of(asked, keys)) for keys in self._keys[name])
+        return Tier.UNVERIFIED if is_quarantined else ""
 
 
 _KEY = np.dtype(f"S{KEY_BYTES}")

@@ -8,23 +8,24 @@ A test fails while the file is another one.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_origin, get_type_hints
 
 from sqlalchemy import Double, Integer, Table
 
 from lokakern.registry.schema.column_docs import unit_of, what_of
-from lokakern.registry.schema.manifest import ENDING, FIELDS
+from lokakern.registry.schema.manifest import ENDING, Manifest
 from lokakern.registry.schema.row_keys import FACT_IDENTITY
 from lokakern.registry.schema.tables import COLUMNS, TABLES, Base, Key
 from lokakern.registry.schema.value_rules import constraints_of, rules_of
-from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION
-from lokakern.registry.storage.reader import READERS
+from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION, VERSIONS
 
+_JSON_TYPES = {int: "integer", dict: "object", list: "list"}
 PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
 
 
 def text() -> str:
     """What registry/README.md must say."""
-    versions = ", ".join(map(str, READERS))
+    versions = ", ".join(map(str, VERSIONS))
     parts = [
         "# The database",
         "<!-- Written by scripts/describe_database.py from registry/schema. -->",
@@ -44,9 +45,9 @@ def text() -> str:
         "no others; `import FILE` refuses a file whose manifest says something else. The checksum "
         "finds damage; it is no signature.",
         _rows(("field", "type", "what"), [
-            (f"`{name}`", {"str": "text", "int": "integer", "dict": "object", "list": "list"}[
-                kind.__name__], what)
-            for name, (kind, _, what) in FIELDS.items()
+            (f"`{name}`", _JSON_TYPES.get(get_origin(hint.__origin__) or hint.__origin__, "text"),
+             hint.__metadata__[0].description)
+            for name, hint in get_type_hints(Manifest, include_extras=True).items()
         ]),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"

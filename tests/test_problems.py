@@ -16,7 +16,7 @@ from lokakern.problems import (
     scaling_of,
     sums_over_samples,
 )
-from lokakern.registry.schema.row_keys import problem_key
+from lokakern.registry.schema.row_keys import key_of
 from lokakern.types import Format, Granularity, Layout, Operand
 from lokakern.workloads.gemm_cases import grad_input_cases, grad_weight_case
 
@@ -32,8 +32,8 @@ def test_a_batch_is_an_integer_of_at_least_one(batch: Any) -> None:
 def test_a_batch_is_part_of_a_problem() -> None:
     one, many = (make_problem("gemm", (64, 32, 16), batch=batch) for batch in (1, 3))
     assert one == make_problem("gemm", (64, 32, 16))
-    assert problem_key(one) == problem_key(make_problem("gemm", (64, 32, 16)))
-    assert problem_key(one) != problem_key(many)
+    assert key_of(one) == key_of(make_problem("gemm", (64, 32, 16)))
+    assert key_of(one) != key_of(many)
     assert many.bytes_moved == 3 * one.bytes_moved == 3 * 2 * (64 * 16 + 32 * 16 + 64 * 32)
     assert many.flops == 3 * one.flops == 3 * 2 * 64 * 32 * 16
     assert "batch=3" in str(many)

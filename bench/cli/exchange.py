@@ -104,8 +104,8 @@ def import_(
     if any(report.added.values()) and not trust:
         say(f"they are quarantined in {imports_folder(target)} and count with caution until "
             "`verify` has repeated some of the measurements")  # fmt: skip
-    for waiting, words in report.contradicted:
-        say(f"{waiting.path}, {waiting.since}, is quarantined too and differs in the same rows, "
+    for other, words in report.contradicted:
+        say(f"{other.path}, {other.since}, is quarantined too and differs in the same rows, "
             "which dispatch ignores in both files: run `verify`, or remove the edited file "
             f"({words.split('; ')[0]})")  # fmt: skip
     if report.changed_kernels:

@@ -32,10 +32,10 @@ from lokakern.build import prebuild as compiling
 from lokakern.device import current_device
 from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
 from lokakern.registry.register import fp8_format, load_tried
-from lokakern.registry.schema.row_keys import problem_from_row, problem_row
+from lokakern.registry.schema.row_keys import from_row, row_of
 from lokakern.registry.storage.paths import user_database
 from lokakern.selection import dispatcher, misses
-from lokakern.types import Device
+from lokakern.types import Device, Problem
 from lokakern.workloads.filters import parse_condition
 from lokakern.workloads.suite_files import suite_named
 from lokakern.workloads.suites import Case
@@ -269,10 +269,10 @@ def _cases_timed(
         database.collect_runs()
         how = regime.value if regime else dispatcher.default_regime(device)
         found = cases_timed(database.dispatched, device, how)
-        return [(problem_row(case.problem), case.distribution) for case in found]
+        return [(row_of(case.problem), case.distribution) for case in found]
 
     plain = ranks.plan("cases", look)
-    return [Case(problem_from_row(row), distribution) for row, distribution in plain]
+    return [Case(from_row(Problem, row), distribution) for row, distribution in plain]
 
 
 def _cases_of_suite(suite: str, device: Device) -> tuple[list[Case], str]:

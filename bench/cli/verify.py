@@ -57,7 +57,7 @@ def verify(
     anywhere, by emulation, and times on the same GPU type only. Other rows stay quarantined.
     """
     from lokakern.bench.exchange.verify import verify as measure_again
-    from lokakern.registry.quarantine import waiting_for
+    from lokakern.registry.quarantine import quarantined_files
     from lokakern.registry.sharing.import_merge import reject, settle
     from lokakern.registry.snapshot.loading import load_snapshot
     from lokakern.registry.storage.run_files import RunFile
@@ -65,14 +65,14 @@ def verify(
     from lokakern.sweep.plan import harness_digest
 
     found = file_of(db, "--db") if db else user_database()
-    files = waiting_for(found)
+    files = quarantined_files(found)
     if not files:
         say(f"{found}: no quarantined imports")
         return
     if seed is None:
         seed = secrets.randbits(32)
     rejected, failed, printed = False, False, []
-    for waiting in files:
+    for quarantined in files:
         command = f"python -m lokakern.bench verify --count {count} --seed {seed}"
         trusted = load_snapshot(with_shipped(found))
         try:
@@ -81,15 +81,15 @@ def verify(
             )
             with run, terminal.TerminalProgress(quiet=quiet) as progress:
                 verdict = measure_again(
-                    run, waiting, trusted, count=count, seed=seed, time_limit_s=time_limit,
+                    run, quarantined, trusted, count=count, seed=seed, time_limit_s=time_limit,
                     progress=progress,
                 )  # fmt: skip
             if verdict.rejected:
-                reject(waiting, found)
+                reject(quarantined, found)
             else:
-                settle(waiting, found, verdict.accepted, verdict.left)
+                settle(quarantined, found, verdict.accepted, verdict.left)
         except DatabaseError as error:  # the other files may be good
-            say(f"{waiting.path} cannot be verified: {error}; remove it, and import it again")
+            say(f"{quarantined.path} cannot be verified: {error}; remove it, and import it again")
             failed = True
             continue
         finally:

@@ -20,7 +20,7 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.storage.reader import Rows
 from lokakern.selection.candidates import LIMIT_COLUMNS, margin_us, within_noise
-from lokakern.types import Device
+from lokakern.types import Device, Problem
 
 # Errors within 1 % are equal: errors of the same kernel vary as much with the seed.
 ERROR_NOISE = 0.01
@@ -144,7 +144,7 @@ def _cells(
     only = None
     if side.device is not None:
         device = side.device
-        only = row_keys.device_key(device) if where == "device" else device.architecture
+        only = row_keys.key_of(device) if where == "device" else device.architecture
     cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for values in map(pick, side.rows[table]):
         row = dict(zip(names, values, strict=True))
@@ -231,7 +231,7 @@ def rows_of(found: Iterable[Difference], a: Side, b: Side, *, brief: bool) -> li
         for row in side.rows["problem"]:
             if row[0] not in problems:
                 values = dict(zip(COLUMNS["problem"], row, strict=True))
-                problems[row[0]] = str(row_keys.problem_from_row(values))
+                problems[row[0]] = str(row_keys.from_row(Problem, values))
         for table, column in (("distribution", "name"), ("device", "product")):
             names |= {key: name for key, (name,) in _named(side.rows, table, (column,)).items()}
     return [_row(difference, problems, names, brief) for difference in found]

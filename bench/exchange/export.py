@@ -9,6 +9,7 @@ from lokakern.errors import DatabaseError
 from lokakern.registry.freshness import is_current
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_of, place_of, text_of
+from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.facts import Facts
 from lokakern.registry.sqlite_file import FACTS
@@ -60,11 +61,11 @@ def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]
 
 def current_rows(rows: Rows, device: Device) -> Rows:
     """Rows of a device and of kernels whose source has not changed."""
-    where = {"device": row_keys.device_key(device), "architecture": device.architecture}
+    where = {"device": row_keys.key_of(device), "architecture": device.architecture}
     kernels = {
         row[0]
         for row in rows["kernel"]
-        if is_current(row_keys.kernel_from_row(named("kernel", row)))
+        if is_current(row_keys.from_row(KernelRow, named("kernel", row)))
     }
     kept: Rows = {}
     for name in FACTS:

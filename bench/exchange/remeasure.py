@@ -78,8 +78,8 @@ class Foreign:
         self._rows: Rows = dict(rows) | {name: trusted.unknown(name, rows[name]) for name in FACTS}
         self._device = current_device()
         self._parts: dict[str, dict[str, Any]] = {
-            name: {row[0]: build(named(name, row)) for row in rows[name]}
-            for name, build in _BUILD.items()
+            name: {row[0]: row_keys.from_row(kind, named(name, row)) for row in rows[name]}
+            for name, kind in row_keys.ENTITIES.items()
         }
 
     def divided(self, keys: Set[str]) -> tuple[Rows, Rows]:
@@ -159,14 +159,6 @@ class Foreign:
         return min(alike, key=lambda other: (
             other.name != kernel.name, other.accumulation != kernel.accumulation, other.name,
         ), default=None)  # fmt: skip
-
-
-_BUILD = {
-    "kernel": row_keys.kernel_from_row,
-    "problem": row_keys.problem_from_row,
-    "distribution": row_keys.distribution_from_row,
-    "device": row_keys.device_from_row,
-}
 
 
 def _runs(kernel: Kernel, problem: Problem) -> bool:

@@ -23,7 +23,7 @@ from lokakern.bench.exchange.remeasure import ERROR_COLUMNS, ERRORS, TIMES, Fore
 from lokakern.device import current_device, current_environment
 from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.progress import Progress
-from lokakern.registry.quarantine import Waiting
+from lokakern.registry.quarantine import QuarantinedFile
 from lokakern.registry.register import KERNELS, fp8_format, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.registry.sqlite_file import FACTS
@@ -83,7 +83,7 @@ class Verdict:
 
 def verify(
     run: RunFile,
-    waiting: Waiting,
+    imported: QuarantinedFile,
     trusted: Snapshot,
     *,
     count: int,
@@ -95,7 +95,7 @@ def verify(
 
     Args:
         run: Receives the measurements as ordinary rows.
-        waiting: The file.
+        imported: The file.
         trusted: Rows that need no verification.
         count: Problems to time, and errors to measure; at least `FEWEST` of each kind.
         seed: Seed of the selection, which the author of the file must not know.
@@ -103,11 +103,11 @@ def verify(
         progress: Receives the progress.
     """
     load_kernels()
-    foreign = Foreign(read_rows(waiting.path), trusted)
+    foreign = Foreign(read_rows(imported.path), trusted)
     rows = foreign.repeatable()
     asked = _draw(rows, count, random.Random(seed), _known_errors(trusted, rows))
     found = _Again(run, progress or Progress(), time_limit_s).measure(asked)
-    verdict = Verdict(waiting.name, measured=[(row, found[row]) for row in asked if row in found])
+    verdict = Verdict(imported.name, measured=[(row, found[row]) for row in asked if row in found])
     held = _judge(verdict, rows, asked)
     keys = {row.key for row in rows if row.kind in held}
     verdict.accepted, verdict.left = foreign.divided(keys)

@@ -8,7 +8,7 @@ from lokakern.device import current_device
 from lokakern.problems import accuracy_problem
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import fp8_format
-from lokakern.registry.schema.row_keys import family_key, problem_key
+from lokakern.registry.schema.row_keys import family_key, key_of
 from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
 from lokakern.selection.dispatcher import default_regime
 from lokakern.types import Problem
@@ -31,7 +31,7 @@ def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list
     rows = []
     for problem in asked_for:
         found = []
-        asked = problem_key(accuracy_problem(problem, fp8_format(device)))
+        asked = key_of(accuracy_problem(problem, fp8_format(device)))
         for cell in cells.get(problem, ()):
             kernel = cell.kernel
             errors = [

@@ -80,7 +80,7 @@ class Candidate:
     error_unknown: str  # why errors is empty
     unquantized: bool
     errors_verified: bool = True
-    has_doubts: bool = False  # whether any time is unverified
+    has_unverified: bool = False  # whether any time is unverified
     failed_here: frozenset[int] = frozenset()  # the m in `failed` that rest on verified rows
     errors_of_n: int = 0  # the n of the errors, if it is another
     set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
@@ -91,7 +91,7 @@ class Candidate:
         There is none between two measured m if the kernel failed in between. Interpolation between
         verified times comes before an unverified time at m.
         """
-        if self.has_doubts or len(self.failed) > len(self.failed_here):
+        if self.has_unverified or len(self.failed) > len(self.failed_here):
             ours = {x: time for x, time in self.times.items() if time.is_verified}
             found = self._among(ours, m, self.failed_here)
             if found is not None:
@@ -356,21 +356,21 @@ def _errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -
 
     Errors measured here at the problem come first, then those at another n, then imported ones.
     """
-    from lokakern.registry.schema.row_keys import problem_key
+    from lokakern.registry.schema.row_keys import key_of
 
     facts, memory = evidence.facts, evidence.memory
-    asked = problem_key(evidence.asked(problem))
+    asked = key_of(evidence.asked(problem))
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
     if place in memory:
         return memory[place]
     found: Bounds | str = ""
-    for ours_only in (True, False) if facts.has_doubts else (True,):
+    for ours_only in (True, False) if facts.has_quarantined else (True,):
         found = _bounds_or_reason(kernel, problem, asked, evidence, ours_only)
         if isinstance(found, str) and not _is_tried(kernel, asked, evidence, ours_only):
             found = _of_another_n(kernel, problem, evidence, ours_only) or found
         if isinstance(found, Bounds):
             break
-    if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_doubts:
+    if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_quarantined:
         heard = _bounds_or_reason(kernel, problem, asked, evidence, False)
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
@@ -386,10 +386,10 @@ def _wrong(
 
     If errors of another n are used, at any n. One measured here comes before an imported one.
     """
-    from lokakern.registry.schema.row_keys import problem_key
+    from lokakern.registry.schema.row_keys import key_of
 
     stored = evidence.asked(problem)
-    places = [(problem_key(stored), "")]
+    places = [(key_of(stored), "")]
     if other_n:
         places += [(key, f" at n={n}") for n, key in evidence.facts.accuracies_like(stored)]
     heard = None

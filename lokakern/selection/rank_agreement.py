@@ -23,7 +23,7 @@ from lokakern.device import current_environment
 from lokakern.errors import DisagreementError
 from lokakern.registry import libraries
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
-from lokakern.registry.schema.row_keys import device_key
+from lokakern.registry.schema.row_keys import key_of
 from lokakern.types import Device
 
 logger = logging.getLogger("lokakern")
@@ -69,7 +69,7 @@ def compare(store: Store, device: Device, who: str, mine: dict[str, str]) -> Non
         DisagreementError: They differ.
     """
     given = json.dumps({"who": who, **mine})
-    there = json.loads(store.compare_set(f"lokakern/answers/{device_key(device)}", "", given))
+    there = json.loads(store.compare_set(f"lokakern/answers/{key_of(device)}", "", given))
     differing = [name for name in mine if mine[name] != there.get(name)]
     if not differing:
         return

@@ -12,7 +12,7 @@ from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time, within_noise
-from lokakern.selection.neighbors import sizes_of
+from lokakern.selection.misses import sizes_of
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, alignment_of
 
 
@@ -89,7 +89,8 @@ class Table:
         self.baseline = baseline_name(self.problem)
         self.baseline_kernel = KERNELS.get(self.baseline or "")
         self.m_alignment = alignment_of(self.problem.m)
-        self._freeze()
+        if not self.breakpoints:
+            self._freeze()
 
     @property
     def measured_m(self) -> list[int]:
@@ -100,7 +101,7 @@ class Table:
     def rests_on_imports(self) -> bool:
         """Whether an unverified import may have changed a choice."""
         return any(
-            c.has_doubts or (not c.errors_verified and c.name in self.winners)
+            c.has_unverified or (not c.errors_verified and c.name in self.winners)
             for c in self.candidates
         )
 
@@ -296,9 +297,6 @@ class Table:
 
 class FrozenTable(Table):
     """A table read from a file, which has winners without reasons."""
-
-    def _freeze(self) -> None:
-        """Keep the given breakpoints and winners."""
 
     @property
     def measured_m(self) -> list[int]:

@@ -12,13 +12,7 @@ from lokakern.measure.timing import DROP_FACTOR
 from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.registry.schema.records import DistributionRow
-from lokakern.registry.schema.row_keys import (
-    device_key,
-    distribution_key,
-    environment_key,
-    family_key,
-    problem_key,
-)
+from lokakern.registry.schema.row_keys import family_key, key_of
 from lokakern.selection.candidates import TIE_CEILING
 from lokakern.types import Device, Environment, Granularity, Problem
 from lokakern.workloads.distributions import distribution_named
@@ -97,7 +91,7 @@ class Known:
     ) -> None:
         self._snapshot = snapshot
         self._target, self._regime, self._grade = device, regime, grade
-        self._device, self._environment = device_key(device), environment_key(environment)
+        self._device, self._environment = key_of(device), key_of(environment)
         self._retry = retry
 
     def given_up(self, strikes: int) -> dict[str, int]:
@@ -112,8 +106,8 @@ class Known:
         facts = self._snapshot
         if facts is None:
             return False
-        problem = problem_key(job.case.problem)
-        distribution = distribution_key(distribution_row(job.case.distribution))
+        problem = key_of(job.case.problem)
+        distribution = key_of(distribution_row(job.case.distribution))
         return all(
             facts.has_timing(
                 kernel.digest, problem, distribution, self._device, self._environment,
@@ -144,7 +138,7 @@ class Known:
         if facts is None:
             return cell
         asked = (
-            problem_key(cell.problem), distribution_key(distribution_row(cell.distribution)),
+            key_of(cell.problem), key_of(distribution_row(cell.distribution)),
             self._target.architecture, self._environment, cell.seed, self._grade,
         )  # fmt: skip
         if any(facts.has_accuracy(k.digest, *asked, ok_only=True) for k in cell.members):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lokakern.device import devices_here
 from lokakern.errors import UnknownNameError
 from lokakern.measure.accuracy import Cell
-from lokakern.registry.schema.row_keys import problem_key
+from lokakern.registry.schema.row_keys import key_of
 from lokakern.selection.candidates import FRESHNESS, freshness_of
 from lokakern.sweep.resume import Job, distribution_row
 from lokakern.types import Device, Problem
@@ -46,7 +46,7 @@ class Staleness:
         self._local = device in devices_here()
         self._words: dict[tuple[KernelRow, str], str] = {}
         self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
-        self._problem_key = functools.cache(problem_key)  # needed for many classes of each problem
+        self._problem_key = functools.cache(key_of)  # needed for many classes of each problem
         self.timings = [(cell, self._word(cell)) for cell in facts.timings_on(device, regime)]
         self.times: dict[Problem, dict[str, str]] = {}
         for cell, word in self.timings:

@@ -27,7 +27,7 @@ _SAYS = {
     "parameters": "canonical JSON", "realistic": "whether errors are judged on it by default",
     "started_utc_ms": "when the process began", "harness_digest": "of the measuring code",
     "command": "how to do it again", "grade": "`quick` counts only where nothing is `full`",
-    "run": "who measured", "kernel": "what was measured", "problem": "at which problem",
+    "run": "of which process", "kernel": "what was measured", "problem": "at which problem",
     "distribution": "of which values", "device": "on which GPU type",
     "environment": "under which software", "regime": "graph-cold, graph-hot or eager",
     "status": "how it ended", "reason": "why not `ok`; empty where it is",

@@ -8,47 +8,79 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, structs
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import now_utc_ms
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sqlite_file import SCHEMA_VERSION
-from lokakern.types import Device
+from lokakern.types import Device, Environment
 from lokakern.version import __version__
 
 if TYPE_CHECKING:
     from lokakern.registry.sharing.untrusted import Foreign
     from lokakern.registry.storage.reader import Rows
 
-FORMAT = "lokakern manifest 1"
 ENDING = ".manifest.json"
 LARGEST_BYTES = 4 << 20
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGEST = r"^[0-9a-f]{64}\Z"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a manifest says: see `FIELDS`."""
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of a manifest; the descriptions of its fields are in registry/README.md."""
 
-    format: str
-    file: str
-    sha256: str
-    bytes: int
-    rows_digest: str
-    schema_version: int
-    device: dict[str, Any]
-    environments: list[dict[str, Any]]
-    kernels: list[dict[str, Any]]
-    suites: list[str]
-    counts: dict[str, int]
-    lokakern_version: str
-    created_utc_ms: int
+    format: Annotated[Literal["lokakern manifest 1"], Meta(description='"lokakern manifest 1"')]
+    file: Annotated[
+        str, Meta(pattern=r"^[^/]+\Z", description="name of the file, without its folder")
+    ]
+    sha256: Annotated[
+        str,
+        Meta(
+            pattern=_DIGEST,
+            description="SHA-256 of the file's bytes, 64 hex digits; another version of SQLite "
+            "writes other bytes",
+        ),
+    ]
+    bytes: Annotated[int, Meta(gt=0, description="size of the file")]
+    rows_digest: Annotated[
+        str,
+        Meta(
+            pattern=_DIGEST,
+            description="SHA-256 of the sorted rows, 64 hex digits: the same in every file of "
+            "these rows",
+        ),
+    ]
+    schema_version: Annotated[int, Meta(gt=0, description="version of the tables")]
+    device: Annotated[dict[str, Any], Meta(description="the GPU type, as in table `device`")]
+    environments: Annotated[
+        list[dict[str, Any]],
+        Meta(description="software and power limits, as in table `environment`"),
+    ]
+    kernels: Annotated[
+        list[dict[str, Any]], Meta(description="name and digest of the source of each kernel")
+    ]
+    suites: Annotated[list[str], Meta(description="suites of the runs")]
+    counts: Annotated[dict[str, Annotated[int, Meta(ge=0)]], Meta(description="rows, by table")]
+    lokakern_version: Annotated[str, Meta(description="the lokakern that wrote the file")]
+    created_utc_ms: Annotated[int, Meta(gt=0, description="when it was written, UTC milliseconds")]
+
+    def __post_init__(self) -> None:
+        device, environment = ({*COLUMNS[name]} - {"key"} for name in ("device", "environment"))
+        for name, found, expected in (
+            ("device", [self.device], device),
+            ("environments", self.environments, environment),
+            ("kernels", self.kernels, {"name", "digest"}),
+            ("counts", [self.counts], set(TABLES)),
+        ):
+            if any(row.keys() != expected for row in found):
+                raise ValueError(f"{name} must have the fields {', '.join(sorted(expected))}")
 
     def check_file(self, opened: Foreign) -> None:
         """See that it is the manifest of a file.
@@ -98,14 +130,14 @@ def manifest_of(path: Path, name: str, rows: Rows, digest: str, device: Device) 
         for table in ("environment", "kernel", "run")
     }
     return Manifest(
-        format=FORMAT,
+        format="lokakern manifest 1",
         file=name,
         sha256=hashlib.sha256(content).hexdigest(),
         bytes=len(content),
         rows_digest=digest,
         schema_version=SCHEMA_VERSION,
         device=asdict(device),
-        environments=[asdict(row_keys.environment_from_row(row)) for row in named["environment"]],
+        environments=[asdict(row_keys.from_row(Environment, row)) for row in named["environment"]],
         kernels=[{"name": row["name"], "digest": row["digest"]} for row in named["kernel"]],
         suites=sorted({row["suite"] for row in named["run"]}),
         counts={name: len(rows[name]) for name in TABLES},
@@ -121,7 +153,7 @@ def place_of(path: Path) -> Path:
 
 def text_of(manifest: Manifest) -> str:
     """A manifest as it is written."""
-    return json.dumps(asdict(manifest), indent=1, allow_nan=False) + "\n"
+    return json.dumps(structs.asdict(manifest), indent=1, allow_nan=False) + "\n"
 
 
 def manifest_beside(path: Path) -> Manifest | None:
@@ -151,65 +183,10 @@ def parse(content: bytes, name: str) -> Manifest:
     Raises:
         DatabaseError: It is none, or a field is not what it must be.
     """
-
-    def refuse(words: str) -> DatabaseError:
-        return DatabaseError(
-            f"manifest {name!r}: {words}; remove it to go without, or ask for it again"
-        )
-
     try:
-        found = json.loads(content)
+        return msgspec.json.decode(content, type=Manifest)
     except (ValueError, RecursionError) as error:
-        raise refuse(f"it is no JSON: {error}") from None
-    if not isinstance(found, dict) or found.keys() != FIELDS.keys():
-        raise refuse(f"expected an object of {', '.join(FIELDS)}")
-    for key, (kind, holds, meaning) in FIELDS.items():
-        if type(found[key]) is not kind or not holds(found[key]):
-            raise refuse(f"{key} is {repr(found[key])[:100]}; expected {kind.__name__}: {meaning}")
-    return Manifest(**found)
-
-
-def _is_counts(found: dict[str, Any]) -> bool:
-    return set(found) == set(TABLES) and all(type(n) is int and n >= 0 for n in found.values())
-
-
-def _are_objects(names: set[str]) -> Any:
-    return lambda found: all(isinstance(row, dict) and set(row) == names for row in found)
-
-
-def _is_positive(number: int) -> bool:
-    return number > 0
-
-
-# By field: its type in Python, what else holds of it, and what it says.
-FIELDS: dict[str, tuple[type, Any, str]] = {
-    "format": (str, lambda text: text == FORMAT, f'"{FORMAT}"'),
-    "file": (str, lambda text: text and "/" not in text, "name of the file, without its folder"),
-    "sha256": (
-        str, _DIGEST.fullmatch,
-        "SHA-256 of the file's bytes, 64 hex digits; another version of SQLite writes other bytes",
-    ),
-    "bytes": (int, _is_positive, "size of the file"),
-    "rows_digest": (
-        str, _DIGEST.fullmatch,
-        "SHA-256 of the sorted rows, 64 hex digits: the same in every file of these rows",
-    ),
-    "schema_version": (int, _is_positive, "version of the tables"),
-    "device": (
-        dict, lambda row: set(row) == set(COLUMNS["device"]) - {"key"},
-        "the GPU type, as in table `device`",
-    ),
-    "environments": (
-        list, _are_objects(set(COLUMNS["environment"]) - {"key"}),
-        "software and power limits, as in table `environment`",
-    ),
-    "kernels": (
-        list, _are_objects({"name", "digest"}), "name and digest of the source of each kernel"
-    ),
-    "suites": (
-        list, lambda found: all(isinstance(text, str) for text in found), "suites of the runs"
-    ),
-    "counts": (dict, _is_counts, "rows, by table"),
-    "lokakern_version": (str, lambda _: True, "the lokakern that wrote the file"),
-    "created_utc_ms": (int, _is_positive, "when it was written, UTC milliseconds"),
-}  # fmt: skip
+        raise DatabaseError(
+            f"manifest {name!r}: it is invalid JSON or has an invalid field: {str(error)!r}; "
+            "remove it to go without, or ask for it again"
+        ) from None

@@ -6,16 +6,27 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.types import Device, Environment, Format, Granularity, Operand, Problem
 
-T = TypeVar("T")
+Entity = Device | Environment | KernelRow | Problem | DistributionRow
+T = TypeVar("T", bound=Entity)
 Value = str | int | float | None
 Row = dict[str, Value]
+
+# By table, the type that its rows stand for.
+ENTITIES: dict[str, type[Entity]] = {
+    "device": Device,
+    "environment": Environment,
+    "kernel": KernelRow,
+    "problem": Problem,
+    "distribution": DistributionRow,
+}
+TABLE_OF: dict[type, str] = {kind: table for table, kind in ENTITIES.items()}
 
 # Identity fields that a later schema adds, by table, with their defaults: at its default such a
 # field is left out of the hash, so the keys of older rows stay. Version 1 fields are never here.
@@ -29,7 +40,7 @@ FACT_IDENTITY: dict[str, tuple[str, ...]] = {
 }
 
 
-def key_of(table: str, identity: Mapping[str, Value]) -> str:
+def identity_key(table: str, identity: Mapping[str, Value]) -> str:
     """SHA-256, in hex, of a row's identity fields.
 
     Raises:
@@ -57,8 +68,8 @@ def row_key(table: str, row: Mapping[str, Value]) -> str:
             raise DatabaseError(f"run {key!r} is not a UUID in hex")
         return key
     if table in FACT_IDENTITY:
-        return key_of(table, {name: row[name] for name in FACT_IDENTITY[table]})
-    return key_of(table, {name: value for name, value in row.items() if name != "key"})
+        return identity_key(table, {name: row[name] for name in FACT_IDENTITY[table]})
+    return identity_key(table, {name: value for name, value in row.items() if name != "key"})
 
 
 def fact_keys(table: str, columns: Mapping[str, Sequence[Value]]) -> list[str]:
@@ -71,7 +82,9 @@ def fact_keys(table: str, columns: Mapping[str, Sequence[Value]]) -> list[str]:
     names = sorted(("table", *FACT_IDENTITY[table]))
     if table in ADDED_LATER:
         rows = zip(*(columns[name] for name in FACT_IDENTITY[table]), strict=True)
-        return [key_of(table, dict(zip(FACT_IDENTITY[table], row, strict=True))) for row in rows]
+        return [
+            identity_key(table, dict(zip(FACT_IDENTITY[table], row, strict=True))) for row in rows
+        ]
     words = {"table": json.dumps(table)}
     form = ",".join(f"{json.dumps(name)}:{words.get(name, '%s')}" for name in names)
     form = f"{{{form}}}"
@@ -83,136 +96,60 @@ def fact_keys(table: str, columns: Mapping[str, Sequence[Value]]) -> list[str]:
     return [sha256((form % row).encode()).hexdigest() for row in zip(*texts, strict=True)]
 
 
-def _with_key(table: str, row: Row) -> Row:
-    return {"key": row_key(table, row), **row}
+def row_of(entity: Entity) -> Row:
+    """The row of a device, environment, kernel, problem or distribution, with its key."""
+    row = {part.name: _plain(getattr(entity, part.name)) for part in fields(entity)}
+    return {"key": row_key(TABLE_OF[type(entity)], row), **row}
 
 
-def device_row(device: Device) -> Row:
-    """The row of a device, with its key."""
-    return _with_key("device", asdict(device))
+def _plain(value: Any) -> Value:
+    if value is None:
+        return "none"
+    if isinstance(value, (Operand, Format, Granularity)):
+        return str(value)
+    if isinstance(value, tuple):
+        return ",".join(value)
+    plain: Value = int(value) if isinstance(value, bool) else value
+    return plain
 
 
-def environment_row(environment: Environment) -> Row:
-    """The row of an environment, with its key."""
-    return _with_key("environment", asdict(environment))
-
-
-def kernel_row(kernel: KernelRow) -> Row:
-    """The row of a kernel, with its key."""
-    return _with_key("kernel", {**asdict(kernel), "modules": ",".join(kernel.modules)})
-
-
-def problem_row(problem: Problem) -> Row:
-    """The row of a problem, with its key."""
-    row: Row = {}
-    for part in fields(problem):
-        value = getattr(problem, part.name)
-        if value is None or isinstance(value, (Operand, Format, Granularity)):
-            row[part.name] = "none" if value is None else str(value)
-        else:
-            row[part.name] = int(value) if isinstance(value, bool) else value
-    return _with_key("problem", row)
-
-
-def distribution_row(distribution: DistributionRow) -> Row:
-    """The row of a distribution, with its key."""
-    row = asdict(distribution)
-    return _with_key("distribution", {**row, "realistic": int(distribution.realistic)})
-
-
-def device_key(device: Device) -> str:
-    """Key of a device."""
-    return str(device_row(device)["key"])
-
-
-def environment_key(environment: Environment) -> str:
-    """Key of an environment."""
-    return str(environment_row(environment)["key"])
-
-
-def kernel_key(kernel: KernelRow) -> str:
-    """Key of a kernel."""
-    return str(kernel_row(kernel)["key"])
-
-
-def problem_key(problem: Problem) -> str:
-    """Key of a problem."""
-    return str(problem_row(problem)["key"])
-
-
-def distribution_key(distribution: DistributionRow) -> str:
-    """Key of a distribution."""
-    return str(distribution_row(distribution)["key"])
+def key_of(entity: Entity) -> str:
+    """The key of the row of a device, environment, kernel, problem or distribution."""
+    return str(row_of(entity)["key"])
 
 
 def family_key(problem: Problem) -> str:
     """What a problem shares with itself at every other m."""
-    return family_of_row(problem_row(problem))
-
-
-def family_of_row(row: Mapping[str, Value]) -> str:
-    """`family_key` of a problem's row."""
+    row = row_of(problem)
     return json.dumps([value for name, value in sorted(row.items()) if name not in {"key", "m"}])
 
 
-def device_from_row(row: Mapping[str, Value]) -> Device:
-    """The device of a row."""
-    return _read("device", row, lambda r: Device(**_without_key(r)))
-
-
-def environment_from_row(row: Mapping[str, Value]) -> Environment:
-    """The environment of a row."""
-    return _read("environment", row, lambda r: Environment(**_without_key(r)))
-
-
-def kernel_from_row(row: Mapping[str, Value]) -> KernelRow:
-    """The kernel of a row."""
-
-    def build(r: Mapping[str, Any]) -> KernelRow:
-        plain = _without_key(r)
-        return KernelRow(**{**plain, "modules": tuple(filter(None, plain["modules"].split(",")))})
-
-    return _read("kernel", row, build)
-
-
-def distribution_from_row(row: Mapping[str, Value]) -> DistributionRow:
-    """The distribution of a row."""
-    return _read(
-        "distribution",
-        row,
-        lambda r: DistributionRow(r["name"], r["parameters"], bool(r["realistic"])),
-    )
-
-
-def problem_from_row(row: Mapping[str, Value]) -> Problem:
-    """The problem of a row.
+def from_row(kind: type[T], row: Mapping[str, Value]) -> T:
+    """The inverse of `row_of`, for one of `ENTITIES`.
 
     Raises:
-        DatabaseError: The row is not a problem.
+        DatabaseError: The row is none of that kind.
     """
-
-    def build(r: Mapping[str, Any]) -> Problem:
-        plain = _without_key(r)
-        plain["a"] = Operand.parse(plain["a"])
-        plain["b"] = None if plain["b"] == "none" else Operand.parse(plain["b"])
-        plain["out_format"] = Format(plain["out_format"])
-        plain["out_granularity"] = Granularity(plain["out_granularity"])
-        for name in ("prepared", "out_strided", "accumulate"):
-            plain[name] = bool(plain[name])
-        return Problem(**plain)
-
-    return _read("problem", row, build)
-
-
-def _without_key(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "key"}
-
-
-def _read(table: str, row: Mapping[str, Value], build: Callable[[Mapping[str, Any]], T]) -> T:
     try:
-        return build(row)
+        given: dict[str, Any] = {
+            name: _READ[name](value) if name in _READ else value
+            for name, value in row.items()
+            if name != "key"
+        }
+        return kind(**given)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DatabaseError(
-            f"{table} row {row.get('key')!r} cannot be read: {error}; was it written by a newer "
-            "lokakern?"
+            f"{TABLE_OF[kind]} row {row.get('key')!r} cannot be read: {error}; was it written by "
+            "a newer lokakern?"
         ) from None
+
+
+# By column, the conversion from its value; others are equal in both.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "modules": lambda text: tuple(filter(None, text.split(","))),
+    "a": Operand.parse,
+    "b": lambda text: None if text == "none" else Operand.parse(text),
+    "out_format": Format,
+    "out_granularity": Granularity,
+    **dict.fromkeys(("prepared", "out_strided", "accumulate", "realistic"), bool),
+}

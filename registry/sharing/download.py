@@ -37,8 +37,8 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
     if sha256 is None or not _DIGEST.fullmatch(sha256.lower()):
         raise DatabaseError(
             f"import {name!r}: the checksum is {sha256!r}; expected --sha256 with the 64 hex "
-            "digits that its manifest has (`sha256`): whoever can change the file on its way can "
-            "change a manifest beside it, too, so get it from somewhere you trust"
+            "digits that its manifest has (`sha256`): an attack in transit "
+            "can change a manifest beside the file, too, so get it from a source that you trust"
         )
     try:
         import pooch

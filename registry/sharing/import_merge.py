@@ -13,9 +13,10 @@ from pathlib import Path
 from lokakern.errors import DatabaseError
 from lokakern.registry.freshness import is_current
 from lokakern.registry.locks import private_folder
-from lokakern.registry.quarantine import Tier, Waiting, place_for, waiting_for
+from lokakern.registry.quarantine import QuarantinedFile, Tier, place_for, quarantined_files
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_beside
+from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.sharing.validate import Checked, check
@@ -36,7 +37,7 @@ from lokakern.registry.storage.merge import (
     own_part,
     write_union,
 )
-from lokakern.registry.storage.reader import READERS, Rows, Source, resolve
+from lokakern.registry.storage.reader import Rows, Source, read_tables, resolve
 from lokakern.registry.storage.writer import (
     locked,
     publish,
@@ -63,7 +64,7 @@ class ImportReport:
     known: dict[str, int]
     left_out: dict[str, int]
     changed_kernels: tuple[str, ...]
-    contradicted: tuple[tuple[Waiting, str], ...] = ()
+    contradicted: tuple[tuple[QuarantinedFile, str], ...] = ()
 
 
 def import_file(
@@ -101,7 +102,7 @@ def import_file(
             name: len(rows) - len(checked.used[name]) for name, rows in checked.dimensions.items()
         }
         brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
-        contradicted: tuple[tuple[Waiting, str], ...] = ()
+        contradicted: tuple[tuple[QuarantinedFile, str], ...] = ()
         if trusted:
             added = _add(part, target)
         else:
@@ -139,7 +140,7 @@ def _add(part: Part, target: Path) -> dict[str, int]:
 
 def _add_to_quarantine(
     part: Part, brought: Mapping[str, int], database: Path
-) -> tuple[dict[str, int], tuple[tuple[Waiting, str], ...]]:
+) -> tuple[dict[str, int], tuple[tuple[QuarantinedFile, str], ...]]:
     """Put a part into the quarantine of a database, unless all of it is known.
 
     Contradictions with quarantined files do not prevent that: `verify` finds out which of two was
@@ -160,14 +161,14 @@ def _add_to_quarantine(
             known.append(image_of(path))
             check_agreement(known[-1], image_of(alone), part.name)
         contradicted = []
-        for waiting in waiting_for(place):
+        for quarantined in quarantined_files(place):
             with suppress(DatabaseError):  # dispatch leaves out unreadable files, too
-                others = image_of(waiting.path)
+                others = image_of(quarantined.path)
                 try:
                     check_agreement(others, image_of(alone), part.name)
                     known.append(others)
                 except DatabaseError as error:
-                    contradicted.append((waiting, str(error)))
+                    contradicted.append((quarantined, str(error)))
         added = dict(brought)
         if known:
             added = {name: len(unknown_keys(image_of(alone), name, known)) for name in TABLES}
@@ -185,7 +186,7 @@ def _check_rejected(alone: Path, database: Path) -> None:
     Raises:
         DatabaseError: It has all rows of a rejected file.
     """
-    for rejected in waiting_for(database, Tier.REJECTED):
+    for rejected in quarantined_files(database, Tier.REJECTED):
         if has_all(image_of(alone), image_of(rejected.path)):
             raise DatabaseError(
                 f"import: all rows of {str(rejected.path)!r}, {rejected.since}, are in the file; "
@@ -203,14 +204,14 @@ def _shipped_with(database: Path) -> list[Path]:
     return paths.shipped_databases() if is_read else []
 
 
-def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None:
+def settle(quarantined: QuarantinedFile, database: Path, accepted: Rows, left: Rows) -> None:
     """Move rows of an import into its database; the rest stays in quarantine.
 
     If the process is killed in between, the file stays in quarantine as it was, and its rows that
     are in the database are trusted.
 
     Args:
-        waiting: The quarantined file.
+        quarantined: The quarantined file.
         database: The database of the import.
         accepted: Rows to move.
         left: All other rows. Without facts the file is removed.
@@ -219,37 +220,37 @@ def settle(waiting: Waiting, database: Path, accepted: Rows, left: Rows) -> None
         DatabaseError: Another process settled it, or a row contradicts the database.
     """
     with locked(database) as place:
-        _check_waits(waiting)
+        _check_quarantined(quarantined)
         if any(accepted[name] for name in FACTS):
             with private_folder() as folder:
                 write_file(folder / "accepted.sqlite", accepted)
                 add_to_file(place, [own_part(folder / "accepted.sqlite")])
         if any(left[name] for name in FACTS):
-            replace_file(waiting.path, left)
+            replace_file(quarantined.path, left)
         else:
-            waiting.path.unlink()
-            synchronize(waiting.path.parent)
+            quarantined.path.unlink()
+            synchronize(quarantined.path.parent)
 
 
-def reject(waiting: Waiting, database: Path) -> Path:
+def reject(quarantined: QuarantinedFile, database: Path) -> Path:
     """Move a quarantined file to a place that dispatch does not read.
 
     Raises:
         DatabaseError: Another process settled it, or it cannot be moved.
     """
     with locked(database):
-        _check_waits(waiting)
-        target = waiting.path.parent.parent / Tier.REJECTED / waiting.path.name
+        _check_quarantined(quarantined)
+        target = quarantined.path.parent.parent / Tier.REJECTED / quarantined.path.name
         _make_folder(target.parent)
-        os.replace(waiting.path, target)
+        os.replace(quarantined.path, target)
         return target
 
 
-def _check_waits(waiting: Waiting) -> None:
-    if not waiting.path.exists():
+def _check_quarantined(quarantined: QuarantinedFile) -> None:
+    if not quarantined.path.exists():
         raise DatabaseError(
-            f"import {waiting.name} does not wait any more: another `verify` was faster; nothing "
-            "was changed"
+            f"import {quarantined.name} is not in quarantine any more: another `verify` moved it; "
+            "nothing was changed"
         )
 
 
@@ -269,7 +270,7 @@ def _changed(checked: Checked) -> tuple[str, ...]:
         for number, row in checked.dimensions["kernel"].items()
         if number in checked.used["kernel"]
     ]
-    kernels = [row_keys.kernel_from_row(row) for row in rows]
+    kernels = [row_keys.from_row(KernelRow, row) for row in rows]
     return tuple(sorted({kernel.name for kernel in kernels if not is_current(kernel)}))
 
 
@@ -323,7 +324,7 @@ def read_foreign(source: Source, guards: Guards = GUARDS) -> Rows:
         DatabaseError: It cannot be read, or has an invalid row.
     """
     with checked_file(source, guards) as (opened, _):
-        return READERS[opened.version](opened.connection)
+        return read_tables(opened.connection, opened.version)
 
 
 @contextmanager

@@ -179,7 +179,7 @@ def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
     """
     digest, size = hashlib.sha256(), 0
     try:
-        # A pipe would wait for its writer, and a device never end.
+        # Opening a pipe would block until it has a writer, and reading a device never ends.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as source, copy.open("xb") as target:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -195,10 +195,9 @@ def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
                 target.write(chunk)
         check_beside(path, name)
     except FileNotFoundError:
-        waits = Path(f"{path}.imports").is_dir()
         remedy = "check the path, or make one with `python -m lokakern.bench sweep`"
-        if waits:
-            remedy = "what was imported waits beside it: run `verify`, or `import --trust`"
+        if Path(f"{path}.imports").is_dir():
+            remedy = "imported rows are in quarantine beside it: run `verify`, or `import --trust`"
         raise DatabaseError(f"database {name} is not there; {remedy}") from None
     except OSError as error:
         raise DatabaseError(

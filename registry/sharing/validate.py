@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,12 @@ from lokakern.errors import DatabaseError, LokakernError
 from lokakern.progress import tell
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.schema import row_keys
-from lokakern.registry.schema.records import canonical_json, now_utc_ms
+from lokakern.registry.schema.records import (
+    DistributionRow,
+    KernelRow,
+    canonical_json,
+    now_utc_ms,
+)
 from lokakern.registry.schema.tables import (
     COLUMNS,
     KEYS_IN_BYTES_SINCE,
@@ -30,7 +35,7 @@ from lokakern.registry.sharing import plausibility
 from lokakern.registry.sharing.untrusted import Foreign
 from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
 from lokakern.registry.storage.sql import breaches_text, rows_text
-from lokakern.types import Granularity, Problem, norm_form
+from lokakern.types import Device, Granularity, Problem, norm_form
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
 BATCH_ROWS, FACT_BYTES = 20_000, 1 << 14  # facts have 300 bytes, at most 14 KiB
@@ -169,15 +174,6 @@ def _digits(opened: Foreign, name: str, found: Sequence[Any]) -> list[str]:
     return [key.hex() for key in found] if in_bytes else list(found)
 
 
-_FROM_ROW: dict[str, Callable[[Mapping[str, row_keys.Value]], object]] = {
-    "device": row_keys.device_from_row,
-    "environment": row_keys.environment_from_row,
-    "kernel": row_keys.kernel_from_row,
-    "problem": row_keys.problem_from_row,
-    "distribution": row_keys.distribution_from_row,
-}
-
-
 def _dimension(opened: Foreign, name: str, rules: Mapping[str, Rule]) -> dict[int, tuple[Any, ...]]:
     """Rows by id, each with the key of its content and read as what it stands for."""
     found: dict[int, tuple[Any, ...]] = {}
@@ -206,26 +202,23 @@ def _dimension(opened: Foreign, name: str, rules: Mapping[str, Rule]) -> dict[in
 
 def _check_content(opened: Foreign, name: str, key: str, row: dict[str, Any]) -> None:
     try:
-        if row_keys.row_key(name, row) != key:
-            raise _wrong(opened, name, key, "it does not have the key of its content", "that")
-        if name in _FROM_ROW:
-            _FROM_ROW[name](row)
+        has_its_key = row_keys.row_key(name, row) == key
+        kind = row_keys.ENTITIES.get(name) if has_its_key else None
+        entity = row_keys.from_row(kind, row) if kind is not None else None
     except DatabaseError as error:
-        if str(error).startswith("database "):
-            raise
-        raise _wrong(
-            opened, name, key, str(error).split("; ")[0], "what this lokakern reads"
-        ) from None
-    if name == "problem":
-        reason = _why_no_problem(row_keys.problem_from_row(row))
+        found, expected = str(error).split("; ")[0], "what this lokakern reads"
+        raise _wrong(opened, name, key, found, expected) from None
+    if not has_its_key:
+        raise _wrong(opened, name, key, "it does not have the key of its content", "that")
+    if isinstance(entity, Problem):
+        reason = _why_no_problem(entity)
         if reason is not None:
             raise _wrong(opened, name, key, reason, "a problem of an op of this lokakern")
-    if name == "distribution" and not _is_canonical(row["parameters"]):
-        found = f"parameters is {_brief(row['parameters'])}"
+    if isinstance(entity, DistributionRow) and not _is_canonical(entity.parameters):
+        found = f"parameters is {_brief(entity.parameters)}"
         raise _wrong(opened, name, key, found, "a JSON object, canonical")
-    if name == "kernel":
-        modules = [module for module in row["modules"].split(",") if module]
-        strange = [module for module in modules if not MODULE.fullmatch(module)]
+    if isinstance(entity, KernelRow):
+        strange = [module for module in entity.modules if not MODULE.fullmatch(module)]
         if strange:
             raise _wrong(opened, name, key, f"modules has {_brief(strange[0])}",
                          "names of files in kernels/, python:... or package:...")  # fmt: skip
@@ -323,10 +316,10 @@ class _Bounds:
         return dict(zip(COLUMNS[table], self._dimensions[table][number], strict=True))
 
     def _problem(self, number: int) -> Problem:
-        return row_keys.problem_from_row(self._row("problem", number))
+        return row_keys.from_row(Problem, self._row("problem", number))
 
     def _find_least_us(self, problem: int, device: int, regime: str) -> float:
-        found = row_keys.device_from_row(self._row("device", device))
+        found = row_keys.from_row(Device, self._row("device", device))
         return plausibility.least_us(self.problem(problem), found, regime)
 
     def _find_least_error(self, problem: int, distribution: int, kernel: int) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lokakern.errors import DatabaseError
-from lokakern.registry.quarantine import Doubts, Waiting, waiting_for
+from lokakern.registry.quarantine import QuarantinedFile, QuarantinedRows, quarantined_files
 from lokakern.registry.snapshot.facts import (
     Facts,
     Image,
@@ -42,15 +42,15 @@ def load_snapshot(paths: Sequence[str | Path] | None = None) -> Snapshot:
             return Snapshot(Facts([image_of(path) for path in paths]), [*map(str, paths)])
         user = places.user_database()
         # Before the database, into which it may be moved meanwhile: then both have it.
-        waiting = _read_waiting(waiting_for(user))
+        quarantined = _read_quarantined(quarantined_files(user))
         paths = [*places.shipped_databases(), *([user] if user.exists() else [])]
         trusted = [image_of(path) for path in paths]
-        waiting = _agreeing(waiting, trusted)
-        others = [part for _, part in waiting]
+        quarantined = _agreeing(quarantined, trusted)
+        others = [part for _, part in quarantined]
         # Before they are united, which takes from each what another has.
-        doubts = Doubts(trusted, others) if others else None
-        sources = [str(path) for path in (*paths, *(found.path for found, _ in waiting))]
-        return Snapshot(Facts([*others, *trusted]), sources, doubts)
+        rows = QuarantinedRows(trusted, others) if others else None
+        sources = [str(path) for path in (*paths, *(found.path for found, _ in quarantined))]
+        return Snapshot(Facts([*others, *trusted]), sources, rows)
 
 
 class SweepDatabase:
@@ -97,9 +97,9 @@ class SweepDatabase:
             return Snapshot(Facts(images), [image.name for image in images])
 
 
-def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Image]]:
+def _read_quarantined(files: Sequence[QuarantinedFile]) -> list[tuple[QuarantinedFile, Image]]:
     found = []
-    for one in waiting:
+    for one in files:
         try:
             found.append((one, image_of(one.path)))
         except DatabaseError as error:
@@ -109,14 +109,14 @@ def _read_waiting(waiting: Sequence[Waiting]) -> list[tuple[Waiting, Image]]:
 
 
 def _agreeing(
-    waiting: Sequence[tuple[Waiting, Image]], trusted: Sequence[Image]
-) -> list[tuple[Waiting, Image]]:
+    quarantined: Sequence[tuple[QuarantinedFile, Image]], trusted: Sequence[Image]
+) -> list[tuple[QuarantinedFile, Image]]:
     """The quarantined files that agree with all trusted ones, without rows in which two differ.
 
     A foreign file must stop neither dispatch nor another foreign file.
     """
-    found: list[tuple[Waiting, Image]] = []
-    for one, part in waiting:
+    found: list[tuple[QuarantinedFile, Image]] = []
+    for one, part in quarantined:
         try:
             for known in trusted:
                 check_agreement(known, part)
@@ -128,15 +128,15 @@ def _agreeing(
     for one_part, other_part, count in set_disputed_apart([part for _, part in found]):
         one, other = of[id(one_part)], of[id(other_part)]
         logger.warning(
-            "%s (%s) and %s (%s), which wait to be verified, differ in %d rows of the same keys: "
+            "quarantined files %s (%s) and %s (%s) differ in %d rows of the same keys: "
             "one was edited, and these rows are left out; run `verify`, or remove one of the two",
             one.path, one.since, other.path, other.since, count,
         )  # fmt: skip
     return found
 
 
-def _leave_out(waiting: Waiting, error: DatabaseError) -> None:
+def _leave_out(quarantined: QuarantinedFile, error: DatabaseError) -> None:
     logger.warning(
-        "%s, which was imported and waits to be verified, is left out: %s; remove it, and import "
-        "it again", waiting.path, error,
+        "quarantined file %s is left out: %s; remove it, and import it again",
+        quarantined.path, error,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Everything measured, in memory: one immutable snapshot of shipped and user databases.
 
-Rows stay where they are (`registry/snapshot/image.py`, `registry/snapshot/facts.py`); cells are
+Rows stay where they are (`registry/snapshot/facts.py`); cells are
 built for the few that a question is about.
 """
 
@@ -13,25 +13,27 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from lokakern.errors import DeviceError
+from lokakern.errors import DatabaseError, DeviceError
+from lokakern.registry.freshness import is_current
 from lokakern.registry.schema import row_keys
+from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.registry.schema.row_keys import family_key
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
-from lokakern.registry.snapshot.facts import Facts, Row
-from lokakern.registry.snapshot.lookup import UPPERS, Lookup
+from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, KEY_BYTES, STATUSES
-from lokakern.types import Device, Problem
+from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
-    from lokakern.registry.quarantine import Doubts
+    from lokakern.registry.quarantine import QuarantinedRows
 
 __all__ = [
     "AccuracyCell",
@@ -52,6 +54,18 @@ _WHERE = {  # what else tells measurements of a kernel at a problem apart
 _MOST_KEPT = 64
 _WIDE = 256  # columns of an output, from which the error of a row depends on their number no more
 
+UPPERS = (
+    "row_err_upper",
+    "row_p99_upper",
+    "rel_err_upper",
+    "mean_rel_err_upper",
+    "mean_shift_upper",
+    "kernel_err",
+)
+_SHARED = ("environment", "status", "reason", "run", "measured_utc_ms")
+_LATENCIES = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
+
+T = TypeVar("T", bound=row_keys.Entity)
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
 
@@ -65,16 +79,29 @@ class _Good(NamedTuple):
     kernel: str
 
 
-class Snapshot(Lookup):
-    """What dispatch reads. Immutable: later merges do not change it."""
+class Snapshot:
+    """The data of dispatch. Immutable: later merges do not change it.
+
+    Attributes:
+        sources: The files it was read from.
+    """
 
     def __init__(
         self,
         rows: Mapping[str, Sequence[Row]] | Facts,
         sources: Sequence[str] = (),
-        doubts: Doubts | None = None,
+        quarantined: QuarantinedRows | None = None,
     ) -> None:
-        super().__init__(rows, sources, doubts)
+        self.sources = tuple(sources)
+        self._quarantined = quarantined or None
+        self._facts = rows if isinstance(rows, Facts) else Facts([image_of_rows(rows)])
+        self._columns = self._facts.columns
+        self._by_key = self._facts.dimensions
+        self._built: dict[type, dict[str, Any]] = {}
+        self._place = {
+            name: {column: place for place, column in enumerate(columns)}
+            for name, columns in self._columns.items()
+        }
         self._parameters: dict[tuple[str, str], str] = {}
         # Of a few problems: one question of dispatch asks after each kernel at the same.
         self._accuracies: dict[str, dict[Row, list[Row]]] = {}
@@ -86,11 +113,124 @@ class Snapshot(Lookup):
         counts = ", ".join(f"{self._facts.count(name)} {name}" for name in ("timing", "accuracy"))
         return f"Snapshot({counts} rows of {', '.join(self.sources) or 'no file'})"
 
+    @property
+    def has_quarantined(self) -> bool:
+        """Whether any row is in quarantine."""
+        return self._quarantined is not None
+
+    @cached_property
+    def devices(self) -> list[Device]:
+        """Devices anything was timed on, by vendor, product and partition."""
+        found = (self._entity(Device, key) for key in self._by_key["device"])
+        return sorted(found, key=lambda d: (d.vendor, d.product, d.partition != "none", str(d)))
+
+    @cached_property
+    def kernels(self) -> list[KernelRow]:
+        """Kernels anything is known of, each state of their source, by name and digest."""
+        found = (self._entity(KernelRow, key) for key in self._by_key["kernel"])
+        return sorted(found, key=lambda row: (row.name, row.digest))
+
+    @cached_property
+    def distributions(self) -> list[DistributionRow]:
+        """Distributions anything was measured under, by name and parameters."""
+        found = (self._entity(DistributionRow, key) for key in self._by_key["distribution"])
+        return sorted(found, key=lambda d: (d.name, d.parameters, d.realistic))
+
+    @cached_property
+    def distribution_names(self) -> frozenset[str]:
+        """Names of `distributions`."""
+        return frozenset(found.name for found in self.distributions)
+
+    def environment(self, key: str) -> Environment:
+        """The environment of a cell.
+
+        Raises:
+            DatabaseError: There is none of that key.
+        """
+        return self._entity(Environment, key)
+
+    def _is_current(self, key: str) -> bool:
+        return is_current(self._entity(KernelRow, key))
+
+    def _tier(self, name: str, key: str) -> str:
+        return self._quarantined.tier_of(name, key) if self._quarantined else ""
+
+    def _picker(self, name: str, *columns: str) -> Callable[[Row], Row]:
+        """What gives some columns of a row, at least two."""
+        return itemgetter(*(self._place[name][column] for column in columns))
+
+    def _column(self, name: str, column: str) -> dict[str, Any]:
+        place = self._place[name][column]
+        return {key: row[place] for key, row in self._by_key[name].items()}
+
+    def _entity(self, kind: type[T], key: str) -> T:
+        """The device, environment, kernel, problem or distribution of a key.
+
+        Raises:
+            DatabaseError: There is none.
+        """
+        built = self._built.setdefault(kind, {})
+        found: T | None = built.get(key)
+        if found is None:
+            row = self._row(row_keys.TABLE_OF[kind], key)
+            found = built[key] = row_keys.from_row(kind, row)
+        return found
+
+    def _row(self, name: str, key: str) -> dict[str, Any]:
+        row = self._by_key[name].get(key)
+        if row is None:
+            raise DatabaseError(f"{name} {key!r} is in no database read")
+        return dict(zip(self._columns[name], row, strict=True))
+
+    @cached_property
+    def _runs(self) -> dict[str, dict[str, Any]]:
+        return {key: self._row("run", key) for key in self._by_key["run"]}
+
+    def _shared(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that cells of timings and accuracies share."""
+        run = self._runs[row["run"]]
+        return {
+            "kernel": self._entity(KernelRow, row["kernel"]),
+            "grade": run["grade"],
+            "started_utc_ms": run["started_utc_ms"],
+            "tier": self._tier(name, row["key"]),
+            **{column: row[column] for column in _SHARED},
+        }
+
+    def _timing_cell(self, values: tuple[Any, ...]) -> TimingCell:
+        row = dict(zip(self._columns["timing"], values, strict=True))
+        return TimingCell(
+            problem=self._entity(Problem, row["problem"]),
+            distribution=self._entity(DistributionRow, row["distribution"]).name,
+            **_metrics("timing", row, (*_LATENCIES, "kernel_err")),
+            replay_count=row["replay_count"] or 0,
+            **self._shared("timing", row),
+        )
+
+    def _accuracy_cell(self, values: tuple[Any, ...]) -> AccuracyCell:
+        row = dict(zip(self._columns["accuracy"], values, strict=True))
+        distribution = self._entity(DistributionRow, row["distribution"])
+        return AccuracyCell(
+            distribution=distribution.name,
+            parameters=distribution.parameters,
+            realistic=distribution.realistic,
+            seed=row["seed"],
+            **_metrics("accuracy", row, UPPERS),
+            **self._shared("accuracy", row),
+        )
+
+    def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
+        row = dict(zip(self._columns["test_result"], values, strict=True))
+        run = self._runs[row["run"]]
+        kernel = self._entity(KernelRow, row["kernel"])
+        kept = {name: value for name, value in row.items() if name not in ("key", "kernel")}
+        return TestResultCell(kernel=kernel, started_utc_ms=run["started_utc_ms"], **kept)
+
     @cached_property
     def digest(self) -> str:
         """SHA-256, in hex, of the sorted rows; equal to `database_digest` of the merged files.
 
-        Where something waits to be verified also of what, since dispatch makes a difference.
+        With quarantined rows it covers their keys too, because dispatch ranks them last.
         """
         from lokakern.registry.storage.reader import by_key, sorted_digest
 
@@ -98,21 +238,21 @@ class Snapshot(Lookup):
         with without_garbage_collection():
             facts = {name: self._facts.rows(name) for name in FACTS}
             rows = sorted_digest({**dimensions, **facts})
-        if self._doubts is None:
+        if self._quarantined is None:
             return rows
-        return hashlib.sha256(f"{rows} {self._doubts.digest}".encode()).hexdigest()
+        return hashlib.sha256(f"{rows} {self._quarantined.digest}".encode()).hexdigest()
 
     @cached_property
     def keys_digest(self) -> str:
         """SHA-256, in hex, of what `digest` is of, but of keys only: of a million in 0.1 s.
 
-        What was measured has one key, whoever has it: a key is of a run, of which there is one.
+        Equal measurements have equal keys in all databases: a key contains the run.
         """
         digest = hashlib.sha256()
         for name in FACTS:
             digest.update(name.encode() + self._facts.keys(name))
-        if self._doubts is not None:
-            digest.update(self._doubts.digest.encode())
+        if self._quarantined is not None:
+            digest.update(self._quarantined.digest.encode())
         return digest.hexdigest()
 
     def unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
@@ -137,7 +277,7 @@ class Snapshot(Lookup):
         variants = {
             key: found.parameters
             for key in self._by_key["distribution"]
-            if (found := self._distribution(key)).name == name
+            if (found := self._entity(DistributionRow, key)).name == name
         }
         if len({*variants.values()}) > 1:
             all_good = _kept(self._good, architecture, lambda: self._read_good_on(architecture))
@@ -153,7 +293,7 @@ class Snapshot(Lookup):
     def _read_good_on(self, architecture: str) -> list[_Good]:
         """Good accuracies but for their numbers, trusted ones first and then the newest."""
         started = self._column("run", "started_utc_ms")
-        columns = ("run", "distribution", "kernel", *(["key"] if self._doubts else []))
+        columns = ("run", "distribution", "kernel", *(["key"] if self._quarantined else []))
         good = self._facts.picked("accuracy", columns, architecture=architecture, status="ok")
         found = {
             _Good(
@@ -163,7 +303,7 @@ class Snapshot(Lookup):
         }
 
         def newest(row: _Good) -> tuple[bool, int, str]:
-            parameters = self._distribution(row.distribution).parameters
+            parameters = self._entity(DistributionRow, row.distribution).parameters
             return row.is_trusted, row.started_utc_ms, parameters
 
         return sorted(found, key=newest, reverse=True)
@@ -202,14 +342,14 @@ class Snapshot(Lookup):
         }
         problems = set()
         for key in self._by_key["problem"]:
-            found = self._problem(key)
+            found = self._entity(Problem, key)
             its = (found.op, found.a.format, found.a.layout, found.out_format)
             if its == form and found.n >= fewest:
                 problems.add(key)
         worst: dict[str, float] = {}
         columns = ("key", "kernel", "problem", *UPPERS)
         for distribution in self._by_key["distribution"]:
-            if self._distribution(distribution).name != name:
+            if self._entity(DistributionRow, distribution).name != name:
                 continue
             good = {"distribution": distribution, "status": "ok"}
             for key, kernel, problem, *bounds in self._facts.picked("accuracy", columns, **good):
@@ -247,17 +387,17 @@ class Snapshot(Lookup):
         return max(
             matches,
             key=lambda d: (
-                trusted[d] > 0, d.partition == "none", trusted[d], row_keys.device_key(d),
+                trusted[d] > 0, d.partition == "none", trusted[d], row_keys.key_of(d),
             ),
         )  # fmt: skip
 
     def _trusted_timings(self, device: Device) -> int:
-        on_it = {"device": row_keys.device_key(device)}
-        doubted = 0
-        if self._doubts:
+        on_it = {"device": row_keys.key_of(device)}
+        quarantined = 0
+        if self._quarantined:
             keys = (key for (key,) in self._facts.picked("timing", ["key"], **on_it))
-            doubted = self._doubts.count("timing", keys)
-        return self._facts.count("timing", **on_it) - doubted
+            quarantined = self._quarantined.count("timing", keys)
+        return self._facts.count("timing", **on_it) - quarantined
 
     def timing_cells(self, device: Device, family: str, regime: str) -> list[TimingCell]:
         """Timings of every kernel and m, by kernel, m and run.
@@ -268,7 +408,7 @@ class Snapshot(Lookup):
             regime: "graph-cold", "graph-hot" or "eager".
         """
         problems = self._families.get(tuple(json.loads(family)), ())
-        asked = (row_keys.device_key(device), regime)
+        asked = (row_keys.key_of(device), regime)
         where = self._picker("timing", "device", "regime")
         rows = self._facts.at("timing", problems)
         return sorted(
@@ -283,16 +423,16 @@ class Snapshot(Lookup):
         """
         problems = self._shapes.get((problem.op, problem.n, problem.k), ())
         pick = self._picker("timing", "device", "status", "kernel", "problem", "regime")
-        here = row_keys.device_key(device)
+        here = row_keys.key_of(device)
         return {
-            (replace(self._problem(key), m=0), regime)
+            (replace(self._entity(Problem, key), m=0), regime)
             for where, status, kernel, key, regime in map(pick, self._facts.at("timing", problems))
             if (where, status) == (here, "ok") and self._is_current(kernel)
         }
 
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""
-        key = row_keys.device_key(device)
+        key = row_keys.key_of(device)
         yield from map(self._timing_cell, self._facts.rows("timing", device=key, regime=regime))
 
     def accuracy_cells(
@@ -313,7 +453,7 @@ class Snapshot(Lookup):
     def _accuracies_by_form(self) -> dict[tuple[Any, ...], list[tuple[int, str]]]:
         found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
         for key in {key for (key,) in self._facts.picked("accuracy", ["problem"])}:
-            problem = self._problem(key)
+            problem = self._entity(Problem, key)
             found.setdefault(_without_n(problem), []).append((problem.n, key))
         return found
 
@@ -355,7 +495,7 @@ class Snapshot(Lookup):
         found = {*self._facts.picked("timing", ("kernel", "device", "status", "reason"))}
         name_of, digest_of = self._column("kernel", "name"), self._column("kernel", "digest")
         return {
-            (name_of[kernel], digest_of[kernel], self._device(device), status, reason)
+            (name_of[kernel], digest_of[kernel], self._entity(Device, device), status, reason)
             for kernel, device, status, reason in found
         }
 
@@ -417,7 +557,7 @@ class Snapshot(Lookup):
         digest_of = self._column("kernel", "digest")
         last: dict[Row, tuple[int, str]] = {}
         for name, place, here in (
-            ("timing", "device", row_keys.device_key(device)),
+            ("timing", "device", row_keys.key_of(device)),
             ("accuracy", "architecture", device.architecture),
         ):
             there = {"environment": environment_key, place: here}
@@ -468,6 +608,16 @@ class Snapshot(Lookup):
             index.setdefault((architecture, name_of[kernel]), []).append(row)
             index.setdefault((architecture, *pick(kernels[kernel])), []).append(row)
         return index
+
+
+def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, Any]:
+    missing = [metric for metric in metrics if row[metric] is None]
+    if missing and row["status"] == "ok":
+        raise DatabaseError(
+            f"{name} row {row['key']} is 'ok' without {', '.join(missing)}; its file was edited: "
+            "ask for it again"
+        )
+    return {metric: float("nan") if row[metric] is None else row[metric] for metric in metrics}
 
 
 def _kept(cache: dict[Key, Kept], key: Key, read: Callable[[], Kept]) -> Kept:

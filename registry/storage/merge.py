@@ -238,8 +238,6 @@ def _unite(connection: sqlite3.Connection, parts: Sequence[Part]) -> dict[str, i
         connection.execute("DROP TABLE moved")
     for place, part in enumerate(parts):
         with _attached(connection, part) as union:
-            if not place:
-                union.make_numbers()
             union.number()
             for done, name in enumerate(FACTS):
                 tell("writing", (place + done / len(FACTS)) / len(parts))
@@ -322,7 +320,6 @@ def _staged(connection: Connection) -> dict[str, Table]:
     }
     for table in staged.values():
         table.create(connection, checkfirst=True)
-    _union_on(connection).make_numbers()
     return staged
 
 

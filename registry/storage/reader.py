@@ -141,7 +141,8 @@ def of_empty_file(version: int, read: Callable[[sqlite3.Connection], T]) -> T:
         return read(connection)
 
 
-def _read_tables(connection: Connection, version: int) -> Rows:
+def read_tables(connection: Connection, version: int) -> Rows:
+    """Every row of a database of any released schema version, as rows of the present one."""
     names = tables_of(version)
     in_bytes = version >= KEYS_IN_BYTES_SINCE and connection.dialect.name == "sqlite"
     rows: Rows = {name: [] for name in TABLES}  # none of a table that came later
@@ -171,12 +172,6 @@ def _all_rows(
     return list(result.cursor.fetchall())  # the driver's tuples: no other column needs conversion
 
 
-# One reader for each released schema version; all return rows of the present one.
-READERS: dict[int, Callable[[Connection], Rows]] = {
-    version: functools.partial(_read_tables, version=version) for version in VERSIONS
-}
-
-
 def read_rows(source: Source) -> Rows:
     """Every row of a database, by table, in the order of `tables.COLUMNS`.
 
@@ -186,25 +181,16 @@ def read_rows(source: Source) -> Rows:
     found = resolve(source)
     if isinstance(found, Path):
         with open_readonly(found) as connection:
-            return _read_with(READERS[version_of(connection)], found, connection)
-    engine = open_server(found)
-    try:
-        with engine.connect() as connection:
-            version = check_server(connection)
-            return _read_with(READERS[version], found, connection)
-    except SQLAlchemyError as error:
-        raise DatabaseError(f"database {shown(found)} cannot be read: {short(error)}") from error
-    finally:
-        engine.dispose()
+            return _read_as(shown(found), connection, version_of(connection))
+    with _connected(found) as connection:
+        return _read_as(shown(found), connection, check_server(connection))
 
 
-def _read_with(
-    reader: Callable[[Connection], Rows], source: Path | URL, connection: Connection
-) -> Rows:
+def _read_as(name: str, connection: Connection, version: int) -> Rows:
     try:
-        return reader(connection)
+        return read_tables(connection, version)
     except DatabaseError as error:
-        raise DatabaseError(f"database {shown(source)}: {error}") from None
+        raise DatabaseError(f"database {name}: {error}") from None
 
 
 def open_server(url: URL) -> Engine:
@@ -220,6 +206,19 @@ def open_server(url: URL) -> Engine:
             f"database {shown(url)} has no driver here: {error}; install it (pip install "
             "'psycopg[binary]' for postgresql+psycopg)"
         ) from error
+
+
+@contextmanager
+def _connected(url: URL) -> Iterator[Connection]:
+    """A connection to a server, for reading."""
+    engine = open_server(url)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except SQLAlchemyError as error:
+        raise DatabaseError(f"database {shown(url)} cannot be read: {short(error)}") from error
+    finally:
+        engine.dispose()
 
 
 def check_server(connection: Connection) -> int:
@@ -241,7 +240,7 @@ def check_server(connection: Connection) -> int:
             return schema_comment(SCHEMA_VERSION)
         return inspector.get_table_comment(name)["text"]
 
-    versions: dict[str | None, int] = {schema_comment(version): version for version in READERS}
+    versions: dict[str | None, int] = {schema_comment(version): version for version in VERSIONS}
     version = versions.get(comment_of("run"), SCHEMA_VERSION)  # if it is none, the loop refuses
     expected = schema_comment(version)
     for name in tables_of(version):
@@ -266,14 +265,8 @@ def is_there(source: Source) -> bool:
     found = resolve(source)
     if isinstance(found, Path):
         return found.exists()
-    engine = open_server(found)
-    try:
-        with engine.connect() as connection:
-            return sqlalchemy.inspect(connection).has_table("run")
-    except SQLAlchemyError as error:
-        raise DatabaseError(f"database {shown(found)} cannot be read: {short(error)}") from error
-    finally:
-        engine.dispose()
+    with _connected(found) as connection:
+        return sqlalchemy.inspect(connection).has_table("run")
 
 
 def rows_digest(rows: Rows) -> str:

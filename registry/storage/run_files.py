@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -190,10 +190,8 @@ class RunFile:
         Raises:
             DatabaseError: A value is impossible, or this run has timed the same already.
         """
-        parts = _parts(kernel, problem, distribution, environment)
-        parts["device"] = row_keys.device_row(device)
-        row = {name: part["key"] for name, part in parts.items()}
-        return self._add("timing", parts, {**row, "regime": regime, **asdict(record)})
+        parts = (kernel, problem, distribution, device, environment)
+        return self._add("timing", parts, {"regime": regime, **asdict(record)})
 
     def add_accuracy(
         self,
@@ -212,10 +210,9 @@ class RunFile:
         Raises:
             DatabaseError: A value is impossible, or this run has measured the same already.
         """
-        parts = _parts(kernel, problem, distribution, environment)
-        row: dict[str, Any] = {name: part["key"] for name, part in parts.items()}
-        row |= {name: getattr(record.errors, name, None) for name in ERROR_METRICS}
+        row = {name: getattr(record.errors, name, None) for name in ERROR_METRICS}
         row |= {name: getattr(record, name) for name in record.__slots__ if name != "errors"}
+        parts = (kernel, problem, distribution, environment)
         return self._add("accuracy", parts, {**row, "architecture": architecture})
 
     def add_test_result(
@@ -241,21 +238,22 @@ class RunFile:
         Raises:
             DatabaseError: A value is impossible, or this run has tested the same already.
         """
-        parts = {
-            "kernel": _kernel_part(kernel),
-            "environment": row_keys.environment_row(environment),
-        }
-        row: dict[str, Any] = {name: part["key"] for name, part in parts.items()}
-        row |= {"architecture": architecture, "suite": suite, "status": record.status}
-        return self._add("test_result", parts, {**row, **asdict(record)})
+        row = {"architecture": architecture, "suite": suite, "status": record.status}
+        return self._add("test_result", (kernel, environment), {**row, **asdict(record)})
 
-    def _add(self, name: str, parts: Mapping[str, row_keys.Row], row: dict[str, Any]) -> str:
+    def _add(
+        self, name: str, entities: Iterable[Kernel | row_keys.Entity], row: dict[str, Any]
+    ) -> str:
         if os.getpid() != self._process:
             raise DatabaseError(
                 f"run {self.run} belongs to process {self._process}, this is {os.getpid()}; every "
                 "process creates its own run file"
             )
-        row["run"] = self.run
+        parts = {}
+        for entity in entities:
+            known = entity if isinstance(entity, row_keys.Entity) else KernelRow.of(entity)
+            parts[row_keys.TABLE_OF[type(known)]] = row_keys.row_of(known)
+        row |= {table: part["key"] for table, part in parts.items()} | {"run": self.run}
         key = row["key"] = row_keys.row_key(name, row)
         fact = plain_row(name, row)
         ids = dict(self._ids)
@@ -321,25 +319,6 @@ class RunFile:
             self.finish()
         else:
             self.close()
-
-
-def _parts(
-    kernel: Kernel | KernelRow,
-    problem: Problem,
-    distribution: DistributionRow,
-    environment: Environment,
-) -> dict[str, row_keys.Row]:
-    return {
-        "kernel": _kernel_part(kernel),
-        "problem": row_keys.problem_row(problem),
-        "distribution": row_keys.distribution_row(distribution),
-        "environment": row_keys.environment_row(environment),
-    }
-
-
-def _kernel_part(kernel: Kernel | KernelRow) -> row_keys.Row:
-    known = kernel if isinstance(kernel, KernelRow) else KernelRow.of(kernel)
-    return row_keys.kernel_row(known)
 
 
 def _delete_run(path: Path) -> None:

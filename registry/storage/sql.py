@@ -65,17 +65,13 @@ class Union:
         self._columns, self._execute, self._part = columns, execute, part
         self._equal, self._key = equal, key
 
-    def make_numbers(self) -> None:
-        """Make the temporary tables of ids, once for each connection."""
+    def number(self) -> None:
+        """Map the ids of the part to those of the target, which has its dimensions."""
         for name in DIMENSIONS:
             self._execute(
                 f"CREATE TEMPORARY TABLE IF NOT EXISTS numbers_of_{name} "
                 "(old INTEGER PRIMARY KEY, new INTEGER)"
             )
-
-    def number(self) -> None:
-        """Map the ids of the part to those of the target, which has its dimensions."""
-        for name in DIMENSIONS:
             self._execute(f"DELETE FROM numbers_of_{name}")
             self._execute(
                 f"INSERT INTO numbers_of_{name} SELECT p.id, t.id FROM {self._part}{name} AS p "

@@ -60,18 +60,14 @@ def dimensions(
     ]  # fmt: skip
     started: dict[str, Any] = {"key": run, "started_utc_ms": NOW, "harness_digest": "unknown"}
     found: dict[str, list[dict[str, Any]]] = {
-        "device": [row_keys.device_row(DEVICE)],
-        "environment": [row_keys.environment_row(Environment())],
-        "kernel": [row_keys.kernel_row(kernel) for kernel in kernels],
+        "device": [row_keys.row_of(DEVICE)],
+        "environment": [row_keys.row_of(Environment())],
+        "kernel": [row_keys.row_of(kernel) for kernel in kernels],
         "problem": [
-            row_keys.problem_row(
-                Problem(op="gemm", m=2 ** (i % 12), n=64 + i // 12, k=512, a=a, b=b)
-            )
+            row_keys.row_of(Problem(op="gemm", m=2 ** (i % 12), n=64 + i // 12, k=512, a=a, b=b))
             for i in range(problems)
         ],
-        "distribution": [
-            row_keys.distribution_row(distribution_row(name)) for name in DISTRIBUTIONS
-        ],
+        "distribution": [row_keys.row_of(distribution_row(name)) for name in DISTRIBUTIONS],
         "run": [{**started, "suite": "synthetic", "command": "none", "grade": "full"}],
     }
     return {name: sorted(rows, key=lambda row: str(row["key"])) for name, rows in found.items()}

@@ -25,20 +25,20 @@ def many_rows(count: int) -> Rows:
     a = Operand(Format.BFLOAT16)
     b = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
     kernels = [
-        row_keys.kernel_row(
+        row_keys.row_of(
             KernelRow(f"cuda.gemm_{i}", "gemm", "cuda", ("cuda/gemm",), f"{i:064x}", "promoted",
                       "row", "row")
         )
         for i in range(20)
     ]  # fmt: skip
     problems = [
-        row_keys.problem_row(Problem(op="gemm", m=2**j, n=64 * (i + 1), k=1024, a=a, b=b))
+        row_keys.row_of(Problem(op="gemm", m=2**j, n=64 * (i + 1), k=1024, a=a, b=b))
         for i in range(-(-count // 240))
         for j in range(12)
     ]
-    device = row_keys.device_row(DEVICE)
-    environment = row_keys.environment_row(Environment())
-    distribution = row_keys.distribution_row(DistributionRow("X1"))
+    device = row_keys.row_of(DEVICE)
+    environment = row_keys.row_of(Environment())
+    distribution = row_keys.row_of(DistributionRow("X1"))
     run: dict[str, Any] = {
         "key": "a" * 32,
         "started_utc_ms": 1_700_000_000_000,

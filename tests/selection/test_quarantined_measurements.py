@@ -12,7 +12,7 @@ import pytest
 from lokakern.errors import DatabaseError
 from lokakern.registry.digests import kernel_digest
 from lokakern.registry.freshness import is_current
-from lokakern.registry.quarantine import Tier, waiting_for
+from lokakern.registry.quarantine import Tier, quarantined_files
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.row_keys import row_key
@@ -145,25 +145,25 @@ def test_a_device_name_means_the_measured_device(mine: Path) -> None:
 def test_a_rejected_file_is_not_read(mine: Path) -> None:
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     assert "only imported" in chosen().rejected[ROW]
-    reject(waiting_for(mine)[0], mine)
+    reject(quarantined_files(mine)[0], mine)
     assert "not measured here" in chosen().rejected.get(ROW, "not measured here")
 
 
-def test_settled_rows_are_trusted_and_the_rest_waits(mine: Path) -> None:
+def test_settled_rows_are_trusted_and_the_rest_stays_quarantined(mine: Path) -> None:
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
-    (waiting,) = waiting_for(mine)
-    rows = read_rows(waiting.path)
-    settle(waiting, mine, without_unused({**rows, "timing": []}, rows),
+    (quarantined,) = quarantined_files(mine)
+    rows = read_rows(quarantined.path)
+    settle(quarantined, mine, without_unused({**rows, "timing": []}, rows),
            without_unused({**rows, "accuracy": []}, rows))  # fmt: skip
     choice = chosen()
     assert (choice.kernel, choice.errors["row_err"]) == (ROW, 0.04)
     assert "graph-cold, imported and not verified)" in choice.explain()
     assert "error: imported" not in choice.explain()
     nothing: Rows = {name: [] for name in rows}
-    settle(waiting, mine, read_rows(waiting.path), nothing)
-    assert waiting_for(mine) == [] and "not verified" not in chosen().explain()
-    with pytest.raises(DatabaseError, match="does not wait any more"):
-        settle(waiting, mine, nothing, nothing)
+    settle(quarantined, mine, read_rows(quarantined.path), nothing)
+    assert quarantined_files(mine) == [] and "not verified" not in chosen().explain()
+    with pytest.raises(DatabaseError, match="is not in quarantine any more"):
+        settle(quarantined, mine, nothing, nothing)
 
 
 def test_a_contradiction_with_a_shipped_file_is_refused(
@@ -177,18 +177,18 @@ def test_a_contradiction_with_a_shipped_file_is_refused(
         for trusted in (False, True):
             with pytest.raises(DatabaseError, match=r"two contents.*latency_us_p50"):
                 import_file(edited, mine, trusted=trusted)
-        assert waiting_for(mine) == []
+        assert quarantined_files(mine) == []
 
 
 def test_an_import_that_contradicts_a_new_shipped_file_is_left_out(
     mine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A later version ships a file that contradicts a waiting import."""
+    """A later version ships a file that contradicts a quarantined import."""
     shipped = mine.with_name("shipped.sqlite")
     Book(shipped).write(time(BF16, HERE, 20.0))
     import_file(edit(shipped, latency_us_p50=5.0, latency_us_p20=5.0), mine)
     others(mine, time(ROW, HERE, 7.0))
-    first = waiting_for(mine)
+    first = quarantined_files(mine)
     monkeypatch.setattr("lokakern.registry.storage.paths.shipped_databases", lambda: [shipped])
     facts = load_snapshot()
     assert len(first) == 2 and len(facts.sources) == 3
@@ -196,13 +196,13 @@ def test_an_import_that_contradicts_a_new_shipped_file_is_left_out(
     assert sorted(c.latency_us_p50 for c in facts.timings_on(H200, "graph-cold")) == [
         7.0, 20.0, 20.0, 40.0,
     ]  # fmt: skip
-    waiting_for(mine)[0].path.write_bytes(b"no database")
+    quarantined_files(mine)[0].path.write_bytes(b"no database")
     assert load_snapshot().sources and "no database" not in str(load_snapshot())
 
 
 def times_here() -> list[float]:
     facts = load_snapshot()
-    assert facts.has_doubts
+    assert facts.has_quarantined
     return sorted(c.latency_us_p50 for c in facts.timings_on(H200, "graph-cold"))
 
 
@@ -220,15 +220,15 @@ def test_rows_that_differ_between_imports_are_not_read(
     merge_files([genuine, Book(mine.with_name("b.sqlite")).write(time(ROW, HERE, 7.0)).path],
                 mine.with_name("both.sqlite"))  # fmt: skip
     import_file(mine.with_name("both.sqlite"), mine)
-    assert len(waiting_for(mine)) == len(lies) + 2
+    assert len(quarantined_files(mine)) == len(lies) + 2
     assert times_here() == [7.0, 20.0, 40.0]
-    assert "which wait to be verified, differ in 1 rows of the same keys" in caplog.text
+    assert "differ in 1 rows of the same keys" in caplog.text
     assert all(
-        str(one.path) in caplog.text and one.since in caplog.text for one in waiting_for(mine)
+        str(one.path) in caplog.text and one.since in caplog.text for one in quarantined_files(mine)
     )
     caplog.clear()
     (fact,) = read_rows(genuine)["timing"]
-    for one in waiting_for(mine):
+    for one in quarantined_files(mine):
         if fact not in read_rows(one.path)["timing"]:
             one.path.unlink()
     assert times_here() == [7.0, 20.0, 21.0, 40.0] and "differ" not in caplog.text
@@ -269,7 +269,7 @@ def test_an_import_of_trusted_rows_leaves_them_trusted(mine: Path) -> None:
     os.replace(mine, mine.with_name("again.sqlite"))
     os.rename(mine.with_name("again.sqlite"), mine)
     os.rename(mine.with_name("again.sqlite.imports"), mine.with_name("mine.sqlite.imports"))
-    assert len(waiting_for(mine)) == 1
+    assert len(quarantined_files(mine)) == 1
     choice = chosen()
     assert choice.kernel == ROW and "not verified" not in choice.explain()
 
@@ -305,12 +305,12 @@ def test_the_snapshot_digest_covers_trust(mine: Path) -> None:
     own(mine, time(ROW, HERE, 5.0))
     before = load_snapshot().digest
     others(mine, accuracy(ROW, HERE, 0.04))
-    waits = load_snapshot()
+    quarantined = load_snapshot()
     ours = mine.with_name("ours.sqlite")
-    merge_files([mine, waiting_for(mine)[0].path], ours)
+    merge_files([mine, quarantined_files(mine)[0].path], ours)
     merged = load_snapshot([ours])
-    assert len({before, waits.digest, merged.digest}) == 3
-    assert waits.keys_digest != merged.keys_digest
+    assert len({before, quarantined.digest, merged.digest}) == 3
+    assert quarantined.keys_digest != merged.keys_digest
     assert merged.keys_digest == load_snapshot([ours, mine]).keys_digest
 
 

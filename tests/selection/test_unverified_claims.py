@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lokakern.problems import make_problem
-from lokakern.registry.quarantine import waiting_for
+from lokakern.registry.quarantine import quarantined_files
 from lokakern.registry.register import kernels_for
 from lokakern.registry.sharing.import_merge import import_file, merge_files
 from lokakern.selection import dispatcher
@@ -79,7 +79,7 @@ def test_imported_failures_change_no_choice_of_the_shipped_file(
     import_file(tmp_path / "hostile.sqlite", shipped)
     dispatcher.use_snapshot(None)
     after = ask()
-    assert len(waiting_for(shipped)) == 1 and len({c.kernel for c in before}) > 3
+    assert len(quarantined_files(shipped)) == 1 and len({c.kernel for c in before}) > 3
     assert list(map(answer, after)) == list(map(answer, before))
     assert any("imported and not verified" in choice.explain() for choice in after)
 
@@ -237,4 +237,4 @@ def test_imported_failures_of_one_kernel_leave_another_unchanged(mine: Path) -> 
     before = answer(chosen())
     for rows in failures(TENSOR, HERE):
         others(mine, *rows)
-    assert answer(chosen()) == before and len(waiting_for(mine)) == 7
+    assert answer(chosen()) == before and len(quarantined_files(mine)) == 7

@@ -111,11 +111,11 @@ def small_rows() -> Rows:
     run = {"key": "0" * 31 + "1", "started_utc_ms": 1_700_000_000_000, "harness_digest": "h"}
     run |= {"suite": "lrm", "command": "pytest", "grade": "quick"}
     dimensions: dict[str, list[Any]] = {
-        "device": [row_keys.device_row(device) for device in devices],
-        "environment": [row_keys.environment_row(ENVIRONMENT)],
-        "kernel": [row_keys.kernel_row(kernel) for kernel in kernels],
-        "problem": [row_keys.problem_row(problem) for problem in problems],
-        "distribution": [row_keys.distribution_row(X1)],
+        "device": [row_keys.row_of(device) for device in devices],
+        "environment": [row_keys.row_of(ENVIRONMENT)],
+        "kernel": [row_keys.row_of(kernel) for kernel in kernels],
+        "problem": [row_keys.row_of(problem) for problem in problems],
+        "distribution": [row_keys.row_of(X1)],
         "run": [run],
     }
     facts: dict[str, list[dict[str, Any]]] = {"timing": [], "accuracy": [], "test_result": []}
@@ -161,11 +161,11 @@ def rows_of(choices: list[tuple[int, int, int]]) -> Rows:
         state = dataclasses.replace(KERNEL, digest=f"{kernel:064x}")
         row: dict[str, Any] = {
             "run": keep("run", {**started, "suite": "s", "command": "c", "grade": "full"}),
-            "kernel": keep("kernel", row_keys.kernel_row(state)),
-            "problem": keep("problem", row_keys.problem_row(dataclasses.replace(PROBLEM, m=m))),
-            "distribution": keep("distribution", row_keys.distribution_row(X1)),
-            "device": keep("device", row_keys.device_row(DEVICE)),
-            "environment": keep("environment", row_keys.environment_row(ENVIRONMENT)),
+            "kernel": keep("kernel", row_keys.row_of(state)),
+            "problem": keep("problem", row_keys.row_of(dataclasses.replace(PROBLEM, m=m))),
+            "distribution": keep("distribution", row_keys.row_of(X1)),
+            "device": keep("device", row_keys.row_of(DEVICE)),
+            "environment": keep("environment", row_keys.row_of(ENVIRONMENT)),
             "regime": "graph-cold",
             **dataclasses.asdict(OK),
             "latency_us_p80": 12.5 + run + m / 3,

@@ -10,7 +10,7 @@ import pytest
 
 from lokakern.measure.accuracy import Cell
 from lokakern.registry.register import kernels_for
-from lokakern.registry.schema.row_keys import problem_from_row
+from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.reader import read_rows
@@ -41,7 +41,7 @@ def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
         name: [dict(zip(COLUMNS[name], row, strict=True)) for row in found]
         for name, found in read_rows(path).items()
     }
-    problems = {row["key"]: problem_from_row(row) for row in rows["problem"]}
+    problems = {row["key"]: from_row(Problem, row) for row in rows["problem"]}
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows[table]:
         runs[row["run"]].append({**row, "problem": problems[row["problem"]]})

@@ -31,7 +31,7 @@ from lokakern.errors import DatabaseError
 from lokakern.measure import operands
 from lokakern.registry import locks
 from lokakern.registry.locks import Lock, private_folder
-from lokakern.registry.quarantine import waiting_for
+from lokakern.registry.quarantine import quarantined_files
 from lokakern.registry.register import load_kernels
 from lokakern.registry.schema import records
 from lokakern.registry.schema.manifest import place_of
@@ -118,19 +118,19 @@ def test_verified_rows_are_stored_before_they_leave_quarantine(tmp_path: Path) -
     theirs, mine = tmp_path / "theirs.sqlite", tmp_path / "mine.sqlite"
     write_base(theirs)
     import_file(theirs, mine)
-    (waiting,) = waiting_for(mine)
-    rows = read_rows(waiting.path)
+    (imported,) = quarantined_files(mine)
+    rows = read_rows(imported.path)
     left = without_unused({**rows, "timing": []}, rows)
     held = without_unused({**{name: [] for name in rows}, "timing": rows["timing"]}, rows)
     nothing: Rows = {name: [] for name in rows}
-    killed_before("os.rename", ".tmp", lambda: settle(waiting, mine, held, left))
-    assert not mine.exists() and read_rows(waiting.path) == rows
-    settle(waiting, mine, held, left)
-    assert read_rows(mine) == held and read_rows(waiting.path) == left
-    killed_before("os.remove", waiting.path.name, lambda: settle(waiting, mine, left, nothing))
-    assert database_digest(mine) == database_digest(theirs) and read_rows(waiting.path) == left
-    settle(waiting, mine, left, nothing)
-    assert database_digest(mine) == database_digest(theirs) and not waiting_for(mine)
+    killed_before("os.rename", ".tmp", lambda: settle(imported, mine, held, left))
+    assert not mine.exists() and read_rows(imported.path) == rows
+    settle(imported, mine, held, left)
+    assert read_rows(mine) == held and read_rows(imported.path) == left
+    killed_before("os.remove", imported.path.name, lambda: settle(imported, mine, left, nothing))
+    assert database_digest(mine) == database_digest(theirs) and read_rows(imported.path) == left
+    settle(imported, mine, left, nothing)
+    assert database_digest(mine) == database_digest(theirs) and not quarantined_files(mine)
     assert not list(tmp_path.rglob("*.tmp"))
 
 

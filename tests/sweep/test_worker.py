@@ -23,7 +23,7 @@ from lokakern.device import current_device
 from lokakern.errors import MeasurementError
 from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.schema.row_keys import family_key, problem_key
+from lokakern.registry.schema.row_keys import family_key, key_of
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
 from lokakern.registry.storage.run_files import open_readonly
@@ -206,7 +206,7 @@ def test_another_kernel_of_the_class_measures_the_error(faulty: Any, tmp_path: P
     assert report.deaths == 2  # one while it was timed, one while its error was measured
     assert (report.timed, report.measured) == (2, 6 + 6)
     facts = load_snapshot([path])
-    asked = problem_key(accuracy_problem(case(64).problem, Format.E4M3FN))
+    asked = key_of(accuracy_problem(case(64).problem, Format.E4M3FN))
     architecture = current_device().architecture
     mine = facts.accuracy_cells(architecture, "faulty_kernels.segfault", asked)
     assert Counter(cell.status for cell in mine) == {"crashed": 6}

@@ -23,7 +23,7 @@ from lokakern.device import devices_here
 from lokakern.errors import ChoicesError, LokakernError
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.registry.register import KERNELS, NEEDS, Kernel, load_kernels
-from lokakern.registry.schema.row_keys import device_from_row, problem_from_row, problem_row
+from lokakern.registry.schema.row_keys import from_row, row_of
 from lokakern.selection.frozen.lookup import Choices, Key, Weight
 from lokakern.selection.rank_agreement import readable_digest
 from lokakern.selection.table import FrozenTable, Origin, Table
@@ -199,7 +199,7 @@ def digest_of(whole: dict[str, Any]) -> str:
 
 def table_row(key: Key, table: Table) -> dict[str, Any]:
     """The row of a table in the file."""
-    problem = problem_row(key.problem)
+    problem = row_of(key.problem)
     return {
         "problem": {name: value for name, value in problem.items() if name not in ("key", "m")},
         "m_alignment": key.m_alignment,
@@ -274,7 +274,7 @@ def _converted(whole: Any) -> _File:
 
 def _choices(file: _File, path: str) -> Choices:
     origin = Origin(path, file.frozen_utc_ms, file.snapshot, file.unverified)
-    device = device_from_row(file.device)
+    device = from_row(Device, file.device)
     if device not in devices_here():
         here = ", ".join(sorted(_device_words(found) for found in devices_here()))
         raise ChoicesError(
@@ -328,8 +328,8 @@ def _kernels(digests: dict[str, str], path: str, software: str) -> dict[str, Ker
 
 def _problem(row: _Problem, m: int) -> Problem:
     given = structs.asdict(row)
-    problem = problem_from_row({**given, "m": m})
-    again = problem_row(problem)
+    problem = from_row(Problem, {**given, "m": m})
+    again = row_of(problem)
     _expect(given.items() <= again.items(), f"problem is {_shown(given)}")
     is_of_op = len(op_named(problem.op).axes) == len(problem.shape)
     _expect(is_of_op, f"{problem} has not the operands of its op")

@@ -54,10 +54,10 @@ def rows(*facts: dict[str, Any]) -> Rows:
         device = fact.get("device", DEVICE)
         row: dict[str, Any] = {
             "run": keep("run", run),
-            "kernel": keep("kernel", row_keys.kernel_row(kernel)),
-            "problem": keep("problem", row_keys.problem_row(replace(PROBLEM, m=fact.get("m", 1)))),
-            "distribution": keep("distribution", row_keys.distribution_row(X1)),
-            "environment": keep("environment", row_keys.environment_row(ENVIRONMENT)),
+            "kernel": keep("kernel", row_keys.row_of(kernel)),
+            "problem": keep("problem", row_keys.row_of(replace(PROBLEM, m=fact.get("m", 1)))),
+            "distribution": keep("distribution", row_keys.row_of(X1)),
+            "environment": keep("environment", row_keys.row_of(ENVIRONMENT)),
         }
         status = fact.get("status", "ok")
         common = {"status": status, "reason": "" if status == "ok" else "x",
@@ -70,7 +70,7 @@ def rows(*facts: dict[str, Any]) -> Rows:
             continue
         us, spread = fact.get("us", 10.0), fact.get("spread", 0.0)
         row |= asdict(OK) | common | {"regime": "graph-cold"}
-        row |= {"device": keep("device", row_keys.device_row(device)), "latency_us_p50": us,
+        row |= {"device": keep("device", row_keys.row_of(device)), "latency_us_p50": us,
                 "latency_us_p20": us - spread, "latency_us_p80": us + spread}  # fmt: skip
         keep("timing", {"key": row_keys.row_key("timing", row), **row})
     return {

@@ -11,7 +11,7 @@ from lokakern.bench.exchange.export import current_rows, export
 from lokakern.errors import DatabaseError
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import kernels_for
-from lokakern.registry.schema.row_keys import kernel_from_row
+from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS, REFERENCES
 from lokakern.registry.sharing.import_merge import union_of
 from lokakern.registry.snapshot.loading import load_snapshot
@@ -69,7 +69,7 @@ def as_they_are_now(rows: Rows) -> dict[str, int]:
     """How many facts are of kernels whose source did not change."""
     fresh = {
         row[0] for row in rows["kernel"]
-        if is_current(kernel_from_row(dict(zip(COLUMNS["kernel"], row, strict=True))))
+        if is_current(from_row(KernelRow, dict(zip(COLUMNS["kernel"], row, strict=True))))
     }  # fmt: skip
     place = {name: COLUMNS[name].index("kernel") for name in FACTS}
     return {name: sum(row[place[name]] in fresh for row in rows[name]) for name in FACTS}

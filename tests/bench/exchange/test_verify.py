@@ -14,10 +14,10 @@ from lokakern.bench.cli.main import app
 from lokakern.bench.exchange import verify
 from lokakern.device import current_device
 from lokakern.measure import operands
-from lokakern.registry.quarantine import Tier, imports_folder, waiting_for
+from lokakern.registry.quarantine import Tier, imports_folder, quarantined_files
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import TimingRecord
-from lokakern.registry.schema.row_keys import distribution_key, problem_key
+from lokakern.registry.schema.row_keys import key_of
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.sharing.import_merge import import_file
 from lokakern.registry.storage.reader import Rows, read_rows
@@ -87,15 +87,15 @@ def command(mine: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran
     return verified
 
 
-def waits(database: Path) -> dict[str, int]:
-    """How many facts wait, by table."""
-    found = [read_rows(waiting.path) for waiting in waiting_for(database)]
+def quarantined_counts(database: Path) -> dict[str, int]:
+    """The number of quarantined facts, by table."""
+    found = [read_rows(imported.path) for imported in quarantined_files(database)]
     return {name: count for name in ("timing", "accuracy")
             if (count := sum(len(rows[name]) for rows in found))}  # fmt: skip
 
 
 def is_rejected(database: Path) -> bool:
-    return bool(waiting_for(database, Tier.REJECTED)) and not waiting_for(database)
+    return bool(quarantined_files(database, Tier.REJECTED)) and not quarantined_files(database)
 
 
 def changed(
@@ -128,10 +128,10 @@ def as_measured_here(
     def run_tasks(tasks: dict[int, Task], done: Any, _died: Any, **_: Any) -> bool:
         for number, task in list(tasks.items()):
             assert isinstance(task, TimingTask)
-            distribution = distribution_key(distribution_row(task.case.distribution))
+            distribution = key_of(distribution_row(task.case.distribution))
             records = []
             for name in task.kernels:
-                us = factors(name) * times[name, problem_key(task.case.problem), distribution]
+                us = factors(name) * times[name, key_of(task.case.problem), distribution]
                 records.append(TimingRecord(
                     status="ok", latency_us_p20=us, latency_us_p50=us, latency_us_p80=us * spread,
                     replay_count=9, void_count=0, calls_per_replay=1, kernel_err=0.1,
@@ -154,7 +154,9 @@ def test_errors_come_out_alike_and_the_file_joins_the_database(
                                    for row in found)  # fmt: skip
     assert all(row["here_over_there"] == pytest.approx(1, abs=1e-3) for row in found)
     assert {row["kernel"] for row in found} >= {"torch.bf16", "torch.emulated_row"}, "of each kind"
-    assert not waits(mine) and set(measured["accuracy"]) <= set(read_rows(mine)["accuracy"])
+    assert not quarantined_counts(mine) and set(measured["accuracy"]) <= set(
+        read_rows(mine)["accuracy"]
+    )
     runs = [dict(zip(COLUMNS["run"], row, strict=True)) for row in read_rows(mine)["run"]]
     assert {run["suite"] for run in runs} == {"shapes", "verify"}, "what was measured is kept"
 
@@ -196,7 +198,7 @@ def test_times_keep_their_place(
     monkeypatch.setattr(verify, "run_tasks", as_measured_here(measured, factor))
     code, _, err = command({**measured, "accuracy": []})
     assert words in err and code == (6 if rejected else 0)
-    assert is_rejected(mine) is rejected and not waits(mine)
+    assert is_rejected(mine) is rejected and not quarantined_counts(mine)
 
 
 def test_one_time_that_is_far_from_its_place_is_enough(
@@ -280,7 +282,7 @@ def test_few_answers_accept_nothing(
     monkeypatch.setattr(verify, "run_tasks", one_only)
     code, _, err = command({**measured, "accuracy": []})
     assert code == 0 and "are needed" in err
-    assert waits(mine) == {"timing": len(measured["timing"])}
+    assert quarantined_counts(mine) == {"timing": len(measured["timing"])}
 
 
 def test_a_file_that_cannot_be_read_stops_no_other(
@@ -301,14 +303,14 @@ def test_a_busy_machine_judges_nothing(
     monkeypatch.setattr(verify, "run_tasks", busy)
     code, _, err = command({**measured, "accuracy": []})
     assert code == 0 and "too busy" in err and "are needed" in err
-    assert waits(mine) == {"timing": len(measured["timing"])}
+    assert quarantined_counts(mine) == {"timing": len(measured["timing"])}
 
 
-def test_what_cannot_be_measured_here_waits(
+def test_rows_that_cannot_be_measured_here_stay_quarantined(
     measured: Rows, mine: Path, command: Callable[..., Ran]
 ) -> None:
     """Times of another GPU, errors of another FP8 format, failures: none can be found out here."""
-    h200 = row_keys.device_row(Device("nvidia", "NVIDIA H200", "sm_90", 132, 140))
+    h200 = row_keys.row_of(Device("nvidia", "NVIDIA H200", "sm_90", 132, 140))
     changes = {"device": h200["key"], "regime": "graph-cold", "latency_us_p20": 1e3,
                "latency_us_p50": 1e3, "latency_us_p80": 1e3}  # fmt: skip
     timing = changed(measured, "timing", lambda _: changes)
@@ -328,7 +330,7 @@ def test_what_cannot_be_measured_here_waits(
     assert code == 0
     assert f"verified in part: {len(measured['accuracy'])} rows are in the database now" in err
     assert "were not measured here: failures, another GPU" in err
-    assert waits(mine) == {"timing": len(timing), "accuracy": len(other) + len(failed)}
+    assert quarantined_counts(mine) == {"timing": len(timing), "accuracy": len(other) + len(failed)}
     assert not set(failed) & set(read_rows(mine)["accuracy"])
 
 
@@ -381,7 +383,7 @@ def test_a_machine_without_memory_judges_nothing(
 
     monkeypatch.setattr(verify, "run_tasks", die)
     code, _, _ = command({**measured, "timing": []}, "--count", 2)
-    assert code == 0 and waits(mine) == {"accuracy": len(measured["accuracy"])}
+    assert code == 0 and quarantined_counts(mine) == {"accuracy": len(measured["accuracy"])}
 
 
 def test_nothing_to_verify(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,10 @@ def test_a_missing_database_has_a_remedy(tmp_path: Path) -> None:
     ):
         pass
     (tmp_path / "mine.sqlite.imports").mkdir()
-    with pytest.raises(DatabaseError, match="waits beside it: run `verify`"), open_guarded(path):
+    with (
+        pytest.raises(DatabaseError, match="in quarantine beside it: run `verify`"),
+        open_guarded(path),
+    ):
         pass
     path.touch()
     with pytest.raises(DatabaseError, match="is empty; expected a SQLite file"), open_guarded(path):

@@ -9,6 +9,7 @@ import torch
 
 from lokakern.numerics import dequantize, measure_errors, quantize
 from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry.schema.records import DistributionRow
 from lokakern.registry.sharing.plausibility import least_error, least_us
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
@@ -68,7 +69,10 @@ def test_every_shipped_error_is_possible(shipped: Snapshot) -> None:
         errors, uppers = found[: len(ERRORS)], found[len(ERRORS) :]
         assert all(upper >= error for error, upper in zip(errors, uppers, strict=True))
         scaled = shipped._column("kernel", "granularity")[kernel] != Granularity.NONE
-        place = shipped._problem(problem), shipped._distribution(distribution).name
+        place = (
+            shipped._entity(Problem, problem),
+            shipped._entity(DistributionRow, distribution).name,
+        )
         if (*place, scaled) not in known:
             known[*place, scaled] = least_error(*place, scaled)
         least = known[*place, scaled]

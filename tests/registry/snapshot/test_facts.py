@@ -364,7 +364,7 @@ def test_parameters_of_several_variants_are_the_newest_of_current_kernels(given:
     draw = random.Random(2)
     variants = [dataclasses.replace(row, name=f"X{i % 3}", parameters=f'{{"v":{i}}}')
                 for i, row in enumerate(Snapshot(given).distributions)]  # fmt: skip
-    rows_of = [row_keys.distribution_row(row) for row in variants]
+    rows_of = [row_keys.row_of(row) for row in variants]
     few: Rows = {**given, "timing": []}
     few["distribution"] = [tuple(row[c] for c in tables.COLUMNS["distribution"]) for row in rows_of]
     place = tables.COLUMNS["accuracy"].index("distribution")

@@ -156,7 +156,7 @@ def test_nothing_is_mixed_up(
 
 
 def test_accuracy_cells(snapshot: Snapshot) -> None:
-    cells = snapshot.accuracy_cells("sm_90", "cuda.row", row_keys.problem_key(PROBLEM))
+    cells = snapshot.accuracy_cells("sm_90", "cuda.row", row_keys.key_of(PROBLEM))
     found = [(c.distribution, c.seed, c.kernel.digest[0], c.grade, c.realistic) for c in cells]
     assert found == [
         ("X1", 0, "1", "full", True),
@@ -169,15 +169,15 @@ def test_accuracy_cells(snapshot: Snapshot) -> None:
     uppers = (cell.row_p99_upper, cell.rel_err_upper, cell.mean_rel_err_upper)
     assert (*uppers, cell.mean_shift_upper, cell.kernel_err) == (0.11, 0.12, 0.13, 0.14, 0.5)
     assert cells[3].parameters == '{"df":2}'
-    assert not snapshot.accuracy_cells("sm_90", "torch.bf16", row_keys.problem_key(PROBLEM))
-    assert not snapshot.accuracy_cells("sm_90", "cuda.row", row_keys.problem_key(at(1)))
-    (other,) = snapshot.accuracy_cells("gfx942", "cuda.row", row_keys.problem_key(PROBLEM))
+    assert not snapshot.accuracy_cells("sm_90", "torch.bf16", row_keys.key_of(PROBLEM))
+    assert not snapshot.accuracy_cells("sm_90", "cuda.row", row_keys.key_of(at(1)))
+    (other,) = snapshot.accuracy_cells("gfx942", "cuda.row", row_keys.key_of(PROBLEM))
     assert other.row_err_upper == 0.05
 
 
 def test_accuracy_cells_of_a_class(snapshot: Snapshot) -> None:
     """Whatever the kernel: those that scale and accumulate alike, and no others."""
-    asked = row_keys.problem_key(PROBLEM)
+    asked = row_keys.key_of(PROBLEM)
     cells = snapshot.accuracy_cells_of_class("sm_90", asked, "row", "row", "promoted")
     found = [(c.distribution, c.seed, c.kernel.name, c.kernel.digest[0]) for c in cells]
     assert found == [
@@ -193,7 +193,7 @@ def test_accuracy_cells_of_a_class(snapshot: Snapshot) -> None:
     assert other.row_err_upper == 0.05
     for changed in (
         ("sm_100", asked, "row", "row", "promoted"),
-        ("sm_90", row_keys.problem_key(at(1)), "row", "row", "promoted"),
+        ("sm_90", row_keys.key_of(at(1)), "row", "row", "promoted"),
         ("sm_90", asked, "tensor", "row", "promoted"),
         ("sm_90", asked, "row", "tensor", "promoted"),
     ):
@@ -246,9 +246,9 @@ def test_devices(snapshot: Snapshot) -> None:
 
 def test_resume(snapshot: Snapshot) -> None:
     """What is measured in the same state need not be measured again; a quick row is not enough."""
-    problem, x1 = row_keys.problem_key(at(1)), row_keys.distribution_key(X1)
-    h200 = row_keys.device_key(H200)
-    then, now = row_keys.environment_key(THEN), row_keys.environment_key(NOW)
+    problem, x1 = row_keys.key_of(at(1)), row_keys.key_of(X1)
+    h200 = row_keys.key_of(H200)
+    then, now = row_keys.key_of(THEN), row_keys.key_of(NOW)
     timing = snapshot.has_timing
     assert timing(OLD.digest, problem, x1, h200, then, "graph-cold")
     assert timing(OLD.digest, problem, x1, h200, then, "graph-cold", "quick")
@@ -257,7 +257,7 @@ def test_resume(snapshot: Snapshot) -> None:
     assert not timing(NEW.digest, problem, x1, h200, now, "graph-cold", "full")
     assert not timing(NEW.digest, problem, x1, h200, then, "graph-cold", "quick")
     assert not timing(OLD.digest, problem, x1, h200, then, "eager")
-    asked = row_keys.problem_key(PROBLEM)
+    asked = row_keys.key_of(PROBLEM)
     assert snapshot.has_accuracy(OLD.digest, asked, x1, "sm_90", then, 2)
     assert not snapshot.has_accuracy(OLD.digest, asked, x1, "sm_90", then, 3)
     assert not snapshot.has_accuracy(OLD.digest, asked, x1, "sm_100", then, 2)
@@ -274,8 +274,8 @@ def test_crashes_are_not_tried_again(tmp_path: Path, status: str, again: bool) -
         record = TimingRecord(status=status, reason="why")
         run.add_timing(NEW, at(1), X1, H200, NOW, "graph-cold", record)
     measured = load_snapshot([path]).has_timing(
-        NEW.digest, row_keys.problem_key(at(1)), row_keys.distribution_key(X1),
-        row_keys.device_key(H200), row_keys.environment_key(NOW), "graph-cold",
+        NEW.digest, row_keys.key_of(at(1)), row_keys.key_of(X1),
+        row_keys.key_of(H200), row_keys.key_of(NOW), "graph-cold",
     )  # fmt: skip
     assert measured is not again
 
@@ -307,7 +307,7 @@ def test_no_file_is_an_empty_snapshot() -> None:
     empty = load_snapshot([])
     assert empty.devices == [] and len(empty.digest) == 64
     assert empty.timing_cells(H200, family_key(PROBLEM), "graph-cold") == []
-    assert empty.accuracy_cells("sm_90", "cuda.row", row_keys.problem_key(PROBLEM)) == []
+    assert empty.accuracy_cells("sm_90", "cuda.row", row_keys.key_of(PROBLEM)) == []
     assert empty.test_results == [] and empty.timing_outcomes() == set()
     assert not empty.has_timing("d", "p", "x", "h", "e", "eager")
     with pytest.raises(DeviceError, match="known are none"):

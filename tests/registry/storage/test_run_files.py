@@ -24,8 +24,9 @@ from lokakern.numerics import Errors
 from lokakern.registry.schema import row_keys, tables
 from lokakern.registry.schema.records import canonical_seeds
 from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.sqlite_file import VERSIONS
 from lokakern.registry.storage.merge import insert_missing
-from lokakern.registry.storage.reader import READERS, check_server, read_rows
+from lokakern.registry.storage.reader import check_server, read_rows, read_tables
 from lokakern.registry.storage.run_files import (
     AccuracyRecord,
     DistributionRow,
@@ -95,7 +96,7 @@ def test_everything_written_is_read_back(database: Path) -> None:
     for name, value in dataclasses.asdict(OK).items():
         assert timing[name] == value, name
     assert timing["key"] == timing_key
-    assert timing["kernel"] == row_keys.kernel_key(KERNEL)
+    assert timing["kernel"] == row_keys.key_of(KERNEL)
     (accuracy,) = rows_as_dicts(database, "accuracy")
     assert accuracy["key"] == accuracy_key
     for name, value in dataclasses.asdict(ACCURATE)["errors"].items():
@@ -105,23 +106,23 @@ def test_everything_written_is_read_back(database: Path) -> None:
     assert result == {
         "key": result_key,
         "run": run.run,
-        "kernel": row_keys.kernel_key(KERNEL),
+        "kernel": row_keys.key_of(KERNEL),
         "architecture": "sm_90",
         "suite": "tests/test_kernels.py",
-        "environment": row_keys.environment_key(ENVIRONMENT),
+        "environment": row_keys.key_of(ENVIRONMENT),
         "status": "ok",
         **dataclasses.asdict(TESTED),
     }
     (kernel,) = rows_as_dicts(database, "kernel")
-    assert row_keys.kernel_from_row(kernel) == KERNEL
+    assert row_keys.from_row(KernelRow, kernel) == KERNEL
     (problem,) = rows_as_dicts(database, "problem")
-    assert row_keys.problem_from_row(problem) == PROBLEM
+    assert row_keys.from_row(Problem, problem) == PROBLEM
     (distribution,) = rows_as_dicts(database, "distribution")
-    assert row_keys.distribution_from_row(distribution) == X1
+    assert row_keys.from_row(DistributionRow, distribution) == X1
     (device,) = rows_as_dicts(database, "device")
-    assert row_keys.device_from_row(device) == DEVICE
+    assert row_keys.from_row(Device, device) == DEVICE
     (environment,) = rows_as_dicts(database, "environment")
-    assert row_keys.environment_from_row(environment) == ENVIRONMENT
+    assert row_keys.from_row(Environment, environment) == ENVIRONMENT
     (run_row,) = rows_as_dicts(database, "run")
     assert (run_row["key"], run_row["grade"], run_row["suite"]) == (run.run, "quick", "lrm")
     assert not list(runs_folder(database).iterdir()), "the run file and its lock are gone"
@@ -500,13 +501,13 @@ def test_merging_into_a_server(tmp_path: Path) -> None:
     assert (report.added["timing"], report.known["timing"], report.added["kernel"]) == (2, 1, 2)
     both = rows_of([(0, 1, 0), (1, 2, 0), (2, 3, 1), (0, 9, 2)])
     with engine.connect() as connection:
-        found = READERS[tables.SCHEMA_VERSION](connection)
+        found = read_tables(connection, tables.SCHEMA_VERSION)
     assert {n: set(r) for n, r in found.items()} == {n: set(r) for n, r in both.items()}
     bad = edited(rows_of([(0, 1, 0), (3, 3, 2)]), "timing", kernel_err=1.0)
     with pytest.raises(DatabaseError, match="two contents"):
         insert_missing(engine, bad)
     with engine.connect() as connection:
-        kept = READERS[tables.SCHEMA_VERSION](connection)
+        kept = read_tables(connection, tables.SCHEMA_VERSION)
     assert kept == found, "nothing of a refused merge stays"
 
 
@@ -542,7 +543,7 @@ def test_passwords_are_not_shown() -> None:
 
 def test_released_schema_versions_stay_readable() -> None:
     """A fixture of every released version stays."""
-    assert set(READERS) == set(FIXTURES), "add a fixture for the new version"
+    assert set(VERSIONS) == set(FIXTURES), "add a fixture for the new version"
     present = {name: sorted(rows) for name, rows in small_rows().items()}
     assert read_rows(FIXTURES[3]) == read_rows(FIXTURES[2]) == present
     assert read_rows(FIXTURES[1]) == {**present, "test_result": []}
@@ -748,15 +749,15 @@ def test_constraints_hold_without_us(
 def test_keys_are_stable() -> None:
     """Keys are stored: code that changes them splits every database in two."""
     assert (
-        row_keys.problem_key(PROBLEM)
+        row_keys.key_of(PROBLEM)
         == "172bbf42bc628ccff4d8c357bb94558572ba30a93a347554bf48d808b1bbaf4f"
     )
     assert (
-        row_keys.device_key(DEVICE)
+        row_keys.key_of(DEVICE)
         == "09f4a37b5967b122ff3ca3b5bdf3ed89abc4ea2b9c79770c3d33b4f4ea5769ed"
     )
     assert (
-        row_keys.kernel_key(KERNEL)
+        row_keys.key_of(KERNEL)
         == "ca1f7f7ae8f8178568e01dbd289bee577c73ca2dfcfd228bfa99c5d0882c9cbb"
     )
 
@@ -772,11 +773,11 @@ def test_keys_are_stable() -> None:
 )
 def test_problems_go_both_ways(**values: Any) -> None:
     problem = Problem(n=3, k=4, a=A, **values)
-    row = row_keys.problem_row(problem)
-    assert row_keys.problem_from_row(row) == problem
-    assert row_keys.row_key("problem", row) == row["key"] == row_keys.problem_key(problem)
+    row = row_keys.row_of(problem)
+    assert row_keys.from_row(Problem, row) == problem
+    assert row_keys.row_key("problem", row) == row["key"] == row_keys.key_of(problem)
     assert row_keys.family_key(problem) == row_keys.family_key(dataclasses.replace(problem, m=1))
-    assert row_keys.problem_key(problem) != row_keys.problem_key(
+    assert row_keys.key_of(problem) != row_keys.key_of(
         dataclasses.replace(problem, m=problem.m + 1)
     )
 
@@ -788,28 +789,28 @@ def test_every_field_of_a_problem_is_identity() -> None:
         "out_granularity": Granularity.ROW, "out_strided": True, "accumulate": True,
     }  # fmt: skip
     assert set(others) == {field.name for field in dataclasses.fields(Problem)}
-    keys = {row_keys.problem_key(dataclasses.replace(PROBLEM, **{n: v})) for n, v in others.items()}
+    keys = {row_keys.key_of(dataclasses.replace(PROBLEM, **{n: v})) for n, v in others.items()}
     families = {
         row_keys.family_key(dataclasses.replace(PROBLEM, **{n: v})) for n, v in others.items()
     }
-    assert len(keys | {row_keys.problem_key(PROBLEM)}) == len(others) + 1
+    assert len(keys | {row_keys.key_of(PROBLEM)}) == len(others) + 1
     assert len(families | {row_keys.family_key(PROBLEM)}) == len(others)  # all but m
 
 
 def test_a_field_added_later_keeps_old_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = row_keys.device_row(DEVICE)
+    row = row_keys.row_of(DEVICE)
     old = row.pop("key")
     monkeypatch.setitem(row_keys.ADDED_LATER, "device", {"ecc": "unknown"})
-    assert row_keys.key_of("device", row | {"ecc": "unknown"}) == old
-    assert row_keys.key_of("device", row | {"ecc": "on"}) != old
-    assert row_keys.key_of("device", row | {"partition": "unknown"}) != old
+    assert row_keys.identity_key("device", row | {"ecc": "unknown"}) == old
+    assert row_keys.identity_key("device", row | {"ecc": "on"}) != old
+    assert row_keys.identity_key("device", row | {"partition": "unknown"}) != old
 
 
 @pytest.mark.parametrize("value", [None, 1.5, True])
 def test_identity_is_never_null_nor_a_float(value: Any) -> None:
     """UNIQUE over NULL admits duplicates; floats and booleans have several texts."""
     with pytest.raises(DatabaseError, match="driver"):
-        row_keys.key_of("environment", {"driver": value})
+        row_keys.identity_key("environment", {"driver": value})
 
 
 def test_parameters_are_canonical() -> None:
