@@ -600,7 +600,7 @@ def test_the_command_answers_for_another_device() -> None:
     ("words", "says"),
     [
         (("--layers", "128"), "expected nxk of each layer"),
-        (("--epilogue", "rms", "--epilogue", "rms"), "3 times --epilogue of 2 layers"),
+        (("--epilogue", "rms", "--epilogue", "rms"), "3 --epilogue options for 2 layers"),
         (("--rivals", "cublas"), "rival 'cublas' is unknown"),
     ],
 )

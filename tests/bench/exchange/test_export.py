@@ -137,7 +137,7 @@ def test_a_file_of_20000_times_and_errors_may_be_shipped(shipped: Path, tmp_path
 
 def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:
     more = with_more(tmp_path / "more.sqlite", replace(device, product="NVIDIA H100"))
-    with pytest.raises(DatabaseError, match="export: nothing was measured on NVIDIA H200 of ker"):
+    with pytest.raises(DatabaseError, match="export: no measurement on NVIDIA H200 is of current"):
         export(
             union_of([more], []), tmp_path / "out.sqlite", replace(device, architecture="sm_90a")
         )
