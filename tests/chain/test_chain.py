@@ -75,7 +75,7 @@ Told = Callable[[Problem, str], tuple[float, float] | None]
 
 
 def tell(monkeypatch: pytest.MonkeyPatch, told: Told, kernels: list[str]) -> None:
-    """What the database knows of these kernels, by problem: time and error, or nothing."""
+    """Replace the database by these times and errors of kernels, by problem."""
 
     def measured(
         chain: Chain, place: int, problem: Problem, *, unquantized: bool = False

@@ -66,7 +66,7 @@ def with_more(path: Path, device: Device) -> Path:
 
 
 def as_they_are_now(rows: Rows) -> dict[str, int]:
-    """How many facts are of kernels whose source did not change."""
+    """Count the facts of kernels whose source did not change."""
     fresh = {
         row[0] for row in rows["kernel"]
         if is_current(kernel_from_row(dict(zip(COLUMNS["kernel"], row, strict=True))))
@@ -79,7 +79,7 @@ def as_they_are_now(rows: Rows) -> dict[str, int]:
 def exported(
     shipped: Path, device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, int]]:
-    """What is exported of the shipped file and of one with more, and what was left out."""
+    """Export the shipped file and one with more rows; also return the counts left out."""
     folder = tmp_path_factory.mktemp("exported")
     more = with_more(folder / "more.sqlite", device)
     target = folder / "out" / "h200.sqlite"

@@ -57,7 +57,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """What somebody with the same device measured."""
+    """Measurements of another user with the same device."""
     path = tmp_path_factory.mktemp("measured") / "theirs.sqlite"
     assert run(*SWEEP, "--db", path) == 0
     rows = read_rows(path)
@@ -88,7 +88,7 @@ def command(mine: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran
 
 
 def waits(database: Path) -> dict[str, int]:
-    """How many facts wait, by table."""
+    """Count the quarantined facts, by table."""
     found = [read_rows(waiting.path) for waiting in waiting_for(database)]
     return {name: count for name in ("timing", "accuracy")
             if (count := sum(len(rows[name]) for rows in found))}  # fmt: skip
