@@ -61,9 +61,9 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is first asked for: it brings the bench, or more of torch, with it.
+    """Import a public name on first access.
 
-    A module is itself.
+    These names import the bench, or more of torch. For a module, the result is the module itself.
     """
     if name not in _LATE:
         raise AttributeError(f"module 'lokakern' has no attribute {name!r}")

@@ -252,7 +252,7 @@ class CudaLaunch:
 
 
 class TensorMap:
-    """How a kernel's bulk copies (TMA) walk through a tensor: a CUtensorMap in host memory.
+    """A CUtensorMap in host memory: the layout of a tensor for a kernel's bulk copies (TMA).
 
     Attributes:
         address: Where its 128 bytes are.

@@ -1,4 +1,4 @@
-"""What a GEMM does to its sums before it writes them: a scaled GEMM, and one with a norm."""
+"""Epilogues of scaled GEMMs, and of GEMMs with a norm."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Epilogue(NamedTuple):
     batch_invariant: bool = False
 
     def name(self, bias: bool) -> str:
-        """What `Problem.epilogue` says."""
+        """Its name in `Problem.epilogue`."""
         last = "cross" if self.x0 is not None else self.activation
         words = [*(["bias"] if bias else []), *([last] if last != "none" else [])]
         return "+".join(words) or "none"
@@ -109,12 +109,12 @@ class NormEpilogue(NamedTuple):
         )
 
     def name(self) -> str:
-        """What `Problem.epilogue` says."""
+        """Its name in `Problem.epilogue`."""
         return str(self.form)
 
 
 class NormForm(NamedTuple):
-    """What `Problem.epilogue` says of a norm and what is around it.
+    """Parts of an epilogue with a norm, as named by `Problem.epilogue`.
 
     Attributes:
         norm: Of rows, or of blocks of them; eps is the usual.

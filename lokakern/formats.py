@@ -80,7 +80,7 @@ _FORMAT_OF_DTYPE = {facts[0]: fmt for fmt, facts in _FORMAT_FACTS.items()}
 
 
 class Granularity(StrEnum):
-    """What one scale covers. A block is 128 rows by 128 columns, a group one row by 128 columns."""
+    """Elements that share one scale: a block is 128 x 128 elements, a group 128 of one row."""
 
     NONE = "none"
     TENSOR = "tensor"
@@ -100,7 +100,7 @@ class Granularity(StrEnum):
     # digest: on
     @property
     def suffix(self) -> str:
-        """What the names of kernels end with: tensor, row, group or block."""
+        """Last word of kernel names: tensor, row, group or block."""
         return self.name.lower()
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a kernel of op ``norm_backward`` writes, and the slopes it multiplies by."""
+"""Outputs of kernels of op ``norm_backward``, and derivatives of activations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NormGradients(NamedTuple):
 
 
 def sums_of(epilogue: NormEpilogue) -> int:
-    """Which sums a kernel makes, as bits: 1 of the bias, 2 of the weight, 4 of the norm's bias."""
+    """Bit mask of column sums: 1 bias, 2 norm weight, 4 norm bias."""
     given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
     return sum(1 << i for i, x in enumerate(given) if x is not None)
 
@@ -62,7 +62,7 @@ def slope(z: Tensor, activation: str) -> Tensor:
 def empty_gradients(
     problem: Problem, epilogue: NormEpilogue, device: torch.device
 ) -> NormGradients:
-    """What a launch at a problem writes, allocated; dy where a residual, or nothing else, is."""
+    """Allocate the outputs; dy only with a residual or without FP8 output."""
     m, k = problem.shape
     form, granularity = problem.out_format, problem.out_granularity
     dy = quantized = quantized_t = sums = None

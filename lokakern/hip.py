@@ -43,7 +43,7 @@ class Program:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other programs."""
+        """Key that identifies the program."""
         return ("hip", self.source, self.entry, self.macros)
 
     def compile(self, device: Device) -> bool:

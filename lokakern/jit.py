@@ -42,7 +42,7 @@ class Job(Protocol):
 
 
 class Recording:
-    """What launches on a GPU of some type would compile.
+    """Compile jobs of the launches on a GPU type, recorded without compiling.
 
     Attributes:
         device: The type of the GPU.

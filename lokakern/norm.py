@@ -103,7 +103,7 @@ def normalize(
 
 
 def largest(norm: Norm, columns: int) -> float:
-    """What no ``|z|`` exceeds, before weight and bias, whatever the row; infinite for none.
+    """Upper bound of ``|z|`` for any row, before weight and bias; infinite without a norm.
 
     Of n values that share a mean of squares, ``y_i^2 <= sum y^2 = n mean(y^2)``: sqrt(n) for rms.
     Centered values add up to 0, so ``c_i^2 = (sum of the others)^2 <= (n - 1) (sum c^2 - c_i^2)``,
@@ -160,9 +160,9 @@ def moments(y: Tensor) -> Moments:
 
 
 def merged(first: Moments, second: Moments) -> Moments:
-    """Those of both together, by Chan, Golub and LeVeque's pairwise update (1983).
+    """Merge statistics of two parts (Chan et al., 1983).
 
-    Unlike sums of y and of y^2 it loses nothing where the mean is large against the deviation.
+    Unlike sums of y and of y^2, this loses no digits where the mean is large against the deviation.
     """
     number = first.number + second.number
     distance = second.mean - first.mean

@@ -362,7 +362,7 @@ def _ratio_error(numerator: Tensor, denominator: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KernelError:
-    """How far a kernel is from the exact product of the operands it was given; 1 is the limit."""
+    """Error of a kernel against the exact product of its operands; 1 is the limit."""
 
     maximum: float
     row_p99: float

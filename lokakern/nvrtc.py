@@ -64,7 +64,7 @@ class Program:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other programs."""
+        """Key that identifies the program."""
         return ("cuda", self.source, self.entry, self.macros, self.options)
 
     def compile(self, device: Device) -> bool:
@@ -242,13 +242,13 @@ def _message(nvrtc: Any, failed: Any) -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled programs are kept; it need not exist yet."""
+    """Folder of compiled programs; it need not exist yet."""
     given = os.environ.get("LOKAKERN_CACHE")
     return (Path(given) if given else platformdirs.user_cache_path("lokakern")) / "cubin"
 
 
 def _cached(key: str, make: Callable[[], bytes]) -> bytes:
-    """An entry of the cache; what is missing or broken is made, and kept where that is possible."""
+    """Return a cache entry; compile it if it is missing or damaged."""
     folder = cache_folder()
     path = folder / f"{key}.cubin"
     found = _read(path)

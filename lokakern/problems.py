@@ -150,7 +150,7 @@ def is_plain(problem: Problem) -> bool:
 def epilogue_of(
     problem: Problem, x0: Tensor | None, x: Tensor | None, out_scale: Tensor | None
 ) -> Epilogue:
-    """What a launcher of a scaled GEMM is given at a problem, with groups of equal rows."""
+    """Epilogue that a launcher of a scaled GEMM gets at a problem, with groups of equal rows."""
     last = problem.epilogue.split("+")[-1]
     return Epilogue(
         last if last in ACTIVATIONS else "none",
@@ -163,7 +163,7 @@ def epilogue_of(
 
 
 def scaling_of(problem: Problem) -> str:
-    """How a quantizer comes by its scales: "none", "power_of_two", "static" or "delayed"."""
+    """Source of a quantizer's scales: "none", "power_of_two", "static" or "delayed"."""
     words = [word for word in problem.epilogue.split("+") if word != "column_sums"]
     return words[0] if words else "none"
 

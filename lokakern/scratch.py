@@ -19,7 +19,7 @@ _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """What is asked for inside is nobody else's."""
+    """Give scratch memory to one owner within the block."""
     token = _OWNED.set(True)
     try:
         yield

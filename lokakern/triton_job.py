@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """What Triton asks a tensor about: it stands for one in ``JITFunction.warmup``."""
+    """Stand-in for a tensor in ``JITFunction.warmup``, with the properties that Triton reads."""
 
     dtype: torch.dtype
     aligned: bool  # to 16 bytes
@@ -147,7 +147,7 @@ def target_of(device: Device) -> Any:
 
 
 class _AbsentDriver:
-    """What Triton's driver is asked about while it compiles and does not launch."""
+    """Stand-in for Triton's driver, for compilation without launches."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""What the sampled check costs a layer in FP8 on a GPU, by the host's clock and by the GPU's.
+"""Measure the cost of the sampled check for an FP8 layer, in host time and GPU time.
 
     python scripts/measure_check.py [--rounds N] [--kernel NAME]
 

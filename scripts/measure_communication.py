@@ -1,4 +1,4 @@
-"""What gradients and weights in FP8 save between GPUs, and what they change.
+"""Measure the time saved by FP8 gradients and weights between GPUs, and the change of losses.
 
     torchrun --nproc-per-node 2 scripts/measure_communication.py [average] [ddp] [fsdp]
 

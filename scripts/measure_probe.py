@@ -1,4 +1,4 @@
-"""What `lokakern.Probe` costs a compiled Wukong on a GPU, and whether it is right there.
+"""Measure the cost of `lokakern.Probe` in a compiled Wukong on a GPU, and check its results.
 
     python scripts/measure_probe.py [overhead] [learned] [gradients] [replay] [--batch N --rounds N]
 

@@ -1,4 +1,4 @@
-"""What quantizing a weight in each pass costs, against keeping it for the micro-batches of a step.
+"""Compare quantizing a weight in each pass with keeping it for the micro-batches of a step.
 
     python scripts/measure_weight_quantizing.py [--device cpu --tiny]
 

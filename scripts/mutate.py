@@ -214,7 +214,7 @@ def _module_of(path: Path) -> str:
 
 
 def _mentions(module: str, file: Path) -> int:
-    """How often a file that imports a module names it, or what it imports from it; else 0."""
+    """Count uses of a module, or of names imported from it, in a file that imports it."""
     names, words = _imports(file)
     return sum(words[name] for name in names.get(module, ()))
 
@@ -247,7 +247,7 @@ def copy_of_tree(folder: Path) -> Path:
 
 
 def run_tests(root: Path, files: Sequence[str], jobs: int) -> str:
-    """What failed first; empty if nothing did."""
+    """Run tests and return the first failure, or an empty string."""
     if not files:
         return ""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not rest", "-p", "no:cacheprovider"]

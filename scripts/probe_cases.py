@@ -83,7 +83,7 @@ class Judgment:
 
 @dataclass
 class Tally:
-    """What decides."""
+    """Judgments of all cases, and shares of them."""
 
     judged: list[Judgment] = field(default_factory=list)
 
@@ -105,7 +105,7 @@ class Tally:
 
 
 def judge(case: Case, seed: int = 0) -> list[Judgment]:
-    """What Probe says of a case, beside the truth."""
+    """Compare Probe's verdicts on a case with the true errors."""
     n, k = case.weight.shape
     layer = nn.Linear(k, n, bias=False)
     with torch.no_grad():

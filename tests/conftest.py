@@ -1,4 +1,4 @@
-"""What all tests share: markers, strict skips, a database of their own, ``--evidence``.
+"""Shared parts of all tests: markers, strict skips, a separate database, ``--evidence``.
 
 A test is in the core, which ``make test`` runs in minutes, unless it is marked ``rest``: ``make
 test-all`` runs those. ``sample(every=n, of=("name",))`` marks most cases of a parametrized test
@@ -165,7 +165,7 @@ _SUBJECT = "lokakern_subject"  # the property by which a report says what it is 
 
 
 class Subject(NamedTuple):
-    """What a test is evidence of: a kernel as it is now, one of `of` tests of a module."""
+    """Subject of a test: a current kernel, in one of `of` tests of a module."""
 
     kernel: str
     digest: str
@@ -202,7 +202,7 @@ def _name_subjects(items: Iterable[pytest.Item]) -> None:
 def results_of(
     reports: Iterable[pytest.TestReport], root: Path
 ) -> dict[Subject, TestResultRecord | None]:
-    """How the tests of each subject ended; None where not all of them ran to their end."""
+    """Results of the tests of each subject; None where not all of them finished."""
     from lokakern.registry.schema.records import TestResultRecord
 
     tests: dict[Subject, dict[str, list[pytest.TestReport]]] = {}
@@ -234,7 +234,7 @@ def results_of(
 
 
 def _line_of(report: pytest.TestReport, root: Path) -> str:
-    """Which test, and the line that says why; no paths of this machine."""
+    """Name of a test and the line that failed, without paths of the machine."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         why = f"{Path(crash.path).name}:{crash.lineno}: {crash.message}"

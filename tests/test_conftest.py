@@ -1,4 +1,4 @@
-"""What is core, and ``--evidence``: what a run of the tests on a GPU leaves in a database."""
+"""Selection of the core, and ``--evidence``: rows of a test run on a GPU."""
 
 from __future__ import annotations
 

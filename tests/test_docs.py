@@ -1,4 +1,4 @@
-"""What the README and docs/ show runs as printed, and nothing public is missing from them.
+"""Code in the README and docs/ runs and prints the output shown; every public name is there.
 
 A comment on the line before a block says how it is treated:
     <!-- needs a GPU -->     skipped where there is none

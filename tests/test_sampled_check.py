@@ -77,7 +77,7 @@ def inputs(mean: float, m: int = M, device: str = "cpu") -> Tensor:
 
 
 def alarms(call: Callable[[], object]) -> list[str]:
-    """What a call warns of because of a budget."""
+    """Budget warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

@@ -107,8 +107,10 @@ def _layers_of(text: str, epilogues: list[str]) -> list[tuple[int, int, str]]:
             f"--layers is {text!r}; expected nxk of each layer, such as 512x256,64x512"
         )
     if len(epilogues) not in (1, len(sizes)):
-        raise ShapeError(f"{len(epilogues)} times --epilogue of {len(sizes)} layers; expected one "
-                         "for all, or one each")  # fmt: skip
+        raise ShapeError(
+            f"{len(epilogues)} --epilogue options for {len(sizes)} layers; expected one, or one "
+            "per layer"
+        )
     each = epilogues * len(sizes) if len(epilogues) == 1 else epilogues
     return [(n, k, words) for (n, k), words in zip(sizes, each, strict=True)]
 

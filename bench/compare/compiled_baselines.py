@@ -269,7 +269,7 @@ def _one_thread_each() -> Iterator[None]:
 
 @functools.cache
 def _benchmark_one_at_a_time() -> None:
-    """Make Inductor's benchmarks exclusive among processes, which would disturb each other."""
+    """Let one process at a time run Inductor's benchmarks."""
     from torch._inductor.runtime.benchmarking import benchmarker
 
     path = Path(tempfile.gettempdir()) / f"lokakern-tuning-{os.getuid()}.lock"

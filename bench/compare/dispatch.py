@@ -182,7 +182,7 @@ def held_out(cases: Sequence[Case], count: int, setting: Setting) -> HeldOut:
     ]  # fmt: skip
     if not promised:
         raise MeasurementError(
-            f"at none of these {len(cases)} problems the database chooses a quantized kernel on "
+            f"the database chooses no quantized kernel for any of these {len(cases)} problems on "
             f"{current_device()} within {ErrorBudget.of(setting.budget)}; sweep first, or choose "
             "others"
         )
@@ -228,7 +228,7 @@ def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
 
 
 def chooser(setting: Setting) -> Chooser:
-    """What dispatch chooses for a case."""
+    """Return a function that gives the choice of dispatch for a case."""
     budget = ErrorBudget.of(setting.budget)
     names = None if setting.distribution is None else (setting.distribution,)
 

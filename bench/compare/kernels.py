@@ -235,8 +235,8 @@ def _check_names(op: str, ours: Sequence[str], rivals: Sequence[str]) -> None:
             )
     if not any(_is_ours(kernel, ours) for kernel in kernels):
         raise UnknownNameError(
-            f"every kernel of {op} named by {', '.join(ours)} has parts with other names; name "
-            "these, too, or whole compositions, such as 'cuda.quantize_*+torch.*'"
+            f"no kernel of {op} consists only of parts that match {', '.join(ours)}; add its other "
+            "parts, or name whole compositions such as 'cuda.quantize_*+torch.*'"
         )
 
 
@@ -276,7 +276,7 @@ def bound_us(problem: Problem) -> float:
 
 
 def bound_words(op: str) -> str:
-    """How `bound_us` is computed for an op."""
+    """Describe the formula of `bound_us` for an op."""
     factor, launch_us = BOUNDS.get(op, (1.0, 0.0))
     moved = f"{factor:g} times the bytes at 4.3 TB/s"
     if op == "gemm_norm":

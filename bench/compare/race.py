@@ -38,7 +38,7 @@ ACCURATE = ("promoted", "float32", "none", "rounded")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a comparison is run.
+    """Options of a comparison.
 
     Attributes:
         regime: Timing regime; "" means graph-cold on GPUs and eager on CPUs.
@@ -291,7 +291,7 @@ def fastest(entries: Iterable[Entry]) -> Entry | None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What rows of all comparisons begin with: the problem, and texts of conditions that hold."""
+    """First columns of every comparison: the problem, and the texts of conditions that hold."""
 
     problem: str
     m: int

@@ -40,7 +40,7 @@ def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]
     kept = current_rows(rows, device)
     if not any(kept[name] for name in FACTS):
         raise DatabaseError(
-            f"export: nothing was measured on {device} of kernels as they are now; sweep first"
+            f"export: no measurement on {device} is of current kernels; sweep first"
         )
     with locked(target) as target:
 

@@ -1,1 +1,1 @@
-"""What FP8 gains in the layers of a user's model."""
+"""Gain of FP8 in the layers of a user's model."""

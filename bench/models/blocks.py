@@ -1,4 +1,4 @@
-"""What models share: batches of a click log, embedding tables, perceptrons and cross layers."""
+"""Common model parts: batches of a click log, embedding tables, perceptrons and cross layers."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _try(library: Library, patience_s: float) -> Trial:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How a process ended: outcomes of kernels, the reason, and the kernel at which it died."""
+    """Result of a process: outcomes of kernels, the reason, and the kernel at which it died."""
 
     kernels: dict[str, str]
     why: str

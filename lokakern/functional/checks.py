@@ -146,7 +146,7 @@ def check_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_out(op: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Check an output tensor; returns whether it is a strided slice."""
+    """Check an output tensor and return whether it is a strided slice."""
     if out is None:
         return False
     if tuple(out.shape) != shape or out.dtype != dtype:

@@ -44,10 +44,10 @@ def gemm(
 ) -> Tensor:
     """Multiply ``a`` by ``b`` with the fastest kernel within ``budget``.
 
-    The kernel's error is within the budget on the distributions on which it was measured (X1 to X14
-    of ``list distributions``, or those of ``distribution``), not on every input: with columns that
-    have a common mean, and a weight whose rows sum to zero, a product may lose all digits. To
-    verify the error on actual operands, use ``check`` or `Probe`.
+    The kernel's error is within the budget on the distributions on which it was measured (X1 to X10
+    and X12 to X14 of ``list distributions``, or those of ``distribution``), not on every input:
+    with columns that have a common mean, and a weight whose rows sum to zero, a product may lose
+    all digits. To verify the error on actual operands, use ``check`` or `Probe`.
 
     The call quantizes its operands, and measured times include that. Gradients are those of the
     unquantized product, computed by unquantized kernels.

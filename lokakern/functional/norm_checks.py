@@ -107,8 +107,8 @@ def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
         raise UnknownNameError(f"{op}: {error.args[0]}") from None
     if isinstance(norm, Norm) and norm[:2] != found[:2]:  # fields that are not in its name
         raise UnknownNameError(
-            f"{op}: norm is {norm!r}; expected a kind of {', '.join(KINDS)}, and a block of "
-            "columns, an int, with block_rms alone"
+            f"{op}: norm is {norm!r}; expected one of {', '.join(KINDS)}; only block_rms takes a "
+            "block size, an int"
         )
     return found
 

@@ -40,9 +40,9 @@ class RowBatchNorm(nn.BatchNorm1d):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() != 2:
             raise ShapeError(
-                f"the BatchNorm1d behind {self.layer!r} gets {list(input.shape)}; expected "
-                "[batch, columns]: NoBias removed the bias of the layer, which is exact for these "
-                f"only. Undo the report, and name {self.layer!r} in NoBias(keep=)"
+                f"BatchNorm1d after {self.layer!r} got {list(input.shape)}; NoBias removed that "
+                "layer's bias, which is exact only for [batch, columns]. Undo the report, and add "
+                f"{self.layer!r} to NoBias(keep=)"
             )
 
 

@@ -20,7 +20,7 @@ def user_database() -> Path:
     if given and "://" in given:
         raise DatabaseError(
             "LOKAKERN_DB is a URL; expected a path: dispatch reads files, so merge the URL into "
-            "one with lokakern.registry.storage.run_files.merge"
+            "one with lokakern.registry.storage.merge.merge"
         )
     return Path(given).expanduser() if given else user_folder() / "lokakern.sqlite"
 

@@ -127,7 +127,7 @@ def facts(
 
 
 def place_of(i: int) -> dict[str, int]:
-    """Which of everything the fact of a number is about: no two are about the same."""
+    """Kernel, distribution, problem and seed of the fact with number i; no two facts share them."""
     i, kernel = divmod(i, KERNELS)
     i, distribution = divmod(i, len(DISTRIBUTIONS))
     return {"kernel": kernel, "distribution": distribution, "problem": i, "seed": 0}
@@ -164,7 +164,7 @@ print(json.dumps({
 
 
 def first_dispatch(path: Path) -> dict[str, float]:
-    """What the first dispatch of a new process costs, with the shipped files and a user's.
+    """Measure the first dispatch of a new process, with the shipped files and a user's database.
 
     Returns:
         Seconds and CPU seconds after `import lokakern`, and the peak of its memory, MiB, of which

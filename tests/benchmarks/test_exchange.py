@@ -1,4 +1,4 @@
-"""How long importing a file of others takes on the host; `many_rows.py` does a million rows."""
+"""Host time of importing another user's file; `many_rows.py` imports a million rows."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_dict_look_up(benchmark: Any) -> None:
-    """What a warm dispatch is compared with."""
+    """Baseline for a warm dispatch."""
     key = ("gemm", 2048, 2048, 0.06, None, H200, None, 16)
     table = {key: 1}
 
@@ -105,7 +105,7 @@ def test_twenty_eager_gemms_on_a_prepared_weight(
 
 @pytest.mark.parametrize("kind", ["torch", "plain", "routed"])
 def test_linear(benchmark: Any, kind: str) -> None:
-    """What a layer costs the host: plain as much as torch's, on routes an autograd step more."""
+    """Host time of a layer: a plain one costs as much as torch's, routes add an autograd step."""
     layer: torch.nn.Linear = torch.nn.Linear(16, 16, dtype=torch.bfloat16)
     if kind != "torch":
         layer = lokakern.Linear(16, 16, dtype=torch.bfloat16)

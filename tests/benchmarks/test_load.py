@@ -1,4 +1,4 @@
-"""How long reading and merging databases takes on the host."""
+"""Host time of reading and merging databases."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_first_question_to_a_snapshot(database: Path, benchmark: Any) -> None:
 
 
 def test_digest_of_a_snapshot(database: Path, benchmark: Any) -> None:
-    """What ranks compare once at start."""
+    """Ranks compare this digest once at start."""
     rows = load_snapshot([database])
 
     def digest() -> str:
@@ -138,7 +138,7 @@ def test_merging_a_file_into_another(database: Path, tmp_path: Path, benchmark: 
 
 @pytest.mark.rest
 def test_first_dispatch_of_a_new_process(database: Path, benchmark: Any) -> None:
-    """What it pays beyond `import lokakern`: the files, kernels, their digests, one table."""
+    """Time beyond `import lokakern`: files, kernels, their digests, one table."""
     found = benchmark.pedantic(first_dispatch, [database], rounds=2)
     benchmark.extra_info.update(found)
     assert found["seconds"] > 0

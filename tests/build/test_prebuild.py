@@ -485,7 +485,7 @@ def test_an_interrupt_ends_the_workers(made: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `warmup` builds, without building it."""
+    """Jobs that `warmup` would build."""
     jobs: list[Any] = []
 
     def take(given: Any, device: Device, workers: int | None) -> BuildReport:

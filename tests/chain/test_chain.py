@@ -75,7 +75,7 @@ Told = Callable[[Problem, str], tuple[float, float] | None]
 
 
 def tell(monkeypatch: pytest.MonkeyPatch, told: Told, kernels: list[str]) -> None:
-    """What the database knows of these kernels, by problem: time and error, or nothing."""
+    """Replace the database by these times and errors of kernels, by problem."""
 
     def measured(
         chain: Chain, place: int, problem: Problem, *, unquantized: bool = False
@@ -600,7 +600,7 @@ def test_the_command_answers_for_another_device() -> None:
     ("words", "says"),
     [
         (("--layers", "128"), "expected nxk of each layer"),
-        (("--epilogue", "rms", "--epilogue", "rms"), "3 times --epilogue of 2 layers"),
+        (("--epilogue", "rms", "--epilogue", "rms"), "3 --epilogue options for 2 layers"),
         (("--rivals", "cublas"), "rival 'cublas' is unknown"),
     ],
 )

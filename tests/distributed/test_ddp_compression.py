@@ -46,7 +46,7 @@ def distance(found: Tensor, exact: Tensor) -> float:
 
 
 def averages(rank: int) -> dict[str, Any]:
-    """What of the same gradients arrives by each wire."""
+    """Averages of the same gradients by each wire format."""
     found: dict[str, Any] = {}
     for wire in ("fp8", "bfloat16"):
         for dtype in (torch.float32, torch.bfloat16):

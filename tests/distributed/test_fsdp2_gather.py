@@ -52,7 +52,7 @@ def rows(m: int = 48, k: int = K) -> Tensor:
 
 
 def meant(weight: Tensor) -> Tensor:
-    """What the bytes mean, float32."""
+    """Weight after quantization and dequantization, float32."""
     return numerics.dequantize(numerics.quantize(weight, Format.E4M3FN, Granularity.TENSOR))
 
 

@@ -394,7 +394,7 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
     (UnknownNameError, "gemm_norm: norm 'batch' is unknown; expected layer", {"norm": "batch"}),
     (UnknownNameError, "norm is 7; expected a name", {"norm": 7}),
     (UnknownNameError, "eps is -1", {"eps": -1.0}),
-    (UnknownNameError, r"norm is Norm\(kind='layer', block=32, .* with block_rms alone",
+    (UnknownNameError, r"norm is Norm\(kind='layer', block=32, .* only block_rms takes a block",
      {"norm": Norm("layer", 32)}),
     (UnknownNameError, "kind='none', block=8", {"norm": Norm("none", 8)}),
     (UnknownNameError, r"norm is Norm\(kind='rms', block='32'", {"norm": Norm("rms", "32")}),  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ def test_errors_of_library_quantizers_are_separate(name: str) -> None:
 
 
 def test_rows_under_the_floor_lose_their_bits() -> None:
-    """Which is why FBGEMM's own quantizer ruins gradients, and ours does not."""
+    """For this reason FBGEMM's own quantizer ruins gradients, and the CUDA quantizer does not."""
     rows = torch.full((1, 64), 2.0**-30, dtype=torch.bfloat16)
     made = fbgemm.quantized_with_floor("x", rows)
     assert made.scale is not None

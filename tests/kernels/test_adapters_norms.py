@@ -191,7 +191,7 @@ def test_vectors_of_either_dtype_or_none_and_any_epsilon(
 
 @every_way
 def test_a_bias_that_cancels_a_product_is_within_the_bound(name: str, kind: str) -> None:
-    """Where all that is left is what was rounded."""
+    """Only the rounding errors remain after the bias cancels the product."""
     x = rows(64, 512)
     x[:] = x[0]
     z = normalize(x[:1].double(), norm_named(kind))[0]

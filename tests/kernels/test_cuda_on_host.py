@@ -56,7 +56,7 @@ def padded(rows: int, columns: int, form: Format) -> Tensor:
 
 
 def check_padding(data: Tensor) -> None:
-    """What lies between the rows is left as it was."""
+    """Check that the padding between rows is unchanged."""
     rows, pitch = data.shape[0], data.stride(0)
     whole = data.view(torch.uint8).as_strided((rows, pitch), (pitch, 1))
     assert (whole[:, data.shape[1] :] == 0xA5).all(), "padding was written"
@@ -91,7 +91,7 @@ def check(
 def exact(
     x: Tensor, form: Format, granularity: Granularity, epilogue: str
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """What `numerics` makes of x; by a scale that some values pass by far where one is given."""
+    """Result of `numerics` for x; a given scale is far exceeded by some values."""
     by_power = epilogue == "power_of_two"
     made = numerics.quantize(x, form, granularity, power_of_two_scale=by_power)
     if epilogue not in ("static", "delayed"):

@@ -144,7 +144,7 @@ class Draw:
         return whole[:, before : before + self.n], whole
 
     def run(self) -> str | None:
-        """What is wrong, "" if nothing, None where the kernel refuses."""
+        """Run the kernel and describe its fault: "" for none, None if it rejects the problem."""
         kernel, where = self.kernel, self.where
         a = self.left()
         weight = self.values(self.groups * self.n, self.k)

@@ -87,7 +87,7 @@ def assembly(gpu: str, number: int) -> str:
 
 
 def resources(gpu: str, number: int) -> dict[str, Any]:
-    """What a variant takes, and the registered kernels that launch it."""
+    """Resources of a variant, and the registered kernels that launch it."""
     kernel, macros = VARIANTS[number]
     telling, names = LAUNCHED_BY[kernel]
     launched_by = [f"hip.{name}" for name in names[tuple(macros[name] for name in telling)]]

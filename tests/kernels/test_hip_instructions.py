@@ -1,7 +1,7 @@
-"""What amd.hpp asks a GPU for becomes the instructions and numbers that its manual asks for.
+"""Functions of amd.hpp compile to the instructions and operands that the GPU manual specifies.
 
-Each function is compiled in a kernel of its own (tests/hip_probes.hip), and what is expected of
-it is written here from the formats and from what an instruction does, not from what came out.
+Each function is compiled in a separate kernel (tests/hip_probes.hip). Expected values come from
+the formats and the definitions of instructions, not from compiler output.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def folder(edited: str = "") -> Path:
 
 
 def runtime() -> Path:
-    """What takes turns between lanes, linked to every program: half of the work for each."""
+    """Scheduler of lanes, linked to every program; compiled once, half of the work for each."""
     command = [str(COMPILER), *OPTIONS, "-c", str(RUNTIME), "-o"]
     return made_once(shared_folder("hip") / "hip_on_host.o",
                      lambda to: subprocess.run([*command, str(to)], check=True))  # fmt: skip
@@ -290,7 +290,7 @@ def multiplied(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, tile: int,
     tmp_path: Path, *, reverse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What a program makes of rows of both operands, ``[m, n]``; a tile has so many of each."""
+    """Output ``[m, n]`` of a program for rows of both operands, ``tile`` of each per tile."""
     (m, k), n = left.shape, right.shape[0]
     assert left.scale is not None and right.scale is not None
     by_row = left.granularity is Granularity.MX  # else scales of a group lie side by side
@@ -494,7 +494,7 @@ def normalized(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
     output: Granularity, tmp_path: Path, *, reverse: bool = False,
 ) -> Tensor | QuantizedTensor:  # fmt: skip
-    """What a program makes of rows of both operands, ``[m, n]``."""
+    """Output ``[m, n]`` of a program with a norm, for rows of both operands."""
     (m, k), n, form = left.shape, right.shape[0], left.format
     assert left.scale is not None and right.scale is not None
     pitch, out_pitch = -(-k // 16) * 16, -(-n // 16) * 16

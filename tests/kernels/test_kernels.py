@@ -517,7 +517,7 @@ def test_gemm_reads_gradients_in_their_layout_or_rejects_them(name: str, where: 
     ],
 )
 def test_some_fp8_gemm_reads_gradients_in_their_layout(device: Device, parts: str) -> None:
-    """That is right by the test before; asked wherever there is what compiles for it."""
+    """The test before checks the results; this one runs wherever the kernels compile."""
     composed = fnmatch.filter(sorted(KERNELS), parts)
     for m, n, k in GRADIENTS:
         dy, x, w = (torch.zeros(size).bfloat16() for size in ((m, n), (m, k), (n, k)))
@@ -559,9 +559,9 @@ def formats(where: str) -> list[Format]:
 
 
 def quantized_wrong(kernel: Kernel, x: torch.Tensor, form: Format, padded: bool) -> str | None:
-    """What a quantizer gets wrong, "" if nothing; None where it does not take x.
+    """Describe the fault of a quantizer: "" for none, None if it does not take x.
 
-    What lies between the rows of padded data must stay as it was. A given scale is one that some
+    The padding between rows must stay unchanged. A given scale is one that some
     values pass by far, and a delayed one comes with the largest value of a batch before.
     """
     rows, columns = x.shape
@@ -603,7 +603,7 @@ def quantized_wrong(kernel: Kernel, x: torch.Tensor, form: Format, padded: bool)
 def transposed_wrong(
     kernel: Kernel, x: torch.Tensor, form: Format, column_sums: bool
 ) -> str | None:
-    """What a quantizer of x and its transpose gets wrong, as `quantized_wrong`."""
+    """Describe the fault of a quantizer of x and its transpose, as `quantized_wrong` does."""
     epilogue = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
     given = None
     if epilogue in ("static", "delayed"):

@@ -143,7 +143,7 @@ def test_rowwise_scales_where_supported(name: str, where: str) -> None:
 
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_zeros_a_common_mean_and_nan(name: str, where: str) -> None:
-    """What is NaN is all of a row, or of its blocks, and every sum of columns; no other."""
+    """A NaN makes its row, or its block, and every sum of columns NaN, and nothing else."""
     kernel = kernel_here(name, where)
     m, k = 140, 256
     for norm, last in itertools.product(("layer", "rms", "block_rms(64)"), LASTS):

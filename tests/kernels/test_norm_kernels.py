@@ -165,7 +165,7 @@ def test_views_are_read_and_slices_are_written(name: str, where: str) -> None:
 
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_scales_of_any_magnitude(name: str, where: str) -> None:
-    """Where the product of two scales is no usual number, or the sums times it overflow."""
+    """Scales whose product is subnormal or overflows, alone or multiplied by the sums."""
     kernel = kernel_here(name, where)
     widths = (256, 1024) if where == "cuda" else (256,)
     for exponents in ((-60, -20), (-30, -15), (25, 25), (50, -50)):
@@ -190,7 +190,7 @@ def test_scales_of_any_magnitude(name: str, where: str) -> None:
 @pytest.mark.parametrize(("name", "where"), cases("gemm_norm"))
 @pytest.mark.parametrize("n", [128, 1024])
 def test_biases_that_are_large_against_the_sums_or_infinite(name: str, where: str, n: int) -> None:
-    """Whose squares overflow where they are divided by a scale, as one way of adding them does."""
+    """Dividing such a bias by a scale, one way of adding it, makes its squares overflow."""
     kernel = kernel_here(name, where)
     x, w = (drawn(size, 256, where=where, seed=i) * 2.0**-17 for i, size in enumerate((72, n)))
     for norm in ("layer", "rms", "block_rms(64)"):

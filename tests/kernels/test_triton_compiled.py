@@ -38,7 +38,7 @@ GEMMS = ("scaled_gemm", "gemm_norm", "gemm_block_norm")
 
 
 def cross_compile(target: str) -> str:
-    """What one process without the interpreter prints of each kernel."""
+    """Output of a process without the interpreter, for each kernel."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.cross_compile", target],
@@ -159,7 +159,7 @@ def test_promoted_sums_are_added_in_float32() -> None:
 
 
 def test_sums_that_are_normalized_are_promoted() -> None:
-    """Where FP8 products have one addition more for every sum than bfloat16 ones."""
+    """FP8 products then have one more addition per sum than bfloat16 products."""
     found = {k["kernel"]: k for k in working("sm_90", *GEMMS[1:])}
     for name, kernel in found.items():
         # 1x128 scales add up products of 128 themselves.

@@ -1,4 +1,4 @@
-"""Which problems the normalizing Triton kernels take, and what they compile for them."""
+"""Problems that Triton kernels with a norm accept, and their compiled variants."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ BY_BLOCK = route_text(BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
 
 
 def rounded(x: Tensor, scales: Granularity) -> Tensor:
-    """What is left of a matrix that is quantized along its rows, float64."""
+    """Quantize a matrix along its rows and dequantize it, in float64."""
     return numerics.dequantize(numerics.quantize(x, Format.E4M3FN, scales)).double()
 
 
@@ -305,7 +305,7 @@ def test_with_static_m_the_compiler_quantizes_the_left_operand(
 @pytest.mark.parametrize("m", [8, 48])
 @pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, PLAIN)], ids=["all", "output"])
 def test_compiled_unquantized_layers_equal_linear(m: int, routes: tuple[str, str, str]) -> None:
-    """Where m is known the graph has no op of ours."""
+    """With known m, the graph contains no op of lokakern."""
     torch._dynamo.reset()
     layer, ops = layer_of(routes), []
 

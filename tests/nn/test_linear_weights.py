@@ -1,4 +1,4 @@
-"""What a converted layer multiplies is what its weight is now, however that was written.
+"""Converted layers multiply by the current weight, however it was written.
 
 Kernels of an H200 are emulated here.
 """

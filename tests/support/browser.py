@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 def chromium() -> str | None:
-    """Where it is; None where it is not installed."""
+    """Path of Chromium, or None if it is not installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 

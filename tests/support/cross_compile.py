@@ -76,7 +76,7 @@ def formats(target: str) -> tuple[str, str]:
 
 
 def format_constants(target: str, fp8: str) -> tuple[float, int]:
-    """What `quantize.format_constants` says there."""
+    """Result of `quantize.format_constants` for a target."""
     maximum = 57344.0 if fp8.startswith("fp8e5") else 240.0 if target == "gfx942" else 448.0
     return maximum, (0x80 if target == "gfx942" else 0x7F) if target.startswith("gfx") else 0
 

@@ -84,7 +84,7 @@ def sources(name: str, copies: dict[str, Path]) -> Path:
 
 @functools.cache
 def runtime() -> Path:
-    """What takes turns between a block's threads, linked to every program."""
+    """Scheduler of the threads of a block, linked to every program."""
     command = [*COMPILER, *OPTIONS, "-shared", RUNTIME, "-o"]
     return made_once(shared_folder("host_runtime") / "libcuda_on_host.so",
                      lambda to: subprocess.run([*command, to], check=True))  # fmt: skip

@@ -105,7 +105,7 @@ class Started:
         os.close(self._log)
 
     def _become(self, log: int, hurt: Sequence[Callable[[], object]]) -> int:
-        """What the forked process does; never returns."""
+        """Run the command in the forked process; never returns."""
         code = 70
         try:
             os.setsid()
@@ -127,7 +127,7 @@ class Started:
 
     @property
     def printed(self) -> str:
-        """What it printed until now."""
+        """Output so far."""
         with suppress(BlockingIOError):
             while part := os.read(self._log, 1 << 16):
                 self._printed += part
@@ -275,7 +275,7 @@ class Scene:
         raise NotImplementedError
 
     def phase(self) -> str:
-        """How far the killed process had come, by what lies there."""
+        """Progress of the killed process, judged by its files."""
         raise NotImplementedError
 
     def check_refused(self, what: str, code: int, printed: str) -> None:
@@ -327,7 +327,7 @@ class Scene:
         return list(self.target.parent.glob(f"{self.target.name}*.tmp*"))
 
     def copies(self) -> list[Path]:
-        """What lies in the folder for temporary files, but for what Python itself leaves there."""
+        """Files in the temporary folder, except those that Python leaves there."""
         return list((self.folder / "tmp").glob("lokakern-*"))
 
     def check_locks(self) -> None:
@@ -470,7 +470,7 @@ class Sweep(Scene):
         return sorted(runs_folder(self.target).glob("*.sqlite"))
 
     def observe(self) -> None:
-        """What is committed, as any reader sees it."""
+        """Record the committed rows, as any reader sees them."""
         self.committed |= keys_of(self.run_files())
 
     def phase(self) -> str:
@@ -590,7 +590,7 @@ SCENES: dict[str, type[Scene]] = {
 
 @dataclass
 class Summary:
-    """What became of a command that was hurt."""
+    """Results of the runs of a command with injected faults."""
 
     counts: Counter[str] = field(default_factory=Counter)
     ended: int = 0

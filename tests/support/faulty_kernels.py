@@ -36,7 +36,7 @@ _calls: Counter[tuple[int, int]] = Counter()
 
 
 def hang_of(process: int) -> Path:
-    """What a process leaves before it hangs, so that nobody has to guess by its silence."""
+    """File that a process writes before it hangs, so that tests need not wait to detect it."""
     return Path(os.environ["LOKAKERN_TESTS"], f"hangs-{process}")
 
 

@@ -66,7 +66,7 @@ def _run_tasks(
 
 
 def usual_us(name: str) -> float:
-    """What a launch takes: so long that few are replayed; emulations are slow, and parts add up."""
+    """Time of a launch, so long that few are replayed; emulations are slow, and parts add up."""
     return sum(3e4 if "emulated" in part else 1e4 for part in name.split("+"))
 
 

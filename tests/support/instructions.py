@@ -101,7 +101,7 @@ def literals(instructions: Iterable[Instruction]) -> set[int]:
 
 
 def unfinished_at_barriers(instructions: Iterable[Instruction]) -> list[str]:
-    """What a barrier does not wait for: local memory that is on its way, by whatever way."""
+    """Accesses to local memory that are still pending at a barrier, of any kind."""
     waiting: dict[str, set[str]] = {"vmcnt": set(), "lgkmcnt": set()}
     found = []
     for each in instructions:

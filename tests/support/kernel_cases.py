@@ -1,4 +1,4 @@
-"""What tests over all kernels of some ops share: their parameters, and tensors."""
+"""Parameters and tensors of tests over all kernels of some ops."""
 
 from __future__ import annotations
 

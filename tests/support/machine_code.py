@@ -1,4 +1,4 @@
-"""What machine code of an AMD GPU takes of it, and how much of its main loop multiplies.
+"""Resources of machine code for AMD GPUs, and the share of matrix work in its main loop.
 
 Reads what LLVM prints, as `clang -S` and as Triton keeps it: registers and memory as the compiler
 notes them, instructions block by block. The share of matrix cycles is counted, not measured: those
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 def resources(text: str, gpu: str, local_bytes: int | None = None) -> dict[str, Any]:
-    """What a kernel takes of a GPU.
+    """Resources that a kernel uses.
 
     Args:
         text: Assembly of one kernel.

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def site_of(
     x: Tensor, w: Tensor, gradient: Tensor | None = None, *, norm: str = ""
 ) -> SiteStatistics:
-    """What a site learns of batches of 256 rows, all of which are sampled."""
+    """Statistics of a site after batches of 256 rows, all of them sampled."""
     site = SiteStatistics(*w.shape, CPU, norm=norm)
     generator = torch.Generator().manual_seed(7)
     site.add_weight(w)

@@ -1,4 +1,4 @@
-"""What one of the processes that test makes, and all of them use."""
+"""Objects that one test process makes and all test processes use."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ FEW = ("--kernel", "torch.bf16", "--kernel", "torch.quantize_row")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

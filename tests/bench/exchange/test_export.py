@@ -66,7 +66,7 @@ def with_more(path: Path, device: Device) -> Path:
 
 
 def as_they_are_now(rows: Rows) -> dict[str, int]:
-    """How many facts are of kernels whose source did not change."""
+    """Count the facts of kernels whose source did not change."""
     fresh = {
         row[0] for row in rows["kernel"]
         if is_current(from_row(KernelRow, dict(zip(COLUMNS["kernel"], row, strict=True))))
@@ -79,7 +79,7 @@ def as_they_are_now(rows: Rows) -> dict[str, int]:
 def exported(
     shipped: Path, device: Device, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, int]]:
-    """What is exported of the shipped file and of one with more, and what was left out."""
+    """Export the shipped file and one with more rows; also return the counts left out."""
     folder = tmp_path_factory.mktemp("exported")
     more = with_more(folder / "more.sqlite", device)
     target = folder / "out" / "h200.sqlite"
@@ -137,7 +137,7 @@ def test_a_file_of_20000_times_and_errors_may_be_shipped(shipped: Path, tmp_path
 
 def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:
     more = with_more(tmp_path / "more.sqlite", replace(device, product="NVIDIA H100"))
-    with pytest.raises(DatabaseError, match="export: nothing was measured on NVIDIA H200 of ker"):
+    with pytest.raises(DatabaseError, match="export: no measurement on NVIDIA H200 is of current"):
         export(
             union_of([more], []), tmp_path / "out.sqlite", replace(device, architecture="sm_90a")
         )

@@ -25,7 +25,7 @@ Ran = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    """What each snippet left, all in this process; Probe replays fewer rows than it does."""
+    """Run each snippet in this process and keep its variables; Probe replays fewer rows."""
     found: Ran = {}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
