@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lokakern import moved as _moved  # noqa: F401  # old import paths
 from lokakern.build.prebuild import warmup
 from lokakern.chain.dispatch import dispatch_chain
 from lokakern.functional import run as _run  # noqa: F401  # what a `Choice` is called by
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 _LATE = {
-    "Linear": "lokakern.conversion.convert",  # and what its budget= needs
+    "Linear": "lokakern.nn.linear",
     "LinearNormAct": "lokakern.nn.linear_norm_act",
     "Probe": "lokakern.probe.session",
     "ProbeReport": "lokakern.probe.report",

@@ -28,7 +28,7 @@ from lokakern.conversion.routes import (
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
-from lokakern.nn.linear import Linear, Routed, set_converter
+from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.module_scan import (
     INNER,
     MIXING,
@@ -566,6 +566,3 @@ def _summary(route: Route) -> str:
         kernel_at(route.text, _rows_of(route, c)) or "bf16" for c in route.choices
     )
     return ", ".join(names) or "bf16"
-
-
-set_converter(convert)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -342,16 +342,6 @@ def _words(route: str) -> str:
     return "; ".join(found)
 
 
-# `lokakern.conversion.convert.convert`, in a higher layer, which `lokakern.Linear` imports.
-_converter: Callable[..., Any] | None = None
-
-
-def set_converter(convert: Callable[..., Any]) -> None:
-    """Set the function that chooses the kernels of a `Linear` with a budget."""
-    global _converter
-    _converter = convert
-
-
 class Linear(nn.Linear, Routed):
     """`nn.Linear` with chosen kernels for ``output``, ``grad_input`` and ``grad_weight``.
 
@@ -395,12 +385,9 @@ class Linear(nn.Linear, Routed):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         if budget is not None:
-            if _converter is None:
-                raise UnsupportedError(
-                    "Linear: budget= needs lokakern.conversion, which is not imported; use "
-                    "lokakern.Linear"
-                )
-            _converter(self, budget, distribution=distribution)
+            import lokakern  # the public function, which is imported when it is first used
+
+            lokakern.convert(self, budget, distribution=distribution)
 
     def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
         """``input @ weight.t() + bias``, ``[..., n]``; of ``input_scale`` see `Routed.product`."""

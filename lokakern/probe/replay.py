@@ -37,6 +37,7 @@ from lokakern.probe.statistics import (
     SiteStatistics,
     cancellation_of,
     places_of,
+    spread_of,
     terms_of,
 )
 from lokakern.progress import tell
@@ -147,7 +148,12 @@ class LearnedSite:
                 found[part] = _evidence(getattr(seen, part))
         if gemm == "grad_weight":
             return found | {"cancellation": seen.cancellation}
-        found["weight"] = {"snapshots": seen.snapshots}
+        sizes = None if seen.snapshot is None else seen.snapshot.abs()
+        found["weight"] = {
+            "snapshots": seen.snapshots,
+            "row_spread_log2": None if sizes is None else spread_of(sizes.amax(dim=1)),
+            "column_spread_log2": None if sizes is None else spread_of(sizes.amax(dim=0)),
+        }
         if gemm == "output":
             found["output_mean_per_deviation_p99"] = seen.mean_ratio
         return found
@@ -219,6 +225,7 @@ class LearnedSite:
 
 def _evidence(operand: OperandStatistics) -> dict[str, Any]:
     middle, high = operand.values.log2_quantiles(0.5, 0.999)
+    bad = operand.values.nonfinite_count  # of sampled elements
     return {
         "rows": operand.rows_seen,
         "amax": operand.amax,
@@ -226,8 +233,10 @@ def _evidence(operand: OperandStatistics) -> dict[str, Any]:
         "p50_log2": middle,
         "p99.9_log2": high,
         "row_spread_log2": operand.row_sizes.spread_log2(),
+        "column_spread_log2": spread_of(operand.column_sizes),
         "zero_row_share": operand.row_sizes.zero_share,
         "nonfinite_rows": operand.row_sizes.nonfinite_count,
+        "nonfinite_share": bad / max(bad + operand.values.count, 1),
     }
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -274,6 +274,10 @@ def _converted(whole: Any) -> _File:
 
 def _choices(file: _File, path: str) -> Choices:
     origin = Origin(path, file.frozen_utc_ms, file.snapshot, file.unverified)
+    expected = {field.name for field in fields(Device)}
+    if file.device.keys() != expected:
+        raise _WrongError(f"fields of device are {_shown(sorted(file.device))}; expected "
+                          f"{', '.join(sorted(expected))}")  # fmt: skip
     device = from_row(Device, file.device)
     if device not in devices_here():
         here = ", ".join(sorted(_device_words(found) for found in devices_here()))
