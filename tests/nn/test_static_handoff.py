@@ -390,7 +390,7 @@ def test_gpu_kernels_activate_and_quantize_as_the_emulation(name: str, longest: 
 def test_a_model_with_fused_activations_runs_in_a_cuda_graph() -> None:
     model = activated_model().cuda()
     plain = copy.deepcopy(model)
-    assert converted(model, device=None).handed_over == ["2"]
+    assert converted(model).handed_over == ["2"]  # emulated on a GPU that is no H200
     compiled = torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead")
     x = torch.randn(256, 8, device="cuda").bfloat16()
     with torch.no_grad():
