@@ -138,4 +138,6 @@ def test_evidence_matches_the_operands(content: dict[str, Any]) -> None:
     assert evidence["input"]["rows"] == len(x)
     assert evidence["input"]["amax"] == float(x.abs().max())
     assert (evidence["sampled_rows"], evidence["unlike_share"]) == (512, 0.0)
-    assert evidence["weight"] == {"snapshots": 1}
+    assert evidence["weight"]["snapshots"] == 1
+    assert evidence["weight"]["row_spread_log2"] > 0 < evidence["weight"]["column_spread_log2"]
+    assert evidence["input"]["nonfinite_share"] == 0

@@ -89,5 +89,5 @@ def test_tests_of_a_module_run_before_others(mutate: Any) -> None:
     assert "tests/test_docs.py" in importing + others
     every = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(first + importing + others) == sorted(every)
-    closest, *_ = mutate.tests_of(Path("registry/snapshot/image.py"))
+    closest, *_ = mutate.tests_of(Path("registry/snapshot/loading.py"))
     assert "tests/registry/snapshot/test_facts.py" in closest

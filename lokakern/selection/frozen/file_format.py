@@ -274,10 +274,9 @@ def _converted(whole: Any) -> _File:
 
 def _choices(file: _File, path: str) -> Choices:
     origin = Origin(path, file.frozen_utc_ms, file.snapshot, file.unverified)
-    expected = {field.name for field in fields(Device)}
-    if file.device.keys() != expected:
-        raise _WrongError(f"fields of device are {_shown(sorted(file.device))}; expected "
-                          f"{', '.join(sorted(expected))}")  # fmt: skip
+    wrong = file.device.keys() ^ {field.name for field in fields(Device)}
+    if wrong:
+        raise _WrongError(f"fields of device are missing or unknown: {_shown(sorted(wrong))}")
     device = from_row(Device, file.device)
     if device not in devices_here():
         here = ", ".join(sorted(_device_words(found) for found in devices_here()))
