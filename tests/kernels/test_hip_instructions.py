@@ -1,7 +1,7 @@
 """Functions of amd.hpp compile to the instructions and operands that the GPU manual specifies.
 
-Each function is compiled in a separate kernel (tests/hip_probes.hip). Expected values come from
-the formats and the definitions of instructions, not from compiler output.
+Each function is compiled in a separate kernel (tests/fixtures/hip_probes.hip). Expected values come
+from the formats and the definitions of instructions, not from compiler output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HIP kernels, from their own sources, on the CPU: under AddressSanitizer and UBSan, in lockstep.
 
-Only what amd.hpp asks of a compiler for AMD's GPUs is another's (tests/hip_on_host.hpp). Each runs
-with the waves of a block in both orders, as it is for gfx942 and as it is for gfx950.
+Only the compiler built-ins for AMD GPUs in amd.hpp are replaced (tests/support/hip_on_host.hpp).
+Each kernel runs with the waves of a block in both orders, as for gfx942 and as for gfx950.
 """
 
 from __future__ import annotations

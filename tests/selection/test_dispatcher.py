@@ -35,6 +35,7 @@ from lokakern.types import (
 )
 from tests.support.measurements import (
     BF16,
+    H200,
     ROW,
     TENSOR,
     Book,
@@ -361,6 +362,15 @@ def test_no_time_is_interpolated_across_a_failure(book: Book, status: str) -> No
     for m in (4096, 8192, 16384):
         assert ask(m).kernel == BF16
         assert status in ask(m).rejected[ROW]
+
+
+def test_the_unquantized_kernel_wins_a_tie_without_a_known_error(book: Book) -> None:
+    problem = gemm(4096)
+    book.write(
+        time(BF16, problem, 10.1), time(ROW, problem, 10.0), accuracy(ROW, problem, 0.04)
+    )  # fmt: skip
+    choice = dispatch("gemm", (4096, 512, 512), 0.06, device=H200)
+    assert (choice.kernel, choice.tied) == (BF16, (ROW,))
 
 
 def test_a_noisy_time_is_no_tie_with_a_much_shorter_one(book: Book) -> None:
