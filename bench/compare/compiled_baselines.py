@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lokakern.build.pool import build
+from lokakern.kernels.torch import norm as stock
 from lokakern.measure.norm_operands import draw_epilogue
 from lokakern.registry.register import ANY, KERNELS, Kernel, add
 from lokakern.types import (
@@ -52,19 +53,13 @@ KERNEL_ERR_BOUND = 3 * 32.0 + 1.0
 
 BACKEND = "inductor"
 FEWEST_LAYERS = 4  # from which on it pays to compile in other processes
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": functional.relu,
-    "hardswish": functional.hardswish,
-    "silu": functional.silu,
-}
 _compiled: dict[Any, Callable[..., None]] = {}
 
 
 def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
     """The layer of a model, for torch.compile; parts that are None are absent."""
     norm, residual_last = epilogue.norm, epilogue.residual_last
-    activation = _ACTIVATIONS[epilogue.activation]
+    activation = epilogue.activation
 
     def layer(
         a: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, norm_weight: Tensor | None,
@@ -74,26 +69,10 @@ def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
         y = functional.linear(a, weight, bias)
         if residual is not None and not residual_last:
             y = y + residual
-        if norm.kind == "layer":
-            y = functional.layer_norm(y, y.shape[-1:], norm_weight, norm_bias, norm.eps)
-        elif norm.kind == "rms":
-            y = functional.rms_norm(y, y.shape[-1:], norm_weight, norm.eps)
-        elif norm.kind == "block_rms":
-            blocks = y.reshape(*y.shape[:-1], -1, norm.block)
-            y = functional.rms_norm(blocks, blocks.shape[-1:], None, norm.eps).flatten(-2)
-        if norm.kind in ("block_rms", "none") and norm_weight is not None:
-            y = y * norm_weight
-        if norm.kind != "layer" and norm_bias is not None:
-            y = y + norm_bias
-        if gate is not None:
-            y = gate * torch.sigmoid(y)
-        elif x0 is not None and x is not None:
-            y = x0 * y + x
-        else:
-            y = activation(y)
-        if residual is not None and residual_last:
-            y = y + residual
-        out.copy_(y)  # inside, so that the last kernel writes there
+        z = stock._torch_norm(y, norm, norm_weight, norm_bias)
+        tail = NormEpilogue(activation=activation, residual=residual, residual_last=residual_last,
+                            gate=gate, x0=x0, x=x)  # fmt: skip
+        out.copy_(stock._tail(z, tail))  # inside, so that the last kernel writes there
 
     # torch.compile recompiles a code object eight times at most.
     code = layer.__code__.replace(co_name=f"layer_{len(_compiled)}")
