@@ -30,7 +30,6 @@ from lokakern.bench.cli.options import (
 from lokakern.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from lokakern.bench.compare import by_library as libraries
     from lokakern.bench.compare import dispatch as choices
     from lokakern.bench.compare import kernels as contests
     from lokakern.workloads.gemm_cases import Case
@@ -131,7 +130,6 @@ def compare(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
-    from lokakern.bench.compare import by_library as libraries
     from lokakern.bench.compare import dispatch as choices
     from lokakern.bench.compare import kernels as contests
     from lokakern.bench.compare.compiled_baselines import are_asked_for, registered
@@ -188,7 +186,7 @@ def compare(
         elif held_out is not None:
             report = _held_out_report(choices.held_out(cases, held_out, setting), budget)
         elif by_library:
-            report = _library_report(libraries.by_library(cases, setting), budget)
+            report = _library_report(choices.by_library(cases, setting), budget)
         else:
             report = _dispatch_report(choices.compare(cases, setting, names), names, budget)
     _print(report, OutputFormat.JSON if as_json else how, fail_under)
@@ -332,7 +330,7 @@ def _held_out_report(found: choices.HeldOut, budget: float) -> _Report:
     return _Report(found, title, rows, lines, {}, is_slower, missing=None)
 
 
-def _library_report(found: libraries.ByLibrary, budget: float) -> _Report:
+def _library_report(found: choices.ByLibrary, budget: float) -> _Report:
     rows = [
         {
             "problem": row.problem.removeprefix("gemm "),
@@ -353,7 +351,7 @@ def _library_report(found: libraries.ByLibrary, budget: float) -> _Report:
     return _Report(found, title, rows, lines, least)
 
 
-def _library_words(summary: libraries.Summary) -> str:
+def _library_words(summary: choices.LibrarySummary) -> str:
     which = "libraries that are not ours" if summary.libraries == "not ours" else "all libraries"
     where = f"{which}, {summary.group}, {summary.compared} of {summary.count} compared"
     if summary.speedup is None or summary.least_speedup is None:
@@ -441,7 +439,7 @@ def _failures(found: contests.Contest) -> list[str]:
     return _shown(_failed(found.rows) + missing)
 
 
-def _failed(rows: Sequence[contests.Row | libraries.Row]) -> list[str]:
+def _failed(rows: Sequence[contests.Row | choices.LibraryRow]) -> list[str]:
     entries = [entry for row in rows for entry in row.entries if entry.failed]
     return [
         f"{'WRONG' if entry.wrong else 'not ok'}: {entry.kernel}: {entry.problem}: {entry.failed}"

@@ -1,33 +1,38 @@
-"""Dispatch's choices against named baselines, timed now; all of them or a held-out sample."""
+"""Choices of dispatch timed now: against baselines, against libraries, or a random sample."""
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lokakern.bench.compare.kernels import contests_of
 from lokakern.bench.compare.race import (
+    RIVALS,
     Entrant,
     Entry,
     Race,
     Setting,
     Shape,
+    Side,
     by_group,
     means_of,
     run,
     shape_of,
 )
+from lokakern.bench.fp8_gain.gain import time_us
 from lokakern.device import current_device
 from lokakern.errors import MeasurementError
 from lokakern.problems import baseline_name
-from lokakern.registry.register import Kernel, kernel_named
+from lokakern.registry.register import KERNELS, Kernel, kernel_named
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import within_noise
 from lokakern.selection.dispatcher import Choice
 from lokakern.sweep.engine import candidates
-from lokakern.types import ErrorBudget, Granularity
+from lokakern.types import ErrorBudget, Problem
 from lokakern.workloads.filters import Condition
 from lokakern.workloads.suites import Case
 
@@ -178,7 +183,7 @@ def held_out(cases: Sequence[Case], count: int, setting: Setting) -> HeldOut:
     choices = [(case, choose(case)) for case in compared_of(cases, choose)]
     promised = [
         (case, _promise(choice)) for case, choice in choices
-        if not choice.is_miss and choice.callable and is_quantized(kernel_named(choice.kernel))
+        if not choice.is_miss and choice.callable and kernel_named(choice.kernel).quantizes
     ]  # fmt: skip
     if not promised:
         raise MeasurementError(
@@ -217,9 +222,8 @@ def _held_out_row(row: Row, promised: float | None) -> HeldOutRow:
 
 def _promise(choice: Choice) -> float | None:
     """The speedup over the unquantized kernel by the times of the database."""
-    plain = next((c for c in choice.table.candidates if c.name == choice.table.baseline), None)
-    found = plain.time_at(choice.m) if plain is not None else None
-    return found[0].latency_us / choice.latency_us if found and choice.latency_us else None
+    plain = time_us(choice.table, choice.table.baseline, choice.m)
+    return plain / choice.latency_us if plain and choice.latency_us else None
 
 
 def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
@@ -265,10 +269,6 @@ def admissible_of(case: Case, choice: Choice) -> list[Kernel]:
     return [k for k in candidates(case.problem, current_device()) if k.name in names]
 
 
-def is_quantized(kernel: Kernel) -> bool:
-    return kernel.granularity is not Granularity.NONE
-
-
 def _entrants(
     case: Case, choice: Choice, baselines: Sequence[str], others: Sequence[Kernel]
 ) -> list[Entrant]:
@@ -295,7 +295,7 @@ def _row(
     failed = {name: "does not take this problem" for name in baselines if name not in kernels}
     us = {e.kernel: e.latency_us for e in entries if e.latency_us is not None}
     margin = {e.kernel: e.margin_us for e in entries if e.margin_us is not None}
-    quantized = [x for x in us if kernels[x].name in admissible and is_quantized(kernels[x])]
+    quantized = [x for x in us if kernels[x].name in admissible and kernels[x].quantizes]
     best = min(quantized, key=us.__getitem__, default="")
     named, base = (DISPATCH, *baselines), baseline_name(problem)
     plain = next((name for name in named if name in us and kernels[name].name == base), "")
@@ -304,7 +304,7 @@ def _row(
         **shape_of(problem, groups),
         prepared=problem.b.granularity.value if problem.prepared and problem.b else "no",
         chosen=kernels[DISPATCH].name,
-        is_fp8=is_quantized(kernels[DISPATCH]),
+        is_fp8=kernels[DISPATCH].quantizes,
         latency_us=us,
         margin_us=margin,
         speedup={name: us[name] / us[DISPATCH] for name in timed},
@@ -318,3 +318,238 @@ def _is_faster(one: str, other: str, us: dict[str, float], margin: dict[str, flo
     """Whether a time is shorter than another beyond noise."""
     noise = within_noise(us[one], margin[one], us[other], margin[other])
     return us[one] < us[other] and not noise
+
+
+# --- by library
+
+OURS = ("cuda", "hip", "triton")  # folders of hand-written kernels
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryRow(Shape):
+    """One shape: dispatch's choice, and each library alone, from the same race.
+
+    The problem is the one dispatch would run: of prepared forms the best.
+
+    Attributes:
+        chosen: The kernel that dispatch chooses.
+        dispatch_us: Its median time per call; None if it failed or was incorrect.
+        library_us: By library, the time of the fastest of its admissible kernels, in any prepared
+            form, and of the unquantized kernel; empty where the unquantized kernel has no time.
+        kernels: By library, the kernel of that time.
+        fp8_us: By library, the time of the fastest of its admissible kernels that quantize, or a
+            lower bound of it; of the unquantized kernel only where it has none.
+        fastest: The fastest library; "" where there is nothing to compare.
+        speedup: Its time over dispatch's; above 1 dispatch is faster.
+        fastest_other: The fastest of the libraries that are not ours.
+        other_speedup: The same against it.
+        entries: All kernels of the race.
+    """
+
+    chosen: str
+    dispatch_us: float | None
+    library_us: dict[str, float]
+    kernels: dict[str, str]
+    fp8_us: dict[str, float]
+    fastest: str
+    speedup: float | None
+    fastest_other: str
+    other_speedup: float | None
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySummary:
+    """Speedups of dispatch over libraries: a library's time over dispatch's.
+
+    Attributes:
+        group: Text of a condition, or "all".
+        libraries: "all" of them, or those that are "not ours".
+        count: Rows of the group.
+        compared: Those where dispatch's choice and the unquantized kernel have times.
+        geometric_mean: By library, over the rows compared.
+        least: By library, the least over these rows.
+        best: The best single library, with the lowest geometric mean; "" if nothing is compared.
+        speedup: The geometric mean against it.
+        least_speedup: The least ratio of a row to the fastest library of that row.
+        fp8_mean: By library, the geometric mean where it runs its FP8 kernels wherever it can.
+        fp8_best: The best single library then.
+        fp8_speedup: The geometric mean against it.
+    """
+
+    group: str
+    libraries: str
+    count: int
+    compared: int
+    geometric_mean: dict[str, float]
+    least: dict[str, float]
+    best: str
+    speedup: float | None
+    least_speedup: float | None
+    fp8_mean: dict[str, float]
+    fp8_best: str
+    fp8_speedup: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ByLibrary:
+    """All rows, and summaries of all of them and of each group."""
+
+    libraries: tuple[str, ...]
+    rows: tuple[LibraryRow, ...]
+    summaries: tuple[LibrarySummary, ...]
+
+
+def owner_of(kernel: Kernel) -> str:
+    """The library of a kernel, or the language of one that is in none.
+
+    A composition belongs to the owner of its GEMM, whichever quantizer it has: libraries without a
+    fast quantizer profit from ours.
+    """
+    last = KERNELS.get(kernel.parts[-1], kernel) if kernel.parts else kernel
+    return last.library or last.language
+
+
+def by_library(cases: Sequence[Case], setting: Setting) -> ByLibrary:
+    """Time dispatch's choice for every gemm of the cases against each library alone.
+
+    All prepared forms of a shape are in one race: dispatch runs the kernel and the form of its
+    database, a library its kernel within the budget that is fastest now, or the unquantized kernel.
+    So each library is given a perfect choice. Times of libraries that run their FP8 kernels
+    wherever they can are reported separately. A kernel without errors in the database takes part
+    only if it was slower than the unquantized kernel. Outputs are checked; incorrect kernels get no
+    time.
+
+    Raises:
+        DeviceLostError: A kernel, which is named, left the device unusable.
+    """
+    choose, groups = chooser(setting), setting.groups
+    races, chosen = [], []
+    for same in contests_of(cases, "gemm").values():
+        taken = compared_of(same, choose)[0]
+        names = {kernel.name for case in same for kernel in admissible_of(case, choose(case))}
+        # The unquantized kernel runs on the operands of the first form, which are needed anyway.
+        forms = [taken, *(case for case in same if case != taken)]
+        entrants = [
+            Entrant(case, kernel, kernel.name, False)
+            for case in forms
+            for kernel in candidates(case.problem, current_device())
+            if kernel.name in names
+        ]
+        races.append(Race(taken.problem, forms, entrants))
+        chosen.append(choose(taken).kernel)
+    libraries = sorted({owner_of(e.kernel) for race in races for e in race.entrants})
+    races = [
+        race._replace(sides=_sides(race.problem, kernel, libraries))
+        for race, kernel in zip(races, chosen, strict=True)
+    ]
+    rows = [
+        row_of(race.problem, kernel, libraries, entries, groups)
+        for race, kernel, entries in zip(races, chosen, run(races, setting), strict=True)
+    ]
+    return ByLibrary(tuple(libraries), tuple(rows), tuple(summaries_of(rows, libraries, groups)))
+
+
+def _sides(problem: Problem, chosen: str, libraries: Sequence[str]) -> list[Side]:
+    """Dispatch's choice, and each library with the unquantized kernel.
+
+    A library that even by a lower bound is behind the unquantized kernel needs no time.
+    """
+    base = baseline_name(problem)
+
+    def is_among(entrant: Entrant, library: str) -> bool:
+        return entrant.name == base or owner_of(entrant.kernel) == library
+
+    return [
+        *RIVALS,
+        lambda entrant: entrant.name == chosen,
+        *(functools.partial(is_among, library=library) for library in libraries),
+    ]
+
+
+def row_of(
+    problem: Problem,
+    chosen: str,
+    libraries: Sequence[str],
+    entries: Sequence[Entry],
+    groups: Sequence[Condition] = (),
+) -> LibraryRow:
+    """The row of one shape.
+
+    Args:
+        problem: The problem in the form that dispatch would run.
+        chosen: The kernel that it would run.
+        libraries: The libraries to compare.
+        entries: The race of all forms.
+        groups: Conditions that may hold.
+    """
+    base = baseline_name(problem)  # it runs once, at any of the forms
+    us = {entry: entry.latency_us for entry in entries if entry.latency_us is not None}
+    own_form = (e for e in us if chosen == base or e.problem == str(problem))
+    dispatch_us = min((us[e] for e in own_form if e.kernel == chosen), default=None)
+    alone: dict[str, Entry] = {}
+    fp8_us: dict[str, float] = {}
+    unquantized = [entry for entry in us if entry.kernel == base]
+    for library in libraries if unquantized else ():
+        own = [e for e in us if e.kernel != base and owner_of(KERNELS[e.kernel]) == library]
+        alone[library] = min((*own, *unquantized), key=us.__getitem__)
+        fp8_us[library] = min(us[entry] for entry in own or unquantized)
+
+    def order(library: str) -> tuple[float, bool]:  # of equal kernels, the owner's library first
+        entry = alone[library]
+        return us[entry], owner_of(KERNELS[entry.kernel]) != library
+
+    def speedup(library: str) -> float | None:
+        return us[alone[library]] / dispatch_us if library and dispatch_us else None
+
+    fastest = min(alone, key=order, default="")
+    fastest_other = min((x for x in alone if x not in OURS), key=order, default="")
+    return LibraryRow(
+        **shape_of(problem, groups),
+        chosen=chosen,
+        dispatch_us=dispatch_us,
+        library_us={library: us[entry] for library, entry in alone.items()},
+        kernels={library: entry.kernel for library, entry in alone.items()},
+        fp8_us=fp8_us,
+        fastest=fastest,
+        speedup=speedup(fastest),
+        fastest_other=fastest_other,
+        other_speedup=speedup(fastest_other),
+        entries=tuple(entries),
+    )
+
+
+def summaries_of(
+    rows: Sequence[LibraryRow], libraries: Sequence[str], groups: Sequence[Condition] = ()
+) -> Iterator[LibrarySummary]:
+    """Summaries of all rows and of each group, against all libraries and those not ours."""
+    others = [library for library in libraries if library not in OURS]
+    for group, some in by_group(rows, groups):
+        yield _summary(group, "all", some, libraries)
+        yield _summary(group, "not ours", some, others)
+
+
+def _summary(
+    group: str, which: str, rows: Sequence[LibraryRow], libraries: Sequence[str]
+) -> LibrarySummary:
+    compared = [(row, row.dispatch_us) for row in rows if row.dispatch_us and row.library_us]
+    libraries = libraries if compared else ()
+    ratios = {name: [row.library_us[name] / us for row, us in compared] for name in libraries}
+    fp8_ratios = {name: [row.fp8_us[name] / us for row, us in compared] for name in libraries}
+    (means, least), (fp8_means, _) = means_of(ratios), means_of(fp8_ratios)
+    best = min(means, key=means.__getitem__, default="")
+    fp8_best = min(fp8_means, key=fp8_means.__getitem__, default="")
+    return LibrarySummary(
+        group=group,
+        libraries=which,
+        count=len(rows),
+        compared=len(compared),
+        geometric_mean=means,
+        least=least,
+        best=best,
+        speedup=means.get(best),
+        least_speedup=min(least.values(), default=None),
+        fp8_mean=fp8_means,
+        fp8_best=fp8_best,
+        fp8_speedup=fp8_means.get(fp8_best),
+    )

@@ -15,6 +15,7 @@ from lokakern.bench.fp8_gain.products import Product
 from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.choice import Choice
+from lokakern.selection.table import Table
 from lokakern.types import Device, ErrorBudget, Format, Problem
 from lokakern.workloads.gemm_cases import (
     grad_input_cases,
@@ -232,14 +233,17 @@ def _quantizes(choice: Choice) -> bool:
     return choice.kernel != choice.table.baseline
 
 
+def time_us(table: Table, name: str | None, m: int) -> float | None:
+    """Time of a kernel of a table at m; None if it is not known."""
+    found = next((c.time_at(m) for c in table.candidates if c.name == name), None)
+    return found[0].latency_us if found else None
+
+
 def _bf16_us(choice: Choice) -> float | None:
     """Time of the unquantized kernel, if dispatch has an answer."""
-    table = choice.table
     if choice.is_miss or choice.latency_us is None:
         return None
-    base = next((c for c in table.candidates if c.name == table.baseline), None)
-    found = base.time_at(choice.m) if base is not None else None
-    return None if found is None else found[0].latency_us
+    return time_us(choice.table, choice.table.baseline, choice.m)
 
 
 def _why_quantized(choice: Choice) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lokakern.bench.compare.by_library import owner_of
+from lokakern.bench.compare.dispatch import owner_of
 from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
 from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.click_log import ClickLog

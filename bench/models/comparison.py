@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lokakern.bench.fp8_gain.gain import time_us
 from lokakern.bench.models import arms as ways
 from lokakern.bench.models.arms import Arm, Built, Setting, apply_mods
 from lokakern.bench.models.blocks import Batch, random_batch
@@ -116,14 +117,8 @@ def _times(
         return None, None
     table = choices[0].table
     at = choices[0].m if gemm == "grad_weight" else m
-    by_name = {candidate.name: candidate for candidate in table.candidates}
-
-    def time_of(name: str | None) -> float | None:
-        timed = by_name[name].time_at(at) if name in by_name else None
-        return timed[0].latency_us if timed else None
-
-    plain = time_of(table.baseline)
-    return plain, plain if kernel == "bf16" else time_of(kernel)
+    plain = time_us(table, table.baseline, at)
+    return plain, plain if kernel == "bf16" else time_us(table, kernel, at)
 
 
 def gap_words(

@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from lokakern.bench.cli.compare import _library_words
-from lokakern.bench.compare import by_library as libraries
 from lokakern.bench.compare import dispatch, race
-from lokakern.bench.compare.by_library import Row, by_library, owner_of, row_of, summaries_of
+from lokakern.bench.compare.dispatch import (
+    ByLibrary,
+    LibraryRow,
+    by_library,
+    owner_of,
+    row_of,
+    summaries_of,
+)
 from lokakern.bench.compare.race import Entry, Setting
 from lokakern.device import current_device
 from lokakern.measure import operand_cache, operands, timing
@@ -50,7 +56,7 @@ def entry(kernel: str, us: float | None, problem: Problem = ROW, *, wrong: bool 
     return Entry(kernel, str(problem), False, True, us, 0.0, False, failed, wrong)
 
 
-def row(*entries: Entry, chosen: str = OUR_ROW, groups: Any = ()) -> Row:
+def row(*entries: Entry, chosen: str = OUR_ROW, groups: Any = ()) -> LibraryRow:
     return row_of(ROW, chosen, NAMES, entries, groups)
 
 
@@ -155,8 +161,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, of: Callable[[Problem], Answer]) -> None:
-    for module in (dispatch, libraries):
-        monkeypatch.setattr(module, "chooser", lambda _setting: lambda case: of(case.problem))
+    monkeypatch.setattr(dispatch, "chooser", lambda _setting: lambda case: of(case.problem))
 
 
 def emulated(problem: Problem) -> Answer:
@@ -169,7 +174,7 @@ def emulated(problem: Problem) -> Answer:
     return Answer(BF16, 6.0, {name: why for name, why in rejected.items() if name != BF16})
 
 
-def run(seed: int = 0) -> libraries.ByLibrary:
+def run(seed: int = 0) -> ByLibrary:
     return by_library(CASES, Setting(seed=seed))
 
 
