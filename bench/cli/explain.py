@@ -279,7 +279,7 @@ def _tell_missing(found: Worth, place: Path | None) -> None:
         say("everything that a sweep can measure was measured: no file is written")
     elif place is not None:
         with writing(place):
-            place.write_text(products.suite_of(missing, "missing"), encoding="utf-8")
+            place.write_text(products.suite_of(missing, name="missing"), encoding="utf-8")
         say(f"{place}: {len(missing)} shapes; on {found.device.product}: python -m lokakern.bench "
             f"sweep --suite {place} --errors needed")  # fmt: skip
     elif missing and found.device in dispatcher.snapshot().devices:

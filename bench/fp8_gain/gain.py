@@ -25,8 +25,6 @@ from lokakern.workloads.gemm_cases import (
 )
 
 NEVER = "never measured"
-# Forms of a GEMM in suite files.
-FORMS = {"grad_input": ("grad_input",), "grad_weight": ("grad_weight",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +119,17 @@ class Worth:
             return first
         return f"{first}\nNever measured, and in no sum: {count - total['measured']}."
 
-    def missing(self) -> dict[tuple[int, int, int], list[str]]:
-        """Forms that were never measured, by m, n and k; without batched products."""
-        found: dict[tuple[int, int, int], list[str]] = {}
+    def missing(self) -> list[dict[str, Any]]:
+        """Layers of a suite that were never measured, without batched products."""
+        forms: dict[tuple[int, int, int], dict[str, None]] = {}
         is_training = any(row.gemm != "output" for row in self.rows)
         of_output = ("gemm",) if is_training else ("gemm", "prepared")
         for row in self.rows:
             p = row.product
             if row.us is None and p.batch == 1 and p.format is Format.BFLOAT16:
-                found.setdefault((p.m, p.n, p.k), []).extend(FORMS.get(row.gemm, of_output))
-        return found
+                names = of_output if row.gemm == "output" else (row.gemm,)
+                forms.setdefault((p.m, p.n, p.k), {}).update(dict.fromkeys(names))
+        return [{"m": m, "n": n, "k": k, "forms": [*x]} for (m, n, k), x in forms.items()]
 
 
 def worth(

@@ -10,14 +10,16 @@ with a header, or JSON, a list of objects or of lists:
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
 import importlib
 import inspect
 import io
 import json
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,13 +181,13 @@ def _of_site(name: str, site: SiteStatistics, gemms: Sequence[str]) -> Iterator[
                           distributions=distributions)  # fmt: skip
 
 
-def suite_of(missing: Mapping[tuple[int, int, int], Sequence[str]], name: str) -> str:
-    """TOML for ``sweep --suite`` of the missing forms of layers, by m, n and k."""
-    parts = [f"name = {json.dumps(name)}\n"]
-    for (m, n, k), forms in missing.items():
-        given: list[Any] = list(dict.fromkeys(forms))
-        parts.append(f"[[layer]]\nm = {m}\nn = {n}\nk = {k}\nforms = {json.dumps(given)}\n")
-    return "\n".join(parts)
+def suite_of(layers: Iterable[Mapping[str, Any]], **header: str) -> str:
+    """TOML for ``sweep --suite`` of layers, each by its fields in a suite file."""
+    tables = [("", header), *(("[[layer]]\n", layer) for layer in layers)]
+    return "\n".join(
+        head + "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items())
+        for head, fields in tables
+    )
 
 
 # --- a model, named on the command line
@@ -312,21 +314,15 @@ def _traced(
     sites = list(named_modules(model, is_site))
     if rows is not None:
         return [_layer_product(name, layer, rows, 1) for name, layer in sites], None
-    calls: Counter[tuple[str, int]] = Counter()
-    for name, module in sites:
-        module.register_forward_pre_hook(_counter(name, calls), with_kwargs=True)
-    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+    layers = dict(sites)
+    with torch.no_grad(), FlopCounterMode(display=False) as flops, counted(layers) as calls:
         try:
             _call(model.eval(), example)
         except Exception as error:
             raise _Failed(f"calling {type(model).__name__} raised {_words(error)}") from error
-    by_name = dict(sites)
-    products = []
-    for (name, m), count in calls.items():
-        products.append(_layer_product(name, by_name[name], m, count))
-    counted = flops.get_total_flops()
-    share = sum(p.flops for p in products) / counted if counted else None
-    return products, share
+    products = [_layer_product(name, layers[name], m, count) for (name, m), count in calls.items()]
+    total = flops.get_total_flops()
+    return products, sum(p.flops for p in products) / total if total else None
 
 
 def _layer_product(name: str, layer: nn.Module, m: int, count: int) -> Product:
@@ -334,13 +330,25 @@ def _layer_product(name: str, layer: nn.Module, m: int, count: int) -> Product:
     return Product(name or "the model", m, n, k, count, has_bias)
 
 
-def _counter(name: str, calls: Counter[tuple[str, int]]) -> Callable[..., None]:
-    def see(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+@contextlib.contextmanager
+def counted(layers: Mapping[str, nn.Module]) -> Iterator[Counter[tuple[str, int]]]:
+    """Count calls of layers inside, by name and rows of the input."""
+    calls: Counter[tuple[str, int]] = Counter()
+
+    def see(name: str, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         x = inputs[0] if inputs else named["input"]
         if x.numel():
             calls[name, x.numel() // x.shape[-1]] += 1
 
-    return see
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(see, name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _call(model: nn.Module, example: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lokakern import mods
 from lokakern.bench.compare.dispatch import owner_of
 from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
 from lokakern.bench.models.catalog import CATALOG
@@ -23,8 +24,9 @@ from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.module_scan import inner_layers
 from lokakern.nn.routed_matmul import PLAIN, route_text
+from lokakern.probe.session import Probe
 from lokakern.registry.libraries import LIBRARIES
-from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.selection import dispatcher
 from lokakern.types import Granularity
 
@@ -207,15 +209,8 @@ class Built:
 
 def libraries_here() -> list[str]:
     """Owners of quantizing gemm kernels that run on this device."""
-    load_kernels()
     device = current_device()
-    return sorted(
-        {
-            owner_of(kernel)
-            for kernel in KERNELS.values()
-            if kernel.op == "gemm" and kernel.quantizes and kernel.runs_on(device)
-        }
-    )
+    return sorted({owner_of(kernel) for kernel in kernels_for("gemm", device) if kernel.quantizes})
 
 
 def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
@@ -282,14 +277,14 @@ def build(
         to_bfloat16(model)
     conversion = None
     if arm.name == BASELINE and not setting.training:
-        public("convert")(model, None, inference=True)  # sets the layout of weights
+        convert(model, None, inference=True)  # sets the layout of weights
     elif arm.name in TORCHAO:
         notes += _use_torchao(model, arm.name.removeprefix("torchao-"), setting.training)
     elif arm.name in EVERYWHERE:
         notes += quantize_everywhere(model, EVERYWHERE[arm.name], inference=not setting.training)
     elif arm.library or arm.name == BUDGETED or report is not None:
         with only(arm.library):
-            conversion = public("convert")(
+            conversion = convert(
                 model, setting.budget if report is None else report, inference=not setting.training
             )
             if not setting.training:
@@ -315,22 +310,6 @@ def _changed(
     return model, notes
 
 
-def public(name: str) -> Any:
-    """A public name of lokakern that an arm needs.
-
-    Raises:
-        UnsupportedError: This version does not have it.
-    """
-    import lokakern
-
-    try:
-        return getattr(lokakern, name)
-    except AttributeError:
-        raise UnsupportedError(
-            f"this version of lokakern has no {name!r}, which the arm needs"
-        ) from None
-
-
 def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
     """Apply the Mods of the paper and the exact ones in place; returns remarks.
 
@@ -338,7 +317,6 @@ def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
         model: The model.
         is_fused: Whether layers that share an input are fused into one product.
     """
-    mods = public("mods")
     # 128 divides the 17280 columns of Wukong S's first norm; 256 does not.
     wanted = [mods.NoBias(), mods.BlockNorm(256), mods.BlockNorm(128), mods.HardSwish()]
     together = [mods.FuseShared()] if is_fused else []
@@ -385,15 +363,11 @@ def only(library: str) -> Iterator[None]:
     if not library:
         yield
         return
-    load_kernels()
     facts = dispatcher.snapshot()
     hidden = {
         kernel.name: kernel
-        for kernel in KERNELS.values()
-        if kernel.op == "gemm"
-        and kernel.quantizes
-        and "any" not in kernel.architectures
-        and owner_of(kernel) != library
+        for kernel in kernels_for("gemm")
+        if kernel.quantizes and not is_emulation(kernel) and owner_of(kernel) != library
     }
     for name in hidden:
         del KERNELS[name]
@@ -413,7 +387,7 @@ def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) ->
     model, _ = _changed(arm, setting, seed, state)
     log = ClickLog(setting.inputs, seed, setting.device)
     trainer = Trainer(model, model.interact)
-    with public("Probe")(model, every=1) as probe:
+    with Probe(model, every=1) as probe:
         for step in range(PROBED_STEPS):
             batch = log.batch(PROBE_FROM + step, setting.samples)
             with torch.set_grad_enabled(setting.training):
@@ -447,8 +421,12 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
         )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=accepts)
         if left:  # same layout as in the baseline
-            public("convert")(model, None, filter=lambda layer, _: not fits(layer), inference=True)
+            convert(model, None, filter=lambda layer, _: not fits(layer), inference=True)
     return [f"torchao {importlib.metadata.version('torchao')}", *_unfit_words(left)]
+
+
+def is_emulation(kernel: Kernel) -> bool:
+    return "any" in kernel.architectures
 
 
 # --- FP8 without dispatch
@@ -467,20 +445,17 @@ def stock_kernel(granularity: Granularity) -> Kernel:
     Raises:
         UnsupportedError: Neither supports these scales.
     """
-    load_kernels()
     found = [
         kernel
-        for kernel in KERNELS.values()
-        if kernel.op == "gemm"
-        and kernel.quantizes
+        for kernel in kernels_for("gemm", current_device())
+        if kernel.quantizes
         and owner_of(kernel) == "torch"
         and kernel.granularity is kernel.b_granularity is granularity
         and kernel.accumulation in ("promoted", "float32")
-        and kernel.runs_on(current_device())
     ]
     if not found:
         raise UnsupportedError(f"torch has no FP8 product with {granularity} scales here")
-    return min(found, key=lambda kernel: ("any" in kernel.architectures, kernel.name))
+    return min(found, key=is_emulation)
 
 
 def quantize_everywhere(
@@ -507,14 +482,11 @@ def quantize_everywhere(
         if not fits(layer):
             left.append(_size_words(layer, site.name))
             continue
-        routes = (
-            weight_route,
-            PLAIN if inference else weight_route,
-            PLAIN if inference else sum_route,
-        )
-        layer.take_routes(routes, layer.weight)
         if inference:
+            layer.take_routes((weight_route, PLAIN, PLAIN), layer.weight)
             layer.freeze()
+        else:
+            layer.take_routes((weight_route, weight_route, sum_route), layer.weight)
     return (kernel.name, *_unfit_words(left))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lokakern.bench.fp8_gain.gain import time_us
+from lokakern.bench.fp8_gain.products import counted, suite_of
 from lokakern.bench.models import arms as ways
 from lokakern.bench.models.arms import Arm, Built, Setting, apply_mods
 from lokakern.bench.models.blocks import Batch, random_batch
@@ -73,23 +74,6 @@ class LayerChoice:
     def gain_us(self) -> float:
         """Time saved according to the database."""
         return 0.0 if self.bf16_us is None or self.us is None else self.bf16_us - self.us
-
-
-def rows_of_sites(built: Built, run: Any) -> dict[str, int]:
-    """Input rows of each converted layer during ``run``, which must not be compiled."""
-    rows: dict[str, int] = {}
-    handles = []
-    for name, site in built.conversion.sites.items():
-
-        def see(_module: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
-            rows[name] = inputs[0].numel() // inputs[0].shape[-1]
-
-        handles.append(site.module.register_forward_pre_hook(see))
-    with torch.no_grad():
-        run()
-    for handle in handles:
-        handle.remove()
-    return rows
 
 
 def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[LayerChoice]:
@@ -325,7 +309,10 @@ def _choices(built: Built, setting: Setting) -> list[LayerChoice]:
     batch = ClickLog(setting.inputs, 0, setting.device).batch(0, setting.samples)
     plain = built.uncompiled
     model = plain.trainer() if setting.training else plain.predictor()
-    rows = rows_of_sites(built, lambda: model.logits(model.embed(batch)))
+    sites = {name: site.module for name, site in built.conversion.sites.items()}
+    with torch.no_grad(), counted(sites) as calls:
+        model.logits(model.embed(batch))
+    rows = dict(calls.keys())
     return layer_choices(built, rows, setting.training)
 
 
@@ -377,35 +364,33 @@ def products_of(setting: Setting) -> Counter[tuple[int, int, int]]:
     with torch.device("meta"):
         model = CATALOG[setting.name].build(setting.config)
     apply_mods(model)
-    found: Counter[tuple[int, int, int]] = Counter()
-
-    def see(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if getattr(layer, "is_mixing", False):
-            return  # never quantized
-        n, k, _, _ = shape_of(layer)
-        rows = inputs[0].numel() // inputs[0].shape[-1]  # padded to k
-        found[rows * setting.samples // FEW, n, k] += 1
-
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | Routed):
-            layer.register_forward_pre_hook(see)
+    layers = {
+        name: layer for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Routed)
+        and not getattr(layer, "is_mixing", False)  # never quantized
+    }  # fmt: skip
     batch = random_batch(setting.inputs, FEW)
-    model(Batch(*(tensor.to("meta") for tensor in batch)))
+    with counted(layers) as calls:
+        model(Batch(*(tensor.to("meta") for tensor in batch)))
+    found: Counter[tuple[int, int, int]] = Counter()
+    for (name, rows), count in calls.items():
+        n, k, _, _ = shape_of(layers[name])
+        found[rows * setting.samples // FEW, n, k] += count
     return found
 
 
 def write_suite(setting: Setting, path: Path) -> int:
     """Write a suite of the layers for ``sweep --suite``; returns their number."""
     forms = ["gemm", "prepared", *(["grad_input", "grad_weight"] if setting.training else [])]
-    words = ", ".join(f'"{form}"' for form in forms)
-    name = f"{setting.name}-{setting.size}-{setting.samples}"
-    parts = [f'name = "{name}"\ntitle = "layers of {setting.name} {setting.size}"\n']
     products = products_of(setting)
-    for (m, n, k), count in products.items():
-        parts.append(
-            f"\n[[layer]]\nm = {m}\nn = {n}\nk = {k}\ncount = {count}\n"
-            f'distribution = "{DISTRIBUTION}"\nforms = [{words}]\n'
-        )
+    text = suite_of(
+        (
+            {"m": m, "n": n, "k": k, "count": count, "distribution": DISTRIBUTION, "forms": forms}
+            for (m, n, k), count in products.items()
+        ),
+        name=f"{setting.name}-{setting.size}-{setting.samples}",
+        title=f"layers of {setting.name} {setting.size}",
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(parts), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return len(products)
