@@ -41,13 +41,29 @@ _DETAILS = "problem.a, problem.b, problem.out_format, device, regime"
 _SIZES = """\
   AND (:m = '' OR m = CAST(:m AS INTEGER)) AND (:n = '' OR n = CAST(:n AS INTEGER))
   AND (:k = '' OR k = CAST(:k AS INTEGER))"""
+_BEFORE_AFTER = """\
+since AS (
+  SELECT iif(:since = '', max(measured_utc_ms) / 86400000 * 86400, strftime('%s', :since)) * 1000
+         AS since_ms FROM timing
+), side AS (
+  SELECT kernel.name AS kernel, device.id AS device_id, device.product AS device,
+         timing.problem, timing.regime, timing.measured_utc_ms >= since_ms AS is_after,
+         timing.latency_us_p50 AS us,
+         max(timing.measured_utc_ms) AS measured_utc_ms, kernel.digest
+  FROM timing JOIN since JOIN kernel ON kernel.id = timing.kernel
+  JOIN device ON device.id = timing.device
+  WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
+  GROUP BY kernel.name, device.id, timing.problem, timing.regime, is_after
+)"""
 
-FASTEST = Question(
-    "The fastest kernel within an error budget",
-    "For each product the fastest kernel whose row error is within the budget on every realistic "
-    "distribution, compared with bfloat16, greatest gain first. Errors are those of the kernel's "
-    "arithmetic at the same n and k. Defaults: a budget of 0.06, any device, m, n and k.",
-    f"""\
+QUESTIONS = {
+    "fastest": Question(
+        "The fastest kernel within an error budget",
+        "For each product the fastest kernel whose row error is within the budget on every "
+        "realistic distribution, compared with bfloat16, greatest gain first. Errors are those of "
+        "the kernel's arithmetic at the same n and k. Defaults: a budget of 0.06, any device, m, n "
+        "and k.",
+        f"""\
 WITH {_TIMED}, bound AS (
   SELECT kernel.granularity, kernel.b_granularity, kernel.accumulation, architecture, n, k,
          out_format, max(row_err_upper) AS row_err
@@ -70,13 +86,12 @@ WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16'
 {_SIZES}
 GROUP BY device_id, regime, problem.id
 ORDER BY x_bf16 DESC, n, k, m""",
-)
-
-FP8_LOSES = Question(
-    "Where FP8 loses",
-    "Products for which bfloat16 is faster than every quantizing kernel of any error, greatest "
-    "loss first. Defaults: any device, m, n and k.",
-    f"""\
+    ),
+    "fp8_loses": Question(
+        "Where FP8 loses",
+        "Products for which bfloat16 is faster than every quantizing kernel of any error, greatest "
+        "loss first. Defaults: any device, m, n and k.",
+        f"""\
 WITH {_TIMED}
 SELECT {_SHAPE}, timed.kernel AS fastest_fp8, min(timed.us) / plain.us AS times_as_long,
        timed.us AS fp8_us, plain.us AS bf16_us, {_DETAILS}
@@ -87,29 +102,13 @@ WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16' AND timed.granularity 
 GROUP BY device_id, regime, problem.id
 HAVING times_as_long > 1
 ORDER BY times_as_long DESC, n, k, m""",
-)
-
-_BEFORE_AFTER = """\
-since AS (
-  SELECT iif(:since = '', max(measured_utc_ms) / 86400000 * 86400, strftime('%s', :since)) * 1000
-         AS since_ms FROM timing
-), side AS (
-  SELECT kernel.name AS kernel, device.id AS device_id, device.product AS device,
-         timing.problem, timing.regime, timing.measured_utc_ms >= since_ms AS is_after,
-         timing.latency_us_p50 AS us,
-         max(timing.measured_utc_ms) AS measured_utc_ms, kernel.digest
-  FROM timing JOIN since JOIN kernel ON kernel.id = timing.kernel
-  JOIN device ON device.id = timing.device
-  WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
-  GROUP BY kernel.name, device.id, timing.problem, timing.regime, is_after
-)"""
-
-REGRESSED = Question(
-    "Which kernel regressed",
-    "Kernels that are more than 5 % slower since a day than before, at the same problem: newest "
-    "time of each side, the worst first. `diff --before` also considers noise. Defaults: any "
-    "device, and the day of the newest measurement, such as 2026-01-31 (UTC).",
-    f"""\
+    ),
+    "regressed": Question(
+        "Which kernel regressed",
+        "Kernels that are more than 5 % slower since a day than before, at the same problem: "
+        "newest time of each side, the worst first. `diff --before` also considers noise. "
+        "Defaults: any device, and the day of the newest measurement, such as 2026-01-31 (UTC).",
+        f"""\
 WITH {_BEFORE_AFTER}
 SELECT now.kernel, problem.op, {_SHAPE}, now.us / old.us AS times_as_long,
        old.us AS before_us, now.us AS after_us,
@@ -120,13 +119,12 @@ FROM side AS now JOIN side AS old USING (kernel, device_id, device, problem, reg
 JOIN problem ON problem.id = problem
 WHERE now.is_after AND NOT old.is_after AND now.us > 1.05 * old.us
 ORDER BY times_as_long DESC""",
-)
-
-ERRORS = Question(
-    "Errors by distribution",
-    "The worst row error of each kernel's arithmetic on each distribution, over all shapes and "
-    "seeds, and its shape. Default: any kernel; otherwise those whose names contain the text.",
-    """\
+    ),
+    "errors": Question(
+        "Errors by distribution",
+        "The worst row error of each kernel's arithmetic on each distribution, over all shapes and "
+        "seeds, and its shape. Default: any kernel; otherwise those whose names contain the text.",
+        """\
 SELECT kernel.name AS kernel, kernel.op, kernel.granularity, kernel.accumulation,
        distribution.name AS distribution, architecture, max(row_err_upper) AS row_err, n, k,
        problem.out_format, count(*) AS measurements
@@ -136,23 +134,15 @@ JOIN distribution ON distribution.id = accuracy.distribution
 WHERE accuracy.status = 'ok' AND kernel.name LIKE '%' || :kernel || '%'
 GROUP BY kernel.name, distribution.name, accuracy.architecture
 ORDER BY row_err DESC""",
-)
-
-RUNS = Question(
-    "Who measured what, and when",
-    "Every run with its numbers of rows, newest first.",
-    """\
+    ),
+    "runs": Question(
+        "Who measured what, and when",
+        "Every run with its numbers of rows, newest first.",
+        """\
 SELECT datetime(started_utc_ms / 1000, 'unixepoch') AS started_utc, suite, grade,
        (SELECT count(*) FROM timing WHERE timing.run = run.id) AS timings,
        (SELECT count(*) FROM accuracy WHERE accuracy.run = run.id) AS accuracies,
        command, lower(hex(run.key)) AS run
 FROM run ORDER BY started_utc_ms DESC""",
-)
-
-QUESTIONS = {
-    "fastest": FASTEST,
-    "fp8_loses": FP8_LOSES,
-    "regressed": REGRESSED,
-    "errors": ERRORS,
-    "runs": RUNS,
+    ),
 }

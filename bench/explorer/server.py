@@ -5,6 +5,7 @@ Files are opened immutable, so that nothing can write to them, and served to thi
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -134,17 +135,13 @@ def listen(port: int) -> socket.socket:
     Raises:
         UnsupportedError: The port cannot be opened.
     """
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((LOOPBACK, port))
+        return socket.create_server((LOOPBACK, port))
     except OSError as error:
-        found.close()
         raise UnsupportedError(
-            f"explore: port {port} of {LOOPBACK} cannot be opened: {error.strerror}; "
+            f"explore: port {port} of {LOOPBACK} cannot be opened: {os.strerror(error.errno or 0)}; "
             "--port 0 takes any free port"
         ) from None
-    return found
 
 
 def serve(explorer: Datasette, listening: socket.socket) -> None:

@@ -421,7 +421,7 @@ def _use_torchao(model: nn.Module, recipe: str, training: bool) -> list[str]:
         )  # fmt: skip
         quantization.quantize_(model, config, filter_fn=accepts)
         if left:  # same layout as in the baseline
-            convert(model, None, filter=lambda layer, _: not fits(layer), inference=True)
+            convert(model, None, filter=lambda layer, _: not _is_fp8(layer), inference=True)
     return [f"torchao {importlib.metadata.version('torchao')}", *_unfit_words(left)]
 
 

@@ -187,21 +187,16 @@ def perceptron(
 
 
 class ClickModel(nn.Module):
-    """A model with a logit for each sample; subclasses make the layers.
+    """A model with a logit for each sample; subclasses make the layers."""
 
-    Attributes:
-        config: Sizes of the model.
-        tables: All embedding tables.
-        bottom: From the dense features to one embedding.
-        layers: From all embeddings ``[batch, n, d]`` to others.
-        head: From these, side by side, to the logit.
-    """
+    bottom: nn.Module  # from the dense features to one embedding
+    layers: nn.Module  # from all embeddings ``[batch, n, d]`` to others
+    head: nn.Module  # from these, side by side, to the logit
 
-    config: Any
-    tables: Tables
-    bottom: nn.Module
-    layers: nn.Module
-    head: nn.Module
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.tables = Tables(config.inputs, config.dim)
 
     def embed(self, batch: Batch) -> tuple[Tensor, ...]:
         """Embeddings of a batch, ``[batch, tables, dim]``, and what else `interact` needs."""

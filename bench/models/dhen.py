@@ -19,7 +19,6 @@ from lokakern.bench.models.blocks import (
     ClickModel,
     Compression,
     Inputs,
-    Tables,
     perceptron,
     spread_rows,
 )
@@ -111,10 +110,8 @@ class DHEN(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: DHENConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         n = 1 + len(config.inputs.rows)
-        self.tables = Tables(config.inputs, config.dim)
         self.bottom = perceptron(
             (config.inputs.dense, *config.bottom, config.dim), norm=True, activation=nn.SiLU
         )

@@ -11,7 +11,6 @@ from lokakern.bench.models.blocks import (
     ClickModel,
     CrossNetwork,
     Inputs,
-    Tables,
     perceptron,
 )
 
@@ -52,10 +51,8 @@ class DLRM(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: DLRMConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         k = (1 + len(config.inputs.rows)) * config.dim
-        self.tables = Tables(config.inputs, config.dim)
         self.bottom = perceptron((config.inputs.dense, *config.bottom, config.dim))
         self.cross = CrossNetwork(k, config.rank, config.crosses)
         self.head = perceptron((k, *config.over), last=1)

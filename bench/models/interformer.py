@@ -26,7 +26,6 @@ from lokakern.bench.models.blocks import (
     Compression,
     CrossLayer,
     Inputs,
-    Tables,
     perceptron,
     spread_rows,
 )
@@ -225,10 +224,8 @@ class InterFormer(ClickModel):
     layers: nn.ModuleList
 
     def __init__(self, config: InterFormerConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         n, dim = 1 + len(config.inputs.rows), config.dim
-        self.tables = Tables(config.inputs, dim)
         self.bottom = nn.Linear(config.inputs.dense, dim)
         self.mask = perceptron((dim, dim), last=dim, activation=nn.SiLU)
         self.unify = nn.Linear(dim, dim)

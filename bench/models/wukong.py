@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lokakern.bench.models.blocks import CRITEO, ClickModel, Inputs, Tables, perceptron, spread_rows
+from lokakern.bench.models.blocks import CRITEO, ClickModel, Inputs, perceptron, spread_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,8 @@ class Wukong(ClickModel):
     """A logit for each sample."""
 
     def __init__(self, config: WukongConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         n, out = 1 + len(config.inputs.rows), config.machines + config.linear
-        self.tables = Tables(config.inputs, config.dim)
         self.bottom = perceptron((config.inputs.dense, *config.bottom, config.dim))
         self.layers = nn.Sequential(
             *(WukongLayer(n if layer == 0 else out, config) for layer in range(config.layers))
