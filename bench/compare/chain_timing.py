@@ -45,31 +45,20 @@ Matrix = Tensor | QuantizedTensor
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to run the chain.
+    """One way to run the chain."""
 
-    Attributes:
-        name: `CHOSEN`, `UNQUANTIZED` or one of `COMPILED`.
-        kernels: Kernels in the order of launches.
-        summed_us: Sum of the stored times of the layers; None where one is not known.
-        latency_us: Median time of the whole; None where it failed.
-        margin_us: Half-width of the 95 % interval of the median.
-        speedup: Its time over that of the chosen chain; above 1 the chosen one is faster.
-        summed_row_err: The row error that the stored errors of the layers predict.
-        row_err: Row error against float64: the largest upper limit over distributions and seeds.
-        worst_on: The distribution of that.
-        failed: Why there is no time, or why the output is incorrect.
-    """
-
-    name: str
-    kernels: tuple[str, ...]
-    summed_us: float | None
-    latency_us: float | None
-    margin_us: float | None
+    name: str  # `CHOSEN`, `UNQUANTIZED` or one of `COMPILED`
+    kernels: tuple[str, ...]  # kernels in the order of launches
+    summed_us: float | None  # sum of the stored times of the layers; None where one is not known
+    latency_us: float | None  # median time of the whole; None where it failed
+    margin_us: float | None  # half-width of the 95 % interval of the median
+    # Its time over that of the chosen chain; above 1 the chosen one is faster.
     speedup: float | None
-    summed_row_err: float | None
+    summed_row_err: float | None  # the row error that the stored errors of the layers predict
+    # Row error against float64: the largest upper limit over distributions and seeds.
     row_err: float | None
-    worst_on: str
-    failed: str
+    worst_on: str  # the distribution of that
+    failed: str  # why there is no time, or why the output is incorrect
 
 
 class _Operands(NamedTuple):

@@ -31,19 +31,12 @@ VERDICTS = (*WORSE, "faster", "more accurate", "works", "only in A", "only in B"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the comparison.
+    """One side of the comparison."""
 
-    Attributes:
-        rows: The rows of a database.
-        device: Compare only rows of this GPU; None means all.
-        since_ms: Compare only rows measured from then on, UTC milliseconds.
-        until_ms: Compare only rows measured before.
-    """
-
-    rows: Rows
-    device: Device | None = None
-    since_ms: float = -math.inf
-    until_ms: float = math.inf
+    rows: Rows  # the rows of a database
+    device: Device | None = None  # compare only rows of this GPU; None means all
+    since_ms: float = -math.inf  # compare only rows measured from then on, UTC milliseconds
+    until_ms: float = math.inf  # compare only rows measured before
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +53,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A cell of both sides, or of one.
+    """A cell of both sides, or of one."""
 
-    Attributes:
-        verdict: One of `VERDICTS`.
-        what: "time_us", or the name of an error.
-        cell: Kernel, problem's key, distribution's key, regime ("" for errors), and device's key or
-            architecture ("" where two are compared).
-        a: The cell of the first side.
-        b: The cell of the second side.
-    """
-
-    verdict: str
-    what: str
+    verdict: str  # one of `VERDICTS`
+    what: str  # "time_us", or the name of an error
+    # Kernel, problem's key, distribution's key, regime ("" for errors), and device's key or
+    # architecture ("" where two are compared).
     cell: tuple[str, ...]
-    a: Found | None
-    b: Found | None
+    a: Found | None  # the cell of the first side
+    b: Found | None  # the cell of the second side
 
     @property
     def effect(self) -> float | None:

@@ -79,47 +79,28 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutRow:
-    """A choice measured again.
-
-    Attributes:
-        chosen: The quantized kernel that the database chooses.
-        chosen_us: Its median time now; None if it failed.
-        unquantized_us: That of the unquantized kernel, in the same interleaved rounds.
-        speedup: The latter over the former; above 1 the choice was good.
-        promised: The same by the times of the database.
-        slower: Whether the choice is slower beyond noise, or one of both has no time.
-        why: Why one has none.
-    """
+    """A choice measured again."""
 
     problem: str
-    chosen: str
-    chosen_us: float | None
-    unquantized_us: float | None
-    speedup: float | None
-    promised: float | None
-    slower: bool
-    why: str
+    chosen: str  # the quantized kernel that the database chooses
+    chosen_us: float | None  # its median time now; None if it failed
+    unquantized_us: float | None  # that of the unquantized kernel, in the same interleaved rounds
+    speedup: float | None  # the latter over the former; above 1 the choice was good
+    promised: float | None  # the same by the times of the database
+    slower: bool  # whether the choice is slower beyond noise, or one of both has no time
+    why: str  # why one has none
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A random sample of choices, measured again.
+    """A random sample of choices, measured again."""
 
-    Attributes:
-        rows: Rows in the order of measurement.
-        candidates: Number of problems to draw from.
-        seed: Seed of the draw, the operands and the order.
-        slower: Problems at which the choice is slower beyond noise.
-        geometric_mean: Geometric mean of speedups; None without any.
-        least_speedup: The least of them.
-    """
-
-    rows: tuple[HeldOutRow, ...]
-    candidates: int
-    seed: int
-    slower: tuple[str, ...]
-    geometric_mean: float | None
-    least_speedup: float | None
+    rows: tuple[HeldOutRow, ...]  # rows in the order of measurement
+    candidates: int  # number of problems to draw from
+    seed: int  # seed of the draw, the operands and the order
+    slower: tuple[str, ...]  # problems at which the choice is slower beyond noise
+    geometric_mean: float | None  # geometric mean of speedups; None without any
+    least_speedup: float | None  # the least of them
 
 
 def compare(
@@ -330,65 +311,41 @@ class LibraryRow(Shape):
     """One shape: dispatch's choice, and each library alone, from the same race.
 
     The problem is the one dispatch would run: of prepared forms the best.
-
-    Attributes:
-        chosen: The kernel that dispatch chooses.
-        dispatch_us: Its median time per call; None if it failed or was incorrect.
-        library_us: By library, the time of the fastest of its admissible kernels, in any prepared
-            form, and of the unquantized kernel; empty where the unquantized kernel has no time.
-        kernels: By library, the kernel of that time.
-        fp8_us: By library, the time of the fastest of its admissible kernels that quantize, or a
-            lower bound of it; of the unquantized kernel only where it has none.
-        fastest: The fastest library; "" where there is nothing to compare.
-        speedup: Its time over dispatch's; above 1 dispatch is faster.
-        fastest_other: The fastest of the libraries that are not ours.
-        other_speedup: The same against it.
-        entries: All kernels of the race.
     """
 
-    chosen: str
-    dispatch_us: float | None
+    chosen: str  # the kernel that dispatch chooses
+    dispatch_us: float | None  # its median time per call; None if it failed or was incorrect
+    # By library, the time of the fastest of its admissible kernels, in any prepared form, and
+    # of the unquantized kernel; empty where the unquantized kernel has no time.
     library_us: dict[str, float]
-    kernels: dict[str, str]
+    kernels: dict[str, str]  # by library, the kernel of that time
+    # By library, the time of the fastest of its admissible kernels that quantize, or a lower
+    # bound of it; of the unquantized kernel only where it has none.
     fp8_us: dict[str, float]
-    fastest: str
-    speedup: float | None
-    fastest_other: str
-    other_speedup: float | None
-    entries: tuple[Entry, ...]
+    fastest: str  # the fastest library; "" where there is nothing to compare
+    speedup: float | None  # its time over dispatch's; above 1 dispatch is faster
+    fastest_other: str  # the fastest of the libraries that are not ours
+    other_speedup: float | None  # the same against it
+    entries: tuple[Entry, ...]  # all kernels of the race
 
 
 @dataclass(frozen=True, slots=True)
 class LibrarySummary:
-    """Speedups of dispatch over libraries: a library's time over dispatch's.
+    """Speedups of dispatch over libraries: a library's time over dispatch's."""
 
-    Attributes:
-        group: Text of a condition, or "all".
-        libraries: "all" of them, or those that are "not ours".
-        count: Rows of the group.
-        compared: Those where dispatch's choice and the unquantized kernel have times.
-        geometric_mean: By library, over the rows compared.
-        least: By library, the least over these rows.
-        best: The best single library, with the lowest geometric mean; "" if nothing is compared.
-        speedup: The geometric mean against it.
-        least_speedup: The least ratio of a row to the fastest library of that row.
-        fp8_mean: By library, the geometric mean where it runs its FP8 kernels wherever it can.
-        fp8_best: The best single library then.
-        fp8_speedup: The geometric mean against it.
-    """
-
-    group: str
-    libraries: str
-    count: int
-    compared: int
-    geometric_mean: dict[str, float]
-    least: dict[str, float]
-    best: str
-    speedup: float | None
-    least_speedup: float | None
+    group: str  # text of a condition, or "all"
+    libraries: str  # "all" of them, or those that are "not ours"
+    count: int  # rows of the group
+    compared: int  # those where dispatch's choice and the unquantized kernel have times
+    geometric_mean: dict[str, float]  # by library, over the rows compared
+    least: dict[str, float]  # by library, the least over these rows
+    best: str  # the best single library, with the lowest geometric mean; "" if nothing is compared
+    speedup: float | None  # the geometric mean against it
+    least_speedup: float | None  # the least ratio of a row to the fastest library of that row
+    # By library, the geometric mean where it runs its FP8 kernels wherever it can.
     fp8_mean: dict[str, float]
-    fp8_best: str
-    fp8_speedup: float | None
+    fp8_best: str  # the best single library then
+    fp8_speedup: float | None  # the geometric mean against it
 
 
 @dataclass(frozen=True, slots=True)

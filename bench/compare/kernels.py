@@ -51,32 +51,21 @@ class Row(Shape):
     """One contest: ours against the rivals, over all kernels and over the accurate ones.
 
     The problem is the one without its scales.
-
-    Attributes:
-        ours: The fastest kernel of ours; "" where none ran.
-        rival: The fastest rival.
-        speedup: The rival's time over ours; above 1 ours is faster.
-        accurate_ours: The fastest accurate kernel of ours.
-        accurate_rival: The fastest accurate rival.
-        accurate_speedup: The speedup among the accurate ones.
-        bound_us: See `BOUNDS`, of the problem that ours solves.
-        over_bound: Time of ours over the bound.
-        entries: All kernels of the race.
     """
 
-    ours: str
+    ours: str  # the fastest kernel of ours; "" where none ran
     ours_us: float | None
-    rival: str
+    rival: str  # the fastest rival
     rival_us: float | None
-    speedup: float | None
-    accurate_ours: str
+    speedup: float | None  # the rival's time over ours; above 1 ours is faster
+    accurate_ours: str  # the fastest accurate kernel of ours
     accurate_ours_us: float | None
-    accurate_rival: str
+    accurate_rival: str  # the fastest accurate rival
     accurate_rival_us: float | None
-    accurate_speedup: float | None
-    bound_us: float | None
-    over_bound: float | None
-    entries: tuple[Entry, ...]
+    accurate_speedup: float | None  # the speedup among the accurate ones
+    bound_us: float | None  # see `BOUNDS`, of the problem that ours solves
+    over_bound: float | None  # time of ours over the bound
+    entries: tuple[Entry, ...]  # all kernels of the race
 
 
 @dataclass(frozen=True, slots=True)

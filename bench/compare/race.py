@@ -40,29 +40,20 @@ ACCURATE = ("promoted", "float32", "none", "rounded")
 class Setting:
     """Options of a comparison.
 
-    Attributes:
-        regime: Timing regime; "" means graph-cold on GPUs and eager on CPUs.
-        seed: Seed of operands and of the order in rounds; rows of a database have 0.
-        groups: Conditions; each gets a summary of the rows where it holds.
-        budget: The error budget of dispatch; a number limits ``row_err``.
-        distribution: Judge errors on one distribution instead of all realistic ones.
-        begin: Called with the number of races.
-        step: Called with each problem.
-        note: Called with what torch.compile compiled.
-
     Raises:
         UnknownNameError: The regime is unknown.
         MeasurementError: The device here has no graphs.
     """
 
-    regime: str = ""
-    seed: int = 0
-    groups: Sequence[Condition] = ()
-    budget: float | ErrorBudget = 0.06
+    regime: str = ""  # timing regime; "" means graph-cold on GPUs and eager on CPUs
+    seed: int = 0  # seed of operands and of the order in rounds; rows of a database have 0
+    groups: Sequence[Condition] = ()  # conditions; each gets a summary of the rows where it holds
+    budget: float | ErrorBudget = 0.06  # the error budget of dispatch; a number limits ``row_err``
+    # Judge errors on one distribution instead of all realistic ones.
     distribution: str | None = None
-    begin: Callable[[int], None] = lambda _count: None
-    step: Callable[[str], None] = lambda _text: None
-    note: Callable[[str], None] = lambda _text: None
+    begin: Callable[[int], None] = lambda _count: None  # called with the number of races
+    step: Callable[[str], None] = lambda _text: None  # called with each problem
+    note: Callable[[str], None] = lambda _text: None  # called with what torch.compile compiled
 
     def __post_init__(self) -> None:
         regime = self.regime or default_regime(current_device())
@@ -71,19 +62,12 @@ class Setting:
 
 
 class Entrant(NamedTuple):
-    """A kernel that takes part in a race.
+    """A kernel that takes part in a race."""
 
-    Attributes:
-        case: The problem it runs, and the distribution of its operands.
-        kernel: The kernel.
-        name: Its name in the entry: that of the kernel, or its part in the comparison.
-        ours: Whether it is on the side under test, not a rival.
-    """
-
-    case: Case
+    case: Case  # the problem it runs, and the distribution of its operands
     kernel: Kernel
-    name: str
-    ours: bool
+    name: str  # its name in the entry: that of the kernel, or its part in the comparison
+    ours: bool  # whether it is on the side under test, not a rival
 
     @property
     def accurate(self) -> bool:
@@ -98,46 +82,27 @@ RIVALS: tuple[Side, Side] = (
 
 
 class Race(NamedTuple):
-    """Kernels to be timed in the same rounds.
+    """Kernels to be timed in the same rounds."""
 
-    Attributes:
-        problem: The problem that progress reports.
-        cases: Problems that ask for the same product.
-        entrants: Kernels at these problems, case by case.
-        sides: The fastest of each side gets a time that is no lower bound.
-    """
-
-    problem: Problem
-    cases: Sequence[Case]
-    entrants: Sequence[Entrant]
-    sides: Sequence[Side] = ()
+    problem: Problem  # the problem that progress reports
+    cases: Sequence[Case]  # problems that ask for the same product
+    entrants: Sequence[Entrant]  # kernels at these problems, case by case
+    sides: Sequence[Side] = ()  # the fastest of each side gets a time that is no lower bound
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One kernel in a race.
+    """One kernel in a race."""
 
-    Attributes:
-        kernel: Its name.
-        problem: The problem it ran.
-        ours: Whether it is on the side under test, not a rival.
-        accurate: Whether its sums are promoted, or float32.
-        latency_us: Median time per call.
-        margin_us: Half-width of the 95 % interval of the median.
-        is_lower_bound: Whether it was too slow to be timed cold.
-        failed: Why it has no time; "" if it has.
-        wrong: Whether its output was incorrect.
-    """
-
-    kernel: str
-    problem: str
-    ours: bool
-    accurate: bool
-    latency_us: float | None
-    margin_us: float | None
-    is_lower_bound: bool
-    failed: str
-    wrong: bool = False
+    kernel: str  # its name
+    problem: str  # the problem it ran
+    ours: bool  # whether it is on the side under test, not a rival
+    accurate: bool  # whether its sums are promoted, or float32
+    latency_us: float | None  # median time per call
+    margin_us: float | None  # half-width of the 95 % interval of the median
+    is_lower_bound: bool  # whether it was too slow to be timed cold
+    failed: str  # why it has no time; "" if it has
+    wrong: bool = False  # whether its output was incorrect
 
 
 @dataclass(slots=True)

@@ -11,17 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A named query.
+    """A named query."""
 
-    Attributes:
-        title: Its heading.
-        what: How to read the answer, and defaults of empty parameters.
-        sql: The query; words after a colon are its parameters.
-    """
-
-    title: str
-    what: str
-    sql: str
+    title: str  # its heading
+    what: str  # how to read the answer, and defaults of empty parameters
+    sql: str  # the query; words after a colon are its parameters
 
 
 # The newest good time of each kernel at each problem, with names. SQLite takes bare columns from

@@ -139,8 +139,8 @@ def listen(port: int) -> socket.socket:
         return socket.create_server((LOOPBACK, port))
     except OSError as error:
         raise UnsupportedError(
-            f"explore: port {port} of {LOOPBACK} cannot be opened: {os.strerror(error.errno or 0)}; "
-            "--port 0 takes any free port"
+            f"explore: port {port} of {LOOPBACK} cannot be opened: "
+            f"{os.strerror(error.errno or 0)}; --port 0 takes any free port"
         ) from None
 
 

@@ -29,27 +29,16 @@ NEVER = "never measured"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One GEMM of a product.
-
-    Attributes:
-        product: The product.
-        gemm: "output", "grad_input" or "grad_weight".
-        state: "measured", "interpolated" between measured m, or `NEVER`.
-        kernel: The choice; "" if nothing was measured.
-        us: Its time including quantization, if measured.
-        bf16_us: Time of the unquantized kernel.
-        row_err: The worst stored bound of the choice, if known.
-        why: A short reason.
-    """
+    """One GEMM of a product."""
 
     product: Product
-    gemm: str
-    state: str
-    kernel: str
-    us: float | None
-    bf16_us: float | None
-    row_err: float | None
-    why: str
+    gemm: str  # "output", "grad_input" or "grad_weight"
+    state: str  # "measured", "interpolated" between measured m, or `NEVER`
+    kernel: str  # the choice; "" if nothing was measured
+    us: float | None  # its time including quantization, if measured
+    bf16_us: float | None  # time of the unquantized kernel
+    row_err: float | None  # the worst stored bound of the choice, if known
+    why: str  # a short reason
 
     @property
     def speedup(self) -> float | None:
@@ -71,17 +60,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Rows and sums of all products.
+    """Rows and sums of all products."""
 
-    Attributes:
-        rows: One for each GEMM of each product.
-        device: The device of the times.
-        budget: The error budget of the choices.
-    """
-
-    rows: tuple[Row, ...]
-    device: Device
-    budget: ErrorBudget
+    rows: tuple[Row, ...]  # one for each GEMM of each product
+    device: Device  # the device of the times
+    budget: ErrorBudget  # the error budget of the choices
 
     def total(self) -> dict[str, Any]:
         """Sums over measured rows for JSON; null if there are none."""

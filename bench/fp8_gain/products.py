@@ -48,28 +48,17 @@ KEYS = ("m", "n", "k", "count", "layer")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A layer ``Y[m, n] = X[m, k] W[n, k]^T`` at one m.
+    """A layer ``Y[m, n] = X[m, k] W[n, k]^T`` at one m."""
 
-    Attributes:
-        layer: Its name.
-        m: Rows of X.
-        n: Outputs.
-        k: Inputs.
-        count: Number of calls.
-        bias: Whether the output has a bias.
-        batch: Products in a batch.
-        format: Format of X, W and Y.
-        distributions: Distributions similar to the operands, by GEMM; by default all realistic.
-    """
-
-    layer: str
-    m: int
-    n: int
-    k: int
-    count: int = 1
-    bias: bool = False
-    batch: int = 1
-    format: Format = Format.BFLOAT16
+    layer: str  # its name
+    m: int  # rows of X
+    n: int  # outputs
+    k: int  # inputs
+    count: int = 1  # number of calls
+    bias: bool = False  # whether the output has a bias
+    batch: int = 1  # products in a batch
+    format: Format = Format.BFLOAT16  # format of X, W and Y
+    # Distributions similar to the operands, by GEMM; by default all realistic.
     distributions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property

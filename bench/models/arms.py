@@ -37,25 +37,15 @@ Interact = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model at one of its sizes, and how it runs.
+    """A model at one of its sizes, and how it runs."""
 
-    Attributes:
-        name: The model's name in `CATALOG`.
-        size: The size's name.
-        config: The config of that size.
-        samples: Batch size.
-        training: Whether steps are training steps or predictions.
-        device: Where it runs.
-        budget: Largest accepted row error of a quantized product.
-    """
-
-    name: str
-    size: str
-    config: Any
-    samples: int
-    training: bool
-    device: torch.device
-    budget: float
+    name: str  # the model's name in `CATALOG`
+    size: str  # the size's name
+    config: Any  # the config of that size
+    samples: int  # batch size
+    training: bool  # whether steps are training steps or predictions
+    device: torch.device  # where it runs
+    budget: float  # largest accepted row error of a quantized product
 
     @property
     def inputs(self) -> Inputs:
@@ -155,19 +145,12 @@ State = dict[str, Tensor]  # parameters by name
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A way to run a model.
+    """A way to run a model."""
 
-    Attributes:
-        name: Its name on the command line.
-        title: One line of explanation.
-        has_mods: Whether Mods are applied to the model first.
-        compiled: Whether it runs compiled, and in a CUDA graph where possible.
-    """
-
-    name: str
-    title: str
-    has_mods: bool = True
-    compiled: bool = True
+    name: str  # its name on the command line
+    title: str  # one line of explanation
+    has_mods: bool = True  # whether Mods are applied to the model first
+    compiled: bool = True  # whether it runs compiled, and in a CUDA graph where possible
 
     @property
     def library(self) -> str:
@@ -177,21 +160,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An arm that is ready to run.
-
-    Attributes:
-        arm: The arm.
-        model: The converted model, on its device.
-        interact: Its `interact`, compiled if the arm is.
-        conversion: The result of `lokakern.convert`; None for arms without it.
-        notes: Remarks for the report.
-    """
+    """An arm that is ready to run."""
 
     arm: Arm
-    model: ClickModel
-    interact: Interact
-    conversion: Any = None
-    notes: tuple[str, ...] = ()
+    model: ClickModel  # the converted model, on its device
+    interact: Interact  # its `interact`, compiled if the arm is
+    conversion: Any = None  # the result of `lokakern.convert`; None for arms without it
+    notes: tuple[str, ...] = ()  # remarks for the report
 
     @property
     def uncompiled(self) -> Built:

@@ -23,37 +23,23 @@ class Batch(NamedTuple):
     Ids are rows of the concatenated tables, from 1 (`Inputs.starts`). A table has the same number
     of slots in every sample, and empty slots hold `PADDING`: sizes never change, so a step is
     compiled once and can be a CUDA graph.
-
-    Attributes:
-        dense: ``[batch, dense]`` float32.
-        ids: ``[batch * slots]`` int64, by sample, then by table.
-        offsets: ``[batch * tables]`` int64, the first slot of each bag.
-        history: ``[batch, length]`` int64, rows of the first table, padded at the front.
-        labels: ``[batch]`` float32, 1 for a click.
     """
 
-    dense: Tensor
-    ids: Tensor
-    offsets: Tensor
-    history: Tensor
-    labels: Tensor
+    dense: Tensor  # ``[batch, dense]`` float32
+    ids: Tensor  # ``[batch * slots]`` int64, by sample, then by table
+    offsets: Tensor  # ``[batch * tables]`` int64, the first slot of each bag
+    history: Tensor  # ``[batch, length]`` int64, rows of the first table, padded at the front
+    labels: Tensor  # ``[batch]`` float32, 1 for a click
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Features of a model.
+    """Features of a model."""
 
-    Attributes:
-        dense: Dense features.
-        rows: Of each embedding table.
-        slots: Of each table in a sample, the size of its largest bag.
-        history: Length of a sequence of ids of the first table, 0 for none.
-    """
-
-    dense: int
-    rows: tuple[int, ...]
-    slots: tuple[int, ...]
-    history: int = 0
+    dense: int  # dense features
+    rows: tuple[int, ...]  # of each embedding table
+    slots: tuple[int, ...]  # of each table in a sample, the size of its largest bag
+    history: int = 0  # length of a sequence of ids of the first table, 0 for none
 
     def __post_init__(self) -> None:
         if len(self.rows) != len(self.slots) or min(*self.rows, *self.slots) < 1:

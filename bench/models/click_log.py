@@ -44,23 +44,14 @@ def zipf(uniform: Tensor, largest: Tensor, exponent: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Teacher:
-    """Parameters of the click probabilities.
+    """Parameters of the click probabilities."""
 
-    Attributes:
-        effects: ``[1 + rows]``, effects of single ids.
-        latent: ``[1 + rows, LATENT]``, factors of products between two halves of the tables.
-        slot_half: ``[slots, 2]``, weights of a slot in each half.
-        dense_effects: ``[dense]``.
-        dense_latent: ``[dense, LATENT]``, added to the second half.
-        mixing: ``[dense, dense]``, correlates the dense features.
-    """
-
-    effects: Tensor
-    latent: Tensor
-    slot_half: Tensor
-    dense_effects: Tensor
-    dense_latent: Tensor
-    mixing: Tensor
+    effects: Tensor  # ``[1 + rows]``, effects of single ids
+    latent: Tensor  # ``[1 + rows, LATENT]``, factors of products between two halves of the tables
+    slot_half: Tensor  # ``[slots, 2]``, weights of a slot in each half
+    dense_effects: Tensor  # ``[dense]``
+    dense_latent: Tensor  # ``[dense, LATENT]``, added to the second half
+    mixing: Tensor  # ``[dense, dense]``, correlates the dense features
 
     @staticmethod
     def make(inputs: Inputs, device: torch.device | str) -> _Teacher:

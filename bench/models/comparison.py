@@ -46,29 +46,17 @@ EXPLAINED = 0.10  # share of the step's gain; a larger gap is explained
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """The kernel of one product of a layer.
+    """The kernel of one product of a layer."""
 
-    Attributes:
-        site: Name of the layer.
-        gemm: "output", "grad_input" or "grad_weight".
-        rows: Rows of the layer's input.
-        n: Outputs.
-        k: Inputs.
-        kernel: The kernel; "bf16" if nothing is quantized.
-        bf16_us: Time of the unquantized product in the database, if known.
-        us: Time of the kernel with its quantization, if known.
-        why: A short reason.
-    """
-
-    site: str
-    gemm: str
-    rows: int
-    n: int
-    k: int
-    kernel: str
-    bf16_us: float | None
-    us: float | None
-    why: str
+    site: str  # name of the layer
+    gemm: str  # "output", "grad_input" or "grad_weight"
+    rows: int  # rows of the layer's input
+    n: int  # outputs
+    k: int  # inputs
+    kernel: str  # the kernel; "bf16" if nothing is quantized
+    bf16_us: float | None  # time of the unquantized product in the database, if known
+    us: float | None  # time of the kernel with its quantization, if known
+    why: str  # a short reason
 
     @property
     def gain_us(self) -> float:
@@ -142,29 +130,19 @@ def gap_words(
 
 @dataclass
 class Result:
-    """The measurements of an arm.
-
-    Attributes:
-        arm: The arm.
-        failed: Why there are no measurements, else "".
-        pace: Step time against the baseline's.
-        runs: Training runs by seed.
-        change: Relative change of the expected log loss against the baseline, over 2 seeds or more.
-        choices: The kernels of each layer of a converted arm.
-        gap: `gap_words` of the choices.
-        shares: Time of the step by kind of kernel.
-        notes: Remarks on the arm.
-    """
+    """The measurements of an arm."""
 
     arm: Arm
-    failed: str = ""
-    pace: Pace | None = None
-    runs: list[Run] = field(default_factory=list)
+    failed: str = ""  # why there are no measurements, else ""
+    pace: Pace | None = None  # step time against the baseline's
+    runs: list[Run] = field(default_factory=list)  # training runs by seed
+    # Relative change of the expected log loss against the baseline, over 2 seeds or more.
     change: LossChange | None = None
+    # The kernels of each layer of a converted arm.
     choices: list[LayerChoice] = field(default_factory=list)
-    gap: str = ""
-    shares: Shares | None = None
-    notes: tuple[str, ...] = ()
+    gap: str = ""  # `gap_words` of the choices
+    shares: Shares | None = None  # time of the step by kind of kernel
+    notes: tuple[str, ...] = ()  # remarks on the arm
 
 
 @dataclass(frozen=True, slots=True)

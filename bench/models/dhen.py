@@ -26,29 +26,17 @@ from lokakern.bench.models.blocks import (
 
 @dataclass(frozen=True, slots=True)
 class DHENConfig:
-    """Sizes of a DHEN.
+    """Sizes of a DHEN."""
 
-    Attributes:
-        inputs: The features; all dense features become one embedding.
-        dim: Columns of an embedding, d.
-        layers: Number of layers.
-        count: Output embeddings of a layer.
-        rank: Rank of the cross.
-        compressed: Embeddings that enter the dot products.
-        hidden: Hidden layers of each interaction's perceptron.
-        final: Hidden layers before the logit.
-        bottom: Hidden layers of the perceptron of the dense features.
-    """
-
-    inputs: Inputs
-    dim: int
-    layers: int
-    count: int
-    rank: int
-    compressed: int
-    hidden: tuple[int, ...]
-    final: tuple[int, ...]
-    bottom: tuple[int, ...] = (512, 256)
+    inputs: Inputs  # the features; all dense features become one embedding
+    dim: int  # columns of an embedding, d
+    layers: int  # number of layers
+    count: int  # output embeddings of a layer
+    rank: int  # rank of the cross
+    compressed: int  # embeddings that enter the dot products
+    hidden: tuple[int, ...]  # hidden layers of each interaction's perceptron
+    final: tuple[int, ...]  # hidden layers before the logit
+    bottom: tuple[int, ...] = (512, 256)  # hidden layers of the perceptron of the dense features
 
 
 SIZES = {

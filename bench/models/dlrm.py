@@ -17,23 +17,14 @@ from lokakern.bench.models.blocks import (
 
 @dataclass(frozen=True, slots=True)
 class DLRMConfig:
-    """Sizes of a DLRMv2.
+    """Sizes of a DLRMv2."""
 
-    Attributes:
-        inputs: The features.
-        dim: Columns of an embedding, and outputs of the bottom perceptron.
-        bottom: Hidden layers of the perceptron of the dense features.
-        crosses: Number of cross layers.
-        rank: Rank of the cross layers.
-        over: Hidden layers between the cross layers and the logit.
-    """
-
-    inputs: Inputs
-    dim: int
-    bottom: tuple[int, ...]
-    crosses: int
-    rank: int
-    over: tuple[int, ...]
+    inputs: Inputs  # the features
+    dim: int  # columns of an embedding, and outputs of the bottom perceptron
+    bottom: tuple[int, ...]  # hidden layers of the perceptron of the dense features
+    crosses: int  # number of cross layers
+    rank: int  # rank of the cross layers
+    over: tuple[int, ...]  # hidden layers between the cross layers and the logit
 
 
 SIZES = {

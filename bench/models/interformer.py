@@ -33,29 +33,17 @@ from lokakern.bench.models.blocks import (
 
 @dataclass(frozen=True, slots=True)
 class InterFormerConfig:
-    """Sizes of an InterFormer.
+    """Sizes of an InterFormer."""
 
-    Attributes:
-        inputs: The features; all dense features become one embedding.
-        dim: Columns of an embedding, d.
-        layers: Number of layers.
-        classes: Class tokens, and embeddings in the summary of X.
-        pooled: Tokens pooled by attention.
-        latest: Latest tokens in the summary of S.
-        heads: Attention heads.
-        rank: Rank of the cross.
-        final: Hidden layers before the logit.
-    """
-
-    inputs: Inputs
-    dim: int
-    layers: int
-    classes: int
-    pooled: int
-    latest: int
-    heads: int
-    rank: int
-    final: tuple[int, ...] = (1024, 512, 256, 128)
+    inputs: Inputs  # the features; all dense features become one embedding
+    dim: int  # columns of an embedding, d
+    layers: int  # number of layers
+    classes: int  # class tokens, and embeddings in the summary of X
+    pooled: int  # tokens pooled by attention
+    latest: int  # latest tokens in the summary of S
+    heads: int  # attention heads
+    rank: int  # rank of the cross
+    final: tuple[int, ...] = (1024, 512, 256, 128)  # hidden layers before the logit
 
     @property
     def summaries(self) -> int:

@@ -24,22 +24,15 @@ from lokakern.errors import MeasurementError
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Quality of predicted clicks; non-finite predictions have an infinite loss.
+    """Quality of predicted clicks; non-finite predictions have an infinite loss."""
 
-    Attributes:
-        log_loss: Mean cross entropy in nats.
-        expected_log_loss: Its expectation over the clicks, which removes their sampling noise from
-            comparisons of models.
-        normalized_entropy: `log_loss` over that of always predicting the click rate.
-        auc: Probability that a click is ranked before a non-click; ties count half.
-        samples: Number of samples.
-    """
-
-    log_loss: float
+    log_loss: float  # mean cross entropy in nats
+    # Its expectation over the clicks, which removes their sampling noise from comparisons of
+    # models.
     expected_log_loss: float
-    normalized_entropy: float
-    auc: float
-    samples: int
+    normalized_entropy: float  # `log_loss` over that of always predicting the click rate
+    auc: float  # probability that a click is ranked before a non-click; ties count half
+    samples: int  # number of samples
 
 
 def quality_of(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Quality:
@@ -82,19 +75,12 @@ WARM_UP = 0.1  # of the steps
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of an arm with one seed.
+    """A run of an arm with one seed."""
 
-    Attributes:
-        arm: The arm's name.
-        seed: Seed of parameters and samples.
-        losses: Loss before each step; empty for predictions.
-        quality: Quality on held-out samples.
-    """
-
-    arm: str
-    seed: int
-    losses: tuple[float, ...]
-    quality: Quality
+    arm: str  # the arm's name
+    seed: int  # seed of parameters and samples
+    losses: tuple[float, ...]  # loss before each step; empty for predictions
+    quality: Quality  # quality on held-out samples
 
 
 def share_of_rate(step: int, steps: int) -> float:

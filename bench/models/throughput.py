@@ -37,53 +37,32 @@ HOST = "host clock of a CPU: says nothing of a GPU"
 
 @dataclass
 class Stepper:
-    """An arm that is ready to be timed.
+    """An arm that is ready to be timed."""
 
-    Attributes:
-        name: The arm's name.
-        replay: Runs `BATCHES` steps.
-        step: The same, never as a CUDA graph.
-        timer: The clock.
-        note: Why capturing a CUDA graph failed.
-        graph_breaks: Graph breaks of the compilation.
-        peak_gib: Peak memory of a step with the arm's parameters; None on a CPU.
-    """
-
-    name: str
-    replay: Callable[[], None]
-    step: Callable[[], None]
-    timer: str
-    note: str = ""
-    graph_breaks: int = 0
-    peak_gib: float | None = None
+    name: str  # the arm's name
+    replay: Callable[[], None]  # runs `BATCHES` steps
+    step: Callable[[], None]  # the same, never as a CUDA graph
+    timer: str  # the clock
+    note: str = ""  # why capturing a CUDA graph failed
+    graph_breaks: int = 0  # graph breaks of the compilation
+    peak_gib: float | None = None  # peak memory of a step with the arm's parameters; None on a CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The step time of an arm; other attributes are those of `Stepper`.
+    """The step time of an arm; other attributes are those of `Stepper`."""
 
-    Attributes:
-        arm: The arm's name.
-        step_us: Median.
-        margin_us: Half of its 95 % interval.
-        baseline_us: Median of the baseline in the same rounds.
-        speedup: Median over rounds of the baseline's time over the arm's.
-        speedup_margin: Half of its 95 % interval.
-        rounds: Rounds with a steady clock.
-        recompiles: Graphs compiled after the warm-up.
-    """
-
-    arm: str
-    step_us: float
-    margin_us: float
-    baseline_us: float
-    speedup: float
-    speedup_margin: float
-    rounds: int
+    arm: str  # the arm's name
+    step_us: float  # median
+    margin_us: float  # half of its 95 % interval
+    baseline_us: float  # median of the baseline in the same rounds
+    speedup: float  # median over rounds of the baseline's time over the arm's
+    speedup_margin: float  # half of its 95 % interval
+    rounds: int  # rounds with a steady clock
     timer: str
     note: str
     graph_breaks: int
-    recompiles: int
+    recompiles: int  # graphs compiled after the warm-up
     peak_gib: float | None
 
 
@@ -288,15 +267,10 @@ FP8_GAIN = 2.0  # peak rate of FP8 tensor cores over bf16
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Time of a step by kind of kernel.
+    """Time of a step by kind of kernel."""
 
-    Attributes:
-        us: Microseconds of a step by kind.
-        timer: Whether kernels of a GPU or operators of a CPU were profiled.
-    """
-
-    us: dict[str, float]
-    timer: str
+    us: dict[str, float]  # microseconds of a step by kind
+    timer: str  # whether kernels of a GPU or operators of a CPU were profiled
 
     @property
     def total_us(self) -> float:

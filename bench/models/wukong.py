@@ -19,29 +19,17 @@ from lokakern.bench.models.blocks import CRITEO, ClickModel, Inputs, perceptron,
 
 @dataclass(frozen=True, slots=True)
 class WukongConfig:
-    """Sizes of a Wukong.
+    """Sizes of a Wukong."""
 
-    Attributes:
-        inputs: The features; all dense features become one embedding.
-        dim: Columns of an embedding, d.
-        layers: Number of layers.
-        machines: Output embeddings of the factorization machine, n_F.
-        linear: Output embeddings of the linear compression, n_L.
-        rank: Rank k of the products.
-        hidden: Hidden layers of a factorization machine's perceptron.
-        final: Hidden layers of the last perceptron, before the logit.
-        bottom: Hidden layers of the perceptron of the dense features.
-    """
-
-    inputs: Inputs
-    dim: int
-    layers: int
-    machines: int
-    linear: int
-    rank: int
-    hidden: tuple[int, ...]
-    final: tuple[int, ...]
-    bottom: tuple[int, ...] = (512, 256)
+    inputs: Inputs  # the features; all dense features become one embedding
+    dim: int  # columns of an embedding, d
+    layers: int  # number of layers
+    machines: int  # output embeddings of the factorization machine, n_F
+    linear: int  # output embeddings of the linear compression, n_L
+    rank: int  # rank k of the products
+    hidden: tuple[int, ...]  # hidden layers of a factorization machine's perceptron
+    final: tuple[int, ...]  # hidden layers of the last perceptron, before the logit
+    bottom: tuple[int, ...] = (512, 256)  # hidden layers of the perceptron of the dense features
 
 
 def _internal(layers: int, count: int, rank: int, width: int) -> WukongConfig:
