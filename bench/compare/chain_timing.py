@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ COMPILED = {
 TIMED_ON = "X1"
 BETWEEN_LAYERS = 100  # from the seed of a layer's weight to that of the next
 Matrix = Tensor | QuantizedTensor
+_Layers = Sequence[tuple[Tensor, NormEpilogue]]  # drawn weights and epilogues in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,10 @@ class Row:
     failed: str  # why there is no time, or why the output is incorrect
 
 
-class _Operands(NamedTuple):
-    """Drawn weights and epilogues in bfloat16."""
-
-    weights: tuple[Tensor, ...]
-    epilogues: tuple[NormEpilogue, ...]
-
-    def parameters(self) -> tuple[list[Any], ...]:
-        """Copies of weights, biases, weights and biases of norms."""
-        layers = zip(self.weights, self.epilogues, strict=True)
-        columns = zip(*((w, e.bias, e.norm_weight, e.norm_bias) for w, e in layers), strict=True)
-        return tuple([None if x is None else x.clone() for x in column] for column in columns)
+def _parameters(layers: _Layers) -> tuple[list[Any], ...]:
+    """Copies of weights, biases, weights and biases of norms."""
+    columns = zip(*((w, e.bias, e.norm_weight, e.norm_bias) for w, e in layers), strict=True)
+    return tuple([None if x is None else x.clone() for x in column] for column in columns)
 
 
 def rivals_named(words: Sequence[str]) -> list[str]:
@@ -141,9 +135,9 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
     Each operand set is distinct, until their bytes exceed 2x the cache.
     """
     chain, where = choices[CHOSEN].chain, torch_device()
-    operands = _drawn(chain, TIMED_ON, 0)
+    layers = _drawn(chain, TIMED_ON, 0)
     x = _inputs(chain, TIMED_ON, 0)
-    weights = sum(w.numel() for w in operands.weights)
+    weights = sum(weight.numel() for weight, _ in layers)
     set_bytes = 2 * (chain.m * (chain.layers[0].k + chain.layers[-1].n) + weights)
     count = 1 if regime == "graph-hot" else math.ceil(2 * l2_bytes() / set_bytes)
     generator = torch.Generator().manual_seed(1)
@@ -152,12 +146,12 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
     contenders: list[Contender] = []
     outputs: list[Matrix] = []
     for name, choice in choices.items():
-        runs = [choice.prepare(*operands.parameters()) for _ in range(count)]
+        runs = [choice.prepare(*_parameters(layers)) for _ in range(count)]
         outputs = outputs or [run.empty_output() for run in runs]
         sets = zip(runs, given, outputs, strict=True)
         calls: list[Any] = [functools.partial(run, x, out) for run, x, out in sets]
         contenders.append(Contender(name, calls))
-    contenders += [_compiled(name, chain, operands, inputs) for name in rivals]
+    contenders += [_compiled(name, chain, layers, inputs) for name in rivals]
     timing.warm(where)
     floor = sum(floor_us(s.problem) for s in choices[CHOSEN].steps)
     ready = [contender for contender in contenders if contender.status == "ok"]
@@ -174,25 +168,22 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
     return contenders
 
 
-def _compiled(name: str, chain: Chain, operands: _Operands, inputs: Sequence[Tensor]) -> Contender:
+def _compiled(name: str, chain: Chain, layers: _Layers, inputs: Sequence[Tensor]) -> Contender:
     """The whole chain in bfloat16, compiled by torch.compile from stock modules."""
     contender = Contender(name, ())
     with faults_of(contender, torch_device()):
-        compiled = torch.compile(
-            _function_of(operands.epilogues), dynamic=False, backend=compiled_layers.BACKEND,
-            mode=COMPILED[name] if compiled_layers.BACKEND == "inductor" else None,
-        )  # fmt: skip
+        compiled = compiled_layers.compiled(_function_of(layers), COMPILED[name])
         columns = chain.layers[-1].n
         contender.calls = [
-            functools.partial(compiled, x, x.new_empty((chain.m, columns)), *operands.parameters())
+            functools.partial(compiled, x, x.new_empty((chain.m, columns)), *_parameters(layers))
             for x in inputs
         ]
         contender.calls[0]()  # compiles and tunes, once for all sets
     return contender
 
 
-def _function_of(epilogues: Sequence[NormEpilogue]) -> Callable[..., None]:
-    kinds = [(e.norm, NormEpilogue(activation=e.activation)) for e in epilogues]
+def _function_of(layers: _Layers) -> Callable[..., None]:
+    kinds = [(e.norm, NormEpilogue(activation=e.activation)) for _, e in layers]
 
     def chain(
         y: Tensor,
@@ -231,37 +222,37 @@ def _errors(
 ) -> Iterator[numerics.Errors]:
     chain = choice.chain
     for seed in seeds:
-        operands = _drawn(chain, distribution, seed)
+        layers = _drawn(chain, distribution, seed)
         x = _inputs(chain, distribution, seed)
-        out = choice.prepare(*operands.parameters())(_as_read(chain, x))
+        out = choice.prepare(*_parameters(layers))(_as_read(chain, x))
         exact = x[: most_rows(chain.layers[0].k)].double()  # the rest repeats it
-        for weight, epilogue in zip(operands.weights, operands.epilogues, strict=True):
+        for weight, epilogue in layers:
             sums = exact @ weight.double().t()
             exact, _ = ops.normalized(sums, torch.zeros_like(sums), epilogue)
         value = ops.exact(out)[: len(exact)]
         yield numerics.measure_errors(value, exact)
 
 
-def _drawn(chain: Chain, distribution: str, seed: int) -> _Operands:
+def _drawn(chain: Chain, distribution: str, seed: int) -> _Layers:
     """Weights of the distribution, and biases as small as after initialization.
 
     Large biases hide errors: one as large as the sums reduces the row error of four FP8 layers with
     BlockNorm and hard-swish from 0.085 to 0.024.
     """
     where, form = torch_device(), Format.BFLOAT16
-    weights, epilogues = [], []
+    layers = []
     for place, layer in enumerate(chain.layers):
         own = seed + BETWEEN_LAYERS * place
         draw = OperandKey(distribution, layer.n, layer.k, own, weight=True)
-        weights.append(device_operand(draw, layer.n, form, where))
+        weight = device_operand(draw, layer.n, form, where)
         drawn = draw_epilogue(norm_form(layer.epilogue), 1, layer.n, where, seed=own)
         biases = {"bias": drawn.bias, "norm_bias": drawn.norm_bias}
         small = {name: x * layer.k**-0.5 for name, x in biases.items() if x is not None}
         parts: list[Any] = [
             x.to(form.dtype) if isinstance(x, Tensor) else x for x in drawn._replace(**small)
         ]
-        epilogues.append(NormEpilogue(*parts))
-    return _Operands(tuple(weights), tuple(epilogues))
+        layers.append((weight, NormEpilogue(*parts)))
+    return layers
 
 
 def _inputs(chain: Chain, distribution: str, seed: int) -> Tensor:

@@ -79,6 +79,12 @@ def _function_of(epilogue: NormEpilogue) -> Callable[..., None]:
     return types.FunctionType(code, globals(), code.co_name, None, layer.__closure__)
 
 
+def compiled(function: Callable[..., None], mode: str) -> Callable[..., None]:
+    """A function for torch.compile to compile, for constant shapes, at its first call."""
+    mode_of = mode if BACKEND == "inductor" else None  # other backends have no modes
+    return torch.compile(function, dynamic=False, backend=BACKEND, mode=mode_of)
+
+
 def _workspace(
     mode: str, a: Tensor, b: Tensor, out: Tensor, epilogue: NormEpilogue
 ) -> tuple[Any, ...]:
@@ -90,21 +96,18 @@ def _workspace(
     )
     key = (mode, BACKEND, a.shape, b.shape, a.device, epilogue.norm, epilogue.form)
     if key not in _compiled:
-        compiled = torch.compile(
-            _function_of(epilogue), dynamic=False, backend=BACKEND,
-            mode=mode if BACKEND == "inductor" else None,
-        )  # fmt: skip
-        _launch(a, b, out, epilogue, (compiled, parameters))
-        _compiled[key] = compiled
+        function = compiled(_function_of(epilogue), mode)
+        _launch(a, b, out, epilogue, (function, parameters))
+        _compiled[key] = function
     return _compiled[key], parameters
 
 
 def _launch(
     a: Tensor, b: Tensor, out: Tensor, epilogue: NormEpilogue, workspace: tuple[Any, ...]
 ) -> None:
-    compiled, parameters = workspace
+    function, parameters = workspace
     matrices = epilogue.residual, epilogue.gate, epilogue.x0, epilogue.x
-    compiled(a, b.t(), out, *parameters, *matrices)
+    function(a, b.t(), out, *parameters, *matrices)
 
 
 def _supports(problem: Problem, _device: Device) -> Support:

@@ -81,10 +81,7 @@ class Difference:
 def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]:
     """Every cell of two sides, the largest effect first; cells of only one side come last.
 
-    Args:
-        a: Before.
-        b: After.
-        limit: The error to compare, one of `LIMITS`.
+    The errors compared are those of ``limit``, one of `LIMITS`.
     """
     across = a.device is not None and b.device is not None and a.device != b.device
     found = []
@@ -203,14 +200,7 @@ def counts_of(found: Iterable[Difference]) -> dict[str, int]:
 
 
 def rows_of(found: Iterable[Difference], a: Side, b: Side, *, brief: bool) -> list[dict[str, Any]]:
-    """Differences as rows to print.
-
-    Args:
-        found: The differences.
-        a: The first side, for names.
-        b: The second side.
-        brief: Only the columns of a table.
-    """
+    """Differences as rows to print; brief ones have only the columns of a table."""
     problems: dict[str, str] = {}
     names: dict[str, str] = {}
     for side in (a, b):

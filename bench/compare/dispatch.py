@@ -431,15 +431,7 @@ def row_of(
     entries: Sequence[Entry],
     groups: Sequence[Condition] = (),
 ) -> LibraryRow:
-    """The row of one shape.
-
-    Args:
-        problem: The problem in the form that dispatch would run.
-        chosen: The kernel that it would run.
-        libraries: The libraries to compare.
-        entries: The race of all forms.
-        groups: Conditions that may hold.
-    """
+    """The row of one shape, by the race of all forms; the problem is in the form of dispatch."""
     base = baseline_name(problem)  # it runs once, at any of the forms
     us = {entry: entry.latency_us for entry in entries if entry.latency_us is not None}
     own_form = (e for e in us if chosen == base or e.problem == str(problem))

@@ -70,12 +70,7 @@ def to_bfloat16(model: ClickModel) -> ClickModel:
 
 
 class Predictor:
-    """Predictions in bfloat16.
-
-    Args:
-        model: After `to_bfloat16`.
-        interact: Its `interact`, compiled or not.
-    """
+    """Predictions in bfloat16 of a model after `to_bfloat16`."""
 
     def __init__(self, model: ClickModel, interact: Interact) -> None:
         self.model, self.interact = model.eval(), interact
@@ -93,12 +88,7 @@ class Predictor:
 
 
 class Trainer:
-    """Training steps: autocast to bfloat16, float32 parameters, Adam.
-
-    Args:
-        model: Its parameters are changed.
-        interact: Its `interact`, compiled or not.
-    """
+    """Training steps: autocast to bfloat16, float32 parameters, Adam."""
 
     def __init__(self, model: ClickModel, interact: Interact) -> None:
         self.model, self.interact = model.train(), interact
@@ -288,9 +278,7 @@ def _changed(
 def apply_mods(model: nn.Module, *, is_fused: bool = True) -> list[str]:
     """Apply the Mods of the paper and the exact ones in place; returns remarks.
 
-    Args:
-        model: The model.
-        is_fused: Whether layers that share an input are fused into one product.
+    If `is_fused`, layers that share an input become one product.
     """
     # 128 divides the 17280 columns of Wukong S's first norm; 256 does not.
     wanted = [mods.NoBias(), mods.BlockNorm(256), mods.BlockNorm(128), mods.HardSwish()]
@@ -328,12 +316,9 @@ def _is_long(layer: nn.Module) -> bool:
 
 @contextmanager
 def only(library: str) -> Iterator[None]:
-    """Restrict dispatch to the quantizing gemm kernels of one library inside the context.
+    """Restrict dispatch to the quantizing gemm kernels of one library ("" for all) inside.
 
     Emulations stay: they never win, but a device that is not here needs them.
-
-    Args:
-        library: The library's name; "" restricts nothing.
     """
     if not library:
         yield
@@ -438,10 +423,7 @@ def quantize_everywhere(
 ) -> tuple[str, ...]:
     """Run all products of every layer with supported sizes in E4M3, in place, without dispatch.
 
-    Args:
-        model: Its linear layers become `lokakern.Linear`.
-        granularity: Tensorwise or rowwise scaling.
-        inference: Whether weights are quantized once.
+    Linear layers become `lokakern.Linear`, with weights quantized once for inference.
 
     Returns:
         The kernel's name, and the layers with unsupported sizes.

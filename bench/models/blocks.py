@@ -66,29 +66,6 @@ class Inputs:
         return (sample + within).flatten()
 
 
-def random_batch(
-    inputs: Inputs, samples: int, *, seed: int = 0, device: torch.device | str = "cpu"
-) -> Batch:
-    """A random batch: uniform ids in full bags, normal features, labels by a coin."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
-
-    def of_slots(numbers: tuple[int, ...]) -> Tensor:
-        slots = torch.tensor(inputs.slots, device=device)
-        return torch.tensor(numbers, device=device).repeat_interleave(slots)
-
-    ids = (
-        of_slots(inputs.starts)
-        + (uniform(samples, sum(inputs.slots)) * of_slots(inputs.rows)).long()
-    )
-    history = 1 + (uniform(samples, inputs.history) * inputs.rows[0]).long()
-    dense = torch.randn(samples, inputs.dense, generator=generator, device=device)
-    labels = (uniform(samples) < 0.5).float()
-    return Batch(dense, ids.flatten(), inputs.offsets(samples, device), history, labels)
-
-
 def spread_rows(tables: int, *, fewest: int = 3, most: int = 40_000_000) -> tuple[int, ...]:
     """Sizes of tables where none are published, geometrically spaced."""
     low, high = math.log(fewest), math.log(most)
@@ -113,10 +90,6 @@ class Tables(nn.Module):
     """All tables of a model, concatenated, with sums over bags of rows.
 
     Hundreds of small lookups would be bound by launches; one lookup is bound by memory.
-
-    Args:
-        inputs: Their numbers of rows.
-        dim: Their columns.
     """
 
     def __init__(self, inputs: Inputs, dim: int) -> None:

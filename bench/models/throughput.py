@@ -8,6 +8,7 @@ compiled arms where capture works, otherwise calls from the host, whose time is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import re
@@ -131,27 +132,25 @@ def _steps(
 ) -> list[Callable[[], object]]:
     if setting.training:
         trainer = built.trainer()
-
-        def train(given: Sequence[Tensor] | Batch, labels: Tensor) -> Callable[[], object]:
-            if isinstance(given, Batch):
-                return lambda: trainer.step(given, labels)
-            return lambda: trainer.step([_sent(x) for x in given], labels)
-
         if whole:
-            return [train(batch, batch.labels) for batch in batches]
-        with torch.no_grad():
-            given = [[x.detach() for x in trainer.embed(batch)] for batch in batches]
-        for tensors in given:
-            for x in tensors[1:]:  # not of the dense features
+            return [functools.partial(trainer.step, batch, batch.labels) for batch in batches]
+
+        def train(batch: Batch) -> Callable[[], object]:
+            with torch.no_grad():
+                dense, *embedded = trainer.embed(batch)
+            for x in embedded:
                 x.requires_grad_(x.is_floating_point())
-        return [train(x, b.labels) for x, b in zip(given, batches, strict=True)]
+            return lambda: trainer.step([dense, *map(_sent, embedded)], batch.labels)
+
+        return [train(batch) for batch in batches]
     predictor = built.predictor()
-    ready = [predictor.embed(batch) for batch in batches]
 
-    def predict(batch: Batch, given: Sequence[Tensor]) -> Callable[[], object]:
-        return lambda: predictor.logits(predictor.embed(batch) if whole else given)
+    def predict(batch: Batch) -> Callable[[], object]:
+        if whole:
+            return lambda: predictor.logits(predictor.embed(batch))
+        return functools.partial(predictor.logits, predictor.embed(batch))
 
-    return [predict(b, x) for b, x in zip(batches, ready, strict=True)]
+    return [predict(batch) for batch in batches]
 
 
 def _sent(x: Tensor) -> Tensor:

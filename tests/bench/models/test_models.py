@@ -6,15 +6,36 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lokakern.bench.models import dlrm, interformer, wukong
 from lokakern.bench.models.arms import apply_mods, fits
-from lokakern.bench.models.blocks import CRITEO, PADDING, Batch, Inputs, Tables, random_batch
+from lokakern.bench.models.blocks import CRITEO, PADDING, Batch, Inputs, Tables
 from lokakern.bench.models.catalog import CATALOG, config_named
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.mods.together import FusedLinear
 from lokakern.nn.linear import Linear
+
+
+def random_batch(inputs: Inputs, samples: int) -> Batch:
+    """A random batch: uniform ids in full bags, normal features, labels by a coin."""
+    generator = torch.Generator().manual_seed(0)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def of_slots(numbers: tuple[int, ...]) -> Tensor:
+        slots = torch.tensor(inputs.slots)
+        return torch.tensor(numbers).repeat_interleave(slots)
+
+    ids = (
+        of_slots(inputs.starts)
+        + (uniform(samples, sum(inputs.slots)) * of_slots(inputs.rows)).long()
+    )
+    history = 1 + (uniform(samples, inputs.history) * inputs.rows[0]).long()
+    dense = torch.randn(samples, inputs.dense, generator=generator)
+    labels = (uniform(samples) < 0.5).float()
+    return Batch(dense, ids.flatten(), inputs.offsets(samples), history, labels)
 
 
 def multiply_adds(model: nn.Module, samples: int = 2) -> float:
