@@ -81,7 +81,6 @@ def measure_chain(
     *,
     rivals: Sequence[str] = (),
     regime: str | None = None,
-    seeds: Sequence[int] = SEEDS,
     step: Callable[[str], None] = lambda _text: None,
 ) -> list[Row]:
     """Time a choice and its rivals whole, in the same rounds, and measure errors of the whole.
@@ -90,7 +89,6 @@ def measure_chain(
         choice: A choice for the device here.
         rivals: Names in `COMPILED`.
         regime: Timing regime; None means graph-cold on GPUs and eager on CPUs.
-        seeds: Seeds of the inputs whose error is measured.
         step: Called with each phase.
 
     Raises:
@@ -104,7 +102,7 @@ def measure_chain(
         choices[UNQUANTIZED] = choice.unquantized
     step("times")
     contenders = _timed(choices, rivals, regime)
-    errors = {name: _error_of(found, seeds, step) for name, found in choices.items()}
+    errors = {name: _error_of(found, step) for name, found in choices.items()}
     times = {one.name: median_of(one) for one in contenders if one.status == "ok"}
     ours = times.get(CHOSEN)
     rows = []
@@ -202,14 +200,12 @@ def _function_of(layers: _Layers) -> Callable[..., None]:
     return chain
 
 
-def _error_of(
-    choice: ChainChoice, seeds: Sequence[int], step: Callable[[str], None]
-) -> tuple[float, str, str]:
+def _error_of(choice: ChainChoice, step: Callable[[str], None]) -> tuple[float, str, str]:
     """Largest upper limit of the row error, its distribution, and non-finite outputs."""
     worst, where, wrong = 0.0, "", ""
     for distribution in choice.chain.distributions:
         step(f"errors on {distribution}")
-        for errors in _errors(choice, distribution, seeds):
+        for errors in _errors(choice, distribution, SEEDS):
             if errors.nonfinite_unexpected_count:
                 wrong = f"{errors.nonfinite_unexpected_count} outputs on {distribution} not finite"
             if errors.row_err_upper > worst or not where:

@@ -8,7 +8,6 @@ them: they are never swept, and dispatch never chooses them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import os
@@ -252,28 +251,21 @@ def _one_thread_each() -> Iterator[None]:
 @functools.cache
 def _benchmark_one_at_a_time() -> None:
     """Let one process at a time run Inductor's benchmarks."""
+    from filelock import FileLock
     from torch._inductor.runtime.benchmarking import benchmarker
 
     path = Path(tempfile.gettempdir()) / f"lokakern-tuning-{os.getuid()}.lock"
-    lock = path.open("a")
+    # Reentrant, because one of the methods calls the other; they take milliseconds.
+    lock = FileLock(path, poll_interval=0.001)
     kind = type(benchmarker)
-    depth = 0
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def locked(*given: Any, **options: Any) -> Any:
-            nonlocal depth
-            if not depth:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            depth += 1
-            try:
+            with lock:
                 return method(*given, **options)
-            finally:
-                depth -= 1
-                if not depth:
-                    fcntl.flock(lock, fcntl.LOCK_UN)
 
         return locked
 
-    for name in ("benchmark", "benchmark_gpu"):  # one calls the other
+    for name in ("benchmark", "benchmark_gpu"):
         setattr(kind, name, alone(getattr(kind, name)))

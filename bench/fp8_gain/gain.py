@@ -142,16 +142,19 @@ def worth(
     is_training = len(gemms) > 1
     known: dict[tuple[Any, ...], Row] = {}  # many layers are equal
     rows = []
+
+    def choice_of(problem: Problem, judged: tuple[str, ...] | None) -> Choice:
+        table = dispatcher.table_for(problem, budget, judged, device, regime, is_choice=False)
+        return Choice(table, problem.m)
+
     for product in products:
         for gemm in gemms:
             judged = distributions or product.distributions.get(gemm)
             alike = (product.m, product.n, product.k, product.bias, product.batch, product.format)
             key = (gemm, judged, *alike)
             if key not in known:
-                choices = [
-                    [_choice(problem, budget, judged, device, regime) for problem in problems]
-                    for problems in _problems(product, gemm, device, is_training)
-                ]
+                ways = _problems(product, gemm, device, is_training)
+                choices = [[choice_of(problem, judged) for problem in way] for way in ways]
                 known[key] = _row(product, gemm, choices)
             rows.append(replace(known[key], product=product))
         step(product.layer)
@@ -177,37 +180,23 @@ def _problems(
     return found
 
 
-def _choice(
-    problem: Problem,
-    budget: ErrorBudget,
-    distributions: tuple[str, ...] | None,
-    device: Device,
-    regime: str | None,
-) -> Choice:
-    table = dispatcher.table_for(problem, budget, distributions, device, regime, is_choice=False)
-    return Choice(table, problem.m)
-
-
 def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
     for place, choices in enumerate(ways):
         timed = [(choice, plain) for choice in choices if (plain := _bf16_us(choice)) is not None]
         if not timed:
             continue
         choice, plain = min(timed, key=lambda pair: (not _quantizes(pair[0]), pair[0].latency_us))
+        us = choice.latency_us
         if not _quantizes(choice):
             choice, plain = timed[0]  # the unprepared weight
+            us = plain
         state = "interpolated" if choice.interpolated else "measured"
-        us = choice.latency_us or plain
-        quantized = _quantizes(choice)
-        why = (
-            _why_quantized(choice)
-            if quantized and choice.errors
-            else _why_plain([c for c, _ in timed])
-        )
+        is_explained = _quantizes(choice) and choice.errors
+        why = _why_quantized(choice) if is_explained else _why_plain([c for c, _ in timed])
         if place:
             why += "; times without the bias"
-        return Row(product, gemm, state, choice.kernel, us if quantized else plain, plain,
-                   choice.errors.get("row_err"), why)  # fmt: skip
+        return Row(product, gemm, state, choice.kernel, us, plain, choice.errors.get("row_err"),
+                   why)  # fmt: skip
     return Row(product, gemm, NEVER, "", None, None, None, ways[0][0].pick.note)
 
 

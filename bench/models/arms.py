@@ -172,19 +172,14 @@ class Built:
         return Predictor(self.model, self.interact)
 
 
-def libraries_here() -> list[str]:
-    """Owners of quantizing gemm kernels that run on this device."""
-    device = current_device()
-    return sorted({owner_of(kernel) for kernel in kernels_for("gemm", device) if kernel.quantizes})
-
-
 def arms_named(names: tuple[str, ...] = ()) -> list[Arm]:
     """Arms by name, by default all; the baseline is always the first.
 
     Raises:
         UnknownNameError: An arm is unknown.
     """
-    alone = [Arm(f"{ONLY}{name}", f"kernels of {name} alone") for name in libraries_here()]
+    here = {owner_of(k) for k in kernels_for("gemm", current_device()) if k.quantizes}
+    alone = [Arm(f"{ONLY}{name}", f"kernels of {name} alone") for name in sorted(here)]
     arms = [
         Arm(BASELINE, "bf16 with Mods, compiled: the baseline"),
         Arm(AS_WRITTEN, "bf16 as written", has_mods=False, compiled=False),

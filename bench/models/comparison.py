@@ -27,7 +27,6 @@ from lokakern.bench.models.throughput import (
     Pace,
     Shares,
     Stepper,
-    memory,
     pace_words,
     race,
     shares_of,
@@ -98,11 +97,7 @@ def gap_words(
 ) -> str:
     """Compare the sum of the layers' gains with the gain of the step, and explain the difference.
 
-    Args:
-        choices: Choices of all layers.
-        gained_us: Gain of the step over the baseline's.
-        before: Shares of the baseline.
-        after: Shares of the arm.
+    Shares are of the baseline (before) and of the arm (after).
     """
     summed = sum(choice.gain_us for choice in choices)
     missing = sum(choice.bf16_us is None for choice in choices)
@@ -235,7 +230,8 @@ class _Bench:
         """Fill the result of an arm; ``first`` and ``clock`` are the baseline's, once it ran."""
         arm, setting = result.arm, self.setting
         self.say(f"{arm.name}: building")
-        before = memory(setting.device)
+        on_gpu = setting.device.type == "cuda"
+        before = torch.cuda.memory_allocated(setting.device) if on_gpu else 0
         built = ways.build(arm, setting, 0, self.state_of(arm), report)
         result.notes = built.notes
         if built.conversion is not None:

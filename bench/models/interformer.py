@@ -111,9 +111,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(dim, dim)
         # Tables take 75 us on an H200 at a batch of 8192; computing cosines, sines and powers for
         # each element takes 293 us.
-        cos, sin = _turns(length, dim // heads // 2)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        half = dim // heads // 2
+        angle = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+        self.register_buffer("cos", angle.cos(), persistent=False)  # [length, half]
+        self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x: Tensor, present: Tensor) -> Tensor:
         """Attend to the tokens of ``[batch, t, d]`` that are present ``[batch, t]``."""
@@ -162,13 +163,6 @@ def _by_head(parts: Tensor, count: int, heads: int) -> Tensor:
     """``[batch, t, count * d]`` as ``[count, batch, heads, t, d / heads]``."""
     found = parts.view(parts.shape[0], parts.shape[1], count, heads, -1)
     return found.permute(2, 0, 3, 1, 4)
-
-
-def _turns(length: int, half: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[length, half]`` of rotary positions."""
-    speed = 10_000.0 ** (-torch.arange(half) / half)
-    angle = torch.arange(length)[:, None] * speed
-    return angle.cos(), angle.sin()
 
 
 class InterFormerLayer(nn.Module):

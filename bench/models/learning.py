@@ -36,12 +36,7 @@ class Quality:
 
 
 def quality_of(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Quality:
-    """Quality of logits ``[samples]``, computed in float64.
-
-    Args:
-        logits: Predictions of a model.
-        labels: 1 for a click, else 0.
-        probabilities: The probabilities the labels were drawn with.
+    """Quality of logits ``[samples]``; labels (1 for a click) were drawn with probabilities.
 
     Raises:
         MeasurementError: All labels are equal.
@@ -92,17 +87,12 @@ def share_of_rate(step: int, steps: int) -> float:
     return min((step + 1) / max(1.0, WARM_UP * steps), 1 - step / (steps + 1))
 
 
-def restart(built: Built, setting: Setting, seed: int) -> None:
-    """Reset an arm to the initial parameters of a seed, equal for all arms with its Mods."""
+def learn(built: Built, setting: Setting, seed: int, steps: int) -> Run:
+    """Train from the parameters of a seed, equal for all arms with these Mods, and evaluate."""
     fresh = setting.build(seed)
     if built.arm.has_mods:
         apply_mods(fresh)
     built.model.load_state_dict(fresh.state_dict())
-
-
-def learn(built: Built, setting: Setting, seed: int, steps: int) -> Run:
-    """Train from the initial parameters, then evaluate on held-out samples."""
-    restart(built, setting, seed)
     log, trainer = ClickLog(setting.inputs, seed, setting.device), built.trainer()
     losses = torch.empty(steps, device=setting.device)  # read at the end, without waiting in a step
     schedule = LambdaLR(trainer.optimizer, lambda step: share_of_rate(step, steps))

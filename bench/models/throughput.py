@@ -73,11 +73,6 @@ def pace_words(pace: Pace) -> str:
     return f"{words} ({pace.note})" if pace.note else words
 
 
-def memory(device: torch.device) -> int:
-    """Bytes in use on a GPU; 0 on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
 def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> Stepper:
     """Warm up and compile an arm, and capture its steps in a CUDA graph where possible.
 
@@ -189,7 +184,7 @@ def _capture(found: Stepper) -> None:
     found.replay, found.timer = graph.replay, GRAPH
 
 
-def race(baseline: Stepper, other: Stepper, device: torch.device, *, seed: int = 0) -> Pace:
+def race(baseline: Stepper, other: Stepper, device: torch.device) -> Pace:
     """Time an arm, or the baseline itself, against the baseline."""
     timing.warm(device)
     read_clock = timing.clock_reader(device)
@@ -200,7 +195,7 @@ def race(baseline: Stepper, other: Stepper, device: torch.device, *, seed: int =
     runners = [("baseline", baseline), ("other", other)]
     times: dict[str, list[float]] = {name: [] for name, _ in runners}
     clocks: list[tuple[float, float]] = []
-    order = random.Random(seed)
+    order = random.Random(0)
     for _ in range(rounds):
         order.shuffle(runners)
         seen: dict[str, float] = {}
