@@ -42,7 +42,6 @@ class Row:
 
     @property
     def speedup(self) -> float | None:
-        """Speedup over bf16."""
         return None if self.us is None or self.bf16_us is None else self.bf16_us / self.us
 
     @property
@@ -54,7 +53,6 @@ class Row:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the choice quantizes."""
         return bool(self.gain_us)
 
 

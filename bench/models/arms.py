@@ -49,7 +49,6 @@ class Setting:
 
     @property
     def inputs(self) -> Inputs:
-        """The model's features."""
         return cast(Inputs, self.config.inputs)
 
     def build(self, seed: int) -> ClickModel:
@@ -164,11 +163,9 @@ class Built:
         return replace(self, interact=self.model.interact)
 
     def trainer(self) -> Trainer:
-        """A trainer of the model."""
         return Trainer(self.model, self.interact)
 
     def predictor(self) -> Predictor:
-        """A predictor of the model."""
         return Predictor(self.model, self.interact)
 
 

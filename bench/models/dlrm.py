@@ -49,6 +49,5 @@ class DLRM(ClickModel):
         self.head = perceptron((k, *config.over), last=1)
 
     def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and the result of `embed`."""
         x = self.cross(self.join(dense, *embedded).flatten(1))
         return self.head(x).squeeze(1)  # type: ignore[no-any-return]

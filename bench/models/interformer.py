@@ -226,7 +226,6 @@ class InterFormer(ClickModel):
         return self.tables(batch), self.tables.sequence(batch), batch.history != PADDING
 
     def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor:
-        """Logits ``[batch]`` of dense features and the result of `embed`."""
         bags, history, present = embedded
         x = self.join(dense, bags)
         s = self.unify(history * self.mask(history))
