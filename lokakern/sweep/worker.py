@@ -17,13 +17,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, MeasurementError
@@ -33,8 +33,12 @@ from lokakern.measure.time_problem import time_case, torch_device
 from lokakern.measure.timing import warm
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
-from lokakern.types import Problem
+from lokakern.sweep.resume import distribution_row
+from lokakern.types import Device, Environment, Problem
 from lokakern.workloads.suites import Case
+
+if TYPE_CHECKING:
+    from lokakern.registry.storage.run_files import RunFile
 
 # Longest time without progress: a first launch may compile for seconds, a CPU multiply for minutes.
 GPU_WATCHDOG_S, CPU_WATCHDOG_S = 60.0, 600.0
@@ -56,6 +60,27 @@ class TimingTask:
     kernels: tuple[str, ...]
     regime: str
 
+    def __str__(self) -> str:
+        return str(self.case.problem)
+
+    def without(self, names: Collection[str]) -> TimingTask | None:
+        """The task without some kernels; None if none is left."""
+        left = tuple(name for name in self.kernels if name not in names)
+        return replace(self, kernels=left) if left else None
+
+    def failed(self, status: str, reason: str) -> TimingRecord:
+        return TimingRecord(status=status, reason=reason)
+
+    def write(
+        self, run: RunFile, name: str, record: Record, device: Device, environment: Environment
+    ) -> None:
+        """Write the record of one kernel."""
+        assert isinstance(record, TimingRecord)
+        distribution = distribution_row(self.case.distribution)
+        run.add_timing(
+            KERNELS[name], self.case.problem, distribution, device, environment, self.regime, record
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AccuracyTask:
@@ -67,12 +92,34 @@ class AccuracyTask:
     seed: int
     stand_ins: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.problem} on {self.distribution} seed {self.seed}"
+
     @property
     def kernels(self) -> tuple[str, ...]:
         return (self.kernel,)
 
+    def without(self, names: Collection[str]) -> AccuracyTask | None:
+        """The task without some kernels; None if none is left."""
+        left = [name for name in (self.kernel, *self.stand_ins) if name not in names]
+        return replace(self, kernel=left[0], stand_ins=tuple(left[1:])) if left else None
+
+    def failed(self, status: str, reason: str) -> AccuracyRecord:
+        return AccuracyRecord(status=status, reason=reason, seed=self.seed, rows=0)
+
+    def write(
+        self, run: RunFile, name: str, record: Record, device: Device, environment: Environment
+    ) -> None:
+        """Write the record of the kernel."""
+        assert isinstance(record, AccuracyRecord)
+        distribution = distribution_row(self.distribution)
+        run.add_accuracy(
+            KERNELS[name], self.problem, distribution, device.architecture, environment, record
+        )
+
 
 Task = TimingTask | AccuracyTask
+Record = TimingRecord | AccuracyRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +127,7 @@ class Done:
     """Results of a task: one record for each of its kernels, in order."""
 
     task: int
-    records: tuple[TimingRecord | AccuracyRecord, ...]
+    records: tuple[Record, ...]
     seconds: float
 
 
