@@ -54,6 +54,9 @@ SEEDS = (0, 1, 2)
 SAMPLED_ELEMENTS = 2**23
 FEWEST_ROWS = 384
 
+# An accuracy problem, the granularities of a and b, and the accumulation.
+NumericsClass = tuple[Problem, Granularity, Granularity, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -77,6 +80,12 @@ class Cell:
         return replace(self, kernel=members[0], stand_ins=tuple(members[1:]))
 
 
+def numerics_class(kernel: Kernel, problem: Problem, device: Device) -> NumericsClass:
+    """What determines a kernel's error at a problem."""
+    asked = accuracy_problem(problem, fp8_format(device))
+    return asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
+
+
 def cells_for(
     pairs: Iterable[tuple[Kernel, Problem]],
     device: Device,
@@ -88,14 +97,14 @@ def cells_for(
     All kernels of a numerics class have the same error: the first by name is measured, the others
     are its stand-ins.
     """
-    classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
+    classes: dict[NumericsClass, dict[str, Kernel]] = {}
     for kernel, problem in pairs:
-        asked = accuracy_problem(problem, fp8_format(device))
-        if not _is_stand_in(problem, asked) and isinstance(
-            kernel.supports(asked, device), Rejected
-        ):
+        key = numerics_class(kernel, problem, device)
+        asked = key[0]
+        # The error of quantized operands may be stored under the unquantized problem.
+        is_itself = problem.op == asked.op and problem.a.format is asked.a.format
+        if is_itself and isinstance(kernel.supports(asked, device), Rejected):
             continue
-        key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
         classes.setdefault(key, {})[kernel.name] = kernel
     cells = []
     for (problem, *_), members in classes.items():
@@ -106,11 +115,6 @@ def cells_for(
             for seed in seeds
         ]
     return cells
-
-
-def _is_stand_in(problem: Problem, asked: Problem) -> bool:
-    """Whether the error of quantized operands is stored under the unquantized problem."""
-    return problem.op != asked.op or problem.a.format is not asked.a.format
 
 
 def sampled_rows(rows: int, k: int) -> int:

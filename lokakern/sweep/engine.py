@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.measure import timing
-from lokakern.measure.accuracy import Cell
+from lokakern.measure.accuracy import Cell, numerics_class
 from lokakern.measure.time_problem import torch_device
 from lokakern.progress import Progress
 from lokakern.registry.schema.records import TimingRecord
@@ -38,7 +38,7 @@ from lokakern.sweep.plan import (
 )
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
-from lokakern.sweep.resume import Job, Known, Races
+from lokakern.sweep.resume import Job, Known, needed_errors
 from lokakern.sweep.staleness import Staleness
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
@@ -198,13 +198,20 @@ def sweep(
 
     def look_at_times() -> dict[str, Any]:
         """The cells whose errors are needed, given all times."""
-        races = Races(device, known(), plan.jobs, todo)
+        times: dict[Problem, dict[str, float]] = defaultdict(dict)
         for place, name, latency_us in itertools.chain(*(ranks.results("times") if todo else ())):
-            races.add(todo[place].case.problem, name, latency_us)
-        needed = races.needed()
-        count = sum(races.is_needed(cell, needed) for cell in plan.cells)
-        return {"cells": [c for c in left if races.is_needed(plan.cells[c[0]], needed)],
-                "needed": count}  # fmt: skip
+            times[todo[place].case.problem][name] = latency_us
+        timed = set(found.todo)
+        for place, job in enumerate(plan.jobs):
+            if place not in timed and (before := known().times(job)):
+                times[job.case.problem].update(before)
+        needed = needed_errors(times, device)
+        places = {
+            place
+            for place, cell in enumerate(plan.cells)
+            if numerics_class(cell.kernel, cell.problem, device) in needed
+        }
+        return {"cells": [cell for cell in left if cell[0] in places], "needed": len(places)}
 
     found = Found(**ranks.plan("times", look))
     plan.use(found.given_up)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,7 +25,7 @@ from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, MeasurementError
@@ -159,6 +161,22 @@ class _Page(ctypes.Structure):
         ("kernel", ctypes.c_int64),
         ("what", ctypes.c_char * 40),
     )
+    beats: int
+    task: int
+    kernel: int
+    what: bytes
+
+    def announce(self, task: int, kernel: int | None, what: str) -> None:
+        """Name the task and the index of the kernel that runs next, if any."""
+        # Clear the kernel first: a reader in between must not blame another kernel.
+        self.kernel = NONE
+        self.task = task
+        self.what = what.encode()[:40]
+        self.kernel = NONE if kernel is None else kernel
+        self.beat()
+
+    def beat(self) -> None:
+        self.beats += 1
 
 
 class Worker:
@@ -176,7 +194,7 @@ class Worker:
         context = _context()
         self._tasks = dict(tasks)
         self._watchdog_s = watchdog_s
-        self._page: Any = context.RawValue(_Page)
+        self._page: _Page = context.RawValue(_Page)
         self._page.task = self._page.kernel = NONE
         self._connection, theirs = context.Pipe()
         self._process: ForkServerProcess = context.Process(
@@ -262,10 +280,10 @@ class Worker:
         return self._watchdog_s * (PREPARING_FACTOR if idle else 1.0)
 
     def _what(self) -> str:
-        return bytes(self._page.what).decode(errors="replace")
+        return self._page.what.decode(errors="replace")
 
     def _death(self, status: str, reason: str) -> Death:
-        number = None if self._page.task == NONE else int(self._page.task)
+        number = None if self._page.task == NONE else self._page.task
         kernel = None
         if number is not None and self._page.kernel != NONE:
             kernel = self._tasks[number].kernels[self._page.kernel]
@@ -325,7 +343,7 @@ def _plugin_modules() -> tuple[str, ...]:
 
 def _serve(
     pipe: Connection,
-    page: Any,
+    page: _Page,
     tasks: Mapping[int, Task],
     modules: Sequence[str],
     deadline: float | None,
@@ -340,10 +358,7 @@ def _serve(
         device = torch_device()
         warm(device)
         while tasks:
-            timings = {n: task for n, task in tasks.items() if isinstance(task, TimingTask)}
-            errors = {n: task for n, task in tasks.items() if isinstance(task, AccuracyTask)}
-            _time(pipe, page, timings, deadline)
-            _measure(pipe, page, errors, deadline)
+            _run(pipe, page, tasks, deadline)
             pipe.send(Idle())
             tasks = pipe.recv()
         pipe.send(None)
@@ -363,45 +378,33 @@ def _end_with_the_parent() -> None:
         os._exit(1)
 
 
-def _announce(page: Any, task: int, kernel: int, what: str) -> None:
-    # Clear the kernel first: a reader in between must not blame another kernel.
-    page.kernel = NONE
-    page.task = task
-    page.what = what.encode()[:40]
-    page.kernel = kernel
-    page.beats += 1
+def _run(pipe: Connection, page: _Page, tasks: Mapping[int, Task], deadline: float | None) -> None:
+    """Run tasks until the deadline, first those that time kernels, and send the results."""
+    _time(pipe, page, {n: t for n, t in tasks.items() if isinstance(t, TimingTask)}, deadline)
+    _measure(pipe, page, {n: t for n, t in tasks.items() if isinstance(t, AccuracyTask)}, deadline)
 
 
 def _time(
-    pipe: Connection, page: Any, tasks: Mapping[int, TimingTask], deadline: float | None
+    pipe: Connection, page: _Page, tasks: Mapping[int, TimingTask], deadline: float | None
 ) -> None:
     device = current_device()
-    numbers = list(tasks)
-    for place, number in enumerate(numbers):
+    for place, (number, task) in enumerate(tasks.items()):
         if deadline is not None and time.monotonic() > deadline:
             return
         if place % PREFETCHED == 0:
-            _announce(page, number, NONE, "operands are drawn")
-            chunk = [tasks[n].case for n in numbers[place : place + PREFETCHED]]
-            prefetch_and_wait(chunk, lambda: _beat(page))
-        task, begun = tasks[number], time.monotonic()
-
-        def announce(kernel: int | None, what: str, number: int = number) -> None:
-            _announce(page, number, NONE if kernel is None else kernel, what)
-
-        records = time_case(
-            task.case,
-            [KERNELS[name] for name in task.kernels],
-            device,
-            task.regime,
-            announce=announce,
-        )
-        _announce(page, NONE, NONE, "the next task begins")
+            page.announce(number, None, "operands are drawn")
+            following = itertools.islice(tasks.values(), place, place + PREFETCHED)
+            prefetch_and_wait([later.case for later in following], page.beat)
+        begun = time.monotonic()
+        kernels = [KERNELS[name] for name in task.kernels]
+        announce = functools.partial(page.announce, number)
+        records = time_case(task.case, kernels, device, task.regime, announce=announce)
+        page.announce(NONE, None, "the next task begins")
         pipe.send(Done(number, tuple(records), time.monotonic() - begun))
 
 
 def _measure(
-    pipe: Connection, page: Any, tasks: Mapping[int, AccuracyTask], deadline: float | None
+    pipe: Connection, page: _Page, tasks: Mapping[int, AccuracyTask], deadline: float | None
 ) -> None:
     if not tasks:
         return
@@ -411,20 +414,16 @@ def _measure(
 
     def begin(place: int, launches: bool) -> bool:
         what = "its error is measured" if launches else "operands are drawn"
-        _announce(page, numbers[place], 0 if launches else NONE, what)
+        page.announce(numbers[place], 0 if launches else None, what)
         return deadline is None or time.monotonic() <= deadline
 
     def done(place: int, record: AccuracyRecord) -> None:
         nonlocal last
-        _announce(page, NONE, NONE, "the next task begins")
+        page.announce(NONE, None, "the next task begins")
         seconds, last = time.monotonic() - last, time.monotonic()
         pipe.send(Done(numbers[place], (record,), seconds))
 
-    measure_cells(cells, torch_device(), current_device(), begin, done, lambda: _beat(page))
-
-
-def _beat(page: Any) -> None:
-    page.beats += 1
+    measure_cells(cells, torch_device(), current_device(), begin, done, page.beat)
 
 
 def run_tasks(
