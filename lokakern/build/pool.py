@@ -120,7 +120,7 @@ class _Worker:
         try:
             payload = pickle.dumps(sent)
         except Exception as error:  # pickling may raise anything
-            return "failed", _words(error)
+            return "failed", reason_of(error)
         try:
             self.connection.send_bytes(payload)
             if not wait([self.connection], LONGEST_S):
@@ -214,7 +214,8 @@ class _Build:
             self.progress.step(str(job))
 
 
-def _words(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The reason of a failure."""
     return f"{type(error).__name__}: {error}"[:_REASON]
 
 
@@ -231,7 +232,7 @@ def _work(descriptor: int) -> None:
                 there = pickle.loads(payload).compile(device)
                 answer = ("there" if there else "compiled", "")
             except Exception as error:  # compilers may raise anything
-                answer = ("failed", _words(error))
+                answer = ("failed", reason_of(error))
             connection.send(answer)
     except (EOFError, BrokenPipeError):  # the parent has closed the connection or died
         return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lokakern.measure.accuracy import Cell, sampled_rows
 from lokakern.measure.time_problem import floor_us
 from lokakern.registry.ops import NORM_OPS
+from lokakern.sweep.resume import Job
 from lokakern.types import Device, Problem
 
 BEGIN_S = 20.0  # compiling on all cores, a worker, a GPU context
@@ -39,3 +42,15 @@ def error_s(cell: Cell, device: Device) -> float:
         each_s = NORM_ERROR_S if problem.op in NORM_OPS else ERROR_S
         return each_s + SAMPLED_ELEMENT_S * (rows + columns) * problem.k
     return ERROR_S + rows * max(columns, 1) * problem.k / 1e10
+
+
+def time_costs(jobs: Sequence[Job], device: Device) -> list[float]:
+    """Seconds to time each job."""
+    return [timing_s(job.case.problem, len(job.kernels), device) for job in jobs]
+
+
+def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, errors: str) -> float:
+    """Estimated duration on one GPU, in seconds."""
+    share = NEEDED_SHARE if errors == "needed" else 1.0
+    begin_s = BEGIN_S if device.is_gpu else 0.0
+    return begin_s + sum(time_costs(todo, device)) + share * sum(error_s(x, device) for x in cells)

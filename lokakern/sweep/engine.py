@@ -31,10 +31,8 @@ from lokakern.sweep.plan import (
     Found,
     Plan,
     digest_of,
-    estimate_s,
     harness_digest,
     kernels_digest,
-    time_costs,
 )
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
@@ -145,9 +143,8 @@ def sweep(
         errors: "all", "none", or "needed": only of numerics classes with a kernel that is, at some
             problem, no slower than the unquantized one (for ops without one: at most 1.5 times
             slower than the fastest). Other kernels are never chosen.
-        watchdog_s: Longest time without progress of a launched kernel; None means 60 on GPUs, 600
-        on
-            CPUs.
+        watchdog_s: Longest time without progress of a launched kernel, in seconds; None means 60 on
+            GPUs and 600 on CPUs.
         strikes: Crashes and hangs after which a kernel is no longer launched.
         progress: Receives the progress.
         ranks: The ranks that share the sweep, with the same arguments; None for a single rank.
@@ -243,7 +240,7 @@ def sweep(
     if only_stale:
         progress.note(f"stale: {len(todo)} of {len(plan.jobs)} problems, and {len(left)} of "
                       f"{len(plan.cells)} errors")  # fmt: skip
-    report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / ranks.world
+    report.estimated_s = cost.estimate_s(todo, plan.wanted(left), device, errors) / ranks.world
     count = sum(len(job.kernels) for job in todo)
     progress.note(
         f"{count} times at {len(todo)} problems and "
@@ -303,7 +300,7 @@ class _Session:
             TimingTask(job.case, tuple(kernel.name for kernel in job.kernels), self.regime)
             for job in jobs
         ]
-        self._work("times", time_costs(jobs, self.device), tasks)
+        self._work("times", cost.time_costs(jobs, self.device), tasks)
 
     def measure(self, cells: Sequence[Cell]) -> None:
         tasks = []

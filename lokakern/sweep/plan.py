@@ -10,7 +10,6 @@ from typing import Any
 
 from lokakern.measure.accuracy import Cell, cells_for
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
-from lokakern.sweep import cost
 from lokakern.sweep.resume import Job, Known
 from lokakern.sweep.staleness import Staleness
 from lokakern.types import Device, Problem, Rejected
@@ -153,18 +152,3 @@ class Plan:
 
 def _is_from_script(kernel: Kernel) -> bool:
     return "python:__main__" in kernel.modules
-
-
-def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, errors: str) -> float:
-    """Estimated duration on one GPU, in seconds."""
-    share = cost.NEEDED_SHARE if errors == "needed" else 1.0
-    return (
-        (cost.BEGIN_S if device.is_gpu else 0.0)
-        + sum(time_costs(todo, device))
-        + share * sum(cost.error_s(cell, device) for cell in cells)
-    )
-
-
-def time_costs(todo: Sequence[Job], device: Device) -> list[float]:
-    """Estimated duration of each job, in seconds."""
-    return [cost.timing_s(job.case.problem, len(job.kernels), device) for job in todo]

@@ -205,7 +205,6 @@ class Worker:
         with _main_module_hidden():
             self._process.start()
         theirs.close()
-        self._finished = False
 
     def __enter__(self) -> Worker:
         return self
@@ -229,8 +228,10 @@ class Worker:
             now = time.monotonic()
             silence_s, last = silence_s + min(now - last, 2 * POLL_S), now
             if self._connection in ready:
-                yield from self._received()
-                if self._finished:
+                event = self._receive()
+                if event is not None:
+                    yield event
+                if event is None or isinstance(event, Death):
                     return
                 silence_s = 0.0
             elif ready:  # dead, and all messages are read
@@ -242,24 +243,18 @@ class Worker:
                 yield from self._silenced()
                 return
 
-    def _received(self) -> Iterator[Done | Death | Idle]:
+    def _receive(self) -> Done | Idle | Death | None:
+        """The next event; None after the last one."""
         try:
             message = self._connection.recv()
         except Exception:  # truncated by its death, or overwritten by a kernel
             self._process.join(POLL_S)
-            words = ("crashed", "the process sent what nobody can read")
-            if not self._process.is_alive():
-                words = _exit_words(self._process)
-            yield self._death(*words)
-            self._finished = True
-            return
-        if isinstance(message, Done | Idle):
-            yield message
-        elif isinstance(message, str):  # the reason why it lost its device
-            yield self._death("crashed", message)
-            self._finished = True
-        else:  # None: the end
-            self._finished = True
+            if self._process.is_alive():
+                return self._death("crashed", "the process sent what nobody can read")
+            return self._death(*_exit_words(self._process))
+        if isinstance(message, str):  # the reason why it lost its device
+            return self._death("crashed", message)
+        return message if isinstance(message, Done | Idle) else None
 
     def _silenced(self) -> Iterator[Done | Death]:
         """Kill the worker; messages that it sent before count."""
