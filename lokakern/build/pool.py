@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from lokakern.jit import Job
 from lokakern.progress import Progress
+from lokakern.torchrun import cores
 from lokakern.types import Device
 
 _REASON = 500  # characters of a failure's reason
@@ -82,7 +83,7 @@ def build(
     progress.begin("kernels", len(unique))
     report = BuildReport()
     if unique:
-        _Build(unique, device, report, progress).run(min(workers or _cores(), len(unique)))
+        _Build(unique, device, report, progress).run(min(workers or cores(), len(unique)))
     report.seconds = time.monotonic() - begun
     return report
 
@@ -90,12 +91,6 @@ def build(
 def check_workers(workers: int | None) -> None:
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}; expected at least 1, or None")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Worker:
