@@ -29,13 +29,7 @@ from lokakern.progress import Progress
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
-from lokakern.types import (
-    Device,
-    ErrorBudget,
-    Layout,
-    Problem,
-    Rejected,
-)
+from lokakern.types import Device, ErrorBudget, Layout, Problem, Rejected
 
 _META = torch.device("meta")
 

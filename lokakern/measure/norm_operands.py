@@ -14,11 +14,7 @@ from lokakern.errors import MeasurementError
 from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.operands import (
-    Case64,
-    Operands,
-    worst_of,
-)
+from lokakern.measure.operands import Case64, Operands, worst_of
 from lokakern.measure.tiled_compare import Piece, pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
@@ -62,9 +58,8 @@ def draw_epilogue(
     def matrix(wanted: bool, place: int) -> Tensor | None:
         if not wanted:
             return None
-        there = torch.Generator(device).manual_seed(
-            seed + 1 + place
-        )  # large: sampled on the device
+        # Large, so sampled on the device.
+        there = torch.Generator(device).manual_seed(seed + 1 + place)
         x = torch.randn((rows, columns), generator=there, device=device)
         return x.to(Format.BFLOAT16.dtype)
 

@@ -24,13 +24,7 @@ from lokakern.measure.tiled_compare import (
 )
 from lokakern.measure.timing import MOST_CALLED
 from lokakern.numerics import KernelError
-from lokakern.problems import (
-    bias_format,
-    epilogue_of,
-    is_plain,
-    scaling_of,
-    sums_over_samples,
-)
+from lokakern.problems import bias_format, epilogue_of, is_plain, scaling_of, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (

@@ -27,13 +27,7 @@ from lokakern.progress import Progress
 from lokakern.registry.schema.records import TimingRecord
 from lokakern.selection.dispatcher import default_regime
 from lokakern.sweep import cost
-from lokakern.sweep.plan import (
-    Found,
-    Plan,
-    digest_of,
-    harness_digest,
-    kernels_digest,
-)
+from lokakern.sweep.plan import Found, Plan, digest_of, harness_digest, kernels_digest
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
 from lokakern.sweep.resume import Job, Known, needed_errors

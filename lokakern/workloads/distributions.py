@@ -225,8 +225,7 @@ def x5(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
     out = np.empty((rows, k))
     width = min(int(p["d"]), k)
     blocks = -(-k // width)
-    # Drawn before anything that depends on the number of rows, so that a seed determines the
-    # tables.
+    # Drawn before anything that depends on the number of rows: a seed determines the tables.
     sizes = np.exp(rng.uniform(math.log(3.0), math.log(LARGEST_TABLE), blocks))
     limits = np.sqrt(rng.choice(np.array(HOT_SIZES), blocks) / sizes)
     for block in range(blocks):

@@ -146,9 +146,8 @@ def suite_from_file(path: str | Path) -> Suite:
     """The suite in a TOML file.
 
     Raises:
-        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, has more than 100
-        000
-            problems, or has an unknown, missing or invalid entry.
+        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, has more than
+            100,000 problems, or has an unknown, missing or invalid entry.
     """
     path = Path(path)
     table = _table_of(path)
