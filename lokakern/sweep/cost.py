@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from lokakern.measure.accuracy import Cell, sampled_rows
+from lokakern.measure.accuracy import sampled_rows
 from lokakern.measure.time_problem import floor_us
 from lokakern.registry.ops import NORM_OPS
 from lokakern.sweep.resume import Job
@@ -32,9 +32,8 @@ def timing_s(problem: Problem, candidates: int, device: Device) -> float:
     return PROBLEM_S + candidates * (candidate_s + GPU_CALLS * call_s)
 
 
-def error_s(cell: Cell, device: Device) -> float:
-    """Seconds to measure one error."""
-    problem = cell.problem
+def error_s(problem: Problem, device: Device) -> float:
+    """Seconds to measure one error at a problem."""
     rows, columns = sampled_rows(problem.m, problem.k), sampled_rows(problem.n, problem.k)
     if problem.b is None:
         columns = 0
@@ -49,8 +48,10 @@ def time_costs(jobs: Sequence[Job], device: Device) -> list[float]:
     return [timing_s(job.case.problem, len(job.kernels), device) for job in jobs]
 
 
-def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, errors: str) -> float:
-    """Estimated duration on one GPU, in seconds."""
+def estimate_s(
+    jobs: Sequence[Job], problems: Iterable[Problem], device: Device, errors: str
+) -> float:
+    """Estimated duration on one GPU, in seconds; problems are those of the errors to measure."""
     share = NEEDED_SHARE if errors == "needed" else 1.0
-    begin_s = BEGIN_S if device.is_gpu else 0.0
-    return begin_s + sum(time_costs(todo, device)) + share * sum(error_s(x, device) for x in cells)
+    errors_s = share * sum(error_s(problem, device) for problem in problems)
+    return (BEGIN_S if device.is_gpu else 0.0) + sum(time_costs(jobs, device)) + errors_s

@@ -21,7 +21,7 @@ from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.measure import timing
-from lokakern.measure.accuracy import Cell, numerics_class
+from lokakern.measure.accuracy import numerics_class
 from lokakern.measure.time_problem import torch_device
 from lokakern.progress import Progress
 from lokakern.registry.schema.records import TimingRecord
@@ -234,7 +234,8 @@ def sweep(
     if only_stale:
         progress.note(f"stale: {len(todo)} of {len(plan.jobs)} problems, and {len(left)} of "
                       f"{len(plan.cells)} errors")  # fmt: skip
-    report.estimated_s = cost.estimate_s(todo, plan.wanted(left), device, errors) / ranks.world
+    problems = (task.problem for task in plan.tasks(left))
+    report.estimated_s = cost.estimate_s(todo, problems, device, errors) / ranks.world
     count = sum(len(job.kernels) for job in todo)
     progress.note(
         f"{count} times at {len(todo)} problems and "
@@ -243,9 +244,9 @@ def sweep(
         + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
-        problems = [job.case.problem for job in todo]
+        timed = [job.case.problem for job in todo]
         ranks.once(
-            "prebuild", lambda: prebuild(problems, device, only, progress=progress, again=False)
+            "prebuild", lambda: prebuild(timed, device, only, progress=progress, again=False)
         )
     run = RunFile.create(
         read.source, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
@@ -257,7 +258,7 @@ def sweep(
         if todo:
             session.time(todo)
             left = choose_errors()
-        session.measure(plan.wanted(left))
+        session.measure(plan.tasks(left))
     read.forget()
     report.seconds = time.monotonic() - begun
     return report
@@ -296,13 +297,8 @@ class _Session:
         ]
         self._work("times", cost.time_costs(jobs, self.device), tasks)
 
-    def measure(self, cells: Sequence[Cell]) -> None:
-        tasks = []
-        for cell in cells:
-            name, *others = (kernel.name for kernel in cell.members)
-            task = AccuracyTask(name, cell.problem, cell.distribution, cell.seed, tuple(others))
-            tasks.append(task)
-        self._work("errors", [cost.error_s(cell, self.device) for cell in cells], tasks)
+    def measure(self, tasks: Sequence[AccuracyTask]) -> None:
+        self._work("errors", [cost.error_s(task.problem, self.device) for task in tasks], tasks)
 
     def _work(self, phase: str, costs: Sequence[float], tasks: Sequence[Task]) -> None:
         """Do the shares of this rank in a phase."""

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lokakern.measure.accuracy import Cell, cells_for
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sweep.resume import Job, Known
 from lokakern.sweep.staleness import Staleness
+from lokakern.sweep.worker import AccuracyTask
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import Case
 
@@ -48,14 +48,14 @@ def harness_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Remaining work: indices of jobs, and cells by index, kernel and its stand-ins.
+    """Remaining work: indices of jobs, and of cells, with names of their kernels.
 
     ``given_up`` are digests of kernels that are no longer launched, ``why`` the reasons, and
     ``plan`` is the digest of all jobs and cells.
     """
 
     todo: list[int]
-    cells: list[tuple[int, str, list[str]]]
+    cells: list[tuple[int, list[str]]]
     given_up: list[str]
     why: list[str]
     plan: str
@@ -112,7 +112,7 @@ class Plan:
         return Found(
             todo=todo,
             cells=[
-                (n, left.kernel.name, [kernel.name for kernel in left.stand_ins])
+                (n, [kernel.name for kernel in left.members])
                 for n, left in enumerate(remaining)
                 if left is not None
             ],
@@ -142,11 +142,12 @@ class Plan:
         asked = self._distributions
         self.cells = cells_for(pairs, self._device, asked) if asked else []
 
-    def wanted(self, left: Iterable[Sequence[Any]]) -> list[Cell]:
-        """Cells of the entries of `Found.cells`."""
+    def tasks(self, left: Iterable[tuple[int, Sequence[str]]]) -> list[AccuracyTask]:
+        """The tasks of entries of `Found.cells`."""
+        wanted = ((self.cells[place], names) for place, names in left)
         return [
-            self.cells[place].among([KERNELS[name] for name in (first, *others)])
-            for place, first, others in left
+            AccuracyTask(names[0], cell.problem, cell.distribution, cell.seed, tuple(names[1:]))
+            for cell, names in wanted
         ]
 
 
