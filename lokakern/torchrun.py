@@ -24,7 +24,13 @@ def number(variable: str, default: float) -> float:
     return number
 
 
+def cores() -> int:
+    """Number of CPU cores of this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cores_of_rank() -> int:
     """Number of CPU cores for each rank of this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(number("LOCAL_WORLD_SIZE", 1)))
+    return max(1, cores() // int(number("LOCAL_WORLD_SIZE", 1)))

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lokakern.bench.exchange.remeasure import ERROR_COLUMNS, ERRORS, TIMES, Foreign, Row
@@ -25,16 +25,16 @@ from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.progress import Progress
 from lokakern.registry.quarantine import QuarantinedFile
 from lokakern.registry.register import KERNELS, fp8_format, load_kernels
-from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.registry.schema.records import AccuracyRecord
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import Rows, read_rows
-from lokakern.sweep.resume import distribution_row
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
     GPU_WATCHDOG_S,
     AccuracyTask,
     Death,
     Done,
+    Record,
     Task,
     TimingTask,
     run_tasks,
@@ -238,18 +238,14 @@ class _Again:
         }
 
     def _done(self, number: int, task: Task, event: Done) -> None:
-        if isinstance(task, TimingTask):
-            names, problem = task.kernels, task.case.problem
-        else:
-            names, problem = (task.kernel,), task.problem
-        for name, record in zip(names, event.records, strict=True):
+        for name, record in zip(task.kernels, event.records, strict=True):
             value = self._value_of(record)
-            self._write(task, name, record)
+            task.write(self._run, name, record, self._device, self._environment)
             if value is not None:
                 self._found[number, name] = value
-        self._progress.step(str(problem))
+        self._progress.step(str(task))
 
-    def _value_of(self, record: TimingRecord | AccuracyRecord) -> Value | None:
+    def _value_of(self, record: Record) -> Value | None:
         if record.status == "wrong":
             return f"wrong: {record.reason}"
         if record.status != "ok":
@@ -271,35 +267,11 @@ class _Again:
         self._deaths[place] += 1
         if self._deaths[place] < 2:
             return task  # a single death may have another cause
-        record: TimingRecord | AccuracyRecord
-        if isinstance(task, TimingTask):
-            record = TimingRecord(status=death.status, reason=death.reason)
-            names = tuple(name for name in task.kernels if name != death.kernel)
-            left = replace(task, kernels=names) if names else None
-        else:
-            record = AccuracyRecord(
-                status=death.status, reason=death.reason, seed=task.seed, rows=0
-            )
-            left = None
-        self._write(task, death.kernel, record)
+        record = task.failed(death.status, death.reason)
+        task.write(self._run, death.kernel, record, self._device, self._environment)
         if death.status == "crashed":
             self._found[place] = f"crashed: {death.reason}"
-        return left
-
-    def _write(self, task: Task, name: str, record: TimingRecord | AccuracyRecord) -> None:
-        if isinstance(task, TimingTask):
-            assert isinstance(record, TimingRecord)
-            case = task.case
-            self._run.add_timing(
-                KERNELS[name], case.problem, distribution_row(case.distribution), self._device,
-                self._environment, task.regime, record,
-            )  # fmt: skip
-        else:
-            assert isinstance(record, AccuracyRecord)
-            self._run.add_accuracy(
-                KERNELS[name], task.problem, distribution_row(task.distribution),
-                self._device.architecture, self._environment, record,
-            )  # fmt: skip
+        return task.without({death.kernel})
 
 
 def _task_of(rows: Sequence[Row]) -> Task:

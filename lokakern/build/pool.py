@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from lokakern.jit import Job
 from lokakern.progress import Progress
+from lokakern.torchrun import cores
 from lokakern.types import Device
 
 _REASON = 500  # characters of a failure's reason
@@ -82,7 +83,7 @@ def build(
     progress.begin("kernels", len(unique))
     report = BuildReport()
     if unique:
-        _Build(unique, device, report, progress).run(min(workers or _cores(), len(unique)))
+        _Build(unique, device, report, progress).run(min(workers or cores(), len(unique)))
     report.seconds = time.monotonic() - begun
     return report
 
@@ -90,12 +91,6 @@ def build(
 def check_workers(workers: int | None) -> None:
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}; expected at least 1, or None")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class _Worker:
@@ -120,7 +115,7 @@ class _Worker:
         try:
             payload = pickle.dumps(sent)
         except Exception as error:  # pickling may raise anything
-            return "failed", _words(error)
+            return "failed", reason_of(error)
         try:
             self.connection.send_bytes(payload)
             if not wait([self.connection], LONGEST_S):
@@ -214,7 +209,8 @@ class _Build:
             self.progress.step(str(job))
 
 
-def _words(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The reason of a failure."""
     return f"{type(error).__name__}: {error}"[:_REASON]
 
 
@@ -231,7 +227,7 @@ def _work(descriptor: int) -> None:
                 there = pickle.loads(payload).compile(device)
                 answer = ("there" if there else "compiled", "")
             except Exception as error:  # compilers may raise anything
-                answer = ("failed", _words(error))
+                answer = ("failed", reason_of(error))
             connection.send(answer)
     except (EOFError, BrokenPipeError):  # the parent has closed the connection or died
         return

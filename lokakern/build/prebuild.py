@@ -20,27 +20,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lokakern.build.empty_operands import empty_epilogue, empty_operands, launch_arguments
-from lokakern.build.pool import BuildReport, build, check_workers
+from lokakern.build.pool import BuildReport, build, check_workers, reason_of
 from lokakern.device import current_device, current_environment
 from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.jit import Job, record
-from lokakern.problems import (
-    make_problem,
-)
+from lokakern.problems import make_problem
 from lokakern.progress import Progress
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
-from lokakern.types import (
-    Device,
-    ErrorBudget,
-    Layout,
-    Problem,
-    Rejected,
-)
+from lokakern.types import Device, ErrorBudget, Layout, Problem, Rejected
 
 _META = torch.device("meta")
-_REASON = 500  # characters of a failure's reason
 
 
 def warmup(
@@ -240,8 +231,7 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
                 given = empty_operands(problem, _META), empty_epilogue(problem, _META)
                 kernel.launch(*launch_arguments(kernel, *given))
             except Exception as error:  # becomes a failure of the report
-                reason = f"{type(error).__name__}: {error}"[:_REASON]
-                recording.add(_Unrecorded(kernel.name, str(problem), reason))
+                recording.add(_Unrecorded(kernel.name, str(problem), reason_of(error)))
         return list(recording.jobs.values())
 
 

@@ -54,6 +54,9 @@ SEEDS = (0, 1, 2)
 SAMPLED_ELEMENTS = 2**23
 FEWEST_ROWS = 384
 
+# An accuracy problem, the granularities of a and b, and the accumulation.
+NumericsClass = tuple[Problem, Granularity, Granularity, str]
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -77,6 +80,12 @@ class Cell:
         return replace(self, kernel=members[0], stand_ins=tuple(members[1:]))
 
 
+def numerics_class(kernel: Kernel, problem: Problem, device: Device) -> NumericsClass:
+    """What determines a kernel's error at a problem."""
+    asked = accuracy_problem(problem, fp8_format(device))
+    return asked, kernel.granularity, kernel.b_granularity, kernel.accumulation
+
+
 def cells_for(
     pairs: Iterable[tuple[Kernel, Problem]],
     device: Device,
@@ -88,14 +97,14 @@ def cells_for(
     All kernels of a numerics class have the same error: the first by name is measured, the others
     are its stand-ins.
     """
-    classes: dict[tuple[Problem, Granularity, Granularity, str], dict[str, Kernel]] = {}
+    classes: dict[NumericsClass, dict[str, Kernel]] = {}
     for kernel, problem in pairs:
-        asked = accuracy_problem(problem, fp8_format(device))
-        if not _is_stand_in(problem, asked) and isinstance(
-            kernel.supports(asked, device), Rejected
-        ):
+        key = numerics_class(kernel, problem, device)
+        asked = key[0]
+        # The error of quantized operands may be stored under the unquantized problem.
+        is_itself = problem.op == asked.op and problem.a.format is asked.a.format
+        if is_itself and isinstance(kernel.supports(asked, device), Rejected):
             continue
-        key = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
         classes.setdefault(key, {})[kernel.name] = kernel
     cells = []
     for (problem, *_), members in classes.items():
@@ -106,11 +115,6 @@ def cells_for(
             for seed in seeds
         ]
     return cells
-
-
-def _is_stand_in(problem: Problem, asked: Problem) -> bool:
-    """Whether the error of quantized operands is stored under the unquantized problem."""
-    return problem.op != asked.op or problem.a.format is not asked.a.format
 
 
 def sampled_rows(rows: int, k: int) -> int:
@@ -300,7 +304,8 @@ class _Group:
         given, exact = product.given, product.exact.exact
         out_scale: Tensor | None = None
         extra: tuple[Epilogue, ...] = ()
-        out = _poisoned(exact.shape, form, exact.device)
+        out = empty_matrix(tuple(exact.shape), form, exact.device)
+        poison((out,), form.nan_byte)
         if kernel.op == "scaled_gemm":
             left, right = given
             given = (left.data, left.scale, *right.transpose)
@@ -309,9 +314,9 @@ class _Group:
                 out_scale = (largest.clamp_min(1e-30) / form.maximum).float().view(1, 1)
                 extra = (Epilogue(out_scale=out_scale),)
         kernel.launch(*launch_arguments(kernel, (*given, out, None), extra))
-        return self._record(
-            cell, out, product.reference.exact, *product.exact, product.shares, out_scale
-        )
+        error = numerics.kernel_error(out, *product.exact, form.unit_roundoff, out_scale)
+        value = out if out_scale is None else out.double() * out_scale
+        return self._judged(cell, value, product.reference.exact, error, product.shares)
 
     def _norm(self, cell: Cell) -> AccuracyRecord:
         """The error after the norm and the rest of the problem's epilogue."""
@@ -358,21 +363,6 @@ class _Group:
         assert value is not None  # one or the other is written
         return self._judged(cell, value, exact.dy, error, shares)
 
-    def _record(
-        self,
-        cell: Cell,
-        out: Tensor,
-        reference: Tensor,
-        exact: Tensor,
-        size: Tensor,
-        shares: tuple[float, float],
-        out_scale: Tensor | None = None,
-    ) -> AccuracyRecord:
-        roundoff = cell.problem.out_format.unit_roundoff
-        error = numerics.kernel_error(out, exact, size, roundoff, out_scale)
-        value = out if out_scale is None else out.double() * out_scale
-        return self._judged(cell, value, reference, error, shares)
-
     def _judged(
         self,
         cell: Cell,
@@ -382,6 +372,7 @@ class _Group:
         shares: tuple[float, float],
         reason: str = "",
     ) -> AccuracyRecord:
+        """The record of a dequantized output; a reason makes it wrong."""
         errors = numerics.measure_errors(value, reference)
         if errors.nonfinite_unexpected_count and not reason:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
@@ -437,16 +428,14 @@ class _Group:
     def _dequantize(self, cell: Cell) -> AccuracyRecord:
         problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
         quantized = self.quantized("x", source, problem.a.format, problem.a.granularity)
-        out = _poisoned(quantized.data.shape, problem.out_format, self.wide_x.device)
+        form, shape = problem.out_format, tuple(quantized.data.shape)
+        out = empty_matrix(shape, form, self.wide_x.device)
+        poison((out,), form.nan_byte)
         given = (quantized.data, quantized.scale, out)
         kernel.launch(*launch_arguments(kernel, given, ()))
         exact = ops.exact(quantized)
         reference = self.x(source).to(torch.float64)
         shares = numerics.flushed_and_saturated_shares(self.x(source), quantized)
-        return self._record(cell, out, reference, exact, torch.zeros_like(exact), shares)
-
-
-def _poisoned(shape: Sequence[int], form: Format, device: torch.device) -> Tensor:
-    out = empty_matrix(tuple(shape), form, device)
-    poison((out,), form.nan_byte)
-    return out
+        size = torch.zeros_like(exact)
+        error = numerics.kernel_error(out, exact, size, form.unit_roundoff)
+        return self._judged(cell, out, reference, error, shares)

@@ -50,21 +50,22 @@ def norm_kernel_error(
     ratio = torch.where(finite, (found - exact).abs() / allowed, 0.0)
     ratio = torch.where(torch.isfinite(found) == finite, ratio, math.inf)
     worst = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).amax(dim=1)
-    return _summary(torch.maximum(worst, _scale_errors(out, exact, known).amax(dim=1)))
+    worst = torch.maximum(worst, scale_errors(out, exact, magnitude).amax(dim=1))
+    ordered = worst.sort().values
+    rank = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
+    return KernelError(float(ordered[-1]), float(ordered[rank]))
 
 
-def scale_error(out: QuantizedTensor, exact: Tensor, magnitude: Tensor) -> float:
-    """Largest error of rowwise or 1x128 scales, relative to the tolerance."""
-    errors = _scale_errors(out, exact, torch.where(torch.isfinite(exact), magnitude, 0.0))
-    return float(errors.max()) if errors.numel() else 0.0
+def scale_errors(out: QuantizedTensor, exact: Tensor, magnitude: Tensor) -> Tensor:
+    """Error of each rowwise or 1x128 scale, relative to the tolerance.
 
-
-def _scale_errors(out: QuantizedTensor, exact: Tensor, magnitude: Tensor) -> Tensor:
-    """Error of each scale, relative to the tolerance; a scale of 1 is exact for an amax of 0."""
+    A scale of 1 is exact for an amax of 0.
+    """
     form = Format.of(out.data.dtype)
     finite = torch.isfinite(exact)
     amax = _largest(torch.where(finite, exact.abs(), 0.0), out.granularity)
-    slack = SCALE_ROUNDOFF * amax + SUM_ROUNDOFF * _largest(magnitude, out.granularity)
+    largest = _largest(torch.where(finite, magnitude, 0.0), out.granularity)
+    slack = SCALE_ROUNDOFF * amax + SUM_ROUNDOFF * largest
     assert out.scale is not None  # checked by the caller
     found = out.scale.double()
     wanted = (amax / form.maximum).clamp_min(SMALLEST_SCALE)
@@ -81,9 +82,3 @@ def _largest(values: Tensor, granularity: Granularity) -> Tensor:
     groups = -(-columns // GROUP)
     padded = torch.nn.functional.pad(values, (0, groups * GROUP - columns))
     return padded.view(rows, groups, GROUP).amax(dim=2)
-
-
-def _summary(per_row: Tensor) -> KernelError:
-    ordered = per_row.sort().values
-    rank = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
-    return KernelError(float(ordered[-1]), float(ordered[rank]))

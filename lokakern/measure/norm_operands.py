@@ -14,11 +14,7 @@ from lokakern.errors import MeasurementError
 from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.operands import (
-    Case64,
-    Operands,
-    worst_of,
-)
+from lokakern.measure.operands import Case64, Operands, worst_of
 from lokakern.measure.tiled_compare import Piece, pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
@@ -62,9 +58,8 @@ def draw_epilogue(
     def matrix(wanted: bool, place: int) -> Tensor | None:
         if not wanted:
             return None
-        there = torch.Generator(device).manual_seed(
-            seed + 1 + place
-        )  # large: sampled on the device
+        # Large, so sampled on the device.
+        there = torch.Generator(device).manual_seed(seed + 1 + place)
         x = torch.randn((rows, columns), generator=there, device=device)
         return x.to(Format.BFLOAT16.dtype)
 
@@ -126,28 +121,24 @@ class NormOperands(Operands):
     def _check_problem(self) -> None:
         problem = self.problem
         operands = [problem.a] if problem.b is None else [problem.a, problem.b]
-        for operand, usual in zip(operands, (Layout.ROW, Layout.COLUMN), strict=False):
-            if operand.layout is not usual:
-                raise MeasurementError(
-                    f"{problem}: a norm is measured with a row-major a and a column-major b only"
-                )
-        if problem.batch != 1 or problem.accumulate:
-            raise MeasurementError(
-                f"{problem}: a norm is measured without batch and accumulation only"
-            )
-        if problem.out_strided:
-            raise MeasurementError(f"{problem}: a norm is measured with contiguous outputs only")
-        for operand in operands:
-            scaled = operand.granularity is not Granularity.NONE
-            if operand.format is Format.FLOAT32 or scaled is not operand.format.is_fp8:
-                raise MeasurementError(
-                    f"{problem}: a norm is measured with operands in bfloat16 or scaled FP8 only"
-                )
         quantized = [operand.format.is_fp8 for operand in operands]
-        if quantized == [True] or (quantized[0] != quantized[-1] and not problem.prepared):
-            raise MeasurementError(
-                f"{problem}: a norm is measured with both operands quantized, or a prepared weight"
-            )
+        layouts = [operand.layout for operand in operands]
+        conditions = {
+            "with a row-major a and a column-major b": layouts
+            == [Layout.ROW, Layout.COLUMN][: len(layouts)],
+            "without batch and accumulation": problem.batch == 1 and not problem.accumulate,
+            "with contiguous outputs": not problem.out_strided,
+            "with operands in bfloat16 or scaled FP8": all(
+                operand.format is not Format.FLOAT32
+                and (operand.granularity is not Granularity.NONE) is operand.format.is_fp8
+                for operand in operands
+            ),
+            "with both operands quantized, or a prepared weight": quantized != [True]
+            and (quantized[0] == quantized[-1] or problem.prepared),
+        }
+        for condition, holds in conditions.items():
+            if not holds:
+                raise MeasurementError(f"{problem}: a norm is measured {condition} only")
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem

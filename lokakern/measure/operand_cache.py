@@ -201,45 +201,35 @@ def _keys_of(case: Case, seed: int) -> list[OperandKey]:
     return [plan.x] if plan.w is None else [plan.x, plan.w]
 
 
-def prefetch(cases: Iterable[Case], *, seed: int = 0) -> int:
-    """Start to sample the operands of the next cases in a thread pool; NumPy releases the GIL.
-
-    Returns at once. Stops before the cache is full; call it again with the remaining cases later.
-
-    Returns:
-        Number of leading cases whose operands are cached or pending.
-    """
-    wanted: set[OperandKey] = set()
-    byte_count = 0
-    started = 0
-    for case in cases:
-        new = [key for key in _keys_of(case, seed) if key not in wanted]
-        byte_count += sum(key.byte_count for key in new)
-        if started and byte_count > CPU_BYTES:
-            break
-        wanted.update(new)
-        for key in new:
-            future, is_new = _on_cpu.claim(key, key.byte_count, CPU_BYTES)
-            if is_new:
-                _pool().submit(_on_cpu.fulfill, key, future, functools.partial(_sample, key))
-        started += 1
-    return started
-
-
 def prefetch_and_wait(
-    cases: Sequence[Case], alive: Callable[[], None] = lambda: None, *, seed: int = 0
+    cases: Iterable[Case], alive: Callable[[], None] = lambda: None, *, seed: int = 0
 ) -> int:
-    """`prefetch`, and wait: threads that sample during a timing would delay its launches.
+    """Sample the operands of the next cases in a thread pool; NumPy releases the GIL.
+
+    Waits, because threads that sample during a timing would delay its launches. Stops before the
+    cache is full; call it again with the remaining cases later.
 
     Returns:
         Number of leading cases whose operands are cached; ``alive`` is called for each operand.
     """
-    started = prefetch(cases, seed=seed)
-    for case in cases[:started]:
-        for key in _keys_of(case, seed):
-            alive()
-            with contextlib.suppress(Exception):  # `Operands` raises it again
-                cpu_operand(key)
+    pending: dict[OperandKey, Future[Tensor]] = {}
+    byte_count = 0
+    started = 0
+    for case in cases:
+        new = [key for key in _keys_of(case, seed) if key not in pending]
+        byte_count += sum(key.byte_count for key in new)
+        if started and byte_count > CPU_BYTES:
+            break
+        for key in new:
+            pending[key], is_new = _on_cpu.claim(key, key.byte_count, CPU_BYTES)
+            if is_new:
+                sample = functools.partial(_sample, key)
+                _pool().submit(_on_cpu.fulfill, key, pending[key], sample)
+        started += 1
+    for future in pending.values():
+        alive()
+        with contextlib.suppress(Exception):  # `Operands` raises it again
+            future.result()
     return started
 
 

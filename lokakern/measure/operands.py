@@ -24,13 +24,7 @@ from lokakern.measure.tiled_compare import (
 )
 from lokakern.measure.timing import MOST_CALLED
 from lokakern.numerics import KernelError
-from lokakern.problems import (
-    bias_format,
-    epilogue_of,
-    is_plain,
-    scaling_of,
-    sums_over_samples,
-)
+from lokakern.problems import bias_format, epilogue_of, is_plain, scaling_of, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
@@ -116,9 +110,8 @@ class Operands:
             if not self.along_k and (problem.batch > 1 or problem.n > plan.w_rows):
                 self.w, self.columns = _repeated(self.w, problem.batch, problem.n)
         generator = torch.Generator().manual_seed(seed + 1)
-        self._amax: dict[
-            tuple[str, int], Tensor
-        ] = {}  # amax that delayed scaling updates, by kernel and set
+        # The amax that delayed scaling updates, by kernel and set.
+        self._amax: dict[tuple[str, int], Tensor] = {}
         self._quantized: dict[Any, QuantizedTensor] = {}
         self._references: dict[Any, Case64] = {}
         set_bytes = max(problem.bytes_moved, 1)
@@ -202,15 +195,19 @@ class Operands:
         pieces = [torch.randperm(rows, generator=generator) for _ in range(-(-total // rows))]
         return torch.cat(pieces)[:total]
 
+    def _source(self, which: str) -> Tensor:
+        """The sampled rows ("x") or the weight ("w")."""
+        source = self.x if which == "x" else self.w
+        assert source is not None  # "w" is asked for by ops with two operands only
+        return source
+
     def quantized(self, which: str, form: Format, granularity: Granularity) -> QuantizedTensor:
         """The sampled rows ("x") or the weight ("w"), exactly quantized."""
         power_of_two = self.problem.op in QUANTIZERS and scaling_of(self.problem) == "power_of_two"
         key = (which, form, granularity)
         if key not in self._quantized:
-            source = self.x if which == "x" else self.w
-            assert source is not None  # "w" is asked for by ops with two operands only
             self._quantized[key] = numerics.quantize(
-                source, form, granularity, power_of_two_scale=power_of_two
+                self._source(which), form, granularity, power_of_two_scale=power_of_two
             )
         return self._quantized[key]
 
@@ -221,7 +218,7 @@ class Operands:
         given = which == "w" and self.problem.prepared
         if kernel.quantized_as is not None and not given:
             return kernel.quantized_as(which, rows)
-        if rows is (self.x if which == "x" else self.w):
+        if rows is self._source(which):
             return self.quantized(which, form, granularity)
         return numerics.quantize(rows, form, granularity)
 
@@ -233,8 +230,7 @@ class Operands:
         The operand is a tensor, a QuantizedTensor, or its data and scales.
         """
         if isinstance(target, Tensor):
-            source = self.x if which == "x" else self.w
-            assert source is not None  # "w" is asked for by ops with two operands only
+            source = self._source(which)
             target.copy_((source if index is None else source[index]).view(target.shape))
             return
         if isinstance(target, QuantizedTensor):
@@ -364,11 +360,7 @@ class Operands:
             if kernel.quantizes:
                 a = self.quantized_by(kernel, "x", a)
                 b = self.quantized_by(kernel, "w", b.t()).t()
-
-            def expect(piece: Piece) -> tuple[Tensor, Tensor]:
-                return product_of_piece(a, b, piece)
-
-            return expect
+            return functools.partial(product_of_piece, a, b)
         case = self.reference(kernel)
         rows = self.order[number].to(self.device).view(problem.batch, -1)
 

@@ -23,10 +23,6 @@ FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US = 4.3e6, 1.979e9, 1.5
 Announce = Callable[[int | None, str], None]
 
 
-def _nothing(_place: int | None, _what: str) -> None:
-    pass
-
-
 def torch_device() -> torch.device:
     """The device that `current_device` describes."""
     is_gpu = current_device().is_gpu
@@ -52,7 +48,7 @@ def time_case(
     regime: str,
     *,
     seed: int = 0,
-    announce: Announce = _nothing,
+    announce: Announce = lambda *_: None,
 ) -> list[TimingRecord]:
     """Time the kernels of a problem against each other, then check their outputs.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from lokakern.measure.accuracy import Cell, sampled_rows
+from collections.abc import Iterable, Sequence
+
+from lokakern.measure.accuracy import sampled_rows
 from lokakern.measure.time_problem import floor_us
 from lokakern.registry.ops import NORM_OPS
+from lokakern.sweep.resume import Job
 from lokakern.types import Device, Problem
 
 BEGIN_S = 20.0  # compiling on all cores, a worker, a GPU context
@@ -29,9 +32,8 @@ def timing_s(problem: Problem, candidates: int, device: Device) -> float:
     return PROBLEM_S + candidates * (candidate_s + GPU_CALLS * call_s)
 
 
-def error_s(cell: Cell, device: Device) -> float:
-    """Seconds to measure one error."""
-    problem = cell.problem
+def error_s(problem: Problem, device: Device) -> float:
+    """Seconds to measure one error at a problem."""
     rows, columns = sampled_rows(problem.m, problem.k), sampled_rows(problem.n, problem.k)
     if problem.b is None:
         columns = 0
@@ -39,3 +41,17 @@ def error_s(cell: Cell, device: Device) -> float:
         each_s = NORM_ERROR_S if problem.op in NORM_OPS else ERROR_S
         return each_s + SAMPLED_ELEMENT_S * (rows + columns) * problem.k
     return ERROR_S + rows * max(columns, 1) * problem.k / 1e10
+
+
+def time_costs(jobs: Sequence[Job], device: Device) -> list[float]:
+    """Seconds to time each job."""
+    return [timing_s(job.case.problem, len(job.kernels), device) for job in jobs]
+
+
+def estimate_s(
+    jobs: Sequence[Job], problems: Iterable[Problem], device: Device, errors: str
+) -> float:
+    """Estimated duration on one GPU, in seconds; problems are those of the errors to measure."""
+    share = NEEDED_SHARE if errors == "needed" else 1.0
+    errors_s = share * sum(error_s(problem, device) for problem in problems)
+    return (BEGIN_S if device.is_gpu else 0.0) + sum(time_costs(jobs, device)) + errors_s

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,25 +21,16 @@ from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.measure import timing
-from lokakern.measure.accuracy import Cell
+from lokakern.measure.accuracy import numerics_class
 from lokakern.measure.time_problem import torch_device
 from lokakern.progress import Progress
-from lokakern.registry.register import KERNELS
-from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.registry.schema.records import TimingRecord
 from lokakern.selection.dispatcher import default_regime
 from lokakern.sweep import cost
-from lokakern.sweep.plan import (
-    Found,
-    Plan,
-    digest_of,
-    estimate_s,
-    harness_digest,
-    kernels_digest,
-    time_costs,
-)
+from lokakern.sweep.plan import Found, Plan, digest_of, harness_digest, kernels_digest
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
-from lokakern.sweep.resume import Job, Known, Races, distribution_row
+from lokakern.sweep.resume import Job, Known, needed_errors
 from lokakern.sweep.staleness import Staleness
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
@@ -47,6 +38,7 @@ from lokakern.sweep.worker import (
     AccuracyTask,
     Death,
     Done,
+    Record,
     Task,
     TimingTask,
     run_tasks,
@@ -145,9 +137,8 @@ def sweep(
         errors: "all", "none", or "needed": only of numerics classes with a kernel that is, at some
             problem, no slower than the unquantized one (for ops without one: at most 1.5 times
             slower than the fastest). Other kernels are never chosen.
-        watchdog_s: Longest time without progress of a launched kernel; None means 60 on GPUs, 600
-        on
-            CPUs.
+        watchdog_s: Longest time without progress of a launched kernel, in seconds; None means 60 on
+            GPUs and 600 on CPUs.
         strikes: Crashes and hangs after which a kernel is no longer launched.
         progress: Receives the progress.
         ranks: The ranks that share the sweep, with the same arguments; None for a single rank.
@@ -198,13 +189,20 @@ def sweep(
 
     def look_at_times() -> dict[str, Any]:
         """The cells whose errors are needed, given all times."""
-        races = Races(device, known(), plan.jobs, todo)
+        times: dict[Problem, dict[str, float]] = defaultdict(dict)
         for place, name, latency_us in itertools.chain(*(ranks.results("times") if todo else ())):
-            races.add(todo[place].case.problem, name, latency_us)
-        needed = races.needed()
-        count = sum(races.is_needed(cell, needed) for cell in plan.cells)
-        return {"cells": [c for c in left if races.is_needed(plan.cells[c[0]], needed)],
-                "needed": count}  # fmt: skip
+            times[todo[place].case.problem][name] = latency_us
+        timed = set(found.todo)
+        for place, job in enumerate(plan.jobs):
+            if place not in timed and (before := known().times(job)):
+                times[job.case.problem].update(before)
+        needed = needed_errors(times, device)
+        places = {
+            place
+            for place, cell in enumerate(plan.cells)
+            if numerics_class(cell.kernel, cell.problem, device) in needed
+        }
+        return {"cells": [cell for cell in left if cell[0] in places], "needed": len(places)}
 
     found = Found(**ranks.plan("times", look))
     plan.use(found.given_up)
@@ -236,7 +234,8 @@ def sweep(
     if only_stale:
         progress.note(f"stale: {len(todo)} of {len(plan.jobs)} problems, and {len(left)} of "
                       f"{len(plan.cells)} errors")  # fmt: skip
-    report.estimated_s = estimate_s(todo, plan.wanted(left), device, errors) / ranks.world
+    problems = (task.problem for task in plan.tasks(left))
+    report.estimated_s = cost.estimate_s(todo, problems, device, errors) / ranks.world
     count = sum(len(job.kernels) for job in todo)
     progress.note(
         f"{count} times at {len(todo)} problems and "
@@ -245,9 +244,9 @@ def sweep(
         + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
-        problems = [job.case.problem for job in todo]
+        timed = [job.case.problem for job in todo]
         ranks.once(
-            "prebuild", lambda: prebuild(problems, device, only, progress=progress, again=False)
+            "prebuild", lambda: prebuild(timed, device, only, progress=progress, again=False)
         )
     run = RunFile.create(
         read.source, suite=suite, command=command, harness_digest=harness_digest(), grade=grade
@@ -259,7 +258,7 @@ def sweep(
         if todo:
             session.time(todo)
             left = choose_errors()
-        session.measure(plan.wanted(left))
+        session.measure(plan.tasks(left))
     read.forget()
     report.seconds = time.monotonic() - begun
     return report
@@ -292,21 +291,16 @@ class _Session:
     struck: Counter[str] = field(default_factory=Counter)
 
     def time(self, jobs: Sequence[Job]) -> None:
-        def task(place: int) -> Task:
-            job = jobs[place]
-            return TimingTask(job.case, tuple(k.name for k in job.kernels), self.regime)
+        tasks = [
+            TimingTask(job.case, tuple(kernel.name for kernel in job.kernels), self.regime)
+            for job in jobs
+        ]
+        self._work("times", cost.time_costs(jobs, self.device), tasks)
 
-        self._work("times", time_costs(jobs, self.device), task)
+    def measure(self, tasks: Sequence[AccuracyTask]) -> None:
+        self._work("errors", [cost.error_s(task.problem, self.device) for task in tasks], tasks)
 
-    def measure(self, cells: Sequence[Cell]) -> None:
-        def task(place: int) -> Task:
-            cell = cells[place]
-            name, *others = (kernel.name for kernel in cell.members)
-            return AccuracyTask(name, cell.problem, cell.distribution, cell.seed, tuple(others))
-
-        self._work("errors", [cost.error_s(cell, self.device) for cell in cells], task)
-
-    def _work(self, phase: str, costs: Sequence[float], task: Callable[[int], Task]) -> None:
+    def _work(self, phase: str, costs: Sequence[float], tasks: Sequence[Task]) -> None:
         """Do the shares of this rank in a phase."""
         if self.report.out_of_time or not costs:
             return
@@ -324,9 +318,8 @@ class _Session:
             if share is None:
                 return False
             self.results = []
-            self.tasks |= {place: task(place) for place in share.places}
-            for name in [name for name, count in self.struck.items() if count >= self.strikes]:
-                self._give_up(name)
+            self.tasks |= {place: tasks[place] for place in share.places}
+            self._drop_given_up()
             return bool(self.tasks) or more()
 
         self.tasks = {}
@@ -339,109 +332,65 @@ class _Session:
             share, self.results = next(shares, None), []
 
     def _done(self, number: int, task: Task, done: Done) -> None:
-        if isinstance(task, TimingTask):
-            for name, record in zip(task.kernels, done.records, strict=True):
-                assert isinstance(record, TimingRecord)
-                self._write_timing(name, task, record)
+        for name, record in zip(task.kernels, done.records, strict=True):
+            self._write(name, task, record)
+            if isinstance(record, TimingRecord):
                 if record.status == "ok" and record.latency_us_p50 is not None:
                     self.results.append((number, name, record.latency_us_p50))
+            elif record.status != "ok":  # another kernel of the numerics class may do better
+                self._put(number, task.without(self._given_up() | {name}))
+        if isinstance(task, TimingTask):
             self.report.problems += 1
             self.report.job_s.append((task.case.problem, len(task.kernels), done.seconds))
-            self.progress.reach(self.ranks.step(self.phase), str(task.case.problem))
-        else:
-            (record,) = done.records
-            assert isinstance(record, AccuracyRecord)
-            self._write_accuracy(task, record)
-            if record.status != "ok":
-                self._replace(number, task)
-            self.progress.reach(self.ranks.step(self.phase), f"{task.distribution} {task.problem}")
+        self.progress.reach(self.ranks.step(self.phase), str(task))
 
-    def _died(self, number: int, task: Task, death: Death) -> Task | None:
+    def _died(self, _number: int, task: Task, death: Death) -> Task | None:
         self.report.deaths += 1
-        if isinstance(task, TimingTask):
-            return self._died_timing(task, death)
-        failed = AccuracyRecord(
-            status=death.status if death.kernel else "error",
-            reason=death.reason,
-            seed=task.seed,
-            rows=0,
-        )
-        self._write_accuracy(task, failed)
-        if death.kernel is None:
-            return None
-        self._strike(death.kernel)
-        # Its other cells at this problem would fail in the same way, in this sweep and the next.
-        same = [n for n, t in self.tasks.items()
-                if isinstance(t, AccuracyTask)
-                and (t.kernel, t.problem) == (task.kernel, task.problem)]  # fmt: skip
-        for other in same:
-            doomed = self.tasks.pop(other)
-            assert isinstance(doomed, AccuracyTask)
-            reason = f"not launched: on {task.distribution} seed {task.seed} {death.reason}"[:500]
-            self._write_accuracy(doomed, replace(failed, reason=reason, seed=doomed.seed))
-            self._replace(other, doomed)
-        self._replace(number, task)
-        return None
-
-    def _died_timing(self, task: TimingTask, death: Death) -> Task | None:
         if death.kernel is None:  # no kernel ran: the next sweep tries again
             for name in task.kernels:
-                self._write_timing(name, task, TimingRecord(status="error", reason=death.reason))
+                self._write(name, task, task.failed("error", death.reason))
             return None
-        record = TimingRecord(status=death.status, reason=death.reason)
-        self._write_timing(death.kernel, task, record)
+        self._write(death.kernel, task, task.failed(death.status, death.reason))
         self._strike(death.kernel)
-        left = tuple(
-            name
-            for name in task.kernels
-            if name != death.kernel and self.struck[name] < self.strikes
-        )
-        return replace(task, kernels=left) if left else None
-
-    def _replace(self, number: int, task: AccuracyTask) -> None:
-        """Measure the error with the next kernel of the numerics class."""
-        others = [name for name in task.stand_ins if self.struck[name] < self.strikes]
-        if others:
-            self.tasks[number] = replace(task, kernel=others[0], stand_ins=tuple(others[1:]))
+        without = self._given_up() | {death.kernel}
+        if isinstance(task, AccuracyTask):
+            # Its other errors at this problem would fail in the same way, now and in later sweeps.
+            reason = f"not launched: on {task.distribution} seed {task.seed} {death.reason}"[:500]
+            for number, other in list(self.tasks.items()):
+                if isinstance(other, AccuracyTask) and (
+                    (other.kernel, other.problem) == (task.kernel, task.problem)
+                ):
+                    self._write(other.kernel, other, other.failed(death.status, reason))
+                    self._put(number, other.without(without))
+        return task.without(without)
 
     def _strike(self, name: str) -> None:
         self.struck[name] += 1
         if self.struck[name] == self.strikes:
             self.report.given_up.append(f"{name}: crashed or hung {self.strikes} times")
-            self._give_up(name)
+            self._drop_given_up()
 
-    def _give_up(self, name: str) -> None:
-        """Remove a kernel from the remaining tasks."""
-        for number, task in list(self.tasks.items()):
-            if isinstance(task, AccuracyTask):
-                if task.kernel == name:
-                    del self.tasks[number]
-                    self._replace(number, task)
-            elif name in task.kernels:
-                left = tuple(other for other in task.kernels if other != name)
-                if left:
-                    self.tasks[number] = replace(task, kernels=left)
-                else:
-                    del self.tasks[number]
+    def _given_up(self) -> set[str]:
+        return {name for name, count in self.struck.items() if count >= self.strikes}
 
-    def _write_timing(self, name: str, task: TimingTask, record: TimingRecord) -> None:
-        problem = task.case.problem
-        self.run.add_timing(
-            KERNELS[name], problem, distribution_row(task.case.distribution),
-            self.device, self.environment, self.regime, record,
-        )  # fmt: skip
-        self.report.timed += 1
+    def _drop_given_up(self) -> None:
+        """Remove kernels that are given up from the remaining tasks."""
+        if given_up := self._given_up():
+            for number, task in list(self.tasks.items()):
+                self._put(number, task.without(given_up))
+
+    def _put(self, number: int, task: Task | None) -> None:
+        """Replace a remaining task; None removes it."""
+        if task is None:
+            self.tasks.pop(number, None)
+        else:
+            self.tasks[number] = task
+
+    def _write(self, name: str, task: Task, record: Record) -> None:
+        task.write(self.run, name, record, self.device, self.environment)
+        if isinstance(task, TimingTask):
+            self.report.timed += 1
+        else:
+            self.report.measured += 1
         if record.status != "ok":
-            self.report.failures.append(f"{name}: {problem}: {record.status}: {record.reason}")
-
-    def _write_accuracy(self, task: AccuracyTask, record: AccuracyRecord) -> None:
-        self.run.add_accuracy(
-            KERNELS[task.kernel], task.problem, distribution_row(task.distribution),
-            self.device.architecture, self.environment, record,
-        )  # fmt: skip
-        self.report.measured += 1
-        if record.status != "ok":
-            self.report.failures.append(
-                f"{task.kernel}: {task.problem} on {task.distribution} seed {task.seed}: "
-                f"{record.status}: {record.reason}"
-            )
+            self.report.failures.append(f"{name}: {task}: {record.status}: {record.reason}")

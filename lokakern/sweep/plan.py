@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lokakern.measure.accuracy import Cell, cells_for
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
-from lokakern.sweep import cost
 from lokakern.sweep.resume import Job, Known
 from lokakern.sweep.staleness import Staleness
+from lokakern.sweep.worker import AccuracyTask
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import Case
 
@@ -49,14 +48,14 @@ def harness_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Remaining work: indices of jobs, and cells by index, kernel and its stand-ins.
+    """Remaining work: indices of jobs, and of cells, with names of their kernels.
 
     ``given_up`` are digests of kernels that are no longer launched, ``why`` the reasons, and
     ``plan`` is the digest of all jobs and cells.
     """
 
     todo: list[int]
-    cells: list[tuple[int, str, list[str]]]
+    cells: list[tuple[int, list[str]]]
     given_up: list[str]
     why: list[str]
     plan: str
@@ -113,7 +112,7 @@ class Plan:
         return Found(
             todo=todo,
             cells=[
-                (n, left.kernel.name, [kernel.name for kernel in left.stand_ins])
+                (n, [kernel.name for kernel in left.members])
                 for n, left in enumerate(remaining)
                 if left is not None
             ],
@@ -143,28 +142,14 @@ class Plan:
         asked = self._distributions
         self.cells = cells_for(pairs, self._device, asked) if asked else []
 
-    def wanted(self, left: Iterable[Sequence[Any]]) -> list[Cell]:
-        """Cells of the entries of `Found.cells`."""
+    def tasks(self, left: Iterable[tuple[int, Sequence[str]]]) -> list[AccuracyTask]:
+        """The tasks of entries of `Found.cells`."""
+        wanted = ((self.cells[place], names) for place, names in left)
         return [
-            self.cells[place].among([KERNELS[name] for name in (first, *others)])
-            for place, first, others in left
+            AccuracyTask(names[0], cell.problem, cell.distribution, cell.seed, tuple(names[1:]))
+            for cell, names in wanted
         ]
 
 
 def _is_from_script(kernel: Kernel) -> bool:
     return "python:__main__" in kernel.modules
-
-
-def estimate_s(todo: Sequence[Job], cells: Sequence[Cell], device: Device, errors: str) -> float:
-    """Estimated duration on one GPU, in seconds."""
-    share = cost.NEEDED_SHARE if errors == "needed" else 1.0
-    return (
-        (cost.BEGIN_S if device.is_gpu else 0.0)
-        + sum(time_costs(todo, device))
-        + share * sum(cost.error_s(cell, device) for cell in cells)
-    )
-
-
-def time_costs(todo: Sequence[Job], device: Device) -> list[float]:
-    """Estimated duration of each job, in seconds."""
-    return [cost.timing_s(job.case.problem, len(job.kernels), device) for job in todo]

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lokakern.measure.accuracy import Cell
+from lokakern.measure.accuracy import Cell, NumericsClass, numerics_class
 from lokakern.measure.timing import DROP_FACTOR
-from lokakern.problems import accuracy_problem, baseline_name
-from lokakern.registry.register import KERNELS, Kernel, fp8_format
+from lokakern.problems import baseline_name
+from lokakern.registry.register import KERNELS, Kernel
 from lokakern.registry.schema.records import DistributionRow
 from lokakern.registry.schema.row_keys import family_key, key_of
 from lokakern.selection.candidates import TIE_CEILING
-from lokakern.types import Device, Environment, Granularity, Problem
+from lokakern.types import Device, Environment, Problem
 from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
-
-NumericsKey = tuple[Problem, Granularity, Granularity, str]
 
 
 @dataclass(frozen=True)
@@ -39,42 +37,26 @@ def distribution_row(name: str) -> DistributionRow:
     return DistributionRow.of(recipe.name, dict(recipe.parameters), realistic=recipe.realistic)
 
 
-class Races:
-    """Times at each problem, old and new, which decide whose errors are needed."""
+def needed_errors(
+    times: Mapping[Problem, Mapping[str, float]], device: Device
+) -> set[NumericsClass]:
+    """Numerics classes with a kernel that dispatch could choose at some problem.
 
-    def __init__(
-        self, device: Device, known: Known, jobs: Sequence[Job], todo: Sequence[Job]
-    ) -> None:
-        self._times: dict[Problem, dict[str, float]] = {}
-        self._known, self._device = known, device
-        new = set(map(id, todo))
-        self._before = [job for job in jobs if id(job) not in new]
-
-    def add(self, problem: Problem, name: str, latency_us: float) -> None:
-        self._times.setdefault(problem, {})[name] = latency_us
-
-    def needed(self) -> set[NumericsKey]:
-        """Numerics classes with a kernel that dispatch could choose at some problem."""
-        for job in self._before:
-            self._times.setdefault(job.case.problem, {}).update(self._known.times(job))
-        found = set()
-        for problem, times in self._times.items():
-            base = baseline_name(problem)
-            if base in times:  # every faster kernel, because the fastest may exceed the budget
-                limit = (1 + TIE_CEILING) * times[base]
-            else:
-                limit = DROP_FACTOR * min(times.values())
-            racing = [name for name, us in times.items() if us <= limit]
-            if racing != [base]:  # else there is no choice
-                found |= {self.numerics_of(KERNELS[name], problem) for name in racing}
-        return found
-
-    def numerics_of(self, kernel: Kernel, problem: Problem) -> NumericsKey:
-        asked = accuracy_problem(problem, fp8_format(self._device))
-        return (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
-
-    def is_needed(self, cell: Cell, needed: set[NumericsKey]) -> bool:
-        return self.numerics_of(cell.kernel, cell.problem) in needed
+    Args:
+        times: Times of kernels at each problem, by name.
+        device: The device type.
+    """
+    found = set()
+    for problem, here in times.items():
+        base = baseline_name(problem)
+        if base is not None and base in here:  # every faster one: the fastest may err too much
+            limit = (1 + TIE_CEILING) * here[base]
+        else:
+            limit = DROP_FACTOR * min(here.values())
+        racing = [name for name, us in here.items() if us <= limit]
+        if racing != [base]:  # else there is no choice
+            found |= {numerics_class(KERNELS[name], problem, device) for name in racing}
+    return found
 
 
 class Known:

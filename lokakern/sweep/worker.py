@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceLostError, MeasurementError
@@ -33,8 +35,12 @@ from lokakern.measure.time_problem import time_case, torch_device
 from lokakern.measure.timing import warm
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
-from lokakern.types import Problem
+from lokakern.sweep.resume import distribution_row
+from lokakern.types import Device, Environment, Problem
 from lokakern.workloads.suites import Case
+
+if TYPE_CHECKING:
+    from lokakern.registry.storage.run_files import RunFile
 
 # Longest time without progress: a first launch may compile for seconds, a CPU multiply for minutes.
 GPU_WATCHDOG_S, CPU_WATCHDOG_S = 60.0, 600.0
@@ -56,6 +62,27 @@ class TimingTask:
     kernels: tuple[str, ...]
     regime: str
 
+    def __str__(self) -> str:
+        return str(self.case.problem)
+
+    def without(self, names: Collection[str]) -> TimingTask | None:
+        """The task without some kernels; None if none is left."""
+        left = tuple(name for name in self.kernels if name not in names)
+        return replace(self, kernels=left) if left else None
+
+    def failed(self, status: str, reason: str) -> TimingRecord:
+        return TimingRecord(status=status, reason=reason)
+
+    def write(
+        self, run: RunFile, name: str, record: Record, device: Device, environment: Environment
+    ) -> None:
+        """Write the record of one kernel."""
+        assert isinstance(record, TimingRecord)
+        distribution = distribution_row(self.case.distribution)
+        run.add_timing(
+            KERNELS[name], self.case.problem, distribution, device, environment, self.regime, record
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class AccuracyTask:
@@ -67,12 +94,34 @@ class AccuracyTask:
     seed: int
     stand_ins: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.problem} on {self.distribution} seed {self.seed}"
+
     @property
     def kernels(self) -> tuple[str, ...]:
         return (self.kernel,)
 
+    def without(self, names: Collection[str]) -> AccuracyTask | None:
+        """The task without some kernels; None if none is left."""
+        left = [name for name in (self.kernel, *self.stand_ins) if name not in names]
+        return replace(self, kernel=left[0], stand_ins=tuple(left[1:])) if left else None
+
+    def failed(self, status: str, reason: str) -> AccuracyRecord:
+        return AccuracyRecord(status=status, reason=reason, seed=self.seed, rows=0)
+
+    def write(
+        self, run: RunFile, name: str, record: Record, device: Device, environment: Environment
+    ) -> None:
+        """Write the record of the kernel."""
+        assert isinstance(record, AccuracyRecord)
+        distribution = distribution_row(self.distribution)
+        run.add_accuracy(
+            KERNELS[name], self.problem, distribution, device.architecture, environment, record
+        )
+
 
 Task = TimingTask | AccuracyTask
+Record = TimingRecord | AccuracyRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +129,7 @@ class Done:
     """Results of a task: one record for each of its kernels, in order."""
 
     task: int
-    records: tuple[TimingRecord | AccuracyRecord, ...]
+    records: tuple[Record, ...]
     seconds: float
 
 
@@ -112,6 +161,22 @@ class _Page(ctypes.Structure):
         ("kernel", ctypes.c_int64),
         ("what", ctypes.c_char * 40),
     )
+    beats: int
+    task: int
+    kernel: int
+    what: bytes
+
+    def announce(self, task: int, kernel: int | None, what: str) -> None:
+        """Name the task and the index of the kernel that runs next, if any."""
+        # Clear the kernel first: a reader in between must not blame another kernel.
+        self.kernel = NONE
+        self.task = task
+        self.what = what.encode()[:40]
+        self.kernel = NONE if kernel is None else kernel
+        self.beat()
+
+    def beat(self) -> None:
+        self.beats += 1
 
 
 class Worker:
@@ -129,7 +194,7 @@ class Worker:
         context = _context()
         self._tasks = dict(tasks)
         self._watchdog_s = watchdog_s
-        self._page: Any = context.RawValue(_Page)
+        self._page: _Page = context.RawValue(_Page)
         self._page.task = self._page.kernel = NONE
         self._connection, theirs = context.Pipe()
         self._process: ForkServerProcess = context.Process(
@@ -140,7 +205,6 @@ class Worker:
         with _main_module_hidden():
             self._process.start()
         theirs.close()
-        self._finished = False
 
     def __enter__(self) -> Worker:
         return self
@@ -164,8 +228,10 @@ class Worker:
             now = time.monotonic()
             silence_s, last = silence_s + min(now - last, 2 * POLL_S), now
             if self._connection in ready:
-                yield from self._received()
-                if self._finished:
+                event = self._receive()
+                if event is not None:
+                    yield event
+                if event is None or isinstance(event, Death):
                     return
                 silence_s = 0.0
             elif ready:  # dead, and all messages are read
@@ -177,24 +243,18 @@ class Worker:
                 yield from self._silenced()
                 return
 
-    def _received(self) -> Iterator[Done | Death | Idle]:
+    def _receive(self) -> Done | Idle | Death | None:
+        """The next event; None after the last one."""
         try:
             message = self._connection.recv()
         except Exception:  # truncated by its death, or overwritten by a kernel
             self._process.join(POLL_S)
-            words = ("crashed", "the process sent what nobody can read")
-            if not self._process.is_alive():
-                words = _exit_words(self._process)
-            yield self._death(*words)
-            self._finished = True
-            return
-        if isinstance(message, Done | Idle):
-            yield message
-        elif isinstance(message, str):  # the reason why it lost its device
-            yield self._death("crashed", message)
-            self._finished = True
-        else:  # None: the end
-            self._finished = True
+            if self._process.is_alive():
+                return self._death("crashed", "the process sent what nobody can read")
+            return self._death(*_exit_words(self._process))
+        if isinstance(message, str):  # the reason why it lost its device
+            return self._death("crashed", message)
+        return message if isinstance(message, Done | Idle) else None
 
     def _silenced(self) -> Iterator[Done | Death]:
         """Kill the worker; messages that it sent before count."""
@@ -215,10 +275,10 @@ class Worker:
         return self._watchdog_s * (PREPARING_FACTOR if idle else 1.0)
 
     def _what(self) -> str:
-        return bytes(self._page.what).decode(errors="replace")
+        return self._page.what.decode(errors="replace")
 
     def _death(self, status: str, reason: str) -> Death:
-        number = None if self._page.task == NONE else int(self._page.task)
+        number = None if self._page.task == NONE else self._page.task
         kernel = None
         if number is not None and self._page.kernel != NONE:
             kernel = self._tasks[number].kernels[self._page.kernel]
@@ -278,7 +338,7 @@ def _plugin_modules() -> tuple[str, ...]:
 
 def _serve(
     pipe: Connection,
-    page: Any,
+    page: _Page,
     tasks: Mapping[int, Task],
     modules: Sequence[str],
     deadline: float | None,
@@ -293,10 +353,7 @@ def _serve(
         device = torch_device()
         warm(device)
         while tasks:
-            timings = {n: task for n, task in tasks.items() if isinstance(task, TimingTask)}
-            errors = {n: task for n, task in tasks.items() if isinstance(task, AccuracyTask)}
-            _time(pipe, page, timings, deadline)
-            _measure(pipe, page, errors, deadline)
+            _run(pipe, page, tasks, deadline)
             pipe.send(Idle())
             tasks = pipe.recv()
         pipe.send(None)
@@ -316,45 +373,33 @@ def _end_with_the_parent() -> None:
         os._exit(1)
 
 
-def _announce(page: Any, task: int, kernel: int, what: str) -> None:
-    # Clear the kernel first: a reader in between must not blame another kernel.
-    page.kernel = NONE
-    page.task = task
-    page.what = what.encode()[:40]
-    page.kernel = kernel
-    page.beats += 1
+def _run(pipe: Connection, page: _Page, tasks: Mapping[int, Task], deadline: float | None) -> None:
+    """Run tasks until the deadline, first those that time kernels, and send the results."""
+    _time(pipe, page, {n: t for n, t in tasks.items() if isinstance(t, TimingTask)}, deadline)
+    _measure(pipe, page, {n: t for n, t in tasks.items() if isinstance(t, AccuracyTask)}, deadline)
 
 
 def _time(
-    pipe: Connection, page: Any, tasks: Mapping[int, TimingTask], deadline: float | None
+    pipe: Connection, page: _Page, tasks: Mapping[int, TimingTask], deadline: float | None
 ) -> None:
     device = current_device()
-    numbers = list(tasks)
-    for place, number in enumerate(numbers):
+    for place, (number, task) in enumerate(tasks.items()):
         if deadline is not None and time.monotonic() > deadline:
             return
         if place % PREFETCHED == 0:
-            _announce(page, number, NONE, "operands are drawn")
-            chunk = [tasks[n].case for n in numbers[place : place + PREFETCHED]]
-            prefetch_and_wait(chunk, lambda: _beat(page))
-        task, begun = tasks[number], time.monotonic()
-
-        def announce(kernel: int | None, what: str, number: int = number) -> None:
-            _announce(page, number, NONE if kernel is None else kernel, what)
-
-        records = time_case(
-            task.case,
-            [KERNELS[name] for name in task.kernels],
-            device,
-            task.regime,
-            announce=announce,
-        )
-        _announce(page, NONE, NONE, "the next task begins")
+            page.announce(number, None, "operands are drawn")
+            following = itertools.islice(tasks.values(), place, place + PREFETCHED)
+            prefetch_and_wait([later.case for later in following], page.beat)
+        begun = time.monotonic()
+        kernels = [KERNELS[name] for name in task.kernels]
+        announce = functools.partial(page.announce, number)
+        records = time_case(task.case, kernels, device, task.regime, announce=announce)
+        page.announce(NONE, None, "the next task begins")
         pipe.send(Done(number, tuple(records), time.monotonic() - begun))
 
 
 def _measure(
-    pipe: Connection, page: Any, tasks: Mapping[int, AccuracyTask], deadline: float | None
+    pipe: Connection, page: _Page, tasks: Mapping[int, AccuracyTask], deadline: float | None
 ) -> None:
     if not tasks:
         return
@@ -364,20 +409,16 @@ def _measure(
 
     def begin(place: int, launches: bool) -> bool:
         what = "its error is measured" if launches else "operands are drawn"
-        _announce(page, numbers[place], 0 if launches else NONE, what)
+        page.announce(numbers[place], 0 if launches else None, what)
         return deadline is None or time.monotonic() <= deadline
 
     def done(place: int, record: AccuracyRecord) -> None:
         nonlocal last
-        _announce(page, NONE, NONE, "the next task begins")
+        page.announce(NONE, None, "the next task begins")
         seconds, last = time.monotonic() - last, time.monotonic()
         pipe.send(Done(numbers[place], (record,), seconds))
 
-    measure_cells(cells, torch_device(), current_device(), begin, done, lambda: _beat(page))
-
-
-def _beat(page: Any) -> None:
-    page.beats += 1
+    measure_cells(cells, torch_device(), current_device(), begin, done, page.beat)
 
 
 def run_tasks(

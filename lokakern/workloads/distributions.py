@@ -11,6 +11,7 @@ processor may differ in the last bit of exp or an FFT, which rounding to bfloat1
 
 A recipe takes a generator, rows, k and its parameters, and returns x ``[rows, k]``. It first draws
 a *population* (spectrum, mean, gains, tables), then rows that are independent given the population.
+A `Population` is a function of its own where all rows can be drawn in small chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -29,10 +30,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lokakern.errors import ShapeError, UnknownNameError
+from lokakern.types import REALISTIC_DISTRIBUTIONS
 
 Array = NDArray[np.float64]
 Parameters = Mapping[str, float]
 Sampler = Callable[[int], Array]  # count -> [count, k]: the next independent rows of a population
+Population = Callable[[np.random.Generator, int, Parameters], Sampler]
 Recipe = Callable[[np.random.Generator, int, int, Parameters], Array]
 
 NORM_EPSILON = 1e-5
@@ -121,7 +124,7 @@ def _direction(rng: np.random.Generator, size: int) -> Array:
 
 
 def _correlated(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
-    """X2's population: ``mu + z L^T``; the norm of mu is ``mean`` times that of the deviation."""
+    """X2: ``mu + z L^T``; the norm of mu is ``mean`` times that of the deviation."""
     rotation = _Rotation.draw(rng, _decaying(k, p["a"]))
     mu = p["mean"] * _direction(rng, k)
 
@@ -197,24 +200,15 @@ def x1(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
     return rng.standard_normal((rows, k))
 
 
-def x2(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
-    """Correlated, with a mean."""
-    return _in_chunks(rows, k, _correlated(rng, k, p))
-
-
 def _normed(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
+    """X3: ``LN(X2) * gain + shift``, by row; gains lognormal(0, s), shifts N(0, 0.1)."""
     source = _correlated(rng, k, p)
     gain = np.exp(p["s"] * rng.standard_normal(k))
     shift = 0.1 * rng.standard_normal(k)
     return lambda rows: _layer_norm(source(rows)) * gain + shift
 
 
-def x3(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
-    """``LN(X2) * gain + shift``, by row; gains lognormal(0, s), shifts N(0, 0.1)."""
-    return _in_chunks(rows, k, _normed(rng, k, p))
-
-
-def x4(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
+def x4(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
     """``hardswish(BlockNorm(X2))``; BlockNorm is a parameter-free RMSNorm of blocks of columns."""
     source = _correlated(rng, k, p)
 
@@ -223,7 +217,7 @@ def x4(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
         x *= np.clip(x + 3.0, 0.0, 6.0) / 6.0  # hard-swish
         return x
 
-    return _in_chunks(rows, k, rows_of)
+    return rows_of
 
 
 def x5(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
@@ -231,8 +225,7 @@ def x5(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
     out = np.empty((rows, k))
     width = min(int(p["d"]), k)
     blocks = -(-k // width)
-    # Drawn before anything that depends on the number of rows, so that a seed determines the
-    # tables.
+    # Drawn before anything that depends on the number of rows: a seed determines the tables.
     sizes = np.exp(rng.uniform(math.log(3.0), math.log(LARGEST_TABLE), blocks))
     limits = np.sqrt(rng.choice(np.array(HOT_SIZES), blocks) / sizes)
     for block in range(blocks):
@@ -256,7 +249,7 @@ def x6(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
     return out
 
 
-def x7(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
+def x7(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
     """``log1p(lognormal(mu, sigma))``, a share of it zero; not centered."""
 
     def rows_of(count: int) -> Array:
@@ -267,16 +260,16 @@ def x7(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
         np.copyto(x, 0.0, where=rng.random((count, k), dtype=np.float32) < p["p_zero"])
         return x
 
-    return _in_chunks(rows, k, rows_of)
+    return rows_of
 
 
-def x8(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
+def x8(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
     """``relu(X2)``."""
     source = _correlated(rng, k, p)
-    return _in_chunks(rows, k, lambda count: np.maximum(source(count), 0.0))
+    return lambda count: np.maximum(source(count), 0.0)
 
 
-def x9(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
+def x9(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
     """``x0 = silu(a) * LN(b)`` of correlated a, b; then depth times ``x <- x0 * (W x + b) + x``."""
     source = _correlated(rng, k, p)
     independent = math.sqrt(1.0 - p["rho"] ** 2)
@@ -295,14 +288,15 @@ def x9(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
             x = x0 * (up.apply(hartley(x * down)) + bias) + x
         return x
 
-    return _in_chunks(rows, k, rows_of)
+    return rows_of
 
 
-def _gate(rng: np.random.Generator, rows: int, k: int, p: Parameters, slope: float) -> Array:
+def _gate(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
+    """X10 and X13, which differ in the weight: ``sigmoid(slope * X2 * MLP(X2))``."""
     source = _correlated(rng, k, p)
-    hidden = _correlated(
-        rng, k, p
-    )  # in the place of MLP(X): equally correlated, in other directions
+    # In the place of MLP(X): equally correlated, in other directions.
+    hidden = _correlated(rng, k, p)
+    slope = p["gate"] if "gate" in p else p["c"]
 
     def rows_of(count: int) -> Array:
         x = source(count)
@@ -310,12 +304,7 @@ def _gate(rng: np.random.Generator, rows: int, k: int, p: Parameters, slope: flo
         x *= slope * MLP_GAIN
         return _sigmoid(x)
 
-    return _in_chunks(rows, k, rows_of)
-
-
-def x10(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
-    """``sigmoid(c * X2 * MLP(X2))``."""
-    return _gate(rng, rows, k, p, p["c"])
+    return rows_of
 
 
 def x11(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
@@ -328,7 +317,7 @@ def x11(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
     return out
 
 
-def x12(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
+def x12(rng: np.random.Generator, k: int, p: Parameters) -> Sampler:
     """``(predicted - clicked) / batch * direction``: BCE through a ReLU; directions of low rank."""
     directions = _Rotation.draw(rng, _low_rank(k) + NOISE**2)
     active = rng.random(k, dtype=np.float32)  # share of samples in which the ReLU is active
@@ -345,12 +334,7 @@ def x12(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
         np.copyto(direction, 0.0, where=masked)
         return direction
 
-    return _in_chunks(rows, k, rows_of)
-
-
-def x13(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
-    """The rows of X10; only the weight differs."""
-    return _gate(rng, rows, k, p, p["gate"])
+    return rows_of
 
 
 def x14(rng: np.random.Generator, rows: int, k: int, p: Parameters) -> Array:
@@ -497,28 +481,6 @@ def learned(*distributions: LearnedDistribution) -> Iterator[None]:
             del _LEARNED[name]
 
 
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """Operands of one problem.
-
-    Attributes:
-        x: ``[rows, k]`` float64 on the CPU.
-        w: ``[n, k]`` float64 on the CPU.
-    """
-
-    x: Tensor
-    w: Tensor
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of shapes and bytes, to store with measurements."""
-        sha = hashlib.sha256()
-        for operand in (self.x, self.w):
-            sha.update(repr(tuple(operand.shape)).encode())
-            sha.update(operand.contiguous().numpy().data)
-        return sha.hexdigest()
-
-
 def distribution_named(text: str) -> Distribution:
     """The distribution of a name, with parameters or learned.
 
@@ -547,11 +509,6 @@ def distribution_named(text: str) -> Distribution:
             )
         overrides[key] = number
     return DISTRIBUTIONS[match[1]].with_parameters(**overrides)
-
-
-def draw(distribution: Distribution, rows: int, n: int, k: int, seed: int) -> Draw:
-    """Draw both operands: x ``[rows, k]`` and the weight ``[n, k]``."""
-    return Draw(draw_rows(distribution, rows, k, seed), draw_weight(distribution, n, k, seed))
 
 
 def draw_rows(distribution: Distribution, rows: int, k: int, seed: int) -> Tensor:
@@ -607,54 +564,39 @@ _ROWS: dict[str, Recipe] = {}
 DISTRIBUTIONS: dict[str, Distribution] = {}
 
 
-def _define(
-    recipe: Recipe, title: str, parameters: dict[str, float], realistic: bool = True
-) -> None:
-    name = recipe.__name__.upper()
+def _define(name: str, title: str, recipe: Recipe, parameters: dict[str, float]) -> None:
+    realistic = name in REALISTIC_DISTRIBUTIONS
     _ROWS[name] = recipe
     DISTRIBUTIONS[name] = Distribution(name, title, tuple(parameters.items()), realistic)
+
+
+def _rows_of(population: Population) -> Recipe:
+    return lambda rng, rows, k, p: _in_chunks(rows, k, population(rng, k, p))
 
 
 _CORRELATED = {"a": 1.0, "mean": 0.5}
 _NORMED = _CORRELATED | {"s": 0.5}
 _TABLES = {"alpha": 1.05, "d": 128.0}
 _OUTLIERS = {"r": 0.01, "scale": 30.0, "nu": 4.0, "p_spike": 1e-5}
-_define(x1, "white Gaussian: the control", {})
-_define(x2, "correlated Gaussian with a mean: learned activations", _CORRELATED)
-_define(x3, "layer-normed, learned gains: inputs of FMB, HSTU and heads", _NORMED)
-_define(
-    x4,
-    "block-normed, hard-swish: inputs of layers modded as in LoKA",
-    _CORRELATED | {"block": 256.0},
-)
-_define(x5, "concatenated embeddings from tables of unequal size", _TABLES)
-_define(
-    x6,
-    "concatenated embeddings with missing features and empty samples",
-    _TABLES | {"p_block": 0.5, "p_row": 0.01},
-)
-_define(
-    x7,
-    "dense features: log1p of skewed counts, some of them missing",
-    {"mu": 0.0, "sigma": 2.0, "p_zero": 0.3},
-)
-_define(x8, "ReLU outputs: hidden layers of an MLP", _CORRELATED)
-_define(
-    x9,
-    "products: an HSTU gate, then DCN cross layers",
-    _CORRELATED | {"rho": 0.5, "depth": 1.0},
-)
-_define(x10, "gates and masks, between 0 and 1", _CORRELATED | {"c": 4.0})
-_define(x11, "outlier columns and spikes: stress", _NORMED | _OUTLIERS, realistic=False)
-_define(
-    x12,
-    "gradients: two-level rows, spikes, ReLU masks",
-    {"ctr": 0.03, "batch": 32768.0},
-)
-_define(
-    x13,
-    "gates into weights that share a component: outputs with a large mean",
-    _CORRELATED | {"gate": 4.0, "c": 0.5},
-)
-_define(x14, "heterogeneous samples: rows of widely spread size", {"spread": 1e5})
-REALISTIC = tuple(name for name, entry in DISTRIBUTIONS.items() if entry.realistic)
+_define("X1", "white Gaussian: the control", x1, {})
+_define("X2", "correlated Gaussian with a mean: learned activations",
+        _rows_of(_correlated), _CORRELATED)  # fmt: skip
+_define("X3", "layer-normed, learned gains: inputs of FMB, HSTU and heads",
+        _rows_of(_normed), _NORMED)  # fmt: skip
+_define("X4", "block-normed, hard-swish: inputs of layers modded as in LoKA",
+        _rows_of(x4), _CORRELATED | {"block": 256.0})  # fmt: skip
+_define("X5", "concatenated embeddings from tables of unequal size", x5, _TABLES)
+_define("X6", "concatenated embeddings with missing features and empty samples",
+        x6, _TABLES | {"p_block": 0.5, "p_row": 0.01})  # fmt: skip
+_define("X7", "dense features: log1p of skewed counts, some of them missing",
+        _rows_of(x7), {"mu": 0.0, "sigma": 2.0, "p_zero": 0.3})  # fmt: skip
+_define("X8", "ReLU outputs: hidden layers of an MLP", _rows_of(x8), _CORRELATED)
+_define("X9", "products: an HSTU gate, then DCN cross layers",
+        _rows_of(x9), _CORRELATED | {"rho": 0.5, "depth": 1.0})  # fmt: skip
+_define("X10", "gates and masks, between 0 and 1", _rows_of(_gate), _CORRELATED | {"c": 4.0})
+_define("X11", "outlier columns and spikes: stress", x11, _NORMED | _OUTLIERS)
+_define("X12", "gradients: two-level rows, spikes, ReLU masks",
+        _rows_of(x12), {"ctr": 0.03, "batch": 32768.0})  # fmt: skip
+_define("X13", "gates into weights that share a component: outputs with a large mean",
+        _rows_of(_gate), _CORRELATED | {"gate": 4.0, "c": 0.5})  # fmt: skip
+_define("X14", "heterogeneous samples: rows of widely spread size", x14, {"spread": 1e5})

@@ -55,6 +55,11 @@ def prepared_weight(fp8: Format, granularity: Granularity) -> Operand:
     return Operand(fp8, granularity, Layout.COLUMN)
 
 
+def quantized_output(form: Format, granularity: Granularity) -> dict[str, Any]:
+    """Fields of a problem whose output is quantized."""
+    return {"out_format": form, "out_granularity": granularity}
+
+
 def gemm_cases(
     m: int, n: int, k: int, distribution: str, fp8: Format, **fields: Any
 ) -> Iterator[Case]:
@@ -172,8 +177,7 @@ def quantize_case(
     form: Format = Format.BFLOAT16,
 ) -> Case:
     a = Operand(form, Granularity.NONE, Layout.ROW, alignment_of(k * form.dtype.itemsize))
-    out = {"out_format": fp8, "out_granularity": granularity}
-    return Case.of("quantize", (m, k), distribution, a=a, **out)
+    return Case.of("quantize", (m, k), distribution, a=a, **quantized_output(fp8, granularity))
 
 
 def dequantize_case(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from lokakern.types import Format, Granularity, Layout, Operand
-from lokakern.workloads.gemm_cases import GRADIENTS, WIDE_RANGE, Case
+from lokakern.types import Format, Granularity, Operand
+from lokakern.workloads.gemm_cases import (
+    GRADIENTS,
+    LEFT_SCALES,
+    WIDE_RANGE,
+    Case,
+    prepared_weight,
+    quantized_output,
+)
 
 BLOCK = 256  # columns of a BlockNorm, unless a row has fewer
 LAYER = "bias+layer+affine"
@@ -25,24 +33,20 @@ def gemm_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> I
     FP8 has rowwise or tensorwise scales. The output is bfloat16 after LayerNorm, and FP8 with a
     static scale after BlockNorm of an FP8 layer.
     """
-    yield gemm_norm_case(m, n, k, LAYER, distribution)
-    yield gemm_norm_case(m, n, k, block_norm(n), distribution)
+    for epilogue in (LAYER, block_norm(n)):
+        yield gemm_norm_case(m, n, k, epilogue, distribution)
+    out = quantized_output(fp8, Granularity.TENSOR)
     for granularity in (Granularity.ROW, Granularity.TENSOR):
         a = Operand(fp8, granularity)
         yield gemm_norm_case(m, n, k, LAYER, distribution, a)
-        yield gemm_norm_case(
-            m, n, k, block_norm(n), distribution, a,
-            out_format=fp8, out_granularity=Granularity.TENSOR,
-        )  # fmt: skip
+        yield gemm_norm_case(m, n, k, block_norm(n), distribution, a, **out)
 
 
 def grouped_norm_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
     """The same layers with 1x128 x 128x128 scales, whose outputs are inputs of the next layer."""
+    a, out = Operand(fp8, Granularity.GROUP), quantized_output(fp8, Granularity.GROUP)
     for epilogue in (LAYER, block_norm(n)):
-        yield gemm_norm_case(
-            m, n, k, epilogue, distribution, Operand(fp8, Granularity.GROUP),
-            out_format=fp8, out_granularity=Granularity.GROUP,
-        )  # fmt: skip
+        yield gemm_norm_case(m, n, k, epilogue, distribution, a, **out)
 
 
 def chained_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Iterator[Case]:
@@ -51,19 +55,17 @@ def chained_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Ite
     The first layer reads bfloat16 and may quantize it. All layers but the last write FP8 with the
     scales that the next layer reads, or with a static scale.
     """
-    tensor, row, group = Granularity.TENSOR, Granularity.ROW, Granularity.GROUP
-    for reads, writes in ((tensor, tensor), (row, row), (row, tensor), (group, group)):
-        out: dict[str, Any] = {"out_format": fp8, "out_granularity": writes}
-        yield gemm_norm_case(m, n, k, block_norm(n), distribution, Operand(fp8, reads), **out)
-    for scales in (tensor, row, group):
-        yield gemm_norm_case(m, n, k, block_norm(n), distribution, Operand(fp8, scales))
-    for weight, writes in ((row, tensor), (row, row), (Granularity.BLOCK, group)):
-        b = Operand(fp8, weight, Layout.COLUMN)
-        out = {"out_format": fp8, "out_granularity": writes}
-        yield gemm_norm_case(m, n, k, block_norm(n), distribution, b=b, prepared=True, **out)
-    for writes in (tensor, row):
-        out = {"out_format": fp8, "out_granularity": writes}
-        yield gemm_norm_case(m, n, k, block_norm(n), distribution, **out)
+    layer = functools.partial(gemm_norm_case, m, n, k, block_norm(n), distribution)
+    writes = {scales: quantized_output(fp8, scales) for scales in LEFT_SCALES}
+    tensor, row, group = LEFT_SCALES
+    for left, out in ((tensor, tensor), (row, row), (row, tensor), (group, group)):
+        yield layer(Operand(fp8, left), **writes[out])
+    for left in LEFT_SCALES:
+        yield layer(Operand(fp8, left))
+    for right, out in ((row, tensor), (row, row), (Granularity.BLOCK, group)):
+        yield layer(b=prepared_weight(fp8, right), prepared=True, **writes[out])
+    for out in (tensor, row):
+        yield layer(**writes[out])
 
 
 def gemm_norm_case(
@@ -83,7 +85,7 @@ def norm_quantize_case(
     m: int, k: int, epilogue: str, distribution: str, fp8: Format, granularity: Granularity
 ) -> Case:
     """An epilogue of rows and quantization in one kernel."""
-    out = {"out_format": fp8, "out_granularity": granularity}
+    out = quantized_output(fp8, granularity)
     return Case.of("norm_quantize", (m, k), distribution, epilogue=epilogue, **out)
 
 
@@ -105,12 +107,11 @@ def epilogue_cases(shapes: list[tuple[int, ...]], epilogue: str, fp8: Format) ->
                 yield norm_quantize_case(*shape, epilogue, "X1", fp8, granularity)
             continue
         m, n, k = shape
-        row, group = (Operand(fp8, granularity) for granularity in ROW_SCALES)
         yield gemm_norm_case(m, n, k, epilogue, "X1")
-        for a in (row, group):
+        for a in (Operand(fp8, granularity) for granularity in ROW_SCALES):
             yield gemm_norm_case(m, n, k, epilogue, "X1", a)
-            yield gemm_norm_case(m, n, k, epilogue, "X1", a, out_format=fp8,
-                                 out_granularity=a.granularity)  # fmt: skip
+            out = quantized_output(fp8, a.granularity)
+            yield gemm_norm_case(m, n, k, epilogue, "X1", a, **out)
 
 
 BACKWARD_SHAPES = (
@@ -125,8 +126,8 @@ def norm_backward_cases(m: int, k: int, fp8: Format) -> Iterator[Case]:
     Gradients are E5M2 with 1x128 scales along both axes. The first case also has bfloat16
     gradients, for libraries that quantize in a separate kernel.
     """
-    out: dict[str, Any] = {"out_format": WIDE_RANGE[fp8], "out_granularity": Granularity.GROUP}
+    out = quantized_output(WIDE_RANGE[fp8], Granularity.GROUP)
     for epilogue in (LAYER, f"bias+residual+{LAYER.removeprefix('bias+')}+silu", block_norm(k)):
         yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=epilogue, **out)
-    out = {"out_format": Format.BFLOAT16}
-    yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=LAYER, **out)
+    bfloat16 = Format.BFLOAT16
+    yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=LAYER, out_format=bfloat16)

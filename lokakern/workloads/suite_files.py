@@ -70,7 +70,7 @@ MOST_CASES = 100_000
 LARGEST_SIZE = 2**31 - 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")
 FILE_KEYS = ("name", "title", "layer")
-FORMATS = (Format.BFLOAT16, Format.FLOAT32)
+FORMATS = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +146,8 @@ def suite_from_file(path: str | Path) -> Suite:
     """The suite in a TOML file.
 
     Raises:
-        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, has more than 100
-        000
-            problems, or has an unknown, missing or invalid entry.
+        SuiteError: The file cannot be read, is larger than 1 MiB, is not TOML, has more than
+            100,000 problems, or has an unknown, missing or invalid entry.
     """
     path = Path(path)
     table = _table_of(path)
@@ -269,9 +268,9 @@ def _layer(entry: object, place: int, where: str) -> Layer:
     bias = entry.get("bias", False)
     if not isinstance(bias, bool):
         raise SuiteError(f"{where}: bias is {shown(bias)}; expected true or false")
-    form = entry.get("format", Format.BFLOAT16.value)
-    if form not in [known.value for known in FORMATS]:
-        known = ", ".join(known.value for known in FORMATS)
+    form = entry.get("format", "bfloat16")
+    if form not in FORMATS:
+        known = ", ".join(FORMATS)
         raise SuiteError(f"{where}: format is {shown(form)}; expected one of {known}")
     forms = _forms(entry, batch, Format(form), where)
     activation = entry.get("activation", "")
@@ -311,22 +310,18 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
     default = DEFAULT_FORMS if batch == 1 else ("gemm",)
     forms = entry.get("forms", list(default))
     if not isinstance(forms, list) or not forms:
-        raise SuiteError(f"{where}: forms is {shown(forms)}; expected a list of {_words(FORMS)}")
+        raise SuiteError(f"{where}: forms is {shown(forms)}; expected a list of {', '.join(FORMS)}")
     for name in forms:
         if not isinstance(name, str) or name not in FORMS:
             raise SuiteError(
-                f"{where}: forms holds {shown(name)}; expected some of {_words(FORMS)}"
+                f"{where}: forms holds {shown(name)}; expected some of {', '.join(FORMS)}"
             )
         if batch != 1 and name not in BATCHED_FORMS:
             raise SuiteError(
                 f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
-                f"{_words(BATCHED_FORMS)}"
+                f"{', '.join(BATCHED_FORMS)}"
             )
         if form is Format.FLOAT32 and name in ("scaled_gemm", "activate"):
             verb = "writes" if name == "scaled_gemm" else "reads"
             raise SuiteError(f"{where}: form {name!r} {verb} bfloat16; leave it out of float32")
     return tuple(dict.fromkeys(forms))
-
-
-def _words(names: Any) -> str:
-    return ", ".join(names)

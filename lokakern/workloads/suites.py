@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from lokakern.registry.register import ANY, fp8_format
 from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
@@ -19,6 +18,7 @@ from lokakern.workloads.gemm_cases import (
     grad_weight_case,
     main_grad_case,
     quantize_case,
+    quantized_output,
     scaled_gemm_cases,
     unquantized_case,
     whole_gemm_cases,
@@ -134,22 +134,17 @@ def _lrm(fp8: Format) -> Iterator[Case]:
 
 def _fused(fp8: Format) -> Iterator[Case]:
     """Scaled GEMMs with epilogues, FP8 outputs and groups."""
-    row = Granularity.ROW
-    out: dict[str, Any] = {"out_format": fp8, "out_granularity": Granularity.TENSOR}
-    for name in published_models.RELU_TO_FP8:
-        layer = published_models.layer_named(name)
-        for _, m in layer.sizes(published_models.FUSED_BATCHES):
-            yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, "bias+relu", **out)
-    for names, epilogue in (
-        (published_models.CROSS, "bias+cross"),
-        (published_models.SILU, "bias+silu"),
+    row, to_fp8 = Granularity.ROW, quantized_output(fp8, Granularity.TENSOR)
+    for names, epilogue, out in (
+        (published_models.RELU_TO_FP8, "bias+relu", to_fp8),
+        (published_models.CROSS, "bias+cross", {}),
+        (published_models.SILU, "bias+silu", {}),
     ):
-        for name in names:
-            layer = published_models.layer_named(name)
+        for layer in map(published_models.layer_named, names):
             for _, m in layer.sizes(published_models.FUSED_BATCHES)[:2]:
-                yield fused_case(m, layer.n, layer.k, row, layer.distribution, fp8, epilogue)
-    for name in published_models.GROUPED:
-        layer = published_models.layer_named(name)
+                n, k, distribution = layer.n, layer.k, layer.distribution
+                yield fused_case(m, n, k, row, distribution, fp8, epilogue, **out)
+    for layer in map(published_models.layer_named, published_models.GROUPED):
         batch, m = layer.sizes((SCALED_M,))[0]
         scales = SCALED if layer.k % GROUP == 0 and layer.batch else (row,)
         for granularity in scales:
@@ -200,15 +195,13 @@ def _quantizers(fp8: Format) -> Iterator[Case]:
     }
     for (m, k), (epilogue, granularities) in itertools.product(QUANTIZER_SHAPES, scaled.items()):
         for granularity in granularities:
-            fields: dict[str, Any] = {
-                "out_format": fp8, "out_granularity": granularity, "epilogue": epilogue
-            }  # fmt: skip
+            fields = quantized_output(fp8, granularity) | {"epilogue": epilogue}
             turned = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
             yield Case.of("quantize", (m, k), "X1", **fields)
             yield Case.of("quantize", (m, k), "X1", a=turned, **fields)
             yield Case.of("quantize_transpose", (m, k), "X1", **fields)
     for m, k in QUANTIZER_SHAPES:
-        fields = {"out_format": fp8, "out_granularity": Granularity.GROUP}
+        fields = quantized_output(fp8, Granularity.GROUP)
         yield Case.of("quantize_transpose", (m, k), "X1", epilogue="column_sums", **fields)
 
 

@@ -25,6 +25,7 @@ from lokakern.distributed.ddp_compression import COLUMNS, Compression, compress
 from lokakern.distributed.fsdp2_gather import GatheredWeight, Gathering
 from lokakern.errors import UnknownNameError
 from lokakern.nn.linear import Linear
+from tests.support.two_ranks import results_of_two_ranks
 
 SEEDS = (0,)
 ROUTE = "row;16:0=cuda.quantize_row+cuda.scaled_gemm_row;1:0="
@@ -213,10 +214,8 @@ def gathered(rank: int) -> dict[str, Any]:
     return found
 
 
-def one_of_two_ranks(rank: int, folder: str) -> None:
-    """Body of a process."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+def one_of_two_ranks(rank: int) -> dict[str, Any]:
+    """Results of one process, see `results_of_two_ranks`."""
     found = averages(rank)
     found["plain"] = losses(rank, None)
     for wire in ("fp8", "bfloat16"):
@@ -224,29 +223,14 @@ def one_of_two_ranks(rank: int, folder: str) -> None:
     for kind in ("ddp", "fsdp2"):
         found[f"routed {kind}"] = routed_losses(rank, kind)
     found["gathered"] = gathered(rank)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    program = (
-        "import sys; from tests.distributed.test_ddp_compression import one_of_two_ranks; "
-        "one_of_two_ranks(int(sys.argv[1]), sys.argv[2])"
+    return results_of_two_ranks(
+        "tests.distributed.test_ddp_compression", tmp_path_factory.mktemp("ranks")
     )
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(folder)],
-            stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for worker in workers:
-        _, errors = worker.communicate(timeout=1800)
-        assert worker.returncode == 0, errors
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_the_mean_arrives_and_is_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None:

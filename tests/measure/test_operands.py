@@ -24,7 +24,7 @@ from lokakern.measure.operand_cache import (
     cpu_operand,
     most_rows,
     operand_plan,
-    prefetch,
+    prefetch_and_wait,
 )
 from lokakern.measure.operands import Operands
 from lokakern.measure.tiled_compare import Piece, pieces_of, pieces_to_check, product_of_piece
@@ -522,8 +522,8 @@ def test_prefetched_operands_equal_those_made_on_demand(monkeypatch: pytest.Monk
         return plain(key)
 
     monkeypatch.setattr(operand_cache, "_sample", noted)
-    assert prefetch(cases) == 4
-    assert prefetch(iter(cases)) == 4
+    assert prefetch_and_wait(cases) == 4
+    assert prefetch_and_wait(iter(cases)) == 4
     assert [make(case.problem, cold=False).digest for case in cases] == alone
     assert len(names) == 3  # one x, two weights, each once
     assert all(name.startswith("operands") for name in names)
@@ -532,13 +532,13 @@ def test_prefetched_operands_equal_those_made_on_demand(monkeypatch: pytest.Monk
 def test_prefetch_stops_before_operands_evict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("quantize", (256, k)), "X1") for k in (64, 65, 66, 67)]
     monkeypatch.setattr(operand_cache, "CPU_BYTES", 256 * 4 * (64 + 65))
-    assert prefetch(cases) == 2
-    assert prefetch(cases[2:]) == 1
+    assert prefetch_and_wait(cases) == 2
+    assert prefetch_and_wait(cases[2:]) == 1
     monkeypatch.setattr(operand_cache, "CPU_BYTES", 1)
-    assert prefetch(cases) == 1
-    assert prefetch([]) == 0
+    assert prefetch_and_wait(cases) == 1
+    assert prefetch_and_wait([]) == 0
     refused = [Case(make_problem("gemm", shape), "X1") for shape in ((0, 8, 8), (8, 8, 2**21))]
-    assert prefetch(refused) == 2  # it is for `Operands` to say
+    assert prefetch_and_wait(refused) == 2  # it is for `Operands` to say
 
 
 def test_a_failed_sample_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

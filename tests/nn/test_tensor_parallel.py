@@ -6,11 +6,7 @@ Kernels of an H200 are emulated here.
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import lokakern
 from lokakern.nn.linear import Linear
+from tests.support.two_ranks import results_of_two_ranks
 
 SEEDS = (0,)
 ROW_PAIR = "cuda.quantize_row+cuda.scaled_gemm_row"
@@ -101,11 +98,10 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
     }
 
 
-def one_of_two_ranks(rank: int, folder: str) -> None:
-    """Body of a process."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    mesh, found = init_device_mesh("cpu", (2,)), {}
+def one_of_two_ranks(rank: int) -> dict[str, Any]:
+    """Results of one process, see `results_of_two_ranks`."""
+    mesh = init_device_mesh("cpu", (2,))
+    found: dict[str, Any] = {}
     plain = model_of()
     exact = passed(plain, plain, mesh, "")
     alone = routed(model_of())
@@ -132,9 +128,7 @@ def one_of_two_ranks(rank: int, folder: str) -> None:
             found[f"frozen {when}"] = errors({"y": model(rows())}, {"y": exact["y"]})
             found[f"frozen {when}"]["kept"] = float(torch.equal(model(rows()), y))
     found |= left_to_torch(mesh) | {"trained": trained(mesh)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def left_to_torch(mesh: DeviceMesh) -> dict[str, Any]:
@@ -171,22 +165,7 @@ def trained(mesh: DeviceMesh) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    program = (
-        "import sys; from tests.nn.test_tensor_parallel import one_of_two_ranks; "
-        "one_of_two_ranks(int(sys.argv[1]), sys.argv[2])"
-    )
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(folder)],
-            stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for worker in workers:
-        _, said = worker.communicate(timeout=1800)
-        assert worker.returncode == 0, said
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return results_of_two_ranks("tests.nn.test_tensor_parallel", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,8 @@ def _run_tasks(
     while tasks or more():
         if deadline is not None and worker.time.monotonic() > deadline:
             return False
-        pipe, page = cast(Any, _Pipe()), cast(Any, SimpleNamespace(beats=0))
-        timings = {n: t for n, t in tasks.items() if isinstance(t, worker.TimingTask)}
-        errors = {n: t for n, t in tasks.items() if isinstance(t, worker.AccuracyTask)}
-        worker._time(pipe, page, timings, deadline)
-        worker._measure(pipe, page, errors, deadline)
+        pipe = cast(Any, _Pipe())
+        worker._run(pipe, worker._Page(), tasks, deadline)
         for event in pipe.sent:
             done(event.task, tasks.pop(event.task), event)
     return True

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from lokakern.measure.accuracy import Cell
-from lokakern.registry.register import kernels_for
 from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.loading import load_snapshot
@@ -75,22 +73,18 @@ def test_estimated_times_match_shipped_sweeps(shipped: Path) -> None:
 def test_estimated_errors_match_shipped_sweeps(shipped: Path) -> None:
     """All together: neighbors share draws more or less, and not all that was measured ships."""
     runs = runs_of(shipped, "accuracy")
-    kernel = kernels_for("gemm")[0]
-    estimate = sum(
-        cost.error_s(Cell(kernel, row["problem"], "X1", 0), H200) for run in runs for row in run
-    )
+    estimate = sum(cost.error_s(row["problem"], H200) for run in runs for row in run)
     assert estimate == pytest.approx(sum(map(seconds, runs)), rel=0.4)
 
 
 @pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("device", [H200, CPU], ids=str)
 def test_every_problem_has_a_cost(suite: str, device: Device) -> None:
-    kernel = kernels_for("gemm")[0]
     problems: set[Problem] = {case.problem for case in SUITES[suite].cases(device)}
     for problem in problems:
         one, two = (cost.timing_s(problem, count, device) for count in (1, 2))
         assert 0 < one < two
-        assert cost.error_s(Cell(kernel, problem, "X1", 0), device) > 0
+        assert cost.error_s(problem, device) > 0
         if device is H200:
             assert two < 10, problem
 

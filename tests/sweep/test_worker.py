@@ -273,6 +273,18 @@ def test_errors_of_kernels_faster_than_bf16_are_needed(
     assert (report.timed, report.measured) == (2, 6)
 
 
+def test_no_errors_are_needed_where_all_kernels_were_wrong_before(
+    faulty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_module, "run_tasks", run_tasks_here)
+    wrong = case(faulty.FAULTS.index("wrong"))
+    options: dict[str, Any] = {"errors": "needed", "distributions": ("X1",)}
+    path = tmp_path / "rows.sqlite"
+    for timed in (1, 0):
+        report = swept(path, [wrong], "faulty_kernels.chaos", **options)
+        assert (report.timed, report.measured) == (timed, 0)
+
+
 @pytest.mark.rest
 def test_a_death_between_tasks_blames_no_kernel() -> None:
     """As when the system ends it while operands are drawn; what is left is done by the next."""

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from lokakern.numerics import Errors, dequantize, measure_errors, quantize
-from lokakern.types import Format, Granularity
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity
 from lokakern.workloads import distributions as recipes
 from lokakern.workloads.distributions import (
     DISTRIBUTIONS,
-    REALISTIC,
     distribution_named,
-    draw,
     draw_rows,
     draw_weight,
 )
+from tests.support.draws import draw
 
 EVERY = tuple(DISTRIBUTIONS)
 SEEDS = (0, 1)
@@ -207,7 +206,9 @@ def test_x14_spreads_rows_over_its_range() -> None:
 
 @pytest.mark.sample(every=4)
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", [name for name in REALISTIC if name not in ("X13", "X14")])
+@pytest.mark.parametrize(
+    "name", [name for name in REALISTIC_DISTRIBUTIONS if name not in ("X13", "X14")]
+)
 def test_floor_of_the_error(name: str, seed: int) -> None:
     by_tensor, by_row, by_group = errors_of(
         name, seed, Granularity.TENSOR, Granularity.ROW, Granularity.GROUP
