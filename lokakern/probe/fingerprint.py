@@ -17,7 +17,6 @@ import torch
 from lokakern.probe.statistics import (
     OperandStatistics,
     SiteStatistics,
-    add_outputs,
     cancellation_of,
     spread_of,
     terms_of,
@@ -33,7 +32,6 @@ SEEDS = (0, 1, 2)
 SLACK = {"zeros": 0.1, "zero_rows": 0.05, "cancellation": math.log2(1.1)}
 OCTAVES_OF_SLACK = 1.0
 OCTAVES_MOVED = 0.5  # from which what cancels has moved
-MULTIPLIED_ROWS = 128  # of a sample, to see what cancels
 # By what a difference is divided before distances are taken.
 UNIT = {"zeros": 0.25, "zero_rows": 0.25}
 OCTAVES_A_UNIT = 4.0
@@ -44,17 +42,22 @@ Fingerprint = Mapping[str, float]
 
 def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     """Of inputs or gradients; octaves, but for shares."""
-    middle, top = operand.values.log2_quantiles(0.5, 0.999)
-    count = operand.count.clamp_min(1.0)
-    mean = float((operand.sums / count).square().sum())
-    variance = float((operand.squares / count).sum()) - mean
-    ratio = mean / variance if variance > LEAST_VARIANCE * mean else 0.0
+    rows = operand.kept()[0].double()
+    sizes = rows.abs().flatten()
+    nonzero = sizes[sizes > 0].sort().values
+    crest, ratio = 0.0, 0.0
+    if len(nonzero):
+        middle, top = (nonzero[round(share * (len(nonzero) - 1))] for share in (0.5, 0.999))
+        variance, mean = torch.var_mean(rows, dim=0, correction=0)
+        crest, total = math.log2(top / middle), float(mean.square().sum())
+        spread = float(variance.sum())
+        ratio = total / spread if spread > LEAST_VARIANCE * total else 0.0
     return {
         "row_spread": operand.row_sizes.spread_log2(),
         "column_spread": spread_of(operand.column_sizes),
-        "crest": 0.0 if math.isnan(middle) else top - middle,
+        "crest": crest,
         "mean": 0.5 * math.log2(1.0 + ratio),
-        "zeros": operand.values.zero_share,
+        "zeros": 1.0 - len(nonzero) / max(len(sizes), 1),
         "zero_rows": operand.row_sizes.zero_share,
     }
 
@@ -66,13 +69,12 @@ def _cancelled(site: SiteStatistics, gemm: str) -> float:
     """
     ratio = site.cancellation
     if gemm != "grad_weight":
-        rows = (site.input if gemm == "output" else site.grad_output).kept()[0]
-        weight = site.snapshot if gemm == "output" else site.weight_t()
-        if weight is None or not len(rows):
+        operands = site.products(gemm)
+        if operands is None:
             return 0.0
-        x, w = rows[:MULTIPLIED_ROWS].double().t(), weight.double().cpu().t()
-        sizes = torch.linalg.vector_norm(x.t() @ w, dim=1)
-        ratio = float(cancellation_of(terms_of(x, w), sizes))
+        x, w = operands
+        sizes = torch.linalg.vector_norm(x @ w.t(), dim=1)
+        ratio = float(cancellation_of(terms_of(x.t(), w.t()), sizes))
     return 0.5 * math.log2(max(ratio, 1.0))
 
 
@@ -106,7 +108,6 @@ def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
             site = SiteStatistics(COLUMNS, COLUMNS, torch.device("cpu"))
             keys = torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             site.input.add(x, x, keys)
-            add_outputs([site], (x @ w.t())[None])
             site.snapshot = w
             prints.append(fingerprint_of(site, "output"))
         found[name] = tuple(prints)

@@ -26,8 +26,9 @@ from lokakern.probe.statistics import (
     OperandStatistics,
     SiteStatistics,
     add_cancellations,
-    add_outputs,
+    add_rows,
     coprime_from,
+    sizes_of,
 )
 from lokakern.probe.step_buffer import StepBuffer
 
@@ -172,7 +173,6 @@ class Recorder:
             rows = self._take(statistics.input, x, sample)
             if has_gradient:
                 self._inputs[sample] = rows, count
-            self.sampler.buffer.add(add_outputs, statistics, sample.rows_of(y))
             if self._calls == 1:
                 if weight is not None and self.sampler.weights:
                     self.take_weight(weight)
@@ -275,8 +275,8 @@ class Recorder:
 
     def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
-        for update, tensors in operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)]):
-            self.sampler.buffer.add(update, operand, *tensors)
+        sizes, keys = sizes_of(sample.part_of(x)), sample.keys[: len(rows)]
+        self.sampler.buffer.add(add_rows, operand, *sizes, rows, keys)
         return rows
 
 

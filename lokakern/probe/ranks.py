@@ -21,11 +21,6 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def total(count: int) -> int:
-    """Sum over all ranks, each of which must call."""
-    return sum(_gathered(count)) if _is_distributed() else count
-
-
 def _gathered(value: Any, group: Any = None) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group)
@@ -53,17 +48,13 @@ def merged(
     copies = {name: made(torch.device("cpu")) for name, made in empty.items()}
     for name, site in sites.items():
         copies[name].merge(site)
-    notes = _gathered({name: site.numbers() for name, site in copies.items()}, group)
+    notes = _gathered({name: (site.sizes, site.norm) for name, site in copies.items()}, group)
+    # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
+    mine = slice(dist.get_rank(group), None, len(notes))
     for name, site in copies.items():
-        every = [note[name] for note in notes]
-        site.sizes = sum((Counter(dict(x["sizes"])) for x in every), Counter())
-        site.norm = next((x["norm"] for x in every if x["norm"]), "")
-        site.snapshots = sum(x["snapshots"] for x in every)
-        # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
-        mine = slice(dist.get_rank(group), None, len(notes))
-        for place, operand in enumerate((site.input, site.grad_output)):
-            operand.steps = max(x["steps"][place] for x in every)
-            operand.align(max(x["strides"][place] for x in every))
+        site.sizes = sum((note[name][0] for note in notes), Counter())
+        site.norm = next((note[name][1] for note in notes if note[name][1]), "")
+        for operand in (site.input, site.grad_output):
             for x in (operand.rows, operand.keys):
                 own = x[: len(x[mine])].clone()
                 x.zero_()[mine] = own

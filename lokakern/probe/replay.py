@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from lokakern.probe.statistics import (
     SiteStatistics,
     cancellation_of,
     places_of,
-    spread_of,
     terms_of,
 )
 from lokakern.progress import tell
@@ -93,13 +91,9 @@ class LearnedSite:
 
     def gemms(self) -> list[str]:
         """Those that can be drawn: no gradients come by in inference."""
-        weight, weight_t = self._weights
-        if weight is None or not len(self._samples["input"][0]):
+        if self._weights[0] is None or not len(self._samples["input"][0]):
             return []
-        if not len(self._samples["grad_output"][0]):
-            return ["output"]
-        # A file of the first version has no whole columns of a large weight.
-        return [gemm for gemm in GEMMS if gemm != "grad_input" or weight_t is not None]
+        return list(GEMMS if len(self._samples["grad_output"][0]) else GEMMS[:1])
 
     def rows_of(self, gemm: str) -> int:
         """Different rows that stand for the operands of a GEMM, or pairs of them."""
@@ -133,30 +127,6 @@ class LearnedSite:
         y = y[:, places_of(min(y.shape[1], MOST_COLUMNS), y.shape[1])]
         sizes = torch.linalg.vector_norm(y.t() @ x, dim=1)
         return max(seen / max(float(cancellation_of(terms_of(y, x), sizes)), 1e-9), 1.0)
-
-    def evidence(self, gemm: str) -> dict[str, Any]:
-        """Statistics of the operands of a GEMM; names have units."""
-        seen = self.statistics
-        found: dict[str, Any] = {
-            "m_p50": seen.m_quantile(0.5),
-            "m_p99": seen.m_quantile(0.99),
-            "sampled_rows": self.rows_of(gemm),
-            "unlike_share": self.unlike(gemm),
-        }
-        for part, without in zip(PARTS, ("grad_input", "output"), strict=True):
-            if gemm != without:
-                found[part] = _evidence(getattr(seen, part))
-        if gemm == "grad_weight":
-            return found | {"cancellation": seen.cancellation}
-        sizes = None if seen.snapshot is None else seen.snapshot.abs()
-        found["weight"] = {
-            "snapshots": seen.snapshots,
-            "row_spread_log2": None if sizes is None else spread_of(sizes.amax(dim=1)),
-            "column_spread_log2": None if sizes is None else spread_of(sizes.amax(dim=0)),
-        }
-        if gemm == "output":
-            found["output_mean_per_deviation_p99"] = seen.mean_ratio
-        return found
 
     def distribution_name(self, gemm: str) -> str:
         return f"site:{self.name}/{gemm}"
@@ -221,23 +191,6 @@ class LearnedSite:
             raise ShapeError(
                 f"site {self.name!r} has operands of {known} columns; {asked} were asked for"
             )
-
-
-def _evidence(operand: OperandStatistics) -> dict[str, Any]:
-    middle, high = operand.values.log2_quantiles(0.5, 0.999)
-    bad = operand.values.nonfinite_count  # of sampled elements
-    return {
-        "rows": operand.rows_seen,
-        "amax": operand.amax,
-        "amax_drift_log2": operand.amax_drift_log2,
-        "p50_log2": middle,
-        "p99.9_log2": high,
-        "row_spread_log2": operand.row_sizes.spread_log2(),
-        "column_spread_log2": spread_of(operand.column_sizes),
-        "zero_row_share": operand.row_sizes.zero_share,
-        "nonfinite_rows": operand.row_sizes.nonfinite_count,
-        "nonfinite_share": bad / max(bad + operand.values.count, 1),
-    }
 
 
 def replay(

@@ -271,8 +271,7 @@ class Probe:
         words = "; ".join(f"{n}: {why}" for n, why in unseen.items() if n not in self._left)
         if words:
             warnings.warn(f"no verdict on what was not seen: {words}", stacklevel=2)
-        steps = max(recorder.steps for recorder in self._recorders.values())
-        return ProbeReport.of(sites, steps=ranks.total(steps), unseen=unseen, **options)
+        return ProbeReport.of(sites, unseen=unseen, **options)
 
     def loss_changes(
         self,
@@ -309,7 +308,7 @@ class Probe:
         found = files.load(path)
         self._sampler.buffer.settle()
         # Other keys than those that the earlier session gave to its rows.
-        self._sampler.reseed(sum(site.input.steps for site in found.values()))
+        self._sampler.reseed(sum(site.sizes.total() for site in found.values()))
         for name, statistics in found.items():
             recorder = self._recorders.get(name)
             if recorder is not None:

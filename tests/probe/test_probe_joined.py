@@ -101,7 +101,7 @@ def test_fused_layers_are_sampled_like_one_layer(backend: str) -> None:
     fused, plain = found[0][SITE], found[1][SITE]
     assert (fused.n, fused.k, fused.has_bias) == (plain.n, plain.k, True)
     assert fused.sizes == plain.sizes == {2 * M: 2}
-    assert fused.grad_output.rows_seen == 4 * M and fused.snapshots == 2
+    assert fused.grad_output.rows_seen == 4 * M
     ours, theirs = dict(fused.tensors()), dict(plain.tensors())
     assert ours.keys() == theirs.keys() and "snapshot" in ours
     assert fused.cancellation == 0 < plain.cancellation
