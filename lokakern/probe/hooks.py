@@ -318,15 +318,8 @@ class Hook:
         return Hook, ()
 
 
-def hook_of(
-    recorder: Recorder,
-    seen: Callable[[Recorder, Tensor], None],
-    seen_gradient: Callable[[], None],
-) -> Hook:
-    """A forward hook that shows a module's calls to a recorder.
-
-    In eager code `seen` is given outputs, and `seen_gradient` is called when their gradient comes.
-    """
+def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hook:
+    """A forward hook that shows a module's calls to a recorder; in eager code `seen`, too."""
     sampler, number = recorder.sampler, recorder.number
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
 
@@ -373,12 +366,7 @@ def hook_of(
             if sample is not None:
                 seen(recorder, y)
         if sample is not None and has_gradient:
-
-            def take(gradient: Tensor) -> None:
-                seen_gradient()
-                recorder.backward(sample, gradient)
-
-            y.register_hook(take)  # type: ignore[no-untyped-call]
+            y.register_hook(functools.partial(recorder.backward, sample))  # type: ignore[no-untyped-call]
         return None
 
     return Hook(hook)

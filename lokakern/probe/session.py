@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lokakern.errors import ShapeError, UnknownNameError, UnsupportedError
+from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.module_scan import (
     INNER,
@@ -37,7 +37,7 @@ from lokakern.probe.hooks import (
     is_plain,
 )
 from lokakern.probe.statistics import SiteStatistics
-from lokakern.probe.unhooked_products import BETWEEN, products_elsewhere, roots_under_way
+from lokakern.probe.unhooked_products import products_elsewhere
 from lokakern.probe.verdicts import BUDGET
 from lokakern.sampled_check import Watch, rows_of, watch_of_site
 from lokakern.types import Granularity
@@ -158,7 +158,6 @@ class Probe:
         self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
         self._elsewhere: dict[str, str] | None = None
-        self._why_unread = ""
 
     def __enter__(self) -> Probe:
         self.start()
@@ -182,8 +181,7 @@ class Probe:
         _guard_hooks(self, True)
         for name, module in self._modules.items():
             seen = functools.partial(self._site_called, module)
-            read_graph = functools.partial(self._read_graph, roots_under_way)
-            hook = hook_of(self._recorders[name], seen, read_graph)
+            hook = hook_of(self._recorders[name], seen)
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
@@ -243,19 +241,13 @@ class Probe:
         """Sites without statistics, and products outside of sites, by name, and why.
 
         Products, by parameters and of activations, are those of the first sampled call of the model
-        that has gradients and is not compiled, or, where its methods are called instead, of the
-        first backward pass.
+        that has gradients and is not compiled; calls of its methods tell nothing.
         """
         found = {name: why for name, (_, why) in self._left.items()}
         for name, recorder in self._recorders.items():
             if recorder.statistics is None:
                 lacks = "" if recorder.k else "its weight is not initialized, and "
                 found[name] = recorder.unseen or f"{lacks}it was not called in a sampled step"
-        if self._elsewhere is None and self._why_unread:
-            found[BETWEEN] = (
-                f"not known, because {self._why_unread}; call the model itself, and not a "
-                "method of it, in a sampled step"
-            )
         return found | (self._elsewhere or {})
 
     def report(self, **options: Any) -> ProbeReport:
@@ -383,22 +375,13 @@ class Probe:
                 recorder.statistics.norm = recorder.norm
 
     def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._read_graph(lambda _names: output)
-
-    def _read_graph(self, roots_of: Callable[[dict[int, str]], Any]) -> None:
-        if self._elsewhere is not None or not self._sampler.on:
+        is_known = self._elsewhere is not None or not self._sampler.on
+        if is_known or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
-        try:
-            roots = roots_of(names)
-        except UnsupportedError as error:
-            self._why_unread = str(error)
-            return
-        if not (isinstance(roots, list) and not roots):
-            modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
-            of_sites = {id(p) for module in modules for p in module.parameters()}
-            self._elsewhere = products_elsewhere(roots, names, of_sites)
+        modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
+        of_sites = {id(p) for module in modules for p in module.parameters()}
+        self._elsewhere = products_elsewhere(output, names, of_sites)
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None
