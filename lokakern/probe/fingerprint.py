@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from lokakern.probe.statistics import (
     OperandStatistics,
@@ -43,23 +44,25 @@ Fingerprint = Mapping[str, float]
 def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     """Of inputs or gradients; octaves, but for shares."""
     rows = operand.kept()[0].double()
-    sizes = rows.abs().flatten()
-    nonzero = sizes[sizes > 0].sort().values
-    crest, ratio = 0.0, 0.0
-    if len(nonzero):
-        middle, top = (nonzero[round(share * (len(nonzero) - 1))] for share in (0.5, 0.999))
-        variance, mean = torch.var_mean(rows, dim=0, correction=0)
-        crest, total = math.log2(top / middle), float(mean.square().sum())
-        spread = float(variance.sum())
-        ratio = total / spread if spread > LEAST_VARIANCE * total else 0.0
+    row_sizes, elements = rows.abs().amax(dim=1), rows.abs().flatten()
+    variance, mean = torch.var_mean(rows, dim=0, correction=0) if len(rows) else (rows, rows)
+    square, spread = float(mean.square().sum()), float(variance.sum())
+    ratio = square / spread if spread > LEAST_VARIANCE * square else 0.0
     return {
-        "row_spread": operand.row_sizes.spread_log2(),
+        "row_spread": _octaves(row_sizes, 0.01, 0.99),
         "column_spread": spread_of(operand.column_sizes),
-        "crest": crest,
+        "crest": _octaves(elements, 0.5, 0.999),
         "mean": 0.5 * math.log2(1.0 + ratio),
-        "zeros": 1.0 - len(nonzero) / max(len(sizes), 1),
-        "zero_rows": operand.row_sizes.zero_share,
+        "zeros": float((elements == 0).sum()) / max(len(elements), 1),
+        "zero_rows": float((row_sizes == 0).sum()) / max(len(rows), 1),
     }
+
+
+def _octaves(sizes: Tensor, low: float, high: float) -> float:
+    """Octaves between two quantiles of nonzero sizes ``[count]``; 0 of none."""
+    ordered = sizes[sizes > 0].sort().values
+    first, last = (round(share * (len(ordered) - 1)) for share in (low, high))
+    return math.log2(ordered[last] / ordered[first]) if len(ordered) else 0.0
 
 
 def _cancelled(site: SiteStatistics, gemm: str) -> float:

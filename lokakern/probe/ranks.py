@@ -21,12 +21,6 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def _gathered(value: Any, group: Any = None) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
-
-
 def merged(
     sites: Mapping[str, SiteStatistics],
     empty: Mapping[str, Callable[[torch.device], SiteStatistics]],
@@ -48,7 +42,9 @@ def merged(
     copies = {name: made(torch.device("cpu")) for name, made in empty.items()}
     for name, site in sites.items():
         copies[name].merge(site)
-    notes = _gathered({name: (site.sizes, site.norm) for name, site in copies.items()}, group)
+    notes: list[Any] = [None] * dist.get_world_size(group)
+    own = {name: (site.sizes, site.norm) for name, site in copies.items()}
+    dist.all_gather_object(notes, own, group)
     # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
     mine = slice(dist.get_rank(group), None, len(notes))
     for name, site in copies.items():
@@ -56,8 +52,8 @@ def merged(
         site.norm = next((note[name][1] for note in notes if note[name][1]), "")
         for operand in (site.input, site.grad_output):
             for x in (operand.rows, operand.keys):
-                own = x[: len(x[mine])].clone()
-                x.zero_()[mine] = own
+                kept = x[: len(x[mine])].clone()
+                x.zero_()[mine] = kept
     for kinds, how in (
         ((*SUMMED, "rows", "keys"), dist.ReduceOp.SUM),
         (LARGEST, dist.ReduceOp.MAX),

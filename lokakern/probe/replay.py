@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
-from lokakern.errors import ShapeError
 from lokakern.measure.accuracy import SEEDS, Cell, cells_for, measure_cells
 from lokakern.measure.time_problem import torch_device
 from lokakern.probe.fingerprint import fingerprint_of, nearest
@@ -143,10 +142,9 @@ class LearnedSite:
             weight,
         )  # fmt: skip
 
-    def _rows(self, part: str, rows: int, columns: int, _seed: int) -> Tensor:
+    def _rows(self, part: str, rows: int, _columns: int, _seed: int) -> Tensor:
         """Each of the sample as often as the others, in steps of 128 rows, as kernels want them."""
         sample = self._samples[part][0].double()
-        self._check(columns, sample.shape[1])
         rows = min(rows, -(-len(sample) // GROUP) * GROUP)
         found = sample[torch.arange(rows) % len(sample)]
         sizes = found.abs().amax(dim=1)
@@ -155,10 +153,9 @@ class LearnedSite:
             found[-1] = found[place] * (most / sizes[place])
         return found
 
-    def _weight(self, which: int, rows: int, columns: int, _seed: int) -> Tensor:
+    def _weight(self, which: int, rows: int, _columns: int, _seed: int) -> Tensor:
         weight = self._weights[which]
         assert weight is not None  # or its GEMM is not in `gemms`
-        self._check(columns, weight.shape[1])
         return weight[places_of(rows, len(weight))].double()
 
     def _paired(self, which: int, samples: int, columns: int, seed: int) -> Tensor:
@@ -185,12 +182,6 @@ class LearnedSite:
             signs = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)) < 0.5
             found[which] = torch.where(signs, sizes, -sizes)
         return found[:, places_of(columns, sample.shape[1])]
-
-    def _check(self, asked: int, known: int) -> None:
-        if asked != known:
-            raise ShapeError(
-                f"site {self.name!r} has operands of {known} columns; {asked} were asked for"
-            )
 
 
 def replay(

@@ -94,9 +94,6 @@ class SiteReport(tuple[str, ...]):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.name, self._judged
 
-    def __repr__(self) -> str:
-        return f"SiteReport({self.name!r}, {', '.join(self)})"
-
 
 class ProbeReport:
     """Verdicts on the sites of a model.

@@ -57,10 +57,6 @@ class Magnitudes:
     def nonfinite_count(self) -> int:
         return int(self.counts[FINITE:].sum())
 
-    @property
-    def zero_share(self) -> float:
-        return float(self.counts[0]) / max(self.count, 1)
-
     def share_beyond(self, low: float, high: float) -> float:
         """Share of finite numbers that are not 0 and lie outside of a range; 0 if empty."""
         ends = torch.tensor([low, high], dtype=torch.float64)
@@ -68,23 +64,6 @@ class Magnitudes:
         first, last = ends.tolist()
         inside = self.counts[max(first, 1) : last + 1].sum()
         return float(self.counts[1:FINITE].sum() - inside) / max(self.count, 1)
-
-    def log2_quantiles(self, *shares: float) -> list[float]:
-        """log2 of quantiles of finite nonzero numbers, right to 1/16; NaN if there are none."""
-        sums = self.counts[1:FINITE].cpu().cumsum(0)
-        total = float(sums[-1])
-        if total == 0:
-            return [math.nan] * len(shares)
-        ranks = torch.tensor(shares, dtype=torch.float64) * total
-        places = torch.searchsorted(sums, ranks.clamp(0.5, total)) + 1
-        # The bin after the last finite one begins at infinity, which stands for 2^128.
-        edges = (torch.stack((places, places + 1)) << SHIFT).int().view(torch.float32).double()
-        return list(edges.log2().clamp_max(128.0).mean(dim=0).tolist())
-
-    def spread_log2(self) -> float:
-        """Octaves between the 1st and the 99th percentile; 0 if empty."""
-        first, last = self.log2_quantiles(0.01, 0.99)
-        return 0.0 if math.isnan(first) else last - first
 
 
 def add_magnitudes(many: Sequence[Magnitudes], x: Tensor) -> None:

@@ -6,19 +6,18 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from lokakern.errors import ShapeError
+from lokakern.probe.fingerprint import fingerprint_of
 from lokakern.probe.statistics import (
     DISTINCT_SIZES,
+    FINITE,
     Magnitudes,
     OperandStatistics,
     SiteStatistics,
     add_magnitudes,
     capacity_of,
-    spread_of,
 )
 
 CPU = torch.device("cpu")
@@ -51,25 +50,11 @@ def test_nonfinite_rows_are_counted_and_left_out() -> None:
     assert len(found.kept()[0]) == 50
 
 
-@settings(max_examples=50, deadline=None)
-@given(log_sigma=st.floats(0, 12), shift=st.floats(-60, 60), share=st.floats(0.02, 0.98))
-def test_quantiles_are_accurate_to_a_sixteenth_of_an_octave(
-    log_sigma: float, shift: float, share: float
-) -> None:
-    logs = normal(1000) * log_sigma + shift
-    found = Magnitudes(CPU)
-    add_magnitudes([found], torch.exp2(logs)[None])
-    exact = float(logs.sort().values[math.ceil(share * 1000) - 1])
-    assert abs(found.log2_quantiles(share)[0] - exact) <= 1 / 16 + 1e-9
-
-
 def test_magnitudes_count_zeros_and_extremes() -> None:
     found = Magnitudes(CPU)
     add_magnitudes([found], torch.tensor([[0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]]))
-    assert (found.count, found.nonfinite_count, found.zero_share) == (4, 2, 0.5)
-    low, high = found.log2_quantiles(0.0, 1.0)
-    assert low == pytest.approx(-129, abs=0.6) and high == pytest.approx(128, abs=0.1)
-    assert math.isnan(Magnitudes(CPU).log2_quantiles(0.5)[0])
+    assert (found.count, found.nonfinite_count) == (4, 2)
+    assert found.counts[0] == 2 and found.counts[FINITE - 1] == 1
 
 
 def test_share_beyond_a_range_leaves_out_zeros() -> None:
@@ -82,18 +67,25 @@ def test_share_beyond_a_range_leaves_out_zeros() -> None:
 
 def test_spreads_of_rows_and_columns_are_measured() -> None:
     rows = torch.exp2(torch.linspace(0, 20, 401, dtype=torch.float64))[:, None]
-    found = statistics_of(rows * torch.ones(401, 30))
-    assert found.row_sizes.spread_log2() == pytest.approx(20 * 0.98, abs=0.3)
-    assert spread_of(found.column_sizes) == 0.0
-    found = statistics_of((rows * torch.ones(401, 30)).t())
-    assert spread_of(found.column_sizes) == pytest.approx(20)
-    assert found.row_sizes.spread_log2() < 0.2
+    x = rows * torch.ones(401, 30)
+    site = SiteStatistics(401, 30, CPU)
+    site.input, site.grad_output = statistics_of(x), statistics_of(x.t())
+    found = fingerprint_of(site, "output")
+    assert found["row_spread"] == pytest.approx(20 * 0.98, abs=0.1)
+    assert found["column_spread"] == 0.0 and found["crest"] == pytest.approx(10, abs=0.1)
+    found = fingerprint_of(site, "grad_input")
+    assert found["column_spread"] == pytest.approx(20) and found["row_spread"] == 0.0
 
 
-def test_zero_rows_are_counted() -> None:
+def test_zeros_and_zero_rows_are_counted() -> None:
     x = normal(40, 5)
     x[::4] = 0.0
-    assert statistics_of(x).row_sizes.zero_share == 0.25
+    x[1, :3] = 0.0
+    site = SiteStatistics(3, 5, CPU)
+    assert fingerprint_of(site, "output")["crest"] == 0.0  # of no rows
+    site.input = statistics_of(x)
+    found = fingerprint_of(site, "output")
+    assert (found["zero_rows"], found["zeros"]) == (0.25, 53 / 200)
 
 
 def test_kept_rows_are_a_uniform_sample(monkeypatch: pytest.MonkeyPatch) -> None:
