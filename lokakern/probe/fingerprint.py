@@ -19,7 +19,6 @@ from lokakern.probe.statistics import (
     OperandStatistics,
     SiteStatistics,
     cancellation_of,
-    spread_of,
     terms_of,
 )
 from lokakern.progress import tell
@@ -50,7 +49,7 @@ def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     ratio = square / spread if spread > LEAST_VARIANCE * square else 0.0
     return {
         "row_spread": _octaves(row_sizes, 0.01, 0.99),
-        "column_spread": spread_of(operand.column_sizes),
+        "column_spread": _octaves(operand.column_sizes),
         "crest": _octaves(elements, 0.5, 0.999),
         "mean": 0.5 * math.log2(1.0 + ratio),
         "zeros": float((elements == 0).sum()) / max(len(elements), 1),
@@ -58,7 +57,7 @@ def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     }
 
 
-def _octaves(sizes: Tensor, low: float, high: float) -> float:
+def _octaves(sizes: Tensor, low: float = 0.0, high: float = 1.0) -> float:
     """Octaves between two quantiles of nonzero sizes ``[count]``; 0 of none."""
     ordered = sizes[sizes > 0].sort().values
     first, last = (round(share * (len(ordered) - 1)) for share in (low, high))
@@ -90,8 +89,8 @@ def fingerprint_of(site: SiteStatistics, gemm: str) -> dict[str, float]:
         return {name: max(value, other.get(name, value)) for name, value in found.items()}
     if site.snapshot is not None:
         wide = site.snapshot.detach().double().cpu().abs()
-        found["weight_rows"] = spread_of(wide.amax(dim=1))
-        found["weight_columns"] = spread_of(wide.amax(dim=0))
+        found["weight_rows"] = _octaves(wide.amax(dim=1))
+        found["weight_columns"] = _octaves(wide.amax(dim=0))
     if gemm == "output":
         found["output_mean"] = math.log2(1.0 + site.mean_ratio)
     return found

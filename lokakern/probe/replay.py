@@ -110,7 +110,7 @@ class LearnedSite:
         if gemm == "grad_weight" or not len(sizes):
             return 0.0
         operand: OperandStatistics = getattr(self.statistics, part)
-        return operand.row_sizes.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
+        return operand.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
 
     def lost(self, gemm: str) -> float:
         """How much more of a weight's gradient cancels in batches than in the sample, 1 or more.

@@ -42,46 +42,6 @@ LARGEST = ("column_sizes", "largest")
 Update = Callable[..., None]
 
 
-class Magnitudes:
-    """Histogram of the magnitudes of numbers, ``counts`` ``[BINS]``; those below 2^-130 are 0."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
-
-    @property
-    def count(self) -> int:
-        """Number of finite numbers, zeros included."""
-        return int(self.counts[:FINITE].sum())
-
-    @property
-    def nonfinite_count(self) -> int:
-        return int(self.counts[FINITE:].sum())
-
-    def share_beyond(self, low: float, high: float) -> float:
-        """Share of finite numbers that are not 0 and lie outside of a range; 0 if empty."""
-        ends = torch.tensor([low, high], dtype=torch.float64)
-        ends = ends.clamp_max(torch.finfo(torch.float32).max).float().view(torch.int32) >> SHIFT
-        first, last = ends.tolist()
-        inside = self.counts[max(first, 1) : last + 1].sum()
-        return float(self.counts[1:FINITE].sum() - inside) / max(self.count, 1)
-
-
-def add_magnitudes(many: Sequence[Magnitudes], x: Tensor) -> None:
-    """Add ``x[i]`` to the i-th histogram; ``[count, numbers]``, any float dtype."""
-    places = (x.detach().float().abs().view(torch.int32) >> SHIFT).long()
-    places += BINS * torch.arange(len(many), device=x.device)[:, None]
-    one = torch.ones((), dtype=torch.float64, device=x.device)
-    counts = torch.zeros(len(many) * BINS, dtype=torch.float64, device=x.device)
-    counts.scatter_add_(0, places.flatten(), one.expand(places.numel()))
-    torch._foreach_add_([m.counts for m in many], list(counts.view(-1, BINS)))
-
-
-def spread_of(sizes: Tensor) -> float:
-    """Octaves between the smallest and the largest of nonzero sizes ``[count]``; 0 of none."""
-    octaves = sizes[sizes > 0].double().log2().cpu()
-    return float(octaves.max() - octaves.min()) if len(octaves) else 0.0
-
-
 def capacity_of(columns: int) -> int:
     """Rows of a sample."""
     return max(FEWEST_ROWS, min(ROWS, ELEMENTS // max(columns, 1)))
@@ -91,8 +51,8 @@ class OperandStatistics:
     """Statistics of an operand, inputs or outputs' gradients: matrices ``[rows, columns]``."""
 
     def __init__(self, columns: int, device: torch.device) -> None:
-        # Largest magnitudes of rows, of columns, and of all finite rows.
-        self.row_sizes = Magnitudes(device)
+        # Largest magnitudes of rows (a histogram; below 2^-130 is 0), of columns, of finite rows.
+        self.row_sizes = torch.zeros(BINS, dtype=torch.float64, device=device)
         self.column_sizes = torch.zeros(columns, device=device)
         self.largest = torch.zeros(1, device=device)
         # A uniform sample by ascending key, infinite where there is no row.
@@ -115,8 +75,7 @@ class OperandStatistics:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by name."""
-        yield "row_sizes", self.row_sizes.counts
-        for name in (*LARGEST, "rows", "keys"):
+        for name in ("row_sizes", *LARGEST, "rows", "keys"):
             yield name, getattr(self, name)
 
     def kept(self) -> tuple[Tensor, Tensor]:
@@ -127,7 +86,19 @@ class OperandStatistics:
 
     @property
     def rows_seen(self) -> int:
-        return self.row_sizes.count + self.row_sizes.nonfinite_count
+        return int(self.row_sizes.sum())
+
+    @property
+    def nonfinite_rows(self) -> int:
+        return int(self.row_sizes[FINITE:].sum())
+
+    def share_beyond(self, low: float, high: float) -> float:
+        """Share of finite rows that are not 0 and whose sizes lie outside of a range."""
+        ends = torch.tensor([low, high], dtype=torch.float64)
+        ends = ends.clamp_max(torch.finfo(torch.float32).max).float().view(torch.int32) >> SHIFT
+        first, last = ends.tolist()
+        outside = self.row_sizes[1:FINITE].sum() - self.row_sizes[max(first, 1) : last + 1].sum()
+        return float(outside) / max(self.rows_seen - self.nonfinite_rows, 1)
 
     @property
     def amax(self) -> float:
@@ -149,7 +120,10 @@ def add_rows(
     keys: Tensor,
 ) -> None:
     """Take in a matrix of each operand: sizes, some rows, and their random keys, 0..1."""
-    add_magnitudes([one.row_sizes for one in operands], row_sizes)
+    places = (row_sizes.float().abs().view(torch.int32) >> SHIFT).long()
+    counts = torch.zeros((len(operands), BINS), dtype=torch.float64, device=places.device)
+    counts.scatter_add_(1, places, counts.new_ones(()).expand_as(places))
+    torch._foreach_add_([one.row_sizes for one in operands], list(counts))
     columns = column_sizes.float().nan_to_num(nan=0.0, posinf=0.0)
     torch._foreach_maximum_([one.column_sizes for one in operands], list(columns))
     largest = row_sizes.float().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1, keepdim=True)

@@ -233,8 +233,8 @@ def _notes(
         if least > allowed:
             yield f"bfloat16 itself has a {limit} of {least:.4g} > {allowed:g}"
     operand = statistics.input if gemm == "output" else statistics.grad_output
-    if operand.row_sizes.nonfinite_count:
-        yield f"{operand.row_sizes.nonfinite_count} of {operand.rows_seen} rows were not finite"
+    if operand.nonfinite_rows:
+        yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
     if norm == "layer" and statistics.mean_ratio > 8:
         yield f"LayerNorm subtracts means of {statistics.mean_ratio:.0f} deviations"
 

@@ -92,7 +92,7 @@ def test_updates_made_together_equal_updates_made_alone() -> None:
     for one, other in zip(together, alone, strict=True):
         for (name, x), (_, exact) in zip(one.tensors(), other.tensors(), strict=True):
             assert torch.allclose(x, exact, rtol=1e-12), name
-        assert one.row_sizes.nonfinite_count == 1
+        assert one.nonfinite_rows == 1
 
 
 def test_updates_of_all_forms_and_of_several_calls_are_made() -> None:
@@ -431,8 +431,8 @@ def test_zeros_and_nonfinite_values_are_handled() -> None:
         for x in (torch.zeros(9, 4), torch.full((9, 4), torch.nan), torch.randn(9, 4) * 1e30):
             model(x).square().sum().backward()
     (site,) = probe.sites().values()
-    assert site.input.rows_seen == 27 and site.input.row_sizes.nonfinite_count == 9
-    assert site.grad_output.row_sizes.nonfinite_count >= 9
+    assert site.input.rows_seen == 27 and site.input.nonfinite_rows == 9
+    assert site.grad_output.nonfinite_rows >= 9
     assert all(torch.isfinite(x).all() for name, x in site.tensors() if not name.endswith("keys"))
     (verdict,) = (v for v in probe.report(seeds=(0,)) if v.gemm == "output")
     assert "9 of 27 rows were not finite" in verdict.notes

@@ -57,7 +57,7 @@ def test_sampled_steps_do_not_synchronize_and_have_exact_statistics(compiles: bo
         true, kept = exact.double().square().mean(dim=1), operand.rows.double().square().mean(dim=1)
         apart = (kept[:, None] - true).abs().amin(dim=1)  # each kept row is one of them
         assert (apart <= 1e-3 * kept).all()
-        assert operand.rows_seen == len(exact) and operand.row_sizes.nonfinite_count == 0
+        assert operand.rows_seen == len(exact) and operand.nonfinite_rows == 0
         assert torch.allclose(operand.column_sizes, exact.abs().amax(dim=0), rtol=1e-4)
     assert torch.equal(site.input.keys, site.grad_output.keys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from lokakern.probe import replay as replays
 from lokakern.probe.problems import Replayed, block_norm, problem_of
 from lokakern.probe.replay import LearnedSite, compile_ahead
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.statistics import GEMMS, SiteStatistics, add_magnitudes
+from lokakern.probe.statistics import GEMMS, SiteStatistics
 from lokakern.probe.verdicts import verdicts_of
 from lokakern.problems import sums_over_samples
 from lokakern.registry.register import KERNELS, load_kernels, register
@@ -125,8 +126,10 @@ def test_rows_unlike_the_sample_count_as_errors_of_one() -> None:
     x = torch.randn(1000, K)
     site = site_of(x, torch.randn(N, K))
     assert LearnedSite("a", site).unlike("output") == 0.0
-    add_magnitudes([site.input.row_sizes], torch.full((1, 10), 1e-6))
-    add_magnitudes([site.input.row_sizes], torch.zeros(1, 500))  # of these it is known
+    unsampled = torch.full((510,), math.inf, dtype=torch.float64)
+    x = torch.zeros(510, K)  # of zeros it is known
+    x[:10] = 1e-6
+    site.input.add(x, x, unsampled)
     unlike = LearnedSite("a", site).unlike("output")
     assert unlike == pytest.approx(10 / 1510)
     row = of(replay("a", site), "output", ROW)

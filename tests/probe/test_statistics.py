@@ -13,10 +13,8 @@ from lokakern.probe.fingerprint import fingerprint_of
 from lokakern.probe.statistics import (
     DISTINCT_SIZES,
     FINITE,
-    Magnitudes,
     OperandStatistics,
     SiteStatistics,
-    add_magnitudes,
     capacity_of,
 )
 
@@ -44,22 +42,24 @@ def test_nonfinite_rows_are_counted_and_left_out() -> None:
     spoiled = torch.cat((x, x[:3]))
     spoiled[50, 1], spoiled[51, 2], spoiled[52] = math.nan, math.inf, math.nan
     clean, found = statistics_of(x), statistics_of(spoiled)
-    assert found.row_sizes.nonfinite_count == 3
+    assert found.nonfinite_rows == 3
     assert found.amax == clean.amax
     assert torch.isfinite(found.kept()[0]).all()
     assert len(found.kept()[0]) == 50
 
 
-def test_magnitudes_count_zeros_and_extremes() -> None:
-    found = Magnitudes(CPU)
-    add_magnitudes([found], torch.tensor([[0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]]))
-    assert (found.count, found.nonfinite_count) == (4, 2)
-    assert found.counts[0] == 2 and found.counts[FINITE - 1] == 1
+def sized(*sizes: float) -> OperandStatistics:
+    return statistics_of(torch.tensor(sizes)[:, None])
+
+
+def test_sizes_of_rows_count_zeros_and_extremes() -> None:
+    found = sized(0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf)
+    assert (found.rows_seen, found.nonfinite_rows) == (6, 2)
+    assert found.row_sizes[0] == 2 and found.row_sizes[FINITE - 1] == 1
 
 
 def test_share_beyond_a_range_leaves_out_zeros() -> None:
-    found = Magnitudes(CPU)
-    add_magnitudes([found], torch.tensor([[0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf]]))
+    found = sized(0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf)
     assert found.share_beyond(0.4, 4.0) == pytest.approx(2 / 6)
     assert found.share_beyond(0.0, math.inf) == 0.0
     assert found.share_beyond(0.4, 1e300) == pytest.approx(1 / 6)
