@@ -44,20 +44,19 @@ _DTYPE_WORDS = "float16, bfloat16, float32, float64"
 
 
 class Sampler:
-    """Whether operands (``on``) and weights of the present step are sampled, and which rows."""
+    """Whether the present step is sampled (``on``), and which rows."""
 
     def __init__(self, seed: int) -> None:
-        self.on = self.weights = False
-        self.step, self.buffer = 0, StepBuffer()
+        self.on, self.step, self.buffer = False, 0, StepBuffer()
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
         self._samples: dict[tuple[torch.device, int], Sample] = {}
         self._seed = seed
 
-    def turn(self, on: bool, weights: bool) -> None:
+    def turn(self, on: bool) -> None:
         """Begin the next step."""
-        self.on, self.weights = on, weights
+        self.on = on
         self._share = self._random.random()
         self._samples.clear()
         self.step += 1
@@ -174,7 +173,7 @@ class Recorder:
             if has_gradient:
                 self._inputs[sample] = rows, count
             if self._calls == 1:
-                if weight is not None and self.sampler.weights:
+                if weight is not None:
                     self.take_weight(weight)
                 if self.check is not None:
                     self.check(x, weight, y)
@@ -353,8 +352,7 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hoo
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
         # A parametrized one is made when it is asked for, and with buffers not in a graph.
-        is_due = not has_buffers(module) if is_compiling else sampler.weights or recorder.check
-        weight: Any = weight_of(module) if is_due else None
+        weight: Any = None if is_compiling and has_buffers(module) else weight_of(module)
         weight = weight if is_plain(weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:

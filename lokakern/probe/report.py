@@ -322,7 +322,6 @@ def page_of(content: Mapping[str, Any]) -> str:
     counts = Counter(v["safety"] for v in verdicts)
     return rendered(
         Path(__file__).with_name("page.html"),
-        {"number": _number},
         report=content,
         verdicts=verdicts,
         counts=[(safety, counts[safety]) for safety in SAFETIES],
@@ -342,9 +341,3 @@ def _numbers(verdict: Mapping[str, Any]) -> dict[str, float | None]:
         "us": best["latency_us"] if best else None,
         "bf16_us": verdict["bf16_us"],
     }
-
-
-def _number(value: float | None) -> str:
-    if value is None or isinstance(value, int):
-        return "-" if value is None else str(value)
-    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.3g}"

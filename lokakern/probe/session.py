@@ -82,7 +82,6 @@ class Probe:
             each that `mods.FuseShared` made of several, under the name that it has then. A module
             with a two-dimensional ``weight`` ``[n, k]`` that maps ``[..., k]`` to ``[..., n]`` may
             be one. A layer of `mods.MixTokens` is none, nor is a part of another layer.
-        weights_every: Steps from one snapshot of the weights to the next, each at a sampled step.
         norms: By name of a site, the normalization of its output (`lokakern.norm.norm_named`). Of
             others it is found where a norm's module is given what the site's module returned, or
             comes next in an `nn.Sequential`.
@@ -104,17 +103,13 @@ class Probe:
         every: int = 100,
         *,
         filter: ModuleFilter | None = None,
-        weights_every: int = 10_000,
         norms: Mapping[str, str] | None = None,
         seed: int = 0,
         check: str | None = None,
     ) -> None:
-        if every < 1 or weights_every < 1:
-            raise ShapeError(
-                f"Probe: every is {every!r} and weights_every {weights_every!r}; expected at least "
-                "1 step"
-            )
-        self.model, self.every, self.weights_every = model, every, weights_every
+        if every < 1:
+            raise ShapeError(f"Probe: every is {every!r}; expected at least 1 step")
+        self.model, self.every = model, every
         self._sampler = Sampler(seed + 1_000_003 * ranks.rank())
         inner = inner_layers(model)
         self._modules: dict[str, nn.Module] = {}
@@ -152,7 +147,7 @@ class Probe:
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
         self._first: list[Any] = []  # the hook of the site that methods of the model call first
-        self._steps = self._samples = 0
+        self._steps = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
         self._parameters: set[int] = set()
@@ -203,7 +198,7 @@ class Probe:
         for handles in (self._handles, self._weight_handles, self._first):
             _removed(handles)
         self._outputs.clear()
-        self._sampler.turn(False, False)
+        self._sampler.turn(False)
         _guard_hooks(self, False)
 
     def step(self) -> None:
@@ -327,9 +322,7 @@ class Probe:
         """Begin a step."""
         self._sampler.buffer.take_in(steps=self.every)
         on = self._steps % self.every == 0
-        weights = on and self._samples % max(1, self.weights_every // self.every) == 0
-        self._samples += on
-        self._sampler.turn(on, weights)
+        self._sampler.turn(on)
         self._outputs.clear()
         _removed(self._weight_handles)
         for name, module in self._modules.items() if on else ():

@@ -189,7 +189,7 @@ def test_gradients_within_checkpoints_are_sampled_once(use_reentrant: bool, call
     layer = nn.Linear(6, 6)
     x = torch.randn(40, 6, requires_grad=True)
     with Probe(layer) as probe:
-        probe._sampler.turn(True, True)  # all calls are of one step
+        probe._sampler.turn(True)  # all calls are of one step
         probe._source = 2
         hidden = x
         for _ in range(calls):
@@ -263,12 +263,12 @@ def test_wrapped_tensors_and_replicas_are_reported_with_the_reason() -> None:
     assert "use DistributedDataParallel" in probe.unseen()[""]
 
 
-def test_parametrized_weights_are_computed_only_for_snapshots() -> None:
+def test_parametrized_weights_are_computed_in_sampled_steps_only() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     computed = []
     model.parametrizations.weight.register_forward_hook(lambda *_: computed.append(1))
     for watched in (False, True):
-        with Probe(model, every=1, weights_every=2) if watched else contextlib.nullcontext():
+        with Probe(model, every=2) if watched else contextlib.nullcontext():
             for _ in range(4):
                 model(torch.randn(5, 4)).sum().backward()
     assert len(computed) == 4 + 1 + 4 + 2  # one for its shape
@@ -287,7 +287,7 @@ def test_spectral_norm_is_read_without_a_change(compiles: bool) -> None:
         x = torch.randn(5, 4)
         if not watched:
             return [called(x) for _ in range(3)]
-        with Probe(model, every=1, weights_every=1) as probe:
+        with Probe(model, every=1) as probe:
             found = [called(x) for _ in range(3)]
         probe.report(seeds=(0,))
         snapshot = probe.sites()[""].snapshot
@@ -321,7 +321,7 @@ def test_lazy_layers_become_sites_at_their_first_call(compiles: bool, tmp_path: 
 
 
 def test_reports_use_the_current_weight() -> None:
-    """Snapshots are 10,000 steps apart, and of what an earlier session saw the model is another."""
+    """Not those of the last sampled step, nor of what an earlier session saw."""
     model = nn.Linear(8, 8)
     with Probe(model, every=1) as probe:
         model(torch.randn(100, 8)).sum().backward()

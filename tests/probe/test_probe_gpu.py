@@ -38,7 +38,7 @@ def test_sampled_steps_do_not_synchronize_and_have_exact_statistics(compiles: bo
             optimizer.zero_grad()
 
     batches = [inputs(step) for step in range(7)]
-    with Probe(model, every=2, weights_every=2) as probe:
+    with Probe(model, every=2) as probe:
         train(range(3))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -93,7 +93,7 @@ def test_fused_layers_are_sampled_like_one_layer(backend: str) -> None:
     """
     found = []
     for model in pair():
-        with Probe(model, every=2, weights_every=2) as probe:
+        with Probe(model, every=2) as probe:
             call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
             train(model, call)
         found.append(probe.sites())

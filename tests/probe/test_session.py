@@ -401,12 +401,12 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[SiteStatistics]:
     return kept
 
 
-def test_weight_snapshots_follow_weights_every(snapshots: list[SiteStatistics]) -> None:
+def test_weights_are_kept_at_each_sampled_step(snapshots: list[SiteStatistics]) -> None:
     model = model_of()
-    with Probe(model, every=2, weights_every=6) as probe:
+    with Probe(model, every=2) as probe:
         train(model, model, 13, rate=0.1)
     site = probe.sites()["0"]
-    assert snapshots.count(site) == 3
+    assert snapshots.count(site) == 7
     assert site.snapshot is not None and site.snapshot.shape == (HIDDEN, K)
 
 
@@ -546,11 +546,11 @@ def test_sampled_steps_do_not_synchronize(snapshots: list[SiteStatistics]) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(AssertionError, match="waits"), NoHost():
         float(torch.ones(1))
-    with Probe(model, every=1, weights_every=2) as probe, NoHost():
+    with Probe(model, every=1) as probe, NoHost():
         for step in range(3):
             model(inputs(step)).square().mean().backward()
             optimizer.step()
-    assert [snapshots.count(site) for site in probe.sites().values()] == [2, 2]
+    assert [snapshots.count(site) for site in probe.sites().values()] == [3, 3]
 
 
 def test_transformed_and_exported_models_are_unchanged() -> None:
