@@ -40,7 +40,6 @@ NO_CALL = -1
 MOST_CALLS = 16  # of one site that are sampled in a step: of many micro-batches, the first
 GOLDEN = (math.sqrt(5) - 1) / 2  # of which multiples, less their integers, are spread most evenly
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_DTYPE_WORDS = "float16, bfloat16, float32, float64"
 
 
 class Sampler:
@@ -151,8 +150,7 @@ class Recorder:
     ) -> Sample | None:
         """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
-        Returns:
-            What `backward` samples the gradient by; None where nothing was sampled.
+        `backward` samples the gradient by the result; None where nothing was sampled.
         """
         if self._step != self.sampler.step:
             self._step, self._calls, self._reruns = self.sampler.step, 0, 0
@@ -172,11 +170,10 @@ class Recorder:
             rows = self._take(statistics.input, x, sample)
             if has_gradient:
                 self._inputs[sample] = rows, count
-            if self._calls == 1:
-                if weight is not None:
-                    self.take_weight(weight)
-                if self.check is not None:
-                    self.check(x, weight, y)
+            if self._calls == 1 and weight is not None:
+                self.take_weight(weight)
+            if self._calls == 1 and self.check is not None:
+                self.check(x, weight, y)
         return sample
 
     def take_weight(self, weight: Tensor) -> None:
@@ -346,7 +343,10 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hoo
             or not (is_compiling or _is_at_hand(x))
         ):
             if not is_compiling:
-                recorder.unseen = f"its input or its output is no plain tensor of {_DTYPE_WORDS}"
+                recorder.unseen = (
+                    "its input or its output is no plain tensor of float16, bfloat16, float32 or "
+                    "float64"
+                )
             return None
         if getattr(module, "_is_replica", False):
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"

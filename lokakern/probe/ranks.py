@@ -28,12 +28,8 @@ def merged(
 ) -> dict[str, SiteStatistics]:
     """Statistics of all ranks of a group; on every rank the same, but for the newest weight.
 
-    By one gather of a few numbers and two reductions.
-
-    Args:
-        sites: Those of this rank, by name; some may be missing.
-        empty: Makes empty statistics of every site; of the same sites on every rank.
-        group: A process group; None: the default one.
+    By one gather of a few numbers and two reductions. `empty` makes empty statistics of every site,
+    the same sites on every rank, of which those of this rank, `sites`, may lack some.
     """
     if not _is_distributed() or dist.get_world_size(group) == 1:
         return dict(sites)

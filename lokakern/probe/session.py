@@ -220,10 +220,7 @@ class Probe:
         }
 
     def merged_sites(self, group: Any = None) -> dict[str, SiteStatistics]:
-        """`sites` over all ranks of a process group, each of which must call.
-
-        By one gather of a few numbers and two reductions.
-        """
+        """`sites` over all ranks of a process group, each of which must call."""
         empty = {name: r.empty_statistics for name, r in self._recorders.items() if r.k}
         return ranks.merged(self.sites(), empty, group)
 

@@ -275,11 +275,8 @@ def add_cancellations(
 ) -> None:
     """Take in how much of one site's weight gradient cancels in one backward pass.
 
-    Args:
-        counts: Rows of each call.
-        sites: One.
-        sizes: L2 norms of the rows of the gradient, ``[1, n]``.
-        pairs: Of each call some rows of the input and of the gradient, ``[1, sampled, ..]``.
+    Sizes are L2 norms of the rows of the gradient, ``[1, n]``; counts are rows of each call, and
+    pairs some rows of its input and of its gradient, ``[1, sampled, ..]``.
     """
     calls = zip(counts, pairs[::2], pairs[1::2], strict=True)
     terms = [count / len(x[0]) * terms_of(y[0], x[0]) for count, x, y in calls]

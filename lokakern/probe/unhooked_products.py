@@ -35,15 +35,10 @@ _LAYOUTS = frozenset(
 def products_elsewhere(
     output: Any, names: Mapping[int, str], sites: Collection[int]
 ) -> dict[str, str]:
-    """Products of a forward pass outside of sites, in words.
+    """Products of a forward pass outside of sites, in words, by parameter's name or `BETWEEN`.
 
-    Args:
-        output: Of the model, or made of that, in any structure; before a backward pass ends.
-        names: Of parameters, by id. Products with others are left out.
-        sites: Ids of parameters of sites.
-
-    Returns:
-        By name of the parameter, or `BETWEEN`; empty where autograd kept nothing.
+    Empty where autograd kept nothing. The output of the model may have any structure; names of
+    parameters and sites, which are parameters of layers, are given by their ids.
     """
     found: dict[str, list[int]] = {}
     known = 0  # multiply-adds of sites, and of what needs no gradient, which has no name
