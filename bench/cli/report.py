@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,7 +114,7 @@ def _of_probe(
             found.save_page(out)
         say(f"{out}: {len(found.verdicts)} GEMMs of {len(found.sites)} sites")
     elif how is OutputFormat.JSON:
-        print(json.dumps(found.content(), indent=2, allow_nan=False))
+        print(found.to_json())
     elif how is OutputFormat.CSV:
         print_rows(found.rows(), "csv")
     else:

@@ -34,6 +34,7 @@ from lokakern.nn.module_scan import (
     MIXING,
     ModuleFilter,
     inner_layers,
+    matrices_elsewhere,
     named_modules,
     shape_of,
 )
@@ -48,7 +49,6 @@ from lokakern.nn.static_handoff import (
 )
 from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.unhooked_products import matrices_elsewhere
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of, m_range_of
 from lokakern.selection.dispatcher import AnyDevice

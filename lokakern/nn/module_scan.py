@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd as _Convolution
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 INNER = "it is multiplied as a part of another layer"
 MIXING = "MixTokens makes it multiply across tokens, whose layout no FP8 kernel reads"
+# Modules of torch that multiply by a parameter of their own; others only hold parameters, look rows
+# up or scale by them.
+_MULTIPLYING = (
+    nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, _Convolution,
+    nn.ParameterList, nn.ParameterDict,
+)  # fmt: skip
+_HIDDEN = (nn.Bilinear, nn.RNNBase)  # whose nodes hold several products, or are the backend's
 # Parts of names from wrappers: torch.compile, FSDP1, checkpoints.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -74,3 +82,34 @@ def has_buffers(module: nn.Module) -> bool:
     """Whether the weight has a parametrization with buffers."""
     parametrized = getattr(getattr(module, "parametrizations", None), "weight", None)
     return parametrized is not None and any(True for _ in parametrized.buffers())
+
+
+def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, str]:
+    """Parameters that modules other than `nn.Linear` may multiply by.
+
+    Of torch's own modules only those count that do multiply by a parameter.
+
+    Args:
+        model: Any module.
+        is_seen: Whether a Probe report lists products of a forward pass: then only parameters that
+            autograd does not show there.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        is_known = type(module).__module__.startswith(("torch.", "lokakern."))
+        may_multiply = isinstance(module, _MULTIPLYING) or not is_known
+        is_hidden = isinstance(module, _HIDDEN)
+        if isinstance(module, nn.Linear) or not (is_hidden if is_seen else may_multiply):
+            continue
+        for key, p in module.named_parameters(recurse=False):
+            size = "a parameter that is not initialized"
+            if not isinstance(p, nn.UninitializedParameter):
+                is_kernel = isinstance(module, _Convolution)  # [outputs, inputs / groups, *window]
+                if p.dim() < 2 or min(p.flatten(1).shape if is_kernel else p.shape[-2:]) < 2:
+                    continue  # it is no factor of a product of matrices
+                size = str(list(p.shape))
+            found[f"{name}.{key}" if name else key] = (
+                f"a {type(module).__name__} holds {size}; products of an nn.Linear only are "
+                "converted"
+            )
+    return found

@@ -13,13 +13,12 @@ import math
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from lokakern.probe.statistics import (
     OperandStatistics,
     SiteStatistics,
-    add_outputs,
     cancellation_of,
-    spread_of,
     terms_of,
 )
 from lokakern.progress import tell
@@ -33,7 +32,6 @@ SEEDS = (0, 1, 2)
 SLACK = {"zeros": 0.1, "zero_rows": 0.05, "cancellation": math.log2(1.1)}
 OCTAVES_OF_SLACK = 1.0
 OCTAVES_MOVED = 0.5  # from which what cancels has moved
-MULTIPLIED_ROWS = 128  # of a sample, to see what cancels
 # By what a difference is divided before distances are taken.
 UNIT = {"zeros": 0.25, "zero_rows": 0.25}
 OCTAVES_A_UNIT = 4.0
@@ -44,19 +42,26 @@ Fingerprint = Mapping[str, float]
 
 def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     """Of inputs or gradients; octaves, but for shares."""
-    middle, top = operand.values.log2_quantiles(0.5, 0.999)
-    count = operand.count.clamp_min(1.0)
-    mean = float((operand.sums / count).square().sum())
-    variance = float((operand.squares / count).sum()) - mean
-    ratio = mean / variance if variance > LEAST_VARIANCE * mean else 0.0
+    rows = operand.kept()[0].double()
+    row_sizes, elements = rows.abs().amax(dim=1), rows.abs().flatten()
+    variance, mean = torch.var_mean(rows, dim=0, correction=0) if len(rows) else (rows, rows)
+    square, spread = float(mean.square().sum()), float(variance.sum())
+    ratio = square / spread if spread > LEAST_VARIANCE * square else 0.0
     return {
-        "row_spread": operand.row_sizes.spread_log2(),
-        "column_spread": spread_of(operand.column_sizes),
-        "crest": 0.0 if math.isnan(middle) else top - middle,
+        "row_spread": _octaves(row_sizes, 0.01, 0.99),
+        "column_spread": _octaves(operand.column_sizes),
+        "crest": _octaves(elements, 0.5, 0.999),
         "mean": 0.5 * math.log2(1.0 + ratio),
-        "zeros": operand.values.zero_share,
-        "zero_rows": operand.row_sizes.zero_share,
+        "zeros": float((elements == 0).sum()) / max(len(elements), 1),
+        "zero_rows": float((row_sizes == 0).sum()) / max(len(rows), 1),
     }
+
+
+def _octaves(sizes: Tensor, low: float = 0.0, high: float = 1.0) -> float:
+    """Octaves between two quantiles of nonzero sizes ``[count]``; 0 of none."""
+    ordered = sizes[sizes > 0].sort().values
+    first, last = (round(share * (len(ordered) - 1)) for share in (low, high))
+    return math.log2(ordered[last] / ordered[first]) if len(ordered) else 0.0
 
 
 def _cancelled(site: SiteStatistics, gemm: str) -> float:
@@ -66,13 +71,12 @@ def _cancelled(site: SiteStatistics, gemm: str) -> float:
     """
     ratio = site.cancellation
     if gemm != "grad_weight":
-        rows = (site.input if gemm == "output" else site.grad_output).kept()[0]
-        weight = site.snapshot if gemm == "output" else site.weight_t()
-        if weight is None or not len(rows):
+        operands = site.products(gemm)
+        if operands is None:
             return 0.0
-        x, w = rows[:MULTIPLIED_ROWS].double().t(), weight.double().cpu().t()
-        sizes = torch.linalg.vector_norm(x.t() @ w, dim=1)
-        ratio = float(cancellation_of(terms_of(x, w), sizes))
+        x, w = operands
+        sizes = torch.linalg.vector_norm(x @ w.t(), dim=1)
+        ratio = float(cancellation_of(terms_of(x.t(), w.t()), sizes))
     return 0.5 * math.log2(max(ratio, 1.0))
 
 
@@ -85,8 +89,8 @@ def fingerprint_of(site: SiteStatistics, gemm: str) -> dict[str, float]:
         return {name: max(value, other.get(name, value)) for name, value in found.items()}
     if site.snapshot is not None:
         wide = site.snapshot.detach().double().cpu().abs()
-        found["weight_rows"] = spread_of(wide.amax(dim=1))
-        found["weight_columns"] = spread_of(wide.amax(dim=0))
+        found["weight_rows"] = _octaves(wide.amax(dim=1))
+        found["weight_columns"] = _octaves(wide.amax(dim=0))
     if gemm == "output":
         found["output_mean"] = math.log2(1.0 + site.mean_ratio)
     return found
@@ -106,7 +110,6 @@ def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
             site = SiteStatistics(COLUMNS, COLUMNS, torch.device("cpu"))
             keys = torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
             site.input.add(x, x, keys)
-            add_outputs([site], (x @ w.t())[None])
             site.snapshot = w
             prints.append(fingerprint_of(site, "output"))
         found[name] = tuple(prints)

@@ -26,8 +26,9 @@ from lokakern.probe.statistics import (
     OperandStatistics,
     SiteStatistics,
     add_cancellations,
-    add_outputs,
+    add_rows,
     coprime_from,
+    sizes_of,
 )
 from lokakern.probe.step_buffer import StepBuffer
 
@@ -39,24 +40,22 @@ NO_CALL = -1
 MOST_CALLS = 16  # of one site that are sampled in a step: of many micro-batches, the first
 GOLDEN = (math.sqrt(5) - 1) / 2  # of which multiples, less their integers, are spread most evenly
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_DTYPE_WORDS = "float16, bfloat16, float32, float64"
 
 
 class Sampler:
-    """Whether operands (``on``) and weights of the present step are sampled, and which rows."""
+    """Whether the present step is sampled (``on``), and which rows."""
 
     def __init__(self, seed: int) -> None:
-        self.on = self.weights = False
-        self.step, self.buffer = 0, StepBuffer()
+        self.on, self.step, self.buffer = False, 0, StepBuffer()
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
         self._samples: dict[tuple[torch.device, int], Sample] = {}
         self._seed = seed
 
-    def turn(self, on: bool, weights: bool) -> None:
+    def turn(self, on: bool) -> None:
         """Begin the next step."""
-        self.on, self.weights = on, weights
+        self.on = on
         self._share = self._random.random()
         self._samples.clear()
         self.step += 1
@@ -151,8 +150,7 @@ class Recorder:
     ) -> Sample | None:
         """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
-        Returns:
-            What `backward` samples the gradient by; None where nothing was sampled.
+        `backward` samples the gradient by the result; None where nothing was sampled.
         """
         if self._step != self.sampler.step:
             self._step, self._calls, self._reruns = self.sampler.step, 0, 0
@@ -172,12 +170,10 @@ class Recorder:
             rows = self._take(statistics.input, x, sample)
             if has_gradient:
                 self._inputs[sample] = rows, count
-            self.sampler.buffer.add(add_outputs, statistics, sample.rows_of(y))
-            if self._calls == 1:
-                if weight is not None and self.sampler.weights:
-                    self.take_weight(weight)
-                if self.check is not None:
-                    self.check(x, weight, y)
+            if self._calls == 1 and weight is not None:
+                self.take_weight(weight)
+            if self._calls == 1 and self.check is not None:
+                self.check(x, weight, y)
         return sample
 
     def take_weight(self, weight: Tensor) -> None:
@@ -275,8 +271,8 @@ class Recorder:
 
     def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
-        for update, tensors in operand.updates(sample.part_of(x), rows, sample.keys[: len(rows)]):
-            self.sampler.buffer.add(update, operand, *tensors)
+        sizes, keys = sizes_of(sample.part_of(x)), sample.keys[: len(rows)]
+        self.sampler.buffer.add(add_rows, operand, *sizes, rows, keys)
         return rows
 
 
@@ -318,15 +314,8 @@ class Hook:
         return Hook, ()
 
 
-def hook_of(
-    recorder: Recorder,
-    seen: Callable[[Recorder, Tensor], None],
-    seen_gradient: Callable[[], None],
-) -> Hook:
-    """A forward hook that shows a module's calls to a recorder.
-
-    In eager code `seen` is given outputs, and `seen_gradient` is called when their gradient comes.
-    """
+def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hook:
+    """A forward hook that shows a module's calls to a recorder; in eager code `seen`, too."""
     sampler, number = recorder.sampler, recorder.number
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
 
@@ -354,14 +343,16 @@ def hook_of(
             or not (is_compiling or _is_at_hand(x))
         ):
             if not is_compiling:
-                recorder.unseen = f"its input or its output is no plain tensor of {_DTYPE_WORDS}"
+                recorder.unseen = (
+                    "its input or its output is no plain tensor of float16, bfloat16, float32 or "
+                    "float64"
+                )
             return None
         if getattr(module, "_is_replica", False):
             recorder.unseen = "nn.DataParallel runs copies of it; use DistributedDataParallel"
             return None
         # A parametrized one is made when it is asked for, and with buffers not in a graph.
-        is_due = not has_buffers(module) if is_compiling else sampler.weights or recorder.check
-        weight: Any = weight_of(module) if is_due else None
+        weight: Any = None if is_compiling and has_buffers(module) else weight_of(module)
         weight = weight if is_plain(weight) else None
         has_gradient = torch.is_grad_enabled() and y.requires_grad
         if is_compiling:
@@ -373,12 +364,7 @@ def hook_of(
             if sample is not None:
                 seen(recorder, y)
         if sample is not None and has_gradient:
-
-            def take(gradient: Tensor) -> None:
-                seen_gradient()
-                recorder.backward(sample, gradient)
-
-            y.register_hook(take)  # type: ignore[no-untyped-call]
+            y.register_hook(functools.partial(recorder.backward, sample))  # type: ignore[no-untyped-call]
         return None
 
     return Hook(hook)

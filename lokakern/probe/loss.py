@@ -68,14 +68,9 @@ def loss_changes(
 ) -> dict[str, LossChange]:
     """Change of a loss when the output of one site is multiplied in FP8, emulated.
 
-    Nothing is differentiated or updated. Each batch costs one run, and one more for each site.
-
-    Args:
-        sites: Linear layers by name.
-        loss: From a batch to a loss of one element.
-        batches: Two at least.
-        granularity: Of the scales of both operands.
-        buffers: Of the model, such as running means: each run finds them as they were.
+    Nothing is differentiated or updated: each run finds buffers, such as running means, as they
+    were. Each batch, of two at least, costs one run, and one more for each site. The granularity is
+    that of the scales of both operands.
 
     Raises:
         MeasurementError: There are fewer than two batches.

@@ -21,17 +21,6 @@ def rank() -> int:
     return dist.get_rank() if _is_distributed() else 0
 
 
-def total(count: int) -> int:
-    """Sum over all ranks, each of which must call."""
-    return sum(_gathered(count)) if _is_distributed() else count
-
-
-def _gathered(value: Any, group: Any = None) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
-
-
 def merged(
     sites: Mapping[str, SiteStatistics],
     empty: Mapping[str, Callable[[torch.device], SiteStatistics]],
@@ -39,12 +28,8 @@ def merged(
 ) -> dict[str, SiteStatistics]:
     """Statistics of all ranks of a group; on every rank the same, but for the newest weight.
 
-    By one gather of a few numbers and two reductions.
-
-    Args:
-        sites: Those of this rank, by name; some may be missing.
-        empty: Makes empty statistics of every site; of the same sites on every rank.
-        group: A process group; None: the default one.
+    By one gather of a few numbers and two reductions. `empty` makes empty statistics of every site,
+    the same sites on every rank, of which those of this rank, `sites`, may lack some.
     """
     if not _is_distributed() or dist.get_world_size(group) == 1:
         return dict(sites)
@@ -53,20 +38,18 @@ def merged(
     copies = {name: made(torch.device("cpu")) for name, made in empty.items()}
     for name, site in sites.items():
         copies[name].merge(site)
-    notes = _gathered({name: site.numbers() for name, site in copies.items()}, group)
+    notes: list[Any] = [None] * dist.get_world_size(group)
+    own = {name: (site.sizes, site.norm) for name, site in copies.items()}
+    dist.all_gather_object(notes, own, group)
+    # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
+    mine = slice(dist.get_rank(group), None, len(notes))
     for name, site in copies.items():
-        every = [note[name] for note in notes]
-        site.sizes = sum((Counter(dict(x["sizes"])) for x in every), Counter())
-        site.norm = next((x["norm"] for x in every if x["norm"]), "")
-        site.snapshots = sum(x["snapshots"] for x in every)
-        # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
-        mine = slice(dist.get_rank(group), None, len(notes))
-        for place, operand in enumerate((site.input, site.grad_output)):
-            operand.steps = max(x["steps"][place] for x in every)
-            operand.align(max(x["strides"][place] for x in every))
+        site.sizes = sum((note[name][0] for note in notes), Counter())
+        site.norm = next((note[name][1] for note in notes if note[name][1]), "")
+        for operand in (site.input, site.grad_output):
             for x in (operand.rows, operand.keys):
-                own = x[: len(x[mine])].clone()
-                x.zero_()[mine] = own
+                kept = x[: len(x[mine])].clone()
+                x.zero_()[mine] = kept
     for kinds, how in (
         ((*SUMMED, "rows", "keys"), dist.ReduceOp.SUM),
         (LARGEST, dist.ReduceOp.MAX),

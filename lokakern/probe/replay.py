@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
-from lokakern.errors import ShapeError
 from lokakern.measure.accuracy import SEEDS, Cell, cells_for, measure_cells
 from lokakern.measure.time_problem import torch_device
 from lokakern.probe.fingerprint import fingerprint_of, nearest
@@ -37,7 +35,6 @@ from lokakern.probe.statistics import (
     SiteStatistics,
     cancellation_of,
     places_of,
-    spread_of,
     terms_of,
 )
 from lokakern.progress import tell
@@ -93,13 +90,9 @@ class LearnedSite:
 
     def gemms(self) -> list[str]:
         """Those that can be drawn: no gradients come by in inference."""
-        weight, weight_t = self._weights
-        if weight is None or not len(self._samples["input"][0]):
+        if self._weights[0] is None or not len(self._samples["input"][0]):
             return []
-        if not len(self._samples["grad_output"][0]):
-            return ["output"]
-        # A file of the first version has no whole columns of a large weight.
-        return [gemm for gemm in GEMMS if gemm != "grad_input" or weight_t is not None]
+        return list(GEMMS if len(self._samples["grad_output"][0]) else GEMMS[:1])
 
     def rows_of(self, gemm: str) -> int:
         """Different rows that stand for the operands of a GEMM, or pairs of them."""
@@ -117,7 +110,7 @@ class LearnedSite:
         if gemm == "grad_weight" or not len(sizes):
             return 0.0
         operand: OperandStatistics = getattr(self.statistics, part)
-        return operand.row_sizes.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
+        return operand.share_beyond(float(sizes.min()) / 2, float(sizes.max()) * 2)
 
     def lost(self, gemm: str) -> float:
         """How much more of a weight's gradient cancels in batches than in the sample, 1 or more.
@@ -134,30 +127,6 @@ class LearnedSite:
         sizes = torch.linalg.vector_norm(y.t() @ x, dim=1)
         return max(seen / max(float(cancellation_of(terms_of(y, x), sizes)), 1e-9), 1.0)
 
-    def evidence(self, gemm: str) -> dict[str, Any]:
-        """Statistics of the operands of a GEMM; names have units."""
-        seen = self.statistics
-        found: dict[str, Any] = {
-            "m_p50": seen.m_quantile(0.5),
-            "m_p99": seen.m_quantile(0.99),
-            "sampled_rows": self.rows_of(gemm),
-            "unlike_share": self.unlike(gemm),
-        }
-        for part, without in zip(PARTS, ("grad_input", "output"), strict=True):
-            if gemm != without:
-                found[part] = _evidence(getattr(seen, part))
-        if gemm == "grad_weight":
-            return found | {"cancellation": seen.cancellation}
-        sizes = None if seen.snapshot is None else seen.snapshot.abs()
-        found["weight"] = {
-            "snapshots": seen.snapshots,
-            "row_spread_log2": None if sizes is None else spread_of(sizes.amax(dim=1)),
-            "column_spread_log2": None if sizes is None else spread_of(sizes.amax(dim=0)),
-        }
-        if gemm == "output":
-            found["output_mean_per_deviation_p99"] = seen.mean_ratio
-        return found
-
     def distribution_name(self, gemm: str) -> str:
         return f"site:{self.name}/{gemm}"
 
@@ -173,10 +142,9 @@ class LearnedSite:
             weight,
         )  # fmt: skip
 
-    def _rows(self, part: str, rows: int, columns: int, _seed: int) -> Tensor:
+    def _rows(self, part: str, rows: int, _columns: int, _seed: int) -> Tensor:
         """Each of the sample as often as the others, in steps of 128 rows, as kernels want them."""
         sample = self._samples[part][0].double()
-        self._check(columns, sample.shape[1])
         rows = min(rows, -(-len(sample) // GROUP) * GROUP)
         found = sample[torch.arange(rows) % len(sample)]
         sizes = found.abs().amax(dim=1)
@@ -185,10 +153,9 @@ class LearnedSite:
             found[-1] = found[place] * (most / sizes[place])
         return found
 
-    def _weight(self, which: int, rows: int, columns: int, _seed: int) -> Tensor:
+    def _weight(self, which: int, rows: int, _columns: int, _seed: int) -> Tensor:
         weight = self._weights[which]
         assert weight is not None  # or its GEMM is not in `gemms`
-        self._check(columns, weight.shape[1])
         return weight[places_of(rows, len(weight))].double()
 
     def _paired(self, which: int, samples: int, columns: int, seed: int) -> Tensor:
@@ -215,29 +182,6 @@ class LearnedSite:
             signs = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)) < 0.5
             found[which] = torch.where(signs, sizes, -sizes)
         return found[:, places_of(columns, sample.shape[1])]
-
-    def _check(self, asked: int, known: int) -> None:
-        if asked != known:
-            raise ShapeError(
-                f"site {self.name!r} has operands of {known} columns; {asked} were asked for"
-            )
-
-
-def _evidence(operand: OperandStatistics) -> dict[str, Any]:
-    middle, high = operand.values.log2_quantiles(0.5, 0.999)
-    bad = operand.values.nonfinite_count  # of sampled elements
-    return {
-        "rows": operand.rows_seen,
-        "amax": operand.amax,
-        "amax_drift_log2": operand.amax_drift_log2,
-        "p50_log2": middle,
-        "p99.9_log2": high,
-        "row_spread_log2": operand.row_sizes.spread_log2(),
-        "column_spread_log2": spread_of(operand.column_sizes),
-        "zero_row_share": operand.row_sizes.zero_share,
-        "nonfinite_rows": operand.row_sizes.nonfinite_count,
-        "nonfinite_share": bad / max(bad + operand.values.count, 1),
-    }
 
 
 def replay(

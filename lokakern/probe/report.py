@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
@@ -31,7 +32,6 @@ class Judged:
 
     verdict: Verdict
     fingerprint: Fingerprint
-    evidence: dict[str, Any]  # statistics of the operands, with units in the names
     calls: int  # all steps and ranks together
 
     @property
@@ -46,31 +46,23 @@ class SiteReport(tuple[str, ...]):
     A tuple of names, as `dispatch` takes it: the benchmarked distributions that the GEMMs are
     nearest to, or one that begins with `dispatcher.OUTSIDE` and says why, where one is like none of
     them.
-
-    Attributes:
-        name: Of the site, or what the names of several begin with.
-        verdicts: On each GEMM.
-        outside: By GEMM, what of it is like no benchmarked distribution; empty where all are.
-        why_outside: The same in one line; "" where all are.
     """
 
     name: str
-    verdicts: tuple[Verdict, ...]
-    outside: dict[str, str]
-    why_outside: str
     _judged: Sequence[Judged]
 
     def __new__(cls, name: str, judged: Sequence[Judged]) -> SiteReport:
-        found = {j.place: outside(j.fingerprint) for j in judged}
-        found = {place: words for place, words in found.items() if words}
-        named = [f"{place}: {words}" for place, words in found.items()]
+        named = [f"{j.place}: {words}" for j in judged if (words := outside(j.fingerprint))]
         more = f"; and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-        why = "; ".join(named[:MOST_NAMED]) + more
-        names = [f"{dispatcher.OUTSIDE}: {why}"] if found else []
+        names = [f"{dispatcher.OUTSIDE}: {'; '.join(named[:MOST_NAMED])}{more}"] if named else []
         self = super().__new__(cls, names or dict.fromkeys(nearest(j.fingerprint) for j in judged))
-        self.name, self._judged, self.outside, self.why_outside = name, judged, found, why
-        self.verdicts = tuple(j.verdict for j in judged)
+        self.name, self._judged = name, judged
         return self
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """On each GEMM."""
+        return tuple(j.verdict for j in self._judged)
 
     def gemm(self, gemm: str) -> SiteReport:
         """The same of one GEMM alone, "output", "grad_input" or "grad_weight".
@@ -82,7 +74,7 @@ class SiteReport(tuple[str, ...]):
         """
         found = [j for j in self._judged if j.verdict.gemm == gemm]
         if not found:
-            known = dict.fromkeys(j.verdict.gemm for j in self._judged)
+            known = dict.fromkeys(v.gemm for v in self.verdicts)
             raise UnknownNameError(
                 f"{self.name} has no GEMM {gemm!r} that was seen; expected one of "
                 f"{', '.join(known)}"
@@ -91,19 +83,16 @@ class SiteReport(tuple[str, ...]):
 
     def warned(self) -> SiteReport:
         """Itself; warns where operands are like no benchmarked distribution."""
-        if self.outside:
+        if self[0].startswith(dispatcher.OUTSIDE):
             warnings.warn(
                 f"{self.name} is like no benchmarked distribution, so its kernels are bfloat16's: "
-                f"{self.why_outside}",
+                f"{self[0].removeprefix(dispatcher.OUTSIDE + ': ')}",
                 stacklevel=3,
             )
         return self
 
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self.name, self._judged
-
-    def __repr__(self) -> str:
-        return f"SiteReport({self.name!r}, {', '.join(self)})"
 
 
 class ProbeReport:
@@ -115,7 +104,6 @@ class ProbeReport:
     Attributes:
         budget: The largest error that is safe.
         device: Whose times were compared; None: nobody's.
-        steps: That were sampled, of all ranks together; 0 where that is not known.
         unseen: What there is no verdict on, by name, and why; see `Probe.unseen`.
     """
 
@@ -124,11 +112,9 @@ class ProbeReport:
         judged: Sequence[Judged],
         budget: ErrorBudget,
         device: Device | str | None,
-        steps: int = 0,
         unseen: Mapping[str, str] | None = None,
     ) -> None:
-        self._judged, self._device = tuple(judged), device
-        self.budget, self.steps, self.unseen = budget, steps, dict(unseen or {})
+        self._judged, self.budget, self.unseen = tuple(judged), budget, dict(unseen or {})
         self.device = device.product if isinstance(device, Device) else device
 
     @classmethod
@@ -141,7 +127,6 @@ class ProbeReport:
         seeds: Sequence[int] = (0, 1, 2),
         database: str | Path | None = None,
         times: bool = False,
-        steps: int = 0,
         unseen: Mapping[str, str] | None = None,
     ) -> ProbeReport:
         """Replay every site and judge it.
@@ -154,7 +139,6 @@ class ProbeReport:
             seeds: Of the samples of a weight's gradient, see `lokakern.probe.replay.replay`.
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
-            steps: Number of sampled steps, of all ranks together.
             unseen: What there is no verdict on, by name, and why.
 
         Raises:
@@ -185,14 +169,13 @@ class ProbeReport:
             for site in learned:
                 seen = site.statistics
                 replayed = replay(site, seeds=seeds, database=database)
-                calls = sum(seen.sizes.values())
                 for v in verdicts_of(site.name, seen, replayed, budget=budget, device=device):
                     print_ = fingerprint_of(seen, v.gemm)
-                    judged.append(Judged(v, print_, site.evidence(v.gemm), calls))
+                    judged.append(Judged(v, print_, seen.sizes.total()))
         finally:
             if times:
                 dispatcher.use_snapshot(None)  # that of the shipped files alone
-        return cls(judged, ErrorBudget.of(budget), device, steps, unseen)
+        return cls(judged, ErrorBudget.of(budget), device, unseen)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -224,24 +207,14 @@ class ProbeReport:
         return SiteReport(name, found).warned()
 
     @property
-    def _saved_us(self) -> float:
-        return sum(j.calls * j.verdict.saved_us for j in self._judged)
-
-    @property
     def saved_share(self) -> float | None:
         """Share of the time of all GEMMs in bfloat16 that the safe and fast ones save.
 
         Each counts as often as it was called. None where nothing was timed.
         """
         plain = sum(j.calls * (j.verdict.bf16_us or 0.0) for j in self._judged)
-        return self._saved_us / plain if plain else None
-
-    @property
-    def saved_us_per_step(self) -> float | None:
-        """Time of a step of a rank that they save, in microseconds; None where it is not known."""
-        if self.saved_share is None or not self.steps:
-            return None
-        return self._saved_us / self.steps
+        saved = sum(j.calls * j.verdict.saved_us for j in self._judged)
+        return saved / plain if plain else None
 
     def drift(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
         """Operands that moved, by ``site/gemm``, and how; warns of them, and replays nothing.
@@ -249,30 +222,16 @@ class ProbeReport:
         Args:
             sites: New statistics, by name, as after `Probe.forget`.
         """
-        found = self._moved(sites)
-        if found:
-            why = "; ".join(f"{place}: {words}" for place, words in found.items())
-            warnings.warn(f"operands moved since they were judged: {why}", stacklevel=2)
-        return found
-
-    def renewed(self, sites: Mapping[str, SiteStatistics], **options: Any) -> ProbeReport:
-        """A report with sites that moved, or are new, replayed and judged again; see `of`."""
-        calls = {j.verdict.site: j.calls for j in self._judged}
-        stale = {place.rpartition("/")[0] for place in self._moved(sites)}
-        asked = {name: x for name, x in sites.items() if name in stale or name not in calls}
-        fresh = ProbeReport.of(asked, budget=self.budget, device=self._device, **options)
-        # As often as they were called in the steps of this report.
-        anew = [replace(j, calls=calls.get(j.verdict.site, j.calls)) for j in fresh._judged]
-        kept = [j for j in self._judged if j.verdict.site not in asked]
-        return ProbeReport([*kept, *anew], self.budget, self._device, self.steps, self.unseen)
-
-    def _moved(self, sites: Mapping[str, SiteStatistics]) -> dict[str, str]:
         found = {
             j.place: moved(j.fingerprint, fingerprint_of(sites[j.verdict.site], j.verdict.gemm))
             for j in self._judged
             if j.verdict.site in sites
         }
-        return {place: words for place, words in found.items() if words}
+        found = {place: words for place, words in found.items() if words}
+        if found:
+            why = "; ".join(f"{place}: {words}" for place, words in found.items())
+            warnings.warn(f"operands moved since they were judged: {why}", stacklevel=2)
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each GEMM, with units in the names of columns."""
@@ -283,7 +242,7 @@ class ProbeReport:
                 "m,n,k": ",".join(map(str, v.shape)),
                 "verdict": f"{v.safety}, {v.speed or NOT_TIMED}",
                 "scales": v.best or "-",
-                **_numbers(v.as_row()),
+                **_numbers(asdict(v)),
                 "unsafe": ", ".join(c.scales for c in v.classes if c.safety == "unsafe"),
                 "change": v.change,
                 "notes": "; ".join(v.notes),
@@ -296,9 +255,7 @@ class ProbeReport:
         """How much time would be saved; "" where nothing was timed."""
         if self.saved_share is None:
             return ""
-        words = f"{self.saved_share:.1%} of the time of these GEMMs in bfloat16 would be saved"
-        us = self.saved_us_per_step
-        return words if us is None else f"{words}, {us / 1e3:.2f} ms of a step"
+        return f"{self.saved_share:.1%} of the time of these GEMMs in bfloat16 would be saved"
 
     def table(self) -> None:
         """Print a table."""
@@ -315,32 +272,27 @@ class ProbeReport:
 
     def content(self) -> dict[str, Any]:
         """Everything, as JSON holds it."""
-        found: dict[str, Any] = _finite(
-            {
-                "format": "lokakern.probe.report",
-                "version": VERSION,
-                "budget": self.budget.limits,
-                "device": self.device,
-                "sampled_steps": self.steps,
-                "saved_share": self.saved_share,
-                "saved_us_per_step": self.saved_us_per_step,
-                "summary": self.summary,
-                "unseen": self.unseen,
-                "verdicts": [
-                    {
-                        **j.verdict.as_row(),
-                        "calls": j.calls,
-                        "saved_us": j.verdict.saved_us,
-                        "pareto": j.verdict.pareto(),
-                        "evidence": j.evidence,
-                        "fingerprint": j.fingerprint,
-                        "outside": outside(j.fingerprint),
-                    }
-                    for j in self._judged
-                ],
-            }
-        )
-        return found
+        content = {
+            "format": "lokakern.probe.report",
+            "version": VERSION,
+            "budget": self.budget.limits,
+            "device": self.device,
+            "saved_share": self.saved_share,
+            "summary": self.summary,
+            "unseen": self.unseen,
+            "verdicts": [
+                {
+                    **asdict(j.verdict),
+                    "calls": j.calls,
+                    "saved_us": j.verdict.saved_us,
+                    "fingerprint": j.fingerprint,
+                    "outside": outside(j.fingerprint),
+                }
+                for j in self._judged
+            ],
+        }
+        # msgspec writes numbers that are not finite as null.
+        return msgspec.json.decode(msgspec.json.encode(content))  # type: ignore[no-any-return]
 
     def save_page(self, path: str | Path) -> None:
         """Write everything as one HTML file, which needs nothing else.
@@ -349,14 +301,6 @@ class ProbeReport:
             OSError: It cannot be written.
         """
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def page_of(content: Mapping[str, Any]) -> str:
@@ -378,7 +322,6 @@ def page_of(content: Mapping[str, Any]) -> str:
     counts = Counter(v["safety"] for v in verdicts)
     return rendered(
         Path(__file__).with_name("page.html"),
-        {"number": _number, "evidence": _flat},
         report=content,
         verdicts=verdicts,
         counts=[(safety, counts[safety]) for safety in SAFETIES],
@@ -398,21 +341,3 @@ def _numbers(verdict: Mapping[str, Any]) -> dict[str, float | None]:
         "us": best["latency_us"] if best else None,
         "bf16_us": verdict["bf16_us"],
     }
-
-
-def _number(value: float | None) -> str:
-    if value is None or isinstance(value, int):
-        return "-" if value is None else str(value)
-    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.3g}"
-
-
-def _flat(evidence: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values, those of operands after the operand's name."""
-    rows: list[tuple[str, str]] = []
-    for name, value in evidence.items():
-        words = name.replace("_", " ")
-        if isinstance(value, Mapping):
-            rows += [(f"{words} {inner}", found) for inner, found in _flat(value)]
-        elif value != "":
-            rows.append((words, value if isinstance(value, str) else _number(value)))
-    return rows

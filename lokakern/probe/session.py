@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lokakern.errors import ShapeError, UnknownNameError, UnsupportedError
+from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.module_scan import (
     INNER,
@@ -37,7 +37,7 @@ from lokakern.probe.hooks import (
     is_plain,
 )
 from lokakern.probe.statistics import SiteStatistics
-from lokakern.probe.unhooked_products import BETWEEN, products_elsewhere, roots_under_way
+from lokakern.probe.unhooked_products import products_elsewhere
 from lokakern.probe.verdicts import BUDGET
 from lokakern.sampled_check import Watch, rows_of, watch_of_site
 from lokakern.types import Granularity
@@ -82,7 +82,6 @@ class Probe:
             each that `mods.FuseShared` made of several, under the name that it has then. A module
             with a two-dimensional ``weight`` ``[n, k]`` that maps ``[..., k]`` to ``[..., n]`` may
             be one. A layer of `mods.MixTokens` is none, nor is a part of another layer.
-        weights_every: Steps from one snapshot of the weights to the next, each at a sampled step.
         norms: By name of a site, the normalization of its output (`lokakern.norm.norm_named`). Of
             others it is found where a norm's module is given what the site's module returned, or
             comes next in an `nn.Sequential`.
@@ -104,17 +103,13 @@ class Probe:
         every: int = 100,
         *,
         filter: ModuleFilter | None = None,
-        weights_every: int = 10_000,
         norms: Mapping[str, str] | None = None,
         seed: int = 0,
         check: str | None = None,
     ) -> None:
-        if every < 1 or weights_every < 1:
-            raise ShapeError(
-                f"Probe: every is {every!r} and weights_every {weights_every!r}; expected at least "
-                "1 step"
-            )
-        self.model, self.every, self.weights_every = model, every, weights_every
+        if every < 1:
+            raise ShapeError(f"Probe: every is {every!r}; expected at least 1 step")
+        self.model, self.every = model, every
         self._sampler = Sampler(seed + 1_000_003 * ranks.rank())
         inner = inner_layers(model)
         self._modules: dict[str, nn.Module] = {}
@@ -152,13 +147,12 @@ class Probe:
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
         self._first: list[Any] = []  # the hook of the site that methods of the model call first
-        self._steps = self._samples = 0
+        self._steps = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
         self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
         self._elsewhere: dict[str, str] | None = None
-        self._why_unread = ""
 
     def __enter__(self) -> Probe:
         self.start()
@@ -182,8 +176,7 @@ class Probe:
         _guard_hooks(self, True)
         for name, module in self._modules.items():
             seen = functools.partial(self._site_called, module)
-            read_graph = functools.partial(self._read_graph, roots_under_way)
-            hook = hook_of(self._recorders[name], seen, read_graph)
+            hook = hook_of(self._recorders[name], seen)
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._handles.append(handle)
@@ -205,7 +198,7 @@ class Probe:
         for handles in (self._handles, self._weight_handles, self._first):
             _removed(handles)
         self._outputs.clear()
-        self._sampler.turn(False, False)
+        self._sampler.turn(False)
         _guard_hooks(self, False)
 
     def step(self) -> None:
@@ -227,10 +220,7 @@ class Probe:
         }
 
     def merged_sites(self, group: Any = None) -> dict[str, SiteStatistics]:
-        """`sites` over all ranks of a process group, each of which must call.
-
-        By one gather of a few numbers and two reductions.
-        """
+        """`sites` over all ranks of a process group, each of which must call."""
         empty = {name: r.empty_statistics for name, r in self._recorders.items() if r.k}
         return ranks.merged(self.sites(), empty, group)
 
@@ -243,19 +233,13 @@ class Probe:
         """Sites without statistics, and products outside of sites, by name, and why.
 
         Products, by parameters and of activations, are those of the first sampled call of the model
-        that has gradients and is not compiled, or, where its methods are called instead, of the
-        first backward pass.
+        that has gradients and is not compiled; calls of its methods tell nothing.
         """
         found = {name: why for name, (_, why) in self._left.items()}
         for name, recorder in self._recorders.items():
             if recorder.statistics is None:
                 lacks = "" if recorder.k else "its weight is not initialized, and "
                 found[name] = recorder.unseen or f"{lacks}it was not called in a sampled step"
-        if self._elsewhere is None and self._why_unread:
-            found[BETWEEN] = (
-                f"not known, because {self._why_unread}; call the model itself, and not a "
-                "method of it, in a sampled step"
-            )
         return found | (self._elsewhere or {})
 
     def report(self, **options: Any) -> ProbeReport:
@@ -271,8 +255,7 @@ class Probe:
         words = "; ".join(f"{n}: {why}" for n, why in unseen.items() if n not in self._left)
         if words:
             warnings.warn(f"no verdict on what was not seen: {words}", stacklevel=2)
-        steps = max(recorder.steps for recorder in self._recorders.values())
-        return ProbeReport.of(sites, steps=ranks.total(steps), unseen=unseen, **options)
+        return ProbeReport.of(sites, unseen=unseen, **options)
 
     def loss_changes(
         self,
@@ -309,7 +292,7 @@ class Probe:
         found = files.load(path)
         self._sampler.buffer.settle()
         # Other keys than those that the earlier session gave to its rows.
-        self._sampler.reseed(sum(site.input.steps for site in found.values()))
+        self._sampler.reseed(sum(site.sizes.total() for site in found.values()))
         for name, statistics in found.items():
             recorder = self._recorders.get(name)
             if recorder is not None:
@@ -336,9 +319,7 @@ class Probe:
         """Begin a step."""
         self._sampler.buffer.take_in(steps=self.every)
         on = self._steps % self.every == 0
-        weights = on and self._samples % max(1, self.weights_every // self.every) == 0
-        self._samples += on
-        self._sampler.turn(on, weights)
+        self._sampler.turn(on)
         self._outputs.clear()
         _removed(self._weight_handles)
         for name, module in self._modules.items() if on else ():
@@ -384,22 +365,13 @@ class Probe:
                 recorder.statistics.norm = recorder.norm
 
     def _forward_ended(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._read_graph(lambda _names: output)
-
-    def _read_graph(self, roots_of: Callable[[dict[int, str]], Any]) -> None:
-        if self._elsewhere is not None or not self._sampler.on:
+        is_known = self._elsewhere is not None or not self._sampler.on
+        if is_known or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         names = {id(p): name for name, p in self.model.named_parameters()}
-        try:
-            roots = roots_of(names)
-        except UnsupportedError as error:
-            self._why_unread = str(error)
-            return
-        if not (isinstance(roots, list) and not roots):
-            modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
-            of_sites = {id(p) for module in modules for p in module.parameters()}
-            self._elsewhere = products_elsewhere(roots, names, of_sites)
+        modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
+        of_sites = {id(p) for module in modules for p in module.parameters()}
+        self._elsewhere = products_elsewhere(output, names, of_sites)
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None

@@ -7,17 +7,11 @@ Nothing is run for this, and nothing is changed: nodes of the graph name their p
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterable, Mapping
-from types import CodeType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd as _Convolution
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
-
-from lokakern.errors import UnsupportedError
 
 BETWEEN = "(activations)"  # in the place of a name: no parameter is multiplied
 # Arguments of products that are the factors.
@@ -26,13 +20,6 @@ _PRODUCTS = {
     "BaddbmmBackward0": (1, 2), "MvBackward0": (0, 1), "ConvolutionBackward0": (0, 1),
     "_MixedBackward": (1, 0),  # of `mods.MixTokens`
 }  # fmt: skip
-# Modules of torch that multiply by a parameter of their own; others only hold parameters, look rows
-# up or scale by them.
-_MULTIPLYING = (
-    nn.MultiheadAttention, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, _Convolution,
-    nn.ParameterList, nn.ParameterDict,
-)  # fmt: skip
-_HIDDEN = (nn.Bilinear, nn.RNNBase)  # whose nodes hold several products, or are the backend's
 _ATTENTION = "ScaledDotProduct"  # beginning of the names of its nodes
 # Nodes that only lay a tensor out anew, cast it or put several together.
 _LAYOUTS = frozenset(
@@ -48,15 +35,10 @@ _LAYOUTS = frozenset(
 def products_elsewhere(
     output: Any, names: Mapping[int, str], sites: Collection[int]
 ) -> dict[str, str]:
-    """Products of a forward pass outside of sites, in words.
+    """Products of a forward pass outside of sites, in words, by parameter's name or `BETWEEN`.
 
-    Args:
-        output: Of the model, or made of that, in any structure; before a backward pass ends.
-        names: Of parameters, by id. Products with others are left out.
-        sites: Ids of parameters of sites.
-
-    Returns:
-        By name of the parameter, or `BETWEEN`; empty where autograd kept nothing.
+    Empty where autograd kept nothing. The output of the model may have any structure; names of
+    parameters and sites, which are parameters of layers, are given by their ids.
     """
     found: dict[str, list[int]] = {}
     known = 0  # multiply-adds of sites, and of what needs no gradient, which has no name
@@ -85,75 +67,6 @@ def products_elsewhere(
             found.setdefault(name, []).append(work)
     total = 0 if strangers else known + sum(map(sum, found.values()))
     return {name: _words(name, work, total) for name, work in found.items()}
-
-
-def roots_under_way(names: Mapping[int, str]) -> list[Tensor]:
-    """Tensors that backward passes over a model began from: arguments of the calls that run them.
-
-    A caller who never called the model itself but a method of it has a loss, and no node of a graph
-    knows what was made of its output.
-
-    Args:
-        names: Of the model's parameters, by id.
-
-    Raises:
-        UnsupportedError: This version of torch does not tell.
-    """
-    if _RUN_BACKWARD is None or "t_outputs" not in _RUN_BACKWARD.co_varnames:
-        raise UnsupportedError(
-            f"torch {torch.__version__} does not tell what a backward pass began from; expected "
-            "torch.autograd.graph._engine_run_backward(t_outputs, ...)"
-        )
-    found: list[Any] = []
-    for frame in sys._current_frames().values():  # hooks run in threads of the devices, too
-        above: Any = frame
-        while above is not None:
-            if above.f_code is _RUN_BACKWARD:
-                found += above.f_locals["t_outputs"]
-            above = above.f_back
-    return [
-        x
-        for x in found
-        if isinstance(x, Tensor)
-        and any(id(getattr(node, "variable", None)) in names for node in _nodes([x.grad_fn]))
-    ]
-
-
-# Of a private function, which another version of torch need not have.
-_RUN_BACKWARD: CodeType | None = getattr(
-    getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
-)
-
-
-def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, str]:
-    """Parameters that modules other than `nn.Linear` may multiply by.
-
-    Of torch's own modules only those count that do multiply by a parameter.
-
-    Args:
-        model: Any module.
-        is_seen: Whether there are `products_elsewhere` of a forward pass: then only parameters that
-            autograd does not show there.
-    """
-    found = {}
-    for name, module in model.named_modules():
-        is_known = type(module).__module__.startswith(("torch.", "lokakern."))
-        may_multiply = isinstance(module, _MULTIPLYING) or not is_known
-        is_hidden = isinstance(module, _HIDDEN)
-        if isinstance(module, nn.Linear) or not (is_hidden if is_seen else may_multiply):
-            continue
-        for key, p in module.named_parameters(recurse=False):
-            size = "a parameter that is not initialized"
-            if not isinstance(p, nn.UninitializedParameter):
-                is_kernel = isinstance(module, _Convolution)  # [outputs, inputs / groups, *window]
-                if p.dim() < 2 or min(p.flatten(1).shape if is_kernel else p.shape[-2:]) < 2:
-                    continue  # it is no factor of a product of matrices
-                size = str(list(p.shape))
-            found[f"{name}.{key}" if name else key] = (
-                f"a {type(module).__name__} holds {size}; products of an nn.Linear only are "
-                "converted"
-            )
-    return found
 
 
 def _words(name: str, work: list[int], total: int) -> str:

@@ -10,8 +10,7 @@ there a verdict. For a GEMM whose output is normalized the error is the one afte
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
@@ -76,22 +75,6 @@ class Verdict:
     def of(self, scales: str) -> ClassVerdict | None:
         """The class of some scales."""
         return next((c for c in self.classes if c.scales == scales), None)
-
-    def pareto(self) -> tuple[tuple[str, float, float], ...]:
-        """Kernels that no other beats in time and row error: name, microseconds, error."""
-        points = [(c.kernel, c.latency_us, c.row_err) for c in self.classes
-                  if c.latency_us is not None]  # fmt: skip
-        if self.bf16_us is not None:
-            points.append(("bf16", self.bf16_us, self.bf16_err))
-        front: list[tuple[str, float, float]] = []
-        for name, us, error in sorted(points, key=lambda p: (p[1], p[2])):
-            if not front or error < front[-1][2]:
-                front.append((name, us, error))
-        return tuple(front)
-
-    def as_row(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self) | {"shape": list(self.shape), "notes": list(self.notes)}
 
 
 def verdicts_of(
@@ -250,10 +233,8 @@ def _notes(
         if least > allowed:
             yield f"bfloat16 itself has a {limit} of {least:.4g} > {allowed:g}"
     operand = statistics.input if gemm == "output" else statistics.grad_output
-    if operand.row_sizes.nonfinite_count:
-        yield f"{operand.row_sizes.nonfinite_count} of {operand.rows_seen} rows were not finite"
-    if abs(operand.amax_drift_log2) > 1:
-        yield f"the largest magnitude moved by {operand.amax_drift_log2:+.1f} octaves"
+    if operand.nonfinite_rows:
+        yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
     if norm == "layer" and statistics.mean_ratio > 8:
         yield f"LayerNorm subtracts means of {statistics.mean_ratio:.0f} deviations"
 

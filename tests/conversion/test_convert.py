@@ -305,7 +305,7 @@ def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
     ):
         judged = replace(verdict("output", "row", "safe", 0.04), classes=(row, *found))
         report = ProbeReport(
-            [Judged(judged, {}, {}, 1)], ErrorBudget(row_err=0.06, mean_shift=0.01), None
+            [Judged(judged, {}, 1)], ErrorBudget(row_err=0.06, mean_shift=0.01), None
         )
         conversion = convert(model_of(), report, device=H200)
         assert kernels(conversion, "0", "output", (256,)) == [wanted]

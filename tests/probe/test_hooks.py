@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import itertools
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lokakern.probe.hooks import MANY_ROWS, READ_ROWS, SAMPLED_ROWS, Sample
 from lokakern.probe.session import Probe
-from lokakern.probe.statistics import VALUES, OperandStatistics, SiteStatistics, add_outputs
+from lokakern.probe.statistics import ROWS, OperandStatistics, SiteStatistics, add_rows, sizes_of
 from lokakern.probe.step_buffer import StepBuffer
 
 CPU = torch.device("cpu")
@@ -72,9 +73,8 @@ def test_sampled_rows_are_copies() -> None:
     assert torch.equal(rows, before)
 
 
-def add(buffer: StepBuffer, operand: OperandStatistics, *tensors: Tensor) -> None:
-    for update, stacked in operand.updates(*tensors):
-        buffer.add(update, operand, *stacked)
+def add(buffer: StepBuffer, operand: OperandStatistics, x: Tensor, *sample: Tensor) -> None:
+    buffer.add(add_rows, operand, *sizes_of(x), *sample)
 
 
 def test_updates_made_together_equal_updates_made_alone() -> None:
@@ -90,10 +90,9 @@ def test_updates_made_together_equal_updates_made_alone() -> None:
             alone[place].add(x, x.clone(), keys)
         buffer.settle()
     for one, other in zip(together, alone, strict=True):
-        assert one.steps == other.steps == 3
         for (name, x), (_, exact) in zip(one.tensors(), other.tensors(), strict=True):
             assert torch.allclose(x, exact, rtol=1e-12), name
-        assert one.row_sizes.nonfinite_count == 1
+        assert one.nonfinite_rows == 1
 
 
 def test_updates_of_all_forms_and_of_several_calls_are_made() -> None:
@@ -103,15 +102,12 @@ def test_updates_of_all_forms_and_of_several_calls_are_made() -> None:
             x, taken = torch.randn(rows, site.k), sample()
             kept = taken.rows_of(x)
             add(buffer, site.input, x, kept, taken.keys[: len(kept)])
-            buffer.add(add_outputs, site, torch.randn(len(kept), 3))
     buffer.take_in(steps=100)
     assert 0 < narrow.input.rows_seen + wide.input.rows_seen < 1210  # one form of six
-    assert not narrow.input.values.count and not wide.input.values.count  # one update of it
     buffer.settle()
     for site in (narrow, wide):
-        assert site.input.rows_seen == 605 and site.input.steps == 3
-        assert site.input.count == 2 * SAMPLED_ROWS + 5
-        assert site.mean_ratios.count == 2 * SAMPLED_ROWS + 5
+        assert site.input.rows_seen == 605
+        assert len(site.input.kept()[0]) == ROWS  # of 517 that were taken
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 20, 100])
@@ -121,7 +117,6 @@ def test_updates_are_made_before_the_next_sample_and_evenly(every: int) -> None:
         for site in sites:
             x, taken = torch.randn(40, site.k), sample()
             add(buffer, site.input, x, x.clone(), taken.keys[:40])
-            buffer.add(add_outputs, site, torch.randn(40, 3))
         done = [sum(int(site.input.keys.isfinite().sum()) for site in sites)]
         for _ in range(every):
             buffer.take_in(steps=every)
@@ -129,8 +124,7 @@ def test_updates_are_made_before_the_next_sample_and_evenly(every: int) -> None:
         assert not buffer._groups
         most = 40 * -(-len(sites) // every)  # rows of so many sites
         assert all(0 <= b - a <= most for a, b in itertools.pairwise(done))
-    assert all(site.input.values.count == 80 * site.k for site in sites)
-    assert all(site.mean_ratios.count == 80 for site in sites)
+    assert all(site.input.rows_seen == 80 for site in sites)
 
 
 class Normed(nn.Module):
@@ -160,9 +154,8 @@ def test_copies_of_a_probed_model_are_not_probed(copy_of: Callable[[nn.Module], 
     """Nothing of it is learned, it has no hook after its first call, and may be saved itself."""
     model, x = Normed(), torch.randn(5, 4)
     with Probe(model, every=50) as probe:
-        for _ in range(2):
-            model(x)
-        assert probe._sampler.buffer._groups  # something waits
+        model(x)
+        assert probe._sampler.buffer._added  # something waits
         copied = copy_of(model)
         exact = copied(1e6 * x)
         assert hooks_of(copied) == 0 and hooks_of(model) == 4
@@ -196,7 +189,7 @@ def test_gradients_within_checkpoints_are_sampled_once(use_reentrant: bool, call
     layer = nn.Linear(6, 6)
     x = torch.randn(40, 6, requires_grad=True)
     with Probe(layer) as probe:
-        probe._sampler.turn(True, True)  # all calls are of one step
+        probe._sampler.turn(True)  # all calls are of one step
         probe._source = 2
         hidden = x
         for _ in range(calls):
@@ -270,12 +263,15 @@ def test_wrapped_tensors_and_replicas_are_reported_with_the_reason() -> None:
     assert "use DistributedDataParallel" in probe.unseen()[""]
 
 
-def test_parametrized_weights_are_computed_only_for_snapshots() -> None:
+def test_parametrized_weights_are_computed_in_sampled_steps_only() -> None:
     model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-    with Probe(model, every=1, weights_every=2) as probe:
-        for _ in range(4):
-            model(torch.randn(5, 4)).sum().backward()
-    assert probe.sites()[""].snapshots == 2
+    computed = []
+    model.parametrizations.weight.register_forward_hook(lambda *_: computed.append(1))
+    for watched in (False, True):
+        with Probe(model, every=2) if watched else contextlib.nullcontext():
+            for _ in range(4):
+                model(torch.randn(5, 4)).sum().backward()
+    assert len(computed) == 4 + 1 + 4 + 2  # one for its shape
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -291,7 +287,7 @@ def test_spectral_norm_is_read_without_a_change(compiles: bool) -> None:
         x = torch.randn(5, 4)
         if not watched:
             return [called(x) for _ in range(3)]
-        with Probe(model, every=1, weights_every=1) as probe:
+        with Probe(model, every=1) as probe:
             found = [called(x) for _ in range(3)]
         probe.report(seeds=(0,))
         snapshot = probe.sites()[""].snapshot
@@ -325,7 +321,7 @@ def test_lazy_layers_become_sites_at_their_first_call(compiles: bool, tmp_path: 
 
 
 def test_reports_use_the_current_weight() -> None:
-    """Snapshots are 10,000 steps apart, and of what an earlier session saw the model is another."""
+    """Not those of the last sampled step, nor of what an earlier session saw."""
     model = nn.Linear(8, 8)
     with Probe(model, every=1) as probe:
         model(torch.randn(100, 8)).sum().backward()
@@ -435,8 +431,8 @@ def test_zeros_and_nonfinite_values_are_handled() -> None:
         for x in (torch.zeros(9, 4), torch.full((9, 4), torch.nan), torch.randn(9, 4) * 1e30):
             model(x).square().sum().backward()
     (site,) = probe.sites().values()
-    assert site.input.rows_seen == 27 and site.input.row_sizes.nonfinite_count == 9
-    assert site.grad_output.row_sizes.nonfinite_count >= 9
+    assert site.input.rows_seen == 27 and site.input.nonfinite_rows == 9
+    assert site.grad_output.nonfinite_rows >= 9
     assert all(torch.isfinite(x).all() for name, x in site.tensors() if not name.endswith("keys"))
     (verdict,) = (v for v in probe.report(seeds=(0,)) if v.gemm == "output")
     assert "9 of 27 rows were not finite" in verdict.notes
@@ -467,27 +463,3 @@ def test_part_of_many_rows_is_spread_evenly_over_features(
         assert len(rows) == len(rows.unique()) and 0.8 * READ_ROWS <= len(rows) <= 1.2 * READ_ROWS
         counts = torch.bincount(feature[rows], minlength=features)
         assert counts.max() - counts.min() <= 1 + 0.1 * counts.min(), counts
-
-
-def test_counted_elements_cover_all_magnitudes() -> None:
-    columns = 4096
-    x = torch.exp2(torch.arange(columns) % 8).expand(SAMPLED_ROWS, -1).contiguous()
-    operand = OperandStatistics(columns, CPU)
-    operand.add(x, x, sample().keys)
-    assert VALUES / 2 <= operand.values.count <= VALUES
-    assert torch.equal(operand.column_sizes, x[0])
-    shares = operand.values.counts[operand.values.counts > 0] / operand.values.count
-    assert len(shares) == 8 and shares.max() - shares.min() < 0.01
-
-
-def test_counted_columns_change_with_each_step() -> None:
-    columns = 4096
-    operand, x = OperandStatistics(columns, CPU), torch.zeros(SAMPLED_ROWS, columns)
-    x[:, columns // 2 :] = 1.0
-    x[:, 1] = float("nan")  # one in so many columns is seen, now and then
-    for _ in range(17):
-        operand.add(x, x, sample().keys)
-    counts = operand.values.counts
-    assert operand.values.count + operand.values.nonfinite_count == SAMPLED_ROWS * columns
-    assert counts[0] == SAMPLED_ROWS * (columns // 2 - 1)
-    assert operand.values.nonfinite_count == SAMPLED_ROWS

@@ -93,7 +93,7 @@ def test_fused_layers_are_sampled_like_one_layer(backend: str) -> None:
     """
     found = []
     for model in pair():
-        with Probe(model, every=2, weights_every=2) as probe:
+        with Probe(model, every=2) as probe:
             call = torch.compile(model, backend=backend, fullgraph=True) if backend else model
             train(model, call)
         found.append(probe.sites())
@@ -101,7 +101,7 @@ def test_fused_layers_are_sampled_like_one_layer(backend: str) -> None:
     fused, plain = found[0][SITE], found[1][SITE]
     assert (fused.n, fused.k, fused.has_bias) == (plain.n, plain.k, True)
     assert fused.sizes == plain.sizes == {2 * M: 2}
-    assert fused.grad_output.rows_seen == 4 * M and fused.snapshots == 2
+    assert fused.grad_output.rows_seen == 4 * M
     ours, theirs = dict(fused.tensors()), dict(plain.tensors())
     assert ours.keys() == theirs.keys() and "snapshot" in ours
     assert fused.cancellation == 0 < plain.cancellation

@@ -6,21 +6,16 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from lokakern.errors import ShapeError
+from lokakern.probe.fingerprint import fingerprint_of
 from lokakern.probe.statistics import (
     DISTINCT_SIZES,
-    TRACE,
-    Magnitudes,
+    FINITE,
     OperandStatistics,
     SiteStatistics,
-    add_magnitudes,
-    add_outputs,
     capacity_of,
-    spread_of,
 )
 
 CPU = torch.device("cpu")
@@ -42,63 +37,29 @@ def statistics_of(*parts: Tensor, seed: int = 0) -> OperandStatistics:
     return found
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
-    columns=st.integers(1, 12),
-    mean=st.floats(-1e3, 1e3),
-    log_scale=st.floats(-18, 6),
-)
-def test_batches_have_the_sums_of_the_whole(
-    sizes: list[int], columns: int, mean: float, log_scale: float
-) -> None:
-    x = (normal(sum(sizes), columns) + mean) * 10.0**log_scale
-    found = statistics_of(*x.split(sizes))
-    assert found.count == len(x)
-    assert torch.allclose(found.sums, x.sum(dim=0), rtol=1e-12, atol=1e-12 * float(x.abs().sum()))
-    assert torch.allclose(found.squares, x.square().sum(dim=0), rtol=1e-12, atol=0)
-
-
 def test_nonfinite_rows_are_counted_and_left_out() -> None:
     x = normal(50, 6)
     spoiled = torch.cat((x, x[:3]))
     spoiled[50, 1], spoiled[51, 2], spoiled[52] = math.nan, math.inf, math.nan
     clean, found = statistics_of(x), statistics_of(spoiled)
-    assert found.row_sizes.nonfinite_count == 3
-    assert found.values.nonfinite_count == 8
+    assert found.nonfinite_rows == 3
     assert found.amax == clean.amax
-    assert found.count == clean.count == 50
-    for name in ("sums", "squares"):
-        # Sums over 53 rows, three of them zeros, may be added up in another order.
-        assert torch.allclose(getattr(found, name), getattr(clean, name), rtol=1e-12), name
     assert torch.isfinite(found.kept()[0]).all()
     assert len(found.kept()[0]) == 50
 
 
-@settings(max_examples=50, deadline=None)
-@given(log_sigma=st.floats(0, 12), shift=st.floats(-60, 60), share=st.floats(0.02, 0.98))
-def test_quantiles_are_accurate_to_a_sixteenth_of_an_octave(
-    log_sigma: float, shift: float, share: float
-) -> None:
-    logs = normal(1000) * log_sigma + shift
-    found = Magnitudes(CPU)
-    add_magnitudes([found], torch.exp2(logs)[None])
-    exact = float(logs.sort().values[math.ceil(share * 1000) - 1])
-    assert abs(found.log2_quantiles(share)[0] - exact) <= 1 / 16 + 1e-9
+def sized(*sizes: float) -> OperandStatistics:
+    return statistics_of(torch.tensor(sizes)[:, None])
 
 
-def test_magnitudes_count_zeros_and_extremes() -> None:
-    found = Magnitudes(CPU)
-    add_magnitudes([found], torch.tensor([[0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf]]))
-    assert (found.count, found.nonfinite_count, found.zero_share) == (4, 2, 0.5)
-    low, high = found.log2_quantiles(0.0, 1.0)
-    assert low == pytest.approx(-129, abs=0.6) and high == pytest.approx(128, abs=0.1)
-    assert math.isnan(Magnitudes(CPU).log2_quantiles(0.5)[0])
+def test_sizes_of_rows_count_zeros_and_extremes() -> None:
+    found = sized(0.0, -0.0, 2.0**-129, -3.4e38, math.nan, -math.inf)
+    assert (found.rows_seen, found.nonfinite_rows) == (6, 2)
+    assert found.row_sizes[0] == 2 and found.row_sizes[FINITE - 1] == 1
 
 
 def test_share_beyond_a_range_leaves_out_zeros() -> None:
-    found = Magnitudes(CPU)
-    add_magnitudes([found], torch.tensor([[0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf]]))
+    found = sized(0.0, 1e-6, 0.5, 1.0, 2.0, 3e9, math.inf)
     assert found.share_beyond(0.4, 4.0) == pytest.approx(2 / 6)
     assert found.share_beyond(0.0, math.inf) == 0.0
     assert found.share_beyond(0.4, 1e300) == pytest.approx(1 / 6)
@@ -106,27 +67,25 @@ def test_share_beyond_a_range_leaves_out_zeros() -> None:
 
 def test_spreads_of_rows_and_columns_are_measured() -> None:
     rows = torch.exp2(torch.linspace(0, 20, 401, dtype=torch.float64))[:, None]
-    found = statistics_of(rows * torch.ones(401, 30))
-    assert found.row_sizes.spread_log2() == pytest.approx(20 * 0.98, abs=0.3)
-    assert spread_of(found.column_sizes) == 0.0
-    found = statistics_of((rows * torch.ones(401, 30)).t())
-    assert spread_of(found.column_sizes) == pytest.approx(20)
-    assert found.row_sizes.spread_log2() < 0.2
+    x = rows * torch.ones(401, 30)
+    site = SiteStatistics(401, 30, CPU)
+    site.input, site.grad_output = statistics_of(x), statistics_of(x.t())
+    found = fingerprint_of(site, "output")
+    assert found["row_spread"] == pytest.approx(20 * 0.98, abs=0.1)
+    assert found["column_spread"] == 0.0 and found["crest"] == pytest.approx(10, abs=0.1)
+    found = fingerprint_of(site, "grad_input")
+    assert found["column_spread"] == pytest.approx(20) and found["row_spread"] == 0.0
 
 
-def test_zero_rows_are_counted() -> None:
+def test_zeros_and_zero_rows_are_counted() -> None:
     x = normal(40, 5)
     x[::4] = 0.0
-    assert statistics_of(x).row_sizes.zero_share == 0.25
-
-
-def test_amax_drift_is_kept_when_the_trace_is_full() -> None:
-    steps = [normal(8, 3) * 2.0 ** (i / 32) for i in range(4 * TRACE)]
-    found = statistics_of(*steps)
-    assert found.stride == 4 and found.steps == 4 * TRACE
-    assert found.amax == pytest.approx(max(float(x.abs().max()) for x in steps))
-    assert found.amax_drift_log2 == pytest.approx(4 * TRACE / 32 * 0.75, abs=0.6)
-    assert abs(statistics_of(*(normal(8, 3, seed=i) for i in range(99))).amax_drift_log2) < 0.5
+    x[1, :3] = 0.0
+    site = SiteStatistics(3, 5, CPU)
+    assert fingerprint_of(site, "output")["crest"] == 0.0  # of no rows
+    site.input = statistics_of(x)
+    found = fingerprint_of(site, "output")
+    assert (found["zero_rows"], found["zeros"]) == (0.25, 53 / 200)
 
 
 def test_kept_rows_are_a_uniform_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,8 +111,8 @@ def test_the_capacity_of_a_sample_is_bounded_in_elements() -> None:
 
 def test_merged_shards_equal_the_whole() -> None:
     """Ranks see other rows of the same steps."""
-    x = normal(3 * TRACE, 40, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
-    keys = torch.rand((3 * TRACE, 40), generator=generator(4), dtype=torch.float64)
+    x = normal(200, 40, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
+    keys = torch.rand((200, 40), generator=generator(4), dtype=torch.float64)
     whole, left, right = (OperandStatistics(6, CPU) for _ in range(3))
     for batch, key in zip(x, keys, strict=True):
         whole.add(batch, batch, key)
@@ -164,22 +123,30 @@ def test_merged_shards_equal_the_whole() -> None:
     for name, exact in whole.tensors():
         assert torch.allclose(merged[name].double(), exact.double(), rtol=1e-5), name
     assert torch.equal(left.rows, whole.rows) and torch.equal(left.keys, whole.keys)
-    assert (left.steps, left.stride) == (whole.steps, whole.stride)
 
 
-def test_sites_count_sizes_and_mean_ratios() -> None:
+def test_sites_count_sizes() -> None:
     site = SiteStatistics(3, 2, CPU)
+    assert site.m == 1
     for m in (*([100] * 98), 7, 5000):
         site.count({m: 1})
-    assert [site.m_quantile(q) for q in (0.001, 0.5, 0.99, 0.999)] == [7, 100, 100, 5000]
-    assert SiteStatistics(3, 2, CPU).m_quantile(0.5) == 0
-    outputs = torch.tensor([[49.0, 50.0, 51.0], [-1.0, 0.0, 1.0]]).repeat(100, 1)
-    add_outputs([site], outputs[None])
-    assert site.mean_ratio == pytest.approx(50 / math.sqrt(2 / 3), rel=0.05)
+    assert site.m == 100
     other = SiteStatistics(3, 2, CPU)
     other.sizes.update(range(1000, 1000 + 2 * DISTINCT_SIZES))
     site.merge(other)
     assert len(site.sizes) <= DISTINCT_SIZES
-    assert site.m_quantile(0.9) == pytest.approx(1000 + 1.8 * DISTINCT_SIZES, rel=0.02)
+    assert site.m == pytest.approx(1000 + 0.95 * DISTINCT_SIZES, rel=0.02)
     with pytest.raises(ShapeError, match="n=3 k=2 cannot take in one of n=2 k=3"):
         site.merge(SiteStatistics(2, 3, CPU))
+
+
+def test_mean_ratios_are_those_of_the_product_with_the_weight() -> None:
+    site = SiteStatistics(3, 1, CPU)
+    assert site.mean_ratio == 0.0
+    x = torch.linspace(1, 2, 100)[:, None]
+    site.input.add(x, x.double(), torch.rand(100, dtype=torch.float64))
+    assert site.mean_ratio == 0.0  # without a weight
+    site.add_weight(torch.tensor([[49.0], [50.0], [51.0]]))
+    assert site.mean_ratio == pytest.approx(50 / math.sqrt(2 / 3))
+    site.add_weight(torch.ones(3, 1))  # all are equal: no deviation
+    assert site.mean_ratio == 0.0

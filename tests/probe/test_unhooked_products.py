@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lokakern import Probe
 from lokakern.mods import FuseShared, apply
-from lokakern.probe import session, unhooked_products
 from lokakern.probe.unhooked_products import BETWEEN, products_elsewhere
 
 SEEDS = (0,)
@@ -102,64 +99,6 @@ class Framework(nn.Module):
 
     def loss(self, x: Tensor) -> Tensor:
         return (self.forward(x) @ self.head).square().mean()
-
-
-@pytest.mark.parametrize("way", ["backward", "grad", "checkpoint"])
-def test_products_are_named_when_methods_are_called(way: str) -> None:
-    model, x = Framework(), torch.randn(M, D)
-    with Probe(model, every=1) as probe:
-        if way == "checkpoint":
-            checkpoint(model.loss, x, use_reentrant=False).backward()
-        elif way == "grad":
-            torch.autograd.grad(model.loss(x), list(model.parameters()), allow_unused=True)
-        else:
-            model.loss(x).backward()
-    assert set(probe.unseen()) == {"inner.own", "head"}
-    work = M * D * D
-    assert f" {work / (2 * work + M * D * 3):.1%} of all" in probe.unseen()["inner.own"]
-
-
-def test_missing_roots_are_reported_without_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What backward passes begin from is read from a private function of torch."""
-    model, x = Framework(), torch.randn(M, D)
-
-    def renamed(roots: object) -> None: ...
-
-    for function in (renamed, None):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.autograd.graph, "_engine_run_backward", function)
-            named = runpy.run_path(str(unhooked_products.__file__))
-        monkeypatch.setattr(session, "roots_under_way", named["roots_under_way"])
-        with Probe(model, every=1) as probe:
-            model.loss(x).backward()
-            told = probe.unseen()["(activations)"]
-            assert told.startswith("not known, because torch ") and "call the model itself" in told
-            model(x)
-        assert list(probe.unseen()) == ["inner.own"]
-
-
-def test_backward_passes_of_other_models_are_ignored() -> None:
-    """Nor does one beside it, in another thread."""
-    model, other = Framework(), Framework()
-    started, ended = threading.Event(), threading.Event()
-
-    def waits(gradient: Tensor) -> None:
-        started.set()
-        assert ended.wait(60)
-
-    y = other.loss(torch.randn(M, D))
-    other.head.register_hook(waits)
-    thread = threading.Thread(target=y.backward)
-    with Probe(model, every=1) as probe:
-        thread.start()
-        assert started.wait(60)
-        model.forward(torch.randn(M, D)).sum().backward()
-        ended.set()
-        thread.join()
-    assert list(probe.unseen()) == ["inner.own"]
-    assert " 50.0% of all multiply-adds" in probe.unseen()["inner.own"]  # of this model alone
 
 
 def test_calls_of_methods_are_steps_until_an_optimizer_is_one() -> None:

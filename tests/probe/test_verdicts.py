@@ -229,11 +229,6 @@ def test_drifted_sites_are_named(probe: Probe, report: ProbeReport, model: Model
     with pytest.warns(UserWarning, match="moved"):
         found = report.drift(later.sites())
     assert "column_spread" in found["m.0/output"]
-    renewed = report.renewed({**probe.sites(), "m.0": later.sites()["m.0"]}, seeds=(0,))
-    assert sorted(renewed.sites) == sorted(report.sites)
-    for v in report:
-        assert (verdict(renewed, v.site, v.gemm) is v) == (v.site != "m.0")
-    assert report.renewed(probe.sites(), seeds=(0,)).verdicts == report.verdicts
 
 
 # ---- by hand ----
@@ -357,8 +352,6 @@ def test_times_come_from_a_shipped_file() -> None:
     assert large.bf16_us == choice.latency_us
     small = only(verdicts_of("a", shaped(512, 512, 2048), errors, device=H200))
     assert (small.safety, small.speed, small.saved_us) == ("safe", "slow", 0.0)
-    names = [name for name, _, _ in large.pareto()]
-    assert "bf16" in names and best.kernel in names
     unknown = only(verdicts_of("a", shaped(500, 516, 2048), errors, device=H200))
     assert (unknown.speed, unknown.bf16_us) == ("", None)
 

@@ -49,5 +49,5 @@ def verdict(gemm: str, scales: str, safety: str, row_err: float, site: str = "0"
 
 
 def report_of(*verdicts: Verdict) -> ProbeReport:
-    judged = [Judged(verdict, {}, {}, 1) for verdict in verdicts]
+    judged = [Judged(verdict, {}, 1) for verdict in verdicts]
     return ProbeReport(judged, ErrorBudget(row_err=0.06), None)
