@@ -14,8 +14,8 @@ from lokakern.bench.cli.options import (
     DatabaseOption,
     DistributionOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
+    QuietOption,
     RegimeOption,
     reading,
     says_errors,
@@ -67,8 +67,7 @@ def chain(
     ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Say what dispatch chooses for a chain of layers, and measure that whole, with rivals."""
     from lokakern.bench.compare.chain_timing import measure_chain, rivals_named
@@ -88,13 +87,13 @@ def chain(
                 progress.begin("chain", 0)
                 rows = measure_chain(choice, rivals=names, regime=regime.value if regime else None,
                                      step=progress.step)  # fmt: skip
-    if as_json or how is OutputFormat.JSON:
+    if how is OutputFormat.JSON:
         print(json.dumps({"choice": _facts(choice), "measured": [asdict(r) for r in rows]},
                          indent=2))  # fmt: skip
         return
     print(choice.explain())
     if rows:
-        terminal.print_rows([_cells(row) for row in rows], how.value, title="measured whole")
+        terminal.print_rows([_cells(row) for row in rows], how, title="measured whole")
 
 
 def _layers_of(text: str, epilogues: list[str]) -> list[tuple[int, int, str]]:

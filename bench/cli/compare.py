@@ -18,8 +18,8 @@ from lokakern.bench.cli.options import (
     DistributionOption,
     EpilogueOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
+    QuietOption,
     RegimeOption,
     ShapeOption,
     WhereOption,
@@ -127,8 +127,7 @@ def compare(
         typer.Option(help="Exit with 4 if anywhere less than this times as fast."),
     ] = None,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
     from lokakern.bench.compare import by_library as libraries
@@ -191,7 +190,7 @@ def compare(
             report = _library_report(libraries.by_library(cases, setting), budget)
         else:
             report = _dispatch_report(choices.compare(cases, setting, names), names, budget)
-    _print(report, OutputFormat.JSON if as_json else how, fail_under)
+    _print(report, how, fail_under)
 
 
 def _cases(
@@ -264,7 +263,7 @@ def _print(report: _Report, how: OutputFormat, fail_under: float | None) -> None
             {name: report.missing if x is None else x for name, x in r.items()} for r in report.rows
         ]
         title = f"{report.title} on {current_device().product}"
-        terminal.print_rows(rows, how.value, title=title, note=report.note)
+        terminal.print_rows(rows, how, title=title, note=report.note)
     for line in report.lines:
         print(line, file=sys.stderr)
     limit = 0.0 if fail_under is None else fail_under

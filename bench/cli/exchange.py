@@ -14,7 +14,6 @@ import typer
 from lokakern.bench.cli.options import (
     MOST_ROWS,
     FormatOption,
-    JsonOption,
     OutputFormat,
     file_of,
     say,
@@ -143,7 +142,6 @@ def diff(
         bool, typer.Option("--all", help="Include rows that are equal within noise.")
     ] = False,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
 ) -> None:
     """List rows that are faster, slower, less accurate or missing in B, beyond noise, worst first.
 
@@ -174,11 +172,10 @@ def diff(
     found = differences(one, other, limit=limit.value)
     counts = counts_of(found)
     shown = [d for d in found if everything or d.verdict != "same"]
-    how = OutputFormat.JSON if as_json else how
     brief = how is OutputFormat.TABLE
     printed = shown[:MOST_ROWS] if brief else shown
     if printed or not brief:
-        terminal.print_rows(rows_of(printed, one, other, brief=brief), how.value)
+        terminal.print_rows(rows_of(printed, one, other, brief=brief), how)
     if len(printed) < len(shown):
         say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
     say(f"{len(found)} cells: {_words(counts)}")

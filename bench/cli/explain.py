@@ -15,7 +15,6 @@ from lokakern.bench.cli.options import (
     DeviceOption,
     DistributionOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
     QuietOption,
     RegimeOption,
@@ -98,7 +97,6 @@ def explain(
     ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Show the kernel that dispatch chooses, the rows behind it, and why it rejects the others.
@@ -109,7 +107,6 @@ def explain(
     """
     from lokakern.render.terminal import TerminalProgress
 
-    how = OutputFormat.JSON if as_json else how
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
     given = [name for name, value in sources.items() if value is not None]
     wrong: dict[str, object]

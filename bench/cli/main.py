@@ -26,7 +26,6 @@ from lokakern.bench.cli.options import (
     DatabaseOption,
     DeviceOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
     reading,
     say,
@@ -74,7 +73,6 @@ def list_(
     device: DeviceOption = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
 ) -> None:
     """List kernels with their measurements, libraries, suites, distributions, or the device.
 
@@ -86,7 +84,6 @@ def list_(
     from lokakern.bench.report.resources import NOTE, resource_rows
     from lokakern.render.terminal import print_rows
 
-    how = OutputFormat.JSON if as_json else how
     brief = how is OutputFormat.TABLE
     if resources and what is not Listing.KERNELS:
         raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="--resources")
@@ -102,7 +99,7 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
-    print_rows(rows, how.value, note=NOTE if resources else "", spare=("why",))
+    print_rows(rows, how, note=NOTE if resources else "", spare=("why",))
 
 
 for name, command in {

@@ -15,7 +15,6 @@ from lokakern.bench.cli.options import (
     BudgetOption,
     DatabaseOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
     QuietOption,
     reading,
@@ -81,7 +80,6 @@ def model(
     budget: BudgetOption = 0.06,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Train a model, or run inference, in bf16 and FP8, and compare throughput and quality.
@@ -115,11 +113,11 @@ def model(
         runs = [run for result in found.results for run in result.runs]
         for path in save_curves(runs, out, title):
             print(f"wrote {path}", file=sys.stderr)
-    if as_json or how is OutputFormat.JSON:
+    if how is OutputFormat.JSON:
         print(json.dumps(_facts(found), indent=2, default=str))
         return
     timer = next(r.pace.timer for r in found.results if r.pace)
-    terminal.print_rows(rows_of(found), how.value, title=title, note=f"time: {timer}")
+    terminal.print_rows(rows_of(found), how, title=title, note=f"time: {timer}")
     if how is OutputFormat.CSV:
         return
     print(_bound_words(found))

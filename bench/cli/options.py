@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -85,10 +86,12 @@ def say(words: str) -> None:
 
 
 def says_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Report expected errors of a command in one line, without a traceback."""
+    """Report expected errors of a command in one line, and add --json where --format is."""
 
     @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args: Any, as_json: bool = False, **kwargs: Any) -> None:
+        if as_json:
+            kwargs["how"] = OutputFormat.JSON
         try:
             with _showing_progress(quiet=bool(kwargs.get("quiet"))):
                 command(*args, **kwargs)
@@ -105,6 +108,13 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             print(f"{type(error).__name__}: {error.strerror or error}{where}", file=sys.stderr)
             raise typer.Exit(1) from None
 
+    parameters = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        parameters.append(parameter)
+        if parameter.name == "how":
+            as_json = parameter.replace(name="as_json", default=False, annotation=JsonOption)
+            parameters.append(as_json)
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return wrapped
 
 

@@ -13,7 +13,6 @@ from lokakern.bench.cli.options import (
     DatabaseOption,
     DeviceOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
     reading,
     say,
@@ -43,7 +42,6 @@ def report(
     ] = None,
     db: DatabaseOption = None,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
 ) -> None:
     """Show the measurements of a device: fastest kernels, errors, bounds, coverage and staleness.
 
@@ -52,7 +50,6 @@ def report(
     FP8 is safe and fast, why, and what would change the verdict. The recorded rows are replayed
     here, on a GPU with its kernels, elsewhere by emulation.
     """
-    how = OutputFormat.JSON if as_json else how
     if probe is not None and png is not None:
         raise typer.BadParameter("goes with a device, not with --probe", param_hint="--png")
     with reading(db):
@@ -88,7 +85,7 @@ def _of_device(
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
                    "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
-        print_rows([{name: row[name] for name in columns} for row in rows], how.value)
+        print_rows([{name: row[name] for name in columns} for row in rows], how)
 
 
 def _write_page(survey: Survey, out: Path) -> None:

@@ -16,7 +16,6 @@ from lokakern.bench.cli.options import (
     DatabaseOption,
     EpilogueOption,
     FormatOption,
-    JsonOption,
     OutputFormat,
     QuietOption,
     Regime,
@@ -145,7 +144,6 @@ def sweep(
     ] = None,
     quiet: QuietOption = False,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
 ) -> None:
     """Measure times and errors and store them; resume where an earlier sweep stopped."""
     from lokakern.bench.report import library_smoke
@@ -223,13 +221,12 @@ def sweep(
     _tell(done, database.source, only_stale)
     if database.own is not None:
         shown_cases = [cases[place] for place in done.stale] if only_stale else cases
-        how = OutputFormat.JSON if as_json else how
         if how is OutputFormat.TABLE and len(shown_cases) > MOST_SHOWN:
             say(f"{len(shown_cases)} problems are too many for a table: --format csv or json "
                 "prints them, `compare` shows gains, `explain` reasons")  # fmt: skip
         else:
             rows = summary_rows(database.own, shown_cases, regime.value if regime else None)
-            terminal.print_rows(rows, how.value, title=f"{name} on {device.product}")
+            terminal.print_rows(rows, how, title=f"{name} on {device.product}")
     if done.out_of_time:
         say(f"the time limit of {time_limit:g} s ended the sweep; run it again")
         raise typer.Exit(TIME_LIMIT_EXIT)

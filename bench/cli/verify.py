@@ -10,7 +10,6 @@ import typer
 
 from lokakern.bench.cli.options import (
     FormatOption,
-    JsonOption,
     OutputFormat,
     QuietOption,
     file_of,
@@ -49,7 +48,6 @@ def verify(
     ] = None,
     quiet: QuietOption = False,
     how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
 ) -> None:
     """Repeat some measurements of imported files, and accept the rows that hold.
 
@@ -97,7 +95,7 @@ def verify(
         rejected |= verdict.rejected
         printed += _rows_of(verdict)
         _tell(verdict)
-    terminal.print_rows(printed, "json" if as_json else how.value)
+    terminal.print_rows(printed, how)
     say(f"drawn with --seed {seed}")
     if rejected:
         raise typer.Exit(REJECTED_EXIT)
