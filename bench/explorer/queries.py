@@ -139,7 +139,7 @@ ORDER BY row_err DESC""",
 )
 
 RUNS = Question(
-    "Who measured what, and when",
+    "Measurements by machine and date",
     "Every run with its numbers of rows, newest first.",
     """\
 SELECT datetime(started_utc_ms / 1000, 'unixepoch') AS started_utc, suite, grade,

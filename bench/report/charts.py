@@ -21,11 +21,11 @@ _VERSION = "6.4"  # of Vega-Lite
 _FONT = "system-ui, sans-serif"
 _WIDTH = 860
 LINE = 4  # the dashed line of the roofline picture, in multiples of the least time
-GAINS = {"speedup": "times as fast as unquantized", "light": "share of the speed of light"}
+GAINS = {"speedup": "times as fast as unquantized", "light": "share of the roofline bound"}
 TITLES = {
     "winners": "Winning kernel",
     "gains": "What it gains",
-    "light": "Measured time against the least possible",
+    "light": "Measured time against the roofline bound",
     "fronts": "Error against time",
     "typical": "Row error at the median shape",
     "worst": "Row error at the worst shape",
@@ -117,8 +117,8 @@ def _channel(field: str, kind: str = "quantitative", title: str | None = None, *
 
 
 _HINTS = {
-    "least_us": "least us", "plain_us": "unquantized us", "speedup": "times as fast",
-    "light": "share of speed of light", "row_err": "row error",
+    "least_us": "minimum us", "plain_us": "unquantized us", "speedup": "times as fast",
+    "light": "share of roofline", "row_err": "row error",
     "typical_row_err": "median shape's row error", "row_p99": "99 % of rows",
     "mean_rel_err": "mean relative error", "mean_shift": "mean shift",
 }  # fmt: skip
@@ -235,7 +235,7 @@ def _light() -> Spec:
         "width": _WIDTH,
         "height": 420,
         "encoding": {
-            "x": _log("least_us", "the least possible, microseconds"),
+            "x": _log("least_us", "roofline bound, microseconds"),
             "y": _log("us", "measured, microseconds"),
         },
         "layer": [points, bound(1), bound(LINE)],
@@ -497,7 +497,7 @@ def _pictures(survey: Survey) -> Iterator[tuple[str, Spec]]:
         below = {
             "winners": chosen,
             "gains": chosen,
-            "light": f"{op['form']}, {on}; lines: the least, and {LINE} times that",
+            "light": f"{op['form']}, {on}; lines: the bound, and {LINE} times that",
             "fronts": f"{op['form']}, {values['shape']}, {on}",
         }
         if not any(row["row_err"] for row in survey.times

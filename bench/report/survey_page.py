@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
 LABELS = {
     "budgets": "Budgets", "us": "us", "plain_us": "Unquantized us", "speedup": "Times as fast",
-    "least_us": "Least us", "light": "Share of light", "row_err": "Row error", "kind": "Language",
-    "front": "On the line", "typical_row_err": "Row error, median shape",
+    "least_us": "Minimum us", "light": "Share of roofline", "row_err": "Row error", "kind": "Language",
+    "front": "Pareto-optimal", "typical_row_err": "Row error, median shape",
     "row_p99": "99 % of rows", "mean_rel_err": "Mean relative error", "m": "m", "n": "n", "k": "k",
 }  # fmt: skip
 NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not numbers
