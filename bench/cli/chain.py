@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    DistributionOption,
-    FormatOption,
-    OutputFormat,
-    QuietOption,
-    RegimeOption,
-    reading,
-    says_errors,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, says_errors
 from lokakern.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -40,9 +31,9 @@ def chain(
             "all layers, or once for each. Default: none."
         ),
     ] = None,
-    budget: BudgetOption = 0.06,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
+    budget: options.Budget = 0.06,
+    distribution: options.Distribution = None,
+    regime: options.Regime = None,
     rivals: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,9 +56,9 @@ def chain(
             help='Such as "NVIDIA H200": says what is chosen there, and measures nothing.'
         ),
     ] = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    quiet: QuietOption = False,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Say what dispatch chooses for a chain of layers, and measure that whole, with rivals."""
     from lokakern.bench.compare.chain_timing import measure_chain, rivals_named

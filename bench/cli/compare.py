@@ -12,21 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    DistributionOption,
-    EpilogueOption,
-    FormatOption,
-    OutputFormat,
-    QuietOption,
-    RegimeOption,
-    ShapeOption,
-    WhereOption,
-    cases_of,
-    reading,
-    says_errors,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, says_errors
 from lokakern.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -55,8 +42,8 @@ def compare(
             "timed on this device."
         ),
     ] = None,
-    shape: ShapeOption = None,
-    epilogue: EpilogueOption = None,
+    shape: options.Shapes = None,
+    epilogue: options.Epilogue = None,
     ours: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,7 +59,7 @@ def compare(
             "pattern of --ours is compared with each."
         ),
     ] = None,
-    where: WhereOption = None,
+    where: options.Where = None,
     group: Annotated[
         list[str] | None,
         typer.Option(help="Means also of the problems for which this holds; repeatable."),
@@ -106,13 +93,13 @@ def compare(
             "slower beyond noise.",
         ),
     ] = None,
-    budget: BudgetOption = 0.06,
+    budget: options.Budget = 0.06,
     baseline: Annotated[
         list[str] | None,
         typer.Option(help='Kernel to compare dispatch with, or "bf16"; repeatable. Default: bf16.'),
     ] = None,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
+    distribution: options.Distribution = None,
+    regime: options.Regime = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -121,13 +108,13 @@ def compare(
             "with 0. Default: 0, or 1 with --held-out.",
         ),
     ] = None,
-    db: DatabaseOption = None,
+    db: options.Database = None,
     fail_under: Annotated[
         float | None,
         typer.Option(help="Exit with 4 if anywhere less than this times as fast."),
     ] = None,
-    how: FormatOption = OutputFormat.TABLE,
-    quiet: QuietOption = False,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
     from lokakern.bench.compare import by_library as libraries
@@ -207,7 +194,7 @@ def _cases(
 
     device = current_device()
     if shape:
-        cases, source = cases_of(shape, epilogue, fp8_format(device)), "the shapes"
+        cases, source = options.cases_of(shape, epilogue, fp8_format(device)), "the shapes"
     elif is_held_out and suite is None:
         with reading(db):
             known = dispatcher.snapshot()

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from lokakern.bench.cli import options
 from lokakern.bench.cli.chain import chain
 from lokakern.bench.cli.compare import compare
 from lokakern.bench.cli.examples import examples_of
@@ -22,15 +23,7 @@ from lokakern.bench.cli.exchange import diff, export, import_, merge
 from lokakern.bench.cli.explain import explain
 from lokakern.bench.cli.explore import explore
 from lokakern.bench.cli.model import model
-from lokakern.bench.cli.options import (
-    DatabaseOption,
-    DeviceOption,
-    FormatOption,
-    OutputFormat,
-    reading,
-    say,
-    says_errors,
-)
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
 from lokakern.bench.cli.verify import verify
@@ -70,9 +63,9 @@ def list_(
             "kernels on AMD GPUs, as recorded when they were compiled.",
         ),
     ] = False,
-    device: DeviceOption = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
+    device: options.Device = None,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """List kernels with their measurements, libraries, suites, distributions, or the device.
 

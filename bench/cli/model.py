@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    FormatOption,
-    OutputFormat,
-    QuietOption,
-    reading,
-    say,
-    says_errors,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.device import current_device
 
 if TYPE_CHECKING:
@@ -77,10 +69,10 @@ def model(
             "--suite. Unmeasured layers run in bf16; layers across tokens always do."
         ),
     ] = None,
-    budget: BudgetOption = 0.06,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    quiet: QuietOption = False,
+    budget: options.Budget = 0.06,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train a model, or run inference, in bf16 and FP8, and compare throughput and quality.
 

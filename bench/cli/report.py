@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    DeviceOption,
-    FormatOption,
-    OutputFormat,
-    reading,
-    say,
-    says_errors,
-    writing,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.errors import DatabaseError
 from lokakern.selection.dispatcher import device_named, snapshot
 
@@ -32,16 +23,16 @@ def report(
         Path | None,
         typer.Option(help="A file of `Probe.save` to judge. Default: report on a device."),
     ] = None,
-    budget: BudgetOption = 0.06,
-    device: DeviceOption = None,
+    budget: options.Budget = 0.06,
+    device: options.Device = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the report as a self-contained page, FILE.html.")
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="Write the pictures of a device into this folder.")
     ] = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """Show the measurements of a device: fastest kernels, errors, bounds, coverage and staleness.
 
@@ -92,7 +83,7 @@ def _write_page(survey: Survey, out: Path) -> None:
     from lokakern.bench.report.survey_page import page_of
 
     text = page_of(survey)
-    with writing(out):
+    with options.writing(out):
         out.write_text(text, encoding="utf-8")
     problems = sum(op["problems"] for op in survey.ops)
     say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
@@ -108,7 +99,7 @@ def _of_probe(
 
     found = ProbeReport.of(files.load(probe), budget=budget, device=device)
     if out is not None:
-        with writing(out):
+        with options.writing(out):
             found.save_page(out)
         say(f"{out}: {len(found.verdicts)} GEMMs of {len(found.sites)} sites")
     elif how is OutputFormat.JSON:

@@ -116,16 +116,21 @@ def _channel(field: str, kind: str = "quantitative", title: str | None = None, *
     return {"field": field, "type": kind, "title": title, **more}
 
 
-_HINTS = {
-    "least_us": "minimum us", "plain_us": "unquantized us", "speedup": "times as fast",
-    "light": "share of roofline", "row_err": "row error",
-    "typical_row_err": "median shape's row error", "row_p99": "99 % of rows",
-    "mean_rel_err": "mean relative error", "mean_shift": "mean shift",
+# Names of columns in pictures and, capitalized, in tables.
+LABELS = {
+    "plain_us": "unquantized us", "speedup": "times as fast", "least_us": "minimum us",
+    "light": "share of roofline", "kind": "language", "front": "Pareto-optimal",
+    "typical_row_err": "row error, median shape", "row_err": "row error",
+    "row_p99": "99 % of rows",
 }  # fmt: skip
 
 
+def label_of(field: str) -> str:
+    return LABELS.get(field, field.replace("_", " "))
+
+
 def _hints(*fields: str) -> list[Spec]:
-    return [{"field": field, "title": _HINTS.get(field, field)} for field in fields]
+    return [{"field": field, "title": label_of(field)} for field in fields]
 
 
 # Kernels have the same color in all pictures of an op; letters tell kernels of a color apart.

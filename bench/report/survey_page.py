@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from lokakern.bench.report.survey import Row, Survey
 
 MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
-LABELS = {
-    "budgets": "Budgets", "us": "us", "plain_us": "Unquantized us", "speedup": "Times as fast",
-    "least_us": "Minimum us", "light": "Share of roofline", "row_err": "Row error", "kind": "Language",
-    "front": "Pareto-optimal", "typical_row_err": "Row error, median shape",
-    "row_p99": "99 % of rows", "mean_rel_err": "Mean relative error", "m": "m", "n": "n", "k": "k",
-}  # fmt: skip
 NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not numbers
 
 
@@ -56,7 +50,7 @@ def page_of(survey: Survey) -> str:
     largest = max(survey.ops, key=lambda op: op["problems"])["op"]
     return rendered(
         page,
-        {"words": _words},
+        {"words": _words, "label": _label},
         survey=survey,
         newest=max((row["newest"] for row in survey.holdings if row["rows"]), default="never"),
         largest=largest,
@@ -67,7 +61,6 @@ def page_of(survey: Survey) -> str:
         holdings=_table("Rows and problems of each op and suite", survey.holdings,
                         " ".join(n for n in survey.holdings[0] if n not in NAMES),
                         " ".join(NAMES)),
-        labels=LABELS,
         distributions=[(d.name, d.title) for d in DISTRIBUTIONS.values()
                        if d.name in {row["distribution"] for row in survey.errors}],
         content=json_of(content),
@@ -133,6 +126,11 @@ def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
             }
         )
     return rows
+
+
+def _label(name: str) -> str:
+    title = charts.label_of(name)
+    return title if len(title) < 3 else title[0].upper() + title[1:]  # not m, n, k and us
 
 
 def _words(value: Any) -> str:
