@@ -22,9 +22,10 @@ NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not nu
 class Table(NamedTuple):
     """At most `MOST_ROWS` of `total` rows in groups of equal form.
 
-    Columns are of numbers, from `text` on of texts.
+    Columns are of numbers, from `text` on of texts. Pictures read the rows by the name.
     """
 
+    name: str
     caption: str
     columns: list[str]
     text: str
@@ -58,7 +59,7 @@ def page_of(survey: Survey) -> str:
         problems=sum(op["problems"] for op in survey.ops),
         ms=sorted({row["m"] for row in survey.choices}),
         tables={op["op"]: _tables(survey, op) for op in survey.ops},
-        holdings=_table("Rows and problems of each op and suite", survey.holdings,
+        holdings=_table("holdings", "Rows and problems of each op and suite", survey.holdings,
                         " ".join(n for n in survey.holdings[0] if n not in NAMES),
                         " ".join(NAMES)),
         distributions=[(d.name, d.title) for d in DISTRIBUTIONS.values()
@@ -70,30 +71,28 @@ def page_of(survey: Survey) -> str:
 
 
 def _tables(survey: Survey, op: Row) -> list[Table]:
-    name = op["op"]
-    choices, times, errors = (
-        [row for row in rows if row["op"] == name]
-        for rows in (survey.choices, survey.times, survey.errors)
-    )
-    answers = charts.by_answer(choices)
-    answers.sort(key=lambda row: -(row[op["gain"]] or 0))
+    found = charts.tables_of(survey, op)
+    choices = [row for row in survey.choices if row["op"] == op["op"]]
+    answers = sorted(found["choices"], key=lambda row: -(row[op["gain"]] or 0))
     answers = [row | {"answer": "yes" if row["answered"] else "none"} for row in answers]
     return [
-        _table("Choices of dispatch by budget", _by_budget(choices, op),
+        _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, op),
                f"problems answered chosen {op['gain']}", "kernel budget best"),
-        _table("Choices of dispatch", answers,
+        _table("choices", "Choices of dispatch", answers,
                "m n k us plain_us speedup light row_err", "budgets answer letter kernel note"),
-        _table("Times", times, "m n k us least_us row_err", "letter kernel kind front state"),
-        _table("Errors by arithmetic and distribution", errors,
+        _table("times", "Times", found["times"], "m n k us least_us row_err",
+               "letter kernel kind front state"),
+        _table("errors", "Errors by arithmetic and distribution", found["errors"],
                "typical_row_err row_err row_p99 mean_rel_err mean_shift shapes",
                "arithmetic distribution"),
     ]  # fmt: skip
 
 
-def _table(caption: str, rows: list[Row], numbers: str, texts: str) -> Table:
+def _table(name: str, caption: str, rows: list[Row], numbers: str, texts: str) -> Table:
     shown = sorted(rows[:MOST_ROWS], key=lambda row: row.get("form", ""))
     groups = itertools.groupby(shown, key=lambda row: row.get("form", ""))
     return Table(
+        name,
         caption,
         [*numbers.split(), *texts.split()],
         texts.split()[0],
@@ -138,4 +137,6 @@ def _words(value: Any) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{float(f'{value:.4g}'):.12g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1 else f"{value:.12g}"
+    return str(value)
