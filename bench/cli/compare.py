@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from lokakern.bench.cli import options
-from lokakern.bench.cli.options import OutputFormat, reading, says_errors
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -252,11 +251,11 @@ def _print(report: _Report, how: OutputFormat, fail_under: float | None) -> None
         title = f"{report.title} on {current_device().product}"
         terminal.print_rows(rows, how, title=title, note=report.note)
     for line in report.lines:
-        print(line, file=sys.stderr)
+        say(line)
     limit = 0.0 if fail_under is None else fail_under
     slower = [name for name, least in report.least.items() if least < limit]
     if slower:
-        print(f"less than {limit:g} times as fast as {', '.join(slower)}", file=sys.stderr)
+        say(f"less than {limit:g} times as fast as {', '.join(slower)}")
     if slower or report.is_slower:
         raise typer.Exit(SLOWER_EXIT)
 

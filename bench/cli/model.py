@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -104,7 +103,7 @@ def model(
     if out is not None:
         runs = [run for result in found.results for run in result.runs]
         for path in save_curves(runs, out, title):
-            print(f"wrote {path}", file=sys.stderr)
+            say(f"wrote {path}")
     if how is OutputFormat.JSON:
         print(json.dumps(_facts(found), indent=2, default=str))
         return

@@ -94,7 +94,7 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             with _showing_progress(quiet=bool(kwargs.get("quiet"))):
                 command(*args, **kwargs)
         except LokakernError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            say(f"{type(error).__name__}: {error}")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             say("stopped")
@@ -103,7 +103,7 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:  # a name that is too long, a folder without permission
             where = f": {error.filename!r}" if error.filename else ""
-            print(f"{type(error).__name__}: {error.strerror or error}{where}", file=sys.stderr)
+            say(f"{type(error).__name__}: {error.strerror or error}{where}")
             raise typer.Exit(1) from None
 
     parameters = []

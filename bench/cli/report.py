@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.errors import DatabaseError
 from lokakern.selection.dispatcher import device_named, snapshot
-
-if TYPE_CHECKING:
-    from lokakern.bench.report.survey import Survey
 
 
 @says_errors
@@ -71,23 +68,19 @@ def _of_device(
             count = charts.save_pictures(survey, png, progress)
             progress.note(f"{png}: {count} pictures")
         if out is not None:
-            _write_page(survey, out)
+            from lokakern.bench.report.survey_page import page_of  # Jinja
+
+            page = page_of(survey)
+            with options.writing(out):
+                out.write_text(page, encoding="utf-8")
+            problems = sum(op["problems"] for op in survey.ops)
+            say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
+                f"{survey.device.product}, {len(page.encode()) / 1e6:.1f} MB")  # fmt: skip
     if out is None and png is None:
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
                    "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
         print_rows([{name: row[name] for name in columns} for row in rows], how)
-
-
-def _write_page(survey: Survey, out: Path) -> None:
-    from lokakern.bench.report.survey_page import page_of
-
-    text = page_of(survey)
-    with options.writing(out):
-        out.write_text(text, encoding="utf-8")
-    problems = sum(op["problems"] for op in survey.ops)
-    say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
-        f"{survey.device.product}, {len(text.encode()) / 1e6:.1f} MB")  # fmt: skip
 
 
 def _of_probe(

@@ -238,16 +238,14 @@ class _Again:
         }
 
     def _done(self, number: int, task: Task, event: Done) -> None:
-        if isinstance(task, TimingTask):
-            names, problem = task.kernels, task.case.problem
-        else:
-            names, problem = (task.kernel,), task.problem
-        for name, record in zip(names, event.records, strict=True):
+        for name, record in zip(task.kernels, event.records, strict=True):
             value = self._value_of(record)
             self._write(task, name, record)
             if value is not None:
                 self._found[number, name] = value
-        self._progress.step(str(problem))
+        self._progress.step(
+            str(task.case.problem if isinstance(task, TimingTask) else task.problem)
+        )
 
     def _value_of(self, record: TimingRecord | AccuracyRecord) -> Value | None:
         if record.status == "wrong":

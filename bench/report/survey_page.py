@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.report import charts
 from lokakern.render.html import hash_of, json_of, rendered, script_of
@@ -17,21 +17,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
 NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not numbers
-
-
-class Table(NamedTuple):
-    """At most `MOST_ROWS` of `total` rows in groups of equal form.
-
-    Columns are of numbers, from `text` on of texts. Pictures read the rows by the name.
-    """
-
-    name: str
-    caption: str
-    columns: list[str]
-    text: str
-    groups: list[tuple[str, list[Row]]]
-    shown: int
-    total: int
 
 
 def page_of(survey: Survey) -> str:
@@ -70,7 +55,7 @@ def page_of(survey: Survey) -> str:
     )  # fmt: skip
 
 
-def _tables(survey: Survey, op: Row) -> list[Table]:
+def _tables(survey: Survey, op: Row) -> list[dict[str, Any]]:
     found = charts.tables_of(survey, op)
     choices = [row for row in survey.choices if row["op"] == op["op"]]
     answers = sorted(found["choices"], key=lambda row: -(row[op["gain"]] or 0))
@@ -88,18 +73,22 @@ def _tables(survey: Survey, op: Row) -> list[Table]:
     ]  # fmt: skip
 
 
-def _table(name: str, caption: str, rows: list[Row], numbers: str, texts: str) -> Table:
+def _table(name: str, caption: str, rows: list[Row], numbers: str, texts: str) -> dict[str, Any]:
+    """At most `MOST_ROWS` rows in groups of equal form, which pictures read by the name.
+
+    Columns are of numbers, from `text` on of texts.
+    """
     shown = sorted(rows[:MOST_ROWS], key=lambda row: row.get("form", ""))
     groups = itertools.groupby(shown, key=lambda row: row.get("form", ""))
-    return Table(
-        name,
-        caption,
-        [*numbers.split(), *texts.split()],
-        texts.split()[0],
-        [(form, list(found)) for form, found in groups],
-        len(shown),
-        len(rows),
-    )
+    return {
+        "name": name,
+        "caption": caption,
+        "columns": [*numbers.split(), *texts.split()],
+        "text": texts.split()[0],
+        "groups": [(form, list(found)) for form, found in groups],
+        "shown": len(shown),
+        "total": len(rows),
+    }
 
 
 def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
