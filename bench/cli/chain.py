@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    DistributionOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    RegimeOption,
-    reading,
-    says_errors,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, says_errors
 from lokakern.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -40,9 +31,9 @@ def chain(
             "all layers, or once for each. Default: none."
         ),
     ] = None,
-    budget: BudgetOption = 0.06,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
+    budget: options.Budget = 0.06,
+    distribution: options.Distribution = None,
+    regime: options.Regime = None,
     rivals: Annotated[
         list[str] | None,
         typer.Option(
@@ -65,10 +56,9 @@ def chain(
             help='Such as "NVIDIA H200": says what is chosen there, and measures nothing.'
         ),
     ] = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Say what dispatch chooses for a chain of layers, and measure that whole, with rivals."""
     from lokakern.bench.compare.chain_timing import measure_chain, rivals_named
@@ -88,13 +78,13 @@ def chain(
                 progress.begin("chain", 0)
                 rows = measure_chain(choice, rivals=names, regime=regime.value if regime else None,
                                      step=progress.step)  # fmt: skip
-    if as_json or how is OutputFormat.JSON:
+    if how is OutputFormat.JSON:
         print(json.dumps({"choice": _facts(choice), "measured": [asdict(r) for r in rows]},
                          indent=2))  # fmt: skip
         return
     print(choice.explain())
     if rows:
-        terminal.print_rows([_cells(row) for row in rows], how.value, title="measured whole")
+        terminal.print_rows([_cells(row) for row in rows], how, title="measured whole")
 
 
 def _layers_of(text: str, epilogues: list[str]) -> list[tuple[int, int, str]]:

@@ -5,28 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    DistributionOption,
-    EpilogueOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    RegimeOption,
-    ShapeOption,
-    WhereOption,
-    cases_of,
-    reading,
-    says_errors,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -54,8 +40,8 @@ def compare(
             "timed on this device."
         ),
     ] = None,
-    shape: ShapeOption = None,
-    epilogue: EpilogueOption = None,
+    shape: options.Shapes = None,
+    epilogue: options.Epilogue = None,
     ours: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,7 +57,7 @@ def compare(
             "pattern of --ours is compared with each."
         ),
     ] = None,
-    where: WhereOption = None,
+    where: options.Where = None,
     group: Annotated[
         list[str] | None,
         typer.Option(help="Means also of the problems for which this holds; repeatable."),
@@ -105,13 +91,13 @@ def compare(
             "slower beyond noise.",
         ),
     ] = None,
-    budget: BudgetOption = 0.06,
+    budget: options.Budget = 0.06,
     baseline: Annotated[
         list[str] | None,
         typer.Option(help='Kernel to compare dispatch with, or "bf16"; repeatable. Default: bf16.'),
     ] = None,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
+    distribution: options.Distribution = None,
+    regime: options.Regime = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -120,14 +106,13 @@ def compare(
             "with 0. Default: 0, or 1 with --held-out.",
         ),
     ] = None,
-    db: DatabaseOption = None,
+    db: options.Database = None,
     fail_under: Annotated[
         float | None,
         typer.Option(help="Exit with 4 if anywhere less than this times as fast."),
     ] = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Time dispatch's choices against baselines, or kernels against rivals, interleaved, now."""
     from lokakern.bench.compare import dispatch as choices
@@ -189,7 +174,7 @@ def compare(
             report = _library_report(choices.by_library(cases, setting), budget)
         else:
             report = _dispatch_report(choices.compare(cases, setting, names), names, budget)
-    _print(report, OutputFormat.JSON if as_json else how, fail_under)
+    _print(report, how, fail_under)
 
 
 def _cases(
@@ -206,7 +191,7 @@ def _cases(
 
     device = current_device()
     if shape:
-        cases, source = cases_of(shape, epilogue, fp8_format(device)), "the shapes"
+        cases, source = options.cases_of(shape, epilogue, fp8_format(device)), "the shapes"
     elif is_held_out and suite is None:
         with reading(db):
             known = dispatcher.snapshot()
@@ -262,13 +247,13 @@ def _print(report: _Report, how: OutputFormat, fail_under: float | None) -> None
             {name: report.missing if x is None else x for name, x in r.items()} for r in report.rows
         ]
         title = f"{report.title} on {current_device().product}"
-        terminal.print_rows(rows, how.value, title=title, note=report.note)
+        terminal.print_rows(rows, how, title=title, note=report.note)
     for line in report.lines:
-        print(line, file=sys.stderr)
+        say(line)
     limit = 0.0 if fail_under is None else fail_under
     slower = [name for name, least in report.least.items() if least < limit]
     if slower:
-        print(f"less than {limit:g} times as fast as {', '.join(slower)}", file=sys.stderr)
+        say(f"less than {limit:g} times as fast as {', '.join(slower)}")
     if slower or report.is_slower:
         raise typer.Exit(SLOWER_EXIT)
 

@@ -11,16 +11,8 @@ from typing import Annotated
 
 import typer
 
-from lokakern.bench.cli.options import (
-    MOST_ROWS,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    file_of,
-    say,
-    says_errors,
-    source_of,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, say, says_errors
 from lokakern.registry.locks import private_folder
 from lokakern.registry.storage.paths import shipped_databases, user_database
 
@@ -60,7 +52,7 @@ def export(
     from lokakern.registry.snapshot.snapshot import Snapshot
 
     user = user_database()
-    given = [source_of(text) for text in db] if db else [user] if user.exists() else []
+    given = [options.source_of(text) for text in db] if db else [user] if user.exists() else []
     rows = union_of([] if db else shipped_databases(), given)  # checks the rows of other users
     path = Path(target).expanduser()
     found = Snapshot(rows).find_device(device)
@@ -92,12 +84,12 @@ def import_(
     from lokakern.registry.sharing.import_merge import import_file
     from lokakern.registry.sharing.untrusted import GUARDS
 
-    target = file_of(into, "--into") if into is not None else user_database()
+    target = options.file_of(into, "--into") if into is not None else user_database()
     with private_folder() as folder:
         if is_url(source):
             path = download(source, sha256, folder, largest_bytes=GUARDS.largest_bytes)
         else:
-            path = file_of(source, "import")
+            path = options.file_of(source, "import")
         report = import_file(path, target, trusted=trust, sha256=sha256)
     say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
          f"left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
@@ -121,7 +113,7 @@ def merge(
     """Write the union of databases into a new one, independent of their order."""
     from lokakern.registry.sharing.import_merge import merge_files
 
-    report = merge_files([source_of(text) for text in databases], source_of(out))
+    report = merge_files([options.source_of(text) for text in databases], options.source_of(out))
     say(f"{out}: {_words(report.added)}; duplicates: {_words(report.known)}")
 
 
@@ -142,8 +134,7 @@ def diff(
     everything: Annotated[
         bool, typer.Option("--all", help="Include rows that are equal within noise.")
     ] = False,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """List rows that are faster, slower, less accurate or missing in B, beyond noise, worst first.
 
@@ -164,8 +155,8 @@ def diff(
         raise typer.BadParameter("go together, and without --device",
                                  param_hint="--from-device, --to-device")  # fmt: skip
     until, since = (dates[0], dates[-1]) if dates else (math.inf, -math.inf)
-    first = read_foreign(source_of(a))
-    second = first if b is None else read_foreign(source_of(b))
+    first = read_foreign(options.source_of(a))
+    second = first if b is None else read_foreign(options.source_of(b))
     kinds = [
         None if name is None else Snapshot(rows).find_device(name)
         for rows, name in ((first, from_device or device), (second, to_device or device))
@@ -174,11 +165,10 @@ def diff(
     found = differences(one, other, limit=limit.value)
     counts = counts_of(found)
     shown = [d for d in found if everything or d.verdict != "same"]
-    how = OutputFormat.JSON if as_json else how
     brief = how is OutputFormat.TABLE
-    printed = shown[:MOST_ROWS] if brief else shown
+    printed = shown[: options.MOST_ROWS] if brief else shown
     if printed or not brief:
-        terminal.print_rows(rows_of(printed, one, other, brief=brief), how.value)
+        terminal.print_rows(rows_of(printed, one, other, brief=brief), how)
     if len(printed) < len(shown):
         say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
     say(f"{len(found)} cells: {_words(counts)}")

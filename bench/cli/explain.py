@@ -8,23 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lokakern.bench.cli.options import (
-    MOST_ROWS,
-    BudgetOption,
-    DatabaseOption,
-    DeviceOption,
-    DistributionOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    QuietOption,
-    RegimeOption,
-    reading,
-    say,
-    says_errors,
-    shape_of,
-    writing,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.bench.fp8_gain import products
 from lokakern.bench.fp8_gain.gain import Row, Worth, worth
 from lokakern.errors import UnknownNameError
@@ -79,10 +64,10 @@ def explain(
         Path | None,
         typer.Option(help="With many products: write unmeasured ones to a file for sweep --suite."),
     ] = None,
-    budget: BudgetOption = 0.06,
-    device: DeviceOption = None,
-    distribution: DistributionOption = None,
-    regime: RegimeOption = None,
+    budget: options.Budget = 0.06,
+    device: options.Device = None,
+    distribution: options.Distribution = None,
+    regime: options.Regime = None,
     prepared: Annotated[
         str | None, typer.Option(help="Prepared weight with tensor, row or 128x128 scales.")
     ] = None,
@@ -96,10 +81,9 @@ def explain(
     out_scale: Annotated[
         str | None, typer.Option(help="FP8 output with tensor, row or 1x128 scales.")
     ] = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Show the kernel that dispatch chooses, the rows behind it, and why it rejects the others.
 
@@ -109,7 +93,6 @@ def explain(
     """
     from lokakern.render.terminal import TerminalProgress
 
-    how = OutputFormat.JSON if as_json else how
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
     given = [name for name, value in sources.items() if value is not None]
     wrong: dict[str, object]
@@ -128,7 +111,7 @@ def explain(
             raise typer.BadParameter(reason, param_hint=name)
     if rows is not None and model is None:
         raise typer.BadParameter("goes with --model", param_hint="--rows")
-    sizes = shape_of(shape or "32768,512,512")
+    sizes = options.shape_of(shape or "32768,512,512")
     timing = regime.value if regime else None
     with reading(db):
         target = dispatcher.device_named(device)
@@ -217,11 +200,12 @@ def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -
     else:
         title = f"{what} within {found.budget} on {found.device.product}"
         places = sorted(range(len(found.rows)), key=lambda at: -found.rows[at].product.flops)
-        cells = [_cells(found.rows[at], found) for at in sorted(places[:MOST_ROWS])]
+        cells = [_cells(found.rows[at], found) for at in sorted(places[: options.MOST_ROWS])]
         note = "\n".join(["", found.words(), *notes])
         print_rows(cells, "table", title=title, note=note, spare=("why", "saved us"))
-        if len(places) > MOST_ROWS:
-            say(f"and {len(places) - MOST_ROWS} smaller ones: --format csv or json prints all")
+        if len(places) > options.MOST_ROWS:
+            left = len(places) - options.MOST_ROWS
+            say(f"and {left} smaller ones: --format csv or json prints all")
 
 
 def _products(
@@ -278,7 +262,7 @@ def _tell_missing(found: Worth, place: Path | None) -> None:
     if place is not None and not missing:
         say("everything that a sweep can measure was measured: no file is written")
     elif place is not None:
-        with writing(place):
+        with options.writing(place):
             place.write_text(products.suite_of(missing, name="missing"), encoding="utf-8")
         say(f"{place}: {len(missing)} shapes; on {found.device.product}: python -m lokakern.bench "
             f"sweep --suite {place} --errors needed")  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from lokakern.bench.cli import options
 from lokakern.bench.cli.chain import chain
 from lokakern.bench.cli.compare import compare
 from lokakern.bench.cli.examples import examples_of
@@ -22,16 +23,7 @@ from lokakern.bench.cli.exchange import diff, export, import_, merge
 from lokakern.bench.cli.explain import explain
 from lokakern.bench.cli.explore import explore
 from lokakern.bench.cli.model import model
-from lokakern.bench.cli.options import (
-    DatabaseOption,
-    DeviceOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    reading,
-    say,
-    says_errors,
-)
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
 from lokakern.bench.cli.verify import verify
@@ -71,10 +63,9 @@ def list_(
             "kernels on AMD GPUs, as recorded when they were compiled.",
         ),
     ] = False,
-    device: DeviceOption = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
+    device: options.Device = None,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """List kernels with their measurements, libraries, suites, distributions, or the device.
 
@@ -86,7 +77,6 @@ def list_(
     from lokakern.bench.report.resources import NOTE, resource_rows
     from lokakern.render.terminal import print_rows
 
-    how = OutputFormat.JSON if as_json else how
     brief = how is OutputFormat.TABLE
     if resources and what is not Listing.KERNELS:
         raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="--resources")
@@ -102,7 +92,7 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
-    print_rows(rows, how.value, note=NOTE if resources else "", spare=("why",))
+    print_rows(rows, how, note=NOTE if resources else "", spare=("why",))
 
 
 for name, command in {

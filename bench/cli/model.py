@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    QuietOption,
-    reading,
-    say,
-    says_errors,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.device import current_device
 
 if TYPE_CHECKING:
@@ -78,11 +68,10 @@ def model(
             "--suite. Unmeasured layers run in bf16; layers across tokens always do."
         ),
     ] = None,
-    budget: BudgetOption = 0.06,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    budget: options.Budget = 0.06,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train a model, or run inference, in bf16 and FP8, and compare throughput and quality.
 
@@ -114,12 +103,12 @@ def model(
     if out is not None:
         runs = [run for result in found.results for run in result.runs]
         for path in save_curves(runs, out, title):
-            print(f"wrote {path}", file=sys.stderr)
-    if as_json or how is OutputFormat.JSON:
+            say(f"wrote {path}")
+    if how is OutputFormat.JSON:
         print(json.dumps(_facts(found), indent=2, default=str))
         return
     timer = next(r.pace.timer for r in found.results if r.pace)
-    terminal.print_rows(rows_of(found), how.value, title=title, note=f"time: {timer}")
+    terminal.print_rows(rows_of(found), how, title=title, note=f"time: {timer}")
     if how is OutputFormat.CSV:
         return
     print(_bound_words(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ class OutputFormat(StrEnum):
     CSV = "csv"
 
 
-class Regime(StrEnum):
+class TimingRegime(StrEnum):
     """Timing regimes."""
 
     GRAPH_COLD = REGIMES[0]
@@ -41,39 +42,37 @@ class Regime(StrEnum):
     EAGER = REGIMES[2]
 
 
-DatabaseOption = Annotated[
+Database = Annotated[
     str | None,
     typer.Option("--db", help="Database: a path or an SQLAlchemy URL. Default: $LOKAKERN_DB, "
                  "else a file in the user's data folder."),
 ]  # fmt: skip
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="Output format.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
-DeviceOption = Annotated[
+How = Annotated[OutputFormat, typer.Option("--format", help="Output format.")]
+Json = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+Device = Annotated[
     str | None,
     typer.Option(help='GPU type with measurements, such as "NVIDIA H200". Default: the one here.'),
 ]
-WhereOption = Annotated[
+Where = Annotated[
     str | None,
     typer.Option(help="Only problems that meet a condition, such as 'm >= 8192 and prepared'."),
 ]
-ShapeOption = Annotated[
+Shapes = Annotated[
     list[str] | None,
     typer.Option("--shape", help="m,n,k of a GEMM or m,k of a quantization; repeatable."),
 ]
-EpilogueOption = Annotated[
+Epilogue = Annotated[
     str | None,
     typer.Option(help="Measure gemm_norm (m,n,k) or norm_quantize (m,k) with this epilogue, such "
                  "as bias+layer+affine or block_rms(256)+hardswish."),
 ]  # fmt: skip
-RegimeOption = Annotated[
-    Regime | None,
+Regime = Annotated[
+    TimingRegime | None,
     typer.Option(help="Timing regime. Default: graph-cold on a GPU, eager on a CPU."),
 ]
-BudgetOption = Annotated[
-    float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")
-]
-DistributionOption = Annotated[
+Budget = Annotated[float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")]
+Distribution = Annotated[
     str | None,
     typer.Option(help="Judge errors on this distribution. Default: all realistic ones."),
 ]
@@ -85,15 +84,17 @@ def say(words: str) -> None:
 
 
 def says_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Report expected errors of a command in one line, without a traceback."""
+    """Report expected errors of a command in one line, and add --json where --format is."""
 
     @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args: Any, as_json: bool = False, **kwargs: Any) -> None:
+        if as_json:
+            kwargs["how"] = OutputFormat.JSON
         try:
             with _showing_progress(quiet=bool(kwargs.get("quiet"))):
                 command(*args, **kwargs)
         except LokakernError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            say(f"{type(error).__name__}: {error}")
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             say("stopped")
@@ -102,9 +103,16 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:  # a name that is too long, a folder without permission
             where = f": {error.filename!r}" if error.filename else ""
-            print(f"{type(error).__name__}: {error.strerror or error}{where}", file=sys.stderr)
+            say(f"{type(error).__name__}: {error.strerror or error}{where}")
             raise typer.Exit(1) from None
 
+    parameters = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        parameters.append(parameter)
+        if parameter.name == "how":
+            as_json = parameter.replace(name="as_json", default=False, annotation=Json)
+            parameters.append(as_json)
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return wrapped
 
 

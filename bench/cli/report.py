@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from lokakern.bench.cli.options import (
-    BudgetOption,
-    DatabaseOption,
-    DeviceOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    reading,
-    say,
-    says_errors,
-    writing,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.errors import DatabaseError
 from lokakern.selection.dispatcher import device_named, snapshot
-
-if TYPE_CHECKING:
-    from lokakern.bench.report.survey import Survey
 
 
 @says_errors
@@ -32,17 +19,16 @@ def report(
         Path | None,
         typer.Option(help="A file of `Probe.save` to judge. Default: report on a device."),
     ] = None,
-    budget: BudgetOption = 0.06,
-    device: DeviceOption = None,
+    budget: options.Budget = 0.06,
+    device: options.Device = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the report as a self-contained page, FILE.html.")
     ] = None,
     png: Annotated[
         Path | None, typer.Option(help="Write the pictures of a device into this folder.")
     ] = None,
-    db: DatabaseOption = None,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """Show the measurements of a device: fastest kernels, errors, bounds, coverage and staleness.
 
@@ -51,7 +37,6 @@ def report(
     FP8 is safe and fast, why, and what would change the verdict. The recorded rows are replayed
     here, on a GPU with its kernels, elsewhere by emulation.
     """
-    how = OutputFormat.JSON if as_json else how
     if probe is not None and png is not None:
         raise typer.BadParameter("goes with a device, not with --probe", param_hint="--png")
     with reading(db):
@@ -82,23 +67,19 @@ def _of_device(
             count = charts.save_pictures(survey, png, progress)
             progress.note(f"{png}: {count} pictures")
         if out is not None:
-            _write_page(survey, out)
+            from lokakern.bench.report.survey_page import page_of  # Jinja
+
+            page = page_of(survey)
+            with options.writing(out):
+                out.write_text(page, encoding="utf-8")
+            problems = sum(op["problems"] for op in survey.ops)
+            say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
+                f"{survey.device.product}, {len(page.encode()) / 1e6:.1f} MB")  # fmt: skip
     if out is None and png is None:
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
                    "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
-        print_rows([{name: row[name] for name in columns} for row in rows], how.value)
-
-
-def _write_page(survey: Survey, out: Path) -> None:
-    from lokakern.bench.report.survey_page import page_of
-
-    text = page_of(survey)
-    with writing(out):
-        out.write_text(text, encoding="utf-8")
-    problems = sum(op["problems"] for op in survey.ops)
-    say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
-        f"{survey.device.product}, {len(text.encode()) / 1e6:.1f} MB")  # fmt: skip
+        print_rows([{name: row[name] for name in columns} for row in rows], how)
 
 
 def _of_probe(
@@ -110,7 +91,7 @@ def _of_probe(
 
     found = ProbeReport.of(files.load(probe), budget=budget, device=device)
     if out is not None:
-        with writing(out):
+        with options.writing(out):
             found.save_page(out)
         say(f"{out}: {len(found.verdicts)} GEMMs of {len(found.sites)} sites")
     elif how is OutputFormat.JSON:

@@ -12,22 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lokakern.bench.cli.options import (
-    DatabaseOption,
-    EpilogueOption,
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    QuietOption,
-    Regime,
-    RegimeOption,
-    ShapeOption,
-    WhereOption,
-    cases_of,
-    say,
-    says_errors,
-    source_of,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, say, says_errors
 from lokakern.build import prebuild as compiling
 from lokakern.device import current_device
 from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
@@ -86,21 +72,21 @@ def sweep(
             "--only-stale, all problems timed on this device."
         ),
     ] = None,
-    shape: ShapeOption = None,
-    epilogue: EpilogueOption = None,
+    shape: options.Shapes = None,
+    epilogue: options.Epilogue = None,
     problem: Annotated[
         list[str] | None,
         typer.Option(help="A problem as JSON, as printed for a miss; repeatable."),
     ] = None,
-    db: DatabaseOption = None,
-    regime: RegimeOption = None,
+    db: options.Database = None,
+    regime: options.Regime = None,
     grade: Annotated[
         Grade, typer.Option(help="quick rows count only where no full row exists.")
     ] = Grade.FULL,
     kernel: Annotated[
         list[str] | None, typer.Option(help="Only kernels whose name contains this; repeatable.")
     ] = None,
-    where: WhereOption = None,
+    where: options.Where = None,
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which no new work begins (exit code 3).")
     ] = None,
@@ -143,9 +129,8 @@ def sweep(
         str | None,
         typer.Option("--device", help='With --prebuild: a GPU type, such as "NVIDIA H200".'),
     ] = None,
-    quiet: QuietOption = False,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
+    quiet: options.Quiet = False,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """Measure times and errors and store them; resume where an earlier sweep stopped."""
     from lokakern.bench.report import library_smoke
@@ -223,13 +208,12 @@ def sweep(
     _tell(done, database.source, only_stale)
     if database.own is not None:
         shown_cases = [cases[place] for place in done.stale] if only_stale else cases
-        how = OutputFormat.JSON if as_json else how
         if how is OutputFormat.TABLE and len(shown_cases) > MOST_SHOWN:
             say(f"{len(shown_cases)} problems are too many for a table: --format csv or json "
                 "prints them, `compare` shows gains, `explain` reasons")  # fmt: skip
         else:
             rows = summary_rows(database.own, shown_cases, regime.value if regime else None)
-            terminal.print_rows(rows, how.value, title=f"{name} on {device.product}")
+            terminal.print_rows(rows, how, title=f"{name} on {device.product}")
     if done.out_of_time:
         say(f"the time limit of {time_limit:g} s ended the sweep; run it again")
         raise typer.Exit(TIME_LIMIT_EXIT)
@@ -245,7 +229,7 @@ def _asked_for(
     device: Device,
 ) -> list[Case]:
     """Cases named on the command line or in the ledger of misses."""
-    cases = cases_of(shapes, epilogue, fp8_format(device))
+    cases = options.cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
     for found in asked:
@@ -257,7 +241,7 @@ def _asked_for(
 
 
 def _cases_timed(
-    database: SweepDatabase, regime: Regime | None, device: Device, ranks: SingleRank
+    database: SweepDatabase, regime: options.TimingRegime | None, device: Device, ranks: SingleRank
 ) -> list[Case]:
     """All problems with times on the device, in the database or a shipped one.
 
@@ -324,7 +308,7 @@ def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], qui
 def _target(db: str | None) -> Path | str:
     from lokakern.registry.sharing.import_merge import checked_file
 
-    target = source_of(db) if db else user_database()
+    target = options.source_of(db) if db else user_database()
     if isinstance(target, Path):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

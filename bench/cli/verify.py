@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lokakern.bench.cli.options import (
-    FormatOption,
-    JsonOption,
-    OutputFormat,
-    QuietOption,
-    file_of,
-    say,
-    says_errors,
-    with_shipped,
-)
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, say, says_errors
 from lokakern.errors import DatabaseError
 from lokakern.registry.storage.paths import user_database
 from lokakern.selection import dispatcher
@@ -47,9 +39,8 @@ def verify(
         float | None,
         typer.Option(min=0, help="Seconds per file after which no new work begins."),
     ] = None,
-    quiet: QuietOption = False,
-    how: FormatOption = OutputFormat.TABLE,
-    as_json: JsonOption = False,
+    quiet: options.Quiet = False,
+    how: options.How = OutputFormat.TABLE,
 ) -> None:
     """Repeat some measurements of imported files, and accept the rows that hold.
 
@@ -64,7 +55,7 @@ def verify(
     from lokakern.render import terminal
     from lokakern.sweep.plan import harness_digest
 
-    found = file_of(db, "--db") if db else user_database()
+    found = options.file_of(db, "--db") if db else user_database()
     files = quarantined_files(found)
     if not files:
         say(f"{found}: no quarantined imports")
@@ -74,7 +65,7 @@ def verify(
     rejected, failed, printed = False, False, []
     for quarantined in files:
         command = f"python -m lokakern.bench verify --count {count} --seed {seed}"
-        trusted = load_snapshot(with_shipped(found))
+        trusted = load_snapshot(options.with_shipped(found))
         try:
             run = RunFile.create(
                 found, suite="verify", harness_digest=harness_digest(), command=command
@@ -97,7 +88,7 @@ def verify(
         rejected |= verdict.rejected
         printed += _rows_of(verdict)
         _tell(verdict)
-    terminal.print_rows(printed, "json" if as_json else how.value)
+    terminal.print_rows(printed, how)
     say(f"drawn with --seed {seed}")
     if rejected:
         raise typer.Exit(REJECTED_EXIT)

@@ -25,7 +25,7 @@ from lokakern.types import Device, Problem
 # Errors within 1 % are equal: errors of the same kernel vary as much with the seed.
 ERROR_NOISE = 0.01
 LIMITS = tuple(limit for limit in LIMIT_COLUMNS if limit != "sqnr_db")  # which is rel_err in dB
-WORSE = ("slower", "wronger", "fails")
+WORSE = ("slower", "less accurate", "fails")
 VERDICTS = (*WORSE, "faster", "more accurate", "works", "only in A", "only in B", "same")
 
 
@@ -103,13 +103,13 @@ def _verdict(what: str, a: Found | None, b: Found | None) -> str:
     if a.status != "ok" or b.status != "ok":
         if b.status == "ok":
             return "works"
-        worse = "wronger" if b.status == "wrong" else "fails"
+        worse = "less accurate" if b.status == "wrong" else "fails"
         return "same" if a.status == b.status else worse
     if what != "time_us":
         least = min(a.value, b.value)
         if a.value == b.value or abs(a.value - b.value) <= ERROR_NOISE * least:
             return "same"
-        return "wronger" if b.value > a.value else "more accurate"
+        return "less accurate" if b.value > a.value else "more accurate"
     if within_noise(a.value, a.margin, b.value, b.margin):
         return "same"
     return "slower" if b.value > a.value else "faster"

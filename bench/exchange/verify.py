@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # may be slower as a whole, which changes no choice; single times must keep their relative place.
 WHOLE_FACTOR, PLACE, PLACED_SHARE = 1.25, 0.15, 0.9
 FARTHEST = 0.5  # out of place: a single time this far off is not noise
-WRONGER = 1.05  # with one seed, errors differ only by the order of sums
+LARGER_ERROR = 1.05  # with one seed, errors differ only by the order of sums
 SHIFTED = 0.01  # of the row error: the mean shift from another order of sums
 UNSTEADY = 1.25  # p80 over p20 of an unreliable time
 FEWEST = 3  # rows needed to judge a kind
@@ -292,7 +292,7 @@ def _judge(verdict: Verdict, rows: Sequence[Row], asked: Sequence[Row]) -> set[s
         failed = [f"{row.here} at {row.problem} on {row.distribution}: {value}"
                   for row, value in found if isinstance(value, str)]  # fmt: skip
         values = [(row, value) for row, value in found if not isinstance(value, str)]
-        check = _misplaced if of_kind[0].table == TIMES else _wronger
+        check = _misplaced if of_kind[0].table == TIMES else _larger_errors
         against = [*_told(failed, "kernels that fail"), *check(values)]
         if against:
             verdict.rejected = True
@@ -317,24 +317,24 @@ def _told(words: list[str], what: str) -> list[str]:
     return words[:SHOWN] + more
 
 
-def _wronger(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
+def _larger_errors(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:
     """Errors that are larger here, among those that a budget can limit."""
-    wronger = []
+    words = []
     for row, here in found:
         there = dict(row.there)
         slack = {"mean_shift_upper": SHIFTED * there["row_err"]}
         larger = [
             column
             for column, value in here.items()
-            if value > WRONGER * there[column] + slack.get(column, 0.0)
+            if value > LARGER_ERROR * there[column] + slack.get(column, 0.0)
         ]
         if larger:
             column = max(larger, key=lambda name: here[name] / max(there[name], 1e-30))
-            wronger.append(
+            words.append(
                 f"{row.kernel} at {row.problem} on {row.distribution}, seed {row.seed}: {column} "
                 f"is {here[column]:.4g} here, {there[column]:.4g} there"
             )
-    return _told(wronger, "larger errors")
+    return _told(words, "larger errors")
 
 
 def _misplaced(found: Sequence[tuple[Row, Mapping[str, float]]]) -> list[str]:

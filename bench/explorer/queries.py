@@ -130,7 +130,7 @@ GROUP BY kernel.name, distribution.name, accuracy.architecture
 ORDER BY row_err DESC""",
     ),
     "runs": Question(
-        "Who measured what, and when",
+        "Measurements by machine and date",
         "Every run with its numbers of rows, newest first.",
         """\
 SELECT datetime(started_utc_ms / 1000, 'unixepoch') AS started_utc, suite, grade,

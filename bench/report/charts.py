@@ -21,11 +21,11 @@ _VERSION = "6.4"  # of Vega-Lite
 _FONT = "system-ui, sans-serif"
 _WIDTH = 860
 LINE = 4  # the dashed line of the roofline picture, in multiples of the least time
-GAINS = {"speedup": "times as fast as unquantized", "light": "share of the speed of light"}
+GAINS = {"speedup": "times as fast as unquantized", "light": "share of the roofline bound"}
 TITLES = {
     "winners": "Winning kernel",
     "gains": "What it gains",
-    "light": "Measured time against the least possible",
+    "light": "Measured time against the roofline bound",
     "fronts": "Error against time",
     "typical": "Row error at the median shape",
     "worst": "Row error at the worst shape",
@@ -82,50 +82,51 @@ def config_of(theme: str) -> Spec:
     }  # fmt: skip
 
 
-# --- data: one row of columns, which the transforms of a view flatten; each text is stored once
+# --- views of the rows of a table: on a page the HTML tables, in a PNG file those of the survey
+
+# The hue is one of ten colors; letters distinguish kernels of one color. A "?" is no answer.
+_LETTERED = [
+    {"calculate": "replace(datum.letter, '?', '')", "as": "plain"},
+    {"calculate": "datum.plain + '  ' + datum.kernel", "as": "key"},
+    {"calculate": "datum.plain === '-' ? 0 : (indexof('ABCDEFGHIJKLMNOPQRSTUVWXYZ', "
+                  "slice(datum.plain, -1)) + 26 * (length(datum.plain) - 1)) % 10", "as": "hue"},
+]  # fmt: skip
+_DERIVED = {
+    "choices": _LETTERED,
+    "times": [*_LETTERED, {"calculate": "'m=' + datum.m + (isValid(datum.n) ? ' n=' + datum.n : '')"
+                                        " + ' k=' + datum.k", "as": "shape"}],
+}  # fmt: skip
 
 
-def _columns(rows: Sequence[Row], names: Iterable[str]) -> list[Row]:
-    columns: Row = {}
-    for name in names:
-        values = [row[name] for row in rows]
-        if all(isinstance(value, str) for value in values):
-            places = {word: place for place, word in enumerate(dict.fromkeys(values))}
-            columns[f"{name}_words"] = list(places)
-            values = [places[value] for value in values]
-        columns[name] = values
-    return [columns]
-
-
-def _view(data: str, columns: Mapping[str, Any], filters: Iterable[str], view: Spec) -> Spec:
-    """A view of the rows that pass all filters."""
-    texts = [name.removesuffix("_words") for name in columns if name.endswith("_words")]
+def _view(table: str, filters: Iterable[str], view: Spec) -> Spec:
+    """A view of the rows of a table that pass all filters."""
     transform = [
-        {"flatten": [name for name in columns if not name.endswith("_words")]},
-        *({"calculate": f"datum.{text}_words[datum.{text}]", "as": text} for text in texts),
+        *_DERIVED.get(table, ()),
         *({"filter": test} for test in filters),
         *view.get("transform", ()),
     ]
-    return view | {"data": {"name": data}, "transform": transform}
-
-
-# --- views
+    return view | {"data": {"name": table}, "transform": transform}
 
 
 def _channel(field: str, kind: str = "quantitative", title: str | None = None, **more: Any) -> Spec:
     return {"field": field, "type": kind, "title": title, **more}
 
 
-_HINTS = {
-    "least_us": "least us", "plain_us": "unquantized us", "speedup": "times as fast",
-    "light": "share of speed of light", "row_err": "row error",
-    "typical_row_err": "median shape's row error", "row_p99": "99 % of rows",
-    "mean_rel_err": "mean relative error", "mean_shift": "mean shift",
+# Names of columns in pictures and, capitalized, in tables.
+LABELS = {
+    "plain_us": "unquantized us", "speedup": "times as fast", "least_us": "minimum us",
+    "light": "share of roofline", "kind": "language", "front": "Pareto-optimal",
+    "typical_row_err": "row error, median shape", "row_err": "row error",
+    "row_p99": "99 % of rows",
 }  # fmt: skip
 
 
+def label_of(field: str) -> str:
+    return LABELS.get(field, field.replace("_", " "))
+
+
 def _hints(*fields: str) -> list[Spec]:
-    return [{"field": field, "title": _HINTS.get(field, field)} for field in fields]
+    return [{"field": field, "title": label_of(field)} for field in fields]
 
 
 # Kernels have the same color in all pictures of an op; letters tell kernels of a color apart.
@@ -235,7 +236,7 @@ def _light() -> Spec:
         "width": _WIDTH,
         "height": 420,
         "encoding": {
-            "x": _log("least_us", "the least possible, microseconds"),
+            "x": _log("least_us", "roofline bound, microseconds"),
             "y": _log("us", "measured, microseconds"),
         },
         "layer": [points, bound(1), bound(LINE)],
@@ -297,15 +298,17 @@ def _accuracy() -> Spec:
     }  # fmt: skip
 
 
-def _shares(states: Sequence[str], title: str, parts: int) -> Spec:
-    """Of each part the share in each state."""
+def _shares(states: Sequence[str], title: str) -> Spec:
+    """Of each part the share in each state, whose count is in a column of its name."""
     order = f"indexof({list(states)!r}, datum.state)"
     stack = {"stack": "count", "as": ["from", "to"], "groupby": ["part"], "offset": "normalize",
              "sort": [{"field": "place"}]}  # fmt: skip
     return {
         "width": _WIDTH,
-        "height": 26 * parts,
-        "transform": [{"calculate": order, "as": "place"}, stack,
+        "height": {"step": 26},
+        "transform": [{"fold": list(states), "as": ["state", "count"]},
+                      {"filter": "datum.count > 0"},
+                      {"calculate": order, "as": "place"}, stack,
                       {"calculate": "(datum.from + datum.to) / 2", "as": "middle"},
                       {"calculate": "datum.to - datum.from > 0.3 ? datum.count + ' ' + datum.state "
                                     ": datum.to - datum.from > 0.06 ? datum.count : ''",
@@ -348,29 +351,28 @@ def _select(name: str, title: str, value: Any, options: Iterable[Any], **more: A
     return {"name": name, "value": value, "bind": bind}
 
 
+def tables_of(survey: Survey, op: Row) -> dict[str, list[Row]]:
+    """An op's rows of each table that pictures show."""
+    choices, times, errors = (
+        [row for row in rows if row["op"] == op["op"]]
+        for rows in (survey.choices, survey.times, survey.errors)
+    )
+    return {"choices": by_answer(choices), "times": times, "errors": errors}
+
+
 def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:
-    """The data and params of an op's pictures, and their views by name."""
-    choices = by_answer(row for row in survey.choices if row["op"] == op["op"])
-    times = [row | {"shape": sizes_of(row)} for row in survey.times if row["op"] == op["op"]]
-    errors = [row for row in survey.errors if row["op"] == op["op"]]
+    """The params of an op's pictures, and their views by name."""
+    tables = tables_of(survey, op)
+    choices = tables["choices"]
     forms = [form for form, _ in Counter(row["form"] for row in choices).most_common()]
-    shapes = sorted(times, key=lambda row: (row["m"], row["n"] or 0, row["k"]))
+    shapes = sorted(tables["times"], key=lambda row: (row["m"], row["n"] or 0, row["k"]))
     first = sizes_of(dict(zip("mnk", op["shape"], strict=True)))
-    datasets = {
-        "choices": _columns(choices, ["form", "m", "n", "k", "budgets", "kernel", "us", "plain_us",
-                                      "speedup", "light", "row_err", "note", "letter", "key",
-                                      "hue"]),
-        "times": _columns(times, ["form", "shape", "m", "n", "k", "kernel", "kind", "us",
-                                  "least_us", "row_err", "front", "letter", "key", "hue"]),
-        "errors": _columns(errors, ["arithmetic", "distribution", "typical_row_err", "row_err",
-                                    "row_p99", "mean_rel_err", "mean_shift", "shapes"]),
-    }  # fmt: skip
     by_m = op["axes"][0] != "m"
     params = [
         _select("form", "Form", op["form"], forms),
         *([_select("m", "m", op["m"], sorted({row["m"] for row in choices}))] if by_m else []),
         _select("budget", "Budget", op["budget"], survey.budgets),
-        _select("shape", "Shape", first, dict.fromkeys(row["shape"] for row in shapes)),
+        _select("shape", "Shape", first, dict.fromkeys(map(sizes_of, shapes))),
         _select("error", "Error of", "typical_row_err", ["typical_row_err", "row_err"],
                 labels=["the median shape", "the worst shape"]),
     ]  # fmt: skip
@@ -378,41 +380,33 @@ def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:
     chosen = [*here, "indexof(split(datum.budgets, ' '), budget) >= 0"]
     chosen += ["datum.m === m"] if by_m else []
     at_shape = [*here, "datum.shape === shape", "datum.row_err > 0"]  # of a logarithm
-    data = {name: columns[0] for name, columns in datasets.items()}
     views = {
-        "winners": _view("choices", data["choices"], chosen, _winners(op)),
-        "gains": _view("choices", data["choices"], chosen, _gains(op)),
-        "light": _view("times", data["times"], here, _light()),
-        "fronts": _view("times", data["times"], at_shape, _fronts(survey.budgets)),
+        "winners": _view("choices", chosen, _winners(op)),
+        "gains": _view("choices", chosen, _gains(op)),
+        "light": _view("times", here, _light()),
+        "fronts": _view("times", at_shape, _fronts(survey.budgets)),
     }
-    if errors:
-        views["accuracy"] = _view("errors", data["errors"], [], _accuracy())
-    return {"$schema": _SCHEMA, "datasets": datasets, "params": params}, views
+    if tables["errors"]:
+        views["accuracy"] = _view("errors", [], _accuracy())
+    return {"$schema": _SCHEMA, "params": params}, views
 
 
-def held_rows(survey: Survey) -> dict[str, list[Row]]:
-    """Rows of the coverage picture (problems) and the freshness picture (rows of the database)."""
-    coverage, freshness = [], []
-    for row in survey.holdings:
-        if row["covered"] is not None:
-            rest = row["problems"] - row["covered"] - row["untimed"]
-            counts = zip(COVERED, (row["covered"], rest, row["untimed"]), strict=True)
-            coverage += [{"part": row["part"], "state": word, "count": n} for word, n in counts]
-        if not row["part"].startswith("suite "):  # their rows are also rows of ops
-            part = {"part": f"{row['part']}, {row['of']}"}
-            freshness += [part | {"state": word, "count": row[word]} for word in FRESH]
-    return {"coverage": coverage, "freshness": freshness}
-
-
-def held_pictures(survey: Survey) -> tuple[Spec, dict[str, Spec]]:
-    """The data of the pictures of all ops, and their views by name."""
-    rows = held_rows(survey)
-    datasets = {name: _columns(found, ["part", "state", "count"]) for name, found in rows.items()}
-    views = {}
-    for name, states, what in (("coverage", COVERED, "problems"), ("freshness", FRESH, "rows")):
-        view = _shares(states, f"share of {what}", len({row["part"] for row in rows[name]}))
-        views[name] = _view(name, datasets[name][0], ["datum.count > 0"], view)
-    return {"$schema": _SCHEMA, "datasets": datasets}, views
+def held_pictures() -> dict[str, Spec]:
+    """The views of the coverage (problems) and the freshness (rows of the database) of all ops."""
+    coverage, freshness = (
+        _shares(states, f"share of {what}")
+        for states, what in ((COVERED, "problems"), (FRESH, "rows"))
+    )
+    rest = {"calculate": "datum.problems - datum.covered - datum.untimed", "as": "partly"}
+    untimed = {"calculate": "datum.untimed", "as": "not timed"}
+    part = {"calculate": "datum.part + ', ' + datum.of", "as": "part"}
+    coverage["transform"] = [rest, untimed, *coverage["transform"]]
+    freshness["transform"] = [part, *freshness["transform"]]
+    is_op = "indexof(datum.part, 'suite ') !== 0"  # rows of suites are also rows of ops
+    return {
+        "coverage": _view("holdings", ["isValid(datum.covered)"], coverage),
+        "freshness": _view("holdings", [is_op], freshness),
+    }
 
 
 def page_specs(survey: Survey) -> dict[str, Spec]:
@@ -428,8 +422,9 @@ def page_specs(survey: Survey) -> dict[str, Spec]:
         rest = [name for name in views if name not in ("winners", "gains")]
         concat = [maps | {"spacing": 40}, *titled(views, *rest)]
         specs[op["op"]] = base | {"description": f"Pictures of {op['op']}", "vconcat": concat}
-    base, views = held_pictures(survey)
-    specs[""] = base | {
+    views = held_pictures()
+    specs[""] = {
+        "$schema": _SCHEMA,
         "description": "Coverage and staleness",
         "vconcat": titled(views, *views),
     }
@@ -491,13 +486,14 @@ def _pictures(survey: Survey) -> Iterator[tuple[str, Spec]]:
     on = f"{survey.device.product}, {survey.regime}"
     for op in survey.ops:
         base, views = op_pictures(survey, op)
+        base["datasets"] = tables_of(survey, op)
         values = {param["name"]: param["value"] for param in base["params"]}
         at = f"m={op['m']}, " if "m" in values else ""
         chosen = f"{op['form']}, {at}budget {op['budget']}, {on}"
         below = {
             "winners": chosen,
             "gains": chosen,
-            "light": f"{op['form']}, {on}; lines: the least, and {LINE} times that",
+            "light": f"{op['form']}, {on}; lines: the bound, and {LINE} times that",
             "fronts": f"{op['form']}, {values['shape']}, {on}",
         }
         if not any(row["row_err"] for row in survey.times
@@ -512,6 +508,6 @@ def _pictures(survey: Survey) -> Iterator[tuple[str, Spec]]:
             title = {"text": f"{op['op']}: {TITLES[name][0].lower()}{TITLES[name][1:]}",
                      "subtitle": below.get(name, on)}  # fmt: skip
             yield f"{op['op']}-{name}", base | view | {"title": title}
-    base, views = held_pictures(survey)
-    for name, view in views.items():
-        yield name, base | view | {"title": {"text": TITLES[name], "subtitle": on}}
+    data = {"$schema": _SCHEMA, "datasets": {"holdings": survey.holdings}}
+    for name, view in held_pictures().items():
+        yield name, data | view | {"title": {"text": TITLES[name], "subtitle": on}}

@@ -125,8 +125,6 @@ def survey_of(
     letters = _letters(choices, times)
     for row in itertools.chain(choices, times):
         letter = letters.get((row["op"], row["kernel"]), "-")
-        row["key"] = f"{letter}  {row['kernel']}"
-        row["hue"] = _hue(letter)
         row["letter"] = letter if row.get("answered", True) or letter == "-" else f"{letter}?"
     held = Holdings(facts, device, regime)
     return Survey(
@@ -257,11 +255,6 @@ def _letters(choices: Iterable[Row], times: Iterable[Row]) -> dict[tuple[str, st
         ahead = _LETTERS[number // 26 - 1] if number >= 26 else ""
         letters[op, name] = ahead + _LETTERS[number % 26]
     return letters
-
-
-def _hue(letter: str) -> int:
-    """Index of one of ten colors; letters distinguish kernels of one color."""
-    return 0 if letter == "-" else (_LETTERS.index(letter[-1]) + 26 * (len(letter) - 1)) % 10
 
 
 def _ops(choices: Sequence[Row], times: Sequence[Row]) -> list[Row]:

@@ -2,7 +2,26 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const asked = document.forms.asked.elements;
-const draw = (place, op) => vegaEmbed(place, data.specs[op], {
+const flags = new Map([["yes", true], ["no", false]]);
+
+function valueOf(cell, head) {
+  const text = cell.textContent.trim(); // the last cell of a row ends with its line
+  return head.className !== "number" ? flags.get(text) ?? text : text === "-" ? null : Number(text);
+}
+
+function rowsOf(table) {
+  const heads = Array.from(table.rows[0].cells);
+  return Array.from(table.querySelectorAll("tbody tr:not(.form)"), (row) => Object.fromEntries([
+    ["form", row.parentNode.dataset.form],
+    ...heads.map((head, i) => [head.dataset.name, valueOf(row.cells[i], head)])]));
+}
+
+function tablesOf(op) { // the rows of tables are the data of pictures
+  const tables = Array.from(document.querySelectorAll("table")).filter((table) => table.dataset.of === op);
+  return Object.fromEntries(tables.map((table) => [table.dataset.name, rowsOf(table)]));
+}
+
+const draw = (place, op) => vegaEmbed(place, {...data.specs[op], datasets: tablesOf(op)}, {
   mode: "vega-lite", actions: false, ast: true, renderer: "svg", bind: "#params",
   config: data.themes[dark.matches ? "dark" : "light"]});
 

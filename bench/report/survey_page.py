@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.report import charts
 from lokakern.render.html import hash_of, json_of, rendered, script_of
@@ -16,27 +16,7 @@ if TYPE_CHECKING:
     from lokakern.bench.report.survey import Row, Survey
 
 MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
-LABELS = {
-    "budgets": "Budgets", "us": "us", "plain_us": "Unquantized us", "speedup": "Times as fast",
-    "least_us": "Least us", "light": "Share of light", "row_err": "Row error", "kind": "Language",
-    "front": "On the line", "typical_row_err": "Row error, median shape",
-    "row_p99": "99 % of rows", "mean_rel_err": "Mean relative error", "m": "m", "n": "n", "k": "k",
-}  # fmt: skip
 NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not numbers
-
-
-class Table(NamedTuple):
-    """At most `MOST_ROWS` of `total` rows in groups of equal form.
-
-    Columns are of numbers, from `text` on of texts.
-    """
-
-    caption: str
-    columns: list[str]
-    text: str
-    groups: list[tuple[str, list[Row]]]
-    shown: int
-    total: int
 
 
 def page_of(survey: Survey) -> str:
@@ -56,7 +36,7 @@ def page_of(survey: Survey) -> str:
     largest = max(survey.ops, key=lambda op: op["problems"])["op"]
     return rendered(
         page,
-        {"words": _words},
+        {"words": _words, "label": _label},
         survey=survey,
         newest=max((row["newest"] for row in survey.holdings if row["rows"]), default="never"),
         largest=largest,
@@ -64,10 +44,9 @@ def page_of(survey: Survey) -> str:
         problems=sum(op["problems"] for op in survey.ops),
         ms=sorted({row["m"] for row in survey.choices}),
         tables={op["op"]: _tables(survey, op) for op in survey.ops},
-        holdings=_table("Rows and problems of each op and suite", survey.holdings,
+        holdings=_table("holdings", "Rows and problems of each op and suite", survey.holdings,
                         " ".join(n for n in survey.holdings[0] if n not in NAMES),
                         " ".join(NAMES)),
-        labels=LABELS,
         distributions=[(d.name, d.title) for d in DISTRIBUTIONS.values()
                        if d.name in {row["distribution"] for row in survey.errors}],
         content=json_of(content),
@@ -76,38 +55,40 @@ def page_of(survey: Survey) -> str:
     )  # fmt: skip
 
 
-def _tables(survey: Survey, op: Row) -> list[Table]:
-    name = op["op"]
-    choices, times, errors = (
-        [row for row in rows if row["op"] == name]
-        for rows in (survey.choices, survey.times, survey.errors)
-    )
-    answers = charts.by_answer(choices)
-    answers.sort(key=lambda row: -(row[op["gain"]] or 0))
+def _tables(survey: Survey, op: Row) -> list[dict[str, Any]]:
+    found = charts.tables_of(survey, op)
+    choices = [row for row in survey.choices if row["op"] == op["op"]]
+    answers = sorted(found["choices"], key=lambda row: -(row[op["gain"]] or 0))
     answers = [row | {"answer": "yes" if row["answered"] else "none"} for row in answers]
     return [
-        _table("Choices of dispatch by budget", _by_budget(choices, op),
+        _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, op),
                f"problems answered chosen {op['gain']}", "kernel budget best"),
-        _table("Choices of dispatch", answers,
+        _table("choices", "Choices of dispatch", answers,
                "m n k us plain_us speedup light row_err", "budgets answer letter kernel note"),
-        _table("Times", times, "m n k us least_us row_err", "letter kernel kind front state"),
-        _table("Errors by arithmetic and distribution", errors,
+        _table("times", "Times", found["times"], "m n k us least_us row_err",
+               "letter kernel kind front state"),
+        _table("errors", "Errors by arithmetic and distribution", found["errors"],
                "typical_row_err row_err row_p99 mean_rel_err mean_shift shapes",
                "arithmetic distribution"),
     ]  # fmt: skip
 
 
-def _table(caption: str, rows: list[Row], numbers: str, texts: str) -> Table:
+def _table(name: str, caption: str, rows: list[Row], numbers: str, texts: str) -> dict[str, Any]:
+    """At most `MOST_ROWS` rows in groups of equal form, which pictures read by the name.
+
+    Columns are of numbers, from `text` on of texts.
+    """
     shown = sorted(rows[:MOST_ROWS], key=lambda row: row.get("form", ""))
     groups = itertools.groupby(shown, key=lambda row: row.get("form", ""))
-    return Table(
-        caption,
-        [*numbers.split(), *texts.split()],
-        texts.split()[0],
-        [(form, list(found)) for form, found in groups],
-        len(shown),
-        len(rows),
-    )
+    return {
+        "name": name,
+        "caption": caption,
+        "columns": [*numbers.split(), *texts.split()],
+        "text": texts.split()[0],
+        "groups": [(form, list(found)) for form, found in groups],
+        "shown": len(shown),
+        "total": len(rows),
+    }
 
 
 def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
@@ -135,9 +116,16 @@ def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
     return rows
 
 
+def _label(name: str) -> str:
+    title = charts.label_of(name)
+    return title if len(title) < 3 else title[0].upper() + title[1:]  # not m, n, k and us
+
+
 def _words(value: Any) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{float(f'{value:.4g}'):.12g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1 else f"{value:.12g}"
+    return str(value)

@@ -93,14 +93,14 @@ def verdicts(a: Rows, b: Rows, **sides: Any) -> list[str]:
         ({"us": 10.0, "spread": 5.0}, {"us": 10.4, "spread": 5.0}, "same"),  # within their spread
         ({"us": 10.0, "spread": 9.0}, {"us": 10.6, "spread": 9.0}, "slower"),  # beyond 5 % always
         ({"us": 10.0}, {"status": "crashed"}, "fails"),
-        ({"us": 10.0}, {"status": "wrong"}, "wronger"),
+        ({"us": 10.0}, {"status": "wrong"}, "less accurate"),
         ({"status": "timeout"}, {"us": 10.0}, "works"),
         ({"status": "timeout"}, {"status": "timeout"}, "same"),
-        ({"err": 0.04}, {"err": 0.05}, "wronger"),
+        ({"err": 0.04}, {"err": 0.05}, "less accurate"),
         ({"err": 0.04}, {"err": 0.0403}, "same"),
         ({"err": 0.05}, {"err": 0.04}, "more accurate"),
         ({"err": 0.0}, {"err": 0.0}, "same"),
-        ({"err": 0.0}, {"err": 1e-9}, "wronger"),
+        ({"err": 0.0}, {"err": 1e-9}, "less accurate"),
     ],
     ids=str,
 )
@@ -112,7 +112,7 @@ def test_infinite_errors_are_valid_json(diff: Callable[..., Ran]) -> None:
     code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}), "--json")
     (row,) = json.loads(out, parse_constant=pytest.fail)
     assert code == 6 and (row["verdict"], row["b_over_a"], row["b"]) == (
-        "wronger",
+        "less accurate",
         None,
         "infinite",
     )
@@ -138,7 +138,7 @@ def test_newest_source_and_best_grade_count() -> None:
     assert found[0].b is not None and found[0].b.value == 10.0
     assert verdicts(a, rows({**old, "at": NOW + 1}, *others)) == ["slower"]
     assert verdicts(rows({"err": 0.04}), rows({"err": 0.01}, {"err": 0.05, "seed": 1})) == [
-        "wronger"
+        "less accurate"
     ]
 
 
@@ -147,7 +147,7 @@ def test_largest_effects_come_first_and_missing_cells_last() -> None:
     b = rows({"m": 1, "us": 15.0}, {"m": 2, "us": 5.0}, {"m": 3}, {"m": 5},
              {"m": 6, "status": "error"}, {"m": 8, "err": 0.4})  # fmt: skip
     found = differences(Side(a), Side(b))
-    assert [d.verdict for d in found] == ["fails", "wronger", "faster", "slower", "only in A",
+    assert [d.verdict for d in found] == ["fails", "less accurate", "faster", "slower", "only in A",
                                           "only in B", "same"]  # fmt: skip
     assert [d.effect for d in found] == [None, 4.0, 0.5, 1.5, None, None, 1.0]
     assert counts_of(found) == dict.fromkeys(VERDICTS, 1) | {"more accurate": 0, "works": 0}
