@@ -24,6 +24,7 @@ from lokakern.registry.schema.records import (
     now_utc_ms,
 )
 from lokakern.registry.schema.tables import (
+    BOUNDED,
     COLUMNS,
     KEYS_IN_BYTES_SINCE,
     REFERENCES,
@@ -339,10 +340,10 @@ class _Bounds:
     def _check_errors(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """No error is smaller than rounding leaves, nor its upper limit than the error."""
         places = zip(*map(columns.get, ("problem", "distribution", "kernel", "key")), strict=True)
-        measured = zip(*map(columns.get, _ERRORS), strict=True)
-        limits = zip(*(columns[f"{name}_upper"] for name in _ERRORS), strict=True)
+        measured = zip(*map(columns.get, BOUNDED), strict=True)
+        limits = zip(*(columns[f"{name}_upper"] for name in BOUNDED), strict=True)
         for (*place, key), errors, uppers in zip(places, measured, limits, strict=True):
-            for name, error, upper in zip(_ERRORS, errors, uppers, strict=True):
+            for name, error, upper in zip(BOUNDED, errors, uppers, strict=True):
                 if error is None or upper is None:
                     continue
                 if name != "mean_shift" and error < (least := self._least_error(*place)):
@@ -351,9 +352,6 @@ class _Bounds:
                 if upper < abs(error):
                     raise _wrong(self._opened, "accuracy", key, f"{name}_upper is {upper:g}",
                                  f"at least {name}, which is {error:g}")  # fmt: skip
-
-
-_ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
 
 
 def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> None:

@@ -25,9 +25,9 @@ from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import (
     COLUMNS,
     KEYS_IN_BYTES_SINCE,
+    METADATA,
     REFERENCES,
     TABLES,
-    Base,
     tables_of,
 )
 from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, SCHEMA_VERSION, shown
@@ -284,7 +284,7 @@ def insert_missing(engine: Engine, *sources: Rows) -> MergeReport:
     try:
         with suppress(SQLAlchemyError), engine.begin() as connection:  # another may make them
             if not inspect(connection).has_table("run"):  # else they may be of an older version
-                Base.metadata.create_all(connection)
+                METADATA.create_all(connection)
         with engine.begin() as connection:
             version = check_server(connection)
             if version != SCHEMA_VERSION:
