@@ -90,7 +90,7 @@ def check(opened: Foreign) -> Checked:
 
 def _quick_check(opened: Foreign) -> DatabaseError | None:
     """Run SQLite's check. Complaints about single values are kept, as ours name the row."""
-    found = [str(row[0]) for row in opened.driver.execute("PRAGMA quick_check(5)")]
+    found = [str(row[0]) for row in opened.connection.execute("PRAGMA quick_check(5)")]
     if found == ["ok"]:
         return None
     complaint = DatabaseError(
@@ -123,7 +123,7 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
     opened.limit_rows(FACT_BYTES if is_fact else None)
     count = 0
     try:
-        cursor = opened.driver.execute(rows_text(name, (*more, *COLUMNS[name])))
+        cursor = opened.connection.execute(rows_text(name, (*more, *COLUMNS[name])))
         while batch := cursor.fetchmany(BATCH_ROWS if is_fact else FEW_ROWS):
             count += len(batch)
             if count > most:
@@ -140,9 +140,9 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
 
 def _not_text(opened: Foreign, name: str) -> DatabaseError:
     """Find the text that is not UTF-8, which the driver does not name."""
-    opened.driver.text_factory = bytes
+    opened.connection.text_factory = bytes
     columns = COLUMNS[name]
-    for row in opened.driver.execute(rows_text(name, columns)):
+    for row in opened.connection.execute(rows_text(name, columns)):
         for column, value in zip(columns[1:], row[1:], strict=True):
             if isinstance(value, bytes):
                 try:
@@ -379,7 +379,7 @@ def _check_constraints(opened: Foreign, name: str) -> None:
 
 
 def _first(opened: Foreign, statement: str) -> tuple[Any, ...] | None:
-    cursor = opened.driver.execute(statement)
+    cursor = opened.connection.execute(statement)
     found: tuple[Any, ...] | None = cursor.fetchone()
     cursor.close()
     return found

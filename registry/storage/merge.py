@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import Column, Connection, Engine, MetaData, Table, delete, insert, inspect
@@ -166,7 +165,7 @@ def add_to_file(place: Path, parts: Sequence[Part]) -> dict[str, int]:
     known = [own_part(place)] if place.exists() else []
     if known:
         with open_readonly(place) as connection:
-            had |= _counts(connection.exec_driver_sql, tables_of(known[0].version))
+            had |= _counts(connection, tables_of(known[0].version))
 
     def write(temporary: Path) -> None:
         has.update(write_union(temporary, [*known, *parts]))
@@ -182,8 +181,9 @@ class _NothingNew(Exception):
     """Ends a publication that would change nothing."""
 
 
-def _counts(execute: Any, names: Iterable[str] = tuple(TABLES)) -> dict[str, int]:
-    return {name: execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
+def _counts(connection: sqlite3.Connection, names: Iterable[str] = TABLES) -> dict[str, int]:
+    count = "SELECT count(*) FROM {}".format
+    return {name: connection.execute(count(name)).fetchone()[0] for name in names}
 
 
 def write_union(path: Path, parts: Sequence[Part]) -> dict[str, int]:
@@ -243,7 +243,7 @@ def _unite(connection: sqlite3.Connection, parts: Sequence[Part]) -> dict[str, i
                 tell("writing", (place + done / len(FACTS)) / len(parts))
                 if name in tables_of(part.version):
                     union.add(name, source=part.name, is_empty=not place)
-    return _counts(connection.execute)
+    return _counts(connection)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import math
 import operator
@@ -16,8 +15,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import sqlalchemy
-from sqlalchemy import Connection, Double, Engine, Integer, event
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Double, Integer
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import Lock
@@ -191,9 +189,9 @@ def insert_rows(connection: sqlite3.Connection, name: str, rows: Iterable[tuple[
     connection.executemany(insert_text(name, COLUMNS[name]), rows)
 
 
-def is_of_the_disk(error: Exception) -> bool:
+def is_of_the_disk(error: sqlite3.Error) -> bool:
     """Whether a file could not be written, rather than a row was refused."""
-    return isinstance(getattr(error, "orig", error), sqlite3.OperationalError)
+    return isinstance(error, sqlite3.OperationalError)
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
@@ -241,19 +239,6 @@ def connect_writer(path: Path, *, synchronous: str = "OFF") -> sqlite3.Connectio
     for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}")
     return connection
-
-
-def open_writer(path: Path) -> Engine:
-    """An engine for a file that only this process writes."""
-    connect = functools.partial(connect_writer, path, synchronous="NORMAL")
-    engine = sqlalchemy.create_engine("sqlite://", creator=connect, poolclass=NullPool)
-
-    # The driver would begin transactions at inserts only.
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    return engine
 
 
 def plain_row(name: str, row: Mapping[str, Any]) -> Row:

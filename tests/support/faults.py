@@ -314,7 +314,7 @@ class Scene:
         if content not in self._known:
             try:
                 with open_readonly(path) as connection:
-                    found = connection.exec_driver_sql("PRAGMA quick_check").fetchall()
+                    found = connection.execute("PRAGMA quick_check").fetchall()
                 if found != [("ok",)]:
                     raise DatabaseError(str(found))
                 self._known[content] = rows_digest(read_rows(path))

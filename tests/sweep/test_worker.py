@@ -254,11 +254,11 @@ def test_only_errors_of_possible_choices_are_needed(
     first = swept(path, [case(256)], *only, **options)
     assert (first.timed, first.measured) == (2, 0)
     with open_readonly(path) as connection:
-        runs = connection.exec_driver_sql("SELECT count(*) FROM run").scalar_one()
+        runs = connection.execute("SELECT count(*) FROM run").fetchone()[0]
     again = swept(path, [case(256)], *only, **options)
     assert (again.timed, again.measured) == (0, 0)
     with open_readonly(path) as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM run").scalar_one() == runs
+        assert connection.execute("SELECT count(*) FROM run").fetchone()[0] == runs
     assert swept(path, [case(256)], *only, errors="all", distributions=("X1",)).measured == 6
 
 

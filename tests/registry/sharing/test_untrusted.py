@@ -259,7 +259,7 @@ def test_a_file_is_read_in_private(base: Path, monkeypatch: pytest.MonkeyPatch) 
 )  # fmt: skip
 def test_only_what_we_ask_is_answered(base: Path, statement: str) -> None:
     with open_guarded(base) as opened, pytest.raises(sqlite3.Error):
-        opened.driver.execute(statement).fetchall()
+        opened.connection.execute(statement).fetchall()
     assert read_foreign(base)
 
 

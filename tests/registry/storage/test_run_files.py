@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine
 
 from lokakern.errors import DatabaseError
 from lokakern.numerics import Errors
@@ -474,7 +474,7 @@ def test_file_names_with_special_characters(tmp_path: Path, name: str) -> None:
     merge([tmp_path / name], tmp_path / "copy.sqlite")
     assert (tmp_path / "copy.sqlite").read_bytes() == (tmp_path / name).read_bytes()
     with open_readonly(tmp_path / name) as connection, pytest.raises(Exception, match="readonly"):
-        connection.execute(text("DELETE FROM timing"))
+        connection.execute("DELETE FROM timing")
     assert {path.name for path in tmp_path.iterdir()} == {
         name, f"{name}.lock", f"{name}.runs", "copy.sqlite", "copy.sqlite.lock"
     }  # fmt: skip
@@ -586,7 +586,7 @@ def test_an_older_file_merges_into_one_of_the_present_version(database: Path) ->
         "test_result": 2,
     }
     with open_readonly(database) as connection:
-        assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == 3
+        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
     assert len(rows_as_dicts(database, "timing")) == len(small_rows()["timing"]) + 1
 
 
