@@ -28,7 +28,6 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.quarantine import key_array
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
-from lokakern.registry.schema.row_keys import family_key
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
@@ -36,14 +35,6 @@ from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.quarantine import QuarantinedRows
-
-__all__ = [
-    "AccuracyCell",
-    "Snapshot",
-    "TestResultCell",
-    "TimingCell",
-    "family_key",
-]
 
 _MAY_PASS = frozenset({"error", "out_of_memory"})  # worth another try
 _CASUALTIES = frozenset({"crashed", "timeout"})

@@ -32,21 +32,9 @@ from lokakern.registry.schema.records import (
 from lokakern.registry.schema.tables import COLUMNS, ERROR_METRICS, TABLES
 from lokakern.registry.schema.value_rules import EARLIEST_UTC_MS
 from lokakern.registry.sqlite_file import shown
-from lokakern.registry.storage.merge import (
-    MergeReport,
-    merge,
-    merge_checked,
-    read_checked,
-)
-from lokakern.registry.storage.paths import shipped_databases, user_database, user_folder
-from lokakern.registry.storage.reader import (
-    Rows,
-    Source,
-    database_digest,
-    open_readonly,
-    resolve,
-    short,
-)
+from lokakern.registry.storage.merge import MergeReport, merge, merge_checked, read_checked
+from lokakern.registry.storage.paths import user_folder
+from lokakern.registry.storage.reader import Rows, Source, resolve, short
 from lokakern.registry.storage.sql import insert_text
 from lokakern.registry.storage.writer import (
     MAKE_ROOM,
@@ -62,23 +50,6 @@ from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.register import Kernel
-
-__all__ = [
-    "AccuracyRecord",
-    "DistributionRow",
-    "KernelRow",
-    "MergeReport",
-    "RunFile",
-    "TestResultRecord",
-    "TimingRecord",
-    "collect_runs",
-    "database_digest",
-    "merge",
-    "open_readonly",
-    "runs_folder",
-    "shipped_databases",
-    "user_database",
-]
 
 
 def runs_folder(database: Source) -> Path:

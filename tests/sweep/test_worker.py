@@ -24,9 +24,10 @@ from lokakern.errors import MeasurementError
 from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.row_keys import family_key, key_of
+from lokakern.registry.snapshot.cells import TimingCell
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
-from lokakern.registry.storage.run_files import open_readonly
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.reader import open_readonly
 from lokakern.selection.dispatcher import default_regime
 from lokakern.sweep import engine as sweep_module
 from lokakern.sweep import worker

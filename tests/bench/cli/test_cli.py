@@ -24,7 +24,7 @@ from lokakern.device import current_device, current_environment, devices_here
 from lokakern.measure import operands
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.storage.run_files import open_readonly
+from lokakern.registry.storage.reader import open_readonly
 from lokakern.selection import dispatcher, misses
 from lokakern.sweep import engine
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Layout, Operand

@@ -22,27 +22,26 @@ from sqlalchemy import create_engine
 from lokakern.errors import DatabaseError
 from lokakern.numerics import Errors
 from lokakern.registry.schema import row_keys, tables
-from lokakern.registry.schema.records import canonical_seeds
-from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.sqlite_file import VERSIONS
-from lokakern.registry.storage.merge import insert_missing
-from lokakern.registry.storage.reader import check_server, read_rows, read_tables
-from lokakern.registry.storage.run_files import (
+from lokakern.registry.schema.records import (
     AccuracyRecord,
     DistributionRow,
     KernelRow,
-    MergeReport,
-    RunFile,
     TestResultRecord,
     TimingRecord,
-    collect_runs,
-    database_digest,
-    merge,
-    open_readonly,
-    runs_folder,
-    shipped_databases,
-    user_database,
+    canonical_seeds,
 )
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.sqlite_file import VERSIONS
+from lokakern.registry.storage.merge import MergeReport, insert_missing, merge
+from lokakern.registry.storage.paths import shipped_databases, user_database
+from lokakern.registry.storage.reader import (
+    check_server,
+    database_digest,
+    open_readonly,
+    read_rows,
+    read_tables,
+)
+from lokakern.registry.storage.run_files import RunFile, collect_runs, runs_folder
 from lokakern.registry.storage.writer import write_file
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Environment, Format, Granularity, Operand, Problem
