@@ -90,6 +90,11 @@ def check_header(path: Path, name: str) -> int:
             f"database {name} has schema version {version}; this lokakern reads {known}; "
             + ("install a newer lokakern" if version > SCHEMA_VERSION else REMAKE)
         )
+    if header[56:60] != b"\0\0\0\1":
+        raise DatabaseError(
+            f"database {name} has text encoding {header[56:60].hex()}; expected 00000001 (UTF-8), "
+            f"which lokakern writes; {REMAKE}"
+        )
     page_bytes = int.from_bytes(header[16:18], "big")
     expected_bytes = (65536 if page_bytes == 1 else page_bytes) * int.from_bytes(
         header[28:32], "big"

@@ -25,7 +25,6 @@ from lokakern.errors import DatabaseError
 from lokakern.registry.locks import private_folder
 from lokakern.registry.schema.tables import TABLES
 from lokakern.registry.sqlite_file import (
-    REMAKE,
     check_beside,
     check_header,
     connect_readonly,
@@ -136,7 +135,6 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
             _take(found, copy, name)
             digest = hashlib.sha256(copy.read_bytes()).hexdigest()
         check_header(copy, name)
-        _check_encoding(copy, name)
         size = copy.stat().st_size
         deadline = guards.deadline_s + guards.deadline_s_per_mib * size / 2**20
         try:
@@ -203,16 +201,6 @@ def _take(server: URL, copy: Path, name: str) -> None:
         raise DatabaseError(
             f"database {name} holds rows that lokakern did not write ({error}); remove them there"
         ) from error
-
-
-def _check_encoding(path: Path, name: str) -> None:
-    with path.open("rb") as file:
-        encoding = file.read(60)[56:]
-    if encoding != b"\0\0\0\1":
-        raise DatabaseError(
-            f"database {name} has text encoding {encoding.hex()}; expected 00000001 (UTF-8), which "
-            f"lokakern writes; {REMAKE}"
-        )
 
 
 def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:

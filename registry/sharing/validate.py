@@ -35,7 +35,7 @@ from lokakern.registry.schema.value_rules import Rule, constraints_of, rules_of
 from lokakern.registry.sharing import plausibility
 from lokakern.registry.sharing.untrusted import Foreign
 from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
-from lokakern.registry.storage.sql import breaches_text, rows_text
+from lokakern.registry.storage.sql import rows_text
 from lokakern.types import Device, Granularity, Problem, norm_form
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
@@ -364,22 +364,11 @@ def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> 
 
 def _check_constraints(opened: Foreign, name: str) -> None:
     """Check CHECK constraints of rows whose types were checked."""
-    checks = constraints_of(name)
+    checks = [f"({check})" for check in constraints_of(name)]
     if not checks:
         return
-    every = " AND ".join(f"({check})" for check in checks)
-    found = _first(opened, breaches_text(name, every))
-    if found is None:
-        return
-    for check in checks:
-        row = _first(opened, breaches_text(name, check))
-        if row is not None:
-            raise _wrong(opened, name, row[0], "it breaks a constraint", check)
-    raise _wrong(opened, name, found[0], "it breaks a constraint", every)
-
-
-def _first(opened: Foreign, statement: str) -> tuple[Any, ...] | None:
-    cursor = opened.connection.execute(statement)
-    found: tuple[Any, ...] | None = cursor.fetchone()
-    cursor.close()
-    return found
+    found = opened.connection.execute(
+        f'SELECT "key", {", ".join(checks)} FROM {name} WHERE NOT ({" AND ".join(checks)}) LIMIT 1'
+    ).fetchall()
+    for key, *holds in found:
+        raise _wrong(opened, name, key, "it breaks a constraint", checks[holds.index(0)][1:-1])

@@ -34,11 +34,6 @@ def insert_text(name: str, columns: tuple[str, ...]) -> str:
     return f"INSERT INTO {name} ({names_text(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
-def breaches_text(name: str, check: str) -> str:
-    """Keys of rows for which one of the schema's constraints does not hold."""
-    return f'SELECT "key" FROM {name} WHERE NOT ({check})'
-
-
 class Union:
     """Adds the rows of a part to the tables of a target, by key.
 
