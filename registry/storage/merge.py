@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from sqlalchemy import Column, Connection, Engine, MetaData, Table, delete, insert, inspect
+from sqlalchemy import Connection, Engine, column, insert, inspect, table
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
@@ -43,12 +43,11 @@ from lokakern.registry.storage.reader import (
 )
 from lokakern.registry.storage.sql import Union, names_text
 from lokakern.registry.storage.writer import (
-    connect_writer,
     create_tables,
     locked,
+    new_file,
     publish,
     rows_with_ids,
-    scratch_for,
     write_file,
 )
 
@@ -195,7 +194,7 @@ def write_union(path: Path, parts: Sequence[Part]) -> dict[str, int]:
     Raises:
         DatabaseError: One key has two contents, or a row breaks a constraint.
     """
-    with scratch_for(path) as scratch, closing(connect_writer(scratch)) as connection:
+    with new_file(path) as connection:
         try:
             return _unite(connection, parts)
         except sqlite3.Error as error:
@@ -292,9 +291,8 @@ def insert_missing(engine: Engine, *sources: Rows) -> MergeReport:
                     f"database {url} has schema version {version}; merges write version "
                     f"{SCHEMA_VERSION}; merge it into a new database"
                 )
-            staged = _staged(connection)
             for rows in sources:
-                _fill(connection, staged, rows)
+                _stage(connection, rows)
                 for name, count in _union_on(connection).add_all().items():
                     added[name] += count
     except SQLAlchemyError as error:
@@ -307,31 +305,18 @@ def _known(sources: Iterable[Rows], added: Mapping[str, int]) -> dict[str, int]:
     return {name: len(found) - added[name] for name, found in keys.items()}
 
 
-def _staged(connection: Connection) -> dict[str, Table]:
-    """Temporary tables of a server for the rows of a source."""
-    staged = {
-        name: Table(
-            f"part_{name}",
-            MetaData(),
-            *(Column(column.name, column.type) for column in table.columns),
-            prefixes=["TEMPORARY"],
-        )
-        for name, table in TABLES.items()
-    }
-    for table in staged.values():
-        table.create(connection, checkfirst=True)
-    return staged
-
-
-def _fill(connection: Connection, staged: Mapping[str, Table], rows: Rows) -> None:
+def _stage(connection: Connection, rows: Rows) -> None:
+    """Put the rows of a source into temporary tables of a server."""
     for name, found in rows_with_ids(rows):
-        connection.execute(delete(staged[name]))
-        names = staged[name].columns.keys()
-        values = [dict(zip(names, row, strict=True)) for row in found]
-        for row in values:
-            row["key"] = row["key"].hex()
+        connection.exec_driver_sql(
+            f"CREATE TEMPORARY TABLE IF NOT EXISTS part_{name} AS SELECT * FROM {name} WHERE false"
+        )
+        connection.exec_driver_sql(f"DELETE FROM part_{name}")
+        columns = TABLES[name].columns
+        part = table(f"part_{name}", *(column(c.name, c.type) for c in columns))
+        values = [dict(zip(columns.keys(), row, strict=True)) for row in found]
         if values:
-            connection.execute(insert(staged[name]), values)
+            connection.execute(insert(part), [{**row, "key": row["key"].hex()} for row in values])
 
 
 def _union_on(connection: Connection) -> Union:

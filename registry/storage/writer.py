@@ -169,7 +169,7 @@ def write_tables(path: Path, tables: Iterable[Table]) -> None:
     Raises:
         DatabaseError: A row breaks a constraint, or there is no room.
     """
-    with scratch_for(path) as scratch, closing(connect_writer(scratch)) as connection:
+    with new_file(path) as connection:
         name = ""
         try:
             connection.execute("BEGIN")
@@ -203,8 +203,8 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def scratch_for(path: Path) -> Iterator[Path]:
-    """A place to write a database, which is then packed into a file that must not exist.
+def new_file(path: Path) -> Iterator[sqlite3.Connection]:
+    """Write a database, which is then packed into a file that must not exist.
 
     VACUUM writes the pages anew and full: 7 % smaller than as they were inserted, and the same
     bytes for any number of transactions and any order of inserts.
@@ -214,9 +214,8 @@ def scratch_for(path: Path) -> Iterator[Path]:
     """
     scratch = path.with_name(f"{path.name}.tmp-scratch")
     try:
-        yield scratch
-        with closing(sqlite3.connect(_uri(scratch), uri=True, isolation_level=None)) as connection:
-            connection.execute("PRAGMA synchronous = OFF")
+        with closing(connect_writer(scratch)) as connection:
+            yield connection
             connection.execute("VACUUM INTO ?", (_uri(path),))
     except sqlite3.Error as error:
         raise DatabaseError(
