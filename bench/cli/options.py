@@ -174,7 +174,7 @@ def reading(database: str | None) -> Iterator[None]:
     if database is None:
         yield
         return
-    from lokakern.registry.sharing.import_merge import union_of
+    from lokakern.registry.sharing.import_file import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.registry.storage.paths import shipped_databases
 

@@ -17,12 +17,7 @@ from lokakern.errors import DatabaseError, LokakernError
 from lokakern.progress import tell
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.schema import row_keys
-from lokakern.registry.schema.records import (
-    DistributionRow,
-    KernelRow,
-    canonical_json,
-    now_utc_ms,
-)
+from lokakern.registry.schema.records import DistributionRow, KernelRow, canonical_json, now_utc_ms
 from lokakern.registry.schema.tables import (
     BOUNDED,
     COLUMNS,

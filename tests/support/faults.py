@@ -574,7 +574,7 @@ def copied(files: Sequence[Path], folder: Path) -> list[Path]:
 def load() -> None:
     """Whatever a command imports and computes at its start, for those that are forked."""
     for name in ("bench.report.summary", "bench.report.library_smoke", "bench.exchange.export",
-                 "selection.dispatcher", "registry.sharing.import_merge",
+                 "selection.dispatcher", "registry.sharing.import_file",
                  "registry.snapshot.snapshot", "render.terminal"):  # fmt: skip
         importlib.import_module(f"lokakern.{name}")
     load_kernels()

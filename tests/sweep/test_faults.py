@@ -36,7 +36,8 @@ from lokakern.registry.register import load_kernels
 from lokakern.registry.schema import records
 from lokakern.registry.schema.manifest import place_of
 from lokakern.registry.schema.records import TimingRecord
-from lokakern.registry.sharing.import_merge import import_file, settle
+from lokakern.registry.sharing.import_file import import_file
+from lokakern.registry.sharing.quarantine import settle
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage import writer
 from lokakern.registry.storage.merge import without_unused

@@ -14,7 +14,7 @@ from lokakern.registry.register import kernels_for
 from lokakern.registry.schema.records import KernelRow, TestResultRecord, TimingRecord
 from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS, REFERENCES
-from lokakern.registry.sharing.import_merge import union_of
+from lokakern.registry.sharing.import_file import union_of
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.merge import merge

@@ -21,7 +21,7 @@ from lokakern.errors import DatabaseError
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.schema.value_rules import constraints_of
-from lokakern.registry.sharing.import_merge import import_file, read_foreign
+from lokakern.registry.sharing.import_file import import_file, read_foreign
 from lokakern.registry.sharing.untrusted import GUARDS, open_guarded
 from lokakern.registry.sharing.validate import check
 from lokakern.registry.sqlite_file import FACTS
