@@ -179,3 +179,26 @@ def translate(
             "leave it out, or ask for it again"
         ) from None
     return list(zip(*columns, strict=True))
+
+
+def names_text(columns: Iterable[str], table: str = "") -> str:
+    """Columns, separated by commas."""
+    prefix = f"{table}." if table else ""
+    return ", ".join(f'{prefix}"{column}"' for column in columns)
+
+
+def conflict(
+    name: str, columns: Iterable[str], one: tuple[Any, ...], other: tuple[Any, ...], source: str
+) -> DatabaseError:
+    """The error of one key with two contents, the second in `source`."""
+    key = one[0].hex() if isinstance(one[0], bytes) else one[0]
+    differing = ", ".join(
+        f"{column} {a!r} and {b!r}"
+        for column, a, b in zip(columns, one, other, strict=True)
+        if column != "key" and a != b
+    )
+    second = f", the second in {source}" if source else ""
+    return DatabaseError(
+        f"merge: {name} row {key} has two contents ({differing}{second}); rows are facts and "
+        "never change, so one of the files was edited: leave it out"
+    )

@@ -29,8 +29,7 @@ from lokakern.registry.schema.tables import (
 from lokakern.registry.schema.value_rules import Rule, constraints_of, rules_of
 from lokakern.registry.sharing import plausibility
 from lokakern.registry.sharing.untrusted import Foreign
-from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
-from lokakern.registry.storage.sql import rows_text
+from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, names_text
 from lokakern.types import Device, Granularity, Problem, norm_form
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
@@ -118,7 +117,9 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
     opened.limit_rows(FACT_BYTES if is_fact else None)
     count = 0
     try:
-        cursor = opened.connection.execute(rows_text(name, (*more, *COLUMNS[name])))
+        order = ' ORDER BY "key"' if is_fact else ""  # as they lie
+        columns = names_text((*more, *COLUMNS[name]))
+        cursor = opened.connection.execute(f"SELECT {columns} FROM {name}{order}")
         while batch := cursor.fetchmany(BATCH_ROWS if is_fact else FEW_ROWS):
             count += len(batch)
             if count > most:
@@ -137,7 +138,7 @@ def _not_text(opened: Foreign, name: str) -> DatabaseError:
     """Find the text that is not UTF-8, which the driver does not name."""
     opened.connection.text_factory = bytes
     columns = COLUMNS[name]
-    for row in opened.connection.execute(rows_text(name, columns)):
+    for row in opened.connection.execute(f"SELECT {names_text(columns)} FROM {name}"):
         for column, value in zip(columns[1:], row[1:], strict=True):
             if isinstance(value, bytes):
                 try:

@@ -35,12 +35,12 @@ from lokakern.registry.sqlite_file import (
     Schema,
     check_header,
     connect_readonly,
+    names_text,
     schema_of,
     shown,
     translate,
     unreadable,
 )
-from lokakern.registry.storage.sql import names_text
 
 # Every row of a database: by table, tuples in the order of `tables.COLUMNS`, references as keys.
 Rows = dict[str, list[tuple[Any, ...]]]

@@ -29,17 +29,17 @@ from lokakern.registry.schema.records import (
     TimingRecord,
     now_utc_ms,
 )
-from lokakern.registry.schema.tables import COLUMNS, ERROR_METRICS, TABLES
+from lokakern.registry.schema.tables import ERROR_METRICS, TABLES
 from lokakern.registry.schema.value_rules import EARLIEST_UTC_MS
 from lokakern.registry.sqlite_file import shown
 from lokakern.registry.storage.merge import MergeReport, merge, merge_checked, read_checked
 from lokakern.registry.storage.paths import user_folder
 from lokakern.registry.storage.reader import Rows, Source, resolve, short
-from lokakern.registry.storage.sql import insert_text
 from lokakern.registry.storage.writer import (
     MAKE_ROOM,
     connect_writer,
     insert_rows,
+    insert_text,
     is_of_the_disk,
     no_lock,
     plain_row,
@@ -233,7 +233,7 @@ class RunFile:
                     if part_key not in ids:
                         _, *values = plain_row(table, part).values()
                         in_bytes = bytes.fromhex(part_key)
-                        text = f"{insert_text(table, COLUMNS[table])} ON CONFLICT DO NOTHING"
+                        text = f"{insert_text(table)} ON CONFLICT DO NOTHING"
                         connection.execute(text, (None, in_bytes, *values))
                         query = f"SELECT id FROM {table} WHERE key = ?"
                         (ids[part_key],) = connection.execute(query, (in_bytes,)).fetchone()

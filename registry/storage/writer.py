@@ -26,10 +26,10 @@ from lokakern.registry.sqlite_file import (
     DIMENSIONS,
     SCHEMA_VERSION,
     TABLE_NAMES,
+    names_text,
     translate,
 )
 from lokakern.registry.storage.reader import Rows, by_key, resolve, short
-from lokakern.registry.storage.sql import insert_text
 
 Table = tuple[str, Iterable[tuple[Any, ...]]]  # a name, and rows in the form of a file
 
@@ -184,9 +184,15 @@ def write_tables(path: Path, tables: Iterable[Table]) -> None:
             ) from error
 
 
+def insert_text(name: str) -> str:
+    """A row into a table, with its id where it has one."""
+    columns = ("id", *COLUMNS[name]) if name in DIMENSIONS else COLUMNS[name]
+    return f"INSERT INTO {name} ({names_text(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
 def insert_rows(connection: sqlite3.Connection, name: str, rows: Iterable[tuple[Any, ...]]) -> None:
     """Add rows in the form of a file to a table."""
-    connection.executemany(insert_text(name, COLUMNS[name]), rows)
+    connection.executemany(insert_text(name), rows)
 
 
 def is_of_the_disk(error: sqlite3.Error) -> bool:
