@@ -14,7 +14,7 @@ from sqlalchemy import Double, Integer, Table
 
 from lokakern.registry.schema.manifest import ENDING, Manifest
 from lokakern.registry.schema.row_keys import FACT_IDENTITY
-from lokakern.registry.schema.tables import COLUMNS, TABLES, Key, unit_of
+from lokakern.registry.schema.tables import COLUMNS, TABLES, unit_of
 from lokakern.registry.schema.value_rules import constraints_of, rules_of
 from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION, VERSIONS
 
@@ -38,6 +38,8 @@ def text() -> str:
         "WHERE status = 'ok' ORDER BY latency_us_p50;\n```",
         "An `import` also asks for what is in column *imported if*, for texts without control "
         "characters, and for rows whose key is that of their content.",
+        f"Every row has a `key`: {TABLES['run'].c.key.doc}. Rows that others refer to have an "
+        f"`id`: {TABLES['run'].c.id.doc}.",
         *(_table(name, table) for name, table in TABLES.items()),
         "## Manifest",
         f"`export FILE` writes `FILE{ENDING}` beside it, an object of JSON with these fields and "
@@ -56,10 +58,11 @@ def _table(name: str, table: Table) -> str:
     rules = rules_of(name, 0)
     rows = []
     for column in table.columns:
+        if column.name in ("id", "key"):  # described once, above
+            continue
         foreign = next(iter(column.foreign_keys), None)
         kind = "integer" if isinstance(column.type, Integer) else "text"
         kind = "real" if isinstance(column.type, Double) else kind
-        kind = "bytes" if isinstance(column.type, Key) else kind
         kind = f"id of `{foreign.column.table.name}`" if foreign else kind
         says, unit = column.doc or "", unit_of(column.name)
         rule = rules.get(column.name)
