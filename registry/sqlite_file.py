@@ -22,12 +22,12 @@ TABLE_NAMES = (*DIMENSIONS, *FACTS)
 STATUSES = ("ok", "wrong", "error", "out_of_memory", "timeout", "crashed", "unsupported")
 KEY_BYTES = 32  # of a fact
 # `schema_digest` of a file of the present version: so that reading one takes no model of it.
-SCHEMA_DIGEST = "d5d4852a9a8702225902b7e4f5e4d46667b2cbcdbd1c273a2b677ca7afe257d3"
+SCHEMA_DIGEST = "57b0920edce8e40fe4ebcae237115c6ea4516dba525d656bbe02b842acdc9e5b"
 
 REMAKE = "ask for the file again, or make one with `python -m lokakern.bench sweep`"
 _MAGIC = b"SQLite format 3\0"
 
-Schema = dict[str, tuple[object, ...]]
+Schema = dict[tuple[str, str, str], str | None]
 
 
 class Url(Protocol):
@@ -90,6 +90,11 @@ def check_header(path: Path, name: str) -> int:
             f"database {name} has schema version {version}; this lokakern reads {known}; "
             + ("install a newer lokakern" if version > SCHEMA_VERSION else REMAKE)
         )
+    if header[56:60] != b"\0\0\0\1":
+        raise DatabaseError(
+            f"database {name} has text encoding {header[56:60].hex()}; expected 00000001 (UTF-8), "
+            f"which lokakern writes; {REMAKE}"
+        )
     page_bytes = int.from_bytes(header[16:18], "big")
     expected_bytes = (65536 if page_bytes == 1 else page_bytes) * int.from_bytes(
         header[28:32], "big"
@@ -132,22 +137,12 @@ def _unfinished(name: str, what: str) -> DatabaseError:
 
 
 def schema_of(connection: sqlite3.Connection) -> Schema:
-    """Everything in a file: its tables with columns and options; anything else with its type."""
-    schema: Schema = {}
-    entries = connection.execute("SELECT type, name FROM sqlite_schema").fetchall()
-    for kind, name in entries:
-        if kind == "index" and name.startswith("sqlite_autoindex_"):
-            continue
-        schema[name] = (kind,)
-    for name in [
-        name for name, (kind, *_) in schema.items() if kind == "table" and name in TABLE_NAMES
-    ]:
-        columns = connection.execute("SELECT * FROM pragma_table_xinfo(?)", (name,)).fetchall()
-        options = connection.execute(
-            "SELECT type, wr, strict FROM pragma_table_list WHERE name = ?", (name,)
-        ).fetchall()
-        schema[name] = (*options, *columns)
-    return schema
+    """Everything in a file, by kind, name and table, with its SQL; white space does not matter."""
+    found = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema")
+    return {
+        (str(kind), str(name), str(table)): None if sql is None else " ".join(str(sql).split())
+        for kind, name, table, sql in found
+    }
 
 
 def schema_digest(connection: sqlite3.Connection) -> str:
@@ -184,3 +179,26 @@ def translate(
             "leave it out, or ask for it again"
         ) from None
     return list(zip(*columns, strict=True))
+
+
+def names_text(columns: Iterable[str], table: str = "") -> str:
+    """Columns, separated by commas."""
+    prefix = f"{table}." if table else ""
+    return ", ".join(f'{prefix}"{column}"' for column in columns)
+
+
+def conflict(
+    name: str, columns: Iterable[str], one: tuple[Any, ...], other: tuple[Any, ...], source: str
+) -> DatabaseError:
+    """The error of one key with two contents, the second in `source`."""
+    key = one[0].hex() if isinstance(one[0], bytes) else one[0]
+    differing = ", ".join(
+        f"{column} {a!r} and {b!r}"
+        for column, a, b in zip(columns, one, other, strict=True)
+        if column != "key" and a != b
+    )
+    second = f", the second in {source}" if source else ""
+    return DatabaseError(
+        f"merge: {name} row {key} has two contents ({differing}{second}); rows are facts and "
+        "never change, so one of the files was edited: leave it out"
+    )

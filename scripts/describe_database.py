@@ -12,10 +12,9 @@ from typing import get_origin, get_type_hints
 
 from sqlalchemy import Double, Integer, Table
 
-from lokakern.registry.schema.column_docs import unit_of, what_of
 from lokakern.registry.schema.manifest import ENDING, Manifest
 from lokakern.registry.schema.row_keys import FACT_IDENTITY
-from lokakern.registry.schema.tables import COLUMNS, TABLES, Base, Key
+from lokakern.registry.schema.tables import COLUMNS, TABLES, unit_of
 from lokakern.registry.schema.value_rules import constraints_of, rules_of
 from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION, VERSIONS
 
@@ -39,6 +38,8 @@ def text() -> str:
         "WHERE status = 'ok' ORDER BY latency_us_p50;\n```",
         "An `import` also asks for what is in column *imported if*, for texts without control "
         "characters, and for rows whose key is that of their content.",
+        f"Every row has a `key`: {TABLES['run'].c.key.doc}. Rows that others refer to have an "
+        f"`id`: {TABLES['run'].c.id.doc}.",
         *(_table(name, table) for name, table in TABLES.items()),
         "## Manifest",
         f"`export FILE` writes `FILE{ENDING}` beside it, an object of JSON with these fields and "
@@ -54,16 +55,16 @@ def text() -> str:
 
 
 def _table(name: str, table: Table) -> str:
-    model = next(m.class_ for m in Base.registry.mappers if m.local_table is table)
     rules = rules_of(name, 0)
     rows = []
     for column in table.columns:
+        if column.name in ("id", "key"):  # described once, above
+            continue
         foreign = next(iter(column.foreign_keys), None)
         kind = "integer" if isinstance(column.type, Integer) else "text"
         kind = "real" if isinstance(column.type, Double) else kind
-        kind = "bytes" if isinstance(column.type, Key) else kind
         kind = f"id of `{foreign.column.table.name}`" if foreign else kind
-        says, unit = what_of(name, column.name), unit_of(column.name)
+        says, unit = column.doc or "", unit_of(column.name)
         rule = rules.get(column.name)
         words = "" if rule is None or foreign else str(rule)
         if column.name.endswith("_utc_ms"):
@@ -72,11 +73,10 @@ def _table(name: str, table: Table) -> str:
                      words))  # fmt: skip
     fields = FACT_IDENTITY.get(name, tuple(c for c in COLUMNS[name] if c != "key"))
     identity = "a UUID" if name == "run" else ", ".join(f"`{field}`" for field in fields)
-    about = " ".join((model.__doc__ or "").split())
     checks = [f"- `{check}`" for check in constraints_of(name)]
     return "\n\n".join([
         f"## `{name}`",
-        f"{about} Identity: {identity}{' (as keys)' if name in FACTS else ''}.",
+        f"{table.info['about']} Identity: {identity}{' (as keys)' if name in FACTS else ''}.",
         _rows(("column", "type", "unit", "what", "imported if"), rows),
         *(["Constraints:\n\n" + "\n".join(checks)] if checks else []),
     ])  # fmt: skip

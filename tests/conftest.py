@@ -266,7 +266,7 @@ class Evidence:
         import torch
 
         from lokakern.errors import DatabaseError
-        from lokakern.registry.storage.run_files import database_digest
+        from lokakern.registry.storage.reader import database_digest
 
         self._root = config.rootpath
         self._file = config.invocation_params.dir / Path(config.getoption("evidence"))

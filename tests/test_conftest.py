@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.snapshot.cells import TestResultCell
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import TestResultCell
 from lokakern.registry.storage.reader import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent

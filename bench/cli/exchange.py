@@ -48,7 +48,7 @@ def export(
     """
     from lokakern.bench.exchange.export import export as export_rows
     from lokakern.registry.schema.manifest import place_of
-    from lokakern.registry.sharing.import_merge import union_of
+    from lokakern.registry.sharing.import_file import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
 
     user = user_database()
@@ -81,7 +81,7 @@ def import_(
     """
     from lokakern.registry.quarantine import imports_folder
     from lokakern.registry.sharing.download import download, is_url
-    from lokakern.registry.sharing.import_merge import import_file
+    from lokakern.registry.sharing.import_file import import_file
     from lokakern.registry.sharing.untrusted import GUARDS
 
     target = options.file_of(into, "--into") if into is not None else user_database()
@@ -111,7 +111,7 @@ def merge(
     out: Annotated[str, typer.Option(help="New file, or URL of a server to add to.")],
 ) -> None:
     """Write the union of databases into a new one, independent of their order."""
-    from lokakern.registry.sharing.import_merge import merge_files
+    from lokakern.registry.sharing.import_file import merge_files
 
     report = merge_files([options.source_of(text) for text in databases], options.source_of(out))
     say(f"{out}: {_words(report.added)}; duplicates: {_words(report.known)}")
@@ -141,7 +141,7 @@ def diff(
     The exit code is 6 if anything is slower, less accurate or fails in B, else 0.
     """
     from lokakern.bench.compare.diff import WORSE, Side, counts_of, differences, rows_of
-    from lokakern.registry.sharing.import_merge import read_foreign
+    from lokakern.registry.sharing.import_file import read_foreign
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.render import terminal
 

@@ -182,9 +182,9 @@ def reading(database: str | None) -> Iterator[None]:
     if database is None:
         yield
         return
-    from lokakern.registry.sharing.import_merge import union_of
+    from lokakern.registry.sharing.import_file import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
-    from lokakern.registry.storage.run_files import shipped_databases
+    from lokakern.registry.storage.paths import shipped_databases
 
     shipped, given = shipped_databases(), source_of(database)
     rows = union_of(shipped, [given])

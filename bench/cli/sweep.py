@@ -306,7 +306,7 @@ def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], qui
 
 
 def _target(db: str | None) -> Path | str:
-    from lokakern.registry.sharing.import_merge import checked_file
+    from lokakern.registry.sharing.import_file import checked_file
 
     target = options.source_of(db) if db else user_database()
     if isinstance(target, Path):

@@ -49,7 +49,7 @@ def verify(
     """
     from lokakern.bench.exchange.verify import verify as measure_again
     from lokakern.registry.quarantine import quarantined_files
-    from lokakern.registry.sharing.import_merge import reject, settle
+    from lokakern.registry.sharing.quarantine import reject, settle
     from lokakern.registry.snapshot.loading import load_snapshot
     from lokakern.registry.storage.run_files import RunFile
     from lokakern.render import terminal

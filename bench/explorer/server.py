@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 from lokakern.bench.explorer.queries import QUESTIONS
 from lokakern.errors import DatabaseError, UnsupportedError
-from lokakern.registry.schema.column_docs import unit_of, what_of
-from lokakern.registry.schema.tables import TABLES, Base
+from lokakern.registry.schema.tables import TABLES, unit_of
 from lokakern.registry.sharing.untrusted import open_guarded
 from lokakern.registry.sqlite_file import FACTS
 
@@ -114,13 +113,12 @@ def metadata_of() -> dict[str, Any]:
 
 
 def _table(name: str) -> Mapping[str, Any]:
-    model = next(m.class_ for m in Base.registry.mappers if m.local_table is TABLES[name])
     columns = {}
     for column in TABLES[name].columns:
         unit = unit_of(column.name)
-        columns[column.name] = what_of(name, column.name) + (f" [{unit}]" if unit else "")
+        columns[column.name] = (column.doc or "") + (f" [{unit}]" if unit else "")
     found: dict[str, Any] = {
-        "description": " ".join((model.__doc__ or "").split()),
+        "description": TABLES[name].info["about"],
         "columns": columns,
         "facets": list(_FACETS.get(name, ())),
     }

@@ -21,7 +21,8 @@ from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import SUITES
 
 if TYPE_CHECKING:
-    from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
+    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from lokakern.registry.coverage import coverage_of
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.run_files import shipped_databases, user_database
+from lokakern.registry.storage.paths import shipped_databases, user_database
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Problem
 from lokakern.workloads.distributions import DISTRIBUTIONS

@@ -17,7 +17,8 @@ from lokakern.types import Device, Environment, Granularity, Problem, Rejected
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
+    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.snapshot import Snapshot
 
 # Times within 3 % are ties. 8369 times of two H200s differed by 1.1 % in the median and by 4 % at
 # the 90th percentile. Of 1318 choices 10 differed with a floor of 1 %, 2 of them without a marked

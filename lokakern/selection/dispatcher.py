@@ -39,7 +39,8 @@ from lokakern.types import (
 )
 
 if TYPE_CHECKING:
-    from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
+    from lokakern.registry.snapshot.cells import TimingCell
+    from lokakern.registry.snapshot.snapshot import Snapshot
 
 # A distribution unlike all measured ones. No error is known under it, so that the rule for missing
 # cells rejects all quantizing kernels. The reason may follow after a colon.
@@ -407,7 +408,7 @@ def _build(
     if held is not None:
         judged = distributions or REALISTIC_DISTRIBUTIONS
         return held.table(problem, budget, judged, target, regime, needs)
-    from lokakern.registry.snapshot.snapshot import family_key
+    from lokakern.registry.schema.row_keys import family_key
 
     facts = snapshot()
     if distributions is None:

@@ -45,7 +45,7 @@ def record(problem: Problem, device: Device) -> None:
 
 def ledger_path() -> Path:
     """The ledger: ``misses.jsonl`` beside the user's database."""
-    from lokakern.registry.storage.run_files import user_database
+    from lokakern.registry.storage.paths import user_database
 
     return user_database().with_name("misses.jsonl")
 

@@ -23,7 +23,8 @@ from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.registry.snapshot.snapshot import AccuracyCell, Snapshot, TimingCell
+    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.snapshot import Snapshot
 
 ErrorClass = tuple[str, str, str]  # granularity, b_granularity and accumulation of a `KernelRow`
 

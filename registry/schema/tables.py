@@ -1,4 +1,4 @@
-"""The tables of the benchmark database, schema version 3. Import lazily: this loads the ORM.
+"""The tables of the benchmark database, schema version 3. Import lazily: this loads SQLAlchemy.
 
 Rows are facts: written once, never updated. A row's key is the SHA-256 of its identity
 (`lokakern.registry.schema.row_keys`), so databases merge by set union. Units are in the names,
@@ -13,11 +13,13 @@ in files since version 3, which hold their bytes (`hex(key)` shows them) and are
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
+    Column,
     Dialect,
     Double,
     ForeignKey,
@@ -30,7 +32,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite import REAL
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.types import TypeEngine
 
@@ -38,44 +39,26 @@ from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, SCHEMA_VERSION, STA
 
 GRADES = ("full", "quick")
 TEST_STATUSES = ("ok", "failed", "nothing")  # "nothing": every test was skipped
-
-TIMING_METRICS = (
-    "latency_us_p20",
-    "latency_us_p50",
-    "latency_us_p80",
-    "replay_count",
-    "void_count",
-    "calls_per_replay",
-    "kernel_err",
-    "kernel_err_row_p99",
-)
-ERROR_METRICS = (  # the fields of `numerics.Errors`
-    "row_err",
-    "row_err_upper",
-    "row_p50",
-    "row_p99",
-    "row_p99_upper",
-    "row_max",
-    "rel_err",
-    "rel_err_upper",
-    "sqnr_db",
-    "mean_rel_err",
-    "mean_rel_err_upper",
-    "mean_rel_err_excluded_share",
-    "mean_shift",
-    "mean_shift_upper",
-    "nonfinite_count",
-    "nonfinite_unexpected_count",
-)
-ACCURACY_METRICS = (
-    *ERROR_METRICS,
-    "kernel_err",
-    "kernel_err_row_p99",
-    "flushed_share",
-    "saturated_share",
-)
+METADATA = MetaData()
+_UNITS = {
+    "_us": "us", "_utc_ms": "ms since 1970, UTC", "_mhz": "MHz", "_gib": "GiB", "_w": "W",
+    "_db": "dB", "_share": "share, 0 to 1",
+}  # fmt: skip
+_REFERENCES = {
+    "run": "of which process",
+    "kernel": "what was measured",
+    "problem": "at which problem",
+    "distribution": "of which values",
+    "device": "on which GPU type",
+    "environment": "under which software",
+}
+_KERNEL_ERRORS = {
+    "kernel_err": "largest error against the exact product of what was given, in roundings",
+    "kernel_err_row_p99": "its 99th percentile over rows",
+}
+# Errors with an upper limit, in the column NAME_upper after theirs.
+BOUNDED = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
 _SIGNED = {"sqnr_db"}
-_SHARES = {"mean_rel_err_excluded_share", "flushed_share", "saturated_share"}
 
 
 class Key(TypeDecorator[str]):
@@ -96,15 +79,10 @@ class Key(TypeDecorator[str]):
         return value.hex() if isinstance(value, bytes) else value
 
 
-class Base(DeclarativeBase):
-    """Types that make STRICT tables on SQLite and are valid on PostgreSQL."""
-
-    metadata = MetaData()
-    type_annotation_map: ClassVar[dict[Any, Any]] = {
-        str: Text(),
-        int: BigInteger().with_variant(Integer(), "sqlite"),
-        float: Double().with_variant(REAL(), "sqlite"),
-    }
+# These make STRICT tables on SQLite and are valid on PostgreSQL.
+_WHOLE = BigInteger().with_variant(Integer(), "sqlite")
+_REAL: Double[float] = Double().with_variant(REAL(), "sqlite")
+Columns = Iterable[Column[Any]]
 
 
 def schema_comment(version: int) -> str:
@@ -112,296 +90,279 @@ def schema_comment(version: int) -> str:
     return f"lokakern schema {version}"
 
 
+def unit_of(column: str) -> str:
+    """The unit of a column, from its name; "" if it has none."""
+    for end, unit in _UNITS.items():
+        if column.endswith(end) or column.startswith(f"latency{end}_"):
+            return unit
+    return ""
+
+
+def _text(**about: str) -> Columns:
+    return [Column(name, Text(), nullable=False, doc=doc) for name, doc in about.items()]
+
+
+def _whole(**about: str) -> Columns:
+    return [Column(name, _WHOLE, nullable=False, doc=doc) for name, doc in about.items()]
+
+
+def _metrics(kind: TypeEngine[Any], **about: str) -> Iterator[Column[Any]]:
+    """Columns that are NULL where nothing was measured."""
+    for name, doc in about.items():
+        yield Column(name, kind, doc=doc)
+        if name in BOUNDED:
+            yield Column(f"{name}_upper", kind, doc=f"upper limit of it: {doc}")
+
+
+def _references(*tables: str) -> Columns:
+    return [
+        Column(name, _WHOLE, ForeignKey(f"{name}.id"), nullable=False, doc=_REFERENCES[name])
+        for name in tables
+    ]
+
+
+def _outcome() -> Columns:
+    return _text(status="how it ended", reason="why not `ok`; empty where it is")
+
+
+def _table(name: str, about: str, *parts: Columns, checks: Iterable[str] = ()) -> Table:
+    """A table; `about` describes it to users, as each column's `doc` does."""
+    is_fact, digits = name in FACTS, 32 if name == "run" else 64
+    number = Column("id", _WHOLE, primary_key=True,
+                    doc="number in this file only, never part of an identity")  # fmt: skip
+    key = Column(
+        "key",
+        Key,
+        CheckConstraint(f"length(key) IN ({digits // 2}, {digits})"),  # in bytes, in digits
+        primary_key=is_fact,
+        unique=None if is_fact else True,
+        nullable=False,
+        doc="SHA-256 of the row's identity, 32 bytes (of a run: its UUID, 16 bytes)",
+    )
+    return Table(
+        name,
+        METADATA,
+        *([key] if is_fact else [number, key]),
+        *(column for part in parts for column in part),
+        *map(CheckConstraint, checks),
+        comment=schema_comment(SCHEMA_VERSION),
+        info={"about": about},
+        sqlite_strict=True,
+        # WITHOUT ROWID: the key is the table's order and is stored once.
+        sqlite_with_rowid=not is_fact,
+    )
+
+
 def _one_of(column: str, words: tuple[str, ...]) -> str:
-    return f"{column} IN ({', '.join(repr(word) for word in words)})"
+    return f"{column} IN ({', '.join(map(repr, words))})"
 
 
-def _options(*checks: str) -> tuple[object, ...]:
-    options = {"sqlite_strict": True, "comment": schema_comment(SCHEMA_VERSION)}
-    return (*(CheckConstraint(check) for check in checks), options)
+def _metrics_of(columns: Columns) -> tuple[str, ...]:
+    """Metrics of a good row, in which `clock_mhz` may be NULL."""
+    return tuple(c.name for c in columns if c.nullable and c.name != "clock_mhz")
 
 
-def _facts(*checks: str) -> tuple[object, ...]:
-    *constraints, options = _options(*checks)
-    assert isinstance(options, dict)
-    # WITHOUT ROWID: the key is the table's order and is stored once.
-    return (*constraints, {**options, "sqlite_with_rowid": False})
-
-
-def _measured(*metrics: str) -> tuple[str, ...]:
-    """`ok` means that every metric is there; anything else says why not."""
+def _measured(name: str, about: str, *parts: Columns, checks: Iterable[str]) -> Table:
+    """A table in which `ok` means that every metric is there; anything else says why not."""
+    columns = [column for part in parts for column in part]
+    metrics = _metrics_of(columns)
     present = " AND ".join(f"{metric} IS NOT NULL" for metric in metrics)
-    floor = [f"{metric} >= 0" for metric in metrics if metric not in _SIGNED]
-    ceiling = [f"{metric} <= 1" for metric in metrics if metric in _SHARES]
-    return (
-        _one_of("status", STATUSES),
-        f"status <> 'ok' OR ({present})",
-        "status = 'ok' OR reason <> ''",
-        *floor,
-        *ceiling,
-        "measured_utc_ms > 0",
+    return _table(
+        name,
+        about,
+        columns,
+        checks=(
+            _one_of("status", STATUSES),
+            f"status <> 'ok' OR ({present})",
+            "status = 'ok' OR reason <> ''",
+            *(f"{metric} >= 0" for metric in metrics if metric not in _SIGNED),
+            *(f"{metric} <= 1" for metric in metrics if metric.endswith("_share")),
+            "measured_utc_ms > 0",
+            *checks,
+        ),
     )
 
 
-def _id() -> Mapped[int]:
-    return mapped_column(primary_key=True)
-
-
-def _key(*, primary: bool = False, digits: int = 64) -> Mapped[str]:
-    check = CheckConstraint(f"length(key) IN ({digits // 2}, {digits})")  # in bytes, in digits
-    if primary:
-        return mapped_column(Key, check, primary_key=True)
-    return mapped_column(Key, check, unique=True)
-
-
-def _reference(table: str) -> Mapped[int]:
-    return mapped_column(ForeignKey(f"{table}.id"))
-
-
-class Device(Base):
-    """A GPU type."""
-
-    __tablename__ = "device"
-    __table_args__ = _options("compute_units >= 0", "memory_gib >= 0")
-
-    id: Mapped[int] = _id()
-    key: Mapped[str] = _key()
-    vendor: Mapped[str]
-    product: Mapped[str]
-    architecture: Mapped[str]
-    compute_units: Mapped[int]
-    memory_gib: Mapped[int]
-    partition: Mapped[str]
-
-
-class Environment(Base):
-    """Software and power limit of a measurement; unknown is "unknown"."""
-
-    __tablename__ = "environment"
-    __table_args__ = _options()
-
-    id: Mapped[int] = _id()
-    key: Mapped[str] = _key()
-    driver: Mapped[str]
-    toolkit: Mapped[str]
-    torch: Mapped[str]
-    triton: Mapped[str]
-    libraries: Mapped[str]
-    power_cap_w: Mapped[str]
-
-
-class Kernel(Base):
-    """One state of the source of one kernel; `modules` is comma-separated."""
-
-    __tablename__ = "kernel"
-    __table_args__ = _options("name <> ''", "digest <> ''")
-
-    id: Mapped[int] = _id()
-    key: Mapped[str] = _key()
-    name: Mapped[str]
-    op: Mapped[str]
-    language: Mapped[str]
-    modules: Mapped[str]
-    digest: Mapped[str]
-    accumulation: Mapped[str]
-    granularity: Mapped[str]
-    b_granularity: Mapped[str]
-
-
-class Problem(Base):
-    """A `types.Problem`; operands as `str(Operand)`, an absent b as "none"."""
-
-    __tablename__ = "problem"
-    __table_args__ = _options(
-        "m >= 0",
-        "n >= 0",
-        "k >= 0",
-        "batch >= 0",
-        "prepared IN (0, 1)",
-        "out_strided IN (0, 1)",
-        "accumulate IN (0, 1)",
-    )
-
-    id: Mapped[int] = _id()
-    key: Mapped[str] = _key()
-    op: Mapped[str]
-    m: Mapped[int]
-    n: Mapped[int]
-    k: Mapped[int]
-    batch: Mapped[int]
-    a: Mapped[str]
-    b: Mapped[str]
-    prepared: Mapped[int]
-    epilogue: Mapped[str]
-    out_format: Mapped[str]
-    out_granularity: Mapped[str]
-    out_strided: Mapped[int]
-    accumulate: Mapped[int]
-
-
-class Distribution(Base):
-    """A recipe for operand values; `parameters` is canonical JSON."""
-
-    __tablename__ = "distribution"
-    __table_args__ = _options("name <> ''", "realistic IN (0, 1)")
-
-    id: Mapped[int] = _id()
-    key: Mapped[str] = _key()
-    name: Mapped[str]
-    parameters: Mapped[str]
-    realistic: Mapped[int]
-
-
-class Run(Base):
-    """One process that measured; its key is a UUID in hex."""
-
-    __tablename__ = "run"
-    __table_args__ = _options(_one_of("grade", GRADES), "started_utc_ms > 0")
-
-    id: Mapped[int] = _id()
-    key: Mapped[str] = _key(digits=32)
-    started_utc_ms: Mapped[int]
-    harness_digest: Mapped[str]
-    suite: Mapped[str]
-    command: Mapped[str]
-    grade: Mapped[str]
-
-
-class Timing(Base):
-    """How long one kernel took at one problem; `clock_mhz` is NULL where no clock is readable."""
-
-    __tablename__ = "timing"
-    __table_args__ = _facts(
-        *_measured(*TIMING_METRICS),
-        "regime <> ''",
-        "latency_us_p20 > 0",
-        "latency_us_p20 <= latency_us_p50",
-        "latency_us_p50 <= latency_us_p80",
-        "clock_mhz > 0",
-    )
-
-    key: Mapped[str] = _key(primary=True)
-    run: Mapped[int] = _reference("run")
-    kernel: Mapped[int] = _reference("kernel")
-    problem: Mapped[int] = _reference("problem")
-    distribution: Mapped[int] = _reference("distribution")
-    device: Mapped[int] = _reference("device")
-    environment: Mapped[int] = _reference("environment")
-    regime: Mapped[str]
-    status: Mapped[str]
-    reason: Mapped[str]
-    latency_us_p20: Mapped[float | None]
-    latency_us_p50: Mapped[float | None]
-    latency_us_p80: Mapped[float | None]
-    replay_count: Mapped[int | None]
-    void_count: Mapped[int | None]
-    calls_per_replay: Mapped[int | None]
-    clock_mhz: Mapped[float | None]
-    kernel_err: Mapped[float | None]
-    kernel_err_row_p99: Mapped[float | None]
-    timer: Mapped[str]
-    operand_digest: Mapped[str]
-    measured_utc_ms: Mapped[int]
-
-
-class Accuracy(Base):
-    """How far one kernel's output was from the exact one: metrics of the Error contract."""
-
-    __tablename__ = "accuracy"
-    __table_args__ = _facts(*_measured(*ACCURACY_METRICS), "architecture <> ''", "rows >= 0")
-
-    key: Mapped[str] = _key(primary=True)
-    run: Mapped[int] = _reference("run")
-    kernel: Mapped[int] = _reference("kernel")
-    problem: Mapped[int] = _reference("problem")
-    distribution: Mapped[int] = _reference("distribution")
-    architecture: Mapped[str]
-    environment: Mapped[int] = _reference("environment")
-    seed: Mapped[int]
-    rows: Mapped[int]
-    status: Mapped[str]
-    reason: Mapped[str]
-    row_err: Mapped[float | None]
-    row_err_upper: Mapped[float | None]
-    row_p50: Mapped[float | None]
-    row_p99: Mapped[float | None]
-    row_p99_upper: Mapped[float | None]
-    row_max: Mapped[float | None]
-    rel_err: Mapped[float | None]
-    rel_err_upper: Mapped[float | None]
-    sqnr_db: Mapped[float | None]
-    mean_rel_err: Mapped[float | None]
-    mean_rel_err_upper: Mapped[float | None]
-    mean_rel_err_excluded_share: Mapped[float | None]
-    mean_shift: Mapped[float | None]
-    mean_shift_upper: Mapped[float | None]
-    nonfinite_count: Mapped[int | None]
-    nonfinite_unexpected_count: Mapped[int | None]
-    kernel_err: Mapped[float | None]
-    kernel_err_row_p99: Mapped[float | None]
-    flushed_share: Mapped[float | None]
-    saturated_share: Mapped[float | None]
-    operand_digest: Mapped[str]
-    measured_utc_ms: Mapped[int]
-
-
-class TestResult(Base):
-    """How the tests of one module (`suite`) ended for one kernel on a GPU of an architecture.
-
-    `seeds` are those that the module's tests draw from, ascending, such as "0,7".
-    """
-
-    __tablename__ = "test_result"
-    __table_args__ = _facts(
-        _one_of("status", TEST_STATUSES),
-        "(status = 'failed') = (failed_count > 0)",
-        "(status = 'ok') = (failed_count = 0 AND passed_count > 0)",
-        "(status = 'ok') = (reason = '')",
-        "passed_count >= 0",
-        "failed_count >= 0",
-        "skipped_count >= 0",
-        "passed_count + failed_count + skipped_count > 0",
-        "architecture <> ''",
-        "suite <> ''",
-        "seeds <> ''",
-        "measured_utc_ms > 0",
-    )
-
-    key: Mapped[str] = _key(primary=True)
-    run: Mapped[int] = _reference("run")
-    kernel: Mapped[int] = _reference("kernel")
-    architecture: Mapped[str]
-    suite: Mapped[str]
-    environment: Mapped[int] = _reference("environment")
-    seeds: Mapped[str]
-    passed_count: Mapped[int]
-    failed_count: Mapped[int]
-    skipped_count: Mapped[int]
-    status: Mapped[str]
-    reason: Mapped[str]
-    measured_utc_ms: Mapped[int]
-
-
-TABLES: dict[str, Table] = {
-    model.__tablename__: Base.metadata.tables[model.__tablename__]
-    for model in (
-        Device,
-        Environment,
-        Kernel,
-        Problem,
-        Distribution,
-        Run,
-        Timing,
-        Accuracy,
-        TestResult,
-    )
-}
+_TABLES = (
+    _table(
+        "device",
+        "A GPU type.",
+        _text(
+            vendor="nvidia, amd or cpu",
+            product="name of the GPU type",
+            architecture="such as sm_90 or gfx942",
+        ),
+        _whole(compute_units="multiprocessors", memory_gib="memory"),
+        _text(partition="MIG or compute partition; none"),
+        checks=("compute_units >= 0", "memory_gib >= 0"),
+    ),
+    _table(
+        "environment",
+        'Software and power limit of a measurement; unknown is "unknown".',
+        _text(
+            driver="version",
+            toolkit="version of CUDA or ROCm",
+            torch="version",
+            triton="version",
+            libraries="other versions that decide what a kernel becomes",
+            power_cap_w="power limit, as text",
+        ),
+    ),
+    _table(
+        "kernel",
+        "One state of the source of one kernel; `modules` is comma-separated.",
+        _text(
+            name="as registered",
+            op="what is computed",
+            language="what it is written in, or whose library it calls",
+            modules="its files, and versions of packages, separated by commas",
+            digest="SHA-256 of its source",
+            accumulation="how sums are added up",
+            granularity="scales of a",
+            b_granularity="scales of b",
+        ),
+        checks=("name <> ''", "digest <> ''"),
+    ),
+    _table(
+        "problem",
+        'A `types.Problem`; operands as `str(Operand)`, an absent b as "none".',
+        _text(op="what is computed"),
+        _whole(m="rows of a", n="columns of b", k="columns of a", batch="products at once"),
+        _text(a="format, scales, layout and alignment of a", b="those of b; none"),
+        _whole(prepared="whether b was quantized ahead"),
+        _text(
+            epilogue="what comes after the product",
+            out_format="format of the output",
+            out_granularity="scales of the output",
+        ),
+        _whole(out_strided="whether the output is a slice", accumulate="whether it is added to"),
+        checks=(
+            *(f"{size} >= 0" for size in ("m", "n", "k", "batch")),
+            *(f"{flag} IN (0, 1)" for flag in ("prepared", "out_strided", "accumulate")),
+        ),
+    ),
+    _table(
+        "distribution",
+        "A recipe for operand values; `parameters` is canonical JSON.",
+        _text(name="such as X1", parameters="canonical JSON"),
+        _whole(realistic="whether errors are judged on it by default"),
+        checks=("name <> ''", "realistic IN (0, 1)"),
+    ),
+    _table(
+        "run",
+        "One process that measured; its key is a UUID in hex.",
+        _whole(started_utc_ms="when the process began"),
+        _text(
+            harness_digest="of the measuring code",
+            suite="what was measured",
+            command="how to do it again",
+            grade="`quick` counts only where nothing is `full`",
+        ),
+        checks=(_one_of("grade", GRADES), "started_utc_ms > 0"),
+    ),
+    _measured(
+        "timing",
+        "How long one kernel took at one problem; `clock_mhz` is NULL where no clock is readable.",
+        _references("run", "kernel", "problem", "distribution", "device", "environment"),
+        _text(regime="graph-cold, graph-hot or eager"),
+        _outcome(),
+        _metrics(
+            _REAL,
+            latency_us_p20="time of a call, 20th percentile",
+            latency_us_p50="median",
+            latency_us_p80="80th percentile",
+        ),
+        _metrics(
+            _WHOLE,
+            replay_count="measurements that count",
+            void_count="measurements that do not, for the clock was low",
+            calls_per_replay="calls in each",
+        ),
+        _metrics(_REAL, clock_mhz="median clock; NULL where none is readable", **_KERNEL_ERRORS),
+        _text(timer="what was read", operand_digest="of the values"),
+        _whole(measured_utc_ms="when"),
+        checks=(
+            "regime <> ''",
+            "latency_us_p20 > 0",
+            "latency_us_p20 <= latency_us_p50",
+            "latency_us_p50 <= latency_us_p80",
+            "clock_mhz > 0",
+        ),
+    ),
+    _measured(
+        "accuracy",
+        "How far one kernel's output was from the exact one: metrics of the Error contract.",
+        _references("run", "kernel", "problem", "distribution"),
+        _text(architecture="such as sm_90 or gfx942"),
+        _references("environment"),
+        _whole(seed="of the values", rows="rows compared"),
+        _outcome(),
+        _metrics(
+            _REAL,
+            row_err="root mean square over rows of min(e, 1), e a row's relative error",
+            row_p50="median of e",
+            row_p99="99th percentile of e",
+            row_max="largest e",
+            rel_err="relative error of the whole output",
+            sqnr_db="signal to quantization noise",
+            mean_rel_err="mean of |out - ref| / |ref|",
+            mean_rel_err_excluded_share="elements that it leaves out, too close to 0",
+            mean_shift="|mean(out - ref)| / rms(ref)",
+        ),
+        _metrics(
+            _WHOLE,
+            nonfinite_count="outputs not finite",
+            nonfinite_unexpected_count="of these, where the reference is finite",
+        ),
+        _metrics(
+            _REAL,
+            **_KERNEL_ERRORS,
+            flushed_share="operands that became 0",
+            saturated_share="operands that became the largest",
+        ),
+        _text(operand_digest="of the values"),
+        _whole(measured_utc_ms="when"),
+        checks=("architecture <> ''", "rows >= 0"),
+    ),
+    _table(
+        "test_result",
+        "How the tests of one module (`suite`) ended for one kernel on a GPU of an architecture. "
+        '`seeds` are those that the module\'s tests draw from, ascending, such as "0,7".',
+        _references("run", "kernel"),
+        _text(architecture="such as sm_90 or gfx942", suite="the test module"),
+        _references("environment"),
+        _text(seeds="that the module's tests draw from"),
+        _whole(passed_count="tests", failed_count="tests", skipped_count="tests"),
+        _outcome(),
+        _whole(measured_utc_ms="when"),
+        checks=(
+            _one_of("status", TEST_STATUSES),
+            "(status = 'failed') = (failed_count > 0)",
+            "(status = 'ok') = (failed_count = 0 AND passed_count > 0)",
+            "(status = 'ok') = (reason = '')",
+            "passed_count >= 0",
+            "failed_count >= 0",
+            "skipped_count >= 0",
+            "passed_count + failed_count + skipped_count > 0",
+            "architecture <> ''",
+            "suite <> ''",
+            "seeds <> ''",
+            "measured_utc_ms > 0",
+        ),
+    ),
+)
+TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
 KEYS_IN_BYTES_SINCE = 3  # in files; text before
 ADDED_IN = {"test_result": 2}  # the schema version of tables that version 1 did not have
 COLUMNS: dict[str, tuple[str, ...]] = {  # ids are left out
     name: tuple(column.name for column in table.columns if column.name != "id")
     for name, table in TABLES.items()
 }
+TIMING_METRICS, ACCURACY_METRICS = (
+    _metrics_of(TABLES[name].columns) for name in ("timing", "accuracy")
+)
+# The fields of `numerics.Errors`.
+ERROR_METRICS = ACCURACY_METRICS[: ACCURACY_METRICS.index("kernel_err")]
 # By fact: places among COLUMNS of references, with the table referred to (and so named).
 REFERENCES: dict[str, dict[int, str]] = {
     name: {place: column for place, column in enumerate(COLUMNS[name]) if column in DIMENSIONS}

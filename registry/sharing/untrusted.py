@@ -8,7 +8,6 @@ every row.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import sqlite3
@@ -16,20 +15,16 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import sqlalchemy
-from sqlalchemy import URL, Connection
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy import URL
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import private_folder
 from lokakern.registry.schema.tables import TABLES
 from lokakern.registry.sqlite_file import (
-    REMAKE,
     check_beside,
     check_header,
     connect_readonly,
@@ -38,7 +33,7 @@ from lokakern.registry.sqlite_file import (
 )
 from lokakern.registry.storage.reader import (
     Source,
-    of_empty_file,
+    check_schema,
     read_rows,
     resolve,
     short,
@@ -111,20 +106,13 @@ class Foreign:
     size_bytes: int
     version: int
     copy: Path
-    connection: Connection
+    connection: sqlite3.Connection
     guards: Guards
-
-    @property
-    def driver(self) -> sqlite3.Connection:
-        """The driver's own connection."""
-        found = self.connection.connection.driver_connection
-        assert isinstance(found, sqlite3.Connection)
-        return found
 
     def limit_rows(self, size_bytes: int | None = None) -> None:
         """Refuse longer rows from now on; None is the limit of all tables."""
         size = _LIMITS["LENGTH"] if size_bytes is None else size_bytes
-        self.driver.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, size)
+        self.connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, size)
 
 
 @contextmanager
@@ -147,25 +135,17 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
             _take(found, copy, name)
             digest = hashlib.sha256(copy.read_bytes()).hexdigest()
         check_header(copy, name)
-        _check_encoding(copy, name)
         size = copy.stat().st_size
         deadline = guards.deadline_s + guards.deadline_s_per_mib * size / 2**20
-        engine = sqlalchemy.create_engine(
-            "sqlite://", creator=lambda: _connect(copy, deadline), poolclass=NullPool
-        )
         try:
-            with engine.connect() as connection:
-                opened = Foreign(
-                    name, digest, size, version_of(connection), copy, connection, guards
-                )
-                _check_entries(opened)
-                yield opened
-        except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
+            with closing(_connect(copy, deadline)) as connection:
+                version = version_of(connection)
+                check_schema(connection, name, version)
+                yield Foreign(name, digest, size, version, copy, connection, guards)
+        except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
             interrupted = short(error) == "interrupted"
             why = f"not done after {deadline:.0f} s" if interrupted else short(error)
             raise unreadable(name, why) from error
-        finally:
-            engine.dispose()
 
 
 def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
@@ -223,16 +203,6 @@ def _take(server: URL, copy: Path, name: str) -> None:
         ) from error
 
 
-def _check_encoding(path: Path, name: str) -> None:
-    with path.open("rb") as file:
-        encoding = file.read(60)[56:]
-    if encoding != b"\0\0\0\1":
-        raise DatabaseError(
-            f"database {name} has text encoding {encoding.hex()}; expected 00000001 (UTF-8), which "
-            f"lokakern writes; {REMAKE}"
-        )
-
-
 def _connect(path: Path, deadline_s: float) -> sqlite3.Connection:
     connection = connect_readonly(path)
     for limit, value in _LIMITS.items():
@@ -257,37 +227,3 @@ def _authorize(
         or (action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS)
     )
     return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
-
-
-Entries = dict[tuple[str, str, str], str | None]
-
-
-def _check_entries(opened: Foreign) -> None:
-    """Compare the whole schema literally, with the constraints, which SQLite would run."""
-    found, expected = _entries(opened.driver), _expected_entries(opened.version)
-    for entry in sorted(found.keys() | expected.keys()):
-        if entry not in found or entry not in expected or found[entry] != expected[entry]:
-            kind, name, _ = entry
-            if entry not in found:
-                words = f"{kind} {name} is missing; expected it"
-            elif entry not in expected:
-                words = f"{name} is there, a {kind}; expected nothing of that name"
-            else:
-                words = f"{kind} {name} is declared as {found[entry]!r}; expected {expected[entry]}"
-            raise DatabaseError(
-                f"database {opened.name} does not have the schema of version {opened.version}: "
-                f"{words}; {REMAKE}"
-            )
-
-
-def _entries(connection: sqlite3.Connection) -> Entries:
-    found = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema").fetchall()
-    return {
-        (str(kind), str(name), str(table)): None if sql is None else " ".join(str(sql).split())
-        for kind, name, table, sql in found
-    }
-
-
-@functools.cache
-def _expected_entries(version: int) -> Entries:
-    return of_empty_file(version, _entries)

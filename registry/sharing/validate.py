@@ -17,13 +17,9 @@ from lokakern.errors import DatabaseError, LokakernError
 from lokakern.progress import tell
 from lokakern.registry.ops import EPILOGUE_OPS, OPS
 from lokakern.registry.schema import row_keys
-from lokakern.registry.schema.records import (
-    DistributionRow,
-    KernelRow,
-    canonical_json,
-    now_utc_ms,
-)
+from lokakern.registry.schema.records import DistributionRow, KernelRow, canonical_json, now_utc_ms
 from lokakern.registry.schema.tables import (
+    BOUNDED,
     COLUMNS,
     KEYS_IN_BYTES_SINCE,
     REFERENCES,
@@ -33,8 +29,7 @@ from lokakern.registry.schema.tables import (
 from lokakern.registry.schema.value_rules import Rule, constraints_of, rules_of
 from lokakern.registry.sharing import plausibility
 from lokakern.registry.sharing.untrusted import Foreign
-from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
-from lokakern.registry.storage.sql import breaches_text, rows_text
+from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, names_text
 from lokakern.types import Device, Granularity, Problem, norm_form
 
 # A batch is in memory at once, however long its rows are: at most 320 MB.
@@ -89,7 +84,7 @@ def check(opened: Foreign) -> Checked:
 
 def _quick_check(opened: Foreign) -> DatabaseError | None:
     """Run SQLite's check. Complaints about single values are kept, as ours name the row."""
-    found = [str(row[0]) for row in opened.driver.execute("PRAGMA quick_check(5)")]
+    found = [str(row[0]) for row in opened.connection.execute("PRAGMA quick_check(5)")]
     if found == ["ok"]:
         return None
     complaint = DatabaseError(
@@ -122,7 +117,9 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
     opened.limit_rows(FACT_BYTES if is_fact else None)
     count = 0
     try:
-        cursor = opened.driver.execute(rows_text(name, (*more, *COLUMNS[name])))
+        order = ' ORDER BY "key"' if is_fact else ""  # as they lie
+        columns = names_text((*more, *COLUMNS[name]))
+        cursor = opened.connection.execute(f"SELECT {columns} FROM {name}{order}")
         while batch := cursor.fetchmany(BATCH_ROWS if is_fact else FEW_ROWS):
             count += len(batch)
             if count > most:
@@ -139,9 +136,9 @@ def _batches(opened: Foreign, name: str, *more: str) -> Iterator[list[tuple[Any,
 
 def _not_text(opened: Foreign, name: str) -> DatabaseError:
     """Find the text that is not UTF-8, which the driver does not name."""
-    opened.driver.text_factory = bytes
+    opened.connection.text_factory = bytes
     columns = COLUMNS[name]
-    for row in opened.driver.execute(rows_text(name, columns)):
+    for row in opened.connection.execute(f"SELECT {names_text(columns)} FROM {name}"):
         for column, value in zip(columns[1:], row[1:], strict=True):
             if isinstance(value, bytes):
                 try:
@@ -339,10 +336,10 @@ class _Bounds:
     def _check_errors(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """No error is smaller than rounding leaves, nor its upper limit than the error."""
         places = zip(*map(columns.get, ("problem", "distribution", "kernel", "key")), strict=True)
-        measured = zip(*map(columns.get, _ERRORS), strict=True)
-        limits = zip(*(columns[f"{name}_upper"] for name in _ERRORS), strict=True)
+        measured = zip(*map(columns.get, BOUNDED), strict=True)
+        limits = zip(*(columns[f"{name}_upper"] for name in BOUNDED), strict=True)
         for (*place, key), errors, uppers in zip(places, measured, limits, strict=True):
-            for name, error, upper in zip(_ERRORS, errors, uppers, strict=True):
+            for name, error, upper in zip(BOUNDED, errors, uppers, strict=True):
                 if error is None or upper is None:
                     continue
                 if name != "mean_shift" and error < (least := self._least_error(*place)):
@@ -351,9 +348,6 @@ class _Bounds:
                 if upper < abs(error):
                     raise _wrong(self._opened, "accuracy", key, f"{name}_upper is {upper:g}",
                                  f"at least {name}, which is {error:g}")  # fmt: skip
-
-
-_ERRORS = ("row_err", "row_p99", "rel_err", "mean_rel_err", "mean_shift")
 
 
 def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> None:
@@ -366,22 +360,11 @@ def _check_order(opened: Foreign, name: str, last: str, keys: Iterable[str]) -> 
 
 def _check_constraints(opened: Foreign, name: str) -> None:
     """Check CHECK constraints of rows whose types were checked."""
-    checks = constraints_of(name)
+    checks = [f"({check})" for check in constraints_of(name)]
     if not checks:
         return
-    every = " AND ".join(f"({check})" for check in checks)
-    found = _first(opened, breaches_text(name, every))
-    if found is None:
-        return
-    for check in checks:
-        row = _first(opened, breaches_text(name, check))
-        if row is not None:
-            raise _wrong(opened, name, row[0], "it breaks a constraint", check)
-    raise _wrong(opened, name, found[0], "it breaks a constraint", every)
-
-
-def _first(opened: Foreign, statement: str) -> tuple[Any, ...] | None:
-    cursor = opened.driver.execute(statement)
-    found: tuple[Any, ...] | None = cursor.fetchone()
-    cursor.close()
-    return found
+    found = opened.connection.execute(
+        f'SELECT "key", {", ".join(checks)} FROM {name} WHERE NOT ({" AND ".join(checks)}) LIMIT 1'
+    ).fetchall()
+    for key, *holds in found:
+        raise _wrong(opened, name, key, "it breaks a constraint", checks[holds.index(0)][1:-1])

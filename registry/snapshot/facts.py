@@ -34,13 +34,13 @@ from lokakern.registry.sqlite_file import (
     SCHEMA_VERSION,
     TABLE_NAMES,
     check_header,
+    conflict,
     connect_readonly,
     schema_digest,
     shown,
     translate,
     unreadable,
 )
-from lokakern.registry.storage.sql import conflict
 
 if TYPE_CHECKING:
     from lokakern.registry.storage.reader import Source

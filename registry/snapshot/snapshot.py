@@ -11,37 +11,30 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry.freshness import is_current
+from lokakern.registry.quarantine import key_array
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
-from lokakern.registry.schema.row_keys import family_key
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
-from lokakern.registry.sqlite_file import FACTS, KEY_BYTES, STATUSES
+from lokakern.registry.sqlite_file import FACTS, STATUSES
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.quarantine import QuarantinedRows
-
-__all__ = [
-    "AccuracyCell",
-    "Snapshot",
-    "TestResultCell",
-    "TimingCell",
-    "family_key",
-]
 
 _MAY_PASS = frozenset({"error", "out_of_memory"})  # worth another try
 _CASUALTIES = frozenset({"crashed", "timeout"})
@@ -62,12 +55,24 @@ UPPERS = (
     "mean_shift_upper",
     "kernel_err",
 )
-_SHARED = ("environment", "status", "reason", "run", "measured_utc_ms")
-_LATENCIES = ("latency_us_p20", "latency_us_p50", "latency_us_p80")
-
 T = TypeVar("T", bound=row_keys.Entity)
-Key = TypeVar("Key")
-Kept = TypeVar("Kept")
+Cell = TypeVar("Cell", TimingCell, AccuracyCell, TestResultCell)
+Read = TypeVar("Read", bound=Callable[..., Any])
+
+
+def _kept(read: Read) -> Read:
+    """Keep the answers to few questions, so that they never grow to the whole file."""
+
+    @functools.wraps(read)
+    def kept(self: Snapshot, *asked: Any) -> Any:
+        answers = self._kept.setdefault(read.__name__, {})
+        if asked not in answers:
+            if len(answers) >= _MOST_KEPT:
+                answers.clear()
+            answers[asked] = read(self, *asked)
+        return answers[asked]
+
+    return cast(Read, kept)
 
 
 class _Good(NamedTuple):
@@ -102,12 +107,7 @@ class Snapshot:
             name: {column: place for place, column in enumerate(columns)}
             for name, columns in self._columns.items()
         }
-        self._parameters: dict[tuple[str, str], str] = {}
-        # Of a few problems: one question of dispatch asks after each kernel at the same.
-        self._accuracies: dict[str, dict[Row, list[Row]]] = {}
-        self._statuses: dict[tuple[str, str], dict[Row, set[str]]] = {}
-        self._good: dict[str, list[_Good]] = {}
-        self._worst: dict[Row, dict[str, float]] = {}
+        self._kept: dict[str, dict[Row, Any]] = {}
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self._facts.count(name)} {name}" for name in ("timing", "accuracy"))
@@ -186,45 +186,39 @@ class Snapshot:
     def _runs(self) -> dict[str, dict[str, Any]]:
         return {key: self._row("run", key) for key in self._by_key["run"]}
 
-    def _shared(self, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that cells of timings and accuracies share."""
+    def _cell(self, kind: type[Cell], name: str, values: Row) -> Cell:
+        """A fact with what it refers to; metrics that were not measured are NaN.
+
+        Raises:
+            DatabaseError: A metric of a good row is missing.
+        """
+        row = dict(zip(self._columns[name], values, strict=True))
         run = self._runs[row["run"]]
-        return {
+        known = {
+            **row,
             "kernel": self._entity(KernelRow, row["kernel"]),
             "grade": run["grade"],
             "started_utc_ms": run["started_utc_ms"],
             "tier": self._tier(name, row["key"]),
-            **{column: row[column] for column in _SHARED},
         }
-
-    def _timing_cell(self, values: tuple[Any, ...]) -> TimingCell:
-        row = dict(zip(self._columns["timing"], values, strict=True))
-        return TimingCell(
-            problem=self._entity(Problem, row["problem"]),
-            distribution=self._entity(DistributionRow, row["distribution"]).name,
-            **_metrics("timing", row, (*_LATENCIES, "kernel_err")),
-            replay_count=row["replay_count"] or 0,
-            **self._shared("timing", row),
-        )
-
-    def _accuracy_cell(self, values: tuple[Any, ...]) -> AccuracyCell:
-        row = dict(zip(self._columns["accuracy"], values, strict=True))
-        distribution = self._entity(DistributionRow, row["distribution"])
-        return AccuracyCell(
-            distribution=distribution.name,
-            parameters=distribution.parameters,
-            realistic=distribution.realistic,
-            seed=row["seed"],
-            **_metrics("accuracy", row, UPPERS),
-            **self._shared("accuracy", row),
-        )
-
-    def _test_result_cell(self, values: tuple[Any, ...]) -> TestResultCell:
-        row = dict(zip(self._columns["test_result"], values, strict=True))
-        run = self._runs[row["run"]]
-        kernel = self._entity(KernelRow, row["kernel"])
-        kept = {name: value for name, value in row.items() if name not in ("key", "kernel")}
-        return TestResultCell(kernel=kernel, started_utc_ms=run["started_utc_ms"], **kept)
+        if "distribution" in row:
+            found = self._entity(DistributionRow, row["distribution"])
+            known |= {
+                "distribution": found.name,
+                "parameters": found.parameters,
+                "realistic": found.realistic,
+            }
+        if kind is TimingCell:
+            known["problem"] = self._entity(Problem, row["problem"])
+            known["replay_count"] = row["replay_count"] or 0
+        cell = {field: known[field] for field in kind.__slots__}
+        missing = [field for field, value in cell.items() if value is None]
+        if missing and row["status"] == "ok":
+            raise DatabaseError(
+                f"{name} row {row['key']} is 'ok' without {', '.join(missing)}; its file was "
+                "edited: ask for it again"
+            )
+        return kind(**{**cell, **dict.fromkeys(missing, math.nan)})
 
     @cached_property
     def digest(self) -> str:
@@ -259,10 +253,11 @@ class Snapshot:
         """Those of a table of facts that are not here, whose first value is their key."""
         if not rows:
             return []
-        asked = np.array([bytes.fromhex(row[0]) for row in rows], dtype=f"S{KEY_BYTES}")
-        known = np.isin(asked, np.frombuffer(self._facts.keys(name), dtype=f"S{KEY_BYTES}"))
+        asked = key_array(bytes.fromhex("".join(row[0] for row in rows)))
+        known = np.isin(asked, key_array(self._facts.keys(name)))
         return [row for row, is_known in zip(rows, known, strict=True) if not is_known]
 
+    @_kept
     def parameters_of(self, architecture: str, name: str) -> str:
         """Canonical JSON of a distribution's parameters, as its newest good row there has them.
 
@@ -270,18 +265,13 @@ class Snapshot:
         kernels as they are now come before others, and trusted ones before these: what somebody
         else has hides nothing.
         """
-        place = (architecture, name)
-        return _kept(self._parameters, place, lambda: self._find_parameters(*place))
-
-    def _find_parameters(self, architecture: str, name: str) -> str:
         variants = {
             key: found.parameters
             for key in self._by_key["distribution"]
             if (found := self._entity(DistributionRow, key)).name == name
         }
         if len({*variants.values()}) > 1:
-            all_good = _kept(self._good, architecture, lambda: self._read_good_on(architecture))
-            good = [row for row in all_good if row.distribution in variants]
+            good = [row for row in self._good_on(architecture) if row.distribution in variants]
             newest = next((row for row in good if self._is_current(row.kernel)), None)
             return variants[(newest or good[0]).distribution] if good else ""
         good_there = {"architecture": architecture, "status": "ok"}
@@ -290,7 +280,8 @@ class Snapshot:
                 return parameters
         return ""
 
-    def _read_good_on(self, architecture: str) -> list[_Good]:
+    @_kept
+    def _good_on(self, architecture: str) -> list[_Good]:
         """Good accuracies but for their numbers, trusted ones first and then the newest."""
         started = self._column("run", "started_utc_ms")
         columns = ("run", "distribution", "kernel", *(["key"] if self._quarantined else []))
@@ -328,10 +319,10 @@ class Snapshot:
         """
         form = (problem.op, problem.a.format, problem.a.layout, problem.out_format)
         fewest = min(problem.n, _WIDE) / 2
-        asked = (form, fewest, (granularity, b_granularity), distribution)
-        return _kept(self._worst, asked, lambda: self._read_worst(*asked))
+        return self._worst(form, fewest, (granularity, b_granularity), distribution)
 
-    def _read_worst(
+    @_kept
+    def _worst(
         self, form: tuple[str, ...], fewest: float, scales: tuple[str, str], name: str
     ) -> dict[str, float]:
         alike = self._picker("kernel", "granularity", "b_granularity")
@@ -412,7 +403,7 @@ class Snapshot:
         where = self._picker("timing", "device", "regime")
         rows = self._facts.at("timing", problems)
         return sorted(
-            (self._timing_cell(row) for row in rows if where(row) == asked),
+            (self._cell(TimingCell, "timing", row) for row in rows if where(row) == asked),
             key=lambda c: (c.kernel.name, c.m, c.started_utc_ms, c.run, c.distribution),
         )
 
@@ -433,7 +424,8 @@ class Snapshot:
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""
         key = row_keys.key_of(device)
-        yield from map(self._timing_cell, self._facts.rows("timing", device=key, regime=regime))
+        for row in self._facts.rows("timing", device=key, regime=regime):
+            yield self._cell(TimingCell, "timing", row)
 
     def accuracy_cells(
         self, architecture: str, kernel_name: str, problem_key: str
@@ -441,7 +433,7 @@ class Snapshot:
         """Accuracies of every state of a kernel at a problem, by distribution, run and seed."""
         rows = self._accuracies_at(problem_key).get((architecture, kernel_name), ())
         return sorted(
-            map(self._accuracy_cell, rows),
+            (self._cell(AccuracyCell, "accuracy", row) for row in rows),
             key=lambda c: (c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters),
         )
 
@@ -471,8 +463,9 @@ class Snapshot:
         `KernelRow`.
         """
         asked = (architecture, granularity, b_granularity, accumulation)
+        rows = self._accuracies_at(problem_key).get(asked, ())
         return sorted(
-            map(self._accuracy_cell, self._accuracies_at(problem_key).get(asked, ())),
+            (self._cell(AccuracyCell, "accuracy", row) for row in rows),
             key=lambda c: (
                 c.distribution, c.started_utc_ms, c.run, c.seed, c.parameters,
                 c.kernel.name, c.kernel.digest,
@@ -482,8 +475,9 @@ class Snapshot:
     @cached_property
     def test_results(self) -> list[TestResultCell]:
         """How tests of kernels ended, by kernel, architecture, suite and time."""
+        rows = self._facts.rows("test_result")
         return sorted(
-            map(self._test_result_cell, self._facts.rows("test_result")),
+            (self._cell(TestResultCell, "test_result", row) for row in rows),
             key=lambda c: (
                 c.kernel.name, c.architecture, c.suite, c.started_utc_ms, c.measured_utc_ms, c.run,
                 c.kernel.digest,
@@ -537,11 +531,11 @@ class Snapshot:
         return self._has("accuracy", problem_key, asked, grade, again)
 
     def _has(self, name: str, problem: str, asked: Row, grade: str, but: frozenset[str]) -> bool:
-        read = functools.partial(self._read_statuses_at, name, problem)
-        found = _kept(self._statuses, (name, problem), read)
+        found = self._statuses_at(name, problem)
         return any(found.get((*asked, of), set()) - but for of in ("full", grade))
 
-    def _read_statuses_at(self, name: str, problem: str) -> dict[Row, set[str]]:
+    @_kept
+    def _statuses_at(self, name: str, problem: str) -> dict[Row, set[str]]:
         digest_of, grade_of = self._column("kernel", "digest"), self._column("run", "grade")
         pick = self._picker(name, "kernel", "run", "status", "distribution", *_WHERE[name])
         found: dict[Row, set[str]] = {}
@@ -593,10 +587,8 @@ class Snapshot:
             families.setdefault(pick(row), []).append(key)
         return families
 
+    @_kept
     def _accuracies_at(self, problem: str) -> dict[Row, list[Row]]:
-        return _kept(self._accuracies, problem, lambda: self._read_accuracies_at(problem))
-
-    def _read_accuracies_at(self, problem: str) -> dict[Row, list[Row]]:
         """Rows at a problem, by architecture and the kernel's name; and by its numerics class."""
         name_of = self._column("kernel", "name")
         pick = self._picker("kernel", "granularity", "b_granularity", "accumulation")
@@ -608,26 +600,6 @@ class Snapshot:
             index.setdefault((architecture, name_of[kernel]), []).append(row)
             index.setdefault((architecture, *pick(kernels[kernel])), []).append(row)
         return index
-
-
-def _metrics(name: str, row: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, Any]:
-    missing = [metric for metric in metrics if row[metric] is None]
-    if missing and row["status"] == "ok":
-        raise DatabaseError(
-            f"{name} row {row['key']} is 'ok' without {', '.join(missing)}; its file was edited: "
-            "ask for it again"
-        )
-    return {metric: float("nan") if row[metric] is None else row[metric] for metric in metrics}
-
-
-def _kept(cache: dict[Key, Kept], key: Key, read: Callable[[], Kept]) -> Kept:
-    """What was read before; of few questions, so that a cache never grows to the whole file."""
-    found = cache.get(key)
-    if found is None:
-        if len(cache) >= _MOST_KEPT:
-            cache.clear()
-        found = cache[key] = read()
-    return found
 
 
 def _without_n(problem: Problem) -> tuple[Any, ...]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from sqlalchemy import Column, Connection, Engine, MetaData, Table, delete, insert, inspect
+from sqlalchemy import Connection, Engine, column, insert, inspect, table
 from sqlalchemy.exc import SQLAlchemyError
 
 from lokakern.errors import DatabaseError
@@ -25,12 +25,19 @@ from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import (
     COLUMNS,
     KEYS_IN_BYTES_SINCE,
+    METADATA,
     REFERENCES,
     TABLES,
-    Base,
     tables_of,
 )
-from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, SCHEMA_VERSION, shown
+from lokakern.registry.sqlite_file import (
+    DIMENSIONS,
+    FACTS,
+    SCHEMA_VERSION,
+    conflict,
+    names_text,
+    shown,
+)
 from lokakern.registry.storage.reader import (
     Rows,
     Source,
@@ -42,14 +49,12 @@ from lokakern.registry.storage.reader import (
     short,
     version_of,
 )
-from lokakern.registry.storage.sql import Union, names_text
 from lokakern.registry.storage.writer import (
-    connect_writer,
     create_tables,
     locked,
+    new_file,
     publish,
     rows_with_ids,
-    scratch_for,
     write_file,
 )
 
@@ -166,7 +171,7 @@ def add_to_file(place: Path, parts: Sequence[Part]) -> dict[str, int]:
     known = [own_part(place)] if place.exists() else []
     if known:
         with open_readonly(place) as connection:
-            had |= _counts(connection.exec_driver_sql, tables_of(known[0].version))
+            had |= _counts(connection, tables_of(known[0].version))
 
     def write(temporary: Path) -> None:
         has.update(write_union(temporary, [*known, *parts]))
@@ -182,8 +187,9 @@ class _NothingNew(Exception):
     """Ends a publication that would change nothing."""
 
 
-def _counts(execute: Any, names: Iterable[str] = tuple(TABLES)) -> dict[str, int]:
-    return {name: execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in names}
+def _counts(connection: sqlite3.Connection, names: Iterable[str] = TABLES) -> dict[str, int]:
+    count = "SELECT count(*) FROM {}".format
+    return {name: connection.execute(count(name)).fetchone()[0] for name in names}
 
 
 def write_union(path: Path, parts: Sequence[Part]) -> dict[str, int]:
@@ -195,7 +201,7 @@ def write_union(path: Path, parts: Sequence[Part]) -> dict[str, int]:
     Raises:
         DatabaseError: One key has two contents, or a row breaks a constraint.
     """
-    with scratch_for(path) as scratch, closing(connect_writer(scratch)) as connection:
+    with new_file(path) as connection:
         try:
             return _unite(connection, parts)
         except sqlite3.Error as error:
@@ -209,6 +215,99 @@ def write_union(path: Path, parts: Sequence[Part]) -> dict[str, int]:
             ) from error
         finally:
             tell("writing", 1)
+
+
+class _Union:
+    """Adds the rows of a part to the tables of a target, by key.
+
+    The rows of `DIMENSIONS` come first. Each of them has an id in the part and another one in the
+    target, and temporary tables of the target map one to the other.
+
+    Args:
+        execute: Runs a statement on the target's connection.
+        part: What comes before the names of the part's tables: `part.` for an attached file.
+        equal: The operator that compares NULL as a value.
+        key: The part's key in the target's form.
+    """
+
+    def __init__(
+        self,
+        execute: Callable[[str], Any],
+        *,
+        part: str = "part.",
+        equal: str = "IS",
+        key: str = 'p."key"',
+    ) -> None:
+        self._execute, self._part, self._equal, self._key = execute, part, equal, key
+
+    def number(self) -> None:
+        """Map the ids of the part to those of the target, which has its dimensions."""
+        for name in DIMENSIONS:
+            self._execute(
+                f"CREATE TEMPORARY TABLE IF NOT EXISTS numbers_of_{name} "
+                "(old INTEGER PRIMARY KEY, new INTEGER)"
+            )
+            self._execute(f"DELETE FROM numbers_of_{name}")
+            self._execute(
+                f"INSERT INTO numbers_of_{name} SELECT p.id, t.id FROM {self._part}{name} AS p "
+                f'JOIN {name} AS t ON t."key" = {self._key}'
+            )
+
+    def add_all(self) -> dict[str, int]:
+        """`add` of every table."""
+        added = {name: self.add(name) for name in DIMENSIONS}
+        self.number()
+        return added | {name: self.add(name) for name in FACTS}
+
+    def add(
+        self, name: str, *, where: str = "true", source: str = "", is_empty: bool = False
+    ) -> int:
+        """Add the rows of a table that the target lacks.
+
+        Args:
+            name: The table.
+            where: Which rows `p` of the part, in SQL.
+            source: What errors call the part.
+            is_empty: Whether the target has no row of the table, so that none can differ.
+
+        Returns:
+            How many were added.
+
+        Raises:
+            DatabaseError: One key has two contents.
+        """
+        columns = COLUMNS[name]
+        selected = ", ".join(self._selected(name))
+        content = f"SELECT {selected} FROM {self._part}{name} AS p WHERE {where}"
+        if not is_empty:
+            self._refuse_conflicts(name, content, source)
+        # Other constraints than that of the key still refuse a row.
+        result = self._execute(
+            f"INSERT INTO {name} ({names_text(columns)}) SELECT {names_text(columns)} "
+            f'FROM ({content}) AS p WHERE true ORDER BY "key" ON CONFLICT ("key") DO NOTHING'
+        )
+        return int(result.rowcount)
+
+    def _refuse_conflicts(self, name: str, content: str, source: str) -> None:
+        columns = COLUMNS[name]
+        same = " AND ".join(f't."{c}" {self._equal} p."{c}"' for c in columns if c != "key")
+        found = self._execute(
+            f"SELECT {names_text(columns, 't')}, {names_text(columns, 'p')} FROM ({content}) AS p "
+            f'CROSS JOIN {name} AS t WHERE t."key" = p."key" AND NOT ({same}) LIMIT 1'
+        ).fetchone()
+        if found is not None:
+            one, other = found[: len(columns)], found[len(columns) :]
+            raise conflict(name, columns, one, other, source)
+
+    def _selected(self, name: str) -> list[str]:
+        found = []
+        for place, its_name in enumerate(COLUMNS[name]):
+            value = f'p."{its_name}"' if place else self._key
+            if name in FACTS and its_name in DIMENSIONS:
+                # A missing row gives NULL, which the table refuses.
+                value = f"(SELECT new FROM numbers_of_{its_name} WHERE old = {value})"
+            found.append(f'{value} AS "{its_name}"')
+        return found
 
 
 def _unite(connection: sqlite3.Connection, parts: Sequence[Part]) -> dict[str, int]:
@@ -243,17 +342,17 @@ def _unite(connection: sqlite3.Connection, parts: Sequence[Part]) -> dict[str, i
                 tell("writing", (place + done / len(FACTS)) / len(parts))
                 if name in tables_of(part.version):
                     union.add(name, source=part.name, is_empty=not place)
-    return _counts(connection.execute)
+    return _counts(connection)
 
 
 @contextmanager
-def _attached(connection: sqlite3.Connection, part: Part) -> Iterator[Union]:
+def _attached(connection: sqlite3.Connection, part: Part) -> Iterator[_Union]:
     """A part's rows within reach of a connection, in one transaction."""
     uri = f"file:{quote(str(part.path.absolute()))}?mode=ro&immutable=1"
     connection.execute("ATTACH ? AS part", (uri,))  # only possible outside of transactions
     connection.execute("BEGIN")
     in_bytes = part.version >= KEYS_IN_BYTES_SINCE
-    yield Union(COLUMNS, connection.execute, key='p."key"' if in_bytes else 'from_hex(p."key")')
+    yield _Union(connection.execute, key='p."key"' if in_bytes else 'from_hex(p."key")')
     connection.execute("COMMIT")
     connection.execute("DETACH part")
 
@@ -284,7 +383,7 @@ def insert_missing(engine: Engine, *sources: Rows) -> MergeReport:
     try:
         with suppress(SQLAlchemyError), engine.begin() as connection:  # another may make them
             if not inspect(connection).has_table("run"):  # else they may be of an older version
-                Base.metadata.create_all(connection)
+                METADATA.create_all(connection)
         with engine.begin() as connection:
             version = check_server(connection)
             if version != SCHEMA_VERSION:
@@ -292,10 +391,11 @@ def insert_missing(engine: Engine, *sources: Rows) -> MergeReport:
                     f"database {url} has schema version {version}; merges write version "
                     f"{SCHEMA_VERSION}; merge it into a new database"
                 )
-            staged = _staged(connection)
+            equal = "IS" if connection.dialect.name == "sqlite" else "IS NOT DISTINCT FROM"
+            union = _Union(connection.exec_driver_sql, part="part_", equal=equal)
             for rows in sources:
-                _fill(connection, staged, rows)
-                for name, count in _union_on(connection).add_all().items():
+                _stage(connection, rows)
+                for name, count in union.add_all().items():
                     added[name] += count
     except SQLAlchemyError as error:
         raise DatabaseError(f"database {url}: merge was refused: {short(error)}") from error
@@ -307,33 +407,15 @@ def _known(sources: Iterable[Rows], added: Mapping[str, int]) -> dict[str, int]:
     return {name: len(found) - added[name] for name, found in keys.items()}
 
 
-def _staged(connection: Connection) -> dict[str, Table]:
-    """Temporary tables of a server for the rows of a source."""
-    staged = {
-        name: Table(
-            f"part_{name}",
-            MetaData(),
-            *(Column(column.name, column.type) for column in table.columns),
-            prefixes=["TEMPORARY"],
-        )
-        for name, table in TABLES.items()
-    }
-    for table in staged.values():
-        table.create(connection, checkfirst=True)
-    return staged
-
-
-def _fill(connection: Connection, staged: Mapping[str, Table], rows: Rows) -> None:
+def _stage(connection: Connection, rows: Rows) -> None:
+    """Put the rows of a source into temporary tables of a server."""
     for name, found in rows_with_ids(rows):
-        connection.execute(delete(staged[name]))
-        names = staged[name].columns.keys()
-        values = [dict(zip(names, row, strict=True)) for row in found]
-        for row in values:
-            row["key"] = row["key"].hex()
+        connection.exec_driver_sql(
+            f"CREATE TEMPORARY TABLE IF NOT EXISTS part_{name} AS SELECT * FROM {name} WHERE false"
+        )
+        connection.exec_driver_sql(f"DELETE FROM part_{name}")
+        columns = TABLES[name].columns
+        part = table(f"part_{name}", *(column(c.name, c.type) for c in columns))
+        values = [dict(zip(columns.keys(), row, strict=True)) for row in found]
         if values:
-            connection.execute(insert(staged[name]), values)
-
-
-def _union_on(connection: Connection) -> Union:
-    equal = "IS" if connection.dialect.name == "sqlite" else "IS NOT DISTINCT FROM"
-    return Union(COLUMNS, connection.exec_driver_sql, part="part_", equal=equal)
+            connection.execute(insert(part), [{**row, "key": row["key"].hex()} for row in values])

@@ -30,6 +30,15 @@ def shipped_databases() -> list[Path]:
     return sorted((Path(__file__).resolve().parents[1] / "databases").glob("*.sqlite"))
 
 
+def shipped_with(database: Path) -> list[Path]:
+    """Shipped files, where dispatch reads them with a database."""
+    try:
+        is_read = database == Path(os.path.realpath(user_database()))
+    except DatabaseError:  # LOKAKERN_DB is a server
+        return []
+    return shipped_databases() if is_read else []
+
+
 def user_folder() -> Path:
     """Where what belongs to the user is."""
     return Path(user_data_dir("lokakern", appauthor=False))

@@ -8,10 +8,10 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy
-from sqlalchemy import URL, ColumnElement, Connection, Engine, func, select
+from sqlalchemy import URL, Connection, Engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
@@ -35,6 +35,7 @@ from lokakern.registry.sqlite_file import (
     Schema,
     check_header,
     connect_readonly,
+    names_text,
     schema_of,
     shown,
     translate,
@@ -44,7 +45,6 @@ from lokakern.registry.sqlite_file import (
 # Every row of a database: by table, tuples in the order of `tables.COLUMNS`, references as keys.
 Rows = dict[str, list[tuple[Any, ...]]]
 Source = str | Path | URL
-T = TypeVar("T")
 
 
 def resolve(source: Source) -> Path | URL:
@@ -78,7 +78,7 @@ def resolve(source: Source) -> Path | URL:
 
 
 @contextmanager
-def open_readonly(path: str | Path) -> Iterator[Connection]:
+def open_readonly(path: str | Path) -> Iterator[sqlite3.Connection]:
     """Open a database file for reading; nothing is ever written, locked or recovered.
 
     Header, version and schema are checked before anything is read from a table, so that neither
@@ -88,18 +88,13 @@ def open_readonly(path: str | Path) -> Iterator[Connection]:
         DatabaseError: Not a lokakern database, newer than this code, truncated or corrupt.
     """
     path = Path(path)
-    check_header(path, shown(path))
-    engine = sqlalchemy.create_engine(
-        "sqlite://", creator=functools.partial(connect_readonly, path), poolclass=NullPool
-    )
+    version = check_header(path, shown(path))
     try:
-        with engine.connect() as connection:
-            _check_schema(path, connection)
+        with closing(connect_readonly(path)) as connection:
+            check_schema(connection, shown(path), version)
             yield connection
-    except (SQLAlchemyError, sqlite3.Error, UnicodeDecodeError) as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise unreadable(shown(path), short(error)) from error
-    finally:
-        engine.dispose()
 
 
 def short(error: Exception) -> str:
@@ -107,69 +102,69 @@ def short(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).splitlines()[0]
 
 
-def _check_schema(path: Path, connection: Connection) -> None:
-    driver = connection.connection.driver_connection
-    assert isinstance(driver, sqlite3.Connection)
-    version = version_of(connection)
-    found, expected = schema_of(driver), _expected_schema(version)
-    if found == expected:
+def check_schema(connection: sqlite3.Connection, name: str, version: int) -> None:
+    """Compare the whole schema of a file literally, with the constraints, which SQLite would run.
+
+    Raises:
+        DatabaseError: It differs from that of the version.
+    """
+    found, expected = schema_of(connection), _expected_schema(version)
+    differing = {entry for entry, _ in found.items() ^ expected.items()}
+    if not differing:
         return
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise DatabaseError(
-                f"database {shown(path)} does not have the schema of version {version}: "
-                f"{name} is {found.get(name, 'missing')}; expected "
-                f"{expected.get(name, 'nothing of that name')}; {REMAKE}"
-            )
+    # A view in place of a table is there, too.
+    kind, what, _ = entry = min(differing, key=lambda entry: (entry not in found, entry))
+    if entry not in found:
+        words = f"{what} is missing; expected a {kind}"
+    elif entry not in expected:
+        words = f"{what} is there, a {kind}; expected nothing of that name"
+    else:
+        one, other = str(found[entry]), str(expected[entry])
+        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        start = max(same - 30, 0)
+        words = f"{what} is '...{one[start:][:90]}'; expected '...{other[start:][:90]}'"
+    raise DatabaseError(
+        f"database {name} does not have the schema of version {version}: {words}; {REMAKE}"
+    )
 
 
-def version_of(connection: Connection) -> int:
+def version_of(connection: sqlite3.Connection) -> int:
     """The schema version of a file."""
-    return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 @functools.cache
 def _expected_schema(version: int) -> Schema:
-    return of_empty_file(version, schema_of)
-
-
-def of_empty_file(version: int, read: Callable[[sqlite3.Connection], T]) -> T:
-    """The result of `read` for an empty file of a schema version."""
     with closing(sqlite3.connect(":memory:")) as connection:
         for statement in sqlite_statements(version):
             connection.execute(statement)
-        return read(connection)
+        return schema_of(connection)
 
 
-def read_tables(connection: Connection, version: int) -> Rows:
+def read_tables(connection: sqlite3.Connection | Connection, version: int) -> Rows:
     """Every row of a database of any released schema version, as rows of the present one."""
-    names = tables_of(version)
-    in_bytes = version >= KEYS_IN_BYTES_SINCE and connection.dialect.name == "sqlite"
+    execute: Callable[[str], Any]
+    if isinstance(connection, sqlite3.Connection):
+        execute, is_sqlite = connection.execute, True
+    else:
+        execute, is_sqlite = connection.exec_driver_sql, connection.dialect.name == "sqlite"
+    in_bytes = is_sqlite and version >= KEYS_IN_BYTES_SINCE
+    key = 'lower(hex("key"))' if in_bytes else '"key"'
+
+    def rows_of(name: str, more: str = "") -> list[tuple[Any, ...]]:
+        columns = f"{more}{key}, {names_text(COLUMNS[name][1:])}"  # the key comes first
+        return [*map(tuple, execute(f"SELECT {columns} FROM {name}").fetchall())]
+
     rows: Rows = {name: [] for name in TABLES}  # none of a table that came later
     keys: dict[str, dict[Any, Any]] = {}
     for name in DIMENSIONS:
-        found = _all_rows(connection, name, in_bytes, "id")
+        found = rows_of(name, "id, ")
         keys[name] = {row[0]: row[1] for row in found}
         rows[name] = [row[1:] for row in found]
     for name in FACTS:
-        if name in names:
-            rows[name] = translate(
-                name, _all_rows(connection, name, in_bytes), REFERENCES[name], keys
-            )
+        if name in tables_of(version):
+            rows[name] = translate(name, rows_of(name), REFERENCES[name], keys)
     return rows
-
-
-def _all_rows(
-    connection: Connection, name: str, in_bytes: bool, *more: str
-) -> list[tuple[Any, ...]]:
-    """Rows as the driver gives them; keys that are bytes as hex digits."""
-    table = TABLES[name]
-    columns: list[ColumnElement[Any]] = [table.c[c] for c in (*more, *COLUMNS[name])]
-    if in_bytes:
-        columns[len(more)] = func.lower(func.hex(table.c.key))  # the key comes first
-    result = connection.execute(select(*columns))
-    assert result.cursor is not None
-    return list(result.cursor.fetchall())  # the driver's tuples: no other column needs conversion
 
 
 def read_rows(source: Source) -> Rows:
@@ -186,7 +181,7 @@ def read_rows(source: Source) -> Rows:
         return _read_as(shown(found), connection, check_server(connection))
 
 
-def _read_as(name: str, connection: Connection, version: int) -> Rows:
+def _read_as(name: str, connection: sqlite3.Connection | Connection, version: int) -> Rows:
     try:
         return read_tables(connection, version)
     except DatabaseError as error:

@@ -18,10 +18,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from sqlalchemy import insert, select
-from sqlalchemy.dialects import sqlite
-from sqlalchemy.exc import SQLAlchemyError
-
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import Lock
 from lokakern.registry.schema import row_keys
@@ -36,26 +32,16 @@ from lokakern.registry.schema.records import (
 from lokakern.registry.schema.tables import ERROR_METRICS, TABLES
 from lokakern.registry.schema.value_rules import EARLIEST_UTC_MS
 from lokakern.registry.sqlite_file import shown
-from lokakern.registry.storage.merge import (
-    MergeReport,
-    merge,
-    merge_checked,
-    read_checked,
-)
-from lokakern.registry.storage.paths import shipped_databases, user_database, user_folder
-from lokakern.registry.storage.reader import (
-    Rows,
-    Source,
-    database_digest,
-    open_readonly,
-    resolve,
-    short,
-)
+from lokakern.registry.storage.merge import MergeReport, merge, merge_checked, read_checked
+from lokakern.registry.storage.paths import user_folder
+from lokakern.registry.storage.reader import Rows, Source, resolve, short
 from lokakern.registry.storage.writer import (
     MAKE_ROOM,
+    connect_writer,
+    insert_rows,
+    insert_text,
     is_of_the_disk,
     no_lock,
-    open_writer,
     plain_row,
     remove_temporaries,
     replace_file,
@@ -64,23 +50,6 @@ from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.register import Kernel
-
-__all__ = [
-    "AccuracyRecord",
-    "DistributionRow",
-    "KernelRow",
-    "MergeReport",
-    "RunFile",
-    "TestResultRecord",
-    "TimingRecord",
-    "collect_runs",
-    "database_digest",
-    "merge",
-    "open_readonly",
-    "runs_folder",
-    "shipped_databases",
-    "user_database",
-]
 
 
 def runs_folder(database: Source) -> Path:
@@ -108,7 +77,6 @@ class RunFile:
         self.path = path
         self._target = target
         self._lock = lock
-        self._engine = open_writer(path)
         self._ids: dict[str, int] = {}
         self._process = os.getpid()
 
@@ -258,18 +226,22 @@ class RunFile:
         fact = plain_row(name, row)
         ids = dict(self._ids)
         try:
-            with self._engine.begin() as connection:
+            with closing(connect_writer(self.path, synchronous="NORMAL")) as connection:
+                connection.execute("BEGIN IMMEDIATE")
                 for table, part in parts.items():
                     part_key = str(part["key"])
                     if part_key not in ids:
-                        found = TABLES[table].c
-                        statement = sqlite.insert(TABLES[table]).on_conflict_do_nothing()
-                        connection.execute(statement, plain_row(table, part))
-                        query = select(found.id).where(found.key == part_key)
-                        ids[part_key] = connection.execute(query).scalar_one()
-                fact |= {table: ids[str(part["key"])] for table, part in parts.items()}
-                connection.execute(insert(TABLES[name]), {**fact, "run": 1})
-        except SQLAlchemyError as error:
+                        _, *values = plain_row(table, part).values()
+                        in_bytes = bytes.fromhex(part_key)
+                        text = f"{insert_text(table)} ON CONFLICT DO NOTHING"
+                        connection.execute(text, (None, in_bytes, *values))
+                        query = f"SELECT id FROM {table} WHERE key = ?"
+                        (ids[part_key],) = connection.execute(query, (in_bytes,)).fetchone()
+                fact |= {table: ids[str(part["key"])] for table, part in parts.items()} | {"run": 1}
+                _, *values = fact.values()
+                insert_rows(connection, name, [(bytes.fromhex(key), *values)])
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
             words = f"was refused: {short(error)}"
             if is_of_the_disk(error):
                 words = (
@@ -284,7 +256,6 @@ class RunFile:
 
     def close(self) -> None:
         """Stop writing and leave the file to `collect_runs`."""
-        self._engine.dispose()
         self._lock.release()
 
     def finish(self) -> MergeReport:
@@ -293,7 +264,6 @@ class RunFile:
         Raises:
             DatabaseError: The merge failed; the run file is left to `collect_runs`.
         """
-        self._engine.dispose()
         try:
             report = merge([self.path], self._target)
             _delete_run(self.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import math
 import operator
@@ -16,8 +15,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import sqlalchemy
-from sqlalchemy import Connection, Double, Engine, Integer, event
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Double, Integer
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import Lock
@@ -28,10 +26,10 @@ from lokakern.registry.sqlite_file import (
     DIMENSIONS,
     SCHEMA_VERSION,
     TABLE_NAMES,
+    names_text,
     translate,
 )
 from lokakern.registry.storage.reader import Rows, by_key, resolve, short
-from lokakern.registry.storage.sql import insert_text
 
 Table = tuple[str, Iterable[tuple[Any, ...]]]  # a name, and rows in the form of a file
 
@@ -171,7 +169,7 @@ def write_tables(path: Path, tables: Iterable[Table]) -> None:
     Raises:
         DatabaseError: A row breaks a constraint, or there is no room.
     """
-    with scratch_for(path) as scratch, closing(connect_writer(scratch)) as connection:
+    with new_file(path) as connection:
         name = ""
         try:
             connection.execute("BEGIN")
@@ -186,14 +184,20 @@ def write_tables(path: Path, tables: Iterable[Table]) -> None:
             ) from error
 
 
+def insert_text(name: str) -> str:
+    """A row into a table, with its id where it has one."""
+    columns = ("id", *COLUMNS[name]) if name in DIMENSIONS else COLUMNS[name]
+    return f"INSERT INTO {name} ({names_text(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
 def insert_rows(connection: sqlite3.Connection, name: str, rows: Iterable[tuple[Any, ...]]) -> None:
     """Add rows in the form of a file to a table."""
-    connection.executemany(insert_text(name, COLUMNS[name]), rows)
+    connection.executemany(insert_text(name), rows)
 
 
-def is_of_the_disk(error: Exception) -> bool:
+def is_of_the_disk(error: sqlite3.Error) -> bool:
     """Whether a file could not be written, rather than a row was refused."""
-    return isinstance(getattr(error, "orig", error), sqlite3.OperationalError)
+    return isinstance(error, sqlite3.OperationalError)
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
@@ -205,8 +209,8 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def scratch_for(path: Path) -> Iterator[Path]:
-    """A place to write a database, which is then packed into a file that must not exist.
+def new_file(path: Path) -> Iterator[sqlite3.Connection]:
+    """Write a database, which is then packed into a file that must not exist.
 
     VACUUM writes the pages anew and full: 7 % smaller than as they were inserted, and the same
     bytes for any number of transactions and any order of inserts.
@@ -216,9 +220,8 @@ def scratch_for(path: Path) -> Iterator[Path]:
     """
     scratch = path.with_name(f"{path.name}.tmp-scratch")
     try:
-        yield scratch
-        with closing(sqlite3.connect(_uri(scratch), uri=True, isolation_level=None)) as connection:
-            connection.execute("PRAGMA synchronous = OFF")
+        with closing(connect_writer(scratch)) as connection:
+            yield connection
             connection.execute("VACUUM INTO ?", (_uri(path),))
     except sqlite3.Error as error:
         raise DatabaseError(
@@ -241,19 +244,6 @@ def connect_writer(path: Path, *, synchronous: str = "OFF") -> sqlite3.Connectio
     for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}")
     return connection
-
-
-def open_writer(path: Path) -> Engine:
-    """An engine for a file that only this process writes."""
-    connect = functools.partial(connect_writer, path, synchronous="NORMAL")
-    engine = sqlalchemy.create_engine("sqlite://", creator=connect, poolclass=NullPool)
-
-    # The driver would begin transactions at inserts only.
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    return engine
 
 
 def plain_row(name: str, row: Mapping[str, Any]) -> Row:

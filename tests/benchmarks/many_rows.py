@@ -139,7 +139,7 @@ def import_many(path: Path, target: Path) -> dict[str, float]:
     Returns:
         Rows added, seconds, and the peak of this process's memory, MiB.
     """
-    from lokakern.registry.sharing.import_merge import import_file
+    from lokakern.registry.sharing.import_file import import_file
 
     start = time.perf_counter()
     report = import_file(path, target, trusted=True)

@@ -10,9 +10,9 @@ import pytest
 
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
+from lokakern.registry.schema.row_keys import family_key
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import family_key
 from lokakern.registry.storage.merge import merge
 from lokakern.registry.storage.reader import Rows
 from lokakern.registry.storage.writer import write_file

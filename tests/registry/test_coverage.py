@@ -11,15 +11,15 @@ import pytest
 from lokakern.registry import coverage
 from lokakern.registry.coverage import Coverage, Gap, coverage_of, missing_evidence
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
-from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.run_files import (
+from lokakern.registry.schema.records import (
     DistributionRow,
     KernelRow,
-    RunFile,
     TestResultRecord,
     TimingRecord,
 )
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.types import Device, Environment, Format, Operand, Problem
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)

@@ -18,15 +18,13 @@ from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.manifest import manifest_beside
+from lokakern.registry.schema.records import TestResultRecord
 from lokakern.registry.sharing.untrusted import open_guarded
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.run_files import (
-    RunFile,
-    TestResultRecord,
-    database_digest,
-    shipped_databases,
-)
+from lokakern.registry.storage.paths import shipped_databases
+from lokakern.registry.storage.reader import database_digest
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import (
@@ -270,7 +268,7 @@ def test_its_kernels_are_known_by_their_files_alone(facts: Snapshot) -> None:
     """Freshness needs no import: it holds where Triton is not installed."""
     device = facts.find_device(H200)
     problem = gemms(device)[0].problem
-    from lokakern.registry.snapshot.snapshot import family_key
+    from lokakern.registry.schema.row_keys import family_key
 
     cells = facts.timing_cells(device, family_key(problem), "graph-cold")
     assert cells and all(is_current(cell.kernel) for cell in cells)

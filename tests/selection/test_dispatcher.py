@@ -18,7 +18,7 @@ from lokakern.problems import alignment_of, make_problem
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.registry.schema.records import KernelRow
-from lokakern.registry.storage.run_files import merge
+from lokakern.registry.storage.merge import merge
 from lokakern.selection import candidates, dispatcher
 from lokakern.selection.dispatcher import Choice, dispatch
 from lokakern.types import (

@@ -17,7 +17,8 @@ from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import COLUMNS
-from lokakern.registry.sharing.import_merge import import_file, merge_files, reject, settle
+from lokakern.registry.sharing.import_file import import_file, merge_files
+from lokakern.registry.sharing.quarantine import reject, settle
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows

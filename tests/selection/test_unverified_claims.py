@@ -11,7 +11,7 @@ import pytest
 from lokakern.problems import make_problem
 from lokakern.registry.quarantine import quarantined_files
 from lokakern.registry.register import kernels_for
-from lokakern.registry.sharing.import_merge import import_file, merge_files
+from lokakern.registry.sharing.import_file import import_file, merge_files
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice, dispatch
 from lokakern.types import ACCEPTED

@@ -314,7 +314,7 @@ class Scene:
         if content not in self._known:
             try:
                 with open_readonly(path) as connection:
-                    found = connection.exec_driver_sql("PRAGMA quick_check").fetchall()
+                    found = connection.execute("PRAGMA quick_check").fetchall()
                 if found != [("ok",)]:
                     raise DatabaseError(str(found))
                 self._known[content] = rows_digest(read_rows(path))
@@ -574,7 +574,7 @@ def copied(files: Sequence[Path], folder: Path) -> list[Path]:
 def load() -> None:
     """Whatever a command imports and computes at its start, for those that are forked."""
     for name in ("bench.report.summary", "bench.report.library_smoke", "bench.exchange.export",
-                 "selection.dispatcher", "registry.sharing.import_merge",
+                 "selection.dispatcher", "registry.sharing.import_file",
                  "registry.snapshot.snapshot", "render.terminal"):  # fmt: skip
         importlib.import_module(f"lokakern.{name}")
     load_kernels()

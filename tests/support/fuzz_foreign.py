@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.schema.tables import COLUMNS
-from lokakern.registry.sharing.import_merge import import_file
+from lokakern.registry.sharing.import_file import import_file
 from lokakern.registry.sharing.untrusted import Guards
 from lokakern.registry.storage.merge import read_checked
 from lokakern.registry.storage.reader import Rows, read_rows

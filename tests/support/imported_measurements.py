@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lokakern.registry.sharing.import_merge import import_file
+from lokakern.registry.sharing.import_file import import_file
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice, dispatch

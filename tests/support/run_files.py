@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from lokakern.numerics import Errors
 from lokakern.registry.schema import row_keys, tables
-from lokakern.registry.storage.reader import Rows, read_rows
-from lokakern.registry.storage.run_files import (
+from lokakern.registry.schema.records import (
     AccuracyRecord,
     DistributionRow,
     KernelRow,
-    RunFile,
     TestResultRecord,
     TimingRecord,
 )
+from lokakern.registry.storage.reader import Rows, read_rows
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.registry.storage.writer import write_file
 from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
 

@@ -11,8 +11,8 @@ import pytest
 from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import read_rows
-from lokakern.registry.storage.run_files import shipped_databases
 from lokakern.sweep import cost
 from lokakern.sweep.engine import _duration
 from lokakern.types import Device, Problem

@@ -35,12 +35,14 @@ from lokakern.registry.quarantine import quarantined_files
 from lokakern.registry.register import load_kernels
 from lokakern.registry.schema import records
 from lokakern.registry.schema.manifest import place_of
-from lokakern.registry.sharing.import_merge import import_file, settle
+from lokakern.registry.schema.records import TimingRecord
+from lokakern.registry.sharing.import_file import import_file
+from lokakern.registry.sharing.quarantine import settle
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage import writer
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
-from lokakern.registry.storage.run_files import TimingRecord, collect_runs, runs_folder
+from lokakern.registry.storage.run_files import collect_runs, runs_folder
 from lokakern.selection import dispatcher
 from lokakern.sweep import engine
 from tests.support.foreign_files import write_base

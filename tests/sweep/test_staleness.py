@@ -28,18 +28,18 @@ from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.ops import OPS
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
+from lokakern.registry.schema.records import (
+    AccuracyRecord,
+    DistributionRow,
+    KernelRow,
+    TimingRecord,
+)
 from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import COLUMNS, REFERENCES
 from lokakern.registry.snapshot.loading import SweepDatabase, load_snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import read_rows
-from lokakern.registry.storage.run_files import (
-    AccuracyRecord,
-    DistributionRow,
-    KernelRow,
-    RunFile,
-    TimingRecord,
-)
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.registry.storage.writer import write_file
 from lokakern.render import terminal
 from lokakern.selection import dispatcher
@@ -93,7 +93,6 @@ def _small_and_quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lokakern.problems.ACCURACY_ROWS", 64)
         patch.setattr("lokakern.registry.storage.paths.shipped_databases", tuple)
-        patch.setattr("lokakern.registry.storage.run_files.shipped_databases", tuple)
         patch.setattr(listing, "shipped_databases", tuple)
         patch.setattr(operands, "l2_bytes", lambda: 20_000)
         patch.setattr(engine, "run_tasks", run_tasks_here)

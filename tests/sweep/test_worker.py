@@ -24,9 +24,10 @@ from lokakern.errors import MeasurementError
 from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.row_keys import family_key, key_of
+from lokakern.registry.snapshot.cells import TimingCell
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import Snapshot, TimingCell
-from lokakern.registry.storage.run_files import open_readonly
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.reader import open_readonly
 from lokakern.selection.dispatcher import default_regime
 from lokakern.sweep import engine as sweep_module
 from lokakern.sweep import worker
@@ -254,11 +255,11 @@ def test_only_errors_of_possible_choices_are_needed(
     first = swept(path, [case(256)], *only, **options)
     assert (first.timed, first.measured) == (2, 0)
     with open_readonly(path) as connection:
-        runs = connection.exec_driver_sql("SELECT count(*) FROM run").scalar_one()
+        runs = connection.execute("SELECT count(*) FROM run").fetchone()[0]
     again = swept(path, [case(256)], *only, **options)
     assert (again.timed, again.measured) == (0, 0)
     with open_readonly(path) as connection:
-        assert connection.exec_driver_sql("SELECT count(*) FROM run").scalar_one() == runs
+        assert connection.execute("SELECT count(*) FROM run").fetchone()[0] == runs
     assert swept(path, [case(256)], *only, errors="all", distributions=("X1",)).measured == 6
 
 

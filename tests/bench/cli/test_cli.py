@@ -24,7 +24,7 @@ from lokakern.device import current_device, current_environment, devices_here
 from lokakern.measure import operands
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.storage.run_files import open_readonly
+from lokakern.registry.storage.reader import open_readonly
 from lokakern.selection import dispatcher, misses
 from lokakern.sweep import engine
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Layout, Operand
@@ -112,7 +112,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def count(database: str | Path, table: str) -> int:
     with open_readonly(database) as connection:
-        return int(connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one())
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
 
 
 # --- list
@@ -206,7 +206,7 @@ def test_a_sweep_measures_every_kernel_that_takes_the_shape(
 
 def timed_kernels(database: str) -> list[tuple[str, str]]:
     with open_readonly(database) as connection:
-        found = connection.exec_driver_sql(
+        found = connection.execute(
             "SELECT kernel.name, timing.status FROM timing JOIN kernel ON kernel.id = timing.kernel"
         )
         return [(str(name), str(status)) for name, status in found]
@@ -306,7 +306,7 @@ def test_quick_rows_are_marked(command: Command, tmp_path: Path) -> None:
         "sweep", *SHAPE, *FEW, "--errors", "none", "--quiet", "--grade", "quick", "--db", str(path)
     )
     with open_readonly(path) as connection:
-        grades = connection.exec_driver_sql("SELECT grade, suite FROM run").fetchall()
+        grades = connection.execute("SELECT grade, suite FROM run").fetchall()
     assert [tuple(row) for row in grades] == [("quick", "shapes")]
 
 

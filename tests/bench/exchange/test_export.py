@@ -11,20 +11,16 @@ from lokakern.bench.exchange.export import current_rows, export
 from lokakern.errors import DatabaseError
 from lokakern.registry.freshness import is_current
 from lokakern.registry.register import kernels_for
+from lokakern.registry.schema.records import KernelRow, TestResultRecord, TimingRecord
 from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS, REFERENCES
-from lokakern.registry.sharing.import_merge import union_of
+from lokakern.registry.sharing.import_file import union_of
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage.merge import merge
+from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import Rows, read_rows
-from lokakern.registry.storage.run_files import (
-    KernelRow,
-    RunFile,
-    TestResultRecord,
-    TimingRecord,
-    merge,
-    shipped_databases,
-)
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Environment, ErrorBudget
 from lokakern.workloads.suites import SUITES

@@ -19,7 +19,7 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import TimingRecord
 from lokakern.registry.schema.row_keys import key_of
 from lokakern.registry.schema.tables import COLUMNS
-from lokakern.registry.sharing.import_merge import import_file
+from lokakern.registry.sharing.import_file import import_file
 from lokakern.registry.storage.reader import Rows, read_rows
 from lokakern.registry.storage.writer import write_file
 from lokakern.sweep import engine

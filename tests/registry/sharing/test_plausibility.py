@@ -13,7 +13,7 @@ from lokakern.registry.schema.records import DistributionRow
 from lokakern.registry.sharing.plausibility import least_error, least_us
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.run_files import shipped_databases
+from lokakern.registry.storage.paths import shipped_databases
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
     REGIMES,

@@ -21,7 +21,7 @@ from lokakern.errors import DatabaseError
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.schema.value_rules import constraints_of
-from lokakern.registry.sharing.import_merge import import_file, read_foreign
+from lokakern.registry.sharing.import_file import import_file, read_foreign
 from lokakern.registry.sharing.untrusted import GUARDS, open_guarded
 from lokakern.registry.sharing.validate import check
 from lokakern.registry.sqlite_file import FACTS
@@ -259,7 +259,7 @@ def test_a_file_is_read_in_private(base: Path, monkeypatch: pytest.MonkeyPatch) 
 )  # fmt: skip
 def test_only_what_we_ask_is_answered(base: Path, statement: str) -> None:
     with open_guarded(base) as opened, pytest.raises(sqlite3.Error):
-        opened.driver.execute(statement).fetchall()
+        opened.connection.execute(statement).fetchall()
     assert read_foreign(base)
 
 

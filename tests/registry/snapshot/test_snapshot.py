@@ -14,18 +14,19 @@ import pytest
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.numerics import Errors
 from lokakern.registry.schema import row_keys
-from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.snapshot.snapshot import Snapshot, family_key
-from lokakern.registry.storage.run_files import (
+from lokakern.registry.schema.records import (
     AccuracyRecord,
     DistributionRow,
     KernelRow,
-    RunFile,
     TestResultRecord,
     TimingRecord,
-    database_digest,
-    merge,
 )
+from lokakern.registry.schema.row_keys import family_key
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.merge import merge
+from lokakern.registry.storage.reader import database_digest
+from lokakern.registry.storage.run_files import RunFile
 from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)

@@ -17,32 +17,31 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine
 
 from lokakern.errors import DatabaseError
 from lokakern.numerics import Errors
 from lokakern.registry.schema import row_keys, tables
-from lokakern.registry.schema.records import canonical_seeds
-from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.sqlite_file import VERSIONS
-from lokakern.registry.storage.merge import insert_missing
-from lokakern.registry.storage.reader import check_server, read_rows, read_tables
-from lokakern.registry.storage.run_files import (
+from lokakern.registry.schema.records import (
     AccuracyRecord,
     DistributionRow,
     KernelRow,
-    MergeReport,
-    RunFile,
     TestResultRecord,
     TimingRecord,
-    collect_runs,
-    database_digest,
-    merge,
-    open_readonly,
-    runs_folder,
-    shipped_databases,
-    user_database,
+    canonical_seeds,
 )
+from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.sqlite_file import VERSIONS
+from lokakern.registry.storage.merge import MergeReport, insert_missing, merge
+from lokakern.registry.storage.paths import shipped_databases, user_database
+from lokakern.registry.storage.reader import (
+    check_server,
+    database_digest,
+    open_readonly,
+    read_rows,
+    read_tables,
+)
+from lokakern.registry.storage.run_files import RunFile, collect_runs, runs_folder
 from lokakern.registry.storage.writer import write_file
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Environment, Format, Granularity, Operand, Problem
@@ -474,7 +473,7 @@ def test_file_names_with_special_characters(tmp_path: Path, name: str) -> None:
     merge([tmp_path / name], tmp_path / "copy.sqlite")
     assert (tmp_path / "copy.sqlite").read_bytes() == (tmp_path / name).read_bytes()
     with open_readonly(tmp_path / name) as connection, pytest.raises(Exception, match="readonly"):
-        connection.execute(text("DELETE FROM timing"))
+        connection.execute("DELETE FROM timing")
     assert {path.name for path in tmp_path.iterdir()} == {
         name, f"{name}.lock", f"{name}.runs", "copy.sqlite", "copy.sqlite.lock"
     }  # fmt: skip
@@ -586,7 +585,7 @@ def test_an_older_file_merges_into_one_of_the_present_version(database: Path) ->
         "test_result": 2,
     }
     with open_readonly(database) as connection:
-        assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == 3
+        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
     assert len(rows_as_dicts(database, "timing")) == len(small_rows()["timing"]) + 1
 
 

@@ -1,33 +1,28 @@
-"""Import and merge foreign files: all or nothing, the sources unchanged."""
+"""Import and merge foreign files: all or nothing, the sources unchanged.
+
+`quarantine.py` beside this file puts imported rows into quarantine.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.freshness import is_current
 from lokakern.registry.locks import private_folder
-from lokakern.registry.quarantine import QuarantinedFile, Tier, place_for, quarantined_files
+from lokakern.registry.quarantine import QuarantinedFile
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_beside
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS, TABLES
+from lokakern.registry.sharing.quarantine import add_to_quarantine
 from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.sharing.validate import Checked, check
-from lokakern.registry.snapshot.facts import (
-    Facts,
-    check_agreement,
-    has_all,
-    image_of,
-    unknown_keys,
-)
-from lokakern.registry.sqlite_file import FACTS, shown
+from lokakern.registry.snapshot.facts import Facts, image_of
+from lokakern.registry.sqlite_file import shown
 from lokakern.registry.storage import paths
 from lokakern.registry.storage.merge import (
     MergeReport,
@@ -38,13 +33,7 @@ from lokakern.registry.storage.merge import (
     write_union,
 )
 from lokakern.registry.storage.reader import Rows, Source, read_tables, resolve
-from lokakern.registry.storage.writer import (
-    locked,
-    publish,
-    replace_file,
-    synchronize,
-    write_file,
-)
+from lokakern.registry.storage.writer import locked, publish
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +86,7 @@ def import_file(
         checked = check(opened)
         if manifest is not None:
             manifest.check_counts(opened, checked.counts)
-        part = replace(_part(opened), used=checked.used)
+        part = Part(opened.name, opened.copy, opened.version, checked.used)
         left_out = dict.fromkeys(TABLES, 0) | {
             name: len(rows) - len(checked.used[name]) for name, rows in checked.dimensions.items()
         }
@@ -106,7 +95,7 @@ def import_file(
         if trusted:
             added = _add(part, target)
         else:
-            added, contradicted = _add_to_quarantine(part, brought, target)
+            added, contradicted = add_to_quarantine(part, brought, target)
     known = {name: brought[name] - added[name] for name in TABLES}
     return ImportReport(added, known, left_out, _changed(checked), contradicted)
 
@@ -119,11 +108,6 @@ def _check_sha256(opened: Foreign, sha256: str | None) -> None:
         )
 
 
-def _part(opened: Foreign) -> Part:
-    """A file, whose rows were checked."""
-    return Part(opened.name, opened.copy, opened.version)
-
-
 def _add(part: Part, target: Path) -> dict[str, int]:
     """Add a part to a file.
 
@@ -131,137 +115,11 @@ def _add(part: Part, target: Path) -> dict[str, int]:
         How many rows were new to it, by table.
     """
     with locked(target) as target:
-        shipped = [own_part(path) for path in _shipped_with(target)]
+        shipped = [own_part(path) for path in paths.shipped_with(target)]
         if shipped:  # reading contradictions together would fail ever after
             with private_folder() as folder:
                 write_union(folder / "union.sqlite", [*shipped, part])
         return add_to_file(target, [part])
-
-
-def _add_to_quarantine(
-    part: Part, brought: Mapping[str, int], database: Path
-) -> tuple[dict[str, int], tuple[tuple[QuarantinedFile, str], ...]]:
-    """Put a part into the quarantine of a database, unless all of it is known.
-
-    Contradictions with quarantined files do not prevent that: `verify` finds out which of two was
-    edited.
-
-    Returns:
-        How many rows are new, by table, and the quarantined files that contradict them.
-    """
-    with locked(database) as place, private_folder() as folder:
-        alone = folder / "alone.sqlite"
-        write_union(alone, [part])
-        _check_rejected(alone, place)
-        with alone.open("rb") as file:
-            target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
-        own = [place] if place.exists() else []
-        known = []
-        for path in (*own, *_shipped_with(place)):
-            known.append(image_of(path))
-            check_agreement(known[-1], image_of(alone), part.name)
-        contradicted = []
-        for quarantined in quarantined_files(place):
-            with suppress(DatabaseError):  # dispatch leaves out unreadable files, too
-                others = image_of(quarantined.path)
-                try:
-                    check_agreement(others, image_of(alone), part.name)
-                    known.append(others)
-                except DatabaseError as error:
-                    contradicted.append((quarantined, str(error)))
-        added = dict(brought)
-        if known:
-            added = {name: len(unknown_keys(image_of(alone), name, known)) for name in TABLES}
-        if any(added.values()) and not target.exists():
-            _make_folder(target.parent)
-            publish(target, lambda temporary: shutil.copyfile(alone, temporary))
-    return added, tuple(contradicted)
-
-
-def _check_rejected(alone: Path, database: Path) -> None:
-    """Refuse a file with all rows of a rejected one.
-
-    A file with only some of its rows may be its origin and is accepted.
-
-    Raises:
-        DatabaseError: It has all rows of a rejected file.
-    """
-    for rejected in quarantined_files(database, Tier.REJECTED):
-        if has_all(image_of(alone), image_of(rejected.path)):
-            raise DatabaseError(
-                f"import: all rows of {str(rejected.path)!r}, {rejected.since}, are in the file; "
-                "`verify` rejected them, because some disagree with what was measured here; leave "
-                "them out, or, to try them again, remove that file"
-            )
-
-
-def _shipped_with(database: Path) -> list[Path]:
-    """Shipped files, where dispatch reads them with a database."""
-    try:
-        is_read = database == Path(os.path.realpath(paths.user_database()))
-    except DatabaseError:  # LOKAKERN_DB is a server
-        return []
-    return paths.shipped_databases() if is_read else []
-
-
-def settle(quarantined: QuarantinedFile, database: Path, accepted: Rows, left: Rows) -> None:
-    """Move rows of an import into its database; the rest stays in quarantine.
-
-    If the process is killed in between, the file stays in quarantine as it was, and its rows that
-    are in the database are trusted.
-
-    Args:
-        quarantined: The quarantined file.
-        database: The database of the import.
-        accepted: Rows to move.
-        left: All other rows. Without facts the file is removed.
-
-    Raises:
-        DatabaseError: Another process settled it, or a row contradicts the database.
-    """
-    with locked(database) as place:
-        _check_quarantined(quarantined)
-        if any(accepted[name] for name in FACTS):
-            with private_folder() as folder:
-                write_file(folder / "accepted.sqlite", accepted)
-                add_to_file(place, [own_part(folder / "accepted.sqlite")])
-        if any(left[name] for name in FACTS):
-            replace_file(quarantined.path, left)
-        else:
-            quarantined.path.unlink()
-            synchronize(quarantined.path.parent)
-
-
-def reject(quarantined: QuarantinedFile, database: Path) -> Path:
-    """Move a quarantined file to a place that dispatch does not read.
-
-    Raises:
-        DatabaseError: Another process settled it, or it cannot be moved.
-    """
-    with locked(database):
-        _check_quarantined(quarantined)
-        target = quarantined.path.parent.parent / Tier.REJECTED / quarantined.path.name
-        _make_folder(target.parent)
-        os.replace(quarantined.path, target)
-        return target
-
-
-def _check_quarantined(quarantined: QuarantinedFile) -> None:
-    if not quarantined.path.exists():
-        raise DatabaseError(
-            f"import {quarantined.name} is not in quarantine any more: another `verify` moved it; "
-            "nothing was changed"
-        )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DatabaseError(
-            f"folder {str(folder)!r} cannot be made: {error.strerror}; choose another database "
-            "(--into, LOKAKERN_DB)"
-        ) from None
 
 
 def _changed(checked: Checked) -> tuple[str, ...]:
@@ -304,7 +162,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
             opened = stack.enter_context(open_guarded(source, guards))
             checked = check(opened)
             brought = {name: brought[name] + checked.counts[name] for name in TABLES}
-            parts.append(_part(opened))
+            parts.append(Part(opened.name, opened.copy, opened.version))
         publish(place, lambda temporary: has.update(write_union(temporary, parts)))
     return MergeReport(has, {name: brought[name] - has[name] for name in TABLES})
 

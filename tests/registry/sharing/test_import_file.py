@@ -31,7 +31,8 @@ from lokakern.registry.schema.row_keys import FACT_IDENTITY, fact_keys, row_key
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sharing import validate
 from lokakern.registry.sharing.download import download
-from lokakern.registry.sharing.import_merge import import_file, merge_files, read_foreign, reject
+from lokakern.registry.sharing.import_file import import_file, merge_files, read_foreign
+from lokakern.registry.sharing.quarantine import reject
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
