@@ -24,8 +24,8 @@ from lokakern.errors import MeasurementError
 from lokakern.problems import baseline_name
 from lokakern.registry.register import Kernel, kernel_named
 from lokakern.selection import dispatcher
-from lokakern.selection.candidates import within_noise
 from lokakern.selection.dispatcher import Choice
+from lokakern.selection.ties import within_noise
 from lokakern.sweep.engine import candidates
 from lokakern.types import ErrorBudget, Granularity
 from lokakern.workloads.filters import Condition
