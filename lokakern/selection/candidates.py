@@ -14,7 +14,7 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.libraries import named
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.selection.ties import margin_us
-from lokakern.types import Device, Environment, Granularity, Problem, Rejected
+from lokakern.types import Device, Environment, Granularity, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
@@ -156,12 +156,9 @@ def candidate_of(
         absent = named(library).why_not_here()
         if absent is not None:
             return absent
-    if kernel is not None and local:
-        answer = kernel.supports(problem, device)
-        if isinstance(answer, Rejected) and not cells:
-            return answer.reason
     if not cells:
-        return "not measured here"
+        refusal = kernel.refusal(problem, device) if kernel is not None and local else None
+        return refusal or "not measured here"
     graded = [(cell, evidence.freshness(cell)) for cell in cells]
     is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
     current = [c for c, fresh in graded if fresh != "stale"]

@@ -13,7 +13,7 @@ from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.misses import sizes_of
 from lokakern.selection.ties import Timed, break_tie
-from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, alignment_of
+from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,10 @@ class Table:
         names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
         return Pick(*chosen, names, tuple(rejected))
 
+    def kernel_at(self, m: int) -> Kernel | None:
+        """The chosen kernel; None if there is none, or it is not registered here."""
+        return self.kernels[bisect_right(self.breakpoints, m) - 1]
+
     def like(self, m: int) -> int:
         """An m near m with the alignment of this table, for which kernels are asked."""
         unit = self.m_alignment
@@ -214,10 +218,8 @@ class Table:
 
     def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
         """Why a kernel does not support a problem."""
-        if candidate.kernel is None:
-            return None
-        answer = candidate.kernel.supports(problem, self.device)
-        return answer.reason if isinstance(answer, Rejected) else None
+        kernel = candidate.kernel
+        return None if kernel is None else kernel.refusal(problem, self.device)
 
     def _base(self) -> Candidate | None:
         return next((c for c in self.candidates if c.name == self.baseline), None)
