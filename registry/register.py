@@ -238,6 +238,11 @@ class Kernel:
                 raise
             return Rejected(f"cannot say whether it takes it: {libraries.words_of(error)}")
 
+    def refusal(self, problem: Problem, device: Device) -> str | None:
+        """Why this kernel does not support a problem; None if it does."""
+        answer = self.supports(problem, device)
+        return answer.reason if isinstance(answer, Rejected) else None
+
     def lacks(self, needs: Iterable[str]) -> str | None:
         """What of the words of `NEEDS` it does not do."""
         return next((NEEDS[need] for need in needs if not getattr(self, need)), None)

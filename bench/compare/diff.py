@@ -19,7 +19,8 @@ from lokakern.progress import tell
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.storage.reader import Rows
-from lokakern.selection.candidates import LIMIT_COLUMNS, margin_us, within_noise
+from lokakern.selection.candidates import LIMIT_COLUMNS
+from lokakern.selection.ties import margin_us, within_noise
 from lokakern.types import Device, Problem
 
 # Errors within 1 % are equal: errors of the same kernel vary as much with the seed.

@@ -29,8 +29,8 @@ from lokakern.errors import MeasurementError
 from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernel_named
 from lokakern.selection import dispatcher
-from lokakern.selection.candidates import within_noise
 from lokakern.selection.dispatcher import Choice
+from lokakern.selection.ties import within_noise
 from lokakern.sweep.engine import candidates
 from lokakern.types import ErrorBudget, Problem
 from lokakern.workloads.filters import Condition

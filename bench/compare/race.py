@@ -24,8 +24,8 @@ from lokakern.measure.operands import Operands
 from lokakern.measure.time_problem import contender_of, floor_us, torch_device, write_again
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.registry.register import Kernel
-from lokakern.selection.candidates import margin_us
 from lokakern.selection.dispatcher import default_regime
+from lokakern.selection.ties import margin_us
 from lokakern.sweep.engine import FEWEST_PREBUILT
 from lokakern.types import ErrorBudget, Problem
 from lokakern.workloads.filters import Condition

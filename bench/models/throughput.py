@@ -27,7 +27,7 @@ from lokakern.bench.models.arms import Built, Setting
 from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.click_log import ClickLog
 from lokakern.measure import timing
-from lokakern.selection.candidates import margin_us
+from lokakern.selection.ties import margin_us
 
 BATCHES = 4
 FEWEST_ROUNDS, MOST_ROUNDS, RACE_SECONDS = 7, 40, 8.0

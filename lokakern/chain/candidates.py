@@ -22,7 +22,7 @@ from lokakern.epilogue import ACTIVATIONS
 from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import KERNELS, fp8_format, kernels_for
 from lokakern.selection import dispatcher, misses
-from lokakern.selection.candidates import Candidate, Time
+from lokakern.selection.candidates import Time
 from lokakern.types import (
     Device,
     Format,
@@ -30,7 +30,6 @@ from lokakern.types import (
     Layout,
     Operand,
     Problem,
-    Rejected,
     norm_form,
 )
 
@@ -289,15 +288,11 @@ def _measured(
             continue
         if candidate.unquantized and problem.prepared:
             continue  # it reads the unquantized weight
-        if not _takes(candidate, problem, chain.device):
+        kernel = candidate.kernel  # None for kernels of other machines, which have times
+        if kernel is not None and kernel.refusal(problem, chain.device) is not None:
             continue
         row_err = candidate.errors.get("row_err")
         yield Step(place, problem, candidate.name, *found, row_err)
-
-
-def _takes(candidate: Candidate, problem: Problem, device: Device) -> bool:
-    kernel = candidate.kernel  # None for kernels of other machines, which have times
-    return kernel is None or not isinstance(kernel.supports(problem, device), Rejected)
 
 
 def _by_time(step: Step) -> tuple[float, str]:
@@ -309,6 +304,6 @@ def _any_kernel(problem: Problem, chain: Chain) -> str:
     found = (
         kernel.name
         for kernel in kernels_for(problem.op, chain.device)
-        if not isinstance(kernel.supports(problem, chain.device), Rejected)
+        if kernel.refusal(problem, chain.device) is None
     )
     return next(found, "")

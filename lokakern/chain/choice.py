@@ -15,7 +15,7 @@ from lokakern.chain.search import Path
 from lokakern.device import current_device, devices_here
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.selection import misses
-from lokakern.selection.candidates import within_noise
+from lokakern.selection.ties import within_noise
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Granularity, Problem
 
 SHOWN_PATHS = 6  # in `explain`

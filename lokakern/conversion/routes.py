@@ -36,7 +36,6 @@ from lokakern.types import (
     Layout,
     Operand,
     Problem,
-    Rejected,
     alignment_of,
 )
 from lokakern.workloads.gemm_cases import grad_weight_case
@@ -44,12 +43,8 @@ from lokakern.workloads.norm_cases import norm_quantize_case
 
 GEMMS = ("output", "grad_input", "grad_weight")
 ANY_M = 2**31  # larger than any m
-SAMPLES = (
-    1024,
-    2048,
-    8192,
-    20480,
-)  # m of swept weight gradients, in addition to those of the output
+# m of swept weight gradients, in addition to those of the output
+SAMPLES = (1024, 2048, 8192, 20480)
 MRange = tuple[int, int]
 
 
@@ -159,7 +154,7 @@ def activating_route(
             if c.kernel is not None
             and c.kernel.language != "torch"
             and (found := c.time_at(m)) is not None
-            and not isinstance(c.kernel.supports(replace(problem, m=m), device), Rejected)
+            and c.kernel.refusal(replace(problem, m=m), device) is None
         ]
         segments.append((m, min(timed)[1] if timed else PLAIN))
     segments.append((segments[-1][0] + 1, PLAIN))
@@ -201,13 +196,13 @@ def _route(
         if not every.measured_m:
             return Route(gemm, PLAIN, every.pick(16).note or "nothing was measured")
         sizes = _sizes(every, m_range)
-        return Route(gemm, PLAIN, _why_plain(every, sizes), _choices(every, sizes))
+        return Route(gemm, PLAIN, _why_plain(every, sizes), tuple(Choice(every, m) for m in sizes))
     gain, form, aligned, other = best
     sizes = _sizes(aligned, m_range)
     segments = [_segments(table, m_range) for table in (aligned, other)]
     text = route_text(form, segments[0], segments[1])
     why = f"{math.exp(-gain):.2f}x as fast in geometric mean over m={_words(sizes)}"
-    return Route(gemm, text, why, _choices(aligned, sizes))
+    return Route(gemm, text, why, tuple(Choice(aligned, m) for m in sizes))
 
 
 def _of_forms(
@@ -237,10 +232,8 @@ def _why_not(
     form = kernel.b_granularity
     if form not in forms:
         return f"reads a weight with {form} scales, and another gains more"
-    answer = kernel.supports(with_weight(problem, form, device), device)
-    if isinstance(answer, Rejected):
-        return f"reads no weight quantized ahead: {answer.reason}"
-    return None
+    refusal = kernel.refusal(with_weight(problem, form, device), device)
+    return None if refusal is None else f"reads no weight quantized ahead: {refusal}"
 
 
 def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Candidate:
@@ -298,8 +291,8 @@ def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
 def _segments(table: Table, m_range: MRange | None) -> Segments:
     found: Segments = []
     for start, kernel, missed in zip(table.breakpoints, table.kernels, table.misses, strict=True):
-        quantizes = kernel is not None and kernel.quantizes and not missed
-        name = kernel.name if quantizes and kernel is not None and _runs(kernel, table) else ""
+        is_used = kernel is not None and kernel.quantizes and not missed and _runs(kernel, table)
+        name = kernel.name if kernel is not None and is_used else ""
         if not found or found[-1][1] != name:
             found.append((start, name))
     return found if m_range is None else _within(found, m_range)
@@ -322,10 +315,6 @@ def _runs(kernel: Kernel, table: Table) -> bool:
         return emulation_of(kernel) is not None
     except UnsupportedError:
         return False
-
-
-def _choices(table: Table, sizes: Sequence[int]) -> tuple[Choice, ...]:
-    return tuple(Choice(table, m) for m in sizes)
 
 
 def _why_plain(table: Table, sizes: Sequence[int]) -> str:
@@ -381,6 +370,5 @@ def _grad_weight_route(
 
 def _quantizing(choice: Choice) -> str:
     """Name of the chosen kernel if it quantizes, or ""."""
-    kernel = choice.table.kernels[bisect_right(choice.table.breakpoints, choice.m) - 1]
-    is_chosen = kernel is not None and kernel.quantizes and not choice.is_miss
-    return kernel.name if is_chosen and kernel is not None else ""
+    kernel = choice.table.kernel_at(choice.m)
+    return "" if kernel is None or not kernel.quantizes or choice.is_miss else kernel.name

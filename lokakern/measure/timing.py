@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lokakern.errors import DeviceLostError, MeasurementError, UnknownNameError
-from lokakern.selection.candidates import margin_us
+from lokakern.selection.ties import margin_us
 from lokakern.types import REGIMES
 
 BUDGET_MS = 25.0  # longest time of the replays of a candidate

@@ -16,8 +16,9 @@ from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.probe.problems import Replayed, padded, problem_of, way_of
 from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
-from lokakern.selection.candidates import Time, within_noise
+from lokakern.selection.candidates import Time
 from lokakern.selection.dispatcher import device_named, table_for
+from lokakern.selection.ties import within_noise
 from lokakern.types import Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045

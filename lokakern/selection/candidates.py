@@ -13,18 +13,14 @@ from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.registry.freshness import is_current
 from lokakern.registry.libraries import named
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
-from lokakern.types import Device, Environment, Granularity, Problem, Rejected
+from lokakern.selection.ties import margin_us
+from lokakern.types import Device, Environment, Granularity, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
     from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
     from lokakern.registry.snapshot.snapshot import Snapshot
 
-# Times within 3 % are ties. 8369 times of two H200s differed by 1.1 % in the median and by 4 % at
-# the 90th percentile. Of 1318 choices 10 differed with a floor of 1 %, 2 of them without a marked
-# tie; with 3 %, 6 and 1.
-TIE_FLOOR = 0.03
-TIE_CEILING = 0.05  # times that differ more are no ties, however few the replays
 FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
 FEWEST_SEEDS = 3  # a bound is the largest error of so many seeds
 # From an n of `WIDE` on, row errors at one n hold for every other n at the same k: in the shipped
@@ -41,19 +37,6 @@ LIMIT_COLUMNS = {
     "mean_rel_err": "mean_rel_err_upper",
     "mean_shift": "mean_shift_upper",
 }
-
-
-def margin_us(p20: float, p80: float, count: int) -> float:
-    """Half-width of the 95 % interval of a median, by a normal approximation from quantiles."""
-    deviation = (p80 - p20) / 1.683  # p80 - p20 of a unit normal
-    return 1.96 * 1.2533 * deviation / math.sqrt(max(count, 1))
-
-
-def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:
-    """Whether two times are a tie."""
-    least = min(a_us, b_us)
-    noise = max(TIE_FLOOR * least, math.hypot(a_margin, b_margin))
-    return abs(a_us - b_us) <= min(noise, TIE_CEILING * least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +157,9 @@ def candidate_of(
         absent = named(library).why_not_here()
         if absent is not None:
             return absent
-    if kernel is not None and local:
-        answer = kernel.supports(problem, device)
-        if isinstance(answer, Rejected) and not cells:
-            return answer.reason
     if not cells:
-        return "not measured here"
+        refusal = kernel.refusal(problem, device) if kernel is not None and local else None
+        return refusal or "not measured here"
     graded = [(cell, evidence.freshness(cell)) for cell in cells]
     is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
     current = [c for c, fresh in graded if fresh != "stale"]

@@ -89,8 +89,7 @@ class Choice:
         return self.table.callable_here and self._kernel() is not None
 
     def _kernel(self) -> Kernel | None:
-        table = self.table
-        return table.kernels[bisect_right(table.breakpoints, self.m) - 1]
+        return self.table.kernel_at(self.m)
 
     def explain(self) -> str:
         """A text with the winner, its time and error, and the reason against every other kernel."""

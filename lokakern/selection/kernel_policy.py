@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from lokakern.registry.register import FP8_GPUS, Kernel, kernels_for
 from lokakern.selection import dispatcher, misses
 from lokakern.selection.arguments import budget_of, device_of
 from lokakern.selection.table import FrozenTable, Table
-from lokakern.types import ErrorBudget, Problem, Rejected
+from lokakern.types import ErrorBudget, Problem
 
 logger = logging.getLogger("lokakern")
 _WARNED: set[str] = set()
@@ -45,7 +44,7 @@ def kernel_of(table: Table, m: int, needs: frozenset[str] = frozenset()) -> Kern
         UnsupportedError: There is none.
     """
     problem = table.problem
-    kernel = table.kernels[bisect_right(table.breakpoints, m) - 1]
+    kernel = table.kernel_at(m)
     if kernel is None:
         pick = table.pick(m)
         reasons = [f"{name}: {why}" for name, why in pick.rejected]
@@ -73,8 +72,7 @@ def _warn_of_emulation(
     reasons = []
     for fast in kernels_for(problem.op, table.device):
         if "any" not in fast.architectures:
-            answer = fast.supports(problem, table.device)
-            why = answer.reason if isinstance(answer, Rejected) else fast.lacks(needs)
+            why = fast.refusal(problem, table.device) or fast.lacks(needs)
             reasons.append(f"{fast.name}: {why or against.get(fast.name, 'not chosen')}")
     logger.warning(
         "%s: %s: %s emulates it, slowly, on %s: %s",
@@ -148,10 +146,7 @@ def only(kernel: Kernel) -> Chooser:
     """Choose this kernel, or raise with the reason why it cannot run the problem."""
 
     def choose(problem: Problem, x: Tensor, needs: frozenset[str] = frozenset()) -> Kernel:
-        reason = kernel.lacks(needs)
-        if reason is None:
-            answer = kernel.supports(problem, device_of(x))
-            reason = answer.reason if isinstance(answer, Rejected) else None
+        reason = kernel.lacks(needs) or kernel.refusal(problem, device_of(x))
         if reason is not None:
             raise UnsupportedError(f"{kernel.name}: {problem}: {reason}")
         return kernel

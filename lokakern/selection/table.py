@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -11,9 +10,10 @@ from datetime import UTC, datetime
 from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
-from lokakern.selection.candidates import Candidate, Time, within_noise
+from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.misses import sizes_of
-from lokakern.types import Device, ErrorBudget, Granularity, Problem, Rejected, alignment_of
+from lokakern.selection.ties import Timed, break_tie
+from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Table:
     def pick(self, m: int) -> Pick:
         """The choice at m with reasons, by the rules of `dispatch`."""
         rejected = list(self.rejected)
-        timed: list[tuple[Candidate, Time, bool]] = []
+        timed: list[Timed] = []
         problem = replace(self.problem, m=self.like(m))
         for candidate in self.candidates:
             found = candidate.time_at(m)
@@ -157,7 +157,7 @@ class Table:
             if reason is not None:
                 rejected.append((candidate.name, reason))
             elif found is not None:
-                timed.append((candidate, *found))
+                timed.append(Timed(candidate, *found))
         if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
             base = self._base() or _unmeasured(self.baseline, self.baseline_kernel)
             reason = self._refusal(base, problem)
@@ -167,32 +167,18 @@ class Table:
             return Pick(base, note=self._miss_words(m), rejected=tuple(rejected))
         if not timed:
             return self._default(m, problem, rejected)
-        best = min(timed, key=lambda item: (item[1].latency_us, item[0].name))
-        tied = [
-            item
-            for item in timed
-            if within_noise(item[1].latency_us, item[1].margin_us,
-                            best[1].latency_us, best[1].margin_us)
-        ]  # fmt: skip
-        plain = next((t.latency_us for c, t, _ in timed if c.name == self.baseline), math.inf)
-        tied = [
-            item for item in tied if item[0].name == self.baseline or item[1].latency_us <= plain
-        ]
         limit = next(iter(self.budget.limits)) if self.budget else "row_err"
+        chosen, tied = break_tie(timed, self.baseline, limit)
+        for other in timed:
+            if other is not chosen:
+                words = "tied, larger error or later name" if other in tied else "slower"
+                rejected.append((other.candidate.name, f"{words}: {_us_words(other.time)}"))
+        names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
+        return Pick(*chosen, names, tuple(rejected))
 
-        def order(item: tuple[Candidate, Time, bool]) -> tuple[bool, float, str]:
-            error = item[0].errors.get(limit, math.inf)
-            error = -error if limit == "sqnr_db" else error
-            return (not item[0].unquantized, error, item[0].name)
-
-        winner, time, interpolated = min(tied, key=order)
-        for candidate, other, _ in timed:
-            if candidate.name != winner.name:
-                tie = any(candidate.name == item[0].name for item in tied)
-                words = "tied, larger error or later name" if tie else "slower"
-                rejected.append((candidate.name, f"{words}: {_us_words(other)}"))
-        names = tuple(sorted(item[0].name for item in tied if item[0].name != winner.name))
-        return Pick(winner, time, interpolated, names, tuple(rejected))
+    def kernel_at(self, m: int) -> Kernel | None:
+        """The chosen kernel; None if there is none, or it is not registered here."""
+        return self.kernels[bisect_right(self.breakpoints, m) - 1]
 
     def like(self, m: int) -> int:
         """An m near m with the alignment of this table, for which kernels are asked."""
@@ -232,10 +218,8 @@ class Table:
 
     def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
         """Why a kernel does not support a problem."""
-        if candidate.kernel is None:
-            return None
-        answer = candidate.kernel.supports(problem, self.device)
-        return answer.reason if isinstance(answer, Rejected) else None
+        kernel = candidate.kernel
+        return None if kernel is None else kernel.refusal(problem, self.device)
 
     def _base(self) -> Candidate | None:
         return next((c for c in self.candidates if c.name == self.baseline), None)

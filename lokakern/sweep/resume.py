@@ -13,7 +13,7 @@ from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.registry.schema.records import DistributionRow
 from lokakern.registry.schema.row_keys import family_key, key_of
-from lokakern.selection.candidates import TIE_CEILING
+from lokakern.selection.ties import TIE_CEILING
 from lokakern.types import Device, Environment, Problem
 from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.suites import Case

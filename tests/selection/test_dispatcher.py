@@ -19,7 +19,7 @@ from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.storage.merge import merge
-from lokakern.selection import candidates, dispatcher
+from lokakern.selection import candidates, dispatcher, ties
 from lokakern.selection.dispatcher import Choice, dispatch
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
@@ -88,10 +88,10 @@ def test_fp8_wins_only_beyond_noise(book: Book) -> None:
         time(ROW, problem, 9.6, spread=0.2, count=5), accuracy(ROW, problem, 0.04),
     )  # fmt: skip
     assert ask().kernel == BF16
-    margin = candidates.margin_us(8.0, 12.0, 5)
+    margin = ties.margin_us(8.0, 12.0, 5)
     assert margin > 0.5
-    assert candidates.within_noise(10.0, margin, 9.6, margin)
-    assert not candidates.within_noise(10.0, margin, 9.4, margin)
+    assert ties.within_noise(10.0, margin, 9.6, margin)
+    assert not ties.within_noise(10.0, margin, 9.4, margin)
 
 
 @pytest.mark.parametrize("missing", REALISTIC_DISTRIBUTIONS)

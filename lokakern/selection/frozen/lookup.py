@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lokakern.device import devices_here
@@ -45,6 +45,7 @@ class Key(NamedTuple):
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class Choices:
     """The content of a file.
 
@@ -54,20 +55,12 @@ class Choices:
         device: The device of the choices.
     """
 
-    def __init__(
-        self,
-        origin: Origin,
-        digest: str,
-        device: Device,
-        tables: dict[Key, FrozenTable],
-        forms: dict[Weight, Granularity],
-    ) -> None:
-        self.origin = origin
-        self.digest = digest
-        self.device = device
-        self._tables = tables
-        self._forms = forms
-        self._told: set[str] = set()
+    origin: Origin
+    digest: str
+    device: Device
+    _tables: dict[Key, FrozenTable]
+    _forms: dict[Weight, Granularity]
+    _told: set[str] = field(default_factory=set, init=False)
 
     def __str__(self) -> str:
         return f"frozen choices {self.digest}"

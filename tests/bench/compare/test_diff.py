@@ -19,7 +19,7 @@ from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
 from lokakern.registry.storage.reader import Rows
 from lokakern.registry.storage.writer import write_file
-from lokakern.selection.candidates import within_noise
+from lokakern.selection.ties import within_noise
 from lokakern.types import Device
 from tests.support.run_files import (
     ACCURATE,

@@ -558,6 +558,9 @@ def text(words: str) -> Callable[[Path], object]:
         (text('{"version": 1, "version": 1}'), "twice"),
         (text('{"version": ' + "9" * 5000 + "}"), "damaged"),
         (text("[" * 100_000), "damaged"),
+        (text("[" + "0," * (3 << 20) + "0]"), "more than 2097152 of ','"),
+        (text("[" + "{}" * (1 << 20) + "]"), "more than 524288 of '{'"),
+        (text("[" * (1 << 20)), r"more than 524288 of '\['"),
         (
             text('{"format": "lokakern choices", "version": ' + "[" * 900 + "]" * 900 + "}"),
             "version is|damaged",
@@ -603,6 +606,8 @@ def in_gemm(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
         (set_in("unverified", to=-1), "at `$.unverified`, found -1"),
         (set_in("frozen_utc_ms", to=-1), "at `$.frozen_utc_ms`, found -1"),
         (set_in("lokakern", to="\x1b[2J"), "at `$.lokakern`, found '\\x1b[2J'"),
+        (set_in("lokakern", to="\x7f"), "at `$.lokakern`, found '\\x7f'"),
+        (set_in("lokakern", to="1" * 1001), "at most 1000 printable characters - at `$.lokakern`"),
         (set_in("device", "memory_gib", to="1"), ", 1 GiB); here is"),
         (set_in("device", "speed", to=1), "fields of device are missing or unknown: ['speed']"),
         (lambda whole: whole["device"].pop("partition"), "missing or unknown: ['partition']"),
