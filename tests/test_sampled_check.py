@@ -151,7 +151,7 @@ def test_gemm_does_not_warn_within_the_budget(fp8_is_fast: None, mean: float, ze
     assert row["checks"] == 4 and 0.01 < row["row_err"] < 0.05
 
 
-def test_the_error_of_all_rows_is_that_of_the_error_contract(fp8_is_fast: None) -> None:
+def test_the_error_over_all_rows_follows_the_error_contract(fp8_is_fast: None) -> None:
     w, x, bias = weight(zero=True), inputs(5.0), torch.randn(N).bfloat16()
     y = gemm_within(x, w.t(), bias=bias)
     exact = x.double() @ w.t().double() + bias.double()
@@ -162,7 +162,7 @@ def test_the_error_of_all_rows_is_that_of_the_error_contract(fp8_is_fast: None) 
     assert row["row_err"] == pytest.approx(measure_errors(y, exact).row_err, rel=1e-5)
 
 
-def test_errors_of_special_rows_are_those_of_the_error_contract() -> None:
+def test_errors_of_special_rows_follow_the_error_contract() -> None:
     torch.manual_seed(0)
     exact = torch.randn(10, 8)
     out = exact * 1.05
@@ -197,7 +197,7 @@ def test_long_sums_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(parts, whole, rtol=1e-2, atol=0.0)
 
 
-def test_the_variable_applies_without_an_argument(
+def test_the_environment_variable_applies_without_an_argument(
     fp8_is_fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, b = inputs(5.0), weight(zero=True).t()

@@ -571,7 +571,7 @@ WORDS = ("chain", "--m", "32", "--layers", "128x128,64x128", "--epilogue", BLOCK
 
 
 @pytest.mark.usefixtures("small")
-def test_the_command_measures_a_chain_whole() -> None:
+def test_the_command_measures_a_whole_chain() -> None:
     words = (*WORDS, "--budget", "0.2", "--distribution", "X1", "--rivals", "torch.compile")
     ran = CliRunner().invoke(app, [*words, "--json"])
     assert ran.exit_code == 0, ran.output

@@ -116,7 +116,7 @@ def test_weight_scales_restrict_the_granularity(book: Book) -> None:
     assert kernels(found, "0", "output", (256,)) == [""]
 
 
-def test_times_with_a_bias_are_preferred_to_those_without(book: Book) -> None:
+def test_times_with_a_bias_are_preferred_to_times_without(book: Book) -> None:
     with_bias = gemm(256, N, K, epilogue="bias")
     rows = rows_of(gemm(256, N, K), bf16=4.0, row=2.0)
     book.write(*rows, *rows_of(with_bias, bf16=2.0, errors=False, row=4.0))

@@ -68,7 +68,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, share: float = 0.02) -> Non
 # --- what they compute
 
 
-def test_layer_and_rms_norm_equal_those_of_torch() -> None:
+def test_layer_and_rms_norm_equal_torch() -> None:
     parts = (WEIGHT.double(), SHIFT.double())
     wanted = F.layer_norm(SUMS + BIAS.double(), (N,), *parts, 1e-5)
     found = lokakern.gemm_norm(
@@ -334,7 +334,7 @@ def test_dispatch_knows_the_ops() -> None:
 # --- gradients
 
 
-def test_gradients_are_those_of_the_unquantized_product() -> None:
+def test_gradients_equal_the_gradients_of_the_unquantized_product() -> None:
     names = ("bias", "norm_weight", "norm_bias", "residual", "gate")
 
     def made() -> list[torch.Tensor]:

@@ -129,9 +129,7 @@ def accepts(kernel: Kernel, problem: Problem) -> bool:
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", QUANTIZING)
-def test_products_are_those_of_the_librarys_quantized_operands(
-    name: str, distribution: str
-) -> None:
+def test_products_match_the_quantized_operands_of_the_library(name: str, distribution: str) -> None:
     kernel = KERNELS[name]
     taken = [case for case in cases(distribution) if accepts(kernel, case.problem)]
     assert len(taken) >= 2

@@ -67,7 +67,7 @@ def test_a_tile_that_is_chosen_fits_and_its_blocks_can_wait_for_each_other(
         assert norm_tiles.told_bytes(tile, m, n, kind, SMS) == size
 
 
-def test_rows_up_to_4096_columns_have_a_tile_whatever_goes_into_them() -> None:
+def test_every_epilogue_has_a_tile_up_to_4096_columns() -> None:
     """Promoted sums leave the fewest registers to residuals, gates and scales of rows."""
     for n in (2304, 3072, 4096):
         for residual, last in ((0, "none"), (1, "none"), (2, "gate"), (1, "cross")):

@@ -207,7 +207,7 @@ trial_of = pytest.mark.parametrize("trial", TRIALS, ids=str)
 
 
 @trial_of
-def test_trials_bring_every_pipeline_round_its_ring(trial: Trial) -> None:
+def test_trials_wrap_every_pipeline_around_its_ring(trial: Trial) -> None:
     tile = trial.tile
     m, n, k = trial.size(SMS)
     assert m % tile.height and k % tiles.DEPTH

@@ -510,7 +510,7 @@ def test_cached_operands_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -
     assert operand_cache._on_cpu.byte_count == 0
 
 
-def test_prefetched_operands_equal_those_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_operands_equal_operands_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("gemm", (m, n, 64)), "X3") for m in (100, 300) for n in (16, 24)]
     alone = [make(case.problem, cold=False).digest for case in cases]
     clear_operand_cache()

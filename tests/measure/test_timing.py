@@ -387,7 +387,7 @@ def test_quantized_operands_are_exact_quantizations_of_the_sampled_rows() -> Non
             assert torch.equal(numerics.dequantize(weight), numerics.dequantize(wanted))
 
 
-def test_layouts_are_those_of_the_problem() -> None:
+def test_operands_have_the_layouts_of_the_problem() -> None:
     column = make(make_problem("gemm", SHAPE), cold=False).sets[0][1]
     row = make(
         make_problem("gemm", SHAPE, b=Operand(Format.BFLOAT16, layout=Layout.ROW)), cold=False

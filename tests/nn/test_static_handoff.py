@@ -96,7 +96,7 @@ def test_a_static_scale_has_the_error_of_rowwise_scales(name: str) -> None:
     assert known < 0.05 and known < 1.2 * by_row
 
 
-def test_gradients_are_those_of_the_unrounded_input() -> None:
+def test_gradients_equal_the_gradients_of_the_unrounded_input() -> None:
     layer, found = model_of()[3], []
     h = nn.functional.hardswish(torch.rand(48, 48) * 6 - 3).bfloat16()
     for scale in ("", SCALE):
@@ -401,7 +401,7 @@ def test_a_model_with_fused_activations_runs_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_only_kernels_of_rowwise_scales_get_them(launched: Any, tmp_path: Path) -> None:
+def test_only_rowwise_kernels_get_fused_activations(launched: Any, tmp_path: Path) -> None:
     """Not a layer that normalizes, too, nor one of blocks, nor beyond the rows asked for."""
     model = activated_model()
     model[2] = LinearNormAct(K, N, norm="layer", bias=False).bfloat16()

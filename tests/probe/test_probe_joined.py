@@ -183,7 +183,7 @@ def test_models_without_sites_after_mods_are_refused_with_the_reason() -> None:
         Probe(model)
 
 
-def test_loss_changes_of_fused_layers_equal_those_of_one_layer() -> None:
+def test_loss_changes_of_fused_layers_equal_one_layer() -> None:
     found = []
     for model in pair():
         loss = lambda x, model=model: model(x).square().mean()  # noqa: E731

@@ -532,7 +532,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_statistics_of_two_ranks_equal_those_of_one(tmp_path: Path) -> None:
+def test_statistics_of_two_ranks_equal_one_rank(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.probe_ranks", str(tmp_path)],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1800, check=False,

@@ -63,7 +63,7 @@ def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) 
     assert not Lock(path).acquire()
 
 
-def test_a_lock_of_a_file_that_was_removed_is_none(tmp_path: Path) -> None:
+def test_a_lock_on_a_removed_file_does_not_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     old, new = Lock(path), Lock(path)
     assert old.acquire()

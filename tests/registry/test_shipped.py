@@ -71,7 +71,7 @@ def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snap
     assert database_digest(path) == facts.digest
 
 
-def test_the_file_is_what_its_manifest_says(path: Path) -> None:
+def test_the_shipped_file_matches_its_manifest(path: Path) -> None:
     """As `import` sees it, which trusts nobody."""
     manifest = manifest_beside(path)
     assert manifest is not None and manifest.file == path.name
@@ -89,13 +89,13 @@ def missing(facts: Snapshot, table: str) -> list[str]:
     return [str(gap) for gap in gaps if gap.table == table]
 
 
-def test_every_kernel_was_timed_as_it_is_now_where_it_claims_to_run(facts: Snapshot) -> None:
+def test_every_claimed_architecture_has_a_time_of_the_current_kernel(facts: Snapshot) -> None:
     """Changing a line of a kernel, or removing its rows, fails here."""
     found = missing(facts, "timing")
     assert not found, "\n".join(["sweep there, or give @register a reason:", *found])
 
 
-def test_every_kernel_passed_its_tests_as_it_is_now_where_it_claims_to_run(
+def test_every_claimed_architecture_has_a_test_run_of_the_current_kernel(
     facts: Snapshot,
 ) -> None:
     """Every kernel, compositions too, is a parameter of tests/kernels/test_kernels.py."""
@@ -121,7 +121,7 @@ def complete_facts(complete: Path) -> Snapshot:
     return load_snapshot([complete])
 
 
-def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
+def test_kernels_declared_unmeasured_have_no_measurements(facts: Snapshot) -> None:
     """And known, and tested: an entry that is no longer needed fails here."""
     found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
     for entry, reason in UNMEASURED.items():
@@ -138,7 +138,7 @@ def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
     assert not lacking & UNMEASURED.keys()
 
 
-def test_with_every_row_there_nothing_is_missing(complete_facts: Snapshot) -> None:
+def test_a_complete_file_has_no_missing_evidence(complete_facts: Snapshot) -> None:
     assert missing_evidence(complete_facts, KERNELS.values()) == []
 
 
@@ -237,7 +237,7 @@ def test_tensor_scales_are_kept_out_by_heterogeneous_rows() -> None:
     )
 
 
-def test_it_answers_between_measured_m_and_not_outside() -> None:
+def test_times_are_interpolated_in_m_and_not_extrapolated() -> None:
     assert lokakern.dispatch("gemm", (20000, 2048, 2048), 0.06, device=H200).interpolated
     assert lokakern.dispatch("gemm", (40000, 2048, 2048), 0.06, device=H200).is_miss
     assert lokakern.dispatch("gemm", (20000, 2048, 2047), 0.06, device=H200).is_miss
@@ -266,7 +266,7 @@ def test_deleting_a_row_changes_the_answer(path: Path, tmp_path: Path) -> None:
     assert "X7" in after.rejected[before.kernel]
 
 
-def test_its_kernels_are_known_by_their_files_alone(facts: Snapshot) -> None:
+def test_shipped_kernels_are_current_without_imports(facts: Snapshot) -> None:
     """Freshness needs no import: it holds where Triton is not installed."""
     device = facts.find_device(H200)
     problem = gemms(device)[0].problem

@@ -88,7 +88,7 @@ def together(groups: list[RankGroup], work: Callable[[RankGroup], Any]) -> list[
         return list(pool.map(inside, groups))
 
 
-def test_every_place_is_done_once(groups: Callable[..., list[RankGroup]]) -> None:
+def test_every_task_is_done_once(groups: Callable[..., list[RankGroup]]) -> None:
     done: list[int] = []
     heard: list[int] = []
 

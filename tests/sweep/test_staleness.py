@@ -430,7 +430,7 @@ def test_times_of_other_devices_are_not_stale(facts: Facts, command: Command) ->
     assert "nothing is stale" in command("sweep", "--only-stale", "--db", str(facts.path)).err
 
 
-def test_a_class_has_one_error(facts: Facts) -> None:
+def test_one_error_per_numerics_class_is_enough(facts: Facts) -> None:
     now = KERNELS[QUANTIZER]
     facts.error(of_old(now))
     assert facts.stale_part(now, facts.other) == (now.name, facts.other.name)
@@ -501,7 +501,7 @@ def test_list_coverage_counts_rows_and_missing_kernels(
     assert (smoke["covered"], smoke["missing"]) == (0, 0)
 
 
-def test_a_missing_kernel_uncovers_a_problem(fresh_file: Path) -> None:
+def test_a_problem_without_a_kernel_is_not_covered(fresh_file: Path) -> None:
     held = Holdings(load_snapshot([fresh_file]), current_device()).of_ops()
     (times,) = [h for h in held if (h.part, h.of) == ("gemm", "times")]
     # At each shape the other four scales, and those of two prepared forms, were left out.

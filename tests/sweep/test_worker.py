@@ -428,7 +428,7 @@ sweep(cases, database=Path(sys.argv[1]), suite="test", command="test", only=["to
 
 
 @pytest.mark.rest
-def test_a_killed_sweep_keeps_what_was_reported(tmp_path: Path) -> None:
+def test_a_killed_sweep_keeps_reported_rows(tmp_path: Path) -> None:
     """kill -9 of the sweep itself: its workers end, its rows are collected by the next."""
     path = tmp_path / "rows.sqlite"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

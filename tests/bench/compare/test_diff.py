@@ -238,5 +238,5 @@ def test_usage(diff: Callable[..., Ran], words: tuple[str, ...], error: str) -> 
     assert code == 2 and error in " ".join(err.replace("│", " ").split())
 
 
-def test_rows_of_these_tests_have_every_table() -> None:
+def test_helper_rows_cover_every_table() -> None:
     assert {*rows({}, {"err": 0.1})} == {*DIMENSIONS, *FACTS}

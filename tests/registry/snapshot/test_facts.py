@@ -76,7 +76,7 @@ def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
-def test_every_answer_about_the_shipped_file_is_that_of_its_rows(given: Rows) -> None:
+def test_the_shipped_file_answers_like_its_rows(given: Rows) -> None:
     stored, rows = load_snapshot([SHIPPED]), Snapshot(given)
     assert stored.devices == rows.devices and stored.kernels == rows.kernels
     assert stored.distributions == rows.distributions
@@ -172,7 +172,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_same_file_thrice(small: Path) -> None:
+def test_a_file_loaded_three_times_counts_once(small: Path) -> None:
     thrice = load_snapshot([small] * 3)
     assert thrice.digest == database_digest(small)
     assert thrice._facts.count("accuracy") == 60
@@ -247,7 +247,7 @@ def test_edited_files_are_refused_at_load(small: Path, statements: list[str], wo
         load_snapshot([edited(small, *statements)])
 
 
-def test_a_reference_to_nothing_is_refused_when_asked_for(small: Path) -> None:
+def test_a_dangling_reference_is_refused_when_checks_are_requested(small: Path) -> None:
     snapshot = load_snapshot([edited(small, "UPDATE timing SET kernel = 99 WHERE kernel = 1")])
     with pytest.raises(DatabaseError, match=r"small\.sqlite.*timing row refers to kernel 99"):
         snapshot.timing_outcomes()

@@ -148,7 +148,7 @@ def test_timing_cells_of_a_family(snapshot: Snapshot) -> None:
         (dataclasses.replace(H200, memory_gib=140), at(1), "graph-cold", []),
     ],
 )
-def test_nothing_is_mixed_up(
+def test_timing_cells_belong_to_device_problem_and_regime(
     snapshot: Snapshot, device: Device, problem: Problem, regime: str, latencies_us: list[float]
 ) -> None:
     cells = snapshot.timing_cells(device, family_key(problem), regime)

@@ -86,7 +86,7 @@ def counts(rows: Rows) -> dict[str, int]:
     return {name: len(found) for name, found in rows.items()}
 
 
-def test_a_file_goes_there_and_comes_back(url: str, tmp_path: Path) -> None:
+def test_a_file_survives_a_round_trip_through_a_server(url: str, tmp_path: Path) -> None:
     rows = small_rows()
     source = file_of(tmp_path / "a.sqlite", rows)
     report = merge([source], url)

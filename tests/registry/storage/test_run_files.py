@@ -565,7 +565,7 @@ def test_files_hold_the_bytes_of_keys(database: Path) -> None:
                                                        rows_as_dicts(database, table)]  # fmt: skip
 
 
-def test_a_written_file_has_no_room_to_spare(database: Path) -> None:
+def test_a_written_file_has_no_unused_pages(database: Path) -> None:
     """Inserted in order, pages would stay a tenth empty."""
     write_fixture(database)
     before = database.stat().st_size
@@ -771,7 +771,7 @@ def test_keys_are_stable() -> None:
     epilogue=st.text(max_size=5),
     out_format=st.sampled_from(Format),
 )
-def test_problems_go_both_ways(**values: Any) -> None:
+def test_problems_survive_a_round_trip_through_a_row(**values: Any) -> None:
     problem = Problem(n=3, k=4, a=A, **values)
     row = row_keys.row_of(problem)
     assert row_keys.from_row(Problem, row) == problem

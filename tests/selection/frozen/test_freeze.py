@@ -188,7 +188,7 @@ def seal(path: Path, whole: dict[str, Any]) -> Path:
 # --- the file answers as the database did
 
 
-def test_frozen_choices_equal_those_of_the_database(tmp_path: Path) -> None:
+def test_frozen_choices_equal_choices_from_the_database(tmp_path: Path) -> None:
     before = answers()
     assert {name for name, _ in before.values()} >= {BF16, FP8, SCALED, QUANTIZE}
     assert {miss for _, miss in before.values()} == {True, False}
