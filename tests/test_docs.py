@@ -235,7 +235,7 @@ def test_every_command_is_documented(name: str) -> None:
 
 
 def test_the_reference_of_commands_is_current(elsewhere: Path) -> None:
-    """As typer writes it: `make docs` does."""
+    """The page is written by typer in `make docs`."""
     from typer.cli import app as typer_app
 
     recipe = re.search(r"-m typer (.+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)

@@ -119,7 +119,7 @@ def test_a_static_scale_of_an_empty_output() -> None:
 @settings(deadline=None, max_examples=60)
 @given(seed=DRAWS, cuts=st.lists(st.integers(1, 511), min_size=1, max_size=6, unique=True))
 def test_merged_moments_equal_the_moments_of_the_whole_row(seed: int, cuts: list[int]) -> None:
-    """In float32, with a mean 1000 times the deviation, where sums of squares lose 6 digits."""
+    """The mean is 1000 times the deviation in float32, where sums of squares lose 6 digits."""
     x = torch.randn(16, 512, generator=torch.Generator().manual_seed(seed)) + 1000
     ends = [0, *sorted(cuts), 512]
     parts = [moments(x[:, a:b]) for a, b in itertools.pairwise(ends)]

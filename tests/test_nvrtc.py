@@ -137,7 +137,7 @@ def test_a_program_can_be_pickled(program: Program, cache: Path) -> None:
 
 @pytest.mark.rest
 def test_kernels_are_listed_without_a_compiler() -> None:
-    """And say so when they are asked to compile."""
+    """They raise an error with the reason when they compile."""
     code = (
         "import sys\n"
         "sys.modules['cuda'] = sys.modules['cuda.bindings'] = None\n"

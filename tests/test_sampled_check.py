@@ -1,4 +1,4 @@
-"""The sampled check: what it warns of, when, and that it costs nothing where it is not its turn.
+"""The sampled check: its warnings, their time, and no cost of unchecked calls.
 
 Kernels of an H200 are emulated here. Inputs have a common mean and rows of weights sum to zero:
 what is left of such a product is about as large as what FP8 rounds away.
@@ -421,7 +421,7 @@ def model_of(zero: bool) -> nn.Sequential:
 
 
 def layer_of(zero: bool, check: str = "1:64", name: str = "layer", device: str = "cpu") -> Linear:
-    """With FP8 for all of its products, whatever was measured."""
+    """All products of the layer use FP8, regardless of measurements."""
     layer = Linear(K, N, dtype=torch.bfloat16)
     with torch.no_grad():
         layer.weight.copy_(weight(zero))
@@ -472,7 +472,7 @@ def test_a_converted_layer_does_not_warn_for_measured_distributions(book: Book) 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_checked_too(compiled: bool) -> None:
-    """Of a gradient whose rows have one mean where columns of the weight sum to zero."""
+    """Rows of the gradient have a common mean, and columns of the weight sum to zero."""
     torch._dynamo.reset()
     layer = layer_of(zero=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Sums of columns stand in one order, and are as near to float64 as that order says."""
+"""Sums of columns are added in one order, and are as accurate as that order permits."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class BoundedSequential(nn.Sequential):
         return len(modules) == len(known) and all(map(operator.is_, modules, known))
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Sequential`."""
+        """Call the modules in order, as `nn.Sequential` does."""
         if not self.is_as_known:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         _, modules, scales, activating = self._handoffs[-1]

@@ -98,7 +98,7 @@ def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_loading_a_snapshot(database: Path, benchmark: Any) -> None:
-    """From a file to rows in memory."""
+    """Load a file into rows in memory."""
     snapshot = benchmark(load_snapshot, [database])
     assert snapshot.devices == [DEVICE]
 

@@ -1,4 +1,4 @@
-"""Launches find all that was compiled ahead of time, and failures do not stop a build."""
+"""Launches find all kernels compiled ahead of time, and failures do not stop a build."""
 
 from __future__ import annotations
 

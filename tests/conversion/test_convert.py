@@ -1,4 +1,4 @@
-"""`convert`: what is chosen from rows made by hand, and what becomes of a model."""
+"""`convert`: choices from rows made by hand, and the converted model."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def frozen_model(book: Book) -> tuple[nn.Module, Conversion]:
 
 
 def test_a_weight_of_an_fp8_product_can_be_offloaded(book: Book) -> None:
-    """Nothing reads it: it might be NaN."""
+    """The weight is not read, so it may be NaN."""
     model, found = frozen_model(book)
     layer, x = model[0], torch.randn(256, K).bfloat16()
     with torch.no_grad():

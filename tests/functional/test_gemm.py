@@ -1,4 +1,4 @@
-"""The public functions: what they compute, what they refuse, and autograd and torch.compile."""
+"""The public functions: results, errors for invalid arguments, autograd and torch.compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gemm_norm` and `norm_quantize`: what they compute, what they refuse, and what they choose."""
+"""`gemm_norm` and `norm_quantize`: results, errors for invalid arguments, and choices."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_quantized_operands_are_normalized_in_float32(granularity: str) -> None:
 
 
 def test_fp8_outputs_are_bitwise_equal_to_quantize() -> None:
-    """From float32 outputs; the next layer takes them as they are."""
+    """The FP8 output is quantized from float32, and the next layer reads it unchanged."""
     a, b = lokakern.quantize(X), lokakern.quantize(W).t()
     exact = (numerics.dequantize(a) @ numerics.dequantize(b)).float()
     d = norm.normalize(exact, Norm("block_rms", 64))

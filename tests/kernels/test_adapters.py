@@ -1,4 +1,4 @@
-"""Adapters call their libraries as these say they want to be called.
+"""Adapters follow the calling rules of their libraries.
 
 Stand-ins compute what a library documents, on the CPU, and check what it checks, and what it should
 check. That the libraries themselves do so is tried where they are installed (`list libraries`).
@@ -213,7 +213,7 @@ def problems(kernel: Kernel) -> Iterator[Problem]:
 
 
 def accepts(kernel: Kernel, problem: Problem) -> bool:
-    """Whatever is installed here."""
+    """Whether a kernel supports a problem, wherever its library is installed."""
     if problem.epilogue not in kernel.epilogues:
         return False
     return isinstance(kernel.supports_problem(problem, device_of(kernel)), Accepted)

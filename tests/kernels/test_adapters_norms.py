@@ -1,4 +1,4 @@
-"""Adapters of libraries' norms call them as these say they want to be called.
+"""Adapters of libraries' norms follow the calling rules of the libraries.
 
 Stand-ins as in test_adapters.py: they compute what a library documents, on the CPU, and check what
 it checks, and what it should check.
@@ -127,7 +127,7 @@ def problem_of(kind: str, m: int = 37, k: int = 264, affine: bool = True) -> Pro
 
 
 def answer_of(name: str, problem: Problem) -> Accepted | Rejected:
-    """Whatever is installed here."""
+    """Whether a kernel supports a problem, wherever its library is installed."""
     return KERNELS[name].supports_problem(problem, H200)
 
 

@@ -1,4 +1,4 @@
-"""Every registered kernel is right: on every distribution, on hostile values, sizes and views.
+"""Every registered kernel is correct on all distributions, hostile values, sizes and views.
 
 Parametrized over the registry. Kernels that run anywhere are tested on the CPU, all of them on a
 GPU where there is one.
@@ -209,7 +209,7 @@ def reasons_of(kernel: Kernel, where: str, *, none_ok: bool, reasons: list[str |
 @pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "FP8"])
 def test_scaled_gemm_computes_every_declared_epilogue(name: str, where: str, small: bool) -> None:
-    """On tails of m, n and k; neither NaN between rows of operands nor bytes of others count."""
+    """Sizes have tails of m, n and k; NaN between rows and bytes of others have no effect."""
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     reasons = []

@@ -1,6 +1,6 @@
-"""Kernels of norm_backward are right: every norm, activation and output, odd sizes, NaN.
+"""Kernels of norm_backward are correct: every norm, activation and output, odd sizes, NaN.
 
-Their reference is, against autograd in float64. Parametrized over the registry, like
+Their reference is tested against autograd in float64. Parametrized over the registry, like
 tests/kernels/test_norm_kernels.py.
 """
 
@@ -211,7 +211,7 @@ def test_repeated_rows_and_launches_are_bitwise_equal(name: str, where: str) -> 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_a_bias_has_the_sums_of_float32_gradients_in_their_order(name: str, where: str) -> None:
-    """Without a norm nothing is rounded but the sums."""
+    """Without a norm, only the sums are rounded."""
     kernel = kernel_here(name, where)
     for last in ("none", "relu"):
         found = Run(kernel, Variant("none", last, ("bias",)), 16700, 24, where)

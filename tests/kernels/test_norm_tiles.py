@@ -1,4 +1,4 @@
-"""Tiles of GEMMs with a norm: always one that fits, and each right wherever it is put.
+"""Tiles of GEMMs with a norm: one fits every problem, and all are correct.
 
 On a GPU few blocks walk over several tiles, so that warpgroups take turns and exchanges come round.
 """

@@ -1,4 +1,4 @@
-"""The rule that chooses tiles of the FP8 GEMM: always one that fits, and whole waves of it.
+"""The rule that chooses tiles of the FP8 GEMM: every tile fits, and waves are full.
 
 On a GPU every tile computes something in which all its pipelines come round several times.
 """

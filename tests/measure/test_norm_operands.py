@@ -117,7 +117,7 @@ def make(problem: Problem, *, cold: bool = True, distribution: str = "X3") -> No
 
 
 def exact_outputs(made: NormOperands, number: int) -> Tensor:
-    """From the operands of a set alone."""
+    """The expectation depends on the operands of one set alone."""
     *given, _out = made.sets[number]
     (epilogue,) = made.epilogues[number]
     if made.problem.b is None:

@@ -159,7 +159,7 @@ def test_alignment_of_gradients_is_that_of_their_operands(
 
 
 def expected(kernel: Kernel, made: Operands, number: int) -> torch.Tensor:
-    """What the check compares with, in one tensor."""
+    """The references of the check, in one tensor."""
     problem = made.problem
     out = torch.full((problem.batch, problem.m, problem.n), math.nan, dtype=torch.float64)
     expectation = made._expectation(kernel, number)

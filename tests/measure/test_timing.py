@@ -186,7 +186,7 @@ def test_one_slow_replay_drops_no_contender(clock: Clock) -> None:
 
 
 class Broken(Exception):
-    """What a library may raise."""
+    """An error of a library."""
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2, 5])

@@ -1,4 +1,4 @@
-"""`Linear` on its routes: what it computes, when weights are quantized, and who may wrap it.
+"""`Linear` with routes: its results, the quantization of weights, and wrappers around it.
 
 Kernels of an H200 are emulated here; m from 16 on is quantized, less is not.
 """
@@ -221,7 +221,7 @@ def test_autocast_quantizes_only_bfloat16() -> None:
 
 
 def test_a_weight_may_change_before_the_backward_pass() -> None:
-    """As of nn.Linear under autocast: what was multiplied counts."""
+    """The gradient is that of nn.Linear under autocast, by the multiplied operands."""
     gradients = []
     for changes in (False, True):
         layer, x = layer_of(dtype=torch.float32), rows().float().requires_grad_()
@@ -305,7 +305,7 @@ def test_with_static_m_the_compiler_quantizes_the_left_operand(
 @pytest.mark.parametrize("m", [8, 48])
 @pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, PLAIN)], ids=["all", "output"])
 def test_compiled_unquantized_layers_equal_linear(m: int, routes: tuple[str, str, str]) -> None:
-    """With known m, the graph contains no op of lokakern."""
+    """The graph contains no op of lokakern if m is known."""
     torch._dynamo.reset()
     layer, ops = layer_of(routes), []
 

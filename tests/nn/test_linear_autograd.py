@@ -1,4 +1,4 @@
-"""Derivatives of derivatives, and who traces or transforms a converted layer.
+"""Second derivatives, tracing and transforms of converted layers.
 
 Kernels of an H200 are emulated here; m from 16 on is quantized.
 """

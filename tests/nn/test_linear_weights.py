@@ -69,7 +69,7 @@ def by_data_in_place_of_a_slice(weight: Tensor) -> None:
 
 
 def by_peft(weight: Tensor) -> None:
-    """As `merge_adapter` does: ``base_layer.weight.data += delta``."""
+    """The weight is changed as by `merge_adapter`: ``base_layer.weight.data += delta``."""
     n, k = weight.shape
     a, b = torch.randn(4, k).to(weight.dtype), torch.randn(n, 4).to(weight.dtype)
     weight.data += 2.0 * (b @ a)

@@ -85,7 +85,7 @@ def padding_mask(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def outputs(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
-    """In training, in evaluation, and in evaluation without gradients, without and with a mask."""
+    """Training, evaluation, and evaluation without gradients, each without and with a mask."""
     found = []
     for is_training, has_gradients in MODES:
         model.train(is_training)

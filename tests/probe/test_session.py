@@ -67,7 +67,7 @@ def test_only_sampled_steps_are_recorded() -> None:
 
 
 def test_probing_does_not_change_training() -> None:
-    """To the bit, dropout included."""
+    """The results are bitwise equal, dropout included."""
 
     def losses(watched: bool) -> list[float]:
         model = nn.Sequential(*model_of(), nn.Dropout(0.5))

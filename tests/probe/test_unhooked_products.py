@@ -122,7 +122,7 @@ def test_products_are_named_when_methods_are_called(way: str) -> None:
 def test_missing_roots_are_reported_without_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What backward passes begin from is read from a private function of torch."""
+    """The start of a backward pass is read from a private function of torch."""
     model, x = Framework(), torch.randn(M, D)
 
     def renamed(roots: object) -> None: ...

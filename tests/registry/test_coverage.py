@@ -1,4 +1,4 @@
-"""Which kernels have evidence, and which lack it."""
+"""Evidence of kernels, and missing evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests: what changes a kernel changes its digest, and nothing else does."""
+"""A digest changes with every change of its kernel, and with nothing else."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ def test_every_kernel_has_a_digest_of_its_own_files(kernel: Kernel) -> None:
 
 
 def test_code_outside_all_digests_has_not_changed() -> None:
-    """What came later decides what kernels of 1x32 scales compute, and none of their digests."""
+    """Code marked `digest: off` decides results of 1x32 kernels, but is in no digest."""
     later = hashlib.sha256()
     for module in ("formats", "numerics"):
         source = (ROOT / "lokakern" / f"{module}.py").read_text("utf-8")

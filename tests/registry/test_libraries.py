@@ -1,4 +1,4 @@
-"""Plugins and libraries: what works is loaded, and what does not is named and stops nothing."""
+"""Plugins and libraries: usable ones are loaded, and broken ones are named and stop nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks of files, and folders for copies: whoever is killed leaves nothing locked or behind."""
+"""File locks and folders for copies: killed processes leave no locks and no files."""
 
 from __future__ import annotations
 

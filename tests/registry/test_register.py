@@ -1,4 +1,4 @@
-"""The registry: how kernels enter it, what they accept, and what importing lokakern needs."""
+"""The registry: registration of kernels, accepted problems, and requirements of an import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped measurements: current, sound, and what dispatch answers from them."""
+"""The shipped measurements are current and plausible, and dispatch answers from them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snap
 
 
 def test_the_shipped_file_matches_its_manifest(path: Path) -> None:
-    """As `import` sees it, which trusts nobody."""
+    """The file is checked as by `import`, which trusts no file."""
     manifest = manifest_beside(path)
     assert manifest is not None and manifest.file == path.name
     with open_guarded(path) as opened:
@@ -80,7 +80,7 @@ def test_the_shipped_file_matches_its_manifest(path: Path) -> None:
 
 
 def test_every_kernel_is_registered_here() -> None:
-    """So that none escapes the tests below."""
+    """Every kernel loads here, so the tests below cover all of them."""
     assert load_kernels() == {}
 
 
@@ -290,7 +290,7 @@ def installed(facts: Snapshot, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
 
 
 def choices(facts: Snapshot) -> dict[str, dispatcher.Choice]:
-    """What dispatch takes of large square layers, where libraries lead, by problem."""
+    """The choices of dispatch for large square layers, where libraries are fastest, by problem."""
     dispatcher.use_snapshot(facts)
     found = {}
     (device,) = facts.devices

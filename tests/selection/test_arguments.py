@@ -49,7 +49,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
 
 
 def outcome(ask: Callable[[], Any]) -> tuple[object, ...]:
-    """What is answered, or the error."""
+    """The answer, or the error."""
     try:
         choice = ask()
     except Exception as error:

@@ -210,7 +210,7 @@ def times_here() -> list[float]:
 def test_rows_that_differ_between_imports_are_not_read(
     mine: Path, caplog: pytest.LogCaptureFixture, lies: tuple[float, ...]
 ) -> None:
-    """In any order and number; their other rows are read."""
+    """Imports may come in any order and number; their other rows are read."""
     genuine = mine.with_name("genuine.sqlite")
     Book(genuine).write(time(BF16, HERE, 21.0))
     for place, us in enumerate(lies):

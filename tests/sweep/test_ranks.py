@@ -1,4 +1,4 @@
-"""Ranks that share a sweep: each place once, and nothing lost when one of them dies."""
+"""Ranks that share a sweep do each task once, and lose nothing when one of them dies."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ FEW = ("--kernel", "torch.bf16", "--kernel", "torch.quantize_row", "--errors", "
 
 
 def rows_of(database: Path) -> tuple[int, int]:
-    """How many problems were timed, and in how many runs."""
+    """The numbers of timed problems and of runs."""
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
         query = (
             "SELECT count(DISTINCT problem), count(DISTINCT run) FROM timing WHERE status = 'ok'"

@@ -1,4 +1,4 @@
-"""Evidence that is out of date: what shows it, what measures it again, and choices held out."""
+"""Stale evidence: its report, its repetition, and held-out choices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -553,7 +553,7 @@ def test_on_other_devices_only_the_digest_counts(facts: Facts) -> None:
 
 @pytest.fixture(scope="module")
 def choosy_file(fresh_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By which the unquantized kernel is slow, so that dispatch chooses quantized ones."""
+    """Rows with a slow unquantized kernel, so that dispatch chooses quantized ones."""
     plain = {row[0] for row in read_rows(fresh_file)["kernel"] if PLAIN in row}
 
     def change(table: str, row: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which a sweep measures silence here; workers have a time of their own."""
+    """The clock that measures silence in the sweep process; workers have their own."""
     clock = Clock()
     monkeypatch.setattr(worker, "time", clock)
     return clock

@@ -57,7 +57,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """What somebody with the same device measured."""
+    """Rows measured by another user with the same device."""
     path = tmp_path_factory.mktemp("measured") / "theirs.sqlite"
     assert run(*SWEEP, "--db", path) == 0
     rows = read_rows(path)

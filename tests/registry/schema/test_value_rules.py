@@ -1,4 +1,4 @@
-"""What values each column of a database may hold: the last that may, the first that may not."""
+"""Limits of the values of each database column: the last accepted, the first refused."""
 
 from __future__ import annotations
 

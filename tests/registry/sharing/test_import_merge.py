@@ -1,4 +1,4 @@
-"""Export with its manifest, import and merge: all or nothing, and what they say."""
+"""Export with its manifest, import and merge: all or nothing, with their messages."""
 
 from __future__ import annotations
 
@@ -512,7 +512,7 @@ def test_keys_computed_by_column_equal_keys_by_row() -> None:
 
 
 def test_freshness_reads_only_files_of_the_kernels_folder() -> None:
-    """What an import lets in as names of modules opens no other file."""
+    """Names of modules in an imported file open no file outside the folder of kernels."""
     from lokakern.registry.sharing.validate import MODULE
 
     for module in ("cuda/a", "norm_compositions", "python:a.b", "package:fbgemm-gpu==1.2+cu"):

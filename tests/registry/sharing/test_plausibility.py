@@ -1,4 +1,4 @@
-"""What no measurement can be, and that nothing that was measured is refused for it."""
+"""Bounds of plausible measurements: impossible rows are refused, measured rows are not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_least_times_follow_from_data_sheets() -> None:
 
 
 def test_every_shipped_error_is_possible(shipped: Snapshot) -> None:
-    """Of each kind of arithmetic on each distribution."""
+    """Errors of each kind of arithmetic on each distribution."""
     columns = ("problem", "distribution", "kernel", *ERRORS, *(f"{name}_upper" for name in ERRORS))
     nearest = math.inf
     known: dict[tuple[object, ...], float] = {}

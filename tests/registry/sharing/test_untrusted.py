@@ -1,4 +1,4 @@
-"""Files of others: whatever is in them, they are read whole, or refused and nothing happens."""
+"""Foreign files, with any content, are read completely or refused without an effect."""
 
 from __future__ import annotations
 

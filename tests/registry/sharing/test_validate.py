@@ -1,4 +1,4 @@
-"""Problems that nobody can pose, in a database of others."""
+"""Impossible problems in a foreign database."""
 
 from __future__ import annotations
 

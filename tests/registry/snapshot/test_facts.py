@@ -1,4 +1,4 @@
-"""Facts where they lie: files copied into memory, several sources as one, forks."""
+"""Facts in files: copies in memory, several sources as one, forks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_constants_for_reading_agree_with_the_models() -> None:
 
 @pytest.mark.rest
 def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
-    """Whose import takes 0.45 s."""
+    """SQLAlchemy's import takes 0.45 s."""
     user = tmp_path / "user.sqlite"
     write_many(user, 100)
     code = (
@@ -360,7 +360,7 @@ def test_threads_answer_alike(given: Rows) -> None:
 
 
 def test_parameters_of_several_variants_are_the_newest_of_current_kernels(given: Rows) -> None:
-    """As a scan of all rows says it, whatever is current."""
+    """The result equals that of a scan of all rows, for any set of current kernels."""
     draw = random.Random(2)
     variants = [dataclasses.replace(row, name=f"X{i % 3}", parameters=f'{{"v":{i}}}')
                 for i, row in enumerate(Snapshot(given).distributions)]  # fmt: skip
@@ -400,7 +400,7 @@ def test_a_snapshot_of_rows_and_one_of_the_file_choose_alike(
 
 
 def test_memory_is_given_back() -> None:
-    """At once, for it may be much: no cycle waits for the collector."""
+    """Memory is freed at once, without the garbage collector, because it may be large."""
     snapshot = load_snapshot([SHIPPED])
     cells_at_first(snapshot)
     (image,) = snapshot._facts.images

@@ -245,7 +245,7 @@ def test_devices(snapshot: Snapshot) -> None:
 
 
 def test_resume(snapshot: Snapshot) -> None:
-    """What is measured in the same state need not be measured again; a quick row is not enough."""
+    """Rows of the same state need not be measured again; a quick row is not enough."""
     problem, x1 = row_keys.key_of(at(1)), row_keys.key_of(X1)
     h200 = row_keys.key_of(H200)
     then, now = row_keys.key_of(THEN), row_keys.key_of(NOW)

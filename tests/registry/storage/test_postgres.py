@@ -29,7 +29,7 @@ NOBODY = 65534  # a server refuses to run as root
 
 
 def server_folder() -> Path | None:
-    """Where PostgreSQL's programs are; Debian does not put them on the path."""
+    """The folder of PostgreSQL's programs, which Debian does not put on the path."""
     found = shutil.which("pg_ctl")
     if found is not None:
         return Path(found).resolve().parent

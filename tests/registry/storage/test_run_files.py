@@ -1,4 +1,4 @@
-"""The database on disk: run files, merging, and files that come from anyone."""
+"""The database on disk: run files, merging, and foreign files."""
 
 from __future__ import annotations
 
@@ -492,7 +492,7 @@ def test_sqlite_url_is_a_file(tmp_path: Path) -> None:
 
 
 def test_merging_into_a_server(tmp_path: Path) -> None:
-    """What PostgreSQL gets, on a SQLite engine: missing rows in one transaction."""
+    """The statements for PostgreSQL, on a SQLite engine: missing rows in one transaction."""
     engine = create_engine(f"sqlite:///{tmp_path / 'server.sqlite'}")
     rows = rows_of([(0, 1, 0), (1, 2, 0)])
     assert insert_missing(engine, rows).added["timing"] == 2

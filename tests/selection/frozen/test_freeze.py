@@ -255,7 +255,7 @@ def test_a_file_counts_choices_that_rest_on_imports(
 
 
 def test_the_order_of_calls_does_not_change_the_file(facts: Snapshot, tmp_path: Path) -> None:
-    """So that ranks with different orders have equal digests."""
+    """Ranks that choose in different orders get equal digests."""
     contents = []
     for place, order in enumerate((ASKED[:3], ASKED[2::-1])):
         dispatcher.use_snapshot(facts)
