@@ -188,7 +188,7 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def tests_of(path: Path) -> list[list[str]]:
-    """Test files in stages: those closest to a module; others that import it; all others.
+    """Test files in stages: the closest ones of a module; others that import it; all others.
 
     What imports only a module that imports it comes after what imports the module itself.
     """

@@ -291,7 +291,7 @@ def spread_rows(octaves: float, n: int, k: int, m: int, g: torch.Generator) -> C
 
 
 def correlated(mean: float, n: int, k: int, m: int, g: torch.Generator) -> Case:
-    """Gradients that follow from the inputs, as those of a regression do."""
+    """Gradients that depend on the inputs, as in a regression."""
     w, target = plain_weight(n, k, g), plain_weight(n, k, g)
 
     def batch(g: torch.Generator) -> tuple[Tensor, Tensor]:

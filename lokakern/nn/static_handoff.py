@@ -63,7 +63,7 @@ class BoundedSequential(nn.Sequential):
 
     @property
     def is_as_known(self) -> bool:
-        """Whether its modules are those for which the settings were made."""
+        """Whether the modules are unchanged since the settings were made."""
         modules, known = tuple(self._modules.values()), self._handoffs[-1].modules
         return len(modules) == len(known) and all(map(operator.is_, modules, known))
 

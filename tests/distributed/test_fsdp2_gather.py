@@ -140,8 +140,8 @@ def test_writes_that_bypass_fsdp_reach_the_next_forward_pass(
     assert torch.equal(layer(rows()), 8.0 * y)
 
 
-def test_a_layer_trained_by_hand_learns_as_one_that_an_optimizer_trains() -> None:
-    """Weights grow past the largest number under the scale that they had."""
+def test_manual_updates_train_a_gathered_layer_like_an_optimizer() -> None:
+    """Weights grow beyond the range of their previous scale."""
     losses = []
     for by_hand in (False, True):
         block = sharded(layer_of())

@@ -569,7 +569,7 @@ QUANTIZERS = sorted(
 @pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN], ids=str)
 @pytest.mark.parametrize("sums", [False, True], ids=["alone", "sums"])
 def test_all_outputs_of_a_quantizer_are_checked(name: str, layout: Layout, sums: bool) -> None:
-    """And poisoned before; a scale that is given is no output."""
+    """Outputs are poisoned before each call; a given scale is no output."""
     kernel = KERNELS[name]
     scaling = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
     with_sums = {epilogue for epilogue in kernel.epilogues if epilogue.endswith("column_sums")}

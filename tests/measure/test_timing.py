@@ -552,7 +552,7 @@ def test_a_kernel_is_checked_against_its_own_bound() -> None:
 
 
 def test_quantizing_kernels_are_checked_against_the_quantized_product() -> None:
-    """Not to that of the operands they were given: rounding to FP8 is no mistake."""
+    """The reference has quantized operands, because rounding to FP8 is no error of a kernel."""
     problem = make_problem("gemm", SHAPE)
     for name in (
         "torch.quantize_row+torch.emulated_row",

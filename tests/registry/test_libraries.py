@@ -391,7 +391,7 @@ def test_a_plugin_is_identified_by_its_modules(
         assert (found and found.name) == name, module
 
 
-def test_where_nothing_can_be_kept_trials_hold_for_the_process(
+def test_trials_that_cannot_be_stored_hold_for_the_process(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

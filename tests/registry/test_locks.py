@@ -96,7 +96,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_private_folder_is_there_only_inside(temporary: Path) -> None:
+def test_a_private_folder_exists_only_inside_the_context(temporary: Path) -> None:
     with pytest.raises(RuntimeError), private_folder() as folder:
         assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
         assert not Lock(folder / "lock").acquire(), "it is held, or it were taken for left over"

@@ -308,7 +308,7 @@ def test_rows_of_libraries_are_shipped(facts: Snapshot) -> None:
 
 
 @pytest.mark.rest
-def test_pulling_a_library_out_changes_choices_never_correctness(
+def test_removing_a_library_changes_only_choices(
     installed: dict[str, str], facts: Snapshot
 ) -> None:
     whole = choices(facts)

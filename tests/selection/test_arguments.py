@@ -117,14 +117,14 @@ def check_alike(facts: Snapshot, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_malformed_arguments_are_answered_alike_cold_and_warm(facts: Snapshot, name: str) -> None:
+def test_malformed_arguments_raise_equally_cold_and_warm(facts: Snapshot, name: str) -> None:
     for value in VALUES[name]:
         check_alike(facts, **{name: value})
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_combinations_of_malformed_arguments_are_answered_alike_cold_and_warm(
+def test_combinations_of_malformed_arguments_raise_equally_cold_and_warm(
     facts: Snapshot, data: st.DataObject
 ) -> None:
     names = data.draw(st.sets(st.sampled_from(sorted(VALUES)), min_size=2, max_size=3))

@@ -202,7 +202,7 @@ def die() -> None:
 
 
 def fill_the_disk() -> None:
-    """From now on nothing can be written to a file: as on a full disk, but for the number."""
+    """Make all writes to files fail, as on a full disk, but with another error number."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 

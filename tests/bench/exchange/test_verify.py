@@ -204,7 +204,7 @@ def test_times_must_agree_up_to_a_common_factor(
 def test_one_time_that_deviates_by_half_rejects_the_file(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth of them may be out of place, but none by half."""
+    """A tenth of the times may deviate, but none by half."""
     times = [dict(zip(COLUMNS["timing"], row, strict=True)) for row in measured["timing"]]
     largest = max(time["latency_us_p50"] for time in times)
 
@@ -222,7 +222,7 @@ def test_one_time_that_deviates_by_half_rejects_the_file(
 def test_every_run_of_a_problem_is_judged(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second run with other times at the same problems hides behind the first."""
+    """A second run with false times at the same problems must not hide behind the first."""
     key = "f" * 32
     second = (key, *measured["run"][0][1:])
 
@@ -337,7 +337,7 @@ def test_rows_that_cannot_be_measured_here_stay_quarantined(
 def test_rows_that_are_already_trusted_are_no_evidence(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many rows of a shipped file would hide a few that are made up."""
+    """Many rows of a shipped file must not hide a few false rows."""
     import_first = mine.with_name("first.sqlite")
     write_file(import_first, {**measured, "timing": []})
     import_file(import_first, mine, trusted=True)

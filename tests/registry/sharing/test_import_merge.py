@@ -134,10 +134,10 @@ def test_a_failed_import_leaves_the_target(
 
 
 @pytest.mark.parametrize("by", [0, 1000])
-def test_a_row_that_is_there_twice_is_refused(
+def test_a_duplicate_row_is_refused(
     file: Path, target: Path, monkeypatch: pytest.MonkeyPatch, by: int
 ) -> None:
-    """As in a file whose index was tampered with: under the same id, or under another."""
+    """The index of the file was edited: the copy has the same id, or another one."""
     batches = validate._batches
 
     def twice(opened: Any, name: str, *more: str) -> Iterator[list[tuple[Any, ...]]]:

@@ -155,7 +155,7 @@ def test_an_edited_schema_is_refused(folder: Path, statement: str) -> None:
 def test_a_value_that_no_row_may_have_is_named(
     folder: Path, tmp_path: Path, table: str, change: str, words: str
 ) -> None:
-    """With its table, its key, and what was expected."""
+    """The error names the table, the key and the expected value."""
     path = tmp_path / "edited.sqlite"
     (where, *_) = (s for s in VALUES if s.startswith(f"UPDATE {table} "))
     statement = f"UPDATE {table} SET {change} WHERE {where.split(' WHERE ')[1]}"

@@ -311,7 +311,7 @@ def cells_at_first(snapshot: Snapshot) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forks_answer_alike(small: Path) -> None:
+def test_forks_give_the_same_choices(small: Path) -> None:
     """While other threads of the parent are inside of SQLite, and the file is gone."""
     expected = cells_at_first(load_snapshot([small]))
     snapshot = load_snapshot([small])
@@ -345,7 +345,7 @@ def test_forks_answer_alike(small: Path) -> None:
             thread.join()
 
 
-def test_threads_answer_alike(given: Rows) -> None:
+def test_threads_give_the_same_choices(given: Rows) -> None:
     snapshot, rows = load_snapshot([SHIPPED]), Snapshot(given)
     (device,) = rows.devices
     families = sorted({cell.problem for cell in rows.timings_on(device, "graph-cold")}, key=str)
@@ -386,7 +386,7 @@ def test_parameters_of_several_variants_are_the_newest_of_current_kernels(given:
         assert snapshot.parameters_of("sm_100", name) == ""
 
 
-def test_a_snapshot_of_rows_and_one_of_the_file_choose_alike(
+def test_snapshots_from_rows_and_from_a_file_choose_equally(
     given: Rows,
 ) -> None:
     import lokakern

@@ -351,7 +351,7 @@ with tests["begin"](sys.argv[2]) as run:
 
 
 @pytest.mark.rest
-def test_concurrent_runs_both_land(database: Path) -> None:
+def test_concurrent_runs_are_both_stored(database: Path) -> None:
     processes = [start_run(database, FINISHED) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert len(rows_as_dicts(database, "timing")) == 2 * 19
@@ -727,10 +727,10 @@ NEW_KEY = "x'" + "9" * 64 + "'"
         ("run", {"id": "NULL", "key": "x'" + "8" * 32 + "'", "grade": "'best'"}, "CHECK"),
     ],
 )
-def test_constraints_hold_without_us(
+def test_constraints_apply_to_inserts_outside_lokakern(
     database: Path, table: str, values: dict[str, str], complaint: str | None
 ) -> None:
-    """Someone else's INSERT meets them too; the first one shows that a good row passes."""
+    """They apply to any INSERT; the first case shows that a valid row passes."""
     write_fixture(database)
     connection = sqlite3.connect(database)
     connection.execute("PRAGMA foreign_keys = ON")
