@@ -226,7 +226,7 @@ def test_every_mod_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_documented(name: str) -> None:
-    """In the table of commands, and with a help of it and of each of its options."""
+    """Each command is in the table of commands, and has a help text, as do its options."""
     measure = (DOCS / "measure.md").read_text(encoding="utf-8")
     assert f"| `{name}` |" in measure, f"docs/measure.md does not mention `{name}`"
     assert COMMANDS[name].help, f"{name} has no help"

@@ -304,7 +304,7 @@ LAUNCH = Program(FEATURES, "add_late", BOX)
 
 
 class Operand:
-    """As much of a tensor as a launch looks at."""
+    """The attributes of a tensor that a launch reads."""
 
     is_meta = False
     device = torch.device("cpu")

@@ -181,7 +181,7 @@ def test_errors_of_special_rows_follow_the_error_contract() -> None:
 
 
 def errors_of(exact: Tensor, out: Tensor) -> Tensor:
-    """Of rows one by one: what is not finite in one would reach others through the product."""
+    """Errors row by row, because non-finite values would reach other rows through the product."""
     one = torch.ones(1, 1)
     pairs = zip(exact.split(1), out.split(1), strict=True)
     return torch.cat([sampled_check.errors_of_rows(one, e, o) for e, o in pairs])
@@ -333,7 +333,7 @@ class Event:
 
 
 def test_a_result_is_read_by_the_first_call_after_its_event() -> None:
-    """As on a GPU: a check is under way while the program goes on."""
+    """A check runs while the program continues, as on a GPU."""
     watch = Watch(100, 4, 0.06, 1, "layer/output")
     exact = torch.ones(4, 8)
 

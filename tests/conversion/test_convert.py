@@ -91,7 +91,7 @@ def test_each_product_gets_its_measured_kernels(known: Book) -> None:
 
 
 def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
-    """Of kernels with others none is taken, however fast at one m: a weight is quantized once."""
+    """A weight is quantized once, so kernels with other scales are never chosen at any m."""
     fast = {16: 3.0, 256: 3.0, 1024: 3.0}
     rows = []
     for m in fast:
@@ -289,7 +289,7 @@ def test_a_report_judges_each_product_by_its_replayed_errors(book: Book) -> None
 
 
 def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
-    """By a replay on the same kind of GPU: what is off elsewhere says nothing here."""
+    """Only a replay on the same kind of GPU gives this verdict."""
     fast = "cuda.quantize_row+torch.scaled_mm_row_fast"
     problem = gemm(256, N, K)
     times = [(BF16, 4.0), (ROW_KERNEL, 2.0), (fast, 1.0)]
@@ -314,7 +314,7 @@ def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
 
 
 def test_a_probe_of_a_model_converts_it(known: Book) -> None:
-    """As a user does: on a machine with no GPU, for one."""
+    """A user may do this on a machine without a GPU."""
     model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))
     patch = pytest.MonkeyPatch()
     patch.setattr("lokakern.problems.ACCURACY_ROWS", 128)

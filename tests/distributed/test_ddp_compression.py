@@ -88,7 +88,7 @@ def losses(rank: int, state: Compression | None) -> list[float]:
 
 
 def routed_losses(rank: int, kind: str) -> list[float]:
-    """Of a model whose products are quantized, with its weights whole or in parts."""
+    """Losses of a model with quantized products, under DDP or FSDP2."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(64, 32), nn.ReLU(), Linear(32, 40))
     for layer in model:
@@ -150,7 +150,7 @@ def trained(rank: int, model: nn.Module, autocast: bool) -> list[float]:
 
 
 def gathered(rank: int) -> dict[str, Any]:
-    """Of weights that are gathered as FP8, and as they are."""
+    """Losses and traffic with weights gathered as FP8, and unquantized."""
     found: dict[str, Any] = {}
     sent: list[int] = []
     reduced: list[int] = []

@@ -149,7 +149,7 @@ def test_fp8_outputs_are_bitwise_equal_to_quantize() -> None:
 def test_nothing_saturates_with_the_bound_of_the_norm_as_scale(
     name: str, activation: str | None, seed: int, affine: bool, quantized: bool
 ) -> None:
-    """And is what `lokakern.norm.static_scale` says, whatever the rows."""
+    """The scale is that of `lokakern.norm.static_scale`, for any rows."""
     weight, shift = drawn(2, N, seed=seed) if affine else (None, None)
     spikes = torch.eye(K).bfloat16()[:16] * 3e4
     x = torch.cat([drawn(24, K, seed=seed) * 1e3, spikes])

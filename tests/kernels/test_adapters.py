@@ -236,7 +236,7 @@ def test_an_adapter_passes_the_arguments_of_its_library(name: str) -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_outputs_with_any_alignment_are_written(name: str) -> None:
-    """As parts of a flat buffer of gradients do; the stand-ins want multiples of 16 bytes."""
+    """Outputs may be parts of a flat buffer; the stand-ins require multiples of 16 bytes."""
     kernel = KERNELS[name]
     problem = next(problem for problem in problems(kernel) if accepts(kernel, problem))
     operands = operands_of(problem, "X5", CPU, device_of(kernel), cold=False)

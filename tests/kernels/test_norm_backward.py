@@ -47,7 +47,7 @@ CASES = cases("norm_backward")
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(3)", "block_rms(8)", "none"])
 def test_the_reference_equals_autograd_of_the_norm(norm: str, last: str) -> None:
-    """Of what `registry.ops.normalized` says the forward pass is, in float64."""
+    """The forward pass is that of `registry.ops.normalized`, in float64."""
     generator = torch.Generator().manual_seed(0)
     y, dd = torch.randn((2, 13, 24), generator=generator, dtype=torch.float64)
     y = y.mul(2).add(1).bfloat16().double()

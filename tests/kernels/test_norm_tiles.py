@@ -132,7 +132,7 @@ def launch(
 @pytest.mark.gpu
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_one_row_of_blocks_walks_over_all_rows(trial: Trial) -> None:
-    """As many blocks as a row of the output has tiles: all others wait for none."""
+    """The grid has as many blocks as a row of the output has tiles."""
     if current_device("cuda").architecture != "sm_90":
         pytest.skip("needs a GPU of sm_90")
     if not norm_tiles.fits(trial.n, trial.k, trial.tile, trial.kind):

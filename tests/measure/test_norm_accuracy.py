@@ -110,7 +110,7 @@ def test_a_static_scale_is_the_bound_of_the_norm() -> None:
 
 
 def test_quantized_operands_have_the_cells_of_unquantized_ones() -> None:
-    """So that one budget judges FP8, what is quantized on the way, and bfloat16."""
+    """One budget then applies to FP8, to operands quantized on the fly, and to bfloat16."""
     pairs = [(EMULATED, layer("bias+layer", a=ROW)), (UNFUSED, layer("layer"))]
     cells = cells_for(pairs, HERE, ["X1"], seeds=[0])
     assert [cell.kernel for cell in cells] == [EMULATED, UNFUSED]

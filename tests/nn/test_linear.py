@@ -381,7 +381,7 @@ def test_kernels_get_slices_without_a_copy_if_they_read_them(
 
 
 def test_a_compiled_sliced_gradient_is_not_copied() -> None:
-    """Of a sum over a concatenation, as the norms of Wukong have: a copy would make it anew."""
+    """The gradient is a slice of a sum over a concatenation, as in the norms of Wukong."""
     torch._dynamo.reset()
     layer, other = layer_of(), rows(k=16)
     graphs = []
@@ -659,7 +659,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_ddp_fsdp2_and_activation_checkpoints_train_equally() -> None:
-    """To the bit; FSDP2 gathers weights into the same memory, where nothing may be kept."""
+    """Results are bitwise equal; FSDP2 reuses the memory of gathered weights."""
     expected = losses(model_of())
     assert expected[-1] < expected[0]
     model = model_of()

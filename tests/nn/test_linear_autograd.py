@@ -68,7 +68,7 @@ def test_a_gradient_penalty_has_the_gradients_of_linear(
 
 
 def test_second_derivatives_equal_linear() -> None:
-    """Of x, weight and bias, through each of the three gradients; in float64 by hand."""
+    """Derivatives of x, weight and bias through each gradient equal manual ones in float64."""
     layer = layer_of()
     x, gradient = rows().requires_grad_(), rows(k=N, seed=2).requires_grad_()
     results = []

@@ -547,7 +547,7 @@ def test_the_kernel_is_correct_in_the_interpreter() -> None:
 def test_the_kernel_is_correct_on_a_gpu(
     shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of poisoned memory, against float64, twice the same; and the fallback beside it."""
+    """Outputs in poisoned memory match float64, are reproducible, and agree with the fallback."""
     batch, count, n, d = shape
     torch.manual_seed(0)
     grad, x = (torch.randn(batch, rows, d, device="cuda").to(dtype) for rows in (count, n))

@@ -208,7 +208,7 @@ def test_converted_layers_run_in_each_mode(
 def test_the_fast_path_is_disabled_and_enabled_again(
     quantizing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an encoder whose layers are converted: nothing reads past them, nor packs for it."""
+    """An encoder with converted layers calls them, and does not pack padded sequences."""
     taken: list[str] = []
     for name in ("_transformer_encoder_layer_fwd", "_nested_tensor_from_mask"):
         real: Callable[..., Any] = getattr(torch, name)

@@ -246,7 +246,7 @@ def test_modules_that_decide_results_are_part_of_a_digest(
 def test_a_module_outside_lokakern_is_found_where_it_was_loaded_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And never loaded for its digest: names come from databases too."""
+    """A digest never imports the module, because names also come from databases."""
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "kernels_of_a_user.py"
     path.write_text("x = 1\n", encoding="utf-8")

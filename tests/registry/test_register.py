@@ -146,7 +146,7 @@ def test_a_library_is_given_aligned_operands(
 def test_a_library_runs_on_the_device_of_its_operands(
     lent: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its streams and handles are those of the current device, whatever it is given."""
+    """The streams and handles of a library are those of the current device."""
     now = [0]
 
     @contextmanager

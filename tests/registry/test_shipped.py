@@ -122,7 +122,7 @@ def complete_facts(complete: Path) -> Snapshot:
 
 
 def test_kernels_declared_unmeasured_have_no_measurements(facts: Snapshot) -> None:
-    """And known, and tested: an entry that is no longer needed fails here."""
+    """An entry that is no longer needed fails here."""
     found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
     for entry, reason in UNMEASURED.items():
         assert (found[entry].state, found[entry].why) == ("unmeasured", reason)

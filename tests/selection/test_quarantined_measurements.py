@@ -68,7 +68,7 @@ def test_an_imported_error_without_comparison_does_not_count(mine: Path) -> None
 
 
 def test_a_measured_error_at_the_problem_decides(mine: Path) -> None:
-    """It needs no comparison, and imported errors do not change it."""
+    """The measured error needs no comparison, and imported errors do not change it."""
     own(mine, time(ROW, HERE, 6.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.02))
     choice = chosen()

@@ -219,7 +219,7 @@ def have_no_locks(number: int) -> Callable[[], None]:
 
 
 def be_nobody() -> None:
-    """To root nothing is read-only, unless it gives up its capabilities."""
+    """Drop root's capabilities, with which no file is read-only."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None).capset(header, none):
         raise OSError("capabilities cannot be given up")

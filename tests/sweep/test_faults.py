@@ -175,7 +175,7 @@ def test_temporary_files_of_another_database_stay(tmp_path: Path) -> None:
 
 
 def test_a_removed_lock_does_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder removes it between another's opening and locking it."""
+    """The holder removes the file after another process opened it and before it locks it."""
     path = tmp_path / "a.lock"
     holder, other = Lock(path), Lock(path)
     assert holder.acquire() and not other.acquire()
@@ -276,7 +276,7 @@ def set_clock(patch: pytest.MonkeyPatch, ahead_ms: int, *, back_ms: int = 0) -> 
 def test_a_clock_that_goes_back_does_not_stop_a_sweep(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back_ms: int
 ) -> None:
-    """It was ahead, and goes back with every row; the next sweep has nothing to do."""
+    """The clock was ahead, and goes back with every row; the next sweep has nothing to do."""
     database = tmp_path / "a.sqlite"
     with monkeypatch.context() as patch:
         set_clock(patch, ahead_ms=3 * back_ms, back_ms=back_ms)

@@ -275,7 +275,7 @@ def test_errors_of_kernels_faster_than_bf16_are_needed(
 
 @pytest.mark.rest
 def test_a_death_between_tasks_blames_no_kernel() -> None:
-    """As when the system ends it while operands are drawn; what is left is done by the next."""
+    """The worker dies while it draws operands, and the next worker does the remaining tasks."""
     tasks: dict[int, Any] = {n: TimingTask(case(8 + n), ("torch.bf16",), "eager") for n in range(3)}
     done: list[int] = []
 

@@ -157,7 +157,7 @@ def test_anchors_have_every_granularity(op: str) -> None:
 
 @pytest.mark.parametrize("name", ["anchors", "norms"])
 def test_each_anchor_is_followed_by_a_norm(name: str) -> None:
-    """In FP8, with the output that the norm leaves it, and in bfloat16 throughout."""
+    """The layers are in FP8, with the output format after the norm, and entirely in bfloat16."""
     whole = [p for p in problems_of(name, "gemm_norm") if p.a.granularity is not Granularity.GROUP]
     if name == "norms":  # which has one shape in every form of a chain, too
         chained = {case.problem for m in ANCHOR_M

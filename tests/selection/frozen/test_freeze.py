@@ -585,7 +585,7 @@ def set_in(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def in_gemm(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    """In a table of a GEMM in which FP8 wins."""
+    """Replace a value in the table of a GEMM for which FP8 is fastest."""
 
     def edit(whole: dict[str, Any]) -> None:
         table = next(t for t in whole["tables"] if FP8 in t["winners"])
