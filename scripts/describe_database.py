@@ -23,7 +23,7 @@ PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
 
 
 def text() -> str:
-    """What registry/README.md must say."""
+    """The expected content of registry/README.md."""
     versions = ", ".join(map(str, VERSIONS))
     parts = [
         "# The database",

@@ -29,7 +29,7 @@ MODELS = {
 
 
 def rows() -> list[dict[str, Any]]:
-    """Of each layer shape: the fastest choice over the forms of a prepared weight."""
+    """The fastest choice for each layer shape, over the forms of a prepared weight."""
     facts = load_snapshot(shipped_databases())
     dispatcher.use_snapshot(facts)
     survey = survey_of(facts, dispatcher.device_named(DEVICE), (USUAL_BUDGET,))
@@ -56,7 +56,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def picture(data: list[dict[str, Any]]) -> dict[str, Any]:
-    """In Vega-Lite: bars of speed-ups above, points of row errors below."""
+    """A Vega-Lite chart: bars of speed-ups above, points of row errors below."""
     x = {"field": "layer", "type": "nominal", "sort": [row["layer"] for row in data]}
     color = {
         "field": "chosen",

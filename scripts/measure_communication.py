@@ -39,11 +39,11 @@ ONE_SCALE = route_text(Granularity.TENSOR, [(0, ""), (16, KERNEL)], [(0, "")])
 
 
 class Ranks:
-    """This process among the others.
+    """The rank of this process and its device.
 
     Attributes:
-        rank: Which it is.
-        device: Its own.
+        rank: Index of the process.
+        device: Device of the process.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Ranks:
         dist.init_process_group("nccl" if on_gpu else "gloo")
 
     def wait(self) -> None:
-        """For what this device was given."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -140,7 +140,7 @@ def fsdp(ranks: Ranks, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_of(ranks: Ranks, asked: argparse.Namespace) -> nn.Sequential:
-    """The same on every rank."""
+    """A model with the same parameters on every rank."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(asked.layers):

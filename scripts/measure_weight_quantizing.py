@@ -48,7 +48,7 @@ def converted(layer: nn.Linear, is_chosen: bool) -> Conversion:
 
 
 def step(layer: nn.Module, x: Tensor, gradient: Tensor, scope: Any) -> None:
-    """As an optimizer asks for it, without its update."""
+    """Forward and backward passes of an optimizer step, without the update."""
     with scope():
         for _ in range(MICRO_BATCHES):
             with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype is torch.float32):

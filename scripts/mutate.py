@@ -1,4 +1,4 @@
-"""Whether the core of the tests notices a changed line.
+"""Check whether the core tests notice a changed line.
 
 Draws one-line mutations of the files given: an operator or a comparison flipped, a condition
 negated, a constant off by one, a key misspelled, an argument dropped or swapped, a call left out,
@@ -68,7 +68,7 @@ class Mutation:
 
 
 def mutations_of(path: Path) -> list[Mutation]:
-    """All that may be drawn of a file."""
+    """All mutations of a file."""
     source = (ROOT / path).read_text("utf-8")
     lines = source.splitlines(keepends=True)
     found = []
@@ -98,7 +98,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[Located, str, str]]:
 
 
 def _not_code(node: ast.AST) -> Iterator[ast.AST]:
-    """Parts that no test need notice: types, what errors and logs say, documentation."""
+    """Parts that tests need not cover: types, messages of errors and logs, documentation."""
     if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
         yield node.annotation
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -178,7 +178,7 @@ def _text(node: ast.expr, **changed: object) -> str:
 
 
 def _is_text(node: ast.BinOp) -> bool:
-    """Whether strings are joined or formatted: words, which are anybody's."""
+    """Whether strings are joined or formatted: texts, which tests need not check."""
     sides = (node.left, node.right)
     return any(
         isinstance(side, ast.JoinedStr)
@@ -188,7 +188,7 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def tests_of(path: Path) -> list[list[str]]:
-    """Test files in stages: those closest to a module; others that import it; all others.
+    """Test files in stages: the closest ones of a module; others that import it; all others.
 
     What imports only a module that imports it comes after what imports the module itself.
     """
@@ -234,7 +234,7 @@ def _imports(file: Path) -> tuple[dict[str, set[str]], Counter[str]]:
 
 
 def copy_of_tree(folder: Path) -> Path:
-    """Files that git knows or would; links stay links, so that packages are the copy's own."""
+    """Files that git does not ignore; links stay links, so that packages point into the copy."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, files.split("\0")):

@@ -33,7 +33,7 @@ OF_FILE = {
 
 
 class Mutation(NamedTuple):
-    """A text of a file of kernels/hip, which it holds once, and what takes its place."""
+    """A text that occurs once in a file of kernels/hip, and its replacement."""
 
     what: str
     file: str
@@ -127,7 +127,7 @@ def copy_tree(to: Path) -> None:
 
 
 def first_failure(tree: Path, words: str = "") -> str | None:
-    """The first core test that fails in a tree, of those whose names have such words, or None."""
+    """The first core test with these words in its name that fails in a tree, or None."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest"]
     command += ["-p", "no:cacheprovider", *TESTS, "-k", words]
     environment = {name: text for name, text in os.environ.items() if name != "LOKAKERN_TESTS"}

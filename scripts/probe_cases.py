@@ -1,4 +1,4 @@
-"""Verdicts of Probe against what fresh batches say, of operands that depend on each other.
+"""Compare verdicts of Probe with fresh batches, for operands that depend on each other.
 
     python scripts/probe_cases.py                40 random cases and those of sums that cancel
     python scripts/probe_cases.py --seed 7       40 others
@@ -39,7 +39,7 @@ Batch = Callable[[int, torch.Generator], Tensor]  # rows to a matrix of them
 
 @dataclass
 class Case:
-    """A layer and what comes to it.
+    """A layer, its inputs and its output gradients.
 
     Attributes:
         name: What is unusual about it.
@@ -73,7 +73,7 @@ class Judgment:
 
     @property
     def is_false(self) -> bool:
-        """Whether what was called safe errs by more than a tenth above the budget."""
+        """Whether the verdict is safe but the error exceeds the budget by more than a tenth."""
         return self.verdict == "safe" and self.true > 1.1 * self.budget
 
     @property
@@ -93,13 +93,13 @@ class Tally:
 
     @property
     def undecided_share(self) -> float:
-        """Of what is safe in truth."""
+        """Share of the truly safe GEMMs that are undecided."""
         safe = [j for j in self.judged if j.is_safe]
         return sum(j.verdict == "undecided" for j in safe) / max(len(safe), 1)
 
     @property
     def unsafe_share(self) -> float:
-        """Of what is safe in truth, too."""
+        """Share of the truly safe GEMMs that are called unsafe."""
         safe = [j for j in self.judged if j.is_safe]
         return sum(j.verdict == "unsafe" for j in safe) / max(len(safe), 1)
 
@@ -137,7 +137,7 @@ def judge(case: Case, seed: int = 0) -> list[Judgment]:
 
 
 def gemms(x: Tensor, gradient: Tensor, weight: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Both operands of each GEMM, what is summed over in the columns of both."""
+    """Both operands of each GEMM, with the axis of the sum as columns."""
     yield "output", x, weight
     yield "grad_input", gradient, weight.t()
     yield "grad_weight", gradient.t(), x.t()
@@ -166,7 +166,7 @@ def normal(m: int, k: int, g: torch.Generator) -> Tensor:
 
 
 def shifted(mean: float, k: int, m: int, g: torch.Generator) -> Case:
-    """Inputs N(mean, 1), weight rows that sum to zero."""
+    """Inputs N(mean, 1), and weight rows that sum to zero."""
     w = plain_weight(k, k, g)
     w -= w.mean(dim=1, keepdim=True)
     return Case(
@@ -190,7 +190,7 @@ def rank_one(size: float, n: int, k: int, m: int, g: torch.Generator, left: floa
 
 
 def columns(octaves: float, n: int, k: int, m: int, g: torch.Generator) -> Case:
-    """Columns of all sizes, the inverse in the weight."""
+    """Columns of all magnitudes, and the inverse magnitudes in the weight."""
     sizes = 2.0 ** (octaves * (torch.rand(k, generator=g) - 0.5))
     w = plain_weight(n, k, g) / sizes
     return Case(
@@ -238,7 +238,7 @@ def duplicates(n: int, k: int, m: int, g: torch.Generator) -> Case:
 
 
 def sparse(share: float, zero_rows: float, n: int, k: int, m: int, g: torch.Generator) -> Case:
-    """Few elements are not zero, and some rows have none."""
+    """Few nonzero elements, and some rows of zeros."""
     w = plain_weight(n, k, g)
 
     def batch(g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -280,7 +280,7 @@ def low_rank(rank: int, mean: float, n: int, k: int, m: int, g: torch.Generator)
 
 
 def spread_rows(octaves: float, n: int, k: int, m: int, g: torch.Generator) -> Case:
-    """Rows of all sizes."""
+    """Rows of all magnitudes."""
     w = plain_weight(n, k, g)
 
     def batch(g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -291,7 +291,7 @@ def spread_rows(octaves: float, n: int, k: int, m: int, g: torch.Generator) -> C
 
 
 def correlated(mean: float, n: int, k: int, m: int, g: torch.Generator) -> Case:
-    """Gradients that follow from the inputs, as those of a regression do."""
+    """Gradients that depend on the inputs, as in a regression."""
     w, target = plain_weight(n, k, g), plain_weight(n, k, g)
 
     def batch(g: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ class Item:
         self.markers[marker.name] = marker
 
 
-def test_of_a_sampled_test_the_first_of_each_so_many_cases_is_core() -> None:
+def test_the_first_of_every_few_cases_of_a_sampled_test_is_core() -> None:
     every_third = pytest.mark.sample(every=3, of=("name",))
     kernels = [
         Item("test_kernel", {"name": name, "m": m}, every_third)
@@ -162,14 +162,14 @@ def test_reports_of_several_processes_may_come_in_any_order() -> None:
     assert (found[it].passed_count, found[other].passed_count) == (2, 1)
 
 
-def test_a_reason_names_no_folder_of_this_machine() -> None:
+def test_a_stored_reason_contains_no_local_folder() -> None:
     it = subject(1)
     message = f"FileNotFoundError: {HERE}/build/x is not there"
     failed = reports("one", it, **FAILED, message=message)
     assert str(HERE) not in results_of(failed, HERE)[it].reason
 
 
-def test_a_command_names_no_folder_of_this_machine() -> None:
+def test_a_stored_command_contains_no_local_folder() -> None:
     words = ["-m", "gpu", "-n", "8", f"{HERE}/tests/test_a.py", "--evidence", "/tmp/a.sqlite",
              "--basetemp=/tmp/b", "-k", "not slow"]  # fmt: skip
     expected = "pytest -m gpu -n 8 tests/test_a.py --basetemp=b -k 'not slow'"

@@ -226,7 +226,7 @@ def test_every_mod_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_documented(name: str) -> None:
-    """In the table of commands, and with a help of it and of each of its options."""
+    """Each command is in the table of commands, and has a help text, as do its options."""
     measure = (DOCS / "measure.md").read_text(encoding="utf-8")
     assert f"| `{name}` |" in measure, f"docs/measure.md does not mention `{name}`"
     assert COMMANDS[name].help, f"{name} has no help"
@@ -235,7 +235,7 @@ def test_every_command_is_documented(name: str) -> None:
 
 
 def test_the_reference_of_commands_is_current(elsewhere: Path) -> None:
-    """As typer writes it: `make docs` does."""
+    """The page is written by typer in `make docs`."""
     from typer.cli import app as typer_app
 
     recipe = re.search(r"-m typer (.+)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)

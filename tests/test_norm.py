@@ -39,7 +39,7 @@ def drawn(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float64
     return x.to(dtype)
 
 
-def test_layer_and_rms_norm_equal_those_of_torch() -> None:
+def test_layer_and_rms_norm_equal_torch() -> None:
     x = drawn(30, 256, 1)
     weight, bias = torch.randn(2, 256, dtype=torch.float64)
     expected = torch.nn.functional.layer_norm(x, (256,), weight, bias, 1e-3)
@@ -48,7 +48,7 @@ def test_layer_and_rms_norm_equal_those_of_torch() -> None:
     torch.testing.assert_close(normalize(x, Norm("rms", 0, 1e-3), weight), expected)
 
 
-def test_blocks_are_normalized_by_themselves() -> None:
+def test_blocks_are_normalized_separately() -> None:
     x = drawn(5, 512, 2)
     found = normalize(x, norm_named("block_rms(128)"))
     for first in range(0, 512, 128):
@@ -58,7 +58,7 @@ def test_blocks_are_normalized_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_what_is_not_finite_stays_in_its_block_and_zeros_stay_zeros(name: str) -> None:
+def test_non_finite_values_stay_in_their_block_and_zeros_stay_zeros(name: str) -> None:
     norm = norm_named(name)
     x = drawn(4, 512, 3)
     x[0] = 0.0
@@ -118,8 +118,8 @@ def test_a_static_scale_of_an_empty_output() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=DRAWS, cuts=st.lists(st.integers(1, 511), min_size=1, max_size=6, unique=True))
-def test_merged_moments_are_those_of_the_whole(seed: int, cuts: list[int]) -> None:
-    """In float32, with a mean 1000 times the deviation, where sums of squares lose 6 digits."""
+def test_merged_moments_equal_the_moments_of_the_whole_row(seed: int, cuts: list[int]) -> None:
+    """The mean is 1000 times the deviation in float32, where sums of squares lose 6 digits."""
     x = torch.randn(16, 512, generator=torch.Generator().manual_seed(seed)) + 1000
     ends = [0, *sorted(cuts), 512]
     parts = [moments(x[:, a:b]) for a, b in itertools.pairwise(ends)]

@@ -137,7 +137,7 @@ def test_a_program_can_be_pickled(program: Program, cache: Path) -> None:
 
 @pytest.mark.rest
 def test_kernels_are_listed_without_a_compiler() -> None:
-    """And say so when they are asked to compile."""
+    """They raise an error with the reason when they compile."""
     code = (
         "import sys\n"
         "sys.modules['cuda'] = sys.modules['cuda.bindings'] = None\n"
@@ -285,7 +285,7 @@ def test_without_a_cache_folder_it_compiles_and_warns_once(
     assert caplog.text.count("cannot write") == 1
 
 
-def test_a_full_disk_costs_only_the_cache(
+def test_a_full_disk_disables_only_the_cache(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> Any:
@@ -304,7 +304,7 @@ LAUNCH = Program(FEATURES, "add_late", BOX)
 
 
 class Operand:
-    """As much of a tensor as a launch looks at."""
+    """The attributes of a tensor that a launch reads."""
 
     is_meta = False
     device = torch.device("cpu")
@@ -529,7 +529,7 @@ def test_a_recorded_launch_contains_its_program(
     assert len(entries(nvrtc.cache_folder())) == 1
 
 
-def test_recorded_kernels_are_those_of_the_real_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_kernels_equal_launched_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Any] = []
     recording = SimpleNamespace(device=H200, add=jobs.append)
     monkeypatch.setattr(jit, "recording", recording, raising=False)
@@ -593,7 +593,7 @@ def hopper() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("corner", [(0, 0), (48, 64), (56, 112)], ids=str)
-def test_a_box_is_copied_through_a_tensor_map(corner: tuple[int, int]) -> None:
+def test_a_tensor_map_copies_a_box(corner: tuple[int, int]) -> None:
     """Into shared memory beyond 48 KiB; what lies outside of the tensor is 0."""
     hopper()
     x = torch.arange(64 * 128, dtype=torch.int32, device="cuda").reshape(64, 128)

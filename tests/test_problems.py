@@ -39,7 +39,7 @@ def test_a_batch_is_part_of_a_problem() -> None:
     assert "batch=3" in str(many)
 
 
-def test_a_transposed_left_operand_says_nothing_of_the_right_one() -> None:
+def test_a_transposed_a_does_not_change_b() -> None:
     a = Operand(Format.BFLOAT16, layout=Layout.COLUMN, alignment=16)
     problem = make_problem("gemm", (64, 32, 13), a=a)
     assert (problem.b and problem.b.alignment) == 2
@@ -58,12 +58,12 @@ def test_sums_of_columns_are_part_of_a_problem_beside_its_scales(scaling: str) -
     assert summing.bytes_moved == plain.bytes_moved + 4 * 48
 
 
-def test_errors_of_a_batch_and_of_any_m_are_those_of_one_product() -> None:
+def test_error_problems_have_no_batch_and_one_m() -> None:
     many = make_problem("gemm", (64, 32, 16), batch=3)
     assert accuracy_problem(many, E4M3) == make_problem("gemm", (2048, 32, 16))
 
 
-def test_errors_of_gradients_are_those_of_any_gemm() -> None:
+def test_error_problems_of_gradients_are_plain_gemms() -> None:
     for case in grad_input_cases(4096, 48, 40, E4M3):
         assert accuracy_problem(case.problem, E4M3) == make_problem("gemm", (2048, 40, 48))
     problem = grad_weight_case(4096, 39, 13, batch=2).problem
@@ -119,7 +119,7 @@ def test_an_unknown_epilogue_of_a_norm_raises() -> None:
         make_problem("norm_quantize", (64, 256), epilogue="block_rms(96)")
 
 
-def test_errors_after_a_norm_are_those_of_the_norm_and_its_activation() -> None:
+def test_error_problems_with_a_norm_keep_norm_and_activation() -> None:
     shape = (64, 256, 128)
     words = "bias+residual+block_rms(128)+affine+silu"
     asked = accuracy_problem(make_problem("gemm_norm", shape, epilogue=words), E4M3)

@@ -1,4 +1,4 @@
-"""The sampled check: what it warns of, when, and that it costs nothing where it is not its turn.
+"""The sampled check: its warnings, their time, and no cost of unchecked calls.
 
 Kernels of an H200 are emulated here. Inputs have a common mean and rows of weights sum to zero:
 what is left of such a product is about as large as what FP8 rounds away.
@@ -151,7 +151,7 @@ def test_gemm_does_not_warn_within_the_budget(fp8_is_fast: None, mean: float, ze
     assert row["checks"] == 4 and 0.01 < row["row_err"] < 0.05
 
 
-def test_the_error_of_all_rows_is_that_of_the_error_contract(fp8_is_fast: None) -> None:
+def test_the_error_over_all_rows_follows_the_error_contract(fp8_is_fast: None) -> None:
     w, x, bias = weight(zero=True), inputs(5.0), torch.randn(N).bfloat16()
     y = gemm_within(x, w.t(), bias=bias)
     exact = x.double() @ w.t().double() + bias.double()
@@ -162,7 +162,7 @@ def test_the_error_of_all_rows_is_that_of_the_error_contract(fp8_is_fast: None) 
     assert row["row_err"] == pytest.approx(measure_errors(y, exact).row_err, rel=1e-5)
 
 
-def test_errors_of_special_rows_are_those_of_the_error_contract() -> None:
+def test_errors_of_special_rows_follow_the_error_contract() -> None:
     torch.manual_seed(0)
     exact = torch.randn(10, 8)
     out = exact * 1.05
@@ -181,7 +181,7 @@ def test_errors_of_special_rows_are_those_of_the_error_contract() -> None:
 
 
 def errors_of(exact: Tensor, out: Tensor) -> Tensor:
-    """Of rows one by one: what is not finite in one would reach others through the product."""
+    """Errors row by row, because non-finite values would reach other rows through the product."""
     one = torch.ones(1, 1)
     pairs = zip(exact.split(1), out.split(1), strict=True)
     return torch.cat([sampled_check.errors_of_rows(one, e, o) for e, o in pairs])
@@ -197,7 +197,7 @@ def test_long_sums_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(parts, whole, rtol=1e-2, atol=0.0)
 
 
-def test_the_variable_applies_without_an_argument(
+def test_the_environment_variable_applies_without_an_argument(
     fp8_is_fast: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, b = inputs(5.0), weight(zero=True).t()
@@ -333,7 +333,7 @@ class Event:
 
 
 def test_a_result_is_read_by_the_first_call_after_its_event() -> None:
-    """As on a GPU: a check is under way while the program goes on."""
+    """A check runs while the program continues, as on a GPU."""
     watch = Watch(100, 4, 0.06, 1, "layer/output")
     exact = torch.ones(4, 8)
 
@@ -421,7 +421,7 @@ def model_of(zero: bool) -> nn.Sequential:
 
 
 def layer_of(zero: bool, check: str = "1:64", name: str = "layer", device: str = "cpu") -> Linear:
-    """With FP8 for all of its products, whatever was measured."""
+    """All products of the layer use FP8, regardless of measurements."""
     layer = Linear(K, N, dtype=torch.bfloat16)
     with torch.no_grad():
         layer.weight.copy_(weight(zero))
@@ -472,7 +472,7 @@ def test_a_converted_layer_does_not_warn_for_measured_distributions(book: Book) 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_checked_too(compiled: bool) -> None:
-    """Of a gradient whose rows have one mean where columns of the weight sum to zero."""
+    """Rows of the gradient have a common mean, and columns of the weight sum to zero."""
     torch._dynamo.reset()
     layer = layer_of(zero=False)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Sums of columns stand in one order, and are as near to float64 as that order says."""
+"""Sums of columns are added in one order, and are as accurate as that order permits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lokakern.types import GROUP
 
 
 def test_neighbors_are_added_first_and_every_64th_tile_in_turn() -> None:
-    """Of 2^24, 1 and 1 the order shows: 1 is lost beside 2^24 in float32, and 2 is not."""
+    """The values 2^24, 1 and 1 show the order: float32 loses 1 beside 2^24, but not 2."""
     large, step = 2.0**24, LINES * GROUP
     for rows, found in (((0, 1, 2), large), ((0, 2, 3), large + 2), ((0, step, 2 * step), large),
                         ((0, GROUP, 2 * GROUP), large), ((0, 2 * GROUP, 3 * GROUP), large + 2),

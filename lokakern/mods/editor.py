@@ -16,7 +16,7 @@ from lokakern.nn.torch_owners import fast_paths, set_fast_paths
 
 
 class Mod(ABC):
-    """A reusable change to a model; exact if the model computes the same but for sum order."""
+    """A reusable change to a model; exact if only the order of sums may change."""
 
     is_exact: ClassVar[bool] = False
 
@@ -65,7 +65,7 @@ class Editor:
         return list(named_modules(self.model, is_wanted))
 
     def do(self, act: Callable[[], object], undo: Callable[[], object]) -> None:
-        """Make a change that `undo` reverts, whatever else was changed since."""
+        """Make a change that `undo` reverts, also after later changes."""
         self._undo.append(undo)  # first, so that a change that fails halfway is undone
         act()
 
@@ -182,7 +182,7 @@ class Report(Sequence[Change]):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the model computes the same as before, but for the order of sums."""
+        """Whether the model computes the same as before, except for the order of sums."""
         return all(change.is_exact for change in self._changes)
 
     def rows(self) -> list[dict[str, Any]]:

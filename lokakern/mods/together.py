@@ -311,7 +311,7 @@ def _graphs(
 
 
 def _traced(parent: nn.Module) -> fx.Graph | None:
-    """The graph of a forward; None if those of training and evaluation differ."""
+    """The graph of a forward; None if the graphs of training and evaluation differ."""
     own = vars(parent).get("forward")
     if own is not None:
         known = _GRAPHS.get(getattr(own, "__func__", None))

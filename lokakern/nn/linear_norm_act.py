@@ -80,7 +80,7 @@ class LinearNormAct(Linear):
         return z if self.activation == "none" else _FUNCTIONS[self.activation](z)
 
     def extra_repr(self) -> str:
-        """As of `Linear`, and the activation."""
+        """The representation of `Linear`, and the activation."""
         return f"{super().extra_repr()}, activation={self.activation}"
 
 

@@ -63,12 +63,12 @@ class BoundedSequential(nn.Sequential):
 
     @property
     def is_as_known(self) -> bool:
-        """Whether its modules are those for which the settings were made."""
+        """Whether the modules are unchanged since the settings were made."""
         modules, known = tuple(self._modules.values()), self._handoffs[-1].modules
         return len(modules) == len(known) and all(map(operator.is_, modules, known))
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Sequential`."""
+        """Call the modules in order, as `nn.Sequential` does."""
         if not self.is_as_known:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         _, modules, scales, activating = self._handoffs[-1]

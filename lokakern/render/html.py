@@ -26,12 +26,12 @@ def rendered(
 
 
 def script_of(text: str) -> Markup:
-    """A script of lokakern as the content of an element, which nothing in it ends."""
+    """A script of lokakern, escaped as the content of a script element."""
     return Markup(text.replace("</script", r"<\/script").replace("<!--", r"<\!--"))
 
 
 def json_of(value: Any) -> Markup:
-    """JSON as the content of a script element, which no data in it ends."""
+    """JSON as the content of a script element, escaped so that no data can close the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("<", r"\u003c"))
 

@@ -21,7 +21,7 @@ from tests.benchmarks.many_rows import DEVICE, first_dispatch
 
 
 def many_rows(count: int) -> Rows:
-    """As many timings: 20 kernels at 12 sizes of m of as many weights as it takes."""
+    """This many timings: 20 kernels at 12 sizes of m, for as many weights as needed."""
     a = Operand(Format.BFLOAT16)
     b = Operand(Format.BFLOAT16, layout=Layout.COLUMN)
     kernels = [
@@ -98,7 +98,7 @@ def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_loading_a_snapshot(database: Path, benchmark: Any) -> None:
-    """From a file to rows in memory."""
+    """Load a file into rows in memory."""
     snapshot = benchmark(load_snapshot, [database])
     assert snapshot.devices == [DEVICE]
 

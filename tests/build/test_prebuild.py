@@ -1,4 +1,4 @@
-"""Launches find all that was compiled ahead of time, and failures do not stop a build."""
+"""Launches find all kernels compiled ahead of time, and failures do not stop a build."""
 
 from __future__ import annotations
 
@@ -586,7 +586,7 @@ def test_a_prebuild_compiles_only_the_given_kernels(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-def test_a_gpu_launches_what_was_compiled_without_it(tmp_path: Path) -> None:
+def test_a_gpu_launches_kernels_compiled_without_a_gpu(tmp_path: Path) -> None:
     device = current_device()
     script = """
 import json, runpy, sys, torch

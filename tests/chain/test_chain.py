@@ -1,4 +1,4 @@
-"""Chains: the search against every combination, what dispatch answers, and what it then runs."""
+"""Chains: the search compared with all combinations, the choices, and their execution."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ some_layers = st.lists(st.lists(one_option, max_size=6), min_size=1, max_size=5)
 
 
 def every_path(layers: list[list[LayerOption]], first: object, last: object) -> list[Path]:
-    """By trying all combinations."""
+    """The best chain, found by trying all combinations."""
     return [
         Path(sum(w.time_us for w in options), sum(w.square for w in options), options)
         for options in itertools.product(*layers)
@@ -571,7 +571,7 @@ WORDS = ("chain", "--m", "32", "--layers", "128x128,64x128", "--epilogue", BLOCK
 
 
 @pytest.mark.usefixtures("small")
-def test_the_command_measures_a_chain_whole() -> None:
+def test_the_command_measures_a_whole_chain() -> None:
     words = (*WORDS, "--budget", "0.2", "--distribution", "X1", "--rivals", "torch.compile")
     ran = CliRunner().invoke(app, [*words, "--json"])
     assert ran.exit_code == 0, ran.output

@@ -1,4 +1,4 @@
-"""`convert`: what is chosen from rows made by hand, and what becomes of a model."""
+"""`convert`: choices from rows made by hand, and the converted model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_each_product_gets_its_measured_kernels(known: Book) -> None:
 
 
 def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
-    """Of kernels with others none is taken, however fast at one m: a weight is quantized once."""
+    """A weight is quantized once, so kernels with other scales are never chosen at any m."""
     fast = {16: 3.0, 256: 3.0, 1024: 3.0}
     rows = []
     for m in fast:
@@ -116,7 +116,7 @@ def test_weight_scales_restrict_the_granularity(book: Book) -> None:
     assert kernels(found, "0", "output", (256,)) == [""]
 
 
-def test_times_with_a_bias_are_preferred_to_those_without(book: Book) -> None:
+def test_times_with_a_bias_are_preferred_to_times_without(book: Book) -> None:
     with_bias = gemm(256, N, K, epilogue="bias")
     rows = rows_of(gemm(256, N, K), bf16=4.0, row=2.0)
     book.write(*rows, *rows_of(with_bias, bf16=2.0, errors=False, row=4.0))
@@ -159,7 +159,7 @@ def frozen_model(book: Book) -> tuple[nn.Module, Conversion]:
 
 
 def test_a_weight_of_an_fp8_product_can_be_offloaded(book: Book) -> None:
-    """Nothing reads it: it might be NaN."""
+    """The weight is not read, so it may be NaN."""
     model, found = frozen_model(book)
     layer, x = model[0], torch.randn(256, K).bfloat16()
     with torch.no_grad():
@@ -289,7 +289,7 @@ def test_a_report_judges_each_product_by_its_replayed_errors(book: Book) -> None
 
 
 def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
-    """By a replay on the same kind of GPU: what is off elsewhere says nothing here."""
+    """Only a replay on the same kind of GPU gives this verdict."""
     fast = "cuda.quantize_row+torch.scaled_mm_row_fast"
     problem = gemm(256, N, K)
     times = [(BF16, 4.0), (ROW_KERNEL, 2.0), (fast, 1.0)]
@@ -314,7 +314,7 @@ def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
 
 
 def test_a_probe_of_a_model_converts_it(known: Book) -> None:
-    """As a user does: on a machine with no GPU, for one."""
+    """A user may do this on a machine without a GPU."""
     model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))
     patch = pytest.MonkeyPatch()
     patch.setattr("lokakern.problems.ACCURACY_ROWS", 128)

@@ -89,7 +89,7 @@ def losses(rank: int, state: Compression | None) -> list[float]:
 
 
 def routed_losses(rank: int, kind: str) -> list[float]:
-    """Of a model whose products are quantized, with its weights whole or in parts."""
+    """Losses of a model with quantized products, under DDP or FSDP2."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(64, 32), nn.ReLU(), Linear(32, 40))
     for layer in model:
@@ -151,7 +151,7 @@ def trained(rank: int, model: nn.Module, autocast: bool) -> list[float]:
 
 
 def gathered(rank: int) -> dict[str, Any]:
-    """Of weights that are gathered as FP8, and as they are."""
+    """Losses and traffic with weights gathered as FP8, and unquantized."""
     found: dict[str, Any] = {}
     sent: list[int] = []
     reduced: list[int] = []
@@ -246,7 +246,9 @@ def test_errors_that_are_fed_back_vanish_over_steps(found: list[dict[str, Any]])
     assert found[0]["feedback True"] < 0.2 * found[0]["feedback False"]
 
 
-def test_what_is_not_finite_arrives_everywhere_and_is_not_kept(found: list[dict[str, Any]]) -> None:
+def test_non_finite_gradients_reach_all_ranks_and_are_not_fed_back(
+    found: list[dict[str, Any]],
+) -> None:
     for one in found:
         assert 5 in one["nan at"] and max(one["nan at"]) < COLUMNS
         assert one["after nan"] and one["zeros"] == 0.0 and one["other size"] == 5
@@ -260,13 +262,13 @@ def test_models_train_as_without(found: list[dict[str, Any]]) -> None:
     assert found[0]["plain"][-1] < 0.8 * found[0]["plain"][0]
 
 
-def test_quantized_models_train_alike_whole_and_in_parts(found: list[dict[str, Any]]) -> None:
+def test_quantized_models_train_equally_under_ddp_and_fsdp2(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["routed fsdp2"] == pytest.approx(one["routed ddp"], rel=1e-3)
         assert one["routed ddp"][-1] < one["routed ddp"][0]
 
 
-def test_weights_gathered_as_fp8_train_to_the_bit_as_those_quantized_after(
+def test_fp8_gathering_trains_bitwise_like_quantizing_after_the_gather(
     found: list[dict[str, Any]],
 ) -> None:
     """Uneven shards and empty ones, micro-batches, autocast and mixed precision."""
@@ -277,7 +279,7 @@ def test_weights_gathered_as_fp8_train_to_the_bit_as_those_quantized_after(
             assert with_it["losses"][-1] < with_it["losses"][0]
 
 
-def test_weights_gathered_as_fp8_are_a_byte_an_element(found: list[dict[str, Any]]) -> None:
+def test_weights_gathered_as_fp8_take_one_byte_per_element(found: list[dict[str, Any]]) -> None:
     elements = 17 * 64 + 48  # of a rank's part: the first layer's, padded, and the last one's
     for one in found:
         for kind, size in (("autocast", 4), ("policy", 2)):

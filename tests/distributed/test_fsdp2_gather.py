@@ -60,7 +60,7 @@ def local(layer: nn.Module) -> Tensor:
     return layer.weight.to_local()  # type: ignore[operator, union-attr, no-any-return]
 
 
-def test_products_that_are_not_quantized_read_what_the_bytes_mean() -> None:
+def test_unquantized_products_read_the_dequantized_weight() -> None:
     """Few rows, and an input's gradient without a route."""
     layer = layer_of(to_input="")
     weight = layer.weight.detach().clone()
@@ -85,7 +85,9 @@ def test_products_that_are_not_quantized_read_what_the_bytes_mean() -> None:
     ],
     ids=str,
 )
-def test_it_computes_as_the_layer_would(k: int, options: dict[str, object]) -> None:
+def test_a_gathered_layer_computes_like_an_unsharded_one(
+    k: int, options: dict[str, object]
+) -> None:
     results = []
     for is_gathered in (False, True):
         layer = layer_of(k=k)
@@ -123,7 +125,7 @@ def test_weights_of_any_magnitude_are_gathered(value: float) -> None:
 
 @pytest.mark.parametrize("has_backward", [False, True])
 @pytest.mark.parametrize("write", ["data", "local"])
-def test_what_is_written_past_fsdp_is_seen_by_the_next_forward_pass(
+def test_writes_that_bypass_fsdp_reach_the_next_forward_pass(
     write: str, has_backward: bool
 ) -> None:
     layer = sharded(layer_of())
@@ -138,8 +140,8 @@ def test_what_is_written_past_fsdp_is_seen_by_the_next_forward_pass(
     assert torch.equal(layer(rows()), 8.0 * y)
 
 
-def test_a_layer_trained_by_hand_learns_as_one_that_an_optimizer_trains() -> None:
-    """Weights grow past the largest number under the scale that they had."""
+def test_manual_updates_train_a_gathered_layer_like_an_optimizer() -> None:
+    """Weights grow beyond the range of their previous scale."""
     losses = []
     for by_hand in (False, True):
         block = sharded(layer_of())
@@ -181,7 +183,7 @@ def test_scales_are_found_once_in_a_pass(monkeypatch: pytest.MonkeyPatch, reentr
         assert found == [3] * number
 
 
-def test_layers_that_cannot_are_named_with_the_reason() -> None:
+def test_layers_that_cannot_gather_are_named_with_the_reason() -> None:
     padded, by_row, plain = layer_of(), layer_of(BY_ROW), layer_of("", "")
     padded.padding = (8, 0)
     mixed, left = layer_of(ONE_SCALE, BY_ROW), layer_of()
@@ -226,7 +228,7 @@ def test_a_conversion_that_is_undone_leaves_layers_that_gather() -> None:
     assert torch.equal(model(rows()), rows() @ meant(weight).bfloat16().t())
 
 
-def test_nothing_stays_when_the_model_is_gone() -> None:
+def test_gathering_keeps_no_hook_of_a_deleted_model() -> None:
     gc.collect()
     before = len(_global_optimizer_post_hooks)
     layer = sharded(layer_of())

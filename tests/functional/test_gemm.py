@@ -1,4 +1,4 @@
-"""The public functions: what they compute, what they refuse, and autograd and torch.compile."""
+"""The public functions: results, errors for invalid arguments, autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_a_truncated_file_of_misses_is_read_up_to_the_damage() -> None:
 
 
 @pytest.mark.parametrize("prepared", [False, True])
-def test_gradients_are_those_of_the_unquantized_product(prepared: bool, fp8: Fp8) -> None:
+def test_gradients_equal_the_gradients_of_the_unquantized_product(prepared: bool, fp8: Fp8) -> None:
     x, w = operands()
     bias = torch.randn(40).bfloat16().requires_grad_()
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""`gemm_norm` and `norm_quantize`: what they compute, what they refuse, and what they choose."""
+"""`gemm_norm` and `norm_quantize`: results, errors for invalid arguments, and choices."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, share: float = 0.02) -> Non
 # --- what they compute
 
 
-def test_layer_and_rms_norm_equal_those_of_torch() -> None:
+def test_layer_and_rms_norm_equal_torch() -> None:
     parts = (WEIGHT.double(), SHIFT.double())
     wanted = F.layer_norm(SUMS + BIAS.double(), (N,), *parts, 1e-5)
     found = lokakern.gemm_norm(
@@ -121,7 +121,7 @@ def test_quantized_operands_are_normalized_in_float32(granularity: str) -> None:
 
 
 def test_fp8_outputs_are_bitwise_equal_to_quantize() -> None:
-    """From float32 outputs; the next layer takes them as they are."""
+    """The FP8 output is quantized from float32, and the next layer reads it unchanged."""
     a, b = lokakern.quantize(X), lokakern.quantize(W).t()
     exact = (numerics.dequantize(a) @ numerics.dequantize(b)).float()
     d = norm.normalize(exact, Norm("block_rms", 64))
@@ -149,7 +149,7 @@ def test_fp8_outputs_are_bitwise_equal_to_quantize() -> None:
 def test_nothing_saturates_with_the_bound_of_the_norm_as_scale(
     name: str, activation: str | None, seed: int, affine: bool, quantized: bool
 ) -> None:
-    """And is what `lokakern.norm.static_scale` says, whatever the rows."""
+    """The scale is that of `lokakern.norm.static_scale`, for any rows."""
     weight, shift = drawn(2, N, seed=seed) if affine else (None, None)
     spikes = torch.eye(K).bfloat16()[:16] * 3e4
     x = torch.cat([drawn(24, K, seed=seed) * 1e3, spikes])
@@ -334,7 +334,7 @@ def test_dispatch_knows_the_ops() -> None:
 # --- gradients
 
 
-def test_gradients_are_those_of_the_unquantized_product() -> None:
+def test_gradients_equal_the_gradients_of_the_unquantized_product() -> None:
     names = ("bias", "norm_weight", "norm_bias", "residual", "gate")
 
     def made() -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Public `scaled_gemm`: what comes after its sums, groups and slices, and what it refuses."""
+"""Public `scaled_gemm`: epilogues, groups, slices and errors for invalid arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that activate and quantize: any row they hold, byte for byte where f(x) is exact."""
+"""Kernels that activate and quantize: every supported row, bitwise equal where f(x) is exact."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_rows_of_any_length(name: str, where: str, activation: str, dtype: torch
 def test_relu_is_bitwise_equal_to_the_reference(
     name: str, where: str, dtype: torch.dtype, form: Format
 ) -> None:
-    """Of slices, too, whose rows start anywhere, and of rows of zeros, infinities and NaN."""
+    """Inputs include slices whose rows start anywhere, and rows of zeros, infinities and NaN."""
     kernel = kernel_here(name, where)
     for columns, skipped in itertools.product((64, 96, 2048, 2053, 4096), (0, 1, 8)):
         x = drawn(40, columns + 24, where=where, dtype=dtype)[:, skipped : skipped + columns]

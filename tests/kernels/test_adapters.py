@@ -1,4 +1,4 @@
-"""Adapters call their libraries as these say they want to be called.
+"""Adapters follow the calling rules of their libraries.
 
 Stand-ins compute what a library documents, on the CPU, and check what it checks, and what it should
 check. That the libraries themselves do so is tried where they are installed (`list libraries`).
@@ -213,7 +213,7 @@ def problems(kernel: Kernel) -> Iterator[Problem]:
 
 
 def accepts(kernel: Kernel, problem: Problem) -> bool:
-    """Whatever is installed here."""
+    """Whether a kernel supports a problem, wherever its library is installed."""
     if problem.epilogue not in kernel.epilogues:
         return False
     return isinstance(kernel.supports_problem(problem, device_of(kernel)), Accepted)
@@ -236,7 +236,7 @@ def test_an_adapter_passes_the_arguments_of_its_library(name: str) -> None:
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_outputs_with_any_alignment_are_written(name: str) -> None:
-    """As parts of a flat buffer of gradients do; the stand-ins want multiples of 16 bytes."""
+    """Outputs may be parts of a flat buffer; the stand-ins require multiples of 16 bytes."""
     kernel = KERNELS[name]
     problem = next(problem for problem in problems(kernel) if accepts(kernel, problem))
     operands = operands_of(problem, "X5", CPU, device_of(kernel), cold=False)

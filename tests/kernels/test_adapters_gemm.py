@@ -1,4 +1,4 @@
-"""Adapters whose kernels quantize, take groups, or talk to C, as their libraries want them called.
+"""Adapters whose kernels quantize, take groups, or call C follow the calling rules of the library.
 
 As in test_adapters.py, stand-ins compute what a library documents and check what it should.
 """
@@ -120,7 +120,7 @@ def cases(distribution: str) -> Iterator[Case]:
 
 
 def accepts(kernel: Kernel, problem: Problem) -> bool:
-    """Whatever is installed here."""
+    """Whether a kernel supports a problem, wherever its library is installed."""
     if problem.op != kernel.op or problem.epilogue not in kernel.epilogues:
         return False
     return isinstance(kernel.supports_problem(problem, H200), Accepted)
@@ -129,9 +129,7 @@ def accepts(kernel: Kernel, problem: Problem) -> bool:
 @pytest.mark.usefixtures("_stand_ins")
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", QUANTIZING)
-def test_products_are_those_of_the_librarys_quantized_operands(
-    name: str, distribution: str
-) -> None:
+def test_products_match_the_quantized_operands_of_the_library(name: str, distribution: str) -> None:
     kernel = KERNELS[name]
     taken = [case for case in cases(distribution) if accepts(kernel, case.problem)]
     assert len(taken) >= 2

@@ -1,4 +1,4 @@
-"""Libraries' kernels on a GPU: what they write, where they are installed and were found to work.
+"""Outputs of libraries' kernels on a GPU, where they are installed and passed their trial.
 
 `list libraries` tries them; here they meet every distribution, odd sizes, outputs that begin
 anywhere, and values that are not finite.

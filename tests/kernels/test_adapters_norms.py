@@ -1,4 +1,4 @@
-"""Adapters of libraries' norms call them as these say they want to be called.
+"""Adapters of libraries' norms follow the calling rules of the libraries.
 
 Stand-ins as in test_adapters.py: they compute what a library documents, on the CPU, and check what
 it checks, and what it should check.
@@ -66,7 +66,7 @@ def check_vectors(x: Tensor, *vectors: Tensor) -> None:
 
 
 def rmsnorm(input: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-    """Of FlashInfer, which casts the pointer to the weight to that of the dtype of the rows."""
+    """FlashInfer's norm, which reads the weight in the dtype of the rows."""
     check_rows(input, out)
     check_vectors(input, weight)
     assert weight.dtype is BFLOAT16
@@ -78,7 +78,7 @@ def rmsnorm_forward(
     rstd: Tensor | None = None, mean: Tensor | None = None, residual: Tensor | None = None,
     residual_out: Tensor | None = None, eps: float = 1e-6, is_layernorm: bool = False,
 ) -> None:  # fmt: skip
-    """Of quack, which compiles for whatever dtypes there are."""
+    """quack's norm, which compiles for any dtypes."""
     check_rows(x, out)
     check_vectors(x, *(vector for vector in (weight, bias) if vector is not None))
     assert rstd is mean is residual is residual_out is None
@@ -90,7 +90,7 @@ def rmsnorm_fwd(
     input: Tensor, weight: Tensor, eps: float, ln_out: Tensor, quantizer: None, otype: str,
     sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Of TransformerEngine, which has kernels for weights in the dtype of the rows."""
+    """TransformerEngine's norm, which needs weights in the dtype of the rows."""
     check_rows(input, ln_out)
     check_vectors(input, weight)
     assert weight.dtype is BFLOAT16 and otype == "bfloat16" and quantizer is None
@@ -102,7 +102,7 @@ def layernorm_fwd(
     input: Tensor, weight: Tensor, bias: Tensor, eps: float, ln_out: Tensor, quantizer: None,
     otype: str, sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Of TransformerEngine; without a bias it would read address 0."""
+    """TransformerEngine's norm, which would read address 0 without a bias."""
     check_rows(input, ln_out)
     check_vectors(input, weight, bias)
     assert weight.dtype is bias.dtype is BFLOAT16 and otype == "bfloat16" and quantizer is None
@@ -127,7 +127,7 @@ def problem_of(kind: str, m: int = 37, k: int = 264, affine: bool = True) -> Pro
 
 
 def answer_of(name: str, problem: Problem) -> Accepted | Rejected:
-    """Whatever is installed here."""
+    """Whether a kernel supports a problem, wherever its library is installed."""
     return KERNELS[name].supports_problem(problem, H200)
 
 

@@ -266,7 +266,7 @@ def test_column_major_input_is_written_transposed(
 @pytest.mark.parametrize("epilogue", ["none", "static", "delayed"])
 @pytest.mark.sample(every=3)
 def test_tensorwise_quantization_equals_numerics(source: torch.dtype, epilogue: str) -> None:
-    """In registers of 3 multiprocessors, and read twice; with every kind of row."""
+    """Rows are in registers of 3 multiprocessors, or read twice; every kind of row occurs."""
     form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
     for rows, columns in [(1, 1), (3, 150), (140, 13), (70, 1024), (200, 700), (61, 7001)]:
         wide = hostile(rows, columns + 9, source) * 1e-37

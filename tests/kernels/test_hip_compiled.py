@@ -143,9 +143,7 @@ def check_instructions(gpu: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("gpu", "number"), ON_GPUS, ids=[f"{gpu}-{name_of(*VARIANTS[i])}" for gpu, i in ON_GPUS]
 )
-def test_a_kernel_compiles_into_its_arithmetic_and_takes_what_was_recorded(
-    gpu: str, number: int
-) -> None:
+def test_a_kernel_has_its_instructions_and_recorded_resources(gpu: str, number: int) -> None:
     check_instructions(gpu, number)
     found = resources(gpu, number)
     kernel, macros = VARIANTS[number]

@@ -130,7 +130,7 @@ def test_scales_come_with_the_operands_that_they_are_of() -> None:
 
 @needs_clang
 @pytest.mark.parametrize("gpu", GPUS)
-def test_what_is_copied_has_landed_before_the_barrier(gpu: str) -> None:
+def test_copies_are_complete_before_the_barrier(gpu: str) -> None:
     code = probes(gpu)["copies"]
     ways = ("global_load", "ds_write", "s_barrier", "ds_read")
     past = "global_load_lds_dwordx4"
@@ -145,7 +145,7 @@ def test_what_is_copied_has_landed_before_the_barrier(gpu: str) -> None:
 
 @needs_clang
 @pytest.mark.parametrize("gpu", GPUS)
-def test_a_barrier_waits_for_what_threads_wrote(gpu: str) -> None:
+def test_a_barrier_waits_for_the_writes_of_threads(gpu: str) -> None:
     code = probes(gpu)["waits"]
     order = [each.name for each in named(code, "ds_", "s_barrier")]
     assert order == ["ds_write_b32", "s_barrier", "ds_read_b32"]
@@ -204,11 +204,11 @@ def test_operands_and_modifiers_are_read_apart() -> None:
     ]  # fmt: skip
 
 
-def test_a_product_of_two_loads_is_told_from_that_of_one() -> None:
+def test_products_of_two_loads_are_found() -> None:
     code = functions_of(TEXT)["two"]
     assert [each.operands[0] for each in products_of_loads(code)] == ["v4", "v5"]
     assert [each.values for each in traced(code)][6] == [0x43700000, None]
 
 
-def test_a_copy_that_a_barrier_does_not_wait_for_is_found() -> None:
+def test_copies_unfinished_at_a_barrier_are_found() -> None:
     assert unfinished_at_barriers(functions_of(TEXT)["two"]) == ["global_load_lds_dwordx4"]

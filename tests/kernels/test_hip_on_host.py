@@ -417,7 +417,7 @@ BROKEN = {
 @pytest.mark.rest
 @pytest.mark.parametrize("what", BROKEN)
 def test_dropped_terms_are_found(what: str, tmp_path: Path) -> None:
-    """In a product of gfx950, waves in one order or the other."""
+    """Terms are dropped from a product of gfx950, with waves in either order."""
     here = folder("_" + what.replace(" ", "_"))
     old, new = BROKEN[what]
     texts = {n: (KERNELS_FOLDER / n).read_text() for n in ("scaled_gemm.hip", "products.hpp")}

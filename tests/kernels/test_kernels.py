@@ -1,4 +1,4 @@
-"""Every registered kernel is right: on every distribution, on hostile values, sizes and views.
+"""Every registered kernel is correct on all distributions, hostile values, sizes and views.
 
 Parametrized over the registry. Kernels that run anywhere are tested on the CPU, all of them on a
 GPU where there is one.
@@ -209,7 +209,7 @@ def reasons_of(kernel: Kernel, where: str, *, none_ok: bool, reasons: list[str |
 @pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
 @pytest.mark.parametrize("small", [False, True], ids=["bfloat16", "FP8"])
 def test_scaled_gemm_computes_every_declared_epilogue(name: str, where: str, small: bool) -> None:
-    """On tails of m, n and k; neither NaN between rows of operands nor bytes of others count."""
+    """Sizes have tails of m, n and k; NaN between rows and bytes of others have no effect."""
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     reasons = []
@@ -321,7 +321,7 @@ def grouped_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "where"), grouped_cases())
 def test_scaled_gemm_supports_groups(name: str, where: str) -> None:
-    """Of equal rows, and of any, empty ones and rows of no group included."""
+    """Groups of equal and of different sizes, with empty groups and rows outside all groups."""
     kernel = kernel_here(name, where)
     reasons = []
     for groups, m, n, k in [
@@ -671,7 +671,7 @@ def sums_of(kernel: Kernel, x: torch.Tensor) -> torch.Tensor:
 def test_column_sums_are_within_their_bound_of_float64(
     name: str, where: str, source: Format
 ) -> None:
-    """Of few tiles and many, of sizes apart and of values that cancel; twice the same bits."""
+    """Sums of few and many tiles, and of values that cancel, are accurate and reproducible."""
     kernel = kernel_here(name, where)
     for rows, columns in [(1, 9), (127, 33), (129, 130), (8193, 24), (20001, 3)]:
         x = torch.randn(rows, columns, device=where)

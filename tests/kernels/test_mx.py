@@ -75,7 +75,7 @@ def test_scales_of_another_dtype_raise() -> None:
         QuantizedTensor(by_group.data, by_group.scale.to(mx.SCALE), Granularity.GROUP)
 
 
-def test_no_norm_writes_scales_of_32() -> None:
+def test_no_norm_writes_1x32_scales() -> None:
     a, b = torch.ones(4, 64), torch.ones(64, 64)
     with pytest.raises(FormatError, match=r"'1x32'; expected tensor, row or 1x128"):
         lokakern.gemm_norm(a.bfloat16(), b.bfloat16(), norm="rms", out_format="e4m3fn",

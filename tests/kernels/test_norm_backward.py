@@ -1,6 +1,6 @@
-"""Kernels of norm_backward are right: every norm, activation and output, odd sizes, NaN.
+"""Kernels of norm_backward are correct: every norm, activation and output, odd sizes, NaN.
 
-Their reference is, against autograd in float64. Parametrized over the registry, like
+Their reference is tested against autograd in float64. Parametrized over the registry, like
 tests/kernels/test_norm_kernels.py.
 """
 
@@ -47,7 +47,7 @@ CASES = cases("norm_backward")
 @pytest.mark.parametrize("last", LASTS)
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(3)", "block_rms(8)", "none"])
 def test_the_reference_equals_autograd_of_the_norm(norm: str, last: str) -> None:
-    """Of what `registry.ops.normalized` says the forward pass is, in float64."""
+    """The forward pass is that of `registry.ops.normalized`, in float64."""
     generator = torch.Generator().manual_seed(0)
     y, dd = torch.randn((2, 13, 24), generator=generator, dtype=torch.float64)
     y = y.mul(2).add(1).bfloat16().double()
@@ -211,7 +211,7 @@ def test_repeated_rows_and_launches_are_bitwise_equal(name: str, where: str) -> 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
 def test_a_bias_has_the_sums_of_float32_gradients_in_their_order(name: str, where: str) -> None:
-    """Without a norm nothing is rounded but the sums."""
+    """Without a norm, only the sums are rounded."""
     kernel = kernel_here(name, where)
     for last in ("none", "relu"):
         found = Run(kernel, Variant("none", last, ("bias",)), 16700, 24, where)

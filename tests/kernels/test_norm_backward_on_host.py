@@ -1,4 +1,4 @@
-"""cuda.norm_backward is right, compiled for the CPU as in test_cuda_on_host.py."""
+"""cuda.norm_backward is correct, compiled for the CPU as in test_cuda_on_host.py."""
 
 from __future__ import annotations
 

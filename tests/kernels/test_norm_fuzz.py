@@ -1,4 +1,4 @@
-"""Kernels with a norm at random sizes, values and everything around the norm.
+"""Kernels with a norm at random sizes, values and epilogues.
 
 A few seeds of each kernel that is no composition; LOKAKERN_FUZZ=1000 tries as many. A failure names
 its seed.

@@ -1,4 +1,4 @@
-"""Every kernel that normalizes is right: every norm, epilogue and output, odd sizes, NaN, views.
+"""Every kernel with a norm is correct: norms, epilogues, outputs, odd sizes, NaN, views.
 
 Parametrized over the registry, like tests/kernels/test_kernels.py.
 """

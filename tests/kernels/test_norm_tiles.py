@@ -1,4 +1,4 @@
-"""Tiles of GEMMs with a norm: always one that fits, and each right wherever it is put.
+"""Tiles of GEMMs with a norm: one fits every problem, and all are correct.
 
 On a GPU few blocks walk over several tiles, so that warpgroups take turns and exchanges come round.
 """
@@ -67,7 +67,7 @@ def test_a_tile_that_is_chosen_fits_and_its_blocks_can_wait_for_each_other(
         assert norm_tiles.told_bytes(tile, m, n, kind, SMS) == size
 
 
-def test_rows_up_to_4096_columns_have_a_tile_whatever_goes_into_them() -> None:
+def test_every_epilogue_has_a_tile_up_to_4096_columns() -> None:
     """Promoted sums leave the fewest registers to residuals, gates and scales of rows."""
     for n in (2304, 3072, 4096):
         for residual, last in ((0, "none"), (1, "none"), (2, "gate"), (1, "cross")):
@@ -132,7 +132,7 @@ def launch(
 @pytest.mark.gpu
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_one_row_of_blocks_walks_over_all_rows(trial: Trial) -> None:
-    """As many blocks as a row of the output has tiles: all others wait for none."""
+    """The grid has as many blocks as a row of the output has tiles."""
     if current_device("cuda").architecture != "sm_90":
         pytest.skip("needs a GPU of sm_90")
     if not norm_tiles.fits(trial.n, trial.k, trial.tile, trial.kind):

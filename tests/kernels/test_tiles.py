@@ -1,4 +1,4 @@
-"""The rule that chooses tiles of the FP8 GEMM: always one that fits, and whole waves of it.
+"""The rule that chooses tiles of the FP8 GEMM: every tile fits, and waves are full.
 
 On a GPU every tile computes something in which all its pipelines come round several times.
 """
@@ -207,7 +207,7 @@ trial_of = pytest.mark.parametrize("trial", TRIALS, ids=str)
 
 
 @trial_of
-def test_trials_bring_every_pipeline_round_its_ring(trial: Trial) -> None:
+def test_trials_wrap_every_pipeline_around_its_ring(trial: Trial) -> None:
     tile = trial.tile
     m, n, k = trial.size(SMS)
     assert m % tile.height and k % tiles.DEPTH

@@ -172,7 +172,7 @@ def test_sums_that_are_normalized_are_promoted() -> None:
 
 
 @pytest.mark.parametrize("target", AMD)
-def test_nothing_of_amd_is_in_scratch(target: str) -> None:
+def test_no_amd_kernel_uses_scratch_memory(target: str) -> None:
     scratch = [k["kernel"] for k in working(target, "") if k["resources"]["scratch_bytes"]]
     assert not scratch
 

@@ -1,4 +1,4 @@
-"""Every Triton kernel computes the right thing, in Triton's interpreter, with no GPU."""
+"""Every Triton kernel is correct in Triton's interpreter, without a GPU."""
 
 from __future__ import annotations
 

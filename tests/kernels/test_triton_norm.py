@@ -150,5 +150,7 @@ def test_tiles_hold_all_columns_and_fit_the_hardware(columns: int, item_bytes: i
 @pytest.mark.parametrize(
     ("sizes", "grain"), [((1000, 1008), 8), ((1024, 1024), 1), ((1000, 1001), 1), ((0, 24), 8)]
 )
-def test_rows_of_multiples_of_8_are_said_to_be_so(sizes: tuple[int, ...], grain: int) -> None:
+def test_grain_is_8_where_8_but_not_16_divides_all_row_lengths(
+    sizes: tuple[int, ...], grain: int
+) -> None:
     assert norm_pieces.grain(*sizes) == grain

@@ -74,7 +74,7 @@ def row_err(out: Tensor, reference: Tensor) -> float:
     return numerics.measure_errors(out, reference).row_err
 
 
-def test_errors_are_those_after_norm_and_activation() -> None:
+def test_errors_are_measured_after_norm_and_activation() -> None:
     problem = layer("bias+residual+layer+affine+hardswish", a=ROW)
     found = measured(EMULATED, problem, "X8")
     x, w = drawn("X8")
@@ -110,7 +110,7 @@ def test_a_static_scale_is_the_bound_of_the_norm() -> None:
 
 
 def test_quantized_operands_have_the_cells_of_unquantized_ones() -> None:
-    """So that one budget judges FP8, what is quantized on the way, and bfloat16."""
+    """One budget then applies to FP8, to operands quantized on the fly, and to bfloat16."""
     pairs = [(EMULATED, layer("bias+layer", a=ROW)), (UNFUSED, layer("layer"))]
     cells = cells_for(pairs, HERE, ["X1"], seeds=[0])
     assert [cell.kernel for cell in cells] == [EMULATED, UNFUSED]
@@ -122,7 +122,7 @@ def test_quantized_operands_have_the_cells_of_unquantized_ones() -> None:
     assert wide.row_err < 0.005 < 0.02 < narrow.row_err < 0.06
 
 
-def test_kernels_of_one_class_stand_in_for_each_other() -> None:
+def test_kernels_of_one_numerics_class_share_errors() -> None:
     twin = replace(EMULATED, name="other.norm_row")
     rounded = replace(EMULATED, name="other.norm_rounded", accumulation="rounded")
     problem = layer("layer", a=ROW)

@@ -106,7 +106,7 @@ def test_unmeasurable_problems_raise() -> None:
             made_of(asked)
 
 
-def test_bytes_moved_are_those_of_inputs_and_outputs() -> None:
+def test_bytes_moved_count_inputs_and_outputs() -> None:
     asked = problem(256, 128, "bias+residual+layer+affine", out_format=Format.E5M2)
     elements = 256 * 128
     scales = 4 * (256 + 128 * 2)

@@ -117,7 +117,7 @@ def make(problem: Problem, *, cold: bool = True, distribution: str = "X3") -> No
 
 
 def exact_outputs(made: NormOperands, number: int) -> Tensor:
-    """From the operands of a set alone."""
+    """The expectation depends on the operands of one set alone."""
     *given, _out = made.sets[number]
     (epilogue,) = made.epilogues[number]
     if made.problem.b is None:
@@ -397,7 +397,7 @@ def outputs_of(epilogue: NormEpilogue, y: Tensor) -> Tensor:
     "text", ["layer", "rms+affine+relu", "bias+block_rms(16)+hardswish", "layer+affine+silu"]
 )
 def test_a_norm_bounds_its_static_scale(text: str) -> None:
-    """It is known without any row, and nothing saturates under it."""
+    """The scale is known without any row, and no value saturates."""
     epilogue = draw_epilogue(norm_form(text), 4, 64, CPU)
 
     def never() -> Tensor:

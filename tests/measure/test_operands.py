@@ -159,7 +159,7 @@ def test_alignment_of_gradients_is_that_of_their_operands(
 
 
 def expected(kernel: Kernel, made: Operands, number: int) -> torch.Tensor:
-    """What the check compares with, in one tensor."""
+    """The references of the check, in one tensor."""
     problem = made.problem
     out = torch.full((problem.batch, problem.m, problem.n), math.nan, dtype=torch.float64)
     expectation = made._expectation(kernel, number)
@@ -510,7 +510,7 @@ def test_cached_operands_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -
     assert operand_cache._on_cpu.byte_count == 0
 
 
-def test_prefetched_operands_equal_those_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_operands_equal_operands_made_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case(make_problem("gemm", (m, n, 64)), "X3") for m in (100, 300) for n in (16, 24)]
     alone = [make(case.problem, cold=False).digest for case in cases]
     clear_operand_cache()
@@ -569,7 +569,7 @@ QUANTIZERS = sorted(
 @pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN], ids=str)
 @pytest.mark.parametrize("sums", [False, True], ids=["alone", "sums"])
 def test_all_outputs_of_a_quantizer_are_checked(name: str, layout: Layout, sums: bool) -> None:
-    """And poisoned before; a scale that is given is no output."""
+    """Outputs are poisoned before each call; a given scale is no output."""
     kernel = KERNELS[name]
     scaling = "none" if "none" in kernel.epilogues else min(kernel.epilogues)
     with_sums = {epilogue for epilogue in kernel.epilogues if epilogue.endswith("column_sums")}

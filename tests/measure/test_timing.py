@@ -186,7 +186,7 @@ def test_one_slow_replay_drops_no_contender(clock: Clock) -> None:
 
 
 class Broken(Exception):
-    """What a library may raise."""
+    """An error of a library."""
 
 
 @pytest.mark.parametrize("lives", [0, 1, 2, 5])
@@ -387,7 +387,7 @@ def test_quantized_operands_are_exact_quantizations_of_the_sampled_rows() -> Non
             assert torch.equal(numerics.dequantize(weight), numerics.dequantize(wanted))
 
 
-def test_layouts_are_those_of_the_problem() -> None:
+def test_operands_have_the_layouts_of_the_problem() -> None:
     column = make(make_problem("gemm", SHAPE), cold=False).sets[0][1]
     row = make(
         make_problem("gemm", SHAPE, b=Operand(Format.BFLOAT16, layout=Layout.ROW)), cold=False
@@ -552,7 +552,7 @@ def test_a_kernel_is_checked_against_its_own_bound() -> None:
 
 
 def test_quantizing_kernels_are_checked_against_the_quantized_product() -> None:
-    """Not to that of the operands they were given: rounding to FP8 is no mistake."""
+    """The reference has quantized operands, because rounding to FP8 is no error of a kernel."""
     problem = make_problem("gemm", SHAPE)
     for name in (
         "torch.quantize_row+torch.emulated_row",

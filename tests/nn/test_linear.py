@@ -1,4 +1,4 @@
-"""`Linear` on its routes: what it computes, when weights are quantized, and who may wrap it.
+"""`Linear` with routes: its results, the quantization of weights, and wrappers around it.
 
 Kernels of an H200 are emulated here; m from 16 on is quantized, less is not.
 """
@@ -221,7 +221,7 @@ def test_autocast_quantizes_only_bfloat16() -> None:
 
 
 def test_a_weight_may_change_before_the_backward_pass() -> None:
-    """As of nn.Linear under autocast: what was multiplied counts."""
+    """The gradient is that of nn.Linear under autocast, by the multiplied operands."""
     gradients = []
     for changes in (False, True):
         layer, x = layer_of(dtype=torch.float32), rows().float().requires_grad_()
@@ -305,7 +305,7 @@ def test_with_static_m_the_compiler_quantizes_the_left_operand(
 @pytest.mark.parametrize("m", [8, 48])
 @pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, PLAIN)], ids=["all", "output"])
 def test_compiled_unquantized_layers_equal_linear(m: int, routes: tuple[str, str, str]) -> None:
-    """With known m, the graph contains no op of lokakern."""
+    """The graph contains no op of lokakern if m is known."""
     torch._dynamo.reset()
     layer, ops = layer_of(routes), []
 
@@ -381,7 +381,7 @@ def test_kernels_get_slices_without_a_copy_if_they_read_them(
 
 
 def test_a_compiled_sliced_gradient_is_not_copied() -> None:
-    """Of a sum over a concatenation, as the norms of Wukong have: a copy would make it anew."""
+    """The gradient is a slice of a sum over a concatenation, as in the norms of Wukong."""
     torch._dynamo.reset()
     layer, other = layer_of(), rows(k=16)
     graphs = []
@@ -659,7 +659,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_ddp_fsdp2_and_activation_checkpoints_train_equally() -> None:
-    """To the bit; FSDP2 gathers weights into the same memory, where nothing may be kept."""
+    """Results are bitwise equal; FSDP2 reuses the memory of gathered weights."""
     expected = losses(model_of())
     assert expected[-1] < expected[0]
     model = model_of()

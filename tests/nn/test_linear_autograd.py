@@ -1,4 +1,4 @@
-"""Derivatives of derivatives, and who traces or transforms a converted layer.
+"""Second derivatives, tracing and transforms of converted layers.
 
 Kernels of an H200 are emulated here; m from 16 on is quantized.
 """
@@ -67,8 +67,8 @@ def test_a_gradient_penalty_has_the_gradients_of_linear(
                     torch.testing.assert_close(a, b, rtol=0.02, atol=0.02 * b.abs().max().item())
 
 
-def test_second_derivatives_equal_those_of_linear() -> None:
-    """Of x, weight and bias, through each of the three gradients; in float64 by hand."""
+def test_second_derivatives_equal_linear() -> None:
+    """Derivatives of x, weight and bias through each gradient equal manual ones in float64."""
     layer = layer_of()
     x, gradient = rows().requires_grad_(), rows(k=N, seed=2).requires_grad_()
     results = []
@@ -131,7 +131,7 @@ def test_second_derivatives_raise_after_a_weight_changed() -> None:
 
 
 @pytest.mark.parametrize("call", ["gemm", "gemm_norm"])
-def test_second_derivatives_of_products_equal_those_of_torch(call: str) -> None:
+def test_second_derivatives_of_products_equal_torch(call: str) -> None:
     torch.manual_seed(0)
     a, w, bias = (torch.randn(*s).bfloat16().requires_grad_() for s in ((32, K), (N, K), (N,)))
     weights = torch.randn(32, N)

@@ -1,4 +1,4 @@
-"""`LinearNormAct`: what it computes, its checkpoints, and that it has routes."""
+"""`LinearNormAct`: its results, checkpoints and routes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def by_data_in_place_of_a_slice(weight: Tensor) -> None:
 
 
 def by_peft(weight: Tensor) -> None:
-    """As `merge_adapter` does: ``base_layer.weight.data += delta``."""
+    """The weight is changed as by `merge_adapter`: ``base_layer.weight.data += delta``."""
     n, k = weight.shape
     a, b = torch.randn(4, k).to(weight.dtype), torch.randn(n, 4).to(weight.dtype)
     weight.data += 2.0 * (b @ a)
@@ -99,7 +99,7 @@ WRITES = [by_data, by_new_data, by_data_in_place_of_a_slice, by_peft, by_optimiz
 def test_every_kind_of_weight_update_takes_effect(
     write: Callable[[Tensor], None], dtype: torch.dtype
 ) -> None:
-    """And what the input's gradient reads: that of the first layer shows it."""
+    """The input gradient reads the new weight too, as the first layer's gradient shows."""
     model, _ = converted(dtype)
     x, gradient = rows().to(dtype), rows(k=N, seed=2)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):

@@ -96,7 +96,7 @@ def test_a_static_scale_has_the_error_of_rowwise_scales(name: str) -> None:
     assert known < 0.05 and known < 1.2 * by_row
 
 
-def test_gradients_are_those_of_the_unrounded_input() -> None:
+def test_gradients_equal_the_gradients_of_the_unrounded_input() -> None:
     layer, found = model_of()[3], []
     h = nn.functional.hardswish(torch.rand(48, 48) * 6 - 3).bfloat16()
     for scale in ("", SCALE):
@@ -401,8 +401,8 @@ def test_a_model_with_fused_activations_runs_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.usefixtures("timed")
-def test_only_kernels_of_rowwise_scales_get_them(launched: Any, tmp_path: Path) -> None:
-    """Not a layer that normalizes, too, nor one of blocks, nor beyond the rows asked for."""
+def test_only_rowwise_kernels_get_fused_activations(launched: Any, tmp_path: Path) -> None:
+    """Layers with a norm, with blocks, or outside the range of m get none."""
     model = activated_model()
     model[2] = LinearNormAct(K, N, norm="layer", bias=False).bfloat16()
     assert converted(model).handed_over == []
@@ -487,7 +487,7 @@ def zeroed(module: nn.Module, _args: Any, y: Tensor) -> Tensor | None:
 
 @pytest.mark.usefixtures("timed")
 def test_hooks_and_replaced_forwards_disable_the_fused_activation(launched: Any) -> None:
-    """In place, for all modules, on one object, or by another module."""
+    """Replacements are in place, for all modules, on one object, or by another module."""
     x = torch.randn(256, 8).bfloat16()
 
     def heard(change: Any, after: bool = False) -> None:

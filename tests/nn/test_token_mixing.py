@@ -1,4 +1,4 @@
-"""Products across tokens: the same numbers, of operands as they lie, with nothing turned."""
+"""Products across tokens equal those of linear layers, without transposed copies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def mixer_of(tokens: int = 16, bias: bool = False) -> nn.Module:
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize(("tokens", "bias"), [(16, False), (13, True), (1, True)])
 def test_mixing_changes_no_results(tokens: int, bias: bool, is_fused: bool) -> None:
-    """In float64, of integers: to the bit; gradients, too."""
+    """Results and gradients in float64, of integers, are bitwise equal."""
     model, x = mixer_of(tokens, bias), whole(3, tokens, 6)
     expected, keys = passed(model, x), list(model.state_dict())
     kinds = [type(m) for m in model.modules()]
@@ -547,7 +547,7 @@ def test_the_kernel_is_correct_in_the_interpreter() -> None:
 def test_the_kernel_is_correct_on_a_gpu(
     shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of poisoned memory, against float64, twice the same; and the fallback beside it."""
+    """Outputs in poisoned memory match float64, are reproducible, and agree with the fallback."""
     batch, count, n, d = shape
     torch.manual_seed(0)
     grad, x = (torch.randn(batch, rows, d, device="cuda").to(dtype) for rows in (count, n))

@@ -85,7 +85,7 @@ def padding_mask(x: Tensor, batch_first: bool) -> Tensor:
 
 
 def outputs(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
-    """In training, in evaluation, and in evaluation without gradients, without and with a mask."""
+    """Training, evaluation, and evaluation without gradients, each without and with a mask."""
     found = []
     for is_training, has_gradients in MODES:
         model.train(is_training)
@@ -208,7 +208,7 @@ def test_converted_layers_run_in_each_mode(
 def test_the_fast_path_is_disabled_and_enabled_again(
     quantizing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an encoder whose layers are converted: nothing reads past them, nor packs for it."""
+    """An encoder with converted layers calls them, and does not pack padded sequences."""
     taken: list[str] = []
     for name in ("_transformer_encoder_layer_fwd", "_nested_tensor_from_mask"):
         real: Callable[..., Any] = getattr(torch, name)

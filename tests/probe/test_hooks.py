@@ -203,7 +203,7 @@ def test_gradients_within_checkpoints_are_sampled_once(use_reentrant: bool, call
 
 
 def test_late_gradients_are_paired_with_their_inputs() -> None:
-    """Of more rows than are taken, those of the input are taken of the gradient, too."""
+    """The same rows of the input and of the gradient are sampled."""
     layer = nn.Linear(4, 4, bias=False)
     nn.init.eye_(layer.weight)
     x = torch.randn(3000, 4, requires_grad=True)

@@ -46,7 +46,7 @@ def test_safe_verdicts_hold_on_held_out_batches(cases: Any) -> None:
 def test_weight_rows_that_sum_to_zero_keep_the_rounding_of_the_mean(
     cases: Any, mean: float, budget: float, true: float, safety: str
 ) -> None:
-    """At k = n = 512 draws from statistics told 0.044, 0.051 and 0.056 of means 1, 2 and 5."""
+    """Draws from statistics gave 0.044, 0.051 and 0.056 for means 1, 2 and 5 at k = n = 512."""
     (case,) = (c for c in cases.known_cases() if c.mean == mean and c.budget == budget)
     outputs = [j for j in cases.judge(case) if j.gemm == "output"]
     assert [j.scales for j in outputs] == ["row", "1x128", "tensor"]

@@ -111,7 +111,7 @@ def test_fused_layers_are_sampled_like_one_layer(backend: str) -> None:
 
 
 def test_probing_does_not_change_training_of_fused_models() -> None:
-    """To the bit."""
+    """The results are bitwise equal."""
     alone, (watched, _) = pair()[0], pair()
     before = train(alone, alone, 4)
     with Probe(watched, every=2):
@@ -121,7 +121,7 @@ def test_probing_does_not_change_training_of_fused_models() -> None:
 
 
 def test_nested_outputs_are_unchanged() -> None:
-    """Which are not joined to be looked at."""
+    """Probe does not concatenate nested outputs of fused layers."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +183,7 @@ def test_models_without_sites_after_mods_are_refused_with_the_reason() -> None:
         Probe(model)
 
 
-def test_loss_changes_of_fused_layers_equal_those_of_one_layer() -> None:
+def test_loss_changes_of_fused_layers_equal_one_layer() -> None:
     found = []
     for model in pair():
         loss = lambda x, model=model: model(x).square().mean()  # noqa: E731

@@ -234,7 +234,7 @@ def test_cancellation_within_batches_enlarges_errors(kind: str) -> None:
 
 
 def test_unpaired_operands_have_no_verdict() -> None:
-    """As a checkpoint that makes several calls again gives their gradients."""
+    """A checkpoint that repeats several calls gives such gradients."""
     x, _, w = drawn("X1", N, K)
     site = site_of(x, w)
     keys = torch.rand(256, dtype=torch.float64, generator=torch.Generator().manual_seed(9))

@@ -66,7 +66,7 @@ def test_only_sampled_steps_are_recorded() -> None:
 
 
 def test_probing_does_not_change_training() -> None:
-    """To the bit, dropout included."""
+    """The results are bitwise equal, dropout included."""
 
     def losses(watched: bool) -> list[float]:
         model = nn.Sequential(*model_of(), nn.Dropout(0.5))
@@ -503,7 +503,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-def test_statistics_of_two_ranks_equal_those_of_one(tmp_path: Path) -> None:
+def test_statistics_of_two_ranks_equal_one_rank(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.probe_ranks", str(tmp_path)],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1800, check=False,

@@ -87,7 +87,7 @@ def test_nothing_is_reported_without_a_graph() -> None:
 
 
 class Framework(nn.Module):
-    """As FuxiCTR's models, whose training step calls a method and no module's hooks."""
+    """A model like FuxiCTR's, whose training step calls a method and no module's hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_frozen_weights_are_not_activations() -> None:
 
 
 def test_share_is_unknown_with_foreign_parameters() -> None:
-    """As those that FSDP2 gathers: they are no module's when the graph is read."""
+    """Gathered parameters of FSDP2 belong to no module when the graph is read."""
     model = Mixed("attention")
     x = torch.randn(M, D)
     (words,) = products_elsewhere(model(x), {}, set()).values()

@@ -312,7 +312,7 @@ def test_classes_have_the_largest_errors_of_their_kernels() -> None:
 
 
 def test_unpromoted_sums_are_judged_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their own errors, on GPUs of the kind where these were replayed."""
+    """Unpromoted sums are judged by their own errors, on GPUs of the kind that replayed them."""
     site = shaped(4096, 4096, 8192)
     bad = [replayed(), replayed(accumulation="fast", row_err=0.2)]
     good = [replayed(), replayed(accumulation="fast"), replayed(accumulation="promoted+fbgemm")]

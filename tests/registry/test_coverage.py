@@ -1,4 +1,4 @@
-"""Which kernels have evidence, and which lack it."""
+"""Evidence of kernels, and missing evidence."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_kernel_needs_a_time_and_a_test_run(facts: Facts) -> None:
     assert facts.states(it) == {"sm_90": ("measured", "NVIDIA H200; 40 tests passed")}
 
 
-def test_a_changed_kernel_has_lost_both(facts: Facts) -> None:
+def test_a_changed_kernel_needs_new_times_and_a_new_test_run(facts: Facts) -> None:
     it = kernel(architectures=ON_HOPPER)
     facts.time(it)
     facts.test(it, 40, 0, 0)
@@ -175,7 +175,7 @@ def test_a_kernel_that_was_wrong_once_is_a_gap_until_it_changes(facts: Facts, st
     assert facts.gaps(changed) == []
 
 
-def test_a_kernel_of_a_new_op_lacks_nothing_until_it_changes(
+def test_a_kernel_of_a_new_op_needs_no_evidence_until_it_is_tested(
     facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = kernel(architectures=ON_HOPPER)
@@ -188,7 +188,7 @@ def test_a_kernel_of_a_new_op_lacks_nothing_until_it_changes(
 
 
 @pytest.mark.parametrize("declared", ["compile_only", "unmeasured"])
-def test_a_reason_stands_for_evidence(facts: Facts, declared: str) -> None:
+def test_a_reason_replaces_evidence(facts: Facts, declared: str) -> None:
     both = frozenset({"sm_90", "gfx942"})
     it = kernel(architectures=both, **{declared: {"gfx942": "no such GPU"}})
     facts.time(it)

@@ -1,4 +1,4 @@
-"""Digests: what changes a kernel changes its digest, and nothing else does."""
+"""A digest changes with every change of its kernel, and with nothing else."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_layout_does_not_change_a_digest(digest_of: Digest, replaced: dict[str, 
     assert digest_of() == digest_of(replaced)
 
 
-def test_what_came_later_is_no_part_of_a_digest(digest_of: Digest) -> None:
+def test_code_marked_digest_off_changes_no_digest(digest_of: Digest) -> None:
     numerics = FILES["lokakern/numerics.py"]
     later = (
         "# digest: off (scales of 32)\nfrom lokakern import jit\n\n# digest: on\n"
@@ -235,7 +235,7 @@ def test_any_import_of_a_kernel_module_is_followed(digest_of: Digest, statement:
         ("from lokakern.driver import CudaLaunch", "nvrtc"),
     ],
 )
-def test_what_decides_results_outside_the_kernels_is_followed(
+def test_modules_that_decide_results_are_part_of_a_digest(
     digest_of: Digest, statement: str, file: str
 ) -> None:
     kernel = {KERNEL: f"{statement}\n"}
@@ -246,7 +246,7 @@ def test_what_decides_results_outside_the_kernels_is_followed(
 def test_a_module_outside_lokakern_is_found_where_it_was_loaded_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And never loaded for its digest: names come from databases too."""
+    """A digest never imports the module, because names also come from databases."""
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "kernels_of_a_user.py"
     path.write_text("x = 1\n", encoding="utf-8")
@@ -380,8 +380,8 @@ def test_every_kernel_has_a_digest_of_its_own_files(kernel: Kernel) -> None:
     assert read[f"kernels/{kernel.modules[0]}.py"] == digests.normalize_python(source)
 
 
-def test_what_no_digest_holds_is_as_it_was_measured() -> None:
-    """What came later decides what kernels of 1x32 scales compute, and none of their digests."""
+def test_code_outside_all_digests_has_not_changed() -> None:
+    """Code marked `digest: off` decides results of 1x32 kernels, but is in no digest."""
     later = hashlib.sha256()
     for module in ("formats", "numerics"):
         source = (ROOT / "lokakern" / f"{module}.py").read_text("utf-8")
@@ -407,7 +407,7 @@ def test_kernels_that_quantize_exactly_depend_on_numerics() -> None:
     assert {"kernels/torch/quantize.py", "lokakern/numerics.py"} <= set(files)
 
 
-def test_how_cuda_kernels_compile_and_launch_is_part_of_them_alone() -> None:
+def test_only_cuda_and_hip_digests_cover_compilation_and_launch() -> None:
     def files_of(module: str) -> set[str]:
         files: dict[str, str] = {}
         digests._collect(digests._module_file(module), files)

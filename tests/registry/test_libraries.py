@@ -1,4 +1,4 @@
-"""Plugins and libraries: what works is loaded, and what does not is named and stops nothing."""
+"""Plugins and libraries: usable ones are loaded, and broken ones are named and stop nothing."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def test_another_version_is_tried_again(library: Library, monkeypatch: pytest.Mo
     monkeypatch.undo()
 
 
-def test_what_is_not_installed_counts_nowhere() -> None:
+def test_absent_and_unsuitable_libraries_are_reported() -> None:
     absent = Library(name="absent", packages=(Package("a-b", ">=1", ()), Package("c", "", ())))
     assert absent.words == ()
     assert absent.why_not_here() == "absent is not installed (pip install a-b or c)"
@@ -336,7 +336,7 @@ def test_rows_of_another_version_are_stale(library: Library) -> None:
      '{"version": 1, "trials": {"k": {"why": "", "kernels": {}, "right": true}}}',
      " " * (libraries.LARGEST_FILE_BYTES + 1)],
 )  # fmt: skip
-def test_a_file_of_trials_that_is_none_says_nothing(library: Library, text: str) -> None:
+def test_an_invalid_file_of_trials_is_ignored(library: Library, text: str) -> None:
     path = libraries.trials_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -375,7 +375,7 @@ def test_rows_of_the_package_that_is_not_called_here_are_stale(
     assert not libraries.is_of_another("package:of-nobody==1.0")
 
 
-def test_a_plugin_is_told_by_its_modules_however_they_are_imported(
+def test_a_plugin_is_identified_by_its_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     named = {
@@ -391,7 +391,7 @@ def test_a_plugin_is_told_by_its_modules_however_they_are_imported(
         assert (found and found.name) == name, module
 
 
-def test_where_nothing_can_be_kept_trials_hold_for_the_process(
+def test_trials_that_cannot_be_stored_hold_for_the_process(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -401,7 +401,7 @@ def test_where_nothing_can_be_kept_trials_hold_for_the_process(
     assert libraries.trial_of(library, current_device()) == Trial("bad")
 
 
-def test_what_nobody_measured_is_never_a_librarys(
+def test_a_miss_never_selects_a_kernel_of_a_library(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a miss the first kernel that accepts is taken: by name it would be this one."""

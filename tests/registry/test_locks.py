@@ -1,4 +1,4 @@
-"""Locks of files, and folders for copies: whoever is killed leaves nothing locked or behind."""
+"""File locks and folders for copies: killed processes leave no locks and no files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_lock_ends_with_its_process_and_not_with_a_fork_of_it(tmp_path: Path) 
     assert not Lock(path).acquire()
 
 
-def test_a_lock_of_a_file_that_was_removed_is_none(tmp_path: Path) -> None:
+def test_a_lock_on_a_removed_file_does_not_lock(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     old, new = Lock(path), Lock(path)
     assert old.acquire()
@@ -96,7 +96,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_private_folder_is_there_only_inside(temporary: Path) -> None:
+def test_a_private_folder_exists_only_inside_the_context(temporary: Path) -> None:
     with pytest.raises(RuntimeError), private_folder() as folder:
         assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
         assert not Lock(folder / "lock").acquire(), "it is held, or it were taken for left over"

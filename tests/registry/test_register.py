@@ -1,4 +1,4 @@
-"""The registry: how kernels enter it, what they accept, and what importing lokakern needs."""
+"""The registry: registration of kernels, accepted problems, and requirements of an import."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def reason(answer: object) -> str:
 # --- entering
 
 
-def test_register_is_the_whole_entry(registered: dict[str, Kernel]) -> None:
+def test_register_alone_registers_a_kernel(registered: dict[str, Kernel]) -> None:
     def multiply(*_: Any) -> None:
         """Do nothing."""
 
@@ -146,7 +146,7 @@ def test_a_library_is_given_aligned_operands(
 def test_a_library_runs_on_the_device_of_its_operands(
     lent: dict[str, Kernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its streams and handles are those of the current device, whatever it is given."""
+    """The streams and handles of a library are those of the current device."""
     now = [0]
 
     @contextmanager
@@ -215,7 +215,7 @@ def test_supports_says_why_not() -> None:
     assert "'gelu'" in reason(narrow.supports(replace(GEMM, epilogue="gelu"), H200))
 
 
-def test_kernels_declare_what_they_do_to_their_sums(registered: dict[str, Kernel]) -> None:
+def test_kernels_declare_epilogues_accumulation_and_slices(registered: dict[str, Kernel]) -> None:
     register("gemm", epilogues=frozenset({"relu"}), accumulates=True, k_slices=True)(own_kernel)
     (name,) = set(registered) - set(KERNELS)
     found = registered[name]
@@ -373,7 +373,7 @@ def test_every_kernel_is_described(found: Kernel) -> None:
 
 @pytest.mark.parametrize("device", [H200, MI300X, CPU], ids=str)
 @pytest.mark.parametrize("found", KERNELS.values(), ids=str)
-def test_support_is_an_answer_whatever_the_problem(found: Kernel, device: Device) -> None:
+def test_support_is_defined_for_every_problem(found: Kernel, device: Device) -> None:
     fp8 = fp8_format(device)
     problems = [
         make_problem(op, (96, 40, 56)[: len(OPS[op].axes)], **fields)
@@ -438,7 +438,7 @@ def test_norms_are_composed_with_gemms_for_bfloat16_and_fp8() -> None:
     assert norm_compositions.compose_quantized("torch.quantize", "gone.gemm_norm") is None
 
 
-def test_a_composition_with_a_norm_refuses_what_its_parts_refuse() -> None:
+def test_a_composition_with_a_norm_refuses_problems_of_no_part() -> None:
     problem = make_problem("gemm_norm", (64, 256, 512), epilogue="bias+layer")
     plain = KERNELS["torch.bf16+torch.norm_quantize"]
     assert plain.supports(problem, CPU) == Accepted()
@@ -524,7 +524,7 @@ def test_a_composition_takes_weights_prepared_its_way() -> None:
     )
 
 
-def test_a_composition_refuses_what_its_parts_refuse() -> None:
+def test_a_composition_refuses_problems_that_its_parts_refuse() -> None:
     found = composition()
     small = replace(GEMM, out_format=Format.E4M3FN)
     assert "writes the format of a, not e4m3fn" in reason(found.supports(small, CPU))

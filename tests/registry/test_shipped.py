@@ -1,4 +1,4 @@
-"""The shipped measurements: current, sound, and what dispatch answers from them."""
+"""The shipped measurements are current and plausible, and dispatch answers from them."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snap
     assert database_digest(path) == facts.digest
 
 
-def test_the_file_is_what_its_manifest_says(path: Path) -> None:
-    """As `import` sees it, which trusts nobody."""
+def test_the_shipped_file_matches_its_manifest(path: Path) -> None:
+    """The file is checked as by `import`, which trusts no file."""
     manifest = manifest_beside(path)
     assert manifest is not None and manifest.file == path.name
     with open_guarded(path) as opened:
@@ -78,7 +78,7 @@ def test_the_file_is_what_its_manifest_says(path: Path) -> None:
 
 
 def test_every_kernel_is_registered_here() -> None:
-    """So that none escapes the tests below."""
+    """Every kernel loads here, so the tests below cover all of them."""
     assert load_kernels() == {}
 
 
@@ -87,13 +87,13 @@ def missing(facts: Snapshot, table: str) -> list[str]:
     return [str(gap) for gap in gaps if gap.table == table]
 
 
-def test_every_kernel_was_timed_as_it_is_now_where_it_claims_to_run(facts: Snapshot) -> None:
+def test_every_claimed_architecture_has_a_time_of_the_current_kernel(facts: Snapshot) -> None:
     """Changing a line of a kernel, or removing its rows, fails here."""
     found = missing(facts, "timing")
     assert not found, "\n".join(["sweep there, or give @register a reason:", *found])
 
 
-def test_every_kernel_passed_its_tests_as_it_is_now_where_it_claims_to_run(
+def test_every_claimed_architecture_has_a_test_run_of_the_current_kernel(
     facts: Snapshot,
 ) -> None:
     """Every kernel, compositions too, is a parameter of tests/kernels/test_kernels.py."""
@@ -119,8 +119,8 @@ def complete_facts(complete: Path) -> Snapshot:
     return load_snapshot([complete])
 
 
-def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
-    """And known, and tested: an entry that is no longer needed fails here."""
+def test_kernels_declared_unmeasured_have_no_measurements(facts: Snapshot) -> None:
+    """An entry that is no longer needed fails here."""
     found = {(c.kernel, c.architecture): c for c in coverage_of(facts, KERNELS.values())}
     for entry, reason in UNMEASURED.items():
         assert (found[entry].state, found[entry].why) == ("unmeasured", reason)
@@ -136,7 +136,7 @@ def test_what_is_said_to_be_unmeasured_is(facts: Snapshot) -> None:
     assert not lacking & UNMEASURED.keys()
 
 
-def test_with_every_row_there_nothing_is_missing(complete_facts: Snapshot) -> None:
+def test_a_complete_file_has_no_missing_evidence(complete_facts: Snapshot) -> None:
     assert missing_evidence(complete_facts, KERNELS.values()) == []
 
 
@@ -235,7 +235,7 @@ def test_tensor_scales_are_kept_out_by_heterogeneous_rows() -> None:
     )
 
 
-def test_it_answers_between_measured_m_and_not_outside() -> None:
+def test_times_are_interpolated_in_m_and_not_extrapolated() -> None:
     assert lokakern.dispatch("gemm", (20000, 2048, 2048), 0.06, device=H200).interpolated
     assert lokakern.dispatch("gemm", (40000, 2048, 2048), 0.06, device=H200).is_miss
     assert lokakern.dispatch("gemm", (20000, 2048, 2047), 0.06, device=H200).is_miss
@@ -264,7 +264,7 @@ def test_deleting_a_row_changes_the_answer(path: Path, tmp_path: Path) -> None:
     assert "X7" in after.rejected[before.kernel]
 
 
-def test_its_kernels_are_known_by_their_files_alone(facts: Snapshot) -> None:
+def test_shipped_kernels_are_current_without_imports(facts: Snapshot) -> None:
     """Freshness needs no import: it holds where Triton is not installed."""
     device = facts.find_device(H200)
     problem = gemms(device)[0].problem
@@ -288,7 +288,7 @@ def installed(facts: Snapshot, monkeypatch: pytest.MonkeyPatch) -> dict[str, str
 
 
 def choices(facts: Snapshot) -> dict[str, dispatcher.Choice]:
-    """What dispatch takes of large square layers, where libraries lead, by problem."""
+    """The choices of dispatch for large square layers, where libraries are fastest, by problem."""
     dispatcher.use_snapshot(facts)
     found = {}
     (device,) = facts.devices
@@ -306,7 +306,7 @@ def test_rows_of_libraries_are_shipped(facts: Snapshot) -> None:
 
 
 @pytest.mark.rest
-def test_pulling_a_library_out_changes_choices_never_correctness(
+def test_removing_a_library_changes_only_choices(
     installed: dict[str, str], facts: Snapshot
 ) -> None:
     whole = choices(facts)

@@ -1,4 +1,4 @@
-"""scripts/mutate.py: what it changes, and which tests it runs first."""
+"""scripts/mutate.py: its mutations, and the order of its tests."""
 
 from __future__ import annotations
 

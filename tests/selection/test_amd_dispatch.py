@@ -69,7 +69,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("gpu", OWN, ids=str)
-def test_a_gpu_is_told_by_its_architecture_and_units(gpu: Device, rocm: Any) -> None:
+def test_a_gpu_is_identified_by_architecture_and_compute_units(gpu: Device, rocm: Any) -> None:
     rocm(gpu)
     assert current_device("cuda") == gpu
     assert fp8_format(current_device("cuda")) is OWN[gpu]

@@ -49,7 +49,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Snapshot]:
 
 
 def outcome(ask: Callable[[], Any]) -> tuple[object, ...]:
-    """What is answered, or the error."""
+    """The answer, or the error."""
     try:
         choice = ask()
     except Exception as error:
@@ -117,14 +117,14 @@ def check_alike(facts: Snapshot, **given: Any) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_malformed_arguments_are_answered_alike_cold_and_warm(facts: Snapshot, name: str) -> None:
+def test_malformed_arguments_raise_equally_cold_and_warm(facts: Snapshot, name: str) -> None:
     for value in VALUES[name]:
         check_alike(facts, **{name: value})
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_combinations_of_malformed_arguments_are_answered_alike_cold_and_warm(
+def test_combinations_of_malformed_arguments_raise_equally_cold_and_warm(
     facts: Snapshot, data: st.DataObject
 ) -> None:
     names = data.draw(st.sets(st.sampled_from(sorted(VALUES)), min_size=2, max_size=3))
@@ -141,7 +141,7 @@ NUMBERS = [(np.float32, 0.0625), (np.float64, 0.06), (np.float16, 0.0625), (Frac
 
 
 @pytest.mark.parametrize(("kind", "value"), NUMBERS)
-def test_budgets_of_numpy_are_those_of_python(
+def test_numpy_budgets_equal_python_budgets(
     facts: Snapshot, kind: Callable[[float], Any], value: float
 ) -> None:
     dispatcher.use_snapshot(facts)
@@ -152,7 +152,7 @@ def test_budgets_of_numpy_are_those_of_python(
 
 
 @pytest.mark.parametrize("kind", [np.uint64, np.int32, np.int64, np.uint16, torch.tensor])
-def test_sizes_of_numpy_are_those_of_python(facts: Snapshot, kind: Callable[[int], Any]) -> None:
+def test_numpy_sizes_equal_python_sizes(facts: Snapshot, kind: Callable[[int], Any]) -> None:
     dispatcher.use_snapshot(facts)
 
     def found(shape: Any) -> tuple[object, ...]:
@@ -189,7 +189,7 @@ def test_a_budget_that_equals_a_good_one_is_refused_when_warm() -> None:
 
 
 @pytest.mark.parametrize("passed", [(np.int64(1), np.uint8(64)), [1, 64], np.array([1, 64])])
-def test_ranges_of_m_may_be_of_numpy(passed: Any) -> None:
+def test_ranges_of_m_may_be_numpy_integers(passed: Any) -> None:
     assert arguments.m_range_of("convert", passed) == (1, 64)
     assert all(type(m) is int for m in arguments.m_range_of("convert", passed))
     w = torch.zeros(16, 16, dtype=torch.bfloat16)
@@ -203,7 +203,7 @@ def test_ranges_of_m_may_be_of_numpy(passed: Any) -> None:
     "passed",
     [(2, 1), (0, 1), (True, 2), (1.0, 2), (1,), (1, 2, 3), "12", 5, None, (1, NAN), {1, 2}],
 )
-def test_what_is_no_range_of_m_is_said_alike(passed: Any) -> None:
+def test_an_invalid_range_of_m_has_one_error(passed: Any) -> None:
     w = torch.zeros(16, 16, dtype=torch.bfloat16)
     with pytest.raises(ShapeError, match=r"prepare_weight: m_range is .*; expected \(smallest"):
         prepare_weight(w, 0.06, passed)
@@ -237,7 +237,7 @@ def test_a_typo_in_a_field_is_named(facts: Snapshot, fields: dict[str, Any], wor
             dispatch("gemm", (4096, 512, 512), 0.06, device=H200, **fields)
 
 
-def test_an_alignment_and_a_flag_are_what_they_may_be() -> None:
+def test_invalid_alignments_and_flags_are_refused() -> None:
     with pytest.raises(ShapeError, match="alignment of a is 3 bytes; expected 1, 2, 4, 8 or 16"):
         dispatch("gemm", (1, 2, 3), device=H200, a=Operand(BF16, alignment=3))
     for name in arguments.FLAGS:
@@ -310,9 +310,7 @@ def test_a_device_of_torch_is_the_one_here(
         ("TPU", "device 'TPU' is in no database; known are 'NVIDIA H200'"),
     ],
 )  # fmt: skip
-def test_a_device_that_is_none_gets_one_clear_error(
-    facts: Snapshot, device: Any, words: str
-) -> None:
+def test_an_invalid_device_has_one_error(facts: Snapshot, device: Any, words: str) -> None:
     dispatcher.use_snapshot(facts)
     asks: list[Callable[[], object]] = [
         lambda: dispatch("gemm", (4096, 512, 512), 0.06, device=device),

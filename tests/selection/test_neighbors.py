@@ -123,7 +123,7 @@ def prepared(book: Book, m: int = 4096, *, row: float = 10.0, whole: float = 12.
 
 
 def test_a_prepared_weight_without_a_description_takes_the_fastest_form(book: Book) -> None:
-    """At each m; of the forms whose error is affordable."""
+    """The fastest form is chosen at each m among the forms within the budget."""
     book.write(accuracy(ROW, gemm(1), 0.04), accuracy(TENSOR, gemm(1), 0.05))
     prepared(book), prepared(book, 8192, row=10.0, whole=8.0)
     for _ in range(2):

@@ -69,7 +69,7 @@ def test_an_imported_error_without_comparison_does_not_count(mine: Path) -> None
 
 
 def test_a_measured_error_at_the_problem_decides(mine: Path) -> None:
-    """It needs no comparison, and imported errors do not change it."""
+    """The measured error needs no comparison, and imported errors do not change it."""
     own(mine, time(ROW, HERE, 6.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.02))
     choice = chosen()
@@ -211,7 +211,7 @@ def times_here() -> list[float]:
 def test_rows_that_differ_between_imports_are_not_read(
     mine: Path, caplog: pytest.LogCaptureFixture, lies: tuple[float, ...]
 ) -> None:
-    """In any order and number; their other rows are read."""
+    """Imports may come in any order and number; their other rows are read."""
     genuine = mine.with_name("genuine.sqlite")
     Book(genuine).write(time(BF16, HERE, 21.0))
     for place, us in enumerate(lies):

@@ -178,7 +178,7 @@ def test_a_measured_failure_outweighs_an_imported_success(mine: Path, status: st
 
 
 def test_an_imported_failure_hides_no_measured_failure(mine: Path) -> None:
-    """In either order of m and of names of distributions."""
+    """The order of m and of the names of distributions does not matter."""
     own(mine, time(ROW, HERE, 5.0), accuracy(ROW, HERE, 0.04))
     others(mine, time(ROW, gemm(64), 5.0, status="wrong"))
     others(mine, accuracy(ROW, HERE, 0.9, seeds=(907,), only=("X1",), status="wrong"))

@@ -1,4 +1,4 @@
-"""A real browser: headless Chromium, spoken to over pipes, with no driver between.
+"""Headless Chromium, controlled through pipes without a driver.
 
 Pages see no network: every name resolves to nothing, and what they ask for is kept.
 """

@@ -23,7 +23,7 @@ def tool(name: str) -> Path:
 
 
 def disassembled(cubins: Sequence[bytes]) -> list[str]:
-    """Of each program for sm_90 two lines an instruction: its text and first word, its second."""
+    """Two lines for each instruction of programs for sm_90: text and first word, second word."""
     programs = [_code(cubin) for cubin in cubins]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "code.bin")

@@ -1,4 +1,4 @@
-"""Kill the command line at any moment, and see that nothing is lost, doubled, locked or left.
+"""Kill the command line at any moment: no row is lost or doubled, and no lock or file remains.
 
 By hand, so many kills of a command (some seconds each), from a seed if one is named:
 
@@ -197,17 +197,17 @@ def before_step(step: int, folder: Path, do: Callable[[], object]) -> Callable[[
 
 
 def die() -> None:
-    """As when the system takes the memory back."""
+    """Kill the process, as the system does when memory runs out."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fill_the_disk() -> None:
-    """From now on nothing can be written to a file: as on a full disk, but for the number."""
+    """Make all writes to files fail, as on a full disk, but with another error number."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def have_no_locks(number: int) -> Callable[[], None]:
-    """As on file systems without locks."""
+    """Make locks fail, as on file systems without locks."""
 
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -219,7 +219,7 @@ def have_no_locks(number: int) -> Callable[[], None]:
 
 
 def be_nobody() -> None:
-    """To root nothing is read-only, unless it gives up its capabilities."""
+    """Drop root's capabilities, with which no file is read-only."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None).capset(header, none):
         raise OSError("capabilities cannot be given up")
@@ -300,7 +300,7 @@ class Scene:
         return Started(self.words, self.folder, cold=cold, hurt=every)
 
     def traces(self) -> set[str]:
-        """Whatever lies in the folder."""
+        """All files in the folder."""
         return {
             os.path.join(folder, name)
             for part in (self.data, self.folder / "tmp")
@@ -572,7 +572,7 @@ def copied(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def load() -> None:
-    """Whatever a command imports and computes at its start, for those that are forked."""
+    """Import and compute everything that forked commands need at their start."""
     for name in ("bench.report.summary", "bench.report.library_smoke", "bench.exchange.export",
                  "selection.dispatcher", "registry.sharing.import_file",
                  "registry.snapshot.snapshot", "render.terminal"):  # fmt: skip

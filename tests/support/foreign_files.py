@@ -1,4 +1,4 @@
-"""Damage to database files: what a bad disk, a careless tool or an attacker may have done to one.
+"""Damage to database files, as by a bad disk, a careless tool or an attacker.
 
 A mutation is three numbers, so that hypothesis can shrink it and a failure can be said in a line.
 """

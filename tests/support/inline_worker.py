@@ -39,7 +39,7 @@ def run_tasks_here(
     deadline: float | None = None,
     more: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """As `worker.run_tasks`."""
+    """Run tasks as `worker.run_tasks` does."""
     with pytest.MonkeyPatch.context() as patch:
         if timing.time is time:
             launches_take(patch)

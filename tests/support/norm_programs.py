@@ -74,7 +74,7 @@ BACKWARD = {
 
 
 def programs() -> Iterator[tuple[str, Program]]:
-    """By kernel, size and words."""
+    """Programs by kernel, size and words."""
     for words, kind in (KINDS | ANY_SIZE).items():
         for m, n, k in KINDS_AT.get(words, SIZES) if words in KINDS else ((8192, 512, 512),):
             blocks = kind._replace(block=min(kind.block, n))

@@ -58,7 +58,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def is_quantized(*_: Any, judge_at: int = 2, **__: Any) -> tuple[Route, ...]:
-    """In the place of `routes_of`: FP8 for every product that has a budget, measured or not."""
+    """Replaces `routes_of`: FP8 for every product with a budget, measured or not."""
     judge = _[judge_at]
     assert isinstance(judge, Judge)
     return tuple(Route(gemm, ROUTE if judge.budget else "", "") for gemm in GEMMS)

@@ -1,4 +1,4 @@
-"""What a sweep says it will cost, against what the sweeps of the shipped rows took."""
+"""Estimated costs of sweeps, compared with the sweeps of the shipped rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
 
 
 def seconds(run: list[dict[str, Any]]) -> float:
-    """From its first row to its last."""
+    """The time from the first row of a run to its last."""
     written = [row["measured_utc_ms"] for row in run]
     return (max(written) - min(written)) / 1e3
 

@@ -1,4 +1,4 @@
-"""Faults of processes, disks, locks and clocks: nothing is lost, and one line says what to do.
+"""Faults of processes, disks, locks and clocks lose no rows and give one-line errors.
 
 More of them, by hand: tests/support/faults.py.
 """
@@ -61,7 +61,7 @@ YEAR_MS = 365 * DAY_MS
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What tests/support/faults.py prints."""
+    """The output of tests/support/faults.py."""
     words = (*COMMANDS, "--how", *HOW, "--quick", "--every", "8")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path_factory.mktemp("faults")),
@@ -177,7 +177,7 @@ def test_temporary_files_of_another_database_stay(tmp_path: Path) -> None:
 
 
 def test_a_removed_lock_does_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder removes it between another's opening and locking it."""
+    """The holder removes the file after another process opened it and before it locks it."""
     path = tmp_path / "a.lock"
     holder, other = Lock(path), Lock(path)
     assert holder.acquire() and not other.acquire()
@@ -278,7 +278,7 @@ def set_clock(patch: pytest.MonkeyPatch, ahead_ms: int, *, back_ms: int = 0) -> 
 def test_a_clock_that_goes_back_does_not_stop_a_sweep(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back_ms: int
 ) -> None:
-    """It was ahead, and goes back with every row; the next sweep has nothing to do."""
+    """The clock was ahead, and goes back with every row; the next sweep has nothing to do."""
     database = tmp_path / "a.sqlite"
     with monkeypatch.context() as patch:
         set_clock(patch, ahead_ms=3 * back_ms, back_ms=back_ms)
@@ -297,7 +297,7 @@ def test_a_clock_that_goes_back_does_not_stop_a_sweep(
 def test_rows_from_the_future_are_kept(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a clock that was a year ahead until it was put right: nothing refuses them."""
+    """Rows from a clock that was a year ahead are accepted."""
     database, other = tmp_path / "a.sqlite", tmp_path / "b.sqlite"
     with monkeypatch.context() as patch:
         set_clock(patch, ahead_ms=YEAR_MS)
@@ -319,7 +319,7 @@ def test_rows_from_the_future_are_kept(
 
 
 def test_a_crash_from_the_future_still_counts(tmp_path: Path) -> None:
-    """What is newest is said by rows alone: the clock of whoever reads decides nothing."""
+    """Rows alone decide which one is newest; the clock of the reader does not matter."""
     database, ahead = tmp_path / "a.sqlite", records.now_utc_ms() + YEAR_MS
     for record in (
         TimingRecord(status="crashed", reason="SIGSEGV", measured_utc_ms=ahead),

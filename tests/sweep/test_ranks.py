@@ -1,4 +1,4 @@
-"""Ranks that share a sweep: each place once, and nothing lost when one of them dies."""
+"""Ranks that share a sweep do each task once, and lose nothing when one of them dies."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def together(groups: list[RankGroup], work: Callable[[RankGroup], Any]) -> list[
         return list(pool.map(inside, groups))
 
 
-def test_every_place_is_done_once(groups: Callable[..., list[RankGroup]]) -> None:
+def test_every_task_is_done_once(groups: Callable[..., list[RankGroup]]) -> None:
     done: list[int] = []
     heard: list[int] = []
 
@@ -376,7 +376,7 @@ FEW = ("--kernel", "torch.bf16", "--kernel", "torch.quantize_row", "--errors", "
 
 
 def rows_of(database: Path) -> tuple[int, int]:
-    """How many problems were timed, and in how many runs."""
+    """The numbers of timed problems and of runs."""
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
         query = (
             "SELECT count(DISTINCT problem), count(DISTINCT run) FROM timing WHERE status = 'ok'"

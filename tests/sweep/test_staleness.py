@@ -1,4 +1,4 @@
-"""Evidence that is out of date: what shows it, what measures it again, and choices held out."""
+"""Stale evidence: its report, its repetition, and held-out choices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ OK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command left."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -429,7 +429,7 @@ def test_times_of_other_devices_are_not_stale(facts: Facts, command: Command) ->
     assert "nothing is stale" in command("sweep", "--only-stale", "--db", str(facts.path)).err
 
 
-def test_a_class_has_one_error(facts: Facts) -> None:
+def test_one_error_per_numerics_class_is_enough(facts: Facts) -> None:
     now = KERNELS[QUANTIZER]
     facts.error(of_old(now))
     assert facts.stale_part(now, facts.other) == (now.name, facts.other.name)
@@ -500,7 +500,7 @@ def test_list_coverage_counts_rows_and_missing_kernels(
     assert (smoke["covered"], smoke["missing"]) == (0, 0)
 
 
-def test_a_missing_kernel_uncovers_a_problem(fresh_file: Path) -> None:
+def test_a_problem_without_a_kernel_is_not_covered(fresh_file: Path) -> None:
     held = Holdings(load_snapshot([fresh_file]), current_device()).of_ops()
     (times,) = [h for h in held if (h.part, h.of) == ("gemm", "times")]
     # At each shape the other four scales, and those of two prepared forms, were left out.
@@ -552,7 +552,7 @@ def test_on_other_devices_only_the_digest_counts(facts: Facts) -> None:
 
 @pytest.fixture(scope="module")
 def choosy_file(fresh_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By which the unquantized kernel is slow, so that dispatch chooses quantized ones."""
+    """Rows with a slow unquantized kernel, so that dispatch chooses quantized ones."""
     plain = {row[0] for row in read_rows(fresh_file)["kernel"] if PLAIN in row}
 
     def change(table: str, row: dict[str, Any]) -> None:

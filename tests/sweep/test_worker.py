@@ -67,7 +67,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which a sweep measures silence here; workers have a time of their own."""
+    """The clock that measures silence in the sweep process; workers have their own."""
     clock = Clock()
     monkeypatch.setattr(worker, "time", clock)
     return clock
@@ -288,7 +288,7 @@ def test_no_errors_are_needed_where_all_kernels_were_wrong_before(
 
 @pytest.mark.rest
 def test_a_death_between_tasks_blames_no_kernel() -> None:
-    """As when the system ends it while operands are drawn; what is left is done by the next."""
+    """The worker dies while it draws operands, and the next worker does the remaining tasks."""
     tasks: dict[int, Any] = {n: TimingTask(case(8 + n), ("torch.bf16",), "eager") for n in range(3)}
     done: list[int] = []
 
@@ -441,7 +441,7 @@ sweep(cases, database=Path(sys.argv[1]), suite="test", command="test", only=["to
 
 
 @pytest.mark.rest
-def test_a_killed_sweep_keeps_what_was_reported(tmp_path: Path) -> None:
+def test_a_killed_sweep_keeps_reported_rows(tmp_path: Path) -> None:
     """kill -9 of the sweep itself: its workers end, its rows are collected by the next."""
     path = tmp_path / "rows.sqlite"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

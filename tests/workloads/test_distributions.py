@@ -34,7 +34,7 @@ def rows_of(name: str, rows: int = 1024, k: int = 512, seed: int = 0) -> Tensor:
 # --- names and parameters
 
 
-def test_realistic_distributions_are_those_of_dispatch() -> None:
+def test_realistic_distributions_match_dispatch() -> None:
     assert tuple(f"X{i}" for i in range(1, 15)) == EVERY
     realistic = tuple(name for name, entry in DISTRIBUTIONS.items() if entry.realistic)
     assert realistic == REALISTIC_DISTRIBUTIONS
@@ -127,7 +127,7 @@ def test_operands_do_not_depend_on_each_other(name: str) -> None:
     assert torch.equal(draw_weight(entry, 24, 200, 3), wide.w)
 
 
-def test_the_weight_of_x13_is_shifted_and_its_rows_are_those_of_x10() -> None:
+def test_x13_has_a_shifted_weight_and_the_rows_of_x10() -> None:
     shifted = draw_weight(DISTRIBUTIONS["X13"], 512, 256, 0) * math.sqrt(256)
     assert float(shifted.mean()) == pytest.approx(0.5, abs=0.02)
     assert float(shifted.std()) == pytest.approx(1.0, abs=0.02)

@@ -1,4 +1,4 @@
-"""Conditions: what they can say of a problem, and that they can say nothing else."""
+"""Conditions on problems: the supported expressions, and the refusal of all others."""
 
 from __future__ import annotations
 

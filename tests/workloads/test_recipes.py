@@ -1,4 +1,4 @@
-"""Recipes of input distributions: what each promises, and the quantization errors known of it."""
+"""Recipes of input distributions: their stated properties and known quantization errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suites from TOML: what a file says is measured, and what it cannot say is told."""
+"""Suites from TOML: cases of valid files, and errors of invalid ones."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_anchors_have_every_granularity(op: str) -> None:
 
 @pytest.mark.parametrize("name", ["anchors", "norms"])
 def test_each_anchor_is_followed_by_a_norm(name: str) -> None:
-    """In FP8, with the output that the norm leaves it, and in bfloat16 throughout."""
+    """The layers are in FP8, with the output format after the norm, and entirely in bfloat16."""
     whole = [p for p in problems_of(name, "gemm_norm") if p.a.granularity is not Granularity.GROUP]
     if name == "norms":  # which has one shape in every form of a chain, too
         chained = {case.problem for m in ANCHOR_M
@@ -316,7 +316,7 @@ def test_forms_of_lrm() -> None:
             assert found >= {sizes[-1], *({2048} & set(sizes))}
 
 
-def test_backward_problems_are_those_of_the_layers() -> None:
+def test_lrm_backward_contains_the_gradients_of_every_layer() -> None:
     cases = SUITES["lrm-backward"].cases(H200)
     assert {case.distribution for case in cases} == {"X12"}
     assert {c.problem.op for c in cases if not is_fused(c.problem)} == {"gemm"}
@@ -403,7 +403,9 @@ def test_gradients_read_operands_in_their_layout() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("columns", [1, 2, 3, 8])
 @pytest.mark.parametrize("prefer", [Layout.ROW, Layout.COLUMN])
-def test_dense_operands_equal_those_of_tensors(rows: int, columns: int, prefer: Layout) -> None:
+def test_dense_operand_equals_the_operand_of_a_tensor(
+    rows: int, columns: int, prefer: Layout
+) -> None:
     x = torch.zeros(rows, columns, dtype=torch.bfloat16)
     made = dense_operand(Format.BFLOAT16, (rows, columns), Layout.ROW, prefer)
     assert made == operand_of(x, prefer)

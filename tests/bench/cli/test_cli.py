@@ -398,7 +398,7 @@ def test_every_command_reads_an_sqlite_url(
 # --- explain
 
 
-def test_explain_in_words(command: Command, measured: str) -> None:
+def test_explain_prints_the_choice_and_the_rejections(command: Command, measured: str) -> None:
     ran = command("explain", *SHAPE, "--db", measured)
     assert (ran.code, ran.err) == (0, "")
     first, *rest = ran.out.splitlines()
@@ -432,7 +432,7 @@ def test_explain_every_op(command: Command, measured: str, op: str) -> None:
     assert KERNELS[facts["kernel"]].op == op
 
 
-def test_explain_what_was_never_measured(command: Command, measured: str) -> None:
+def test_explain_reports_an_unmeasured_problem_as_a_miss(command: Command, measured: str) -> None:
     facts = command("explain", "--shape", "64,48,48", "--json", "--db", measured).json
     assert (facts["miss"], facts["kernel"], facts["latency_us"]) == (True, "torch.bf16", None)
     ran = command("explain", "--shape", "64,48,48", "--db", measured)
@@ -611,7 +611,7 @@ def test_compare_loads_rivals(command: Command, tmp_path: Path,
 # --- export
 
 
-def test_export_writes_what_is_current(command: Command, measured: str, tmp_path: Path) -> None:
+def test_export_writes_current_rows(command: Command, measured: str, tmp_path: Path) -> None:
     target = tmp_path / "out.sqlite"
     ran = command("export", str(target), "--device", current_device().product, "--db", measured)
     assert (ran.code, ran.out) == (0, "")

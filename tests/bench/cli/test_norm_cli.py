@@ -101,7 +101,7 @@ def test_explain_chooses_by_the_error_after_the_norm(database: str) -> None:
         (("compare", "--op", "gemm_norm", *SHAPE), "no problem of gemm_norm is in the shapes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_said_in_a_line(words: tuple[str, ...], says: str) -> None:
+def test_unsupported_options_are_errors_of_one_line(words: tuple[str, ...], says: str) -> None:
     ran = run(*words)
     assert ran.exit_code == 1
     assert says in ran.stderr and len(ran.stderr.splitlines()) == 1

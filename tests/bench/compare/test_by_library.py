@@ -77,7 +77,7 @@ def test_a_library_has_the_time_of_its_fastest_kernel() -> None:
 
 
 def test_a_library_may_run_the_unquantized_kernel() -> None:
-    """If its own kernels are slower, incorrect or missing."""
+    """The unquantized kernel is used if the library's kernels are slower, incorrect or missing."""
     slow = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0), entry(ACME, 6.0))
     wrong = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0), entry(ACME, None, wrong=True))
     absent = row(entry(BF16, 5.0), entry(OUR_ROW, 4.0))
@@ -247,7 +247,7 @@ def test_the_seed_determines_operands_and_order(
 
 
 def test_operands_are_prefetched_for_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many groups ahead as fit."""
+    """Operands of as many groups as fit are prefetched."""
     asked: list[int] = []
 
     def finish(cases: list[Case], *, seed: int) -> int:

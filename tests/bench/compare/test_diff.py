@@ -128,7 +128,7 @@ def test_noise_is_the_same_as_for_dispatch() -> None:
 
 
 def test_newest_source_and_best_grade_count() -> None:
-    """Of times the median over runs, of errors the largest."""
+    """Times are medians over runs; errors are maxima."""
     a = rows({"us": 10.0})
     old = {"us": 20.0, "digest": "e" * 64, "at": NOW - 1}
     quick = {"us": 30.0, "grade": "quick"}
@@ -238,5 +238,5 @@ def test_usage(diff: Callable[..., Ran], words: tuple[str, ...], error: str) -> 
     assert code == 2 and error in " ".join(err.replace("│", " ").split())
 
 
-def test_rows_of_these_tests_have_every_table() -> None:
+def test_helper_rows_cover_every_table() -> None:
     assert {*rows({}, {"err": 0.1})} == {*DIMENSIONS, *FACTS}

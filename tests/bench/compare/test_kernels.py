@@ -362,7 +362,7 @@ def test_leaders_are_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_pattern_of_ours_is_compared_with_each_of_the_rivals() -> None:
-    """With one pattern on each side there are no pairings."""
+    """There are no pairings with one pattern on each side."""
     ours, rivals = ["torch.*_row", "torch.*_block"], ["torch.*_tensor", "torch.*_t*"]
     conditions = [parse_condition("m > 64")]
     found = contest(SHAPES, "scaled_gemm", Setting(groups=conditions), ours=ours, rivals=rivals)

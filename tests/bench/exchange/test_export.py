@@ -83,7 +83,7 @@ def exported(
 
 
 @pytest.mark.rest
-def test_what_is_current_stays_as_it_was(
+def test_an_export_keeps_current_rows_unchanged(
     shipped: Path, device: Device, exported: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
     target, left_out = exported
@@ -140,7 +140,7 @@ def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:
     assert not (tmp_path / "out.sqlite").exists()
 
 
-def test_no_fact_of_another_device_stays(device: Device, tmp_path: Path) -> None:
+def test_an_export_has_no_rows_of_other_devices(device: Device, tmp_path: Path) -> None:
     rows = read_rows(with_more(tmp_path / "more.sqlite", device))
     assert [len(current_rows(rows, device)[name]) for name in FACTS] == [0, 0, 0]
     other = Device("nvidia", "another GPU", "sm_100", 1, 1)

@@ -57,7 +57,7 @@ def run(*words: object) -> int:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """What somebody with the same device measured."""
+    """Rows measured by another user with the same device."""
     path = tmp_path_factory.mktemp("measured") / "theirs.sqlite"
     assert run(*SWEEP, "--db", path) == 0
     rows = read_rows(path)
@@ -143,7 +143,7 @@ def as_measured_here(
     return run_tasks
 
 
-def test_errors_come_out_alike_and_the_file_joins_the_database(
+def test_a_file_with_reproduced_errors_joins_the_database(
     measured: Rows, mine: Path, command: Callable[..., Ran]
 ) -> None:
     code, out, err = command({**measured, "timing": []}, "--count", 8)
@@ -162,7 +162,7 @@ def test_errors_come_out_alike_and_the_file_joins_the_database(
 
 
 @pytest.mark.parametrize("name", ["row_err", "row_p99", "mean_rel_err"])
-def test_a_smaller_error_than_here_is_a_lie(
+def test_an_error_below_the_measured_one_rejects_the_file(
     measured: Rows, mine: Path, command: Callable[..., Ran], name: str
 ) -> None:
     """Of whatever a budget may limit: those of the quantized kernel at two thirds of what they are.
@@ -191,7 +191,7 @@ def test_a_smaller_error_than_here_is_a_lie(
         (lambda name: 3.0 if "emulated" in name else 1.0, True, "out of place"),
     ],
 )
-def test_times_keep_their_place(
+def test_times_must_agree_up_to_a_common_factor(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch,
     factor: Callable[[str], float], rejected: bool, words: str,
 ) -> None:  # fmt: skip
@@ -201,10 +201,10 @@ def test_times_keep_their_place(
     assert is_rejected(mine) is rejected and not quarantined_counts(mine)
 
 
-def test_one_time_that_is_far_from_its_place_is_enough(
+def test_one_time_that_deviates_by_half_rejects_the_file(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth of them may be out of place, but none by half."""
+    """A tenth of the times may deviate, but none by half."""
     times = [dict(zip(COLUMNS["timing"], row, strict=True)) for row in measured["timing"]]
     largest = max(time["latency_us_p50"] for time in times)
 
@@ -219,10 +219,10 @@ def test_one_time_that_is_far_from_its_place_is_enough(
     assert code == 6 and "out of place" in err and "by +100%" in err
 
 
-def test_every_row_of_a_place_is_judged(
+def test_every_run_of_a_problem_is_judged(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second run with other times at the same problems hides behind the first."""
+    """A second run with false times at the same problems must not hide behind the first."""
     key = "f" * 32
     second = (key, *measured["run"][0][1:])
 
@@ -238,7 +238,7 @@ def test_every_row_of_a_place_is_judged(
     assert code == 6 and "out of place" in err and is_rejected(mine)
 
 
-def test_many_copies_of_a_truth_hide_no_lie(
+def test_many_copies_of_a_correct_row_hide_no_false_row(
     measured: Rows, mine: Path, command: Callable[..., Ran]
 ) -> None:
     """Thousands of runs, or of seeds, of one honest cell, and few of a cell that is made up."""
@@ -268,7 +268,7 @@ def test_many_copies_of_a_truth_hide_no_lie(
     assert len(json.loads(out)) <= 12, "a cell is measured, and told, once"
 
 
-def test_few_answers_accept_nothing(
+def test_too_few_repetitions_accept_nothing(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels of one problem are one place: three times are not three problems."""
@@ -285,7 +285,7 @@ def test_few_answers_accept_nothing(
     assert quarantined_counts(mine) == {"timing": len(measured["timing"])}
 
 
-def test_a_file_that_cannot_be_read_stops_no_other(
+def test_an_unreadable_file_does_not_stop_other_files(
     measured: Rows, mine: Path, command: Callable[..., Ran]
 ) -> None:
     broken = imports_folder(mine) / Tier.UNVERIFIED / "0000000000000000.sqlite"
@@ -296,7 +296,7 @@ def test_a_file_that_cannot_be_read_stops_no_other(
     assert set(measured["accuracy"]) <= set(read_rows(mine)["accuracy"])
 
 
-def test_a_busy_machine_judges_nothing(
+def test_a_busy_machine_accepts_and_rejects_nothing(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = as_measured_here(measured, lambda _: 9.0, spread=1.4)
@@ -334,10 +334,10 @@ def test_rows_that_cannot_be_measured_here_stay_quarantined(
     assert not set(failed) & set(read_rows(mine)["accuracy"])
 
 
-def test_what_is_trusted_already_proves_nothing(
+def test_rows_that_are_already_trusted_are_no_evidence(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many rows of a shipped file would hide a few that are made up."""
+    """Many rows of a shipped file must not hide a few false rows."""
     import_first = mine.with_name("first.sqlite")
     write_file(import_first, {**measured, "timing": []})
     import_file(import_first, mine, trusted=True)
@@ -351,7 +351,7 @@ def test_what_is_trusted_already_proves_nothing(
     assert code == 6 and len(json.loads(out)) == 2
 
 
-def test_a_kernel_that_crashes_here_twice_is_no_good(
+def test_a_kernel_that_crashes_twice_rejects_the_file(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def crash(tasks: dict[int, Task], _done: Any, died: Any, **_: Any) -> bool:
@@ -370,7 +370,7 @@ def test_a_kernel_that_crashes_here_twice_is_no_good(
     assert {row[statuses] for row in read_rows(mine)["accuracy"]} == {"crashed"}, "it is our row"
 
 
-def test_a_machine_without_memory_judges_nothing(
+def test_a_machine_out_of_memory_accepts_and_rejects_nothing(
     measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(tasks: dict[int, Task], _done: Any, died: Any, **_: Any) -> bool:

@@ -105,7 +105,7 @@ def shapes_file(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_layers_and_their_sums(run: Run, tmp_path: Path) -> None:
+def test_layers_and_totals_are_printed(run: Run, tmp_path: Path) -> None:
     """Each layer is what `explain` says of it alone, and the sum holds what was measured only."""
     path = shapes_file(tmp_path, "32768,2048,2048,3,big", "8192,512,512,,small", "64,77,99,,odd")
     code, out, _ = run("--shapes", path, *H200, "--json")

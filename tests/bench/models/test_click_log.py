@@ -63,7 +63,7 @@ def test_histories_are_padded_at_the_front(log: ClickLog) -> None:
 
 
 def test_popularity_follows_zipf() -> None:
-    """In 2e5 draws of 10000 ids the share of ranks 8 to 512 falls by the exponent."""
+    """The share of ranks 8 to 512 falls by the exponent, in 2e5 draws of 10000 ids."""
     uniform = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ranks = zipf(uniform, torch.tensor(10_000), ID_EXPONENT)
     assert ranks.min() == 1 and ranks.max() <= 10_000

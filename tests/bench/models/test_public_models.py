@@ -46,7 +46,7 @@ def gemms_of(left: dict[str, Any]) -> set[str]:
 
 
 def shares_of(left: dict[str, Any]) -> dict[str, float]:
-    """Of what no linear layer multiplies, in percent."""
+    """Share of the products outside linear layers, in percent."""
     words = {name: re.search(r"([\d.]+)%", why) for name, why in left["report"].unseen.items()}
     return {name: float(found[1]) for name, found in words.items() if found}
 
@@ -76,7 +76,7 @@ def test_public_models_train_in_fp8_where_it_was_measured(ran: Ran) -> None:
 
 @pytest.mark.rest
 def test_conversion_preserves_learning(ran: Ran) -> None:
-    """From the same parameters on the same samples: the converted model, and after `undo`."""
+    """The converted model and the one after `undo` start equally and see the same samples."""
     left = ran["DCNv2"]
     model, batch, label = left["model"], left["batch"], left["batches"][0][1].float()
     state = {name: x.clone() for name, x in model.state_dict().items()}

@@ -100,7 +100,7 @@ def at(survey: Survey, **wanted: Any) -> dict[str, Any]:
 
 
 @pytest.mark.rest
-def test_choices_equal_those_of_dispatch(small: Survey) -> None:
+def test_choices_equal_dispatch(small: Survey) -> None:
     assert small.budgets == ("none", "0.03", "0.045", "0.06", "0.08", "0.12")
     gemms = [row for row in small.choices if row["op"] == "gemm"]
     assert len(gemms) == 8 * len(small.budgets)

@@ -1,4 +1,4 @@
-"""What values each column of a database may hold: the last that may, the first that may not."""
+"""Limits of the values of each database column: the last accepted, the first refused."""
 
 from __future__ import annotations
 
@@ -71,13 +71,15 @@ def test_a_rule_names_the_first_value_that_breaks_it(
         ("timing", "kernel", 1, "1"),
     ],
 )  # fmt: skip
-def test_columns_hold_so_much_and_no_more(table: str, column: str, good: Any, bad: Any) -> None:
+def test_column_rules_accept_limits_and_refuse_larger_values(
+    table: str, column: str, good: Any, bad: Any
+) -> None:
     rule = rules_of(table, ms(NOW))[column]
     assert rule.breach([good]) is None
     assert rule.breach([bad]) == 0
 
 
-def test_every_column_but_keys_has_a_rule_that_says_itself() -> None:
+def test_every_column_except_keys_has_a_rule_with_a_description() -> None:
     for name, table in TABLES.items():
         columns = {column.name for column in table.columns} - {"key", "id"}
         rules = rules_of(name, ms(NOW))

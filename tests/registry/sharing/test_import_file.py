@@ -1,4 +1,4 @@
-"""Export with its manifest, import and merge: all or nothing, and what they say."""
+"""Export with its manifest, import and merge: all or nothing, with their messages."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 # Import
 
 
-def test_an_import_adds_what_is_new(file: Path, target: Path) -> None:
+def test_an_import_adds_new_rows(file: Path, target: Path) -> None:
     before = read_rows(target)
     report = import_file(file, target, trusted=True)
     assert report.added == {**NOTHING, "run": 1, "timing": 8, "accuracy": 8, "test_result": 2}
@@ -97,7 +97,7 @@ def test_an_import_adds_what_is_new(file: Path, target: Path) -> None:
     assert target.with_name("fresh.sqlite").read_bytes() == content, "no other bytes than a merge's"
 
 
-def test_what_nothing_refers_to_is_left_out(tmp_path: Path, target: Path) -> None:
+def test_unreferenced_rows_are_left_out(tmp_path: Path, target: Path) -> None:
     rows = base_rows()
     write_file(tmp_path / "few.sqlite", {**rows, "accuracy": [], "test_result": [],
                                          "timing": rows["timing"][:1]})  # fmt: skip
@@ -135,10 +135,10 @@ def test_a_failed_import_leaves_the_target(
 
 
 @pytest.mark.parametrize("by", [0, 1000])
-def test_a_row_that_is_there_twice_is_refused(
+def test_a_duplicate_row_is_refused(
     file: Path, target: Path, monkeypatch: pytest.MonkeyPatch, by: int
 ) -> None:
-    """As in a file whose index was tampered with: under the same id, or under another."""
+    """The index of the file was edited: the copy has the same id, or another one."""
     batches = validate._batches
 
     def twice(opened: Any, name: str, *more: str) -> Iterator[list[tuple[Any, ...]]]:
@@ -168,7 +168,7 @@ def exported(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return path
 
 
-def test_a_manifest_says_what_the_file_holds(exported: Path, tmp_path: Path) -> None:
+def test_a_manifest_describes_the_content_of_the_file(exported: Path, tmp_path: Path) -> None:
     found = manifest_beside(exported)
     assert found is not None and found.file == "h200.sqlite"
     assert found.bytes == exported.stat().st_size
@@ -207,13 +207,13 @@ def test_a_manifest_of_another_file_is_refused(
 @pytest.mark.parametrize(
     "content", [b"", b"[" * 100_000, b"\xff", b"[]", b'{"file": "\xff"}', b"x" * (4 << 20) + b"y"]
 )
-def test_what_is_no_manifest_is_refused(exported: Path, content: bytes) -> None:
+def test_an_invalid_manifest_is_refused(exported: Path, content: bytes) -> None:
     place_of(exported).write_bytes(content)
     with pytest.raises(DatabaseError, match=r"manifest .*(JSON|object|larger)"):
         import_file(exported, exported.with_name("in.sqlite"), trusted=True)
 
 
-def test_a_manifest_goes_both_ways(exported: Path) -> None:
+def test_a_manifest_survives_a_round_trip(exported: Path) -> None:
     content = place_of(exported).read_bytes()
     found = manifest.parse(content, "x")
     assert text_of(found).encode() == content
@@ -273,7 +273,9 @@ def test_a_url_is_downloaded_and_imported(
     assert code == 1 and "the checksum is None; expected --sha256 with the 64 hex digits" in err
 
 
-def test_downloads_are_only_what_was_asked_for(file: Path, served: str, tmp_path: Path) -> None:
+def test_downloads_with_another_checksum_or_size_are_refused(
+    file: Path, served: str, tmp_path: Path
+) -> None:
     size = file.stat().st_size
     known = functools.partial(download, folder=tmp_path / "to", largest_bytes=size)
     assert known(f"{served}/{file.name}", sha256_of(file)).read_bytes() == file.read_bytes()
@@ -298,7 +300,7 @@ def test_no_error_repeats_a_password(url: str, tmp_path: Path) -> None:
     assert "hunter2" not in str(raised.value)
 
 
-def test_a_server_that_drips_has_a_deadline(
+def test_a_slow_download_has_a_deadline(
     served: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lokakern.registry.sharing.download.LONGEST_S", -1.0)
@@ -306,7 +308,7 @@ def test_a_server_that_drips_has_a_deadline(
         download(f"{served}/{file.name}", sha256_of(file), tmp_path, largest_bytes=1 << 30)
 
 
-def test_a_download_without_pooch_says_what_to_install(
+def test_a_download_without_pooch_names_the_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
@@ -314,7 +316,7 @@ def test_a_download_without_pooch_says_what_to_install(
         download("http://127.0.0.1:9/x", "0" * 64, tmp_path, largest_bytes=1)
 
 
-def test_what_waits_is_there_once(file: Path, target: Path) -> None:
+def test_a_repeated_import_quarantines_the_file_once(file: Path, target: Path) -> None:
     before = target.read_bytes()
     assert import_file(file, target).added["timing"] == 8
     again = import_file(file, target)
@@ -324,9 +326,7 @@ def test_what_waits_is_there_once(file: Path, target: Path) -> None:
     assert [path.name for path in quarantined.path.parent.iterdir()] == [quarantined.path.name]
 
 
-def test_an_import_of_what_is_known_writes_nothing(
-    file: Path, target: Path, tmp_path: Path
-) -> None:
+def test_an_import_of_known_rows_writes_nothing(file: Path, target: Path, tmp_path: Path) -> None:
     rows = base_rows()
     write_file(tmp_path / "some.sqlite", {**rows, "timing": rows["timing"][:3]})
     import_file(file, target)
@@ -339,7 +339,7 @@ def test_an_import_of_what_is_known_writes_nothing(
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_an_altered_copy_that_waits_does_not_block_the_genuine_file(
+def test_a_quarantined_altered_copy_does_not_block_the_genuine_file(
     exported: Path, target: Path, trusted: bool
 ) -> None:
     """Whether it came with a manifest, which who alters a file can alter, too."""
@@ -431,7 +431,7 @@ def test_an_import_without_locks_fails_at_once(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a\0b.sqlite", "a" * 300 + ".sqlite"])
-def test_names_that_no_file_has(
+def test_invalid_file_names_are_errors_of_one_line(
     name: str, file: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     target = str(tmp_path / name)
@@ -486,7 +486,7 @@ def test_a_merge_writes_a_new_file(
     assert not (tmp_path / "c.sqlite").exists()
 
 
-def test_whatever_reads_a_database_checks_it(
+def test_every_command_that_reads_a_database_checks_it(
     tmp_path: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = tmp_path / "edited.sqlite"
@@ -505,15 +505,15 @@ def test_whatever_reads_a_database_checks_it(
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix == ".sqlite") == [path.name]
 
 
-def test_keys_of_many_facts_are_those_of_each() -> None:
+def test_keys_computed_by_column_equal_keys_by_row() -> None:
     for name in FACT_IDENTITY:
         rows = [dict(zip(COLUMNS[name], row, strict=True)) for row in base_rows()[name]]
         columns = {column: [row[column] for row in rows] for column in COLUMNS[name]}
         assert fact_keys(name, columns) == [row_key(name, row) for row in rows]
 
 
-def test_freshness_is_asked_of_files_in_the_folder_of_kernels_only() -> None:
-    """What an import lets in as names of modules opens no other file."""
+def test_freshness_reads_only_files_of_the_kernels_folder() -> None:
+    """Names of modules in an imported file open no file outside the folder of kernels."""
     from lokakern.registry.sharing.validate import MODULE
 
     for module in ("cuda/a", "norm_compositions", "python:a.b", "package:fbgemm-gpu==1.2+cu"):

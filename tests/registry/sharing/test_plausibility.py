@@ -1,4 +1,4 @@
-"""What no measurement can be, and that nothing that was measured is refused for it."""
+"""Bounds of plausible measurements: impossible rows are refused, measured rows are not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_shipped_time_is_possible(shipped: Snapshot) -> None:
     assert 1 < nearest < 2, "a bound that is far from everything refuses nothing"
 
 
-def test_light_is_as_fast_as_data_sheets_say() -> None:
+def test_least_times_follow_from_data_sheets() -> None:
     large = make_problem("gemm", (8192, 8192, 8192))
     assert least_us(large, H200, "eager") == pytest.approx(0.9 * 2 * 8192**3 / 2.14e9, rel=0.01)
     assert least_us(large, MI300X, "eager") == pytest.approx(0.9 * 2 * 8192**3 / 2.61e9, rel=0.01)
@@ -59,7 +59,7 @@ def test_light_is_as_fast_as_data_sheets_say() -> None:
 
 
 def test_every_shipped_error_is_possible(shipped: Snapshot) -> None:
-    """Of each kind of arithmetic on each distribution."""
+    """Errors of each kind of arithmetic on each distribution."""
     columns = ("problem", "distribution", "kernel", *ERRORS, *(f"{name}_upper" for name in ERRORS))
     nearest = math.inf
     known: dict[tuple[object, ...], float] = {}
@@ -80,7 +80,7 @@ def test_every_shipped_error_is_possible(shipped: Snapshot) -> None:
     assert 1.2 < nearest < 2
 
 
-def test_narrow_outputs_say_nothing_of_wide_ones(shipped: Snapshot) -> None:
+def test_narrow_outputs_have_larger_errors_than_wide_ones(shipped: Snapshot) -> None:
     def worst(n: int) -> float:
         problem = accuracy_problem(make_problem("gemm", (64, n, 256)), Format.E4M3FN)
         return shipped.worst_errors(problem, "row", "row", "X1")["row_err_upper"]
@@ -113,7 +113,7 @@ def test_quantized_operands_leave_an_error_but_where_sums_cancel_it() -> None:
     assert least_error(of("gemm", Format.E4M3FN), "powers of two", is_quantized=True) == 0.0
 
 
-def test_what_may_be_exact_has_no_least_error() -> None:
+def test_outputs_that_may_be_exact_have_no_least_error() -> None:
     """A power of two as a scale; and the largest value of a scale, which may be the only one."""
     assert least_error(of("dequantize", Format.BFLOAT16), "X1", is_quantized=False) == 0.0
     assert least_error(of("quantize", Format.E4M3FN, k=63), "X1", is_quantized=True) == 0.0

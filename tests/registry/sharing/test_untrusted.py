@@ -1,4 +1,4 @@
-"""Files of others: whatever is in them, they are read whole, or refused and nothing happens."""
+"""Foreign files, with any content, are read completely or refused without an effect."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def mutations(kinds: int) -> st.SearchStrategy[list[Mutation]]:
 
 @QUICK
 @given(found=mutations(len(BYTES)))
-def test_damaged_bytes_come_to_nothing(folder: Path, found: list[Mutation]) -> None:
+def test_files_with_damaged_bytes_are_refused_or_harmless(
+    folder: Path, found: list[Mutation]
+) -> None:
     attempt(folder / "base.sqlite", folder, ("bytes", found))
 
 
@@ -77,7 +79,9 @@ def test_damaged_bytes_come_to_nothing(folder: Path, found: list[Mutation]) -> N
 @QUICK
 @given(found=mutations(len(STATEMENTS)))
 @example(found=[Mutation(STATEMENTS.index(SCHEMA[0]), 0, 1)])
-def test_edited_rows_come_to_nothing(folder: Path, found: list[Mutation]) -> None:
+def test_files_with_edited_rows_are_refused_or_harmless(
+    folder: Path, found: list[Mutation]
+) -> None:
     attempt(folder / "base.sqlite", folder, ("rows", found))
 
 
@@ -151,7 +155,7 @@ def test_an_edited_schema_is_refused(folder: Path, statement: str) -> None:
 def test_a_value_that_no_row_may_have_is_named(
     folder: Path, tmp_path: Path, table: str, change: str, words: str
 ) -> None:
-    """With its table, its key, and what was expected."""
+    """The error names the table, the key and the expected value."""
     path = tmp_path / "edited.sqlite"
     (where, *_) = (s for s in VALUES if s.startswith(f"UPDATE {table} "))
     statement = f"UPDATE {table} SET {change} WHERE {where.split(' WHERE ')[1]}"
@@ -194,7 +198,7 @@ def rewritten(base: Path, table: str, **changes: Any) -> None:
         ("device", {"product": "GPU\x1b[2J"}, "product is 'GPU.x1b"),
     ],
 )
-def test_a_row_with_the_key_of_its_content_may_still_be_none(
+def test_an_invalid_row_with_a_correct_key_is_refused(
     base: Path, table: str, changes: dict[str, Any], words: str
 ) -> None:
     rewritten(base, table, **changes)
@@ -210,7 +214,7 @@ def test_errors_may_be_infinite(folder: Path, base: Path) -> None:
     } == {float("inf")}
 
 
-def test_every_constraint_of_the_models_is_asked() -> None:
+def test_every_constraint_of_the_models_is_checked() -> None:
     for name, table in TABLES.items():
         declared = sum(isinstance(c, CheckConstraint) for c in table.constraints)
         assert len(constraints_of(name)) == declared
@@ -257,13 +261,13 @@ def test_a_file_is_read_in_private(base: Path, monkeypatch: pytest.MonkeyPatch) 
         "SELECT * FROM pragma_database_list",
     ],
 )  # fmt: skip
-def test_only_what_we_ask_is_answered(base: Path, statement: str) -> None:
+def test_only_allowed_statements_are_executed(base: Path, statement: str) -> None:
     with open_guarded(base) as opened, pytest.raises(sqlite3.Error):
         opened.connection.execute(statement).fetchall()
     assert read_foreign(base)
 
 
-def test_a_file_may_cost_only_so_much(base: Path) -> None:
+def test_a_file_beyond_the_limits_is_refused(base: Path) -> None:
     size = base.stat().st_size
     for guards, words in [
         (replace(GUARDS, largest_bytes=size - 1), f"is larger than {size - 1} bytes"),
@@ -290,7 +294,7 @@ def test_rows_longer_than_any_of_ours_are_not_read(base: Path) -> None:
     assert read_foreign(base)["run"][0][COLUMNS["run"].index("command")] == "c" * 65_536
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_paths_that_are_no_regular_file_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name, words in [
@@ -312,7 +316,7 @@ def test_an_unfinished_file_is_refused(base: Path) -> None:
         read_foreign(changed(base.with_name("wal.sqlite"), "PRAGMA journal_mode = WAL"))
 
 
-def test_rows_come_as_they_are(base: Path) -> None:
+def test_foreign_rows_are_read_unchanged(base: Path) -> None:
     expected = {name: sorted(rows) for name, rows in base_rows().items()}
     assert read_foreign(base) == read_rows(base) == expected
     link = base.with_name("li?nk #%41.sqlite")

@@ -1,4 +1,4 @@
-"""Problems that nobody can pose, in a database of others."""
+"""Impossible problems in a foreign database."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORM_QUANTIZE = make_problem("norm_quantize", (16, 64), epilogue="rms")
     ],
     ids=str,
 )  # fmt: skip
-def test_a_problem_that_somebody_can_pose_is_one(problem: Problem) -> None:
+def test_a_possible_problem_is_accepted(problem: Problem) -> None:
     assert _why_no_problem(problem) is None
 
 
@@ -44,7 +44,9 @@ def test_a_problem_that_somebody_can_pose_is_one(problem: Problem) -> None:
     ],
     ids=str,
 )
-def test_what_nobody_can_pose_says_why(problem: Problem, change: dict[str, Any], why: str) -> None:
+def test_an_impossible_problem_has_a_reason(
+    problem: Problem, change: dict[str, Any], why: str
+) -> None:
     found = _why_no_problem(replace(problem, **change))
     assert found is not None and found.startswith(why)
 

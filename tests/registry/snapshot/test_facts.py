@@ -1,4 +1,4 @@
-"""Facts where they lie: files copied into memory, several sources as one, forks."""
+"""Facts in files: copies in memory, several sources as one, forks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_constants_for_reading_agree_with_the_models() -> None:
 
 @pytest.mark.rest
 def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
-    """Whose import takes 0.45 s."""
+    """SQLAlchemy's import takes 0.45 s."""
     user = tmp_path / "user.sqlite"
     write_many(user, 100)
     code = (
@@ -76,7 +76,7 @@ def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
-def test_every_answer_about_the_shipped_file_is_that_of_its_rows(given: Rows) -> None:
+def test_the_shipped_file_answers_like_its_rows(given: Rows) -> None:
     stored, rows = load_snapshot([SHIPPED]), Snapshot(given)
     assert stored.devices == rows.devices and stored.kernels == rows.kernels
     assert stored.distributions == rows.distributions
@@ -172,7 +172,7 @@ def small(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_same_file_thrice(small: Path) -> None:
+def test_a_file_loaded_three_times_counts_once(small: Path) -> None:
     thrice = load_snapshot([small] * 3)
     assert thrice.digest == database_digest(small)
     assert thrice._facts.count("accuracy") == 60
@@ -247,7 +247,7 @@ def test_edited_files_are_refused_at_load(small: Path, statements: list[str], wo
         load_snapshot([edited(small, *statements)])
 
 
-def test_a_reference_to_nothing_is_refused_when_asked_for(small: Path) -> None:
+def test_a_dangling_reference_is_refused_when_checks_are_requested(small: Path) -> None:
     snapshot = load_snapshot([edited(small, "UPDATE timing SET kernel = 99 WHERE kernel = 1")])
     with pytest.raises(DatabaseError, match=r"small\.sqlite.*timing row refers to kernel 99"):
         snapshot.timing_outcomes()
@@ -311,7 +311,7 @@ def cells_at_first(snapshot: Snapshot) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forks_answer_alike(small: Path) -> None:
+def test_forks_give_the_same_choices(small: Path) -> None:
     """While other threads of the parent are inside of SQLite, and the file is gone."""
     expected = cells_at_first(load_snapshot([small]))
     snapshot = load_snapshot([small])
@@ -345,7 +345,7 @@ def test_forks_answer_alike(small: Path) -> None:
             thread.join()
 
 
-def test_threads_answer_alike(given: Rows) -> None:
+def test_threads_give_the_same_choices(given: Rows) -> None:
     snapshot, rows = load_snapshot([SHIPPED]), Snapshot(given)
     (device,) = rows.devices
     families = sorted({cell.problem for cell in rows.timings_on(device, "graph-cold")}, key=str)
@@ -360,7 +360,7 @@ def test_threads_answer_alike(given: Rows) -> None:
 
 
 def test_parameters_of_several_variants_are_the_newest_of_current_kernels(given: Rows) -> None:
-    """As a scan of all rows says it, whatever is current."""
+    """The result equals that of a scan of all rows, for any set of current kernels."""
     draw = random.Random(2)
     variants = [dataclasses.replace(row, name=f"X{i % 3}", parameters=f'{{"v":{i}}}')
                 for i, row in enumerate(Snapshot(given).distributions)]  # fmt: skip
@@ -386,7 +386,7 @@ def test_parameters_of_several_variants_are_the_newest_of_current_kernels(given:
         assert snapshot.parameters_of("sm_100", name) == ""
 
 
-def test_a_snapshot_of_rows_and_one_of_the_file_choose_alike(
+def test_snapshots_from_rows_and_from_a_file_choose_equally(
     given: Rows,
 ) -> None:
     import lokakern
@@ -400,7 +400,7 @@ def test_a_snapshot_of_rows_and_one_of_the_file_choose_alike(
 
 
 def test_memory_is_given_back() -> None:
-    """At once, for it may be much: no cycle waits for the collector."""
+    """Memory is freed at once, without the garbage collector, because it may be large."""
     snapshot = load_snapshot([SHIPPED])
     cells_at_first(snapshot)
     (image,) = snapshot._facts.images

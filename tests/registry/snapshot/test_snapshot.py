@@ -149,7 +149,7 @@ def test_timing_cells_of_a_family(snapshot: Snapshot) -> None:
         (dataclasses.replace(H200, memory_gib=140), at(1), "graph-cold", []),
     ],
 )
-def test_nothing_is_mixed_up(
+def test_timing_cells_belong_to_device_problem_and_regime(
     snapshot: Snapshot, device: Device, problem: Problem, regime: str, latencies_us: list[float]
 ) -> None:
     cells = snapshot.timing_cells(device, family_key(problem), regime)
@@ -246,7 +246,7 @@ def test_devices(snapshot: Snapshot) -> None:
 
 
 def test_resume(snapshot: Snapshot) -> None:
-    """What is measured in the same state need not be measured again; a quick row is not enough."""
+    """Rows of the same state need not be measured again; a quick row is not enough."""
     problem, x1 = row_keys.key_of(at(1)), row_keys.key_of(X1)
     h200 = row_keys.key_of(H200)
     then, now = row_keys.key_of(THEN), row_keys.key_of(NOW)

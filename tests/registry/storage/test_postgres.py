@@ -29,7 +29,7 @@ NOBODY = 65534  # a server refuses to run as root
 
 
 def server_folder() -> Path | None:
-    """Where PostgreSQL's programs are; Debian does not put them on the path."""
+    """The folder of PostgreSQL's programs, which Debian does not put on the path."""
     found = shutil.which("pg_ctl")
     if found is not None:
         return Path(found).resolve().parent
@@ -86,7 +86,7 @@ def counts(rows: Rows) -> dict[str, int]:
     return {name: len(found) for name, found in rows.items()}
 
 
-def test_a_file_goes_there_and_comes_back(url: str, tmp_path: Path) -> None:
+def test_a_file_survives_a_round_trip_through_a_server(url: str, tmp_path: Path) -> None:
     rows = small_rows()
     source = file_of(tmp_path / "a.sqlite", rows)
     report = merge([source], url)

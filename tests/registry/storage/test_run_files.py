@@ -1,4 +1,4 @@
-"""The database on disk: run files, merging, and files that come from anyone."""
+"""The database on disk: run files, merging, and foreign files."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ with tests["begin"](sys.argv[2]) as run:
 
 
 @pytest.mark.rest
-def test_concurrent_runs_both_land(database: Path) -> None:
+def test_concurrent_runs_are_both_stored(database: Path) -> None:
     processes = [start_run(database, FINISHED) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert len(rows_as_dicts(database, "timing")) == 2 * 19
@@ -491,7 +491,7 @@ def test_sqlite_url_is_a_file(tmp_path: Path) -> None:
 
 
 def test_merging_into_a_server(tmp_path: Path) -> None:
-    """What PostgreSQL gets, on a SQLite engine: missing rows in one transaction."""
+    """The statements for PostgreSQL, on a SQLite engine: missing rows in one transaction."""
     engine = create_engine(f"sqlite:///{tmp_path / 'server.sqlite'}")
     rows = rows_of([(0, 1, 0), (1, 2, 0)])
     assert insert_missing(engine, rows).added["timing"] == 2
@@ -564,7 +564,7 @@ def test_files_hold_the_bytes_of_keys(database: Path) -> None:
                                                        rows_as_dicts(database, table)]  # fmt: skip
 
 
-def test_a_written_file_has_no_room_to_spare(database: Path) -> None:
+def test_a_written_file_has_no_unused_pages(database: Path) -> None:
     """Inserted in order, pages would stay a tenth empty."""
     write_fixture(database)
     before = database.stat().st_size
@@ -726,10 +726,10 @@ NEW_KEY = "x'" + "9" * 64 + "'"
         ("run", {"id": "NULL", "key": "x'" + "8" * 32 + "'", "grade": "'best'"}, "CHECK"),
     ],
 )
-def test_constraints_hold_without_us(
+def test_constraints_apply_to_inserts_outside_lokakern(
     database: Path, table: str, values: dict[str, str], complaint: str | None
 ) -> None:
-    """Someone else's INSERT meets them too; the first one shows that a good row passes."""
+    """They apply to any INSERT; the first case shows that a valid row passes."""
     write_fixture(database)
     connection = sqlite3.connect(database)
     connection.execute("PRAGMA foreign_keys = ON")
@@ -770,7 +770,7 @@ def test_keys_are_stable() -> None:
     epilogue=st.text(max_size=5),
     out_format=st.sampled_from(Format),
 )
-def test_problems_go_both_ways(**values: Any) -> None:
+def test_problems_survive_a_round_trip_through_a_row(**values: Any) -> None:
     problem = Problem(n=3, k=4, a=A, **values)
     row = row_keys.row_of(problem)
     assert row_keys.from_row(Problem, row) == problem

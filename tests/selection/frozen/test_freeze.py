@@ -188,7 +188,7 @@ def seal(path: Path, whole: dict[str, Any]) -> Path:
 # --- the file answers as the database did
 
 
-def test_frozen_choices_equal_those_of_the_database(tmp_path: Path) -> None:
+def test_frozen_choices_equal_choices_from_the_database(tmp_path: Path) -> None:
     before = answers()
     assert {name for name, _ in before.values()} >= {BF16, FP8, SCALED, QUANTIZE}
     assert {miss for _, miss in before.values()} == {True, False}
@@ -255,7 +255,7 @@ def test_a_file_counts_choices_that_rest_on_imports(
 
 
 def test_the_order_of_calls_does_not_change_the_file(facts: Snapshot, tmp_path: Path) -> None:
-    """So that ranks with different orders have equal digests."""
+    """Ranks that choose in different orders get equal digests."""
     contents = []
     for place, order in enumerate((ASKED[:3], ASKED[2::-1])):
         dispatcher.use_snapshot(facts)
@@ -588,7 +588,7 @@ def set_in(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def in_gemm(*place: Any, to: Any) -> Callable[[dict[str, Any]], None]:
-    """In a table of a GEMM in which FP8 wins."""
+    """Replace a value in the table of a GEMM for which FP8 is fastest."""
 
     def edit(whole: dict[str, Any]) -> None:
         table = next(t for t in whole["tables"] if FP8 in t["winners"])
