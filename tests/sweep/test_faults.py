@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-from sqlalchemy.exc import OperationalError
 
 from lokakern.bench.cli.main import app
 from lokakern.errors import DatabaseError
@@ -39,7 +38,7 @@ from lokakern.registry.schema.records import TimingRecord
 from lokakern.registry.sharing.import_file import import_file
 from lokakern.registry.sharing.quarantine import settle
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.storage import writer
+from lokakern.registry.storage import run_files, writer
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.run_files import collect_runs, runs_folder
@@ -47,7 +46,7 @@ from lokakern.selection import dispatcher
 from lokakern.sweep import engine
 from tests.support.foreign_files import write_base
 from tests.support.inline_worker import run_tasks_here
-from tests.support.run_files import DEVICE, OK, add, begin, rows_as_dicts
+from tests.support.run_files import DEVICE, OK, PROBLEM, add, begin, rows_as_dicts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("sweep", "merge", "import", "export")
@@ -394,20 +393,25 @@ def test_rows_before_the_disk_was_full_are_kept(
 ) -> None:
     database = tmp_path / "a.sqlite"
     run = begin(database)
-    key = add(run)
+    keys = [add(run)]
 
-    def full(_: object) -> Iterator[Any]:
-        raise OperationalError("", {}, sqlite3.OperationalError("database or disk is full"))
+    def connect_full(path: Path, **options: Any) -> sqlite3.Connection:
+        connection = writer.connect_writer(path, **options)
+        connection.execute("PRAGMA max_page_count = 1")  # SQLite keeps the pages in use
+        return connection
 
+    problems = (dataclasses.replace(PROBLEM, m=m) for m in range(1, 10_000))
     with monkeypatch.context() as patch:
-        patch.setattr(run._engine, "begin", lambda: full(None))
+        patch.setattr(run_files, "connect_writer", connect_full)
         with pytest.raises(DatabaseError, match=r"disk is full; make room .* next sweep collects"):
-            add(run, regime="eager")
+            for problem in problems:  # until the pages in use have no room left
+                keys.append(add(run, problem=problem))
+    keys.append(add(run, problem=problem))  # there is room again
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "replace", lambda *_: (_ for _ in ()).throw(
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))  # fmt: skip
         with pytest.raises(DatabaseError, match=r"No space left .* which the next sweep collects"):
             run.finish()
     assert not database.exists()
-    assert collect_runs(database).added["timing"] == 1
-    assert [row["key"] for row in rows_as_dicts(database, "timing")] == [key]
+    assert collect_runs(database).added["timing"] == len(keys)
+    assert {row["key"] for row in rows_as_dicts(database, "timing")} == set(keys)
