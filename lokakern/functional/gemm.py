@@ -16,10 +16,7 @@ from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_t
 from lokakern.sampled_check import watch_of_gemm
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of
-from lokakern.selection.kernel_policy import (
-    after_miss,
-    check_on_miss,
-)
+from lokakern.selection.misses import after_miss, check_on_miss
 from lokakern.selection.table import Table
 from lokakern.types import (
     ErrorBudget,

@@ -27,13 +27,8 @@ from lokakern.norm import Norm
 from lokakern.registry.register import Kernel
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of
-from lokakern.selection.kernel_policy import (
-    Chooser,
-    after_miss,
-    check_on_miss,
-    fastest_within,
-    kernel_of,
-)
+from lokakern.selection.kernel_policy import Chooser, fastest_within, kernel_of
+from lokakern.selection.misses import after_miss, check_on_miss
 from lokakern.selection.table import Table
 from lokakern.types import (
     ErrorBudget,

@@ -25,7 +25,7 @@ from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
 from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen.lookup import Choices, Weight
-from lokakern.selection.misses import measured_instead, sizes_of
+from lokakern.selection.measured_neighbors import measured_instead, sizes_of
 from lokakern.selection.table import LooseTable, Table
 from lokakern.selection.weight_forms import FORMS, with_weight
 from lokakern.types import (

@@ -1,37 +1,105 @@
-"""Misses: problems without measurements, how to measure them, and what was measured instead.
+"""Misses: calls for which dispatch has no answer, and how to measure their problems.
 
-They are counted in memory, appended to a file of the user at exit, and read by
-``sweep --from-misses``.
+A miss is logged once. Misses are counted in memory, appended to a file of the user at exit, and
+read by ``sweep --from-misses``.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lokakern.errors import LokakernError, MeasurementError
+from lokakern.errors import (
+    LokakernError,
+    MeasurementError,
+    MissError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from lokakern.problems import make_problem
+from lokakern.registry.register import Kernel
 from lokakern.registry.schema.row_keys import from_row, row_of
+from lokakern.selection import dispatcher
+from lokakern.selection.table import FrozenTable, Table
 from lokakern.types import Device, Layout, Operand, Problem, alignment_of
 
-if TYPE_CHECKING:
-    from lokakern.registry.snapshot.snapshot import Snapshot
+logger = logging.getLogger("lokakern")
 
+ON_MISS = ("bf16", "raise", "measure")
 LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; a larger file is begun anew
 MOST_COUNTED = 10_000  # jagged batches have every m
-_MOST_NEIGHBORS = 3  # in a message
-_SHAPE = ("op", "m", "n", "k")
 _COUNTS: Counter[tuple[Problem, str]] = Counter()
+LOGGED: set[str] = set()  # families of problems whose miss was logged
+
+
+def check_on_miss(op: str, on_miss: str) -> None:
+    if on_miss not in ON_MISS:
+        raise UnknownNameError(
+            f"{op}: on_miss is {on_miss!r}; expected one of {', '.join(ON_MISS)}"
+        )
+
+
+def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
+    """Handle a miss: log it once, record it in the ledger and return the unquantized kernel.
+
+    Misses of frozen choices are not recorded, because no database was asked.
+
+    Returns:
+        None if the problem was measured now, so that dispatch has an answer.
+
+    Raises:
+        MissError: ``on_miss`` is "raise".
+        MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
+        UnsupportedError: No unquantized kernel runs here.
+    """
+    problem = replace(table.problem, m=m)
+    pick = table.pick(m)
+    remedy = _remedy(table, problem)
+    if on_miss == "raise":
+        raise MissError(f"{problem.op}: {problem}: {pick.note}; {remedy}")
+    if on_miss == "measure":
+        if table.origin is not None:
+            raise MeasurementError(
+                f'{problem.op}: on_miss="measure" is refused while answers are frozen, because '
+                f"what is measured would not be read: {problem}: {pick.note}; {remedy}"
+            )
+        measure(problem)
+        dispatcher.use_snapshot(None)
+        return None
+    if table.origin is None:
+        record(problem, table.device)
+    family = str(replace(problem, m=0))
+    if family not in LOGGED:
+        LOGGED.add(family)
+        words = "%s: %s: %s; using %s. %s"
+        remedy = remedy[0].upper() + remedy[1:]
+        logger.warning(words, problem.op, problem, pick.note, pick.name, remedy)
+    kernel = pick.candidate.kernel if pick.candidate else None
+    if kernel is None:
+        raise UnsupportedError(f"{problem.op}: {problem}: no kernel runs on {table.device.product}")
+    return kernel
+
+
+def _remedy(table: Table, problem: Problem) -> str:
+    """The remedy for a miss."""
+    if table.origin is not None and not isinstance(table, FrozenTable):
+        return table.origin.remedy
+    reason = why_not_measurable(problem)
+    command = sweep_command(problem) if reason is None else f"nothing yet: {reason}"
+    if table.origin is None:
+        return f"measure it with: {command}"
+    return f"{table.origin.remedy}, once it is measured with: {command}"
 
 
 def record(problem: Problem, device: Device) -> None:
@@ -172,62 +240,3 @@ def measure(problem: Problem) -> None:
         raise MeasurementError(
             f"{problem.op}: {command} ended with {done.returncode}: {done.stderr[-2000:]}"
         )
-
-
-def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: str) -> str:
-    """The measured problems with the same n and k that differ least, with their arguments.
-
-    Returns:
-        Such as "n=512 k=512 was measured on NVIDIA H200 only with bias: ask with epilogue='bias'";
-        "" if there is none, or the problem itself was measured.
-    """
-    asked = replace(problem, m=0)
-    found: dict[tuple[tuple[str, ...], ...], tuple[str, str]] = {}
-    for other, its_regime in facts.timed_like(device, problem):
-        words = [_words(name, other) for name in _differing(asked, other)]
-        if its_regime != regime:
-            words.append((f"in {its_regime}", f"regime={its_regime!r}"))
-        if not words:
-            return ""
-        found[tuple(words)] = " ".join(w for w, _ in words), ", ".join(a for _, a in words)
-    if not found:
-        return ""
-    few = min(map(len, found))
-    nearest = sorted(told for words, told in found.items() if len(words) == few)[:_MOST_NEIGHBORS]
-    ways = dict.fromkeys(way for _, way in nearest)
-    told = " or ".join(told for told, _ in nearest)
-    return (
-        f"{sizes_of(problem)} was measured on {device.product} only {told}: ask with "
-        + " or ".join(ways)
-    )
-
-
-def sizes_of(problem: Problem) -> str:
-    """The sizes of a problem without m."""
-    return f"n={problem.n} k={problem.k}" if problem.b is not None else f"k={problem.k}"
-
-
-def _differing(asked: Problem, other: Problem) -> list[str]:
-    """Names of differing fields; a prepared weight implies another b."""
-    names = [
-        field.name
-        for field in fields(Problem)
-        if field.name not in _SHAPE and getattr(asked, field.name) != getattr(other, field.name)
-    ]
-    return [name for name in names if not (name == "b" and "prepared" in names)]
-
-
-def _words(name: str, other: Problem) -> tuple[str, str]:
-    """The description of a differing field of a measured problem, and the argument for it."""
-    value = getattr(other, name)
-    if name == "prepared":
-        if not value:
-            return "not prepared", "prepared=False"
-        assert other.b is not None
-        return f"prepared ({other.b.granularity})", "prepared=True"
-    if name == "epilogue":
-        return (f"with {value}" if value != "none" else "without epilogue"), f"epilogue={value!r}"
-    if isinstance(value, Operand):
-        return f"with {name}={value}", f"{name}=Operand.parse({str(value)!r})"
-    said = str(value) if isinstance(value, int) else repr(str(value))
-    return f"with {name}={value}", f"{name}={said}"

@@ -11,7 +11,7 @@ from lokakern.problems import baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
-from lokakern.selection.misses import sizes_of
+from lokakern.selection.measured_neighbors import sizes_of
 from lokakern.selection.ties import Timed, break_tie
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
 

@@ -38,7 +38,7 @@ from lokakern.registry.register import KERNELS, fp8_format, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.run_files import RunFile
-from lokakern.selection import dispatcher, kernel_policy, misses
+from lokakern.selection import dispatcher, misses
 from lokakern.selection.arguments import device_of
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import (
@@ -61,7 +61,7 @@ FP8_ROW = "torch.quantize_row+torch.emulated_row"
 def empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
     dispatcher.use_snapshot(load_snapshot([]))
-    kernel_policy.LOGGED.clear()
+    misses.LOGGED.clear()
     yield
     dispatcher.use_snapshot(None)
     misses._COUNTS.clear()

@@ -32,7 +32,7 @@ from lokakern.functional.run import run
 from lokakern.norm import Norm, norm_named
 from lokakern.registry.register import KERNELS
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.selection import dispatcher, kernel_policy, misses
+from lokakern.selection import dispatcher, misses
 from lokakern.types import ErrorBudget, Granularity, NormEpilogue, QuantizedTensor
 
 M, N, K = 40, 128, 96
@@ -42,7 +42,7 @@ M, N, K = 40, 128, 96
 def empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "user.sqlite"))
     dispatcher.use_snapshot(load_snapshot([]))
-    kernel_policy.LOGGED.clear()
+    misses.LOGGED.clear()
     yield
     dispatcher.use_snapshot(None)
     misses._COUNTS.clear()

@@ -17,7 +17,7 @@ from lokakern.errors import FormatError
 from lokakern.kernels.compositions import _device_fp8
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, fp8_format, load_kernels
-from lokakern.selection import arguments, dispatcher, kernel_policy
+from lokakern.selection import arguments, dispatcher, misses
 from lokakern.types import Accepted, Device, Format, Granularity, Operand, Problem, Rejected
 
 load_kernels()
@@ -141,7 +141,7 @@ def test_without_measurements_bf16_is_chosen_and_the_command_is_logged(
     gpu: Device, rocm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rocm(gpu)
-    monkeypatch.setattr(kernel_policy, "LOGGED", set())
+    monkeypatch.setattr(misses, "LOGGED", set())
     choice = lokakern.dispatch("gemm", (4096, 256, 512), 0.06)
     assert choice.kernel == "torch.bf16" and choice.is_miss
     assert choice.table.device == gpu

@@ -33,7 +33,7 @@ from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.selection import arguments, dispatcher
 from lokakern.selection.dispatcher import dispatch
-from lokakern.selection.kernel_policy import ON_MISS, check_on_miss
+from lokakern.selection.misses import ON_MISS, check_on_miss
 from lokakern.types import REGIMES, ErrorBudget, Format, Granularity, Layout, Operand
 from tests.support.measurements import H200, Book, measured
 

@@ -91,7 +91,7 @@ class Choices:
     def tell(self, table: Table) -> None:
         """Log, once for each family of problems, that a table is not in the file.
 
-        Only for ops without an unquantized kernel; other misses are logged by `kernel_policy`.
+        Only for ops without an unquantized kernel; other misses are logged by `selection.misses`.
         """
         if table.baseline is None and not isinstance(table, FrozenTable) and table.callable_here:
             self._tell(str(replace(table.problem, m=0)), table.winners[0] or "no kernel")

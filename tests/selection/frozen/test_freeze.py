@@ -40,7 +40,7 @@ from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.registry.storage.run_files import RunFile
-from lokakern.selection import dispatcher, kernel_policy, misses, rank_agreement
+from lokakern.selection import dispatcher, misses, rank_agreement
 from lokakern.selection.frozen import file_format
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import (
@@ -120,7 +120,7 @@ def facts(database: Path) -> Snapshot:
 def a_fresh_start(facts: Snapshot, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatcher, "current_device", lambda: CPU)
     dispatcher.use_snapshot(facts)
-    kernel_policy.LOGGED.clear()
+    misses.LOGGED.clear()
     misses._COUNTS.clear()
     yield
     dispatcher.use_snapshot(None)
