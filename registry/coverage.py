@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lokakern.registry.freshness import is_current
+from lokakern.registry.staleness import is_current
 from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
 
 if TYPE_CHECKING:

@@ -185,7 +185,7 @@ def _cases(
     from lokakern.device import current_device
     from lokakern.registry.register import fp8_format
     from lokakern.selection import dispatcher
-    from lokakern.sweep.staleness import cases_timed
+    from lokakern.sweep.stale_jobs import cases_timed
     from lokakern.workloads.filters import parse_condition
     from lokakern.workloads.suite_files import suite_named
 

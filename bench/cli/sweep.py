@@ -247,7 +247,7 @@ def _cases_timed(
 
     One rank reads them for all ranks, which may have different copies.
     """
-    from lokakern.sweep.staleness import cases_timed
+    from lokakern.sweep.stale_jobs import cases_timed
 
     def look() -> list[Any]:
         database.collect_runs()

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lokakern.errors import DatabaseError
-from lokakern.registry.freshness import is_current
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_of, place_of, text_of
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.facts import Facts
 from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, rows_digest
 from lokakern.registry.storage.writer import locked, publish, synchronize, write_file

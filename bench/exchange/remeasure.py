@@ -11,10 +11,10 @@ from lokakern.device import current_device
 from lokakern.errors import MeasurementError
 from lokakern.measure import timing
 from lokakern.measure.time_problem import torch_device
-from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for
 from lokakern.registry.schema import row_keys
 from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows
 from lokakern.selection.candidates import LIMIT_COLUMNS

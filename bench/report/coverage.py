@@ -16,7 +16,7 @@ from lokakern.registry.register import Kernel, fp8_format, kernels_for
 from lokakern.registry.schema.tables import GRADES
 from lokakern.selection.candidates import FRESHNESS
 from lokakern.selection.dispatcher import default_regime
-from lokakern.sweep.staleness import ErrorClass, Staleness, fresher
+from lokakern.sweep.stale_jobs import ErrorClass, Staleness, fresher
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import SUITES
 

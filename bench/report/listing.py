@@ -12,9 +12,9 @@ from lokakern.bench.report import library_smoke
 from lokakern.bench.report.coverage import Holdings, totals
 from lokakern.device import current_device, current_environment
 from lokakern.registry.coverage import coverage_of
-from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases, user_database
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Problem

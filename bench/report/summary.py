@@ -6,11 +6,11 @@ from typing import Any
 
 from lokakern.device import current_device
 from lokakern.problems import accuracy_problem
-from lokakern.registry.freshness import is_current
 from lokakern.registry.register import fp8_format
 from lokakern.registry.schema.row_keys import family_key, key_of
 from lokakern.registry.snapshot.cells import TimingCell
 from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.staleness import is_current
 from lokakern.selection.dispatcher import default_regime
 from lokakern.types import Problem
 from lokakern.workloads.suites import Case

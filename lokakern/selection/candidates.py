@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem, baseline_name
-from lokakern.registry.freshness import is_current
 from lokakern.registry.libraries import named
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
+from lokakern.registry.staleness import is_current
 from lokakern.selection.ties import margin_us
 from lokakern.types import Device, Environment, Granularity, Problem
 

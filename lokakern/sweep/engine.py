@@ -31,7 +31,7 @@ from lokakern.sweep.plan import Found, Plan, digest_of, harness_digest, kernels_
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
 from lokakern.sweep.resume import Job, Known, needed_errors
-from lokakern.sweep.staleness import Staleness
+from lokakern.sweep.stale_jobs import Staleness
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
     GPU_WATCHDOG_S,

@@ -10,7 +10,7 @@ from pathlib import Path
 from lokakern.measure.accuracy import Cell, cells_for
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sweep.resume import Job, Known
-from lokakern.sweep.staleness import Staleness
+from lokakern.sweep.stale_jobs import Staleness
 from lokakern.sweep.worker import AccuracyTask
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import Case

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lokakern.errors import DatabaseError
-from lokakern.registry.freshness import is_current
 from lokakern.registry.locks import private_folder
 from lokakern.registry.quarantine import QuarantinedFile
 from lokakern.registry.schema import row_keys
@@ -23,6 +22,7 @@ from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_gu
 from lokakern.registry.sharing.validate import Checked, check
 from lokakern.registry.snapshot.facts import Facts, image_of
 from lokakern.registry.sqlite_file import shown
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage import paths
 from lokakern.registry.storage.merge import (
     MergeReport,

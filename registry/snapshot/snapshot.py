@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from lokakern.errors import DatabaseError, DeviceError
-from lokakern.registry.freshness import is_current
 from lokakern.registry.quarantine import key_array
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
 from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
+from lokakern.registry.staleness import is_current
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:

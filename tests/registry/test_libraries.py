@@ -19,10 +19,10 @@ from lokakern.bench.report import library_smoke
 from lokakern.device import current_device
 from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, register
-from lokakern.registry.freshness import is_current
 from lokakern.registry.libraries import LIBRARIES, Library, Package, Trial
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.records import KernelRow
+from lokakern.registry.staleness import is_current
 from lokakern.types import (
     Accepted,
     Device,

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import lokakern
-from lokakern.registry import digests, freshness, libraries
+from lokakern.registry import digests, libraries, staleness
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
-from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.manifest import manifest_beside
 from lokakern.registry.schema.records import TestResultRecord
 from lokakern.registry.sharing.untrusted import open_guarded
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import database_digest
 from lokakern.registry.storage.run_files import RunFile
@@ -172,11 +172,11 @@ def test_changing_a_line_of_a_kernel_is_seen(
     sources = tmp_path / "kernels"
     shutil.copytree(digests.KERNELS_ROOT, sources)
     monkeypatch.setattr(digests, "KERNELS_ROOT", sources)
-    request.addfinalizer(freshness._has_its_digest.cache_clear)
+    request.addfinalizer(staleness._has_its_digest.cache_clear)
 
     def gaps() -> list[Gap]:
         # Copies, because a kernel keeps the digest that it was asked for once, as rows do.
-        freshness._has_its_digest.cache_clear()
+        staleness._has_its_digest.cache_clear()
         return missing_evidence(complete_facts, [replace(kernel) for kernel in KERNELS.values()])
 
     changed = sources / module

@@ -15,9 +15,9 @@ import pytest
 from lokakern.device import current_device
 from lokakern.errors import BudgetError, DeviceError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.problems import alignment_of, make_problem
-from lokakern.registry.freshness import is_current
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.registry.schema.records import KernelRow
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import merge
 from lokakern.selection import candidates, dispatcher, ties
 from lokakern.selection.dispatcher import Choice, dispatch

@@ -11,7 +11,6 @@ import pytest
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.digests import kernel_digest
-from lokakern.registry.freshness import is_current
 from lokakern.registry.quarantine import Tier, quarantined_files
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import KernelRow
@@ -20,6 +19,7 @@ from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.sharing.import_file import import_file, merge_files
 from lokakern.registry.sharing.quarantine import reject, settle
 from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import without_unused
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file

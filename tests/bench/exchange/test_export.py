@@ -9,7 +9,6 @@ import pytest
 
 from lokakern.bench.exchange.export import current_rows, export
 from lokakern.errors import DatabaseError
-from lokakern.registry.freshness import is_current
 from lokakern.registry.register import kernels_for
 from lokakern.registry.schema.records import KernelRow, TestResultRecord, TimingRecord
 from lokakern.registry.schema.row_keys import from_row
@@ -17,6 +16,7 @@ from lokakern.registry.schema.tables import COLUMNS, REFERENCES
 from lokakern.registry.sharing.import_file import union_of
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import merge
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import Rows, read_rows

@@ -23,7 +23,7 @@ from msgspec import structs
 from lokakern.bench.cli.main import app
 from lokakern.bench.exchange.export import export
 from lokakern.errors import DatabaseError
-from lokakern.registry import freshness
+from lokakern.registry import staleness
 from lokakern.registry.quarantine import Tier, quarantined_files
 from lokakern.registry.schema import manifest
 from lokakern.registry.schema.manifest import manifest_beside, place_of, text_of
@@ -512,7 +512,7 @@ def test_keys_computed_by_column_equal_keys_by_row() -> None:
         assert fact_keys(name, columns) == [row_key(name, row) for row in rows]
 
 
-def test_freshness_reads_only_files_of_the_kernels_folder() -> None:
+def test_staleness_reads_only_files_of_the_kernels_folder() -> None:
     """Names of modules in an imported file open no file outside the folder of kernels."""
     from lokakern.registry.sharing.validate import MODULE
 
@@ -520,4 +520,4 @@ def test_freshness_reads_only_files_of_the_kernels_folder() -> None:
         assert MODULE.fullmatch(module)
     for module in ("../a", "/etc/passwd", "a/../b", "cuda//a", "python:", "a b", "cuda/a\n"):
         assert not MODULE.fullmatch(module)
-    assert freshness._has_its_digest.cache_info().maxsize
+    assert staleness._has_its_digest.cache_info().maxsize

@@ -1,4 +1,4 @@
-"""Staleness: measurements from before a kernel or the toolchain changed.
+"""Stale jobs: measurements from before a kernel or the toolchain changed, to be repeated.
 
 Of several rows of a kernel at a problem dispatch reads the freshest, whatever distribution it was
 timed on; all kernels of a numerics class share an error. So a problem is stale if some kernel has

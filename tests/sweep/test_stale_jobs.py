@@ -46,7 +46,7 @@ from lokakern.selection import dispatcher
 from lokakern.sweep import engine
 from lokakern.sweep.ranks import RankGroup
 from lokakern.sweep.resume import Job, distribution_row
-from lokakern.sweep.staleness import Staleness, cases_timed
+from lokakern.sweep.stale_jobs import Staleness, cases_timed
 from lokakern.types import Device, Environment, Format
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES, Case
