@@ -18,7 +18,7 @@ from lokakern.problems import (
 )
 from lokakern.registry.schema.row_keys import key_of
 from lokakern.types import Format, Granularity, Layout, Operand
-from lokakern.workloads.gemm_cases import grad_input_cases, grad_weight_case
+from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
 E4M3 = Format.E4M3FN
 

@@ -41,7 +41,8 @@ from lokakern.sampled_check import ErrorBudgetWarning, Marker, Watch, watch_name
 from lokakern.selection import dispatcher
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity
-from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
+from lokakern.workloads.gemm_cases import prepared_weight
+from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from tests.support.conversions import report_of, rows_of, verdict
 from tests.support.measurements import Book, gemm
 

@@ -17,12 +17,8 @@ from lokakern.selection import dispatcher
 from lokakern.selection.choice import Choice
 from lokakern.selection.table import Table
 from lokakern.types import Device, ErrorBudget, Format, Problem
-from lokakern.workloads.gemm_cases import (
-    grad_input_cases,
-    grad_weight_case,
-    prepared_cases,
-    unquantized_case,
-)
+from lokakern.workloads.gemm_cases import prepared_cases, unquantized_case
+from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
 NEVER = "never measured"
 

@@ -255,13 +255,11 @@ def _outcome_of(kernel: Kernel) -> str:
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
     from lokakern.selection.dispatcher import default_regime
-    from lokakern.workloads.gemm_cases import (
-        Case,
-        fused_case,
+    from lokakern.workloads.gemm_cases import Case, fused_case, shape_cases
+    from lokakern.workloads.gemm_gradient_cases import (
         grad_input_cases,
         grad_weight_case,
         main_grad_case,
-        shape_cases,
     )
     from lokakern.workloads.norm_cases import epilogue_cases
 

@@ -38,7 +38,7 @@ from lokakern.types import (
     Problem,
     alignment_of,
 )
-from lokakern.workloads.gemm_cases import grad_weight_case
+from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from lokakern.workloads.norm_cases import norm_quantize_case
 
 GEMMS = ("output", "grad_input", "grad_weight")

@@ -11,7 +11,7 @@ from lokakern.probe.statistics import SiteStatistics
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.types import Granularity, Problem
-from lokakern.workloads.gemm_cases import grad_input_cases, grad_weight_case
+from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
 BLOCK = 256  # columns of BlockNorm, where they divide a row
 ALIGNED = 16  # elements of FP8 that rows must be multiples of for libraries to take them

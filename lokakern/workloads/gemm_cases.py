@@ -1,7 +1,7 @@
 """Cases of GEMMs: the forms in which a layer of a model is measured.
 
 A layer is ``Y[m, n] = X[m, k] W[n, k]^T``. It is measured as an unquantized GEMM, with a prepared
-weight, as the parts of an FP8 GEMM, and as the two GEMMs of its backward pass.
+weight, and as the parts of an FP8 GEMM. Its backward pass: `gemm_gradient_cases`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from lokakern.problems import make_problem
 from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
 PREPARED_FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.BLOCK)
-# Scales of the transposed weight in a backward pass; tensorwise scales are never better there.
-PREPARED_BACKWARD_FORMS = (Granularity.ROW, Granularity.BLOCK)
 LEFT_SCALES = (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP)
-# Formats of gradients, which need range more than precision.
-WIDE_RANGE = {Format.E4M3FN: Format.E5M2, Format.E4M3FNUZ: Format.E5M2FNUZ}
-GRADIENTS = "X12"  # distribution of all GEMMs of a backward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,39 +128,6 @@ def fused_case(
     """A scaled GEMM with an epilogue, with FP8 outputs and a static scale, or with groups."""
     a = Operand(fp8, granularity)
     return Case.of("scaled_gemm", (m, n, k), distribution, a=a, epilogue=epilogue, **fields)
-
-
-def main_grad_case(m: int, n: int, k: int, form: Format, fp8: Format) -> Case:
-    """``dW[n, k] += dY[m, n]^T X[m, k]`` in float32, with operands quantized along samples.
-
-    ``form`` is the format of the gradient, ``fp8`` that of the activations.
-    """
-    a = Operand(form, Granularity.GROUP)
-    b = Operand(fp8, Granularity.GROUP, Layout.COLUMN)
-    fields = {"out_format": Format.FLOAT32, "accumulate": True}
-    return Case.of("scaled_gemm", (n, k, m), GRADIENTS, a=a, b=b, **fields)
-
-
-def grad_input_cases(
-    m: int, n: int, k: int, fp8: Format, form: Format = Format.BFLOAT16, *, batch: int = 1
-) -> Iterator[Case]:
-    """``dX[m, k] = dY[m, n] W[n, k]``, W row-major; without a batch also with a prepared weight."""
-    a = dense_operand(form, (m, n), Layout.ROW, Layout.ROW)
-    b = dense_operand(form, (n, k), Layout.ROW, Layout.COLUMN)
-    yield Case.of("gemm", (m, k, n), GRADIENTS, a=a, b=b, batch=batch)
-    if batch == 1:
-        yield from prepared_cases(
-            m, k, n, GRADIENTS, fp8, form, granularities=PREPARED_BACKWARD_FORMS
-        )
-
-
-def grad_weight_case(
-    m: int, n: int, k: int, form: Format = Format.BFLOAT16, *, batch: int = 1
-) -> Case:
-    """``dW[n, k] = dY[m, n]^T X[m, k]``, a sum over samples."""
-    a = dense_operand(form, (n, m), Layout.COLUMN, Layout.ROW)
-    b = dense_operand(form, (m, k), Layout.ROW, Layout.COLUMN)
-    return Case.of("gemm", (n, k, m), GRADIENTS, a=a, b=b, batch=batch)
 
 
 def quantize_case(

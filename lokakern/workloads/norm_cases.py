@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lokakern.types import Format, Granularity, Operand
-from lokakern.workloads.gemm_cases import (
-    GRADIENTS,
-    LEFT_SCALES,
-    WIDE_RANGE,
-    Case,
-    prepared_weight,
-    quantized_output,
-)
+from lokakern.workloads.gemm_cases import LEFT_SCALES, Case, prepared_weight, quantized_output
+from lokakern.workloads.gemm_gradient_cases import GRADIENTS, WIDE_RANGE
 
 BLOCK = 256  # columns of a BlockNorm, unless a row has fewer
 LAYER = "bias+layer+affine"

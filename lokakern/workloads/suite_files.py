@@ -52,15 +52,17 @@ from lokakern.types import Format, Granularity
 from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.gemm_cases import (
     LEFT_SCALES,
-    PREPARED_BACKWARD_FORMS,
     PREPARED_FORMS,
     Case,
-    grad_input_cases,
-    grad_weight_case,
     prepared_cases,
     quantize_case,
     scaled_gemm_cases,
     unquantized_case,
+)
+from lokakern.workloads.gemm_gradient_cases import (
+    PREPARED_BACKWARD_FORMS,
+    grad_input_cases,
+    grad_weight_case,
 )
 from lokakern.workloads.norm_cases import norm_quantize_case
 from lokakern.workloads.suites import SUITES, Suite

@@ -11,12 +11,8 @@ from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
 from lokakern.workloads import published_models
 from lokakern.workloads.gemm_cases import (
     LEFT_SCALES,
-    WIDE_RANGE,
     dequantize_case,
     fused_case,
-    grad_input_cases,
-    grad_weight_case,
-    main_grad_case,
     quantize_case,
     quantized_output,
     scaled_gemm_cases,
@@ -27,6 +23,12 @@ from lokakern.workloads.gemm_cases import PREPARED_FORMS as PREPARED_FORMS
 from lokakern.workloads.gemm_cases import Case as Case
 from lokakern.workloads.gemm_cases import gemm_cases as gemm_cases
 from lokakern.workloads.gemm_cases import shape_cases as shape_cases
+from lokakern.workloads.gemm_gradient_cases import (
+    WIDE_RANGE,
+    grad_input_cases,
+    grad_weight_case,
+    main_grad_case,
+)
 from lokakern.workloads.norm_cases import (
     BACKWARD_SHAPES,
     chained_cases,

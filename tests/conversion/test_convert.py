@@ -33,7 +33,8 @@ from lokakern.probe.report import Judged, ProbeReport
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
 from lokakern.types import ErrorBudget, Format, Granularity
-from lokakern.workloads.gemm_cases import grad_weight_case, prepared_weight
+from lokakern.workloads.gemm_cases import prepared_weight
+from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from lokakern.workloads.suite_files import suite_from_file
 from tests.support.conversions import (
     BLOCK_KERNEL,

@@ -20,12 +20,8 @@ from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.types import Accepted, Device, Format, Granularity, Layout, Operand, Problem, Rejected
-from lokakern.workloads.gemm_cases import (
-    fused_case,
-    grad_input_cases,
-    grad_weight_case,
-    whole_gemm_cases,
-)
+from lokakern.workloads.gemm_cases import fused_case, whole_gemm_cases
+from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 from lokakern.workloads.suites import Case
 from tests.support.adapters import rowwise_out
 

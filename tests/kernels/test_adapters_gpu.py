@@ -24,12 +24,14 @@ from lokakern.types import REALISTIC_DISTRIBUTIONS, Accepted, Format, Granularit
 from lokakern.workloads.gemm_cases import (
     Case,
     fused_case,
-    grad_input_cases,
-    grad_weight_case,
-    main_grad_case,
     prepared_cases,
     scaled_gemm_cases,
     unquantized_case,
+)
+from lokakern.workloads.gemm_gradient_cases import (
+    grad_input_cases,
+    grad_weight_case,
+    main_grad_case,
 )
 
 load_kernels()

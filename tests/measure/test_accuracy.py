@@ -15,7 +15,7 @@ from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord
 from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
-from lokakern.workloads.gemm_cases import grad_weight_case
+from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 
 load_kernels()
 CPU = torch.device("cpu")

@@ -41,13 +41,8 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
 )
-from lokakern.workloads.gemm_cases import (
-    Case,
-    grad_input_cases,
-    grad_weight_case,
-    prepared_cases,
-    unquantized_case,
-)
+from lokakern.workloads.gemm_cases import Case, prepared_cases, unquantized_case
+from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
 load_kernels()
 CPU = torch.device("cpu")

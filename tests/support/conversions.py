@@ -8,7 +8,7 @@ from lokakern.conversion.routes import _grad_input_problem
 from lokakern.probe.report import Judged, ProbeReport
 from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.types import ErrorBudget, Problem
-from lokakern.workloads.gemm_cases import grad_weight_case
+from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from tests.support.measurements import BF16, TENSOR, accuracy, gemm, time
 from tests.support.measurements import ROW as ROW_KERNEL
 

@@ -27,12 +27,8 @@ from lokakern.types import (
 )
 from lokakern.workloads import published_models
 from lokakern.workloads.distributions import DISTRIBUTIONS
-from lokakern.workloads.gemm_cases import (
-    WIDE_RANGE,
-    dense_operand,
-    grad_input_cases,
-    grad_weight_case,
-)
+from lokakern.workloads.gemm_cases import dense_operand
+from lokakern.workloads.gemm_gradient_cases import WIDE_RANGE, grad_input_cases, grad_weight_case
 from lokakern.workloads.norm_cases import chained_cases, gemm_norm_cases
 from lokakern.workloads.suite_files import suite_named
 from lokakern.workloads.suites import (

@@ -26,11 +26,11 @@ from lokakern.workloads.filters import parse_condition
 from lokakern.workloads.gemm_cases import (
     Case,
     gemm_cases,
-    main_grad_case,
     prepared_cases,
     quantize_case,
     scaled_gemm_cases,
 )
+from lokakern.workloads.gemm_gradient_cases import main_grad_case
 from lokakern.workloads.norm_cases import gemm_norm_case, norm_quantize_cases
 from lokakern.workloads.suites import SUITES
 from tests.support.inline_worker import launches_take
