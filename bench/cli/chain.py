@@ -27,8 +27,8 @@ def chain(
     epilogue: Annotated[
         list[str] | None,
         typer.Option(
-            help="What comes after the products, such as bias+block_rms(256)+hardswish: once for "
-            "all layers, or once for each. Default: none."
+            help="Epilogue of the products, such as bias+block_rms(256)+hardswish. Give it once "
+            "for all layers, or once for each layer. Default: none."
         ),
     ] = None,
     budget: options.Budget = 0.06,
@@ -37,8 +37,8 @@ def chain(
     rivals: Annotated[
         list[str] | None,
         typer.Option(
-            help="Timed, too: torch.compile of the whole in bfloat16 (torch.compile is default and "
-            "max-autotune); repeatable."
+            help="Rival to measure as well: torch.compile of the whole chain in bfloat16, in "
+            "default mode and with max-autotune; repeatable."
         ),
     ] = None,
     in_scale: Annotated[
@@ -53,14 +53,14 @@ def chain(
     device: Annotated[
         str | None,
         typer.Option(
-            help='Such as "NVIDIA H200": says what is chosen there, and measures nothing.'
+            help='GPU type, such as "NVIDIA H200": only shows its choice, and measures nothing.'
         ),
     ] = None,
     db: options.Database = None,
     how: options.How = OutputFormat.TABLE,
     quiet: options.Quiet = False,
 ) -> None:
-    """Say what dispatch chooses for a chain of layers, and measure that whole, with rivals."""
+    """Show the choice of dispatch for a chain of layers, and measure the whole chain and rivals."""
     from lokakern.bench.compare.chain_timing import measure_chain, rivals_named
     from lokakern.chain.dispatch import dispatch_chain
     from lokakern.render import terminal

@@ -70,8 +70,8 @@ def compare(
         bool,
         typer.Option(
             "--compile",
-            help="Rivals of gemm_norm are also what torch.compile makes of stock modules, "
-            "torch.compiled_norm*; to name them does the same.",
+            help="Add stock modules compiled by torch.compile (torch.compiled_norm*) to the rivals "
+            "of gemm_norm; naming them in --rivals does the same.",
         ),
     ] = False,
     by_library: Annotated[
@@ -102,8 +102,8 @@ def compare(
         int | None,
         typer.Option(
             min=0,
-            help="Of operands and order, and of what is held out. What a database holds was drawn "
-            "with 0. Default: 0, or 1 with --held-out.",
+            help="Seed of operands, of the order of measurements, and of the choices that "
+            "--held-out draws. Database rows have seed 0. Default: 0, or 1 with --held-out.",
         ),
     ] = None,
     db: options.Database = None,
