@@ -142,7 +142,12 @@ class Routed(nn.Module):
         asked = self._routes if torch.is_grad_enabled() else self._routes[:1]
         if is_known(m) and not quantizes_at(asked, m) and not self.is_offloaded:
             return functional.linear(x, weight, bias)  # in the layout of x, as nn.Linear
-        parts = self._parts(x, weight, m)
+        if self.is_frozen:
+            parts: tuple[Tensor | None, ...] = (*_frozen(self), None, None)
+        elif torch.compiler.is_compiling():
+            parts = _NO_WEIGHTS
+        else:
+            parts = self._parts(x, weight, m)
         x = x.to(dtype)
         weight = _quantizable(weight)
         bias = None if bias is None else bias.to(dtype)
@@ -185,10 +190,6 @@ class Routed(nn.Module):
         Else kernels quantize the weight in each call: writes through ``data`` do not change its
         version, and a replay of a graph runs no Python.
         """
-        if self.is_frozen:
-            return (*self._frozen(), None, None)
-        if torch.compiler.is_compiling():
-            return _NO_WEIGHTS
         if self._gathered is not None and self._gathered.is_of(weight):
             return self._gathered.parts(self._routes)  # type: ignore[no-any-return]
         to_output, to_input, _ = self._routes
@@ -221,18 +222,6 @@ class Routed(nn.Module):
         """Whether the frozen weight has the shape of this shard."""
         shape = (self.fp8_data.shape[0], self._fp8_widths[0])
         return not _is_sharded(self.fp8_data) and shape == tuple(weight.shape)
-
-    def _frozen(self) -> tuple[Tensor, Tensor]:
-        stored, views = self.fp8_data, self._fp8_views
-        is_compiling = torch.compiler.is_compiling()
-        if views is not None and views[0] is stored and not is_compiling:
-            return views[1], views[2]
-        columns, width = self._fp8_widths
-        data = stored.view(self._fp8_dtype)[:, :columns]
-        scale = self.fp8_scale.view(torch.float32)[:, :width]
-        if not is_compiling:
-            self._fp8_views = (stored, data, scale)
-        return data, scale
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """Set the routes; ``weight`` is the parameter if it is multiplied without change."""
@@ -329,6 +318,22 @@ class Routed(nn.Module):
         return ", ".join(f"{n}={_words(r)}" for n, r in zip(names, self._routes, strict=True))
 
 
+def _frozen(layer: Routed) -> tuple[Tensor, Tensor]:
+    """Data and scales of a frozen weight; bytes for a compiler."""
+    stored = layer.fp8_data
+    if torch.compiler.is_compiling():
+        # As bytes: Inductor calls an operator for each view as another dtype, 5 us of the host.
+        return stored[:, : layer._fp8_widths[0]], layer.fp8_scale
+    views = layer._fp8_views
+    if views is not None and views[0] is stored:
+        return views[1], views[2]
+    columns, width = layer._fp8_widths
+    data = stored.view(layer._fp8_dtype)[:, :columns]
+    scale = layer.fp8_scale.view(torch.float32)[:, :width]
+    layer._fp8_views = (stored, data, scale)
+    return data, scale
+
+
 def _words(route: str) -> str:
     """The kernels of a route by ranges of m that 16 divides."""
     if route == PLAIN:
@@ -394,9 +399,10 @@ class Linear(nn.Linear, Routed):
         if not self.is_special:  # the usual case, with little overhead
             return functional.linear(input, self.weight, self.bias)
         if self.padding == (0, 0):
-            held = self.held(input)
+            # Methods are called only where they matter, as each is also a guard of torch.compile.
+            held = self.held(input) if self.is_held else None
             weight = self.weight if held is None else held
-            if self.mixes(input, weight, self.bias):
+            if self.is_mixing and self.mixes(input, weight, self.bias):
                 return mix_tokens(input, weight, self.bias).mT
             return self.product(input, weight, self.bias, input_scale)
         k, n = self.padding
@@ -426,7 +432,7 @@ class Linear(nn.Linear, Routed):
             return None
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y = multiply_activated(rows, activation, activating, *self._frozen(), bias, self._routes[0])
+        y = multiply_activated(rows, activation, activating, *_frozen(self), bias, self._routes[0])
         return y if y is None or x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
