@@ -186,6 +186,10 @@ class CudaLaunch:
                 f"{self.program}: grid {grid}, {self._shape[0]} threads, {self._shared_bytes} "
                 f"bytes of shared memory, clusters of {self._cluster}: {_message(failed)}"
             )
+        # digest: off  recording does not change what is launched
+        if jit.recorder is not None:
+            jit.recorder.launched(self, grid, pointers, scalars, tensor_maps, function.value)
+        # digest: on
 
     def _new_arguments(self) -> _Arguments:
         """Memory: configuration, values, then a table with the address of each value."""
@@ -327,6 +331,52 @@ def _encode(tensor: Tensor, box: tuple[int, ...], swizzle_bytes: int) -> TensorM
     return made
 
 
+# digest: off  what a recording asks; no launch needs it
+class LaunchFacts(NamedTuple):
+    """What a `CudaLaunch` is bound to."""
+
+    threads: int
+    shared_bytes: int
+    cluster: int
+    scalars: str  # the `struct` codes
+    attributes: bytes  # CUlaunchAttributes
+
+
+def launch_facts(launch: CudaLaunch) -> LaunchFacts:
+    """Facts of a launch for its recording."""
+    pointers = launch._parameters[0]
+    memory = launch._attributes_memory.raw[: struct.calcsize(_ATTRIBUTE) * launch._attributes[1]]
+    scalars = launch._values_format[len(_CONFIG) + pointers :]
+    return LaunchFacts(launch._shape[0], launch._shared_bytes, launch._cluster, scalars, memory)
+
+
+class MapFacts(NamedTuple):
+    """The arguments of cuTensorMapEncodeTiled."""
+
+    address: int
+    item: int
+    swizzle: int
+    sizes: list[int]
+    strides_bytes: list[int]
+    box: list[int]
+
+
+def map_facts(tensor_map: TensorMap) -> MapFacts | None:
+    """What a tensor map was made of; None if that was forgotten."""
+    for key, found in list(_maps.items()):
+        if found is tensor_map:
+            address, shape, strides, dtype, box, swizzle_bytes = key
+            item = dtype.itemsize
+            steps = [
+                item * stride if size > 1 else _round_up(item * stride, 16)
+                for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+            ]
+            return MapFacts(address, item, _MAP_SWIZZLE[swizzle_bytes], list(reversed(shape)),
+                            steps[::-1], list(reversed(box)))  # fmt: skip
+    return None
+
+
+# digest: on
 # --- the driver
 
 

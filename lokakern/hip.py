@@ -228,6 +228,10 @@ class HipLaunch:
         if function is None:
             function = self._functions[device] = self._load(device)
         addresses = [0 if pointer is None else pointer.data_ptr() for pointer in pointers]
+        # digest: off
+        if jit.recorder is not None:
+            jit.recorder.refuse("launches a kernel of HIP")
+        # digest: on
         _memory, table = self.packed((*addresses, *scalars))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         _call(

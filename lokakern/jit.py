@@ -58,6 +58,9 @@ class Recording:
 
 
 recording: Recording | None = None
+# digest: off  recording does not change what is launched
+recorder: Any = None  # of `lokakern.native`, while a call is recorded
+# digest: on
 _RECORDING = threading.RLock()
 _FORGET: list[Callable[[], None]] = []
 
@@ -164,6 +167,10 @@ class Launch:
         if not self._direct or device != torch._C._cuda_getDevice():
             self._launch_cold(programs, pointers, unspecialized, device)
             return
+        # digest: off
+        if recorder is not None:
+            recorder.refuse("launches a kernel of Triton")
+        # digest: on
         addresses = [pointer.data_ptr() for pointer in pointers]
         together = 0
         for address in addresses:
@@ -194,6 +201,10 @@ class Launch:
         device: int,
     ) -> Any:
         """Triton's own way: it compiles, and calls the hooks of a profiler."""
+        # digest: off
+        if recorder is not None:
+            recorder.refuse("launches a kernel of Triton")
+        # digest: on
         if recording is not None and device < 0:
             if self._compiles:
                 self._record(recording, pointers, unspecialized)

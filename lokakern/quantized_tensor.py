@@ -59,10 +59,6 @@ class QuantizedTensor:
         source: The unquantized weight a prepared weight came from, ``[rows, columns]``, held by
             reference so that the unquantized kernel stays legal. None otherwise.
         budget: What a prepared weight was prepared for; the default budget of `gemm` on it.
-        signature: One object for all tensors that agree in everything that decides the kernel:
-            what a warm call looks up, without hashing it all again.
-        transpose: Views of data and scale the other way round, as a GEMM takes its right operand;
-            made once, because a view costs 0.75 us of host time.
     """
 
     data: Tensor
@@ -71,32 +67,15 @@ class QuantizedTensor:
     transposed: bool = False
     source: Tensor | None = None
     budget: ErrorBudget | None = None
-    signature: object = field(init=False, repr=False)
-    transpose: tuple[Tensor, Tensor | None] = field(init=False, repr=False)
+    _signature: object = field(init=False, repr=False)
+    _transpose: tuple[Tensor, Tensor | None] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if self.data.dim() != 2:
             raise ShapeError(
                 f"QuantizedTensor: data is {list(self.data.shape)}; expected two dimensions"
             )
-        scale = None if self.scale is None else self.scale.t()
-        object.__setattr__(self, "transpose", (self.data.t(), scale))
-        row_bytes = self.data.stride(0) * self.data.element_size()
-        facts = (
-            self.data.dtype,
-            self.granularity,
-            self.data.shape,
-            self.data.device,
-            self.transposed,
-            (self.data.data_ptr() | row_bytes) & 15,
-            None if self.source is None else self.source.dtype,
-            self.budget,
-        )
-        if len(_SIGNATURES) >= _MOST_SIGNATURES:
-            _SIGNATURES.clear()  # tensors made before no longer share plans with later ones
-        # Only a GEMM's right operand is looked up; left ones come in every m.
-        signature = _SIGNATURES.setdefault(facts, object()) if self.transposed else object()
-        object.__setattr__(self, "signature", signature)
+        object.__setattr__(self, "_signature", None)
         if self.granularity is Granularity.NONE:
             if self.scale is not None:
                 raise FormatError("QuantizedTensor: a scale was given but granularity is 'none'")
@@ -123,6 +102,41 @@ class QuantizedTensor:
             raise DeviceError(
                 f"QuantizedTensor: data is on {self.data.device}, scale on {self.scale.device}"
             )
+
+    @property
+    def signature(self) -> object:
+        """One object for all tensors that agree in everything that decides the kernel.
+
+        A warm call looks it up, without hashing it all again.
+        """
+        if self._signature is None:
+            row_bytes = self.data.stride(0) * self.data.element_size()
+            facts = (
+                self.data.dtype,
+                self.granularity,
+                self.data.shape,
+                self.data.device,
+                self.transposed,
+                (self.data.data_ptr() | row_bytes) & 15,
+                None if self.source is None else self.source.dtype,
+                self.budget,
+            )
+            if len(_SIGNATURES) >= _MOST_SIGNATURES:
+                _SIGNATURES.clear()  # tensors made before no longer share plans with later ones
+            object.__setattr__(self, "_signature", _SIGNATURES.setdefault(facts, object()))
+        return self._signature
+
+    @property
+    def transpose(self) -> tuple[Tensor, Tensor | None]:
+        """Views of data and scale the other way round, as a GEMM takes its right operand.
+
+        Made once, because a view costs 0.75 us of host time.
+        """
+        if self._transpose is None:
+            scale = None if self.scale is None else self.scale.t()
+            object.__setattr__(self, "_transpose", (self.data.t(), scale))
+        assert self._transpose is not None
+        return self._transpose
 
     @property
     def format(self) -> Format:

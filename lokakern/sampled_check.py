@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lokakern import jit
 from lokakern.errors import BudgetError, FormatError
 from lokakern.types import ErrorBudget
 
@@ -81,6 +82,8 @@ class Watch:
             bias: ``[n]``, or None.
             kernel: Name of the kernel.
         """
+        if jit.recorder is not None:
+            jit.recorder.refuse("counts calls")
         self.calls += 1
         if self.calls >= self._wake:
             self._look(a, b, out, bias, kernel)

@@ -6,7 +6,7 @@ replayed on any stream, and so may what keeps its scratch: these have their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _OWNED: ContextVar[bool] = ContextVar("lokakern_owned_scratch", default=False)
+_ON_OWNED: list[Callable[[int], None]] = []
 _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 
 
@@ -21,10 +22,19 @@ _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 def owned() -> Iterator[None]:
     """Give scratch memory to one owner within the block."""
     token = _OWNED.set(True)
+    for tell in _ON_OWNED:
+        tell(1)
     try:
         yield
     finally:
         _OWNED.reset(token)
+        for tell in _ON_OWNED:
+            tell(-1)
+
+
+def on_owned(tell: Callable[[int], None]) -> None:
+    """Call ``tell`` with 1 and -1 as this thread enters and leaves `owned`."""
+    _ON_OWNED.append(tell)
 
 
 def zeros(byte_count: int, device: torch.device) -> Tensor:

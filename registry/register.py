@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lokakern import jit
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError
 from lokakern.registry import digests, libraries
@@ -80,6 +81,8 @@ def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(first: Any, *rest: Any) -> Any:
+        if jit.recorder is not None:
+            jit.recorder.refuse("calls a library")
         device = getattr(first, "device", None)  # slices of a have none of their own
         if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(first, *rest)

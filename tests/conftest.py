@@ -66,6 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FOLDER] = folder
     os.environ["LOKAKERN_DB"] = str(folder / "user.sqlite")  # never the user's
     os.environ.pop("LOKAKERN_CHOICES", None)
+    os.environ.setdefault("LOKAKERN_NATIVE", "off")  # but for tests of it
     os.environ.setdefault("LOKAKERN_TESTS", str(folder))  # sharing.py: that of the first process
     if config.getoption("evidence") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Evidence(config))

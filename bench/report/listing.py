@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from lokakern import native
 from lokakern.bench.report import library_smoke
 from lokakern.bench.report.coverage import Holdings, totals
 from lokakern.device import current_device, current_environment
@@ -181,6 +182,7 @@ def _device(name: str | None) -> list[Row]:
             "torch": environment.torch,
             "triton": environment.triton,
             "power cap W": environment.power_cap_w,
+            "native calls": native.status(),
         }
     pairs |= {
         "user database": str(user_database()),

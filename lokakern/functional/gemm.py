@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lokakern.errors import BudgetError, ShapeError, UnsupportedError
 from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_traced, warn_once
+from lokakern.native import forget, recorded_op, replayed
 from lokakern.sampled_check import watch_of_gemm
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of
@@ -26,8 +27,10 @@ from lokakern.types import (
 
 _PLANS: dict[Any, Table] = {}
 dispatcher.on_new_snapshot(_PLANS.clear)
+dispatcher.on_new_snapshot(forget)
 
 
+@replayed
 def gemm(
     a: Tensor,
     b: Tensor | QuantizedTensor,
@@ -248,10 +251,6 @@ def _differentiable_gemm(
 # Under torch.compile the product is one opaque op: a look-up during tracing would fix the kernel of
 # one m in the graph.
 _LIBRARY = torch.library.Library("lokakern", "DEF")
-_LIBRARY.define(
-    "gemm(Tensor a, Tensor b, Tensor? b_scale, Tensor? source, Tensor? bias, str granularity, "
-    "float[] limits, str[] distributions, str on_miss, str? check=None) -> Tensor"
-)
 _LIMITS = ("row_err", "row_p99", "rel_err", "sqnr_db", "mean_rel_err", "mean_shift")
 
 
@@ -312,7 +311,12 @@ def _gemm_op(
                     distribution=tuple(distributions) or None)  # fmt: skip
 
 
-_LIBRARY.impl("gemm", _gemm_op, "CompositeExplicitAutograd")
+recorded_op(
+    _LIBRARY,
+    "gemm(Tensor a, Tensor b, Tensor? b_scale, Tensor? source, Tensor? bias, str granularity, "
+    "float[] limits, str[] distributions, str on_miss, str? check=None) -> Tensor",
+    _gemm_op,
+)
 
 
 def _gemm_fake(

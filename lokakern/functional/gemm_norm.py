@@ -23,6 +23,7 @@ from lokakern.functional.norm_checks import (
     scale_of,
     shown_name,
 )
+from lokakern.native import replayed
 from lokakern.norm import Norm
 from lokakern.registry.register import Kernel
 from lokakern.selection import dispatcher
@@ -46,6 +47,7 @@ _PLANS: dict[Any, Table] = {}
 dispatcher.on_new_snapshot(_PLANS.clear)
 
 
+@replayed
 def gemm_norm(
     a: Matrix,
     b: Matrix,
@@ -132,6 +134,7 @@ def gemm_norm(
     return _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss)
 
 
+@replayed
 def norm_quantize(
     x: Tensor,
     *,

@@ -15,6 +15,7 @@ from lokakern.functional.checks import (
     granularity_named,
     operand_of,
 )
+from lokakern.native import replayed
 from lokakern.problems import format_named
 from lokakern.registry.register import fp8_format
 from lokakern.selection.arguments import device_of
@@ -22,6 +23,7 @@ from lokakern.selection.kernel_policy import Chooser, fastest_within
 from lokakern.types import Format, Granularity, Problem, QuantizedTensor, empty_data
 
 
+@replayed
 def quantize(
     x: Tensor,
     granularity: Granularity | str = Granularity.ROW,
@@ -85,6 +87,7 @@ def quantize_transpose(
 ) -> BothAndSums: ...
 
 
+@replayed
 def quantize_transpose(
     x: Tensor,
     granularity: Granularity | str = Granularity.GROUP,
@@ -244,6 +247,7 @@ def _single(op: str, name: str, x: Tensor) -> Tensor:
     return x.detach().view(1, 1)
 
 
+@replayed
 def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -> Tensor:
     """``data * scale`` in float32, rounded to ``out_format``, in the orientation of ``x``.
 

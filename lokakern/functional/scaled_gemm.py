@@ -18,6 +18,7 @@ from lokakern.functional.checks import (
     checked_scale,
     operand_of,
 )
+from lokakern.native import replayed
 from lokakern.problems import format_named
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format
@@ -39,6 +40,7 @@ from lokakern.types import (
 Quantized = QuantizedTensor | Sequence[QuantizedTensor]
 
 
+@replayed
 def scaled_gemm(
     a: Quantized,
     b: QuantizedTensor,

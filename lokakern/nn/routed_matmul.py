@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lokakern import numerics, sampled_check
+from lokakern import jit, numerics, sampled_check
 from lokakern.device import current_device
 from lokakern.epilogue import NormEpilogue
 from lokakern.errors import UnsupportedError
 from lokakern.functional.quantize import dequantize, quantize
+from lokakern.native import recorded_op
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
@@ -142,7 +143,7 @@ def multiply(
         b: ``[k, n]``, bfloat16, or a float32 weight: quantizers read it directly, a bfloat16
             product rounds it first. None: only ``data`` is available.
         data: FP8 data of ``b.t()`` from `quantize_weight`; None if the kernel has to quantize b.
-        scale: The scales of ``data``.
+        scale: The scales of ``data``. Both may be views as bytes.
         bias: ``[n]``, or None.
         route: See the module.
         left_scale: Static scale of a, or ""; text, because torch.compile makes numbers symbolic.
@@ -196,10 +197,7 @@ def multiply_activated(
     name = _activator(activating, route, m, k)
     if not name or (not torch.compiler.is_compiling() and sampled_check.is_due(route)):
         return None  # a check reads f(x)
-    left, left_scales = torch.ops.lokakern.quantize_activated(x, activation, name)
-    out: Tensor = torch.ops.lokakern.routed_gemm(
-        None, None, data, scale, bias, route, left, left_scales, ""
-    )
+    out: Tensor = torch.ops.lokakern.activated_gemm(x, activation, name, data, scale, bias, route)
     return out
 
 
@@ -303,6 +301,22 @@ def _quantize_activated_fake(x: Tensor, activation: str, name: str) -> tuple[Ten
     return data, Granularity.ROW.empty_scale(x.shape[0], x.shape[1], x.device)
 
 
+def _activated_gemm(
+    x: Tensor, activation: str, name: str, data: Tensor, scale: Tensor, bias: Tensor | None,
+    route: str,
+) -> Tensor:  # fmt: skip
+    """Both kernels of `multiply_activated` in one op, because a compiled graph pays for each op."""
+    left, left_scales = _quantize_activated(x, activation, name)
+    return _multiply(None, None, data, scale, bias, route, left, left_scales)
+
+
+def _activated_gemm_fake(
+    x: Tensor, activation: str, name: str, data: Tensor, scale: Tensor, bias: Tensor | None,
+    route: str,
+) -> Tensor:  # fmt: skip
+    return _empty(x, None, data)
+
+
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     """Data and scales of a weight ``[n, k]`` in FP8, as `multiply` takes them."""
     data, scale = torch.ops.lokakern.quantize_weight(weight, scales)
@@ -331,11 +345,15 @@ def _multiply(
     kernel = loaded.kernels[other][bisect_right(loaded.starts[other], m) - 1]
     if kernel is None or not m:
         assert a is not None
-        b = _dequantized(data, scale, loaded.form) if b is None else b.to(a.dtype)
+        if b is None:
+            b = _dequantized(*_typed(data, scale, loaded.form, whole), loaded.form)
+        else:
+            b = b.to(a.dtype)
         if bias is None or apart:
             return torch.mm(a, b) if bias is None else torch.mm(a, b).add_(bias)
         return torch.addmm(bias, a, b)
     out = _empty(whole, b, data)
+    data, scale = _typed(data, scale, loaded.form, whole)
     right: Tensor | QuantizedTensor
     if not kernel.parts:  # a library that quantizes itself
         left, b = None, None if b is None else b.to(torch.bfloat16)
@@ -371,6 +389,16 @@ def _multiply(
     return out
 
 
+def _typed(
+    data: Tensor | None, scale: Tensor | None, form: Granularity, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Data and scales from bytes, if they are bytes."""
+    if data is None or scale is None or data.dtype is not torch.uint8:
+        return data, scale
+    width = form.scale_shape(*data.shape)[1]
+    return data.view(_fp8_of(x)), scale.view(torch.float32)[:, :width]
+
+
 def _dequantized(data: Tensor | None, scale: Tensor | None, form: Granularity) -> Tensor:
     """The right operand in bfloat16, from its FP8 form."""
     assert data is not None
@@ -402,6 +430,8 @@ def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
             if len(_SCALES) > 256:
                 _SCALES.clear()
             _SCALES[key] = found
+    if jit.recorder is not None:
+        jit.recorder.constant(found)
     return found
 
 
@@ -483,20 +513,34 @@ def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     return data, Granularity(scales).empty_scale(rows, columns, weight.device)
 
 
-_LIBRARY.define(
+recorded_op(
+    _LIBRARY,
     "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
-    'Tensor? left=None, Tensor? left_scales=None, str left_scale="", bool apart=False) -> Tensor'
+    'Tensor? left=None, Tensor? left_scales=None, str left_scale="", bool apart=False) -> Tensor',
+    _multiply,
 )
 # A fixed layout would copy views of tensors that are not materialized yet.
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)
-_LIBRARY.define("weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", tags=_ANY_LAYOUT)
-_LIBRARY.define("quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", tags=_ANY_LAYOUT)
-_LIBRARY.define("quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)")
-_LIBRARY.impl("quantize_activated", _quantize_activated, "CompositeExplicitAutograd")
+recorded_op(
+    _LIBRARY, "weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", _weight_gradient,
+    tags=_ANY_LAYOUT,
+)  # fmt: skip
+recorded_op(
+    _LIBRARY, "quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", _quantize_weight,
+    tags=_ANY_LAYOUT,
+)  # fmt: skip
+recorded_op(
+    _LIBRARY, "quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)",
+    _quantize_activated,
+)  # fmt: skip
+recorded_op(
+    _LIBRARY,
+    "activated_gemm(Tensor x, str activation, str name, Tensor data, Tensor scale, Tensor? bias, "
+    "str route) -> Tensor",
+    _activated_gemm,
+)
+torch.library.register_fake("lokakern::activated_gemm", _activated_gemm_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
-_LIBRARY.impl("routed_gemm", _multiply, "CompositeExplicitAutograd")
-_LIBRARY.impl("weight_gradient", _weight_gradient, "CompositeExplicitAutograd")
-_LIBRARY.impl("quantize_weight", _quantize_weight, "CompositeExplicitAutograd")
 torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::weight_gradient", _weight_gradient_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, lib=_LIBRARY)

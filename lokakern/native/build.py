@@ -1,0 +1,96 @@
+"""Build the native library once for each torch, Python and compiler, and load it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lokakern.errors import CompilationError
+from lokakern.nvrtc import cache_folder
+
+FOLDER = Path(__file__).parent
+_NAME = "lokakern_native"
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_LONGEST_S = 600
+
+
+def compiler() -> str | None:
+    """The C++ compiler: that of CXX, else g++, else clang++; None if there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    return None
+
+
+def library_path(cxx: str) -> Path:
+    """Path of the library that a compiler builds from these sources for this torch and Python."""
+    decisive = hashlib.sha256()
+    for source in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
+        decisive.update(source.read_bytes())
+    facts = (_FLAGS, torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), cxx)
+    decisive.update(repr(facts).encode())
+    return cache_folder() / f"{_NAME}-{decisive.hexdigest()[:32]}.so"
+
+
+def build(cxx: str) -> Path:
+    """Compile the library unless it is in the cache; about 25 s.
+
+    Many processes may build at once: one compiles, the others wait for it.
+
+    Raises:
+        CompilationError: The compiler refuses, or headers are missing.
+    """
+    path = library_path(cxx)
+    if path.exists():
+        return path
+    from filelock import FileLock  # a dependency of torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock", timeout=_LONGEST_S):
+        if path.exists():
+            return path
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            done = subprocess.run(
+                _command(cxx, made), capture_output=True, text=True, timeout=_LONGEST_S
+            )
+            if done.returncode:
+                raise CompilationError(
+                    f"{cxx} does not compile lokakern's native library: {done.stderr[-2000:]}"
+                )
+            made.replace(path)
+    return path
+
+
+def _command(cxx: str, made: Path) -> list[str]:
+    root = Path(torch.__file__).parent
+    include = (root / "include", root / "include/torch/csrc/api/include",
+               sysconfig.get_path("include"))  # fmt: skip
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [
+        cxx, *_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(word for folder in include for word in ("-isystem", str(folder))),
+        str(FOLDER / "unity.cpp"), "-o", str(made), f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu",
+        "-lc10", "-ltorch_python", "-ldl",
+    ]  # fmt: skip
+
+
+def load(path: Path) -> Any:
+    """Import the built library."""
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[_NAME] = module
+    return module

@@ -1,0 +1,134 @@
+// CUDA's driver, loaded at first use: neither building nor loading this library needs CUDA.
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+
+namespace lokakern {
+namespace {
+
+void* library() {
+  static void* const found = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (!found) throw LaunchFailure("CUDA kernels need NVIDIA's driver, libcuda.so.1");
+  return found;
+}
+
+template <typename Function>
+Function symbol(const char* name) {
+  auto* found = reinterpret_cast<Function>(dlsym(library(), name));
+  if (!found) throw LaunchFailure(std::string("NVIDIA's driver has no ") + name);
+  return found;
+}
+
+Driver loaded() {
+  Driver d{};
+  d.launch = symbol<LaunchKernel>("cuLaunchKernelEx");
+  d.encode = symbol<EncodeTiled>("cuTensorMapEncodeTiled");
+  d.fill = symbol<Memset32>("cuMemsetD32Async");
+  return d;
+}
+
+Driver replaced{};
+bool is_replaced = false;
+
+int call(const char* name, auto... arguments) {
+  return symbol<int (*)(decltype(arguments)...)>(name)(arguments...);
+}
+
+void check(int failed, const std::string& doing) {
+  if (failed) throw LaunchFailure(doing + ": " + error_text(failed));
+}
+
+}  // namespace
+
+const Driver& driver() {
+  if (is_replaced) return replaced;
+  static const Driver found = loaded();
+  return found;
+}
+
+void use_driver(LaunchKernel launch, EncodeTiled encode, Memset32 fill) {
+  replaced = Driver{launch, encode, fill};
+  is_replaced = launch != nullptr;
+}
+
+std::string error_text(int failed) {
+  if (is_replaced) return "error " + std::to_string(failed);
+  const char *name = nullptr, *text = nullptr;
+  call("cuGetErrorName", failed, &name);
+  call("cuGetErrorString", failed, &text);
+  return std::string(name ? name : "unknown error") + " (" + std::to_string(failed) +
+         "): " + (text ? text : "");
+}
+
+void use_context(int device) {
+  void* context = nullptr;
+  check(call("cuCtxGetCurrent", &context), "cuCtxGetCurrent");
+  if (context) return;
+  check(call("cuDevicePrimaryCtxRetain", &context, device), "cuDevicePrimaryCtxRetain");
+  check(call("cuCtxSetCurrent", context), "cuCtxSetCurrent");
+}
+
+void* current_stream(int device) {
+  using Current = int (*)(int32_t, void**);  // torch's C interface, see shim.h of AOTInductor
+  static const Current current = [] {
+    void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!torch_cuda) torch_cuda = dlopen("libtorch_hip.so", RTLD_NOW | RTLD_NOLOAD);
+    void* found = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
+    if (!found) throw LaunchFailure("torch does not tell its current CUDA stream");
+    return reinterpret_cast<Current>(found);
+  }();
+  void* stream = nullptr;
+  if (current(device, &stream)) throw LaunchFailure("torch has no current CUDA stream");
+  return stream;
+}
+
+bool is_capturing(void* stream) {
+  static const auto ask = symbol<int (*)(void*, int*)>("cuStreamIsCapturing");
+  int status = 0;
+  return ask(stream, &status) == 0 && status != 0;
+}
+
+void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shared_bytes,
+                  int64_t cluster, int device) {
+  constexpr int kMaxDynamicSharedBytes = 8, kNonPortableCluster = 14;  // CUfunction_attribute
+  constexpr int kRelaxed = 2;  // CUstreamCaptureMode: code may be loaded during a capture
+  use_context(device);
+  void *library = nullptr, *kernel = nullptr, *function = nullptr;
+  int mode = kRelaxed;
+  call("cuThreadExchangeStreamCaptureMode", &mode);
+  const auto load = [&] {
+    check(call("cuLibraryLoadData", &library, static_cast<const void*>(cubin.data()),
+               static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u,
+               static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u),
+          "loading " + entry);
+    check(call("cuLibraryGetKernel", &kernel, library, entry.c_str()), "finding " + entry);
+    if (shared_bytes > 48 * 1024)
+      check(call("cuKernelSetAttribute", kMaxDynamicSharedBytes, static_cast<int>(shared_bytes),
+                 kernel, device),
+            "shared memory of " + entry);
+    if (cluster > 8)
+      check(call("cuKernelSetAttribute", kNonPortableCluster, 1, kernel, device),
+            "clusters of " + entry);
+    check(call("cuKernelGetFunction", &function, kernel), "loading " + entry);
+  };
+  try {
+    load();
+  } catch (...) {
+    call("cuThreadExchangeStreamCaptureMode", &mode);
+    throw;
+  }
+  call("cuThreadExchangeStreamCaptureMode", &mode);
+  return function;
+}
+
+std::string device_name(int device) {
+  std::array<char, 256> name{};
+  check(call("cuInit", 0u), "cuInit");
+  check(call("cuDeviceGetName", name.data(), static_cast<int>(name.size()), device),
+        "the name of GPU " + std::to_string(device));
+  return name.data();
+}
+
+}  // namespace lokakern

@@ -1,0 +1,550 @@
+#include "plan.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <cstring>
+#include <shared_mutex>
+#include <sstream>
+#include <unordered_map>
+
+#include "driver.h"
+#include "reader.h"
+
+namespace lokakern {
+
+thread_local int owned_depth = 0;
+
+const std::array<const char*, 12> kOperators = {
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm",
+    "aten::_scaled_mm_v2", "aten::copy_", "aten::clone", "aten::_to_copy", "aten::add_",
+    "aten::add", "aten::sum"};
+
+namespace {
+
+constexpr int64_t kAlignment = 512;  // of parts of an arena, as of the caching allocator
+constexpr int64_t kMostParameterBytes = 4096;
+constexpr int64_t kMost = 1 << 20;  // of anything that a plan counts
+constexpr size_t kAttributeBytes = 72;
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+at::Tensor allocate(int64_t elements, at::ScalarType dtype, c10::Device device) {
+  const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return at::Tensor(at::detail::empty_generic({elements}, c10::GetAllocator(device.type()),
+                                              c10::DispatchKeySet(key), dtype, std::nullopt));
+}
+
+char* start_of(const at::Tensor& x) { return static_cast<char*>(x.data_ptr()); }
+
+void fill(c10::Device device, char* address, int64_t words, uint32_t pattern, void* stream) {
+  if (device.is_cpu()) {
+    std::fill_n(reinterpret_cast<uint32_t*>(address), words, pattern);
+    return;
+  }
+  const auto at = reinterpret_cast<uint64_t>(address);
+  if (const int failed = driver().fill(at, pattern, words, stream))
+    throw LaunchFailure("filling memory: " + error_text(failed));
+}
+
+// Memory that launches leave as they found it: zeros. A launch on a stream waits for the one
+// before, so all of a stream share one; a graph, and an owner, have their own.
+at::Tensor scratch(int64_t bytes, c10::Device device, void* stream) {
+  static std::mutex mutex;
+  static std::unordered_map<int64_t, at::Tensor> of_stream;
+  const auto zeros = [&] {
+    at::Tensor made = allocate(round_up(bytes, 4), at::kByte, device);
+    fill(device, start_of(made), round_up(bytes, 4) / 4, 0, stream);
+    return made;
+  };
+  if (owned_depth || is_capturing(stream)) return zeros();
+  std::lock_guard lock(mutex);
+  auto& found = of_stream[reinterpret_cast<int64_t>(stream) * 64 + device.index()];
+  if (!found.defined() || found.numel() < bytes) found = zeros();
+  return found;
+}
+
+// The map for an address, from the last few; the driver needs 1 us for a new one.
+const uint8_t* encoded(const Map& map, char* start, const Driver& to) {
+  const auto at = reinterpret_cast<uint64_t>(start);
+  for (const auto& kept : map.kept)
+    if (kept.address == at) return kept.bytes.data();
+  auto& made = map.kept[map.oldest];
+  map.oldest = (map.oldest + 1) % Map::kKept;
+  made.address = 0;
+  const uint32_t ones[5] = {1, 1, 1, 1, 1};
+  alignas(64) uint8_t bytes[Map::kBytes];
+  const int dtype = map.item == 1 ? 0 : map.item == 2 ? 1 : 7;  // UINT8, UINT16, FLOAT32
+  if (const int failed =
+          to.encode(bytes, dtype, map.sizes.size(), start, map.sizes.data(),
+                    map.strides_bytes.data(), map.box.data(), ones, 0, map.swizzle, 3, 0))
+    throw LaunchFailure("cuTensorMapEncodeTiled: " + error_text(failed));
+  std::memcpy(made.bytes.data(), bytes, Map::kBytes);
+  made.address = at;
+  return made.bytes.data();
+}
+
+using Buffers = std::vector<Buffer>;
+
+// Bytes of a buffer; an input's are those of the tensor that the signature describes.
+int64_t size_of(const Buffer& buffer) {
+  const bool is_sized = buffer.kind == Buffer::kOutput || buffer.kind == Buffer::kWorkspace ||
+                        buffer.kind == Buffer::kScratch;
+  return is_sized ? buffer.bytes : INT64_MAX;
+}
+
+Address read_address(Reader& from, const Buffers& buffers) {
+  const int64_t buffer = from.number(0, static_cast<int64_t>(buffers.size()) - 1);
+  return {buffer, from.number(0, size_of(buffers[buffer]))};
+}
+
+View read_view(Reader& from, const Buffers& buffers) {
+  View view;
+  const Address first = read_address(from, buffers);
+  view.buffer = first.buffer;
+  view.offset = first.offset;
+  view.dtype = static_cast<at::ScalarType>(
+      from.number(0, static_cast<int64_t>(at::ScalarType::Undefined) - 1));
+  const int64_t rank = from.number(0, 16);
+  for (int64_t i = 0; i < rank; ++i) view.sizes.push_back(from.number(0, INT64_MAX));
+  for (int64_t i = 0; i < rank; ++i) view.strides.push_back(from.number(0, INT64_MAX));
+  int64_t elements = 1, bytes = 0;  // up to the end of the last element
+  bool fits = true;
+  for (int64_t i = 0; i < rank; ++i) {
+    if (!view.sizes[i]) return view;
+    int64_t step = 0;
+    fits = fits && !__builtin_mul_overflow(view.sizes[i] - 1, view.strides[i], &step) &&
+           !__builtin_add_overflow(elements, step, &elements);
+  }
+  const auto item = static_cast<int64_t>(c10::elementSize(view.dtype));
+  fits = fits && !__builtin_mul_overflow(elements, item, &bytes) &&
+         !__builtin_add_overflow(bytes, view.offset, &bytes);
+  if (!fits || bytes > size_of(buffers[view.buffer])) throw BadPlan("a view exceeds its buffer");
+  return view;
+}
+
+Launch read_launch(Reader& from, const Buffers& buffers, const std::vector<void*>* functions) {
+  Launch launch{};
+  const int64_t function = from.number(INT64_MIN, INT64_MAX);
+  if (!functions) {
+    launch.function = reinterpret_cast<void*>(function);
+  } else {
+    if (function < 0 || function >= static_cast<int64_t>(functions->size()))
+      throw BadPlan("a launch names kernel " + std::to_string(function));
+    launch.function = (*functions)[function];
+  }
+  for (auto& side : launch.shape) side = from.number(0, UINT32_MAX);
+  const auto attributes = from.text(kAttributeBytes * 8);
+  if (attributes.size() % kAttributeBytes) throw BadPlan("attributes of a launch are cut off");
+  launch.attributes.assign(attributes.begin(), attributes.end());
+  const auto values = from.text(kMostParameterBytes);
+  launch.values.assign(values.begin(), values.end());
+  const auto place = [&](int64_t bytes) {
+    const auto last = static_cast<int64_t>(launch.values.size()) - bytes;
+    return static_cast<uint32_t>(from.number(0, last));
+  };
+  const int64_t parameters = from.number(0, 256);
+  for (int64_t i = 0; i < parameters; ++i) launch.parameters.push_back(place(1));
+  const int64_t pointers = from.number(0, 256);
+  for (int64_t i = 0; i < pointers; ++i) {
+    const uint32_t at = place(8);
+    launch.pointers.emplace_back(at, read_address(from, buffers));
+  }
+  const int64_t maps = from.number(0, 64);
+  for (int64_t i = 0; i < maps; ++i) {
+    Map map{};
+    map.place = place(Map::kBytes);
+    map.address = read_address(from, buffers);
+    map.item = from.number(1, 4);
+    map.swizzle = from.number(0, 3);
+    const int64_t rank = from.number(1, 5);
+    for (int64_t j = 0; j < rank; ++j) map.sizes.push_back(from.number(0, INT64_MAX));
+    for (int64_t j = 1; j < rank; ++j) map.strides_bytes.push_back(from.number(0, INT64_MAX));
+    for (int64_t j = 0; j < rank; ++j) map.box.push_back(from.number(1, 256));
+    launch.maps.push_back(std::move(map));
+  }
+  return launch;
+}
+
+c10::IValue read_value(Reader& from, int64_t kind, c10::Device device) {
+  switch (kind) {
+    case 0: return {};
+    case 2: return from.number(INT64_MIN, INT64_MAX);
+    case 3: return from.real();
+    case 4: return from.number(0, 1) != 0;
+    case 5: return std::string(from.text(kMost));
+    case 6: {
+      std::vector<int64_t> numbers(from.number(0, kMost));
+      for (auto& number : numbers) number = from.number(INT64_MIN, INT64_MAX);
+      return numbers;
+    }
+    case 8: return device;
+    case 9: {  // in the place of a tensor
+      const auto number = read_value(from, from.number(2, 4), device).toScalar();
+      at::Tensor wrapped = at::scalar_to_tensor(number);
+      wrapped.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return wrapped;
+    }
+    default: throw BadPlan("unknown kind of argument " + std::to_string(kind));
+  }
+}
+
+Operator read_operator(Reader& from, const Buffers& buffers, c10::Device device, bool is_own) {
+  Operator step;
+  const std::string name(from.text(256)), overload(from.text(256));
+  if (!is_own && std::find(kOperators.begin(), kOperators.end(), name) == kOperators.end())
+    throw BadPlan("plans of files do not call " + name);
+  step.handle = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!step.handle) throw BadPlan("this torch has no operator " + name + "." + overload);
+  const auto count = static_cast<int64_t>(step.handle->schema().arguments().size());
+  from.number(count, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t kind = from.number(0, 9);
+    if (kind == 1) {
+      step.arguments.emplace_back(read_view(from, buffers));
+    } else if (kind == 7) {
+      std::vector<View> views;
+      const int64_t length = from.number(0, 64);
+      for (int64_t j = 0; j < length; ++j) views.push_back(read_view(from, buffers));
+      step.arguments.emplace_back(std::move(views));
+    } else {
+      step.arguments.emplace_back(read_value(from, kind, device));
+    }
+  }
+  if (overload == "out" && name == "aten::mm" && count == 3) step.kind = Operator::kMm;
+  if (overload == "out" && name == "aten::addmm" && count == 6) step.kind = Operator::kAddmm;
+  if (overload == "out" && name == "aten::_scaled_mm" && count == 9)
+    step.kind = Operator::kScaledMm;
+  const int64_t results = from.number(0, 8);
+  for (int64_t i = 0; i < results; ++i)
+    step.results.push_back(from.number(-1, static_cast<int64_t>(buffers.size()) - 1));
+  return step;
+}
+
+}  // namespace
+
+struct Plan::State {
+  const Inputs& inputs;
+  c10::SmallVector<char*, 24> start;  // of buffers
+  c10::SmallVector<at::Tensor, 24> tensors;  // of buffers other than inputs
+  at::Tensor arena;
+};
+
+Plan::Plan(std::string_view text, c10::Device device, std::vector<at::Tensor> constants,
+           const std::vector<void*>* functions)
+    : device_(device), constants_(std::move(constants)) {
+  Reader from(text);
+  if (from.number(INT64_MIN, INT64_MAX) != 1) throw BadPlan("a plan of another version");
+  input_count_ = from.number(0, 256);
+  const int64_t buffers = from.number(0, 4096);
+  for (int64_t i = 0; i < buffers; ++i) {
+    Buffer buffer{};
+    buffer.kind = static_cast<Buffer::Kind>(from.number(0, 5));
+    switch (buffer.kind) {
+      case Buffer::kInput: buffer.index = from.number(0, input_count_ - 1); break;
+      case Buffer::kConstant:
+        buffer.index = from.number(0, static_cast<int64_t>(constants_.size()) - 1);
+        break;
+      case Buffer::kOutput:
+        buffer.bytes = from.number(0, INT64_MAX / 2);
+        buffers_.push_back(buffer);
+        buffers_.back().view = read_view(from, buffers_);
+        if (buffers_.back().view.buffer != i) throw BadPlan("an output is a view of another");
+        continue;
+      case Buffer::kWorkspace:
+        buffer.bytes = from.number(0, INT64_MAX / 2);
+        buffer.index = arena_bytes_;
+        if (buffer.bytes > INT64_MAX / 2 - arena_bytes_)
+          throw BadPlan("a plan asks for too much memory");
+        arena_bytes_ = round_up(arena_bytes_ + buffer.bytes, kAlignment);
+        break;
+      case Buffer::kScratch: buffer.bytes = from.number(0, INT64_MAX / 2); break;
+      case Buffer::kComputed: break;
+    }
+    buffers_.push_back(std::move(buffer));
+  }
+  const int64_t steps = from.number(0, 4096);
+  for (int64_t i = 0; i < steps; ++i) {
+    switch (from.number(0, 2)) {
+      case 0: steps_.emplace_back(read_launch(from, buffers_, functions)); break;
+      case 1: {
+        const Address address = read_address(from, buffers_);
+        const int64_t room = size_of(buffers_[address.buffer]) - address.offset;
+        const int64_t words = from.number(0, room / 4);
+        const auto pattern = static_cast<uint32_t>(from.number(0, UINT32_MAX));
+        steps_.emplace_back(Fill{address, words, pattern});
+        break;
+      }
+      default:
+        steps_.emplace_back(read_operator(from, buffers_, device, !functions));
+        calls_operators_ = true;
+    }
+  }
+  const int64_t results = from.number(0, 64);
+  for (int64_t i = 0; i < results; ++i) results_.push_back(read_view(from, buffers_));
+  from.finish();
+}
+
+Plan::~Plan() = default;
+
+at::Tensor Plan::tensor_of(const View& view, const State& state) const {
+  const Buffer& buffer = buffers_[view.buffer];
+  const at::Tensor& whole = buffer.kind == Buffer::kInput ? *state.inputs[buffer.index]
+                            : buffer.kind == Buffer::kWorkspace ? state.arena
+                                                                : state.tensors[view.buffer];
+  if (buffer.kind != Buffer::kWorkspace && !view.offset && whole.scalar_type() == view.dtype &&
+      whole.sizes() == at::IntArrayRef(view.sizes) &&
+      whole.strides() == at::IntArrayRef(view.strides))
+    return whole;
+  const auto key = device_.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(whole.storage()), c10::DispatchKeySet(key),
+      c10::scalarTypeToTypeMeta(view.dtype));
+  const char* first = static_cast<const char*>(whole.storage().data());
+  const int64_t skipped = state.start[view.buffer] + view.offset - first;
+  auto* impl = made.unsafeGetTensorImpl();
+  impl->set_storage_offset(skipped / static_cast<int64_t>(c10::elementSize(view.dtype)));
+  impl->set_sizes_and_strides(view.sizes, view.strides);
+  return made;
+}
+
+void Plan::run(const Inputs& inputs, Results& results) const {
+  if (static_cast<int64_t>(inputs.size()) != input_count_)
+    throw LaunchFailure("a plan for " + std::to_string(input_count_) + " tensors was given " +
+                        std::to_string(inputs.size()));
+  const c10::DeviceGuard guard(device_);
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> below;
+  if (calls_operators_)
+    below.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                  c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CUDABit));
+  void* const stream = device_.is_cuda() ? current_stream(device_.index()) : nullptr;
+  State state{inputs, {}, {}, {}};
+  state.start.resize(buffers_.size());
+  state.tensors.resize(buffers_.size());
+  if (arena_bytes_) state.arena = allocate(arena_bytes_, at::kByte, device_);
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const Buffer& buffer = buffers_[i];
+    switch (buffer.kind) {
+      case Buffer::kInput: state.start[i] = start_of(*inputs[buffer.index]); continue;
+      case Buffer::kWorkspace: state.start[i] = start_of(state.arena) + buffer.index; continue;
+      case Buffer::kComputed: continue;
+      case Buffer::kConstant: state.tensors[i] = constants_[buffer.index]; break;
+      case Buffer::kScratch: state.tensors[i] = scratch(buffer.bytes, device_, stream); break;
+      case Buffer::kOutput: {
+        const View& view = buffer.view;
+        const auto item = static_cast<int64_t>(c10::elementSize(view.dtype));
+        at::Tensor made = allocate(buffer.bytes / item, view.dtype, device_);
+        made.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes, view.strides);
+        state.tensors[i] = std::move(made);
+      }
+    }
+    state.start[i] = start_of(state.tensors[i]);
+  }
+  for (const auto& step : steps_) {
+    if (const auto* launched = std::get_if<Launch>(&step)) {
+      launch(*launched, state, stream);
+    } else if (const auto* filled = std::get_if<Fill>(&step)) {
+      fill(device_, state.start[filled->address.buffer] + filled->address.offset, filled->words,
+           filled->pattern, stream);
+    } else {
+      call(std::get<Operator>(step), state);
+    }
+  }
+  for (const View& view : results_) results.push_back(tensor_of(view, state));
+}
+
+void Plan::launch(const Launch& step, const State& state, void* stream) const {
+  const Driver& to = driver();
+  alignas(64) uint8_t memory[kMostParameterBytes];
+  void* parameters[256];
+  std::memcpy(memory, step.values.data(), step.values.size());
+  for (const auto& [place, address] : step.pointers) {
+    char* value = state.start[address.buffer] + address.offset;
+    std::memcpy(memory + place, &value, sizeof value);
+  }
+  for (const Map& map : step.maps) {
+    char* const start = state.start[map.address.buffer] + map.address.offset;
+    const std::lock_guard lock(maps_mutex_);
+    std::memcpy(memory + map.place, encoded(map, start, to), Map::kBytes);
+  }
+  for (size_t i = 0; i < step.parameters.size(); ++i) parameters[i] = memory + step.parameters[i];
+  struct {  // CUlaunchConfig
+    uint32_t shape[7];
+    void* stream;
+    const void* attributes;
+    uint32_t count;
+  } config;
+  std::memcpy(config.shape, step.shape.data(), sizeof config.shape);
+  config.stream = stream;
+  config.attributes = step.attributes.data();
+  config.count = static_cast<uint32_t>(step.attributes.size() / kAttributeBytes);
+  int failed = to.launch(&config, step.function, parameters, nullptr);
+  if (failed == kInvalidContext) {  // a thread whose first CUDA call this is
+    use_context(device_.index());
+    failed = to.launch(&config, step.function, parameters, nullptr);
+  }
+  if (!failed) return;
+  std::ostringstream words;
+  words << "grid " << config.shape[0] << "x" << config.shape[1] << "x" << config.shape[2] << ", "
+        << config.shape[3] << " threads, " << config.shape[6] << " bytes of shared memory: "
+        << error_text(failed);
+  throw LaunchFailure(words.str());
+}
+
+void Plan::call(const Operator& step, State& state) const {
+  torch::jit::Stack stack;
+  stack.reserve(step.arguments.size());
+  for (const auto& argument : step.arguments) {
+    if (const auto* value = std::get_if<c10::IValue>(&argument)) {
+      stack.push_back(*value);
+    } else if (const auto* view = std::get_if<View>(&argument)) {
+      stack.emplace_back(tensor_of(*view, state));
+    } else {
+      std::vector<at::Tensor> list;
+      for (const auto& view : std::get<std::vector<View>>(argument))
+        list.push_back(tensor_of(view, state));
+      stack.emplace_back(std::move(list));
+    }
+  }
+  const auto optional = [&](size_t i) {
+    return stack[i].isNone() ? std::optional<at::Tensor>() : stack[i].toTensor();
+  };
+  switch (step.kind) {
+    case Operator::kMm: {
+      at::Tensor out = stack[2].toTensor();
+      at::mm_out(out, stack[0].toTensor(), stack[1].toTensor());
+      return;
+    }
+    case Operator::kAddmm: {
+      at::Tensor out = stack[5].toTensor();
+      at::addmm_out(out, stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor(),
+                    stack[3].toScalar(), stack[4].toScalar());
+      return;
+    }
+    case Operator::kScaledMm: {
+      at::Tensor out = stack[8].toTensor();
+      at::_scaled_mm_out(out, stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor(),
+                         stack[3].toTensor(), optional(4), optional(5),
+                         stack[6].toOptional<at::ScalarType>(), stack[7].toBool());
+      return;
+    }
+    case Operator::kOther: break;
+  }
+  step.handle->callBoxed(stack);
+  for (size_t i = 0; i < step.results.size(); ++i) {
+    if (step.results[i] < 0) continue;
+    at::Tensor made = stack.at(i).toTensor();
+    state.start[step.results[i]] = start_of(made);
+    state.tensors[step.results[i]] = std::move(made);
+  }
+}
+
+// --- signatures
+
+bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words) {
+  using c10::DispatchKey;
+  static const c10::DispatchKeySet usual =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
+      c10::DispatchKeySet(
+          {DispatchKey::Dense, DispatchKey::CUDA, DispatchKey::CPU, DispatchKey::BackendSelect}) |
+      c10::DispatchKeySet(c10::DispatchKeySet::RAW, ~uint64_t{0} >> (64 - c10::num_backends));
+  if (tensor.key_set().raw_repr() & ~usual.raw_repr() || tensor.layout() != at::kStrided ||
+      tensor._fw_grad(0).defined()) return false;
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const auto address = reinterpret_cast<uint64_t>(impl->data());
+  int64_t twin = 0;  // the first earlier tensor at the same address, from 1
+  for (size_t i = 0; i < before.size() && !twin; ++i)
+    if (before[i]->unsafeGetTensorImpl()->data() == impl->data())
+      twin = static_cast<int64_t>(i) + 1;
+  const int64_t rank = tensor.dim();
+  words.push_back(static_cast<int64_t>(tensor.scalar_type()) | rank << 8 |
+                  static_cast<int64_t>(address & 15) << 16 | twin << 24);
+  words.append(tensor.sizes().begin(), tensor.sizes().end());
+  words.append(tensor.strides().begin(), tensor.strides().end());
+  return true;
+}
+
+bool is_plain_state(bool allow_autocast) {
+  using c10::DispatchKey;
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
+  if (local.included_.raw_repr() & ~usual.raw_repr()) return false;
+  return allow_autocast || local.excluded_.has(DispatchKey::AutocastCUDA);
+}
+
+// --- the book
+
+namespace {
+
+struct HashOfWords {
+  size_t operator()(const Words& words) const {
+    uint64_t mixed = words.size();
+    for (const int64_t word : words) {
+      mixed = (mixed ^ static_cast<uint64_t>(word)) * 0x9e3779b97f4a7c15u;
+      mixed ^= mixed >> 29;
+    }
+    return mixed;
+  }
+};
+
+constexpr size_t kMostEntries = 16384;  // 2 to 5 KB each
+
+}  // namespace
+
+struct Book::Impl {
+  std::shared_mutex mutex;
+  std::unordered_map<Words, std::shared_ptr<Entry>, HashOfWords> entries;
+};
+
+Book::Impl& Book::impl() {
+  static auto* const made = new Impl;  // never destroyed: torch may be gone before
+  return *made;
+}
+
+std::shared_ptr<Entry> Book::find(const Words& words) {
+  Impl& own = impl();
+  {
+    const std::shared_lock lock(own.mutex);
+    const auto found = own.entries.find(words);
+    if (found != own.entries.end()) return found->second;
+  }
+  const std::unique_lock lock(own.mutex);
+  if (own.entries.size() >= kMostEntries)  // of shapes that never come back
+    std::erase_if(own.entries, [](const auto& item) { return !item.second->is_loaded; });
+  auto& entry = own.entries[words];
+  if (!entry) entry = std::make_shared<Entry>();
+  return entry;
+}
+
+void Book::install(const Words& words, std::shared_ptr<Entry> entry) {
+  Impl& own = impl();
+  const std::unique_lock lock(own.mutex);
+  own.entries[words] = std::move(entry);
+}
+
+void Book::clear() {
+  Impl& own = impl();
+  const std::unique_lock lock(own.mutex);
+  own.entries.clear();
+}
+
+size_t Book::size() {
+  Impl& own = impl();
+  const std::shared_lock lock(own.mutex);
+  return own.entries.size();
+}
+
+Book& book() {
+  static Book made;
+  return made;
+}
+
+}  // namespace lokakern

@@ -1,0 +1,322 @@
+// The Python side: public functions replay their plans without Python's own work.
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <unordered_set>
+
+#include "driver.h"
+#include "ops.h"
+
+namespace lokakern {
+namespace {
+
+// What of Python's objects the code below reads, set once by `bind`; never released.
+PyObject* quantized_type = nullptr;
+PyObject* launch_error = nullptr;
+PyObject* canonical = nullptr;  // dict: equal objects of one type share a place in signatures
+std::unordered_set<PyObject*>* kept = nullptr;  // the objects in it
+PyObject *s_data, *s_scale, *s_granularity, *s_transposed, *s_source, *s_budget,
+    *s_signature, *s_views;
+
+struct Call {
+  Words words;
+  Inputs inputs;
+  c10::SmallVector<PyObject*, 16> objects;  // of the inputs, borrowed
+  bool has_grad = false;
+};
+
+// Where a result comes from.
+struct Template {
+  enum Kind { kTensor, kInput, kQuantized, kTuple, kNone } kind = kNone;
+  int64_t index = 0;  // of a result or of an input
+  std::vector<Template> parts;  // data and scale, or items
+  PyObject* granularity = nullptr;
+  bool transposed = false;
+};
+
+struct PythonEntry : Entry {
+  Template result;
+};
+
+bool add_object(PyObject* object, Call& call, int depth = 0);
+
+bool add_tensor_object(PyObject* object, Call& call) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  call.words.push_back(1);
+  if (!add_tensor(tensor, call.inputs, call.words)) return false;
+  call.has_grad |= tensor.requires_grad();
+  call.inputs.push_back(&tensor);
+  call.objects.push_back(object);
+  return true;
+}
+
+bool add_quantized(PyObject* object, Call& call) {
+  call.words.push_back(7);
+  for (PyObject* name : {s_data, s_scale, s_source, s_granularity, s_transposed, s_budget}) {
+    PyObject* value = PyObject_GetAttr(object, name);
+    if (!value) {
+      PyErr_Clear();
+      return false;
+    }
+    const bool fits = add_object(value, call, 1);
+    Py_DECREF(value);  // the object keeps it
+    if (!fits) return false;
+  }
+  return true;
+}
+
+// Equal objects of one type have one address, which stays theirs.
+bool add_canonical(PyObject* object, Call& call) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (!kept->count(object)) {
+    PyObject* pair = PyTuple_Pack(2, type, object);
+    PyObject* found = pair ? PyDict_SetDefault(canonical, pair, object) : nullptr;
+    Py_XDECREF(pair);
+    if (!found) {  // not hashable
+      PyErr_Clear();
+      return false;
+    }
+    if (found == object) {
+      if (kept->size() > 65536) return false;
+      kept->insert(object);
+    }
+    object = found;
+  }
+  call.words.push_back(8);
+  call.words.push_back(reinterpret_cast<int64_t>(object));
+  return true;
+}
+
+bool add_object(PyObject* object, Call& call, int depth) {
+  if (object == Py_None) {
+    call.words.push_back(0);
+    return true;
+  }
+  if (THPVariable_CheckExact(object)) return add_tensor_object(object, call);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == quantized_type)
+    return add_quantized(object, call);
+  if (PyFloat_CheckExact(object)) {
+    int64_t bits = 0;
+    const double number = PyFloat_AS_DOUBLE(object);
+    std::memcpy(&bits, &number, sizeof bits);
+    call.words.append({3, bits});
+    return true;
+  }
+  if (PyBool_Check(object)) {
+    call.words.append({4, object == Py_True});
+    return true;
+  }
+  if (PyLong_CheckExact(object)) {
+    int overflow = 0;
+    const int64_t number = PyLong_AsLongLongAndOverflow(object, &overflow);
+    call.words.append({2, number});
+    return !overflow;
+  }
+  if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
+    call.words.append({PyList_CheckExact(object) ? 6 : 9, size});
+    if (depth > 2 || size > 64) return false;
+    for (Py_ssize_t i = 0; i < size; ++i)
+      if (!add_object(PySequence_Fast_GET_ITEM(object, i), call, depth + 1)) return false;
+    return true;
+  }
+  if (THPVariable_Check(object)) return false;  // a subclass of Tensor
+  return add_canonical(object, call);
+}
+
+// Fills in the signature of a call; false where such calls have no plans.
+bool describe(int64_t function, PyObject* args, PyObject* kwargs, Call& call) {
+  call.words.append({0, function, PyTuple_GET_SIZE(args)});
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i)
+    if (!add_object(PyTuple_GET_ITEM(args, i), call)) return false;
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(kwargs, &place, &name, &value)) {
+    // Names in a call are interned.
+    if (!PyUnicode_CHECK_INTERNED(name)) return false;
+    call.words.push_back(reinterpret_cast<int64_t>(name));
+    if (!add_object(value, call)) return false;
+  }
+  if (call.inputs.empty()) return false;
+  const c10::Device device = call.inputs[0]->device();
+  for (const auto* x : call.inputs)
+    if (x->device() != device) return false;
+  call.words[0] = device.index();
+  return true;
+}
+
+PyObject* quantized(PyObject* data, PyObject* scale, const Template& from) {
+  auto* type = reinterpret_cast<PyTypeObject*>(quantized_type);
+  PyObject* made = type->tp_alloc(type, 0);
+  if (!made) return nullptr;
+  const std::pair<PyObject*, PyObject*> fields[] = {
+      {s_data, data},          {s_scale, scale},    {s_granularity, from.granularity},
+      {s_transposed, from.transposed ? Py_True : Py_False},
+      {s_source, Py_None},     {s_budget, Py_None}, {s_signature, Py_None},
+      {s_views, Py_None}};
+  for (const auto& [name, value] : fields) {
+    if (PyObject_GenericSetAttr(made, name, value)) {  // the class itself is frozen
+      Py_DECREF(made);
+      return nullptr;
+    }
+  }
+  return made;
+}
+
+PyObject* assemble(const Template& from, const Call& call, const Results& results) {
+  switch (from.kind) {
+    case Template::kNone: Py_RETURN_NONE;
+    case Template::kTensor: return THPVariable_Wrap(results[from.index]);
+    case Template::kInput: {
+      PyObject* object = call.objects[from.index];
+      Py_INCREF(object);
+      return object;
+    }
+    case Template::kQuantized: {
+      PyObject* data = assemble(from.parts[0], call, results);
+      PyObject* scale = assemble(from.parts[1], call, results);
+      PyObject* made = data && scale ? quantized(data, scale, from) : nullptr;
+      Py_XDECREF(data);
+      Py_XDECREF(scale);
+      return made;
+    }
+    case Template::kTuple: {
+      PyObject* made = PyTuple_New(static_cast<Py_ssize_t>(from.parts.size()));
+      for (size_t i = 0; made && i < from.parts.size(); ++i) {
+        PyObject* item = assemble(from.parts[i], call, results);
+        if (!item) {
+          Py_CLEAR(made);
+          break;
+        }
+        PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), item);
+      }
+      return made;
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+// replay(function, args, kwargs): the result; None where there is no plan; or the signature as
+// bytes, if the call is to be made and recorded.
+PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || !PyTuple_Check(given[1]) || !PyDict_Check(given[2])) {
+    PyErr_SetString(PyExc_TypeError, "replay: expected a number, a tuple and a dict");
+    return nullptr;
+  }
+  Call call;
+  if (!is_plain_state(false) ||
+      !describe(reinterpret_cast<int64_t>(given[0]), given[1], given[2], call))
+    Py_RETURN_NONE;
+  if (call.has_grad && c10::GradMode::is_enabled()) Py_RETURN_NONE;
+  const auto entry = book().find(call.words);
+  if (!entry->plan) {
+    if (!entry->is_recordable || ++entry->calls < 2) Py_RETURN_NONE;
+    const std::string text = text_of(call.words);
+    return PyBytes_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  }
+  Results results;
+  try {
+    const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
+    entry->plan->run(call.inputs, results);
+  } catch (const LaunchFailure& error) {
+    PyErr_SetString(launch_error, error.what());
+    return nullptr;
+  }
+  return assemble(static_cast<const PythonEntry&>(*entry).result, call, results);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef replay_method = {"replay", reinterpret_cast<PyCFunction>(replay), METH_FASTCALL,
+                             nullptr};
+
+Template template_of(pybind11::handle from) {
+  Template made;
+  if (from.is_none()) return made;
+  const auto kind = from[pybind11::int_(0)].cast<std::string>();
+  if (kind == "tensor" || kind == "input") {
+    made.kind = kind == "tensor" ? Template::kTensor : Template::kInput;
+    made.index = from[pybind11::int_(1)].cast<int64_t>();
+    return made;
+  }
+  for (const auto& part : from[pybind11::int_(1)]) made.parts.push_back(template_of(part));
+  made.kind = Template::kTuple;
+  if (kind == "quantized") {
+    made.kind = Template::kQuantized;
+    pybind11::object granularity = from[pybind11::int_(2)];
+    made.granularity = granularity.release().ptr();  // a member of an enum
+    made.transposed = from[pybind11::int_(3)].cast<bool>();
+  }
+  return made;
+}
+
+void set_names() {
+  const std::pair<PyObject**, const char*> names[] = {
+      {&s_data, "data"},     {&s_scale, "scale"},   {&s_granularity, "granularity"},
+      {&s_source, "source"}, {&s_budget, "budget"}, {&s_transposed, "transposed"},
+      {&s_signature, "_signature"}, {&s_views, "_transpose"}};
+  for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
+}
+
+}  // namespace
+}  // namespace lokakern
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  namespace py = pybind11;
+  using namespace lokakern;
+  kept = new std::unordered_set<PyObject*>;
+  canonical = PyDict_New();
+  set_names();
+  py::register_exception_translator([](std::exception_ptr raised) {
+    try {
+      if (raised) std::rethrow_exception(raised);
+    } catch (const LaunchFailure& error) {
+      PyErr_SetString(launch_error ? launch_error : PyExc_RuntimeError, error.what());
+    } catch (const BadPlan& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    }
+  });
+  module.def("bind", [](py::object type, py::object error) {
+    quantized_type = type.release().ptr();
+    launch_error = error.release().ptr();
+  });
+  module.add_object("replay", PyCFunction_New(&replay_method, nullptr));
+  module.def("inputs", [](py::tuple args, py::dict kwargs) {
+    Call call;
+    py::list found;
+    if (describe(0, args.ptr(), kwargs.ptr(), call))
+      for (PyObject* object : call.objects) found.append(py::handle(object));
+    return found;
+  });
+  module.def("recorded", []() -> py::object {
+    if (!recorded) return py::none();
+    return py::bytes(text_of(*recorded));
+  });
+  module.def("install", [](const py::bytes& signature, const py::object& plan, int device,
+                           bool is_cuda, std::vector<at::Tensor> constants,
+                           const py::object& result) {
+    auto entry = std::make_shared<PythonEntry>();
+    entry->is_recordable = !plan.is_none();
+    if (entry->is_recordable) {
+      const c10::Device where(is_cuda ? c10::kCUDA : c10::kCPU,
+                              static_cast<c10::DeviceIndex>(device));
+      entry->plan = std::make_shared<Plan>(std::string(plan.cast<py::bytes>()), where,
+                                           std::move(constants), nullptr);
+      entry->result = template_of(result);
+    }
+    book().install(words_of(std::string(signature)), std::move(entry));
+  });
+  module.def("operators", [] {
+    return std::vector<std::string>(kOperators.begin(), kOperators.end());
+  });
+  module.def("dtype_code", [](at::ScalarType dtype) { return static_cast<int>(dtype); });
+  module.def("clear", [] { book().clear(); });
+  module.def("size", [] { return book().size(); });
+  module.def("own", [](int change) { owned_depth += change; });
+  module.def("use_driver", [](uint64_t launch, uint64_t encode, uint64_t fill) {
+    use_driver(reinterpret_cast<LaunchKernel>(launch), reinterpret_cast<EncodeTiled>(encode),
+               reinterpret_cast<Memset32>(fill));
+  });
+  module.def("load_plans", &load_plans, py::call_guard<py::gil_scoped_release>());
+}

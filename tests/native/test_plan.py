@@ -1,0 +1,205 @@
+"""Recorded launches: addresses, scalars, tensor maps, scratch; and damaged plans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lokakern import jit
+from lokakern.driver import CudaLaunch, TensorMap, _maps
+from lokakern.errors import LaunchError
+from lokakern.native import replayed
+from lokakern.native.record import Recorder, result_template
+from lokakern.nvrtc import Program
+from tests.support import native
+
+FUNCTION = 0x1234_5678
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    with native.in_use() as module, torch.no_grad():
+        yield module
+
+
+def launch_of(scalars: str, pointers: int = 3, maps: int = 0, **options: Any) -> CudaLaunch:
+    return CudaLaunch(Program("a.cu", "f"), pointers=pointers, scalars=scalars, threads=64,
+                      tensor_maps=maps, **options)  # fmt: skip
+
+
+def tell(
+    launch: CudaLaunch,
+    grid: tuple[int, int, int],
+    pointers: tuple[Tensor, ...],
+    scalars: tuple[int, ...],
+    maps: tuple[TensorMap, ...] = (),
+) -> None:
+    """What a launch on a GPU tells."""
+    if jit.recorder is not None:
+        jit.recorder.launched(launch, grid, pointers, scalars, maps, FUNCTION)
+
+
+def test_addresses_are_those_of_each_call(library: Any) -> None:
+    launch = launch_of("iq", shared_bytes=512, programmatic=True)
+
+    @replayed
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        out, workspace = torch.empty(8, 8), torch.empty(64)
+        column = torch.empty_strided((8, 1), (1, 1))
+        tell(launch, (5, 1, 2), (x[2:], out, workspace[16:]), (7, -3))
+        tell(launch, (1, 1, 1), (x, column, workspace), (8, 4))
+        return out, column
+
+    with native.FakeDriver(library) as driver:
+        driver.parameter_count = 5
+        for _ in range(3):
+            x = torch.empty(16, 4)
+            out, column = call(x)
+    (shape, function, values), (_, _, later) = driver.launches
+    assert shape == (5, 1, 2, 64, 1, 1, 512) and function == FUNCTION
+    assert values[0] == x.data_ptr() + 32 and values[1] == out.data_ptr()
+    assert values[2] == later[2] + 64 and values[3] & 0xFFFFFFFF == 7
+    assert values[4] == 2**64 - 3 and later[:2] == [x.data_ptr(), column.data_ptr()]
+    assert out.shape == (8, 8) and column.stride() == (1, 1)
+
+
+def test_tensor_maps_follow_their_tensors(library: Any) -> None:
+    launch = launch_of("i", pointers=1, maps=1)
+
+    @replayed
+    def call(x: Tensor) -> Tensor:
+        out = torch.empty(1)
+        made = TensorMap()
+        _maps[x.data_ptr(), x.shape, x.stride(), x.dtype, (8, 16), 32] = made
+        tell(launch, (1, 1, 1), (out,), (1,), (made,))
+        return out
+
+    with native.FakeDriver(library) as driver:
+        driver.parameter_count = 3
+        given_ = [torch.empty(32, 16) for _ in range(12)]
+        for x in [given_[0], *given_, *given_[-8:]]:
+            call(x)
+    maps = [values[2] - 1 for _, _, values in driver.launches]
+    assert maps == [x.data_ptr() for x in (*given_[1:], *given_[-8:])]
+    assert driver.encoded == [x.data_ptr() for x in given_[1:]]  # the last eight are kept
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_memory_is_filled_as_torch_fills_it(library: Any, value: float, dtype: torch.dtype) -> None:
+    value = abs(round(value)) if dtype is torch.uint8 else value
+
+    @replayed
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full((4, 4), value, dtype=dtype), torch.zeros(8, dtype=dtype)
+
+    for _ in range(3):
+        full, zeros = call(torch.empty(2))
+    assert library.size() == 1 and not zeros.any()
+    assert torch.equal(full, torch.full((4, 4), value, dtype=dtype))
+
+
+def test_a_refused_launch_raises(library: Any) -> None:
+    launch = launch_of("i", pointers=1)
+
+    @replayed
+    def call(x: Tensor) -> Tensor:
+        tell(launch, (3, 1, 1), (x,), (1,))
+        return x
+
+    with native.FakeDriver(library) as driver:
+        driver.parameter_count = 2
+        x = torch.empty(4)
+        assert call(x) is x and call(x) is x and call(x) is x
+        driver.failure = 1
+        with pytest.raises(LaunchError, match=r"grid 3x1x1, 64 threads, 0 bytes .*: error 1"):
+            call(x)
+
+
+def record(body: Any, *inputs: Tensor) -> Recorder:
+    with Recorder(inputs, native.library().dtype_code) as recorder:
+        result = body(recorder, *inputs)
+    result_template(result, recorder)
+    return recorder
+
+
+def test_what_cannot_be_replayed_is_refused(library: Any) -> None:
+    launch, elsewhere = launch_of("i", pointers=1), torch.empty(4)
+    x = torch.randn(4, 4)
+
+    def tells(recorder: Recorder, x: Tensor) -> None:
+        recorder.launched(launch, (1, 1, 1), (elsewhere,), (1,), (), FUNCTION)
+
+    assert "neither an argument" in str(record(tells, x).reason)
+    assert record(lambda _, x: x.exp().to(torch.bfloat16, copy=True), x).reason is None
+    assert record(lambda _, x: torch.rand_like(x), x).reason == "calls aten::rand_like"
+    assert record(lambda _, x: x + torch.tensor(2.0), x).reason is not None
+    assert record(lambda _, x: x.clone().resize_(2), x).reason == "calls aten::resize_"
+    assert record(lambda _, x: x[x > 0], x).plan() is None
+    assert record(lambda _, x: x.to("meta"), x).plan() is None
+    assert record(lambda _, x: x.sum().item(), x).plan() is None
+    assert "part of its memory" in str(record(lambda _, x: torch.empty(8)[4:], x).reason)
+    assert record(lambda _, x: [x], x).reason == "returns list"
+    overlapping = x.view(-1)[4:]
+    assert record(lambda _, x, y: x.view(-1)[6:], x, overlapping).reason is not None
+
+
+def test_launches_of_other_threads_are_not_recorded(library: Any) -> None:
+    launch = launch_of("i", pointers=1)
+
+    def body(recorder: Recorder, x: Tensor) -> Tensor:
+        arguments = (launch, (1, 1, 1), (torch.empty(4),), (1,), (), FUNCTION)
+        thread = threading.Thread(target=recorder.launched, args=arguments)
+        thread.start()
+        thread.join()
+        return x
+
+    recorder = record(body, torch.empty(4))
+    assert recorder.reason is None and not recorder._steps
+
+
+def plan_text() -> bytes:
+    def body(recorder: Recorder, x: Tensor) -> Tensor:
+        out, made = torch.empty(8, 8), TensorMap()
+        _maps[x.data_ptr(), x.shape, x.stride(), x.dtype, (8, 8), 32] = made
+        launch = launch_of("i", pointers=2, maps=1)
+        recorder.launched(launch, (1, 1, 1), (x, out), (3,), (made,), FUNCTION)
+        torch.mm(x, x, out=out)
+        return out.zero_()
+
+    text = record(body, torch.empty(8, 8)).plan()
+    assert text is not None
+    return text
+
+
+@given(
+    place=st.integers(0, 200),
+    number=st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-4, 70)),
+    cut=st.one_of(st.none(), st.integers(0, 1600)),
+)
+def test_damaged_plans_are_refused_or_harmless(place: int, number: int, cut: int | None) -> None:
+    """Reading never fails in another way than with a reason."""
+    library, text = native.library(), bytearray(plan_text())
+    at = 8 * place % len(text) // 8 * 8
+    text[at : at + 8] = number.to_bytes(8, "little", signed=True)
+    try:
+        library.install(bytes(16), bytes(text[:cut]), 0, False, [], ("tensor", 0))
+    except (ValueError, RuntimeError) as error:
+        assert str(error)
+    finally:
+        library.clear()
+
+
+def test_a_cut_plan_is_refused(library: Any) -> None:
+    text = plan_text()
+    with pytest.raises(ValueError, match="cut off"):
+        library.install(bytes(16), text[:-8], 0, False, [], ("tensor", 0))
+    with pytest.raises(ValueError, match="8 bytes follow"):
+        library.install(bytes(16), text + bytes(8), 0, False, [], ("tensor", 0))
