@@ -15,7 +15,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "registry", "bench")  # lokakern/NAME is a link to NAME
-SHIPPED = {".py", ".cu", ".cuh", ".hip", ".hpp", ".sqlite", ".html", ".css", ".js", ".json"}
+SHIPPED = {
+    ".py",
+    ".cu",
+    ".cuh",
+    ".hip",
+    ".hpp",
+    ".cpp",
+    ".h",
+    ".sqlite",
+    ".html",
+    ".css",
+    ".js",
+    ".json",
+}
 SHAPE = (32768, 2048, 2048)
 
 USE = f"""
