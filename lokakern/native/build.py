@@ -44,7 +44,7 @@ def library_path(cxx: str) -> Path:
 
 
 def build(cxx: str) -> Path:
-    """Compile the library unless it is in the cache; about 25 s.
+    """Compile the library unless it is in the cache; 15 to 20 s.
 
     Many processes may build at once: one compiles, the others wait for it.
 

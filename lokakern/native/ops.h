@@ -4,7 +4,7 @@
 
 namespace lokakern {
 
-// Ops that have plans; `lokakern.native.ops` registers NAME_cold for each.
+// Ops that have plans; `recorded_op` in Python registers NAME_cold for each.
 inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm"};
 // As Python defines them, for programs without it.

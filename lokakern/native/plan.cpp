@@ -495,7 +495,7 @@ struct HashOfWords {
   }
 };
 
-constexpr size_t kMostEntries = 16384;  // 2 to 5 KB each
+constexpr size_t kMostEntries = 16384;
 
 }  // namespace
 

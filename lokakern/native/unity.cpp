@@ -1,4 +1,4 @@
-// One unit of translation: half the time of four, which share torch's headers.
+// One unit of translation, so that torch's headers are read once.
 #include "driver.cpp"
 #include "ops.cpp"
 #include "plan.cpp"

@@ -322,7 +322,7 @@ def _frozen(layer: Routed) -> tuple[Tensor, Tensor]:
     """Data and scales of a frozen weight; bytes for a compiler."""
     stored = layer.fp8_data
     if torch.compiler.is_compiling():
-        # As bytes: Inductor calls an operator for each view as another dtype, 5 us of the host.
+        # As bytes: Inductor calls an operator for each view as another dtype.
         return stored[:, : layer._fp8_widths[0]], layer.fp8_scale
     views = layer._fp8_views
     if views is not None and views[0] is stored:

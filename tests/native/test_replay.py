@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import lokakern
 from lokakern import jit
@@ -156,6 +157,17 @@ def test_calls_that_torch_observes_stay_in_python(library: Any) -> None:
 
     call(a.as_subclass(Subclass), b)
     assert counted.calls == 8
+
+
+def test_tangents_of_forward_mode_are_kept(library: Any) -> None:
+    """A dual tensor has the dispatch keys of a plain one."""
+    a, b, _ = operands()
+    call = replayed(lambda a, b: a @ b)
+    for _ in range(3):
+        call(a, b)
+    with forward_ad.dual_level():
+        product = call(forward_ad.make_dual(a, torch.ones_like(a)), b)
+        assert forward_ad.unpack_dual(product).tangent is not None
 
 
 def test_a_call_that_raises_is_not_recorded(library: Any) -> None:
