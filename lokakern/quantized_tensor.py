@@ -59,6 +59,8 @@ class QuantizedTensor:
         source: The unquantized weight a prepared weight came from, ``[rows, columns]``, held by
             reference so that the unquantized kernel stays legal. None otherwise.
         budget: What a prepared weight was prepared for; the default budget of `gemm` on it.
+        padded: A copy of the unquantized weight with rows and columns added to multiples of 8, for
+            the kernel `torch.bf16_padded`. None where `prepare_weight` made none.
     """
 
     data: Tensor
@@ -67,6 +69,7 @@ class QuantizedTensor:
     transposed: bool = False
     source: Tensor | None = None
     budget: ErrorBudget | None = None
+    padded: Tensor | None = None
     _signature: object = field(init=False, repr=False)
     _transpose: tuple[Tensor, Tensor | None] | None = field(init=False, repr=False, default=None)
 
@@ -167,13 +170,17 @@ class QuantizedTensor:
             rows, columns = data.shape
             scale = self.granularity.empty_scale(rows, columns, data.device).copy_(self.scale)
         source = None if self.source is None else self.source.to(device)
-        return QuantizedTensor(data, scale, self.granularity, self.transposed, source, self.budget)
+        padded = None if self.padded is None else self.padded.to(device)
+        return QuantizedTensor(
+            data, scale, self.granularity, self.transposed, source, self.budget, padded
+        )
 
     def t(self) -> QuantizedTensor:
         """The transpose; shares memory."""
         return QuantizedTensor(
-            self.data, self.scale, self.granularity, not self.transposed, self.source, self.budget
-        )
+            self.data, self.scale, self.granularity, not self.transposed, self.source, self.budget,
+            self.padded,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return (

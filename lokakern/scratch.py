@@ -22,19 +22,21 @@ _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 def owned() -> Iterator[None]:
     """Give scratch memory to one owner within the block."""
     token = _OWNED.set(True)
-    for tell in _ON_OWNED:
+    told = tuple(_ON_OWNED)  # another thread may add one within the block
+    for tell in told:
         tell(1)
     try:
         yield
     finally:
         _OWNED.reset(token)
-        for tell in _ON_OWNED:
+        for tell in told:
             tell(-1)
 
 
 def on_owned(tell: Callable[[int], None]) -> None:
     """Call ``tell`` with 1 and -1 as this thread enters and leaves `owned`."""
-    _ON_OWNED.append(tell)
+    if tell not in _ON_OWNED:
+        _ON_OWNED.append(tell)
 
 
 def zeros(byte_count: int, device: torch.device) -> Tensor:

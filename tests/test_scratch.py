@@ -31,6 +31,19 @@ def test_scratch_is_zeros() -> None:
         assert scratch.zeros(16, torch.device("cpu")).numel() == 16
 
 
+def test_entering_and_leaving_are_told_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to a listener that is added within the block, or twice."""
+    monkeypatch.setattr(scratch, "_ON_OWNED", [])
+    told: list[int] = []
+    with scratch.owned():
+        scratch.on_owned(told.append)
+    assert told == []
+    scratch.on_owned(told.append)
+    with pytest.raises(ValueError, match="no"), scratch.owned():
+        raise ValueError("no")
+    assert told == [1, -1]
+
+
 @pytest.mark.gpu
 def test_only_launches_of_one_stream_share_scratch() -> None:
     device = torch.device("cuda")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ FOLDER = Path(__file__).parent
 _NAME = "lokakern_native"
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 _LONGEST_S = 600
+_FINISH = 'made=$1 path=$2; shift 2; "$@" && mv -f "$made" "$path" || { rm -f "$made"; exit 1; }'
 
 
 def compiler() -> str | None:
@@ -38,7 +40,13 @@ def library_path(cxx: str) -> Path:
     decisive = hashlib.sha256()
     for source in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
         decisive.update(source.read_bytes())
-    facts = (_FLAGS, torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), cxx)
+    # Processes of several machines, and of several builds of one torch, may share a cache.
+    compiler_file = os.path.realpath(cxx)
+    size = os.stat(cxx).st_size if os.path.exists(cxx) else 0
+    facts = (
+        _FLAGS, torch.__version__, torch.version.git_version, torch._C._GLIBCXX_USE_CXX11_ABI,
+        sysconfig.get_config_var("EXT_SUFFIX"), platform.libc_ver(), compiler_file, size,
+    )  # fmt: skip
     decisive.update(repr(facts).encode())
     return cache_folder() / f"{_NAME}-{decisive.hexdigest()[:32]}.so"
 
@@ -60,16 +68,19 @@ def build(cxx: str) -> Path:
     with FileLock(f"{path}.lock", timeout=_LONGEST_S):
         if path.exists():
             return path
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            done = subprocess.run(
-                _command(cxx, made), capture_output=True, text=True, timeout=_LONGEST_S
+        handle, made = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        os.close(handle)
+        os.chmod(made, 0o755)
+        # A process may end before its thread has built, and its successors, too: what they started
+        # goes on by itself, and only a whole library gets the name.
+        done = subprocess.run(
+            ["/bin/sh", "-c", _FINISH, "sh", made, str(path), *_command(cxx, Path(made))],
+            capture_output=True, text=True, timeout=_LONGEST_S, start_new_session=True,
+        )  # fmt: skip
+        if done.returncode:
+            raise CompilationError(
+                f"{cxx} does not compile lokakern's native library: {done.stderr[-2000:]}"
             )
-            if done.returncode:
-                raise CompilationError(
-                    f"{cxx} does not compile lokakern's native library: {done.stderr[-2000:]}"
-                )
-            made.replace(path)
     return path
 
 

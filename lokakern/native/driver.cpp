@@ -90,6 +90,11 @@ bool is_capturing(void* stream) {
   return ask(stream, &status) == 0 && status != 0;
 }
 
+int exchange_capture_mode(int mode) {
+  call("cuThreadExchangeStreamCaptureMode", &mode);
+  return mode;
+}
+
 void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shared_bytes,
                   int64_t cluster, int device) {
   constexpr int kMaxDynamicSharedBytes = 8, kNonPortableCluster = 14;  // CUfunction_attribute

@@ -16,9 +16,18 @@ const Driver& driver();
 std::string error_text(int failed);
 // Makes the device's primary context, torch's, current in this thread if none is.
 void use_context(int device);
+// What a call of the driver returns, made again in a thread whose first CUDA call it is.
+int in_context(int device, const auto& call) {
+  const int failed = call();
+  if (failed != kInvalidContext) return failed;
+  use_context(device);
+  return call();
+}
 // torch's, of a device that need not be the current one.
 void* current_stream(int device);
 bool is_capturing(void* stream);
+// Sets what this thread may call while others capture, CUstreamCaptureMode; returns the former.
+int exchange_capture_mode(int mode);
 std::string device_name(int device);
 
 }  // namespace lokakern

@@ -18,9 +18,7 @@ namespace lokakern {
 
 thread_local const Words* recorded = nullptr;
 
-namespace {
-
-void add_text(const std::string& text, Words& words) {
+void add_text(std::string_view text, Words& words) {
   words.push_back(static_cast<int64_t>(text.size()));
   for (size_t i = 0; i < text.size(); i += sizeof(int64_t)) {
     int64_t word = 0;
@@ -28,6 +26,8 @@ void add_text(const std::string& text, Words& words) {
     words.push_back(word);
   }
 }
+
+namespace {
 
 bool add_value(const c10::IValue& value, Words& words, Inputs& inputs) {
   if (value.isNone() || (value.isTensor() && !value.toTensor().defined())) {
@@ -72,11 +72,25 @@ void call_cold(const c10::OperatorHandle& op, const Inputs& inputs, torch::jit::
   const auto& name = op.operator_name();
   const auto cold = c10::Dispatcher::singleton().findSchema({name.name + "_cold", ""});
   TORCH_CHECK(cold.has_value(), described(name.name, inputs),
-              " has no plan in what lokakern_load_plans loaded; freeze the model at these shapes");
+              " has no plan in what lokakern_load_plans loaded; save the model's plans at these shapes");
   cold->callBoxed(stack);
 }
 
-void call(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+// The op call that is to be recorded, of those under way in this thread, while this lives.
+class ToRecord {
+ public:
+  explicit ToRecord(const Words* words) { recorded = words; }
+  ~ToRecord() { recorded = outer_; }
+  ToRecord(const ToRecord&) = delete;
+
+ private:
+  const Words* outer_ = recorded;
+};
+
+}  // namespace
+
+void replay_op(const c10::OperatorHandle& op, torch::jit::Stack& given) {
+  torch::jit::Stack* const stack = &given;
   Words words;
   Inputs inputs;
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
@@ -90,7 +104,10 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*
     for (const auto* x : inputs) is_known = is_known && x->device() == device;
     words[0] = device.index();
   }
-  if (!is_known) return call_cold(op, inputs, stack);
+  if (!is_known) {
+    const ToRecord now(nullptr);  // an op that calls this one may be recorded
+    return call_cold(op, inputs, stack);
+  }
   const auto entry = book().find(words);
   if (entry->plan) {
     Results results;
@@ -101,15 +118,14 @@ void call(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*
   }
   // The first call compiles and chooses; the second is as all later ones are.
   const bool is_recorded = entry->is_recordable && ++entry->calls > 1;
-  const Words* const outer = recorded;
-  recorded = is_recorded ? &words : nullptr;
-  try {
-    call_cold(op, inputs, stack);
-  } catch (...) {
-    recorded = outer;
-    throw;
-  }
-  recorded = outer;
+  const ToRecord now(is_recorded ? &words : nullptr);
+  call_cold(op, inputs, stack);
+}
+
+namespace {
+
+void call(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  replay_op(op, *stack);
 }
 
 }  // namespace
@@ -190,7 +206,7 @@ int64_t load_plans(const std::string& path, int device) {
   const std::string product(from.text(256)), found = device_name(device);
   if (product != found)
     throw LaunchFailure(path + " holds kernels chosen and compiled for " + product +
-                        "; this GPU is " + found + ": freeze the model there");
+                        "; this GPU is " + found + ": save the model's plans there");
   // Nothing of a damaged file is loaded.
   struct Kernel {
     std::string entry, cubin;  // copied: aligned

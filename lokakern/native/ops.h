@@ -22,6 +22,12 @@ inline constexpr const char* kSchemas[] = {
 // Signature of the op call under way that is to be recorded, or null.
 extern thread_local const Words* recorded;
 
+// Calls an op on a GPU: replays its plan, or lets Python make the call.
+void replay_op(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
+// Adds a text to a signature.
+void add_text(std::string_view text, Words& words);
+
 std::string text_of(const Words& words);
 Words words_of(std::string_view text);
 

@@ -26,6 +26,12 @@ const std::array<const char*, 12> kOperators = {
     "aten::_scaled_mm_v2", "aten::copy_", "aten::clone", "aten::_to_copy", "aten::add_",
     "aten::add", "aten::sum"};
 
+at::Tensor allocate(int64_t elements, at::ScalarType dtype, c10::Device device) {
+  const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return at::Tensor(at::detail::empty_generic({elements}, c10::GetAllocator(device.type()),
+                                              c10::DispatchKeySet(key), dtype, std::nullopt));
+}
+
 namespace {
 
 constexpr int64_t kAlignment = 512;  // of parts of an arena, as of the caching allocator
@@ -37,12 +43,6 @@ int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-at::Tensor allocate(int64_t elements, at::ScalarType dtype, c10::Device device) {
-  const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  return at::Tensor(at::detail::empty_generic({elements}, c10::GetAllocator(device.type()),
-                                              c10::DispatchKeySet(key), dtype, std::nullopt));
-}
-
 char* start_of(const at::Tensor& x) { return static_cast<char*>(x.data_ptr()); }
 
 void fill(c10::Device device, char* address, int64_t words, uint32_t pattern, void* stream) {
@@ -51,7 +51,8 @@ void fill(c10::Device device, char* address, int64_t words, uint32_t pattern, vo
     return;
   }
   const auto at = reinterpret_cast<uint64_t>(address);
-  if (const int failed = driver().fill(at, pattern, words, stream))
+  const auto submit = [&] { return driver().fill(at, pattern, words, stream); };
+  if (const int failed = in_context(device.index(), submit))
     throw LaunchFailure("filling memory: " + error_text(failed));
 }
 
@@ -59,7 +60,7 @@ void fill(c10::Device device, char* address, int64_t words, uint32_t pattern, vo
 // before, so all of a stream share one; a graph, and an owner, have their own.
 at::Tensor scratch(int64_t bytes, c10::Device device, void* stream) {
   static std::mutex mutex;
-  static std::unordered_map<int64_t, at::Tensor> of_stream;
+  static auto& of_stream = *new std::unordered_map<int64_t, at::Tensor>;  // torch may end before
   const auto zeros = [&] {
     at::Tensor made = allocate(round_up(bytes, 4), at::kByte, device);
     fill(device, start_of(made), round_up(bytes, 4) / 4, 0, stream);
@@ -97,7 +98,7 @@ using Buffers = std::vector<Buffer>;
 // Bytes of a buffer; an input's are those of the tensor that the signature describes.
 int64_t size_of(const Buffer& buffer) {
   const bool is_sized = buffer.kind == Buffer::kOutput || buffer.kind == Buffer::kWorkspace ||
-                        buffer.kind == Buffer::kScratch;
+                        buffer.kind == Buffer::kScratch || buffer.kind == Buffer::kComputed;
   return is_sized ? buffer.bytes : INT64_MAX;
 }
 
@@ -197,6 +198,48 @@ c10::IValue read_value(Reader& from, int64_t kind, c10::Device device) {
   }
 }
 
+// The product of a `_scaled_mm` with out, or null where its form is another one.
+std::unique_ptr<Product> product_of(const Operator& step, c10::Device device) {
+  if (!Product::is_possible(device)) return nullptr;
+  const auto view = [&](size_t i) { return std::get_if<View>(&step.arguments[i]); };
+  const auto none = [&](size_t i) {
+    const auto* value = std::get_if<c10::IValue>(&step.arguments[i]);
+    return value && value->isNone();
+  };
+  const View *a = view(0), *b = view(1), *a_scale = view(2), *b_scale = view(3), *bias = view(4),
+             *out = view(8);
+  const auto* fast = std::get_if<c10::IValue>(&step.arguments[7]);
+  if (!a || !b || !a_scale || !b_scale || !out || !(bias || none(4)) || !none(5) || !fast ||
+      !fast->isBool() || a->sizes.size() != 2 || b->sizes.size() != 2)
+    return nullptr;
+  const int64_t m = a->sizes[0], k = a->sizes[1], n = b->sizes[1];
+  const auto is = [](const View& x, at::ScalarType dtype, std::vector<int64_t> sizes,
+                     std::vector<int64_t> strides) {
+    bool fits = x.dtype == dtype && x.sizes == sizes && x.strides.size() == strides.size();
+    for (size_t i = 0; fits && i < sizes.size(); ++i)
+      fits = sizes[i] == 1 || x.strides[i] == strides[i];
+    return fits;
+  };
+  const auto is_fp8 = [](at::ScalarType dtype) {
+    return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
+  };
+  const auto is_single = [](const View& x) {
+    return x.dtype == at::kFloat &&
+           std::all_of(x.sizes.begin(), x.sizes.end(), [](int64_t size) { return size == 1; });
+  };
+  const bool is_tensorwise = is_single(*a_scale) && is_single(*b_scale);
+  const bool fits =
+      m > 0 && n > 0 && k > 0 && b->sizes[0] == k && is_fp8(a->dtype) && is_fp8(b->dtype) &&
+      a->strides[1] == 1 && a->strides[0] >= k && b->strides[0] == 1 && b->strides[1] >= k &&
+      is(*out, at::kBFloat16, {m, n}, {n, 1}) && (!bias || is(*bias, at::kBFloat16, {n}, {1})) &&
+      (is_tensorwise ||
+       (is(*a_scale, at::kFloat, {m, 1}, {1, 1}) && is(*b_scale, at::kFloat, {1, n}, {1, 1})));
+  if (!fits) return nullptr;
+  const Product::Form form{m, n, k, a->strides[0], b->strides[1], a->dtype, b->dtype,
+                           !is_tensorwise, bias != nullptr, fast->toBool()};
+  return std::make_unique<Product>(form, device);
+}
+
 Operator read_operator(Reader& from, const Buffers& buffers, c10::Device device, bool is_own) {
   Operator step;
   const std::string name(from.text(256)), overload(from.text(256));
@@ -209,7 +252,12 @@ Operator read_operator(Reader& from, const Buffers& buffers, c10::Device device,
   for (int64_t i = 0; i < count; ++i) {
     const int64_t kind = from.number(0, 9);
     if (kind == 1) {
-      step.arguments.emplace_back(read_view(from, buffers));
+      View view = read_view(from, buffers);
+      const auto* alias = step.handle->schema().arguments()[i].alias_info();
+      const Buffer& buffer = buffers[view.buffer];
+      if (alias && alias->isWrite() && buffer.kind == Buffer::kInput)
+        step.written.push_back(buffer.index);
+      step.arguments.emplace_back(std::move(view));
     } else if (kind == 7) {
       std::vector<View> views;
       const int64_t length = from.number(0, 64);
@@ -221,11 +269,17 @@ Operator read_operator(Reader& from, const Buffers& buffers, c10::Device device,
   }
   if (overload == "out" && name == "aten::mm" && count == 3) step.kind = Operator::kMm;
   if (overload == "out" && name == "aten::addmm" && count == 6) step.kind = Operator::kAddmm;
-  if (overload == "out" && name == "aten::_scaled_mm" && count == 9)
+  if (overload == "out" && name == "aten::_scaled_mm" && count == 9) {
     step.kind = Operator::kScaledMm;
+    step.product = product_of(step, device);
+  }
   const int64_t results = from.number(0, 8);
-  for (int64_t i = 0; i < results; ++i)
-    step.results.push_back(from.number(-1, static_cast<int64_t>(buffers.size()) - 1));
+  for (int64_t i = 0; i < results; ++i) {
+    const int64_t place = from.number(-1, static_cast<int64_t>(buffers.size()) - 1);
+    if (place >= 0 && buffers[place].kind != Buffer::kComputed)
+      throw BadPlan("an operator returns memory of something else");
+    step.results.push_back(place);
+  }
   return step;
 }
 
@@ -266,8 +320,8 @@ Plan::Plan(std::string_view text, c10::Device device, std::vector<at::Tensor> co
           throw BadPlan("a plan asks for too much memory");
         arena_bytes_ = round_up(arena_bytes_ + buffer.bytes, kAlignment);
         break;
-      case Buffer::kScratch: buffer.bytes = from.number(0, INT64_MAX / 2); break;
-      case Buffer::kComputed: break;
+      case Buffer::kScratch:
+      case Buffer::kComputed: buffer.bytes = from.number(0, INT64_MAX / 2); break;
     }
     buffers_.push_back(std::move(buffer));
   }
@@ -280,7 +334,9 @@ Plan::Plan(std::string_view text, c10::Device device, std::vector<at::Tensor> co
         const int64_t room = size_of(buffers_[address.buffer]) - address.offset;
         const int64_t words = from.number(0, room / 4);
         const auto pattern = static_cast<uint32_t>(from.number(0, UINT32_MAX));
-        steps_.emplace_back(Fill{address, words, pattern});
+        const Buffer& filled = buffers_[address.buffer];
+        const int64_t written = filled.kind == Buffer::kInput ? filled.index : -1;
+        steps_.emplace_back(Fill{address, words, pattern, written});
         break;
       }
       default:
@@ -304,15 +360,20 @@ at::Tensor Plan::tensor_of(const View& view, const State& state) const {
       whole.sizes() == at::IntArrayRef(view.sizes) &&
       whole.strides() == at::IntArrayRef(view.strides))
     return whole;
-  const auto key = device_.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  return view_of(view, whole, state);
+}
+
+at::Tensor Plan::view_of(const View& view, const at::Tensor& whole, const State& state) const {
   auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(whole.storage()), c10::DispatchKeySet(key),
+      c10::TensorImpl::VIEW, c10::Storage(whole.storage()), whole.key_set(),
       c10::scalarTypeToTypeMeta(view.dtype));
   const char* first = static_cast<const char*>(whole.storage().data());
   const int64_t skipped = state.start[view.buffer] + view.offset - first;
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_storage_offset(skipped / static_cast<int64_t>(c10::elementSize(view.dtype)));
   impl->set_sizes_and_strides(view.sizes, view.strides);
+  if (!whole.is_inference())  // writes to one are writes to all
+    impl->set_version_counter(whole.unsafeGetTensorImpl()->version_counter());
   return made;
 }
 
@@ -324,8 +385,9 @@ void Plan::run(const Inputs& inputs, Results& results) const {
   std::optional<c10::impl::ExcludeDispatchKeyGuard> below;
   if (calls_operators_)
     below.emplace(c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                  c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CUDABit));
+                  c10::autocast_dispatch_keyset);
   void* const stream = device_.is_cuda() ? current_stream(device_.index()) : nullptr;
+  if (!constants_.empty() && device_.is_cuda() && is_capturing(stream)) keep_constants();
   State state{inputs, {}, {}, {}};
   state.start.resize(buffers_.size());
   state.tensors.resize(buffers_.size());
@@ -352,13 +414,25 @@ void Plan::run(const Inputs& inputs, Results& results) const {
     if (const auto* launched = std::get_if<Launch>(&step)) {
       launch(*launched, state, stream);
     } else if (const auto* filled = std::get_if<Fill>(&step)) {
+      if (filled->written >= 0) inputs[filled->written]->unsafeGetTensorImpl()->bump_version();
       fill(device_, state.start[filled->address.buffer] + filled->address.offset, filled->words,
            filled->pattern, stream);
     } else {
-      call(std::get<Operator>(step), state);
+      call(std::get<Operator>(step), state, stream);
     }
   }
-  for (const View& view : results_) results.push_back(tensor_of(view, state));
+  for (const View& view : results_) {
+    const Buffer& buffer = buffers_[view.buffer];
+    // A function that returns a view of an argument, such as x.detach(), does not return x.
+    results.push_back(buffer.kind == Buffer::kInput
+                          ? view_of(view, *inputs[buffer.index], state)
+                          : tensor_of(view, state));
+  }
+}
+
+// A graph reads constants for as long as it lives, and nobody tells when it ends.
+void Plan::keep_constants() const {
+  std::call_once(are_constants_kept_, [this] { new std::vector<at::Tensor>(constants_); });
 }
 
 void Plan::launch(const Launch& step, const State& state, void* stream) const {
@@ -386,11 +460,8 @@ void Plan::launch(const Launch& step, const State& state, void* stream) const {
   config.stream = stream;
   config.attributes = step.attributes.data();
   config.count = static_cast<uint32_t>(step.attributes.size() / kAttributeBytes);
-  int failed = to.launch(&config, step.function, parameters, nullptr);
-  if (failed == kInvalidContext) {  // a thread whose first CUDA call this is
-    use_context(device_.index());
-    failed = to.launch(&config, step.function, parameters, nullptr);
-  }
+  const auto submit = [&] { return to.launch(&config, step.function, parameters, nullptr); };
+  const int failed = in_context(device_.index(), submit);
   if (!failed) return;
   std::ostringstream words;
   words << "grid " << config.shape[0] << "x" << config.shape[1] << "x" << config.shape[2] << ", "
@@ -399,7 +470,18 @@ void Plan::launch(const Launch& step, const State& state, void* stream) const {
   throw LaunchFailure(words.str());
 }
 
-void Plan::call(const Operator& step, State& state) const {
+void Plan::call(const Operator& step, State& state, void* stream) const {
+  // Below autograd nobody else tells it of writes.
+  for (const int64_t input : step.written)
+    state.inputs[input]->unsafeGetTensorImpl()->bump_version();
+  if (step.product) {
+    const auto start = [&](size_t i) -> char* {
+      const auto* view = std::get_if<View>(&step.arguments[i]);
+      return view ? state.start[view->buffer] + view->offset : nullptr;
+    };
+    const Operands operands{start(0), start(1), start(2), start(3), start(4), start(8)};
+    if (step.product->multiply(operands, stream)) return;
+  }
   torch::jit::Stack stack;
   stack.reserve(step.arguments.size());
   for (const auto& argument : step.arguments) {
@@ -442,7 +524,13 @@ void Plan::call(const Operator& step, State& state) const {
   for (size_t i = 0; i < step.results.size(); ++i) {
     if (step.results[i] < 0) continue;
     at::Tensor made = stack.at(i).toTensor();
-    state.start[step.results[i]] = start_of(made);
+    const auto bytes = static_cast<int64_t>(made.storage().nbytes());
+    const int64_t expected = buffers_[step.results[i]].bytes;
+    if (bytes != expected)  // such as under another default dtype
+      throw LaunchFailure(c10::toString(step.handle->operator_name()) + " returned " +
+                          std::to_string(bytes) + " bytes; it returned " +
+                          std::to_string(expected) + " when this call was recorded");
+    state.start[step.results[i]] = static_cast<char*>(made.storage().mutable_data());
     state.tensors[step.results[i]] = std::move(made);
   }
 }
@@ -458,6 +546,8 @@ bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words) {
       c10::DispatchKeySet(c10::DispatchKeySet::RAW, ~uint64_t{0} >> (64 - c10::num_backends));
   if (tensor.key_set().raw_repr() & ~usual.raw_repr() || tensor.layout() != at::kStrided ||
       tensor._fw_grad(0).defined()) return false;
+  // Tensors without elements have no address that tells them apart; meta tensors have none at all.
+  if (!tensor.numel() || !(tensor.is_cuda() || tensor.is_cpu())) return false;
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto address = reinterpret_cast<uint64_t>(impl->data());
   int64_t twin = 0;  // the first earlier tensor at the same address, from 1
@@ -472,12 +562,18 @@ bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words) {
   return true;
 }
 
-bool is_plain_state(bool allow_autocast) {
+bool has_no_modes() {
   using c10::DispatchKey;
-  const auto local = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
-  if (local.included_.raw_repr() & ~usual.raw_repr()) return false;
-  return allow_autocast || local.excluded_.has(DispatchKey::AutocastCUDA);
+  return !(c10::impl::tls_local_dispatch_key_set().included_.raw_repr() & ~usual.raw_repr());
+}
+
+bool is_plain_state() {
+  using c10::DispatchKey;
+  if (!has_no_modes()) return false;
+  // Autocast of a device takes its key out of those that are excluded.
+  constexpr auto autocast = c10::DispatchKeySet({DispatchKey::AutocastCUDA, DispatchKey::AutocastCPU});
+  return c10::impl::tls_local_dispatch_key_set().excluded_.has_all(autocast);
 }
 
 // --- the book
@@ -516,9 +612,13 @@ std::shared_ptr<Entry> Book::find(const Words& words) {
     const auto found = own.entries.find(words);
     if (found != own.entries.end()) return found->second;
   }
+  std::vector<std::shared_ptr<Entry>> gone;  // after the lock: a tensor may wait for Python's lock
   const std::unique_lock lock(own.mutex);
   if (own.entries.size() >= kMostEntries)  // of shapes that never come back
-    std::erase_if(own.entries, [](const auto& item) { return !item.second->is_loaded; });
+    std::erase_if(own.entries, [&](const auto& item) {
+      if (!item.second->is_loaded) gone.push_back(item.second);
+      return !item.second->is_loaded;
+    });
   auto& entry = own.entries[words];
   if (!entry) entry = std::make_shared<Entry>();
   return entry;
@@ -527,13 +627,14 @@ std::shared_ptr<Entry> Book::find(const Words& words) {
 void Book::install(const Words& words, std::shared_ptr<Entry> entry) {
   Impl& own = impl();
   const std::unique_lock lock(own.mutex);
-  own.entries[words] = std::move(entry);
+  own.entries[words].swap(entry);  // the older one goes after the lock
 }
 
 void Book::clear() {
   Impl& own = impl();
+  decltype(own.entries) gone;
   const std::unique_lock lock(own.mutex);
-  own.entries.clear();
+  own.entries.swap(gone);
 }
 
 size_t Book::size() {

@@ -11,6 +11,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,8 @@
 #include <string_view>
 #include <variant>
 #include <vector>
+
+#include "lt.h"
 
 namespace lokakern {
 
@@ -85,6 +88,7 @@ struct Fill {
   Address address;
   int64_t words;  // of 4 bytes
   uint32_t pattern;
+  int64_t written;  // the input whose version changes, or -1
 };
 
 // An operator of torch, such as a library's product.
@@ -95,6 +99,8 @@ struct Operator {
   std::optional<c10::OperatorHandle> handle;
   std::vector<Argument> arguments;
   std::vector<int64_t> results;  // buffers
+  std::vector<int64_t> written;  // inputs, whose versions change
+  std::unique_ptr<Product> product;  // of FP8 matrices; null where cuBLASLt is not asked
 };
 
 class Plan {
@@ -113,8 +119,10 @@ class Plan {
  private:
   struct State;
   at::Tensor tensor_of(const View& view, const State& state) const;
+  at::Tensor view_of(const View& view, const at::Tensor& whole, const State& state) const;
   void launch(const Launch& step, const State& state, void* stream) const;
-  void call(const Operator& step, State& state) const;
+  void call(const Operator& step, State& state, void* stream) const;
+  void keep_constants() const;
 
   c10::Device device_;
   int64_t arena_bytes_ = 0;
@@ -124,23 +132,30 @@ class Plan {
   std::vector<std::variant<Launch, Fill, Operator>> steps_;
   std::vector<View> results_;
   std::vector<at::Tensor> constants_;
+  mutable std::once_flag are_constants_kept_;
   mutable std::mutex maps_mutex_;
 };
 
-// Names of torch's operators that plans may call; `lokakern.native.record` has the same.
+// Names of torch's operators that plans of files may call; others are refused when saved.
 extern const std::array<const char*, 12> kOperators;
+
+// A tensor of one dimension from torch's allocator, made without its dispatcher.
+at::Tensor allocate(int64_t elements, at::ScalarType dtype, c10::Device device);
 
 // Adds what a tensor contributes to a signature; false where tensors of its kind have no plans.
 bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words);
 
 // Whether torch is in a state that plans know: no transforms, no modes, no autocast.
-bool is_plain_state(bool allow_autocast);
+bool is_plain_state();
+
+// Whether no transform or mode of torch stands between an operator and its kernel.
+bool has_no_modes();
 
 // --- plans by signature
 
 struct Entry {
   std::shared_ptr<const Plan> plan;  // null until the call was recorded
-  int64_t calls = 0;  // before that
+  std::atomic<int64_t> calls = 0;  // before that
   bool is_recordable = true;
   bool is_loaded = false;  // from a file: no call makes it again
 };
@@ -177,7 +192,7 @@ void use_driver(LaunchKernel launch, EncodeTiled encode, Memset32 fill);
 void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shared_bytes,
                   int64_t cluster, int device);
 
-// Installs the plans of a file that `lokakern.native.freeze` wrote, for one GPU.
+// Installs the plans of a file that `lokakern.save_plans` wrote, for one GPU.
 //
 // Returns how many. Raises BadPlan, or LaunchFailure on another type of GPU.
 int64_t load_plans(const std::string& path, int device);

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "driver.h"
+#include "layer.h"
 #include "ops.h"
 
 namespace lokakern {
@@ -14,16 +15,35 @@ namespace {
 // What of Python's objects the code below reads, set once by `bind`; never released.
 PyObject* quantized_type = nullptr;
 PyObject* launch_error = nullptr;
+std::unordered_set<PyTypeObject*>* constant_types = nullptr;  // equal objects of these act alike
 PyObject* canonical = nullptr;  // dict: equal objects of one type share a place in signatures
 std::unordered_set<PyObject*>* kept = nullptr;  // the objects in it
 PyObject *s_data, *s_scale, *s_granularity, *s_transposed, *s_source, *s_budget,
-    *s_signature, *s_views;
+    *s_padded, *s_signature, *s_views;
 
 struct Call {
   Words words;
   Inputs inputs;
   c10::SmallVector<PyObject*, 16> objects;  // of the inputs, borrowed
   bool has_grad = false;
+  bool has_list = false;  // which other threads may change
+};
+
+// Keeps a call's tensors while other threads run, where its arguments do not.
+class Held {
+ public:
+  explicit Held(const Call& call) : call_(call) {
+    if (call_.has_list)
+      for (PyObject* object : call_.objects) Py_INCREF(object);
+  }
+  ~Held() {
+    if (call_.has_list)
+      for (PyObject* object : call_.objects) Py_DECREF(object);
+  }
+  Held(const Held&) = delete;
+
+ private:
+  const Call& call_;
 };
 
 // Where a result comes from.
@@ -53,7 +73,8 @@ bool add_tensor_object(PyObject* object, Call& call) {
 
 bool add_quantized(PyObject* object, Call& call) {
   call.words.push_back(7);
-  for (PyObject* name : {s_data, s_scale, s_source, s_granularity, s_transposed, s_budget}) {
+  for (PyObject* name : {s_data, s_scale, s_source, s_padded, s_granularity, s_transposed,
+                         s_budget}) {
     PyObject* value = PyObject_GetAttr(object, name);
     if (!value) {
       PyErr_Clear();
@@ -66,21 +87,25 @@ bool add_quantized(PyObject* object, Call& call) {
   return true;
 }
 
+constexpr size_t kMostKept = 65536;
+
 // Equal objects of one type have one address, which stays theirs.
 bool add_canonical(PyObject* object, Call& call) {
-  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (!kept->count(object)) {
+    // What is kept must not hold tensors, as a named tuple does.
+    if (!constant_types->count(Py_TYPE(object))) return false;
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     PyObject* pair = PyTuple_Pack(2, type, object);
-    PyObject* found = pair ? PyDict_SetDefault(canonical, pair, object) : nullptr;
+    const bool is_full = kept->size() >= kMostKept;
+    PyObject* found = !pair     ? nullptr
+                      : is_full ? PyDict_GetItemWithError(canonical, pair)
+                                : PyDict_SetDefault(canonical, pair, object);
     Py_XDECREF(pair);
-    if (!found) {  // not hashable
+    if (!found) {
       PyErr_Clear();
       return false;
     }
-    if (found == object) {
-      if (kept->size() > 65536) return false;
-      kept->insert(object);
-    }
+    if (found == object) kept->insert(object);
     object = found;
   }
   call.words.push_back(8);
@@ -116,6 +141,7 @@ bool add_object(PyObject* object, Call& call, int depth) {
   if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) {
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
     call.words.append({PyList_CheckExact(object) ? 6 : 9, size});
+    call.has_list |= PyList_CheckExact(object);
     if (depth > 2 || size > 64) return false;
     for (Py_ssize_t i = 0; i < size; ++i)
       if (!add_object(PySequence_Fast_GET_ITEM(object, i), call, depth + 1)) return false;
@@ -153,8 +179,8 @@ PyObject* quantized(PyObject* data, PyObject* scale, const Template& from) {
   const std::pair<PyObject*, PyObject*> fields[] = {
       {s_data, data},          {s_scale, scale},    {s_granularity, from.granularity},
       {s_transposed, from.transposed ? Py_True : Py_False},
-      {s_source, Py_None},     {s_budget, Py_None}, {s_signature, Py_None},
-      {s_views, Py_None}};
+      {s_source, Py_None},     {s_budget, Py_None}, {s_padded, Py_None},
+      {s_signature, Py_None},  {s_views, Py_None}};
   for (const auto& [name, value] : fields) {
     if (PyObject_GenericSetAttr(made, name, value)) {  // the class itself is frozen
       Py_DECREF(made);
@@ -206,7 +232,7 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return nullptr;
   }
   Call call;
-  if (!is_plain_state(false) ||
+  if (!is_plain_state() ||
       !describe(reinterpret_cast<int64_t>(given[0]), given[1], given[2], call))
     Py_RETURN_NONE;
   if (call.has_grad && c10::GradMode::is_enabled()) Py_RETURN_NONE;
@@ -217,6 +243,7 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
   }
   Results results;
+  const Held held(call);
   try {
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     entry->plan->run(call.inputs, results);
@@ -228,6 +255,81 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// As `add_value` of ops.cpp, without a conversion.
+bool add_argument(PyObject* object, Words& words, Inputs& inputs) {
+  if (object == Py_None) {
+    words.push_back(0);
+  } else if (THPVariable_CheckExact(object)) {
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    words.push_back(1);
+    if (!add_tensor(tensor, inputs, words)) return false;
+    inputs.push_back(&tensor);
+  } else if (PyBool_Check(object)) {
+    words.append({4, object == Py_True});
+  } else if (PyUnicode_CheckExact(object)) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(object, &size);  // kept in the object
+    if (!text) {
+      PyErr_Clear();
+      return false;
+    }
+    words.push_back(5);
+    add_text({text, static_cast<size_t>(size)}, words);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// call_op(name, ...): the result of an op with one result, by the plan of its call; None where
+// there is none. It spares what torch does for any op: 5 us of the 12 that a call takes.
+PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Words words;
+  Inputs inputs;
+  words.push_back(0);  // where the device goes
+  Py_ssize_t size = 0;
+  const char* name = count ? PyUnicode_AsUTF8AndSize(given[0], &size) : nullptr;
+  if (!name) {
+    PyErr_SetString(PyExc_TypeError, "call_op: expected the name of an op and its arguments");
+    return nullptr;
+  }
+  add_text({name, static_cast<size_t>(size)}, words);
+  for (Py_ssize_t i = 1; i < count; ++i)
+    if (!add_argument(given[i], words, inputs)) Py_RETURN_NONE;
+  if (inputs.empty() || !has_no_modes()) Py_RETURN_NONE;
+  const auto device = inputs[0]->device();
+  for (const auto* x : inputs)
+    if (x->device() != device) Py_RETURN_NONE;
+  words[0] = device.index();
+  const auto entry = book().find(words);
+  if (!entry->plan) Py_RETURN_NONE;
+  Results results;
+  try {
+    const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
+    entry->plan->run(inputs, results);
+  } catch (const LaunchFailure& error) {
+    PyErr_SetString(launch_error, error.what());
+    return nullptr;
+  }
+  return THPVariable_Wrap(std::move(results[0]));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* layer(PyObject* module, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  try {
+    return call_layer(module, given, count);
+  } catch (const LaunchFailure& error) {
+    PyErr_SetString(launch_error, error.what());
+    return nullptr;
+  }
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef op_method = {"call_op", reinterpret_cast<PyCFunction>(call_op), METH_FASTCALL, nullptr};
+PyMethodDef layer_method = {"call_layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL,
+                            nullptr};
 PyMethodDef replay_method = {"replay", reinterpret_cast<PyCFunction>(replay), METH_FASTCALL,
                              nullptr};
 
@@ -255,7 +357,7 @@ void set_names() {
   const std::pair<PyObject**, const char*> names[] = {
       {&s_data, "data"},     {&s_scale, "scale"},   {&s_granularity, "granularity"},
       {&s_source, "source"}, {&s_budget, "budget"}, {&s_transposed, "transposed"},
-      {&s_signature, "_signature"}, {&s_views, "_transpose"}};
+      {&s_padded, "padded"}, {&s_signature, "_signature"}, {&s_views, "_transpose"}};
   for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
 }
 
@@ -266,6 +368,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
   using namespace lokakern;
   kept = new std::unordered_set<PyObject*>;
+  constant_types = new std::unordered_set<PyTypeObject*>;
   canonical = PyDict_New();
   set_names();
   py::register_exception_translator([](std::exception_ptr raised) {
@@ -277,10 +380,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       PyErr_SetString(PyExc_ValueError, error.what());
     }
   });
-  module.def("bind", [](py::object type, py::object error) {
+  module.def("bind", [](py::object type, py::object error, const py::tuple& constants) {
     quantized_type = type.release().ptr();
     launch_error = error.release().ptr();
-  });
+    for (const auto& constant : constants)
+      constant_types->insert(reinterpret_cast<PyTypeObject*>(constant.inc_ref().ptr()));
+  }, py::arg("type"), py::arg("error"), py::arg("constants") = py::tuple());
+  module.add_object("call_op", PyCFunction_New(&op_method, nullptr));
+  module.add_object("call_layer", PyCFunction_New(&layer_method, nullptr));
   module.add_object("replay", PyCFunction_New(&replay_method, nullptr));
   module.def("inputs", [](py::tuple args, py::dict kwargs) {
     Call call;
@@ -317,6 +424,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("use_driver", [](uint64_t launch, uint64_t encode, uint64_t fill) {
     use_driver(reinterpret_cast<LaunchKernel>(launch), reinterpret_cast<EncodeTiled>(encode),
                reinterpret_cast<Memset32>(fill));
+  });
+  module.def("use_lt", &use_lt);
+  module.def("lt_counts", [] {
+    const LtCounts found = lt_counts();
+    py::dict made;
+    made["kept"] = found.kept;
+    made["refused"] = found.refused;
+    made["reason"] = found.reason;
+    return made;
   });
   module.def("load_plans", &load_plans, py::call_guard<py::gil_scoped_release>());
 }

@@ -38,7 +38,7 @@ _REFUSED = ("resize", "set_", "record_stream")
 # Numbers of C++'s enums.
 _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}
 
-# Kernels by address: program, dynamic shared bytes and cluster, for `lokakern.native.freeze`.
+# Kernels by address: program, dynamic shared bytes and cluster, for `lokakern.native.plan_file`.
 KERNELS: dict[int, tuple[Any, int, int]] = {}
 
 
@@ -81,10 +81,12 @@ class Recording:
     Attributes:
         parts: The text of the plan; an integer stands for a kernel, by its address.
         constants: The number of tensors that it needs beside the call's.
+        operators: The names of torch's operators that it calls.
     """
 
     parts: tuple[bytes | int, ...]
     constants: int
+    operators: frozenset[str]
 
     @property
     def kernels(self) -> list[int]:
@@ -116,6 +118,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._dtype_code = dtype_code
         self._thread = threading.get_ident()
         self._steps: list[tuple[bytes | int, ...]] = []
+        self._operators: set[str] = set()
         self._results: list[bytes] = []
         self._buffers: list[_Buffer] = []
         storages = [x.untyped_storage().data_ptr() for x in inputs]
@@ -145,6 +148,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operated(func, args, kwargs or {}, result)
         except _Refusal as refusal:
             self.refuse(str(refusal))
+        except Exception as error:  # the call itself succeeded
+            self.refuse(f"calls {func}, whose recording fails: {error!r}")
         return result
 
     def _operated(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -152,10 +157,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = result if isinstance(result, tuple | list) else (result,)
         fresh = [x for x in made if isinstance(x, Tensor) and not self._knows(x)]
         if name in _EMPTY:
-            self._add(_WORKSPACE, fresh[0])
+            if not fresh:  # without elements, or given by the caller
+                raise _Refusal("allocates nothing")
+            self._allocated(fresh[0])
         elif name in _FILLED:
             if fresh:
-                self._add(_WORKSPACE, fresh[0])
+                self._allocated(fresh[0])
             value = _FILLED[name]
             if value is None:
                 value = args[1]
@@ -170,15 +177,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise _Refusal(f"calls {name}")
             self._called(func, args, kwargs, made, fresh)
 
+    def _allocated(self, x: Tensor) -> None:
+        if x.device != self.inputs[0].device:
+            raise _Refusal(f"allocates on {x.device}")
+        self._add(_WORKSPACE, x)
+
     def _filled(self, x: Tensor, value: Any) -> None:
         size = x.numel() * x.element_size()
         if isinstance(value, Tensor) or not x.is_contiguous() or size % 4:
             raise _Refusal("fills strided memory")
+        count = max(4 // x.element_size(), 1)
         with torch.utils._python_dispatch._disable_current_modes():
-            pattern = torch.full((4 // x.element_size(),), value, dtype=x.dtype)
-            word = int(pattern.view(torch.uint8).numpy().view("<u4")[0])
+            # The device is named, because a user may set another default.
+            pattern = torch.full((count,), value, dtype=x.dtype, device="cpu")
+            words = {int(word) for word in pattern.view(torch.uint8).numpy().view("<u4")}
+        if len(words) > 1:
+            raise _Refusal(f"fills memory with {value!r}, which is no repeated word of 4 bytes")
         step = Text()
-        step.number(_FILL, *self._address(x.data_ptr()), size // 4, word)
+        step.number(_FILL, *self._find(x.data_ptr()), size // 4, words.pop())
         self._steps.append((step.bytes,))
 
     def _called(
@@ -186,6 +202,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         step = Text()
         step.number(_OPERATOR)
+        self._operators.add(func._schema.name)
         step.text(func._schema.name.encode())
         step.text(func._schema.overload_name.encode())
         parameters = func._schema.arguments
@@ -252,49 +269,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.is_here:
             return
         try:
-            self._steps.append(self._launch(launch, grid, pointers, scalars, tensor_maps, function))
+            facts = driver.launch_facts(launch)
+            KERNELS[function] = (launch.program, facts.shared_bytes, facts.cluster)
+            values, places = bytearray(8 * len(pointers)), [8 * i for i in range(len(pointers))]
+            for code, scalar in zip(facts.scalars, scalars, strict=True):
+                value = struct.pack(f"={code}", scalar)
+                values += bytes(-len(values) % len(value))
+                places.append(len(values))
+                values += value
+            map_places = []
+            for _ in tensor_maps:
+                values += bytes(-len(values) % 64)
+                map_places.append(len(values))
+                values += bytes(128)
+            step = Text()
+            step.number(*grid, facts.threads, 1, 1, facts.shared_bytes)
+            step.text(facts.attributes)
+            step.text(bytes(values))
+            places += map_places
+            step.number(len(places), *places)
+            step.number(len(pointers))
+            for place, pointer in enumerate(pointers):
+                step.number(8 * place, *self._find(pointer.data_ptr()))
+            step.number(len(tensor_maps))
+            for place, tensor_map in zip(map_places, tensor_maps, strict=True):
+                found = driver.map_facts(tensor_map)
+                if found is None:
+                    raise _Refusal("uses a tensor map that was forgotten")
+                step.number(place, *self._find(found.address), found.item, found.swizzle)
+                step.number(len(found.sizes), *found.sizes, *found.strides_bytes, *found.box)
+            self._steps.append((struct.pack("<q", _LAUNCH), function, step.bytes))
         except _Refusal as refusal:
             self.refuse(str(refusal))
-
-    def _launch(
-        self,
-        launch: driver.CudaLaunch,
-        grid: tuple[int, int, int],
-        pointers: Sequence[Tensor],
-        scalars: Sequence[int | float],
-        tensor_maps: Sequence[driver.TensorMap],
-        function: int,
-    ) -> tuple[bytes | int, ...]:
-        facts = driver.launch_facts(launch)
-        KERNELS[function] = (launch.program, facts.shared_bytes, facts.cluster)
-        values, places = bytearray(8 * len(pointers)), [8 * i for i in range(len(pointers))]
-        for code, scalar in zip(facts.scalars, scalars, strict=True):
-            value = struct.pack(f"={code}", scalar)
-            values += bytes(-len(values) % len(value))
-            places.append(len(values))
-            values += value
-        map_places = []
-        for _ in tensor_maps:
-            values += bytes(-len(values) % 64)
-            map_places.append(len(values))
-            values += bytes(128)
-        step = Text()
-        step.number(*grid, facts.threads, 1, 1, facts.shared_bytes)
-        step.text(facts.attributes)
-        step.text(bytes(values))
-        places += map_places
-        step.number(len(places), *places)
-        step.number(len(pointers))
-        for place, pointer in enumerate(pointers):
-            step.number(8 * place, *self._address(pointer.data_ptr()))
-        step.number(len(tensor_maps))
-        for place, tensor_map in zip(map_places, tensor_maps, strict=True):
-            found = driver.map_facts(tensor_map)
-            if found is None:
-                raise _Refusal("uses a tensor map that was forgotten")
-            step.number(place, *self._address(found.address), found.item, found.swizzle)
-            step.number(len(found.sizes), *found.sizes, *found.strides_bytes, *found.box)
-        return struct.pack("<q", _LAUNCH), function, step.bytes
 
     def constant(self, x: Tensor) -> None:
         """Tell of a tensor that never changes and belongs to no argument."""
@@ -362,7 +368,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             text.number(buffer.kind)
             if buffer.kind in (_INPUT, _CONSTANT):
                 text.number(buffer.index)
-            elif buffer.kind != _COMPUTED:
+            else:
                 text.number(buffer.end - buffer.start)
             text.parts.append(buffer.view)
         text.number(len(self._steps))
@@ -370,12 +376,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results.number(len(self._results))
         results.parts += self._results
         steps = [part for step in self._steps for part in step]
-        return Recording((text.bytes, *steps, results.bytes), len(self.constants))
-
-    def plan(self) -> bytes | None:
-        """The text of the plan, or None where there is a reason against it."""
-        recording = self.recording()
-        return None if recording is None else recording.text()
+        parts = (text.bytes, *steps, results.bytes)
+        return Recording(parts, len(self.constants), frozenset(self._operators))
 
 
 def _is_view(func: Any) -> bool:
@@ -387,6 +389,8 @@ def _is_view(func: Any) -> bool:
 def result_template(result: Any, recorder: Recorder) -> Any:
     """How a result is put together from the plan's tensors and the call's own."""
     try:
+        if result is None:  # the library says so where there is no plan
+            raise _Refusal("returns nothing")
         return _template(result, recorder)
     except _Refusal as refusal:
         recorder.refuse(str(refusal))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -14,11 +16,15 @@ from lokakern import jit, scratch
 from lokakern.errors import CompilationError, LaunchError
 from lokakern.native import build
 from lokakern.native.record import Recorder, Recording, result_template
+from lokakern.norm import Norm
 from lokakern.quantized_tensor import QuantizedTensor
+from lokakern.types import ErrorBudget, Format, Granularity
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MODES = ("", "off", "wait")
+# Arguments beside tensors and numbers; calls with others stay in Python.
+_CONSTANTS = (str, Format, Granularity, ErrorBudget, Norm)
 
 
 class _Native:
@@ -27,17 +33,39 @@ class _Native:
     def __init__(self) -> None:
         self.module: Any = None
         self.replay: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.call_layer: Callable[..., Any] | None = None  # see layer.h
+        self.call_op: Callable[..., Any] | None = None  # see python.cpp
         self.reason = "not used yet"
         self.generation = 0  # of choices
         self.is_asked = False
+        self._builder: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._loading = threading.Lock()
 
     def ask(self) -> None:
         """Load the library, or begin to build it; once."""
         with self._lock:
             is_first, self.is_asked = not self.is_asked, True
         if is_first:
-            self._begin()
+            try:
+                self._begin()
+            except CompilationError:
+                self.is_asked = False  # each call says so
+                raise
+
+    def need(self) -> None:
+        """Load the library, and wait until it is built.
+
+        Raises:
+            CompilationError: The library is off, or does not compile.
+        """
+        if self.module is not None:
+            return
+        self.is_asked = True
+        cxx, outlook = build.compiler(), self.outlook()
+        if outlook.startswith("off") or cxx is None:
+            raise CompilationError(f"the native library is needed here, but is {outlook}")
+        self._take_built(cxx)
 
     def outlook(self) -> str:
         """What the first call on a GPU will find."""
@@ -58,34 +86,60 @@ class _Native:
         cxx = build.compiler()
         if self.reason.startswith("off") or cxx is None:
             return
-        if os.environ.get("LOKAKERN_NATIVE") == "wait" or build.library_path(cxx).exists():
-            self._load(cxx)
-            return
-        self.reason = f"being built by {cxx}"
-        threading.Thread(target=self._load, args=(cxx,), daemon=True, name="lokakern-build").start()
+        try:
+            if os.environ.get("LOKAKERN_NATIVE") == "wait" or build.library_path(cxx).exists():
+                self._load(cxx)
+                return
+            self.reason = f"being built by {cxx}"
+            build_it = functools.partial(self._load, cxx)
+            builder = threading.Thread(target=build_it, daemon=True, name="lokakern-build")
+            builder.start()
+            self._builder = builder
+        except (OSError, RuntimeError) as error:  # no access to the cache, or no more threads
+            self.reason = f"off: {error}"
+
+    def wait(self) -> None:
+        """Wait for a build that has begun."""
+        if self._builder is not None:
+            self._builder.join()
 
     def _load(self, cxx: str) -> None:
         try:
-            module = build.load(build.build(cxx))
+            self._take_built(cxx)
         except Exception as error:  # a build is never worth a call
             self.reason = f"off: {error}"
-            return
-        self.take(module, f"in use, built by {cxx}")
+
+    def _take_built(self, cxx: str) -> None:
+        with self._loading:
+            if self.module is None:
+                self.take(build.load(build.build(cxx)), f"in use, built by {cxx}")
 
     def take(self, module: Any, reason: str) -> None:
         """Use a loaded library from now on."""
-        module.bind(QuantizedTensor, LaunchError)
+        module.bind(QuantizedTensor, LaunchError, _CONSTANTS)
         scratch.on_owned(module.own)
         self.module, self.reason = module, reason
-        self.replay = module.replay
+        self.replay, self.call_layer = module.replay, module.call_layer
+        self.call_op = module.call_op
 
 
 NATIVE = _Native()
 
-# Recorded calls of ops by signature, or the reasons against their plans, for
-# `lokakern.native.freeze`.
-OPS: dict[bytes, Recording | str] = {}
-_MOST_OPS = 8192
+
+@dataclass
+class Kept:
+    """Calls of ops on GPUs, for a file of plans.
+
+    Attributes:
+        calls: The recorded calls by signature, or the reasons against their plans.
+        unrecorded: Names of the ops of calls that Python made without recording them.
+    """
+
+    calls: dict[bytes, Recording | str] = field(default_factory=dict)
+    unrecorded: list[str] = field(default_factory=list)
+
+
+_KEPT: Kept | None = None
 
 
 def status() -> str:
@@ -93,16 +147,40 @@ def status() -> str:
     return NATIVE.reason if NATIVE.is_asked else NATIVE.outlook()
 
 
+def wait() -> None:
+    """Wait until the library is built, if its build has begun."""
+    NATIVE.wait()
+
+
 def forget() -> None:
     """Discard all plans, because choices may have changed."""
-    NATIVE.generation += 1
-    OPS.clear()
-    if NATIVE.module is not None:
-        NATIVE.module.clear()
+    with _INSTALLING:
+        NATIVE.generation += 1
+        if _KEPT is not None:
+            _KEPT.calls.clear()
+        if NATIVE.module is not None:
+            NATIVE.module.clear()
+
+
+@contextmanager
+def keeping() -> Iterator[Kept]:
+    """Keep the calls of ops that all threads make inside the block, and record them anew."""
+    global _KEPT
+    NATIVE.need()
+    forget()
+    _KEPT = kept = Kept()
+    try:
+        yield kept
+    finally:
+        _KEPT = None
+
+
+_REPLAYED: list[Callable[..., Any]] = []  # for good: signatures hold their addresses
 
 
 def replayed(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Replay the function's warm calls. Its arguments are tensors and constants."""
+    _REPLAYED.append(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -137,8 +215,11 @@ def recorded_op(
     name, _, rest = schema.partition("(")
 
     def cold(*args: Any) -> Any:
-        signature = NATIVE.module.recorded()
+        module = NATIVE.module  # None while another thread is about to take what it loaded
+        signature = None if module is None else module.recorded()
         if signature is None:
+            if _KEPT is not None:
+                _KEPT.unrecorded.append(name)
             return implementation(*args)
         inputs = [x for x in args if isinstance(x, torch.Tensor)]
         return _recorded(signature, inputs, implementation, args, {}, name)
@@ -166,6 +247,7 @@ def _has_gpu() -> bool:
 
 
 _RECORDING = threading.Lock()
+_INSTALLING = threading.RLock()  # so that no plan of older choices is installed after `forget`
 
 
 def _recorded(
@@ -180,27 +262,33 @@ def _recorded(
     if not _RECORDING.acquire(blocking=False):
         return function(*args, **kwargs)  # another thread records
     generation = NATIVE.generation
-    recorder = Recorder(inputs, NATIVE.module.dtype_code)
     try:
-        jit.recorder = recorder
+        jit.recorder = recorder = Recorder(inputs, NATIVE.module.dtype_code)
         with recorder:
             result = function(*args, **kwargs)
     finally:
         jit.recorder = None
         _RECORDING.release()
-    first = inputs[0].device
     template = result_template(result, recorder)
-    recording = recorder.recording()
-    plan = None if recording is None else recording.text()
-    if generation != NATIVE.generation:
-        return result
-    NATIVE.module.install(
-        signature, plan, first.index or 0, first.type == "cuda", recorder.constants, template
-    )
-    if op:
-        shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in inputs)
-        if len(OPS) < _MOST_OPS:
-            OPS[signature] = recording or f"{op}({shapes}) {recorder.reason}"
-        else:
-            OPS[signature[:8]] = f"more than {_MOST_OPS} calls"  # the device alone
+    with _INSTALLING:
+        if generation == NATIVE.generation:
+            _install(signature, recorder, template, op)
     return result
+
+
+def _install(signature: bytes, recorder: Recorder, template: Any, op: str) -> None:
+    """Put a recorded call into the library's book, and keep that of an op for a file of plans."""
+    first = recorder.inputs[0].device
+    place = (first.index or 0, first.type == "cuda", recorder.constants)
+    recording = recorder.recording()
+    if recording is not None:
+        try:
+            NATIVE.module.install(signature, recording.text(), *place, template)
+        except (ValueError, RuntimeError) as error:  # such as too many steps
+            recorder.refuse(f"has no plan: {error}")
+            recording = None
+    if recording is None:
+        NATIVE.module.install(signature, None, *place, None)
+    if op and _KEPT is not None:
+        shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in recorder.inputs)
+        _KEPT.calls[signature] = recording or f"{op}({shapes}) {recorder.reason}"

@@ -1,5 +1,7 @@
 // One unit of translation, so that torch's headers are read once.
 #include "driver.cpp"
+#include "layer.cpp"
+#include "lt.cpp"
 #include "ops.cpp"
 #include "plan.cpp"
 #include "python.cpp"

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 import lokakern
+from lokakern.functional.run import run
+from lokakern.native import replayed
+from lokakern.registry.register import KERNELS
 from tests.support import native
 
 M, N, K = 8192, 1024, 1024
 CALLS = 20
 NAMES = ("torch.mm", "torch._scaled_mm", "gemm prepared", "gemm", "scaled_gemm", "quantize",
-         "quantize_transpose", "gemm_norm", "norm_quantize")  # fmt: skip
+         "quantize_transpose", "gemm_norm", "norm_quantize", "scaled_mm_row_fast")  # fmt: skip
 
 
 @pytest.fixture
@@ -27,6 +30,8 @@ def calls() -> Iterator[dict[str, Callable[[], Any]]]:
     prepared = lokakern.prepare_weight(w, 0.06, (1024, 65536))
     left, right = lokakern.quantize(a), lokakern.quantize(w).t()
     b = w.t()
+    kernel = KERNELS["torch.scaled_mm_row_fast"]
+    by_torch = replayed(lambda a, b: run(kernel, a, b))
     with native.in_use(), torch.no_grad():
         yield {
             "torch.mm": lambda: torch.mm(a, b),
@@ -40,6 +45,7 @@ def calls() -> Iterator[dict[str, Callable[[], Any]]]:
             "quantize_transpose": lambda: lokakern.quantize_transpose(a),
             "gemm_norm": lambda: lokakern.gemm_norm(left, right, norm="layer"),
             "norm_quantize": lambda: lokakern.norm_quantize(a, norm="layer"),
+            "scaled_mm_row_fast": lambda: by_torch(left, right),
         }  # fmt: skip
 
 

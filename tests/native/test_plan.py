@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -92,7 +93,7 @@ def test_tensor_maps_follow_their_tensors(library: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
 def test_memory_is_filled_as_torch_fills_it(library: Any, value: float, dtype: torch.dtype) -> None:
     value = abs(round(value)) if dtype is torch.uint8 else value
 
@@ -142,13 +143,32 @@ def test_what_cannot_be_replayed_is_refused(library: Any) -> None:
     assert record(lambda _, x: torch.rand_like(x), x).reason == "calls aten::rand_like"
     assert record(lambda _, x: x + torch.tensor(2.0), x).reason is not None
     assert record(lambda _, x: x.clone().resize_(2), x).reason == "calls aten::resize_"
-    assert record(lambda _, x: x[x > 0], x).plan() is None
-    assert record(lambda _, x: x.to("meta"), x).plan() is None
-    assert record(lambda _, x: x.sum().item(), x).plan() is None
+    assert record(lambda _, x: x[x > 0], x).recording() is None
+    assert record(lambda _, x: x.to("meta"), x).recording() is None
+    assert record(lambda _, x: x.sum().item(), x).recording() is None
+    for allocate in (torch.empty, torch.zeros):
+        on_meta = record(lambda _, x, make=allocate: make(4, device="meta"), x)
+        assert on_meta.reason == "allocates on meta"
     assert "part of its memory" in str(record(lambda _, x: torch.empty(8)[4:], x).reason)
     assert record(lambda _, x: [x], x).reason == "returns list"
     overlapping = x.view(-1)[4:]
     assert record(lambda _, x, y: x.view(-1)[6:], x, overlapping).reason is not None
+
+
+def test_an_operator_that_returns_something_else_is_noticed(library: Any) -> None:
+    """Else its memory would be read as what was recorded, up to another end."""
+    call = replayed(lambda x: x / 2)
+    x = torch.arange(8)
+    for _ in range(3):
+        assert call(x).dtype is torch.float32
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with pytest.raises(
+            LaunchError, match=r"aten::div.* returned 16 bytes; it returned 32 when"
+        ):
+            call(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_launches_of_other_threads_are_not_recorded(library: Any) -> None:
@@ -174,9 +194,9 @@ def plan_text() -> bytes:
         torch.mm(x, x, out=out)
         return out.zero_()
 
-    text = record(body, torch.empty(8, 8)).plan()
-    assert text is not None
-    return text
+    recording = record(body, torch.empty(8, 8)).recording()
+    assert recording is not None
+    return recording.text()
 
 
 @given(
@@ -195,6 +215,18 @@ def test_damaged_plans_are_refused_or_harmless(place: int, number: int, cut: int
         assert str(error)
     finally:
         library.clear()
+
+
+def test_a_result_in_the_place_of_an_argument_is_refused(library: Any) -> None:
+    recording = record(lambda _, x: x.exp(), torch.empty(4)).recording()
+    assert recording is not None
+    text = recording.text()
+    # The argument's stride, one result of the operator, in buffer 1; one result of the plan.
+    at = text.index(struct.pack("<4q", 1, 1, 1, 1), text.index(b"aten::exp"))
+    library.install(bytes(16), text, 0, False, [], ("tensor", 0))
+    damaged = text[:at] + struct.pack("<4q", 1, 1, 0, 1) + text[at + 32 :]
+    with pytest.raises(ValueError, match="an operator returns memory of something else"):
+        library.install(bytes(16), damaged, 0, False, [], ("tensor", 0))
 
 
 def test_a_cut_plan_is_refused(library: Any) -> None:

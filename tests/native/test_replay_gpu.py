@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lokakern
-from lokakern.native import replay
+from lokakern.native import replay, replayed
 from tests.support import native
 from tests.support.native import bits, compare_bits
 
@@ -63,6 +63,26 @@ def test_graphs_streams_and_threads() -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 4
+
+
+def test_a_thread_whose_first_call_is_a_replay() -> None:
+    """It fills memory and launches without a context of its own."""
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    filled = replayed(lambda x: torch.full((4,), 2.0, device=x.device))
+    expected = [filled(x).clone() for _ in range(3)][-1]
+    quantized = [bits(lokakern.quantize(x, "tensor")) for _ in range(3)][-1]
+    torch.cuda.synchronize()
+    found: list[bool] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            first, second = filled(x), bits(lokakern.quantize(x, "tensor"))
+        found.append(torch.equal(first, expected) and all(map(torch.equal, second, quantized)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True]
 
 
 def test_the_first_launch_of_a_plan_under_capture() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,14 +45,14 @@ def library() -> Any:
 def in_use() -> Iterator[Any]:
     """This process replays calls inside the block."""
     module, native = library(), replay.NATIVE
-    before = (native.module, native.replay, native.reason)
+    before = (native.module, native.replay, native.call_layer, native.call_op, native.reason)
     native.take(module, "in use")
     module.clear()
     try:
         yield module
     finally:
         module.clear()
-        native.module, native.replay, native.reason = before
+        (native.module, native.replay, native.call_layer, native.call_op, native.reason) = before
 
 
 class FakeDriver:
@@ -87,6 +88,157 @@ class FakeDriver:
 
     def _fill(self, *_: int) -> int:
         return 1  # a CPU's memory needs no driver
+
+
+_POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _A_SCALE, _B_SCALE, _FAST, _A_MODE = 3, 7, 8, 17, 18, 25, 31
+_DTYPES = {14: torch.bfloat16, 28: torch.float8_e4m3fn, 29: torch.float8_e5m2}
+
+
+def _memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
+    held = (ctypes.c_uint8 * (elements * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(held, dtype=torch.uint8).view(dtype)
+
+
+class FakeLt:
+    """Functions of cuBLASLt on a CPU: column-major products, computed by `torch._scaled_mm`.
+
+    Attributes:
+        products, layouts, preferences: Those alive, and what was set of them.
+        multiplied: Launches so far.
+        asked: Questions for an algorithm so far.
+        most_workspace_bytes: What the last question allowed.
+        workspaces: Addresses and sizes that launches were given.
+        is_capturing: Whether streams say that they capture.
+        is_slow: Whether other threads run between the settings of a product.
+        is_other: Whether sums are added in another order than torch's.
+        failure: The status of every launch.
+        algorithms: How many the heuristic finds.
+        workspace_bytes: What they need.
+    """
+
+    MOST_WORKSPACE_BYTES = 123456  # that torch allows
+
+    def __init__(self, module: Any) -> None:
+        self.products: dict[int, dict[int, bytes]] = {}
+        self.layouts: dict[int, tuple[torch.dtype, int, int, int]] = {}
+        self.preferences: dict[int, int] = {}
+        self.multiplied = self.asked = self.most_workspace_bytes = 0
+        self.workspaces: list[tuple[int | None, int]] = []
+        self.is_capturing = self.is_other = self.is_slow = False
+        self.failure, self.algorithms, self.workspace_bytes = 0, 1, 0
+        self._module, self._next = module, 100
+        self.errors: list[Exception] = []  # that ctypes would drop
+        self._functions = [
+            ctypes.CFUNCTYPE(_INT, *types)(functools.partial(self._call, function))
+            for function, types in (
+                (lambda to: self._new(to, {}, 0), [_POINTER]),
+                (lambda to, compute, _: self._new(to, self.products, {0: bytes([compute])}),
+                 [_POINTER, _INT, _INT]),
+                (self._set, [_POINTER, _INT, _POINTER, _SIZE]),
+                (lambda x: self._delete(self.products, x), [_POINTER]),
+                (lambda to, dtype, *sizes: self._new(to, self.layouts, (_DTYPES[dtype], *sizes)),
+                 [_POINTER, _INT, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64]),
+                (lambda x: self._delete(self.layouts, x), [_POINTER]),
+                (lambda to: self._new(to, self.preferences, 0), [_POINTER]),
+                (self._prefer, [_POINTER, _INT, _POINTER, _SIZE]),
+                (lambda x: self._delete(self.preferences, x), [_POINTER]),
+                (self._heuristic, [_POINTER] * 7 + [_INT, _POINTER, _POINTER]),
+                (self._multiply, [_POINTER] * 14 + [_SIZE, _POINTER]),
+                (lambda _: int(self.is_capturing), [_POINTER]),
+            )
+        ]  # fmt: skip
+        self._functions.append(ctypes.CFUNCTYPE(_SIZE)(lambda: self.MOST_WORKSPACE_BYTES))
+
+    def __enter__(self) -> FakeLt:
+        addresses = [ctypes.cast(x, ctypes.c_void_p).value for x in self._functions]
+        self._module.use_lt(addresses)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._module.clear()  # products end through these functions
+        self._module.use_lt([])
+        assert not self.errors, self.errors
+        assert not self.products and not self.layouts and not self.preferences
+
+    def _call(self, function: Callable[..., int], *arguments: Any) -> int:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self.errors.append(error)
+            return 99
+
+    def _new(self, to: int, known: dict[int, Any], value: Any) -> int:
+        self._next += 1
+        known[self._next] = value
+        ctypes.c_uint64.from_address(to).value = self._next
+        return 0
+
+    def _delete(self, known: dict[int, Any], number: int) -> int:
+        del known[number]
+        return 0
+
+    def _set(self, product: int, attribute: int, value: int, size: int) -> int:
+        self.products[product][attribute] = ctypes.string_at(value, size)
+        if self.is_slow:
+            time.sleep(1e-3)
+        return 0
+
+    def _prefer(self, preference: int, attribute: int, value: int, size: int) -> int:
+        assert attribute == 1 and size == 8
+        self.preferences[preference] = ctypes.c_uint64.from_address(value).value
+        return 0
+
+    def _heuristic(self, _handle: int, product: int, a: int, b: int, c: int, d: int,
+                   preference: int, requested: int, found: int, count: int) -> int:  # fmt: skip
+        assert requested == 1 and c == d and self.layouts.keys() >= {a, b, c}
+        assert self._address(product, _A_SCALE) and self._address(product, _B_SCALE)
+        self.asked += 1
+        self.most_workspace_bytes = self.preferences[preference]
+        ctypes.c_uint64.from_address(found).value = 77
+        ctypes.c_uint64.from_address(found + 64).value = self.workspace_bytes
+        ctypes.c_int.from_address(count).value = self.algorithms
+        return 0
+
+    def _address(self, product: int, attribute: int) -> int:
+        return int.from_bytes(self.products[product][attribute], "little")
+
+    def _multiply(self, _handle: int, product: int, alpha: int, a: int, a_layout: int, b: int,
+                  b_layout: int, beta: int, c: int, c_layout: int, d: int, d_layout: int,
+                  algorithm: int, workspace: int | None, size: int,
+                  _stream: int | None) -> int:  # fmt: skip
+        if self.failure:
+            return self.failure
+        self.multiplied += 1
+        self.workspaces.append((workspace, size))
+        scalars = [ctypes.c_float.from_address(x).value for x in (alpha, beta)]
+        facts = self.products[product]
+        assert scalars == [1, 0] and ctypes.c_uint64.from_address(algorithm).value == 77
+        assert (c, c_layout) == (d, d_layout) and facts[_TRANSPOSE_A] == bytes([1, 0, 0, 0])
+        (out_dtype, n, m, n_stride), k = self.layouts[d_layout], self.layouts[a_layout][1]
+        assert self.layouts[a_layout][1:3] == (k, n) and self.layouts[b_layout][1:3] == (k, m)
+        left, right = (
+            _memory(address, self.layouts[layout][0], (rows - 1) * self.layouts[layout][3] + k)
+            .as_strided((rows, k), (self.layouts[layout][3], 1))
+            for address, layout, rows in ((b, b_layout, m), (a, a_layout, n))
+        )  # fmt: skip
+        modes = [facts.get(x, bytes(4))[0] for x in (_A_MODE, _A_MODE + 1)]
+        assert modes in ([0, 0], [3, 3])
+        scales = [
+            _memory(self._address(product, attribute), torch.float32, count if modes[0] else 1)
+            for attribute, count in ((_B_SCALE, m), (_A_SCALE, n))
+        ]
+        bias = None
+        if facts.get(_EPILOGUE) == bytes([4, 0, 0, 0]):
+            bias = _memory(self._address(product, _BIAS_POINTER), torch.bfloat16, n)
+        if self.is_other:
+            left, right = (x.view(torch.uint8).flip(1).view(x.dtype) for x in (left, right))
+        made = torch._scaled_mm(
+            left, right.t(), scales[0][:, None], scales[1][None], bias, None, out_dtype,
+            bool(facts[_FAST][0]),
+        )  # fmt: skip
+        _memory(d, out_dtype, m * n_stride).view(m, n_stride)[:, :n].copy_(made)
+        return 0
 
 
 def calls(m: int, n: int, k: int, device: str) -> dict[str, Callable[[Tensor], Any]]:

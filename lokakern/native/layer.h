@@ -1,0 +1,13 @@
+#pragma once
+
+#include <torch/csrc/python_headers.h>
+
+namespace lokakern {
+
+// call_layer(layer, x, describe[, activation, activating, find]): the output of a
+// `lokakern.nn.linear.Linear`, or None where Python has to make the call. ``describe`` tells the
+// routes of a plan, or None; ``find`` the kernel that activates and quantizes x.
+// Raises C++ exceptions, such as LaunchFailure.
+PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+
+}  // namespace lokakern

@@ -1,0 +1,309 @@
+#include "lt.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/_scaled_mm.h>
+#include <ATen/ops/from_blob.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "driver.h"
+
+namespace lokakern {
+namespace {
+
+// From cublasLt.h and library_types.h.
+constexpr int kCompute32F = 68, kR32F = 0, kR16BF = 14, kE4M3 = 28, kE5M2 = 29;
+constexpr int kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8, kAScalePointer = 17,
+              kBScalePointer = 18, kFastAccumulation = 25, kBiasType = 26, kAScaleMode = 31,
+              kBScaleMode = 32;
+constexpr int32_t kOpT = 1, kEpilogueBias = 4, kOuterVector = 3;
+constexpr int kMostWorkspaceBytes = 1;
+
+constexpr uintptr_t kOperandAlignment = 16;
+
+Lt replaced_lt{};
+bool is_lt_replaced = false;
+
+std::mutex counts_mutex;
+LtCounts counts{};
+
+// A function of torch's CUDA library or of those that it needs: the process may have another
+// cuBLASLt too. Null if there is none.
+void* torch_symbol(const char* name) {
+  void* const torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  return torch_cuda ? dlsym(torch_cuda, name) : nullptr;
+}
+
+// Not every torch exports its limit: then it is torch's own on sm_90.
+size_t torch_workspace_bytes() {
+  // size_t at::cuda::getCUDABlasLtWorkspaceSize()
+  void* const found = torch_symbol("_ZN2at4cuda26getCUDABlasLtWorkspaceSizeEv");
+  return found ? reinterpret_cast<size_t (*)()>(found)() : size_t{32} << 20;
+}
+
+const Lt& lt() {
+  if (is_lt_replaced) return replaced_lt;
+  static const Lt found = [] {
+    const auto symbol = [&](auto& to, const char* name) {
+      to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(torch_symbol(name));
+      if (!to) throw LaunchFailure(std::string("torch has loaded no ") + name);
+    };
+    Lt made{};
+    symbol(made.create, "cublasLtCreate");
+    symbol(made.product_create, "cublasLtMatmulDescCreate");
+    symbol(made.product_set, "cublasLtMatmulDescSetAttribute");
+    symbol(made.product_destroy, "cublasLtMatmulDescDestroy");
+    symbol(made.layout_create, "cublasLtMatrixLayoutCreate");
+    symbol(made.layout_destroy, "cublasLtMatrixLayoutDestroy");
+    symbol(made.preference_create, "cublasLtMatmulPreferenceCreate");
+    symbol(made.preference_set, "cublasLtMatmulPreferenceSetAttribute");
+    symbol(made.preference_destroy, "cublasLtMatmulPreferenceDestroy");
+    symbol(made.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    symbol(made.multiply, "cublasLtMatmul");
+    made.is_capturing = [](void* stream) { return int{is_capturing(stream)}; };
+    made.most_workspace_bytes = torch_workspace_bytes;
+    return made;
+  }();
+  return found;
+}
+
+void check_status(int status, const char* doing) {
+  if (status)
+    throw LaunchFailure(std::string(doing) + " of cuBLASLt returned " + std::to_string(status));
+}
+
+void* handle_of(const Lt& to, c10::Device device) {
+  static std::mutex mutex;
+  static std::array<void*, 129> handles{};  // for good; a device's index fits into a byte
+  std::lock_guard lock(mutex);
+  void*& handle = handles[device.is_cuda() ? device.index() + 1 : 0];
+  if (!handle) check_status(to.create(&handle), "cublasLtCreate");
+  return handle;
+}
+
+int lt_dtype(at::ScalarType dtype) { return dtype == at::kFloat8_e5m2 ? kE5M2 : kE4M3; }
+
+// Other threads may capture: what this one waits for is no part of their graphs.
+class Uncaptured {
+ public:
+  explicit Uncaptured(c10::Device device) : is_cuda_(device.is_cuda()) {
+    if (is_cuda_) mode_ = exchange_capture_mode(kRelaxed);
+  }
+  ~Uncaptured() {
+    if (is_cuda_) exchange_capture_mode(mode_);
+  }
+
+ private:
+  static constexpr int kRelaxed = 2;
+  const bool is_cuda_;
+  int mode_ = 0;
+};
+
+// Numbers that look random, the same in every process.
+class Draw {
+ public:
+  explicit Draw(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 1) {}
+  uint8_t byte() {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<uint8_t>(state_ >> 56);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+}  // namespace
+
+void use_lt(const std::vector<uint64_t>& functions) {
+  if (!functions.empty() && functions.size() != kLtFunctions)
+    throw LaunchFailure("use_lt: expected " + std::to_string(kLtFunctions) + " functions, found " +
+                        std::to_string(functions.size()));
+  is_lt_replaced = !functions.empty();
+  if (is_lt_replaced) std::memcpy(&replaced_lt, functions.data(), sizeof replaced_lt);
+}
+
+LtCounts lt_counts() {
+  const std::lock_guard lock(counts_mutex);
+  return counts;
+}
+
+bool Product::is_possible(c10::Device device) { return device.is_cuda() || is_lt_replaced; }
+
+bool Product::multiply(const Operands& operands, void* stream) {
+  if (state_.load(std::memory_order_acquire) == kRefused) return false;
+  // Algorithms may ask for aligned operands, and torch may choose another one for fewer SMs.
+  uintptr_t addresses = 0;
+  for (const void* x : {operands.a, operands.b, operands.a_scale, operands.b_scale, operands.bias,
+                        static_cast<const void*>(operands.out)})
+    addresses |= reinterpret_cast<uintptr_t>(x);
+  if (addresses % kOperandAlignment || at::globalContext()._SMCarveout_EXPERIMENTAL()) return false;
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (state_.load(std::memory_order_acquire) == kUnknown) {
+    if (!lock.try_lock()) return false;  // another thread finds out
+    if (state_.load(std::memory_order_acquire) == kUnknown) check(operands.out, stream);
+    if (state_.load(std::memory_order_acquire) != kKept) return false;
+  } else {
+    lock.lock();
+  }
+  launch(operands, stream);
+  return true;
+}
+
+void Product::check(void* out, void* stream) {
+  std::string reason;
+  try {
+    lt_ = &lt();
+    if (lt_->is_capturing(stream)) return;
+    const Uncaptured uncaptured(device_);
+    make();
+    const int64_t sizes[] = {form_.m, form_.n};
+    const at::Tensor found = at::for_blob(out, sizes)
+                                 .options(at::TensorOptions().device(device_).dtype(at::kShort))
+                                 .target_device(device_)
+                                 .make_tensor();
+    at::Tensor expected = allocate(form_.m * form_.n, at::kBFloat16, device_).view(sizes);
+    // Sums of random numbers, and sums that are zero but for rounding: those tell in which order
+    // an algorithm adds.
+    for (const bool cancels : {false, true}) {
+      const at::Tensor a = matrix(form_.m, form_.a_stride, form_.a_dtype, 1, cancels, false);
+      const at::Tensor b = matrix(form_.n, form_.b_stride, form_.b_dtype, 2, cancels, true).t();
+      const at::Tensor a_scale = numbers(form_.is_rowwise ? form_.m : 1, 3).unsqueeze(1);
+      const at::Tensor b_scale = numbers(form_.is_rowwise ? form_.n : 1, 4).unsqueeze(0);
+      std::optional<at::Tensor> bias;
+      if (form_.has_bias) bias = numbers(form_.n, 5).to(at::kBFloat16);
+      if (bias && cancels) bias->zero_();
+      at::_scaled_mm_out(expected, a, b, a_scale, b_scale, bias, std::nullopt, at::kBFloat16,
+                         form_.is_fast);
+      const Operands operands{a.data_ptr(),       b.data_ptr(), a_scale.data_ptr(),
+                              b_scale.data_ptr(), bias ? bias->data_ptr() : nullptr, out};
+      if (!cancels) {
+        set_pointers(operands);  // the heuristic asks whether there are some
+        choose();
+      }
+      launch(operands, stream);
+      if (!found.equal(expected.view(at::kShort)))
+        throw LaunchFailure("cuBLASLt and torch give different bits");
+    }
+  } catch (const c10::Error& error) {  // torch's operator does it, or says what is wrong
+    reason = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  const std::lock_guard lock(counts_mutex);
+  if (reason.empty()) {
+    ++counts.kept;
+  } else {
+    ++counts.refused;
+    counts.reason = reason;
+  }
+  state_.store(reason.empty() ? kKept : kRefused, std::memory_order_release);
+}
+
+// cuBLASLt computes column-major products, out^T = b^T a^T: its A is b.
+void Product::make() {
+  handle_ = handle_of(*lt_, device_);
+  void* made = nullptr;
+  check_status(lt_->product_create(&made, kCompute32F, kR32F), "cublasLtMatmulDescCreate");
+  product_ = Owned(made, lt_->product_destroy);
+  const auto set = [&](int attribute, auto value) {
+    check_status(lt_->product_set(product_.get(), attribute, &value, sizeof value),
+                 "cublasLtMatmulDescSetAttribute");
+  };
+  set(kTransposeA, kOpT);
+  set(kFastAccumulation, int8_t{form_.is_fast});
+  if (form_.is_rowwise) {
+    set(kAScaleMode, kOuterVector);
+    set(kBScaleMode, kOuterVector);
+  }
+  if (form_.has_bias) {
+    set(kEpilogue, kEpilogueBias);
+    set(kBiasType, int32_t{kR16BF});
+  }
+  const auto layout = [&](int dtype, int64_t rows, int64_t columns, int64_t stride) {
+    check_status(lt_->layout_create(&made, dtype, rows, columns, stride),
+                 "cublasLtMatrixLayoutCreate");
+    return Owned(made, lt_->layout_destroy);
+  };
+  a_ = layout(lt_dtype(form_.a_dtype), form_.k, form_.m, form_.a_stride);
+  b_ = layout(lt_dtype(form_.b_dtype), form_.k, form_.n, form_.b_stride);
+  out_ = layout(kR16BF, form_.n, form_.m, form_.n);
+}
+
+void Product::choose() {
+  void* made = nullptr;
+  check_status(lt_->preference_create(&made), "cublasLtMatmulPreferenceCreate");
+  const Owned preference(made, lt_->preference_destroy);
+  const size_t most = lt_->most_workspace_bytes();  // the heuristic's answer depends on it
+  check_status(lt_->preference_set(made, kMostWorkspaceBytes, &most, sizeof most),
+               "cublasLtMatmulPreferenceSetAttribute");
+  int count = 0;
+  check_status(lt_->heuristic(handle_, product_.get(), b_.get(), a_.get(), out_.get(), out_.get(),
+                              made, 1, &found_, &count),
+               "cublasLtMatmulAlgoGetHeuristic");
+  if (!count) throw LaunchFailure("cuBLASLt has no algorithm");
+  check_status(found_.state, "cublasLtMatmulAlgoGetHeuristic");
+}
+
+void Product::set_pointers(const Operands& operands) {
+  const auto set = [&](int attribute, const void* pointer) {
+    check_status(lt_->product_set(product_.get(), attribute, &pointer, sizeof pointer),
+                 "cublasLtMatmulDescSetAttribute");
+  };
+  set(kAScalePointer, operands.b_scale);
+  set(kBScalePointer, operands.a_scale);
+  if (form_.has_bias) set(kBiasPointer, operands.bias);
+}
+
+void Product::launch(const Operands& operands, void* stream) {
+  static thread_local int ready = -1;  // the device whose context this thread has
+  if (device_.is_cuda() && ready != device_.index()) {
+    use_context(device_.index());
+    ready = device_.index();
+  }
+  set_pointers(operands);
+  constexpr float one = 1, zero = 0;
+  at::Tensor workspace;
+  if (found_.workspace_bytes)
+    workspace = allocate(static_cast<int64_t>(found_.workspace_bytes), at::kByte, device_);
+  check_status(
+      lt_->multiply(handle_, product_.get(), &one, operands.b, b_.get(), operands.a, a_.get(),
+                    &zero, operands.out, out_.get(), operands.out, out_.get(), found_.algorithm,
+                    workspace.defined() ? workspace.data_ptr() : nullptr, found_.workspace_bytes,
+                    stream),
+      "cublasLtMatmul");
+}
+
+// Finite FP8 numbers of all magnitudes, [rows, k] with this stride. Where they cancel, the second
+// half of a row is the first half again, or its negative.
+at::Tensor Product::matrix(int64_t rows, int64_t stride, at::ScalarType dtype, uint64_t seed,
+                           bool cancels, bool is_negated) const {
+  constexpr int64_t kStep = 3;  // each row begins that much later in one sequence
+  constexpr uint8_t kSign = 0x80, kLargest = 0x7C, kTopOfExponent = 0x40;
+  const int64_t count = rows * kStep + form_.k, half = form_.k / 2;
+  at::Tensor sequence = allocate(count, at::kByte, at::kCPU);
+  auto* const bytes = sequence.mutable_data_ptr<uint8_t>();
+  Draw draw(seed);
+  for (int64_t i = 0; i < count; ++i) {
+    uint8_t code = draw.byte();
+    if ((code & kLargest) == kLargest) code ^= kTopOfExponent;  // NaN and infinity are among them
+    bytes[i] = cancels && i >= half ? bytes[i - half] ^ (is_negated ? kSign : 0) : code;
+  }
+  at::Tensor made = allocate(rows * stride, at::kByte, device_);
+  made = made.as_strided({rows, form_.k}, {stride, 1});
+  made.copy_(sequence.to(device_).as_strided({rows, form_.k}, {kStep, 1}));
+  return made.view(dtype);
+}
+
+// float32 from 0.5 to 1.5.
+at::Tensor Product::numbers(int64_t count, uint64_t seed) const {
+  at::Tensor made = allocate(count, at::kFloat, at::kCPU);
+  Draw draw(seed);
+  std::generate_n(made.mutable_data_ptr<float>(), count,
+                  [&] { return 0.5f + static_cast<float>(draw.byte()) / 255; });
+  return made.to(device_);
+}
+
+}  // namespace lokakern

@@ -1,0 +1,283 @@
+"""Eager calls of converted layers in C++: bits and gradients of Python's, and what stays there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lokakern.errors import LaunchError
+from lokakern.native import NATIVE, replay
+from lokakern.nn import linear
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import PLAIN, multiply_activated
+from tests.support import native
+from tests.support.routed_layers import ROUTES, K, N, layer_of, plain_of, rows
+
+ACTIVATING = "cuda.activate_quantize_row"
+
+
+@pytest.fixture
+def calls() -> Iterator[list[bool]]:
+    """Whether C++ made each call."""
+    with native.in_use() as module, pytest.MonkeyPatch.context() as patch:
+        made: list[bool] = []
+
+        def counted(*given: Any) -> Any:
+            y = module.call_layer(*given)
+            made.append(y is not None)
+            return y
+
+        patch.setattr(NATIVE, "call_layer", counted)
+        yield made
+
+
+def passed(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    return [y.detach(), *(z.grad for z in (x, *layer.parameters()) if z.grad is not None)]
+
+
+def in_python(layer: Linear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(NATIVE, "call_layer", None)
+        return passed(layer, x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("routes", [ROUTES, (PLAIN, ROUTES[1], PLAIN), (ROUTES[0], PLAIN, PLAIN)])
+def test_outputs_and_gradients_have_the_bits_of_python(
+    routes: tuple[str, str, str], bias: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of(routes, bias=bias)
+    for x in (rows(48), rows(8), rows(48).view(3, 16, K), rows(17)):
+        expected = in_python(layer, x, monkeypatch)
+        for _ in range(4):  # Python, recorded, replayed
+            assert all(map(torch.equal, passed(layer, x), expected))
+    assert all(calls)
+
+
+def test_frozen_and_held_weights(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, held = layer_of(ROUTES), layer_of((PLAIN, PLAIN, PLAIN), k=37)
+    frozen.freeze()
+    held.freeze()
+    with torch.no_grad():
+        for layer, x in (
+            (frozen, rows()),
+            (held, rows(k=37)),
+            (held, rows(k=37).t().contiguous().t()),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(NATIVE, "call_layer", None)
+                expected = layer(x)
+            calls.clear()
+            for _ in range(4):
+                assert torch.equal(layer(x), expected)
+            assert all(calls)
+        frozen.load_state_dict({k: 2 * v for k, v in frozen.state_dict().items()})
+        fresh = layer_of(ROUTES)
+        fresh.load_state_dict(frozen.state_dict())
+        for _ in range(3):
+            assert torch.equal(frozen(rows()), fresh(rows()))
+
+
+def test_second_derivatives_are_those_of_linear(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES)
+    x, gradient = rows().requires_grad_(), rows(k=N, seed=2).requires_grad_()
+    results = []
+    for call in (layer, plain_of(layer)):
+        leaves = (x, *call.parameters())
+        first = torch.autograd.grad(call(x), leaves, gradient, create_graph=True)
+        total = sum((g.float().square().sum() for g in first), torch.zeros(()))
+        results.append([*first, *torch.autograd.grad(total, (*leaves[:2], gradient))])
+    assert all(map(torch.equal, *results)) and calls == [True]
+
+
+def test_changed_weights_are_refused_in_the_backward_pass(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES)
+    y = layer(rows().requires_grad_())
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert all(calls)
+
+
+def test_hooks_and_checkpoints_work(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(ROUTES)
+    expected = in_python(layer, rows(), monkeypatch)
+    found = passed(nn.Sequential(layer), rows())
+    assert all(map(torch.equal, found, expected))
+    x = rows().requires_grad_()
+    layer.zero_grad()
+    checkpoint(layer, x, use_reentrant=False).float().square().sum().backward()
+    assert torch.equal(x.grad, expected[1])
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        layer(rows().requires_grad_()).sum().backward()
+    assert len(packed) == 2 and all(calls)
+
+
+def test_unusual_calls_stay_in_python(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES)
+    x = rows()
+
+    class Sub(Tensor):
+        pass
+
+    def under_tangents() -> None:
+        with forward_ad.dual_level():
+            layer(forward_ad.make_dual(x, torch.ones_like(x)))
+
+    unusual = [
+        lambda: layer(x.as_subclass(Sub)),
+        lambda: layer(x, "0.02"),
+        lambda: torch.func.vmap(layer)(x.view(3, 16, K)),
+        lambda: torch.func.grad(lambda y: layer(y).float().sum())(x),
+        lambda: torch.jit.trace(layer, x, check_trace=False),
+        lambda: layer(x.view(3, 16, K).transpose(0, 1)),
+        lambda: layer(x[:0]),
+        lambda: copy.deepcopy(layer).to("meta")(x.to("meta")),
+        under_tangents,
+    ]
+    for call in unusual:
+        calls.clear()
+        call()
+        assert not any(calls), call
+    calls.clear()
+    with pytest.raises(RuntimeError, match="shape"):
+        layer(rows(k=K + 16))
+    assert calls == [False]
+
+
+def test_a_new_choice_is_followed(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES)
+    plain = nn.functional.linear(rows(), layer.weight, layer.bias)
+    for _ in range(3):
+        quantized = layer(rows())
+    layer.take_routes((PLAIN, PLAIN, PLAIN), layer.weight)
+    assert torch.equal(layer(rows()), plain) and not torch.equal(quantized, plain)
+    layer.take_routes(ROUTES, layer.weight)
+    assert torch.equal(layer(rows()), quantized)
+
+
+def test_equal_plans_are_described_once(calls: list[bool]) -> None:
+    """As of a conversion whose layers change in each step, see `Conversion.weights_unchanged`."""
+    layer, x, described = layer_of(ROUTES), rows(), []
+    layer.take_routes((ROUTES[0], PLAIN, ROUTES[2]), layer.weight)
+
+    def describe(plan: str) -> Any:
+        described.append(plan)
+        return linear._described(plan)
+
+    for _ in range(3):
+        layer.changed()
+        assert NATIVE.call_layer is not None and NATIVE.call_layer(layer, x, describe) is not None
+    assert len(described) <= 1  # none if another test did
+
+
+def test_routes_in_use_stay_where_threads_describe_a_plan_at_once(calls: list[bool]) -> None:
+    layer, x = layer_of(ROUTES), rows()
+    layer.take_routes((PLAIN, PLAIN, ROUTES[2]), layer.weight)
+    layer._plan = "".join([layer._plan, "\0"])  # that no other test has
+    found = []
+
+    def describe(plan: str) -> Any:  # as if another thread ran here
+        if not found:
+            found.append(None)
+            found[0] = NATIVE.call_layer(layer, x, lambda _: None)
+        return linear._described(layer_of(ROUTES)._plan)
+
+    assert NATIVE.call_layer is not None
+    assert NATIVE.call_layer(layer, x, describe) is None and found == [None]
+    assert calls == [False, False]
+
+
+def test_autocast_changes_nothing_in_replays(
+    calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded with and without autocast, replayed with and without."""
+    for layer in (layer_of(ROUTES), layer_of(ROUTES, n=64)):
+        expected = in_python(layer, rows(), monkeypatch)
+        for is_cast in (layer.out_features == 64, True, False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                assert all(map(torch.equal, passed(layer, rows()), expected))
+    with torch.autocast("cpu", torch.float16):
+        calls.clear()
+        layer(rows())
+        assert calls == [False]
+
+
+def test_tensors_of_a_call_stay_where_a_thread_replaces_them(calls: list[bool]) -> None:
+    layer, x = layer_of((ROUTES[0], PLAIN, PLAIN)), rows()
+    layer.freeze()
+    activating = f"row;16:0={ACTIVATING};1:0={ACTIVATING}  "  # that no other test has
+    with torch.no_grad():
+        expected = multiply_activated(
+            x, "relu", activating.strip(), *linear._frozen(layer), layer.bias, ROUTES[0]
+        )
+        assert NATIVE.call_layer is not None
+
+        def find(*_: Any) -> str:  # as if another thread ran here
+            layer.thaw()
+            layer.weight, layer.bias = (
+                nn.Parameter(torch.zeros_like(p)) for p in layer.parameters()
+            )
+            layer.freeze()
+            return ACTIVATING
+
+        found = NATIVE.call_layer(layer, x, linear._described, "relu", activating, find)
+        assert expected is not None and torch.equal(found, expected)
+        assert not layer.fp8_data.any()
+
+
+def test_modes_of_a_backward_pass_see_its_ops(calls: list[bool]) -> None:
+    layer, seen = layer_of(ROUTES), []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    for _ in range(3):
+        y = layer(rows().requires_grad_())
+        seen.clear()
+        with Mode():
+            y.sum().backward()
+        assert {"lokakern.weight_gradient.default", "lokakern.routed_gemm.default"} <= {*seen}
+    assert all(calls)
+
+
+def test_autocast_does_not_change_a_replay(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES)
+    expected = passed(layer, rows())
+    for is_cast in (False, False, True, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            assert all(map(torch.equal, passed(layer, rows()), expected))
+    assert all(calls)
+
+
+def test_failed_launches_are_named_so(calls: list[bool]) -> None:
+    """The plan of another call, which fails, stands for one whose launch does."""
+    layer, other = (layer_of((ROUTES[0], PLAIN, PLAIN), bias=bias) for bias in (True, False))
+    with torch.no_grad():
+        with replay.keeping() as kept:
+            for _ in range(3):
+                layer(rows())
+                other(rows())
+        (signature, _), (_, plan) = kept.calls.items()
+        NATIVE.module.install(signature, plan.text(), 0, False, [], None)
+        with pytest.raises(LaunchError, match="a plan for 2 tensors was given 3"):
+            layer(rows())
+    assert len(calls) == 6 and all(calls)
