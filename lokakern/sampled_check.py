@@ -251,7 +251,10 @@ class Marker:
         self._owner = next(_OWNERS)
 
     def mark(self, route: str, budget: ErrorBudget | None, site: str) -> str:
-        """The route with the check of its site, if there is one and the route quantizes."""
+        """The route with the check of its site, if there is one and the route quantizes.
+
+        Without a budget, as of forced kernels, errors are measured and cause no warning.
+        """
         if not route or self._check is None:
             return route
         text = _text(self._check, budget, self._owner, site)
@@ -272,7 +275,7 @@ def watch_of_site(check: str | None, limit: float, site: str) -> Watch | None:
 
 
 def _text(check: tuple[int, int], budget: ErrorBudget | None, owner: int, site: str) -> str:
-    limit = None if budget is None else budget.row_err
+    limit = math.inf if budget is None else budget.row_err
     if limit is None:
         warnings.warn(
             f"{site}: not checked ({VARIABLE}, check=): the check measures row errors, and the "
@@ -318,8 +321,8 @@ def results(routes: Iterable[str] | None = None) -> list[dict[str, Any]]:
     """Results as plain data: a row for each checked product, the worst first.
 
     A row has the number of ``calls`` in FP8 and of ``checks``, the largest (``row_err``) and the
-    ``last`` row error, the ``budget``, and the ``kernel`` and number of ``rows`` of the largest
-    error. Waits for results that the device still computes.
+    ``last`` row error, the ``budget`` (inf for forced kernels), and the ``kernel`` and number of
+    ``rows`` of the largest error. Waits for results that the device still computes.
 
     Args:
         routes: Routes of the products; None: all products of this process, including calls of

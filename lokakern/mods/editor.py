@@ -84,17 +84,14 @@ class Editor:
     ) -> None:
         """Set an attribute of a `Linear` beside its routes; an `nn.Linear` becomes one."""
 
-        def start() -> None:
-            adopt(layer)
-            layer.is_special = True
-
         def end() -> None:
             undo()
             retake(layer)
             release(layer)
 
-        self.do(start, end)
+        self.do(lambda: adopt(layer), end)
         self.set(layer, name, value)
+        layer.changed()
 
     def replace(self, module: nn.Module, new: nn.Module) -> bool:
         """Replace a module in all its places; False if it is the model."""

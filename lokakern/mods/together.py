@@ -39,6 +39,7 @@ class FusedLinear(Joined, Routed):
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__(parts)
         self.is_mixing = all(getattr(part, "is_mixing", False) for part in parts)
+        self.changed()
 
     def weight(self) -> Tensor:
         """The weights, concatenated along n."""

@@ -83,7 +83,7 @@ def resize(module: Routed, before: tuple[Chosen, ...], what: str) -> None:
 
 
 def retake(module: Routed) -> None:
-    """Apply the routes again after a change that `Linear.is_special` depends on."""
+    """Apply the routes again after a change of padding or mixing."""
     if module._choices:
         _apply_newest(module)
     else:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, float64, nn, rsqrt
 
 from lokakern.errors import ShapeError
 
@@ -32,8 +31,8 @@ class BlockRMSNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """The same shape and dtype."""
         blocks = input.reshape(*input.shape[:-1], self.columns // self.block, self.block)
-        wide = blocks if input.dtype is torch.float64 else blocks.float()
-        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        wide = blocks if input.dtype is float64 else blocks.float()
+        y = wide * rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return y.to(input.dtype).reshape(input.shape)
 
     def extra_repr(self) -> str:

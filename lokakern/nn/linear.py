@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor, bfloat16, float16, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+from torch.nn.functional import linear
 
+from lokakern import sampled_check
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
+from lokakern.native import NATIVE
 from lokakern.nn.routed_matmul import (
+    OPS,
     PLAIN,
     RoutedLinear,
+    find_activator,
     is_known,
     kernel_at,
+    multiply,
     multiply_activated,
-    output,
     prepare_to_be_compiled,
     quantize_weight,
     quantizes_at,
     read_route,
     scales_of,
+    segments_of,
 )
 from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes, with_aligned_layout
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
-_NO_WEIGHTS = (None, None, None, None)
-_DERIVED = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered")
+_DERIVED = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "_plan")
+# Flags of a plan, see `Routed.changed`, in this order.
+ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
+_BETWEEN = "\0"  # between the parts of a plan
+_OF_OFFLOADED = (
+    "a layer with an offloaded weight multiplies bfloat16 without gradients only: use "
+    "torch.no_grad() and bfloat16, or refresh the conversion"
+)
 
 
 def _is_without_data(x: Tensor) -> bool:
-    """Whether x has no data for a kernel: a meta tensor, or one of a tracer or a transform."""
-    if torch.compiler.is_compiling():
-        return x.is_meta or torch._C._are_functorch_transforms_active()
+    """Whether x has no data for a kernel: a meta tensor, or one of a tracer or a transform.
+
+    Not for compilers, see `_way`.
+    """
     if isinstance(x, Tensor) and not is_traced():
         return x.is_meta
     warn_once(
@@ -50,16 +65,15 @@ def _is_sharded(weight: Tensor) -> bool:
 
 
 def _wants_gradients(*operands: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    return is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
-def _product_dtype(x: Tensor, weight: Tensor) -> tuple[torch.dtype, bool]:
-    """The dtype of the product, and whether it is bfloat16, which kernels need."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        return dtype, dtype is torch.bfloat16 and x.dtype in CAST and weight.dtype in CAST
-    return x.dtype, x.dtype is torch.bfloat16 and weight.dtype is x.dtype
+def _fits(x: torch.dtype, weight: torch.dtype, device: str) -> bool:
+    """Whether operands of these dtypes are multiplied in bfloat16, which kernels need."""
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return dtype is torch.bfloat16 and x in CAST and weight in CAST
+    return x is weight is torch.bfloat16
 
 
 def _quantizable(weight: Tensor) -> Tensor:
@@ -81,6 +95,9 @@ class Routed(nn.Module):
     Routes are texts (`lokakern.nn.routed_matmul`) that only `lokakern.convert` sets.
     """
 
+    # All that a call depends on, in one text, for compilers: "" multiplies as nn.Linear. Dynamo
+    # checks each attribute that `forward` reads before each call of a compiled model.
+    _plan = ""
     fp8_data: Tensor  # buffers of `freeze_weight` and `hold`
     fp8_scale: Tensor
     held_weight: Tensor
@@ -113,53 +130,42 @@ class Routed(nn.Module):
 
         ``input_scale`` is a static scale of x, if any.
         """
-        if self._routes == PLAIN_ROUTES or _is_without_data(x):
-            return functional.linear(x, weight, bias)
+        plan = self._plan
+        if not plan or plan.endswith(_BETWEEN * len(PLAIN_ROUTES)):
+            return linear(x, weight, bias)  # every route is plain
+        if is_compiling():
+            return _traced_product(self, plan, x, weight, bias, input_scale)
+        if _is_without_data(x):
+            return linear(x, weight, bias)
         if x.is_nested:
-            if not torch.compiler.is_compiling():
-                warn_once(
-                    "a converted layer multiplies nested tensors unquantized, as nn.Linear: pass "
-                    "rows in one dense tensor, such as the values() of a jagged one"
-                )
-            return functional.linear(x, weight, bias)
+            warn_once(
+                "a converted layer multiplies nested tensors unquantized, as nn.Linear: pass "
+                "rows in one dense tensor, such as the values() of a jagged one"
+            )
+            return linear(x, weight, bias)
         if _is_sharded(weight):
             return self._of_shards(x, weight, bias, input_scale)
-        dtype, fits = _product_dtype(x, weight)
+        fits = _fits(x.dtype, weight.dtype, x.device.type)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
-            raise UnsupportedError(
-                "a layer with an offloaded weight multiplies bfloat16 without gradients only: use "
-                "torch.no_grad() and bfloat16, or refresh the conversion"
-            )
+            raise UnsupportedError(_OF_OFFLOADED)
         if not fits:  # kernels were measured on bfloat16 only
-            if not torch.compiler.is_compiling():
-                warn_once(
-                    f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype} "
-                    "unquantized, as kernels need bfloat16: run the model under torch.autocast in "
-                    "bfloat16, or convert all of it to bfloat16"
-                )
-            return functional.linear(x, weight, bias)
+            warn_once(
+                f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype} "
+                "unquantized, as kernels need bfloat16: run the model under torch.autocast in "
+                "bfloat16, or convert all of it to bfloat16"
+            )
+            return linear(x, weight, bias)
         m = x.shape[:-1].numel()
-        asked = self._routes if torch.is_grad_enabled() else self._routes[:1]
-        if is_known(m) and not quantizes_at(asked, m) and not self.is_offloaded:
-            return functional.linear(x, weight, bias)  # in the layout of x, as nn.Linear
+        asked = self._routes if is_grad_enabled() else self._routes[:1]
+        if not quantizes_at(asked, m) and not self.is_offloaded:
+            return linear(x, weight, bias)  # in the layout of x, as nn.Linear
         if self.is_frozen:
             parts: tuple[Tensor | None, ...] = (*_frozen(self), None, None)
-        elif torch.compiler.is_compiling():
-            parts = _NO_WEIGHTS
         else:
             parts = self._parts(x, weight, m)
-        x = x.to(dtype)
-        weight = _quantizable(weight)
-        bias = None if bias is None else bias.to(dtype)
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds the bias separately
-        if self.is_offloaded:
-            y = output(rows, None, bias, parts[0], parts[1], self._routes[0], input_scale, apart)
-        elif torch.is_grad_enabled():
-            y = RoutedLinear.apply(rows, weight, bias, *parts, *self._routes, input_scale, apart)  # type: ignore[no-untyped-call]
-        else:
-            y = output(rows, weight, bias, parts[0], parts[1], self._routes[0], input_scale, apart)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        way = "training" if is_grad_enabled() else "inference"
+        way = "offloaded" if self.is_offloaded else way
+        return _multiply(x, weight, bias, parts, self._routes, input_scale, way)
 
     def _of_shards(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
@@ -169,7 +175,7 @@ class Routed(nn.Module):
 
         def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             if self.is_frozen and not self._is_frozen_of(weight):
-                if torch.compiler.is_compiling():
+                if is_compiling():
                     raise UnsupportedError(
                         "a weight was frozen before it was sharded: call the model once before it "
                         "is compiled, so that each rank quantizes its shard"
@@ -223,14 +229,28 @@ class Routed(nn.Module):
         shape = (self.fp8_data.shape[0], self._fp8_widths[0])
         return not _is_sharded(self.fp8_data) and shape == tuple(weight.shape)
 
+    def changed(self) -> None:
+        """Renew what is derived from routes, flags and buffers; each change of these calls it."""
+        is_altered = self.is_held or self.is_mixing or self.padding != (0, 0)
+        is_held = self.is_held and not self.is_mixing and self.padding == (0, 0)
+        flags = ((ALTERED, is_altered), (HELD, is_held), (FROZEN, self.is_frozen),
+                 (OFFLOADED, self.is_offloaded))  # fmt: skip
+        words = " ".join(word for word, holds in flags if holds)
+        columns = self._fp8_widths[0] if self.is_frozen else 0
+        is_whole = not self.is_frozen or self.fp8_data.shape[1] == columns
+        parts = (words, "" if is_whole else str(columns), *self._routes)
+        # One object for equal plans: `layer.cpp` keeps each.
+        self._plan = sys.intern(_BETWEEN.join(parts)) if is_altered or any(self._routes) else ""
+
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """Set the routes; ``weight`` is the parameter if it is multiplied without change."""
         self.thaw()
         if any(texts):
-            prepare_to_be_compiled()
+            prepare_to_be_compiled(_way, _activated_way)
         self._routes = (texts[0], texts[1], texts[2])
         self._has_parameter = weight is not None
         self._kept = None if self._kept is None else {}
+        self.changed()
 
     def freeze(self) -> None:
         """Quantize the weight of the output, see `freeze_weight`."""
@@ -257,6 +277,7 @@ class Routed(nn.Module):
         self.register_buffer("fp8_data", _in_memory_of(before[0], data), persistent=False)
         self.register_buffer("fp8_scale", _in_memory_of(before[1], scale), persistent=False)
         self.is_frozen = True
+        self.changed()
 
     def hold(self, weight: Tensor, before: Tensor | None) -> None:
         """Keep a copy of an unquantized weight in a faster form, if there is one.
@@ -270,13 +291,14 @@ class Routed(nn.Module):
         if self.makes_weight or is_padded or found.stride() != weight.stride():
             self.register_buffer("held_weight", _in_memory_of(before, found), persistent=False)
             self.is_held = True
+            self.changed()
 
     def held(self, x: Tensor) -> Tensor | None:
         """The copy of `hold`, unless the parameter may need a gradient.
 
         A column-major copy is only for a column-major x; with rows it was not measured.
         """
-        if not self.is_held or torch.is_grad_enabled() or type(x) not in KINDS:
+        if not self.is_held or is_grad_enabled() or type(x) not in KINDS:
             return None
         is_turned = self.held_weight.stride(-1) != 1 and x.stride(-1) == 1
         return None if is_turned else self.held_weight
@@ -288,6 +310,12 @@ class Routed(nn.Module):
         if self.is_held:
             del self.held_weight
         self.is_frozen, self.is_held, self._fp8_views = False, False, None
+        self.changed()
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        applied = super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
+        self.changed()  # buffers moved
+        return applied
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script; its result would replace the module permanently.
@@ -309,8 +337,10 @@ class Routed(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self).pop("is_special", None)  # in files of earlier versions
         if any(self._routes):
-            prepare_to_be_compiled()
+            prepare_to_be_compiled(_way, _activated_way)
+        self.changed()
 
     def route_words(self) -> str:
         """The routes in a few words, for `extra_repr`."""
@@ -318,12 +348,134 @@ class Routed(nn.Module):
         return ", ".join(f"{n}={_words(r)}" for n, r in zip(names, self._routes, strict=True))
 
 
+def _multiply(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: tuple[Tensor | None, ...],
+    routes: Sequence[str], input_scale: str, way: str,
+) -> Tensor:  # fmt: skip
+    """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`; see `_way`."""
+    x = x.bfloat16()
+    bias = None if bias is None else bias.bfloat16()
+    # float32 is not rounded before it is quantized
+    if weight is not None and weight.dtype is float16:
+        weight = weight.bfloat16()
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds the bias separately
+    if way == "training":
+        y: Tensor = RoutedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
+    else:
+        right = None if weight is None or way == "offloaded" else weight.t()
+        y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _traced_product(
+    layer: Routed,
+    plan: str,
+    x: Tensor,
+    given: Tensor | None,
+    bias: Tensor | None,
+    input_scale: str,
+) -> Tensor:
+    """`Routed.product` for a compiler, which guards each attribute and global that this reads.
+
+    Without a given weight it is that of the layer. A product with a frozen weight does not read
+    it: it would be one more input of the graph, which each call checks.
+    """
+    if (
+        given is None
+        and plan.startswith("frozen")
+        and not (_is_sharded(x) or x.is_meta or x.is_nested)
+    ):
+        m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
+        found = _way(plan, m if is_known(m) else -1, x.dtype, x.dtype, x.device.type)
+        if found.startswith("frozen"):
+            way, _, columns, *routes = found.split("\0")
+            frozen = (*_frozen_bytes(layer, columns), None, None)
+            return _multiply(x, None, bias, frozen, routes, input_scale, way)
+    weight: Tensor = layer.weight if given is None else given  # type: ignore[assignment]
+    if x.is_meta or x.is_nested:
+        return linear(x, weight, bias)
+    is_sharded = type(weight) is not Parameter and _is_sharded(weight)
+    if is_sharded and not torch._C._are_functorch_transforms_active():
+        return layer._of_shards(x, weight, bias, input_scale)
+    m = x.numel() // x.shape[-1]
+    found = _way(plan, m if is_known(m) else -1, x.dtype, weight.dtype, x.device.type)
+    if not found:
+        return linear(x, weight, bias)
+    way, flags, columns, *routes = found.split("\0")
+    if way == "refused" or (way == "offloaded" and _wants_gradients(x, weight, bias)):
+        raise UnsupportedError(_OF_OFFLOADED)
+    parts: tuple[Tensor | None, ...] = (None, None, None, None)
+    if "frozen" in flags:
+        parts = (*_frozen_bytes(layer, columns), None, None)
+    return _multiply(x, weight, bias, parts, routes, input_scale, way)
+
+
+def traced_activated(
+    layer: Linear, plan: str, x: Tensor, activation: str, activating: str
+) -> Tensor | None:
+    """`Linear.forward_activated` for a compiler."""
+    if _is_sharded(x) or x.is_meta or x.is_nested or not is_known(*x.shape):
+        return None
+    m, k = x.shape[:-1].numel(), x.shape[-1]
+    found = _activated_way(plan, activating, m, k, x.dtype, x.device.type)
+    if not found or k != layer.in_features:
+        return None
+    kernel, columns, route = found.split("\0")
+    data, scale = _frozen_bytes(layer, columns)
+    bias = None if layer.bias is None else layer.bias.bfloat16()
+    rows = x if x.dim() == 2 else x.reshape(-1, k)
+    y: Tensor = OPS.activated_gemm(rows, activation, kernel, data, scale, bias, route)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _activated_way(
+    plan: str, activating: str, m: int, k: int, dtype: torch.dtype, device: str
+) -> str:
+    """Kernel, columns and route of `traced_activated`, or "": as of `_way`, a constant."""
+    if not plan.startswith("frozen") or dtype is not torch.bfloat16:
+        return ""
+    if torch.is_grad_enabled() or not _fits(dtype, dtype, device):
+        return ""
+    _, columns, route, *_ = plan.split(_BETWEEN)
+    if torch._C._are_functorch_transforms_active() or sampled_check.is_checked(route):
+        return ""
+    kernel = find_activator(activating, route, m, k)
+    return _BETWEEN.join((kernel, columns, route)) if kernel else ""
+
+
+def _way(plan: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> str:
+    """How a compiled product multiplies: a word before the plan; "" as nn.Linear.
+
+    A constant for compilers. It reads the state of autograd and autocast, which Dynamo guards.
+    ``m`` is -1 if it is dynamic. The word is "training", "inference", "frozen" if the product reads
+    only the frozen weight, or "offloaded" or "refused" for an offloaded weight.
+    """
+    flags, _, *routes = plan.split(_BETWEEN)
+    if torch._C._are_functorch_transforms_active():
+        return ""
+    fits = _fits(dtype, weight_dtype, device)
+    if OFFLOADED in flags:
+        return f"{'offloaded' if fits else 'refused'}{_BETWEEN}{plan}"
+    is_training = is_grad_enabled()
+    asked = tuple(routes) if is_training else (routes[0],)
+    is_plain = not any(asked) if m < 0 else not quantizes_at(asked, m)
+    if not fits or is_plain:
+        return ""
+    is_frozen = FROZEN in flags and m >= 0 and not sampled_check.is_checked(routes[0])
+    word = "training" if is_training else "frozen" if is_frozen else "inference"
+    return f"{word}{_BETWEEN}{plan}"
+
+
+def _frozen_bytes(layer: Routed, columns: str) -> tuple[Tensor, Tensor]:
+    """`_frozen` for a compiler: Inductor calls an operator for each view as another dtype."""
+    data = layer.fp8_data
+    return data[:, : int(columns)] if columns else data, layer.fp8_scale
+
+
 def _frozen(layer: Routed) -> tuple[Tensor, Tensor]:
-    """Data and scales of a frozen weight; bytes for a compiler."""
+    """Data and scales of a frozen weight."""
     stored = layer.fp8_data
-    if torch.compiler.is_compiling():
-        # As bytes: Inductor calls an operator for each view as another dtype.
-        return stored[:, : layer._fp8_widths[0]], layer.fp8_scale
     views = layer._fp8_views
     if views is not None and views[0] is stored:
         return views[1], views[2]
@@ -345,6 +497,14 @@ def _words(route: str) -> str:
             end = f"..{segments[place + 1][0] - 1}" if place + 1 < len(segments) else ".."
             found.append(f"{name} at m={start}{end}")
     return "; ".join(found)
+
+
+def _described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]] | None:
+    """What ``layer.h`` reads of a plan: by product the route, whether it is checked, and its m."""
+    flags, _, *routes = plan.split(_BETWEEN)
+    if OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
+        return None
+    return [(text, sampled_check.is_checked(text), segments_of(text)) for text in routes]
 
 
 class Linear(nn.Linear, Routed):
@@ -369,13 +529,15 @@ class Linear(nn.Linear, Routed):
         padding: Zeros added to k and n, see `lokakern.mods.Pad`.
     """
 
-    is_special = False  # whether it differs from nn.Linear in any way
+    @property
+    def is_special(self) -> bool:
+        """Whether it differs from nn.Linear in any way."""
+        return bool(self._plan)
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """See `Routed`."""
         self.bring_back()
         super().take_routes(texts, weight)
-        self.is_special = any(texts) or self.padding != (0, 0) or self.is_mixing
 
     def __init__(
         self,
@@ -396,11 +558,23 @@ class Linear(nn.Linear, Routed):
 
     def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
         """``input @ weight.t() + bias``, ``[..., n]``; of ``input_scale`` see `Routed.product`."""
-        if not self.is_special:  # the usual case, with little overhead
-            return functional.linear(input, self.weight, self.bias)
+        plan = self._plan
+        if not plan:  # the usual case, with little overhead
+            return linear(input, self.weight, self.bias)
+        if not is_compiling() and NATIVE.call_layer is not None and not input_scale:
+            y = NATIVE.call_layer(self, input, _described)
+            if y is not None:
+                return y  # type: ignore[no-any-return]
+        if plan.startswith("altered"):
+            return self._altered(input, input_scale)
+        if is_compiling():
+            return _traced_product(self, plan, input, None, self.bias, input_scale)
+        return self.product(input, self.weight, self.bias, input_scale)
+
+    def _altered(self, input: Tensor, input_scale: str) -> Tensor:
+        """`forward` with padding, a held weight, or across tokens."""
         if self.padding == (0, 0):
-            # Methods are called only where they matter, as each is also a guard of torch.compile.
-            held = self.held(input) if self.is_held else None
+            held = self.held(input)
             weight = self.weight if held is None else held
             if self.is_mixing and self.mixes(input, weight, self.bias):
                 return mix_tokens(input, weight, self.bias).mT
@@ -409,8 +583,8 @@ class Linear(nn.Linear, Routed):
         held = self.held(input)
         if held is None:  # an offloaded weight is not multiplied
             held = self.weight if self.is_offloaded else self._padded()
-        bias = None if self.bias is None else functional.pad(self.bias, (0, n))
-        y = self.product(functional.pad(input, (0, k)), held, bias)
+        bias = None if self.bias is None else nn.functional.pad(self.bias, (0, n))
+        y = self.product(nn.functional.pad(input, (0, k)), held, bias)
         return y[..., : self.out_features] if n else y
 
     def forward_activated(self, x: Tensor, activation: str, activating: str) -> Tensor | None:
@@ -419,21 +593,27 @@ class Linear(nn.Linear, Routed):
         Returns:
             None at m without measurements, for other dtypes, and if a gradient needs f(x).
         """
-        if (
-            x.is_meta
-            or x.is_nested
-            or not self.is_frozen
-            or x.shape[-1:] != (self.in_features,)
-            or _is_sharded(self.weight)
-            or x.dtype is not torch.bfloat16
-            or not _product_dtype(x, self.weight)[1]
-            or _wants_gradients(x, self.weight, self.bias)
-        ):
+        if is_compiling():
+            return traced_activated(self, self._plan, x, activation, activating)
+        if NATIVE.call_layer is not None:
+            y = NATIVE.call_layer(self, x, _described, activation, activating, find_activator)
+            if y is not None:
+                return y  # type: ignore[no-any-return]
+        plan, weight = self._plan, self.weight
+        is_own = type(weight) is Parameter or not _is_sharded(weight)
+        if not (plan.startswith("frozen") and is_own) or x.is_meta or x.is_nested:
             return None
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        route = self._routes[0]
+        way = _way(plan, -1, x.dtype, weight.dtype, x.device.type)
+        if not way or way.startswith("refused") or _wants_gradients(x, weight, self.bias):
+            return None
+        if x.dtype is not bfloat16 or x.shape[-1:] != weight.shape[-1:]:
+            return None
+        data, scale = _frozen(self)
+        bias = None if self.bias is None else self.bias.bfloat16()
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y = multiply_activated(rows, activation, activating, *_frozen(self), bias, self._routes[0])
-        return y if y is None or x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+        y = multiply_activated(rows, activation, activating, data, scale, bias, route)
+        return y if y is None or x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
         """Shapes and routes."""
@@ -445,9 +625,10 @@ class Linear(nn.Linear, Routed):
         if self.is_frozen or self.is_held:
             self.freeze()
         self._keep_gathering()
+        self.changed()  # parameters may be others
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        applied = super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]
+        applied = super()._apply(*arguments, **options)
         self._keep_gathering()
         return applied
 
@@ -463,18 +644,19 @@ class Linear(nn.Linear, Routed):
         there = self.weight.device
         self.weight.data = self.weight.data.to(device)
         self.is_offloaded = True
+        self.changed()
         return self.weight.nbytes if self.weight.device != there else 0
 
     def bring_back(self) -> None:
         """Undo `offload`."""
         if self.is_offloaded:
             self.weight.data = self.weight.data.to(self.fp8_data.device)
-        self.is_offloaded = False
+            self.is_offloaded = False
+            self.changed()
 
     def freeze(self) -> None:
         """Quantize the weight once, or `hold` it."""
         self.freeze_weight(self.weight if self.padding == (0, 0) else self._padded())
-        self.is_special |= self.is_held
 
     def held(self, x: Tensor) -> Tensor | None:
         """See `Routed`; None if `Pad` changed since."""
@@ -484,4 +666,4 @@ class Linear(nn.Linear, Routed):
 
     def _padded(self) -> Tensor:
         k, n = self.padding
-        return functional.pad(self.weight, (0, k, 0, n))
+        return nn.functional.pad(self.weight, (0, k, 0, n))

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, finfo, float8_e4m3fn, is_grad_enabled
+from torch.compiler import is_compiling
+from torch.nn.functional import linear
 
-from lokakern import jit, numerics, sampled_check
+from lokakern import jit, sampled_check
 from lokakern.device import current_device
 from lokakern.epilogue import NormEpilogue
 from lokakern.errors import UnsupportedError
@@ -43,6 +45,10 @@ PLAIN = ""  # the unquantized route
 LONGEST_HERE = 8192
 READS_ONCE = "cuda.quantize_row"
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+# Traced functions name what they use of torch, not torch: a compiled model compares in each call,
+# slowly, whether a module that is named in two places is still the same.
+OPS = torch.ops.lokakern
+_IS_AMD = torch.version.hip is not None
 _ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
 
 
@@ -73,6 +79,12 @@ def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
     return Granularity(form), found[0], found[1]
 
 
+def segments_of(text: str) -> list[list[tuple[int, bool]]]:
+    """First m, and whether it has a kernel, for m that 16 divides and for other m."""
+    both = ([(0, "")],) * 2 if text == PLAIN else read_route(text)[1:]
+    return [[(start, bool(name)) for start, name in segments] for segments in both]
+
+
 @functools.lru_cache(maxsize=4096)
 def kernel_at(text: str, m: int) -> str:
     """Name of the kernel of a route at m; "" for the unquantized product."""
@@ -84,7 +96,7 @@ def kernel_at(text: str, m: int) -> str:
 
 
 def quantizes_at(routes: tuple[str, ...], m: int) -> bool:
-    """Whether any of these routes has a kernel at m; a constant for compilers."""
+    """Whether any of these routes has a kernel at m."""
     return any(kernel_at(route, m) for route in routes)
 
 
@@ -149,24 +161,13 @@ def multiply(
         left_scale: Static scale of a, or ""; text, because torch.compile makes numbers symbolic.
         apart: Whether an unquantized product adds the bias in a separate step.
     """
-    form, (m, k) = "", a.shape
-    if torch.compiler.is_compiling() and is_known(m, k):
-        form = _form_of_left(route, m, k)
-    left = left_scales = None
-    if left_scale:
-        left = quantize_by(a, left_scale)
-    elif form and not _is_left_to_kernel(route, m, k):
-        left, left_scales = _quantize_here(a, form)
-    if form and data is None:
-        assert b is not None
-        data, scale = quantize_weight(b.t(), scales_of(route))
-    is_read = not form or sampled_check.is_checked(route)
-    # None, so that the compiler need not compute an unused operand.
-    given = a if is_read or left is None else None
-    out: Tensor = torch.ops.lokakern.routed_gemm(
-        given, b if is_read else None, data, scale, bias, route, left, left_scales, left_scale,
-        apart,
-    )  # fmt: skip
+    if is_compiling():
+        fuse_quantizers()
+    left = quantize_by(a, left_scale) if left_scale else None
+    if left is None and not apart:  # the usual call; a compiled graph pays for each argument
+        out: Tensor = OPS.routed_gemm(a, b, data, scale, bias, route)
+    else:
+        out = OPS.routed_gemm(a, b, data, scale, bias, route, left, None, left_scale, apart)
     return out
 
 
@@ -194,30 +195,33 @@ def multiply_activated(
     m, k = x.shape
     if not is_known(m, k):
         return None
-    name = _activator(activating, route, m, k)
-    if not name or (not torch.compiler.is_compiling() and sampled_check.is_due(route)):
+    name = find_activator(activating, route, m, k)
+    if not name or (not is_compiling() and sampled_check.is_due(route)):
         return None  # a check reads f(x)
-    out: Tensor = torch.ops.lokakern.activated_gemm(x, activation, name, data, scale, bias, route)
+    out: Tensor = OPS.activated_gemm(x, activation, name, data, scale, bias, route)
     return out
 
 
 def is_known(*sizes: int) -> bool:
     """Whether all sizes are constants for the compiler, if one traces."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imports Triton
 
-    return all(map(has_static_value, sizes))
+    for size in sizes:  # noqa: SIM110  # `all` is one more guard of each compiled call
+        if not has_static_value(size):
+            return False
+    return True
 
 
-def _activator(activating: str, route: str, m: int, k: int) -> str:
+def find_activator(activating: str, route: str, m: int, k: int) -> str:
     """Name of the kernel that activates and quantizes at m, or ""; a constant for compilers."""
     return _cached_activator(activating, route, m, k)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cached_activator(activating: str, route: str, m: int, k: int) -> str:
-    by_rows = _form_of_left(route, m, k) == Granularity.ROW.value
+    by_rows = form_of_left(route, m, k) == Granularity.ROW.value
     return kernel_at(activating, m) if by_rows else ""
 
 
@@ -229,7 +233,7 @@ def reads_rows(route: str) -> bool:
 def has_activator(activating: str, route: str, k: int) -> bool:
     """Whether there is an m at which `multiply_activated` has both kernels."""
     starts = {start for text in (activating, route) for start, _ in read_route(text)[1]}
-    return any(_activator(activating, route, m, k) for m in starts)
+    return any(find_activator(activating, route, m, k) for m in starts)
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,7 +245,7 @@ def _activating_kernel(name: str, device: torch.device) -> Kernel:
     return kernel if kernel.runs_on(here) else kernel_named("torch.norm_quantize")
 
 
-def _form_of_left(route: str, m: int, k: int) -> str:
+def form_of_left(route: str, m: int, k: int) -> str:
     """Granularity in which a route's kernel at m reads a quantized left operand, or "".
 
     It is "" if nothing is quantized, if a library quantizes itself, or if the layout of data and
@@ -257,32 +261,28 @@ def _form_of_left(route: str, m: int, k: int) -> str:
     return kernel.granularity.value if fits else ""
 
 
-def _is_left_to_kernel(route: str, m: int, k: int) -> bool:
+def is_left_to_kernel(route: str, m: int, k: int) -> bool:
     """Whether the composition's quantizer is faster than a compiler's for k columns."""
     return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] == READS_ONCE
 
 
+def fuse_quantizers() -> str:
+    """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product."""
+    from lokakern.nn import inductor
+
+    inductor.fuse_quantizers()
+    return ""
+
+
 @functools.cache
-def prepare_to_be_compiled() -> None:
-    """Mark functions whose results are constants for compilers; once, as it imports Dynamo."""
-    for asked in (_form_of_left, _is_left_to_kernel, _activator, quantizes_at):
-        torch.compiler.assume_constant_result(asked)  # type: ignore[no-untyped-call]
+def prepare_to_be_compiled(*others: Callable[..., str]) -> None:
+    """Mark functions whose results are constants for compilers; once, as it imports Dynamo.
 
-
-def _quantize_here(x: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """`lokakern.numerics.quantize` by rows or whole groups, in torch's operators for a compiler.
-
-    A non-finite element makes the scale non-finite, and so the whole row of the product, as a NaN
-    element would. Checks of each element took 34 us of an H200, this takes 25.
+    Dynamo guards each global that it meets while it traces, and each call of a compiled model pays
+    for it. It does not trace these functions.
     """
-    rows, columns = x.shape
-    wide = x.float().view(rows, -1, columns if form == Granularity.ROW.value else GROUP)
-    amax = wide.abs().amax(dim=2)
-    fp8 = _fp8_of(x)
-    scale = amax / torch.full_like(amax, torch.finfo(fp8).max)
-    scale = torch.where(amax == 0, 1.0, scale.clamp_min(numerics.SMALLEST_SCALE))
-    data = (wide / scale[:, :, None]).to(fp8).view(rows, columns).contiguous()
-    return data, scale.t().contiguous().t()
+    for asked in (fuse_quantizers, find_activator, *others):
+        torch.compiler.assume_constant_result(asked)  # type: ignore[no-untyped-call]
 
 
 def _quantize_activated(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
@@ -319,7 +319,7 @@ def _activated_gemm_fake(
 
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     """Data and scales of a weight ``[n, k]`` in FP8, as `multiply` takes them."""
-    data, scale = torch.ops.lokakern.quantize_weight(weight, scales)
+    data, scale = OPS.quantize_weight(weight, scales)
     return data, scale
 
 
@@ -417,19 +417,23 @@ def _launch_scaled(
 
 
 _SCALES: dict[tuple[Granularity, torch.Size, torch.device, str], Tensor] = {}
+_SCALES_OF_GRAPHS: dict[Any, Tensor] = {}  # kept for good: nobody tells when a graph ends
 
 
 def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
     """A tensor of equal scales, cached, because filling it takes a launch."""
     key = (granularity, x.shape, x.device, scale)
     found = _SCALES.get(key)
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if found is None:
         found = granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(float(scale))
-        # A fill during capture runs only when the graph is replayed.
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_captured:  # a fill during capture runs only when the graph is replayed
             if len(_SCALES) > 256:
                 _SCALES.clear()
+                _SCALES.update(_SCALES_OF_GRAPHS)
             _SCALES[key] = found
+    elif is_captured:
+        _SCALES_OF_GRAPHS[key] = found
     if jit.recorder is not None:
         jit.recorder.constant(found)
     return found
@@ -438,14 +442,19 @@ def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
 def quantize_by(x: Tensor, scale: str) -> Tensor:
     """Quantize with a static scale in torch's operators, which torch.compile fuses."""
     fp8 = _fp8_of(x)
-    most = torch.finfo(fp8).max
+    most = finfo(fp8).max
     return (x.float() / float(scale)).clamp(-most, most).to(fp8).contiguous()
 
 
 def _fp8_of(x: Tensor) -> torch.dtype:
-    if x.device.type == "cuda" and torch.version.hip is not None:
-        return fp8_format(current_device("cuda", x.device.index or 0)).dtype
-    return torch.float8_e4m3fn
+    return fp8_on(x.device)
+
+
+def fp8_on(device: torch.device) -> torch.dtype:
+    """The dtype of FP8 data on a device."""
+    if _IS_AMD and device.type == "cuda":
+        return fp8_format(current_device("cuda", device.index or 0)).dtype
+    return float8_e4m3fn
 
 
 def _row_major(x: Tensor, apart: bool = False) -> Tensor:
@@ -580,7 +589,7 @@ class RoutedLinear(torch.autograd.Function):
         elif turned is not None:
             kept = None  # type: ignore[assignment]  # the weight may change before the backward pass
         ctx.save_for_backward(x, kept, turned, turned_scale)
-        if not torch.compiler.is_compiling():  # compiled graphs are differentiated once
+        if not is_compiling():  # compiled graphs are differentiated once
             version = None if given.is_inference() else given._version
             ctx.given = None if kept is given else (given, version)
         return output(x, weight, bias, data, scale, to_output, input_scale, apart)
@@ -590,7 +599,7 @@ class RoutedLinear(torch.autograd.Function):
         grad = gradients[0]
         x, weight, turned, turned_scale = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if is_grad_enabled() and not is_compiling():
             weight = weight if ctx.given is None else _given(ctx)
             return *_gradients(grad, x, weight, needs), *[None] * 9
         grad_x = grad_weight = grad_bias = None
@@ -601,7 +610,7 @@ class RoutedLinear(torch.autograd.Function):
             if ctx.to_weight == PLAIN:
                 grad_weight = grad.t() @ x
             else:
-                grad_weight = torch.ops.lokakern.weight_gradient(grad, x, ctx.to_weight)
+                grad_weight = OPS.weight_gradient(grad, x, ctx.to_weight)
             grad_weight = grad_weight.to(ctx.dtype)
         if needs[0]:
             if ctx.to_input == PLAIN:
@@ -609,7 +618,7 @@ class RoutedLinear(torch.autograd.Function):
             else:
                 if weight is None and sampled_check.is_checked(ctx.to_input) and _is_unchanged(ctx):
                     weight = ctx.given[0]
-                grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input)
+                grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input, "", False)
         if needs[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, *[None] * 9
@@ -662,8 +671,8 @@ def output(
     if route == PLAIN:
         weight = weight.to(x.dtype)
         if bias is None or not apart:
-            return torch.nn.functional.linear(x, weight, bias)
-        return torch.nn.functional.linear(x, weight) + bias
+            return linear(x, weight, bias)
+        return linear(x, weight) + bias
     return multiply(x, weight.t(), data, scale, bias, route, input_scale, apart)
 
 

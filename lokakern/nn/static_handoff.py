@@ -13,9 +13,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.linear import Linear
@@ -60,6 +61,9 @@ class BoundedSequential(nn.Sequential):
 
     # With an underscore, so that names of children do not collide.
     _handoffs: tuple[Handoff, ...] = (Handoff(),)
+    # The newest handoff in one text, for compilers: for a module that Dynamo meets in two places,
+    # each call of the compiled model evaluates a guard in Python.
+    _known = ""
 
     @property
     def is_as_known(self) -> bool:
@@ -69,16 +73,28 @@ class BoundedSequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Call the modules in order, as `nn.Sequential` does."""
-        if not self.is_as_known:
+        modules = list(self._modules.values())
+        if is_compiling():
+            words = [word.split("\0") for word in self._known.split("\1")]
+            if [word[0] for word in words] != [_kind(module) for module in modules]:
+                return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+            scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
+        elif self.is_as_known:
+            _, _, scales, activating = self._handoffs[-1]
+        else:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        _, modules, scales, activating = self._handoffs[-1]
         place = 0
         while place < len(modules):
             module, route = modules[place], activating[place]
             done = None
             reader = modules[place + 1] if route else None
             # A module that was converted separately may have been undone separately.
-            if isinstance(reader, Linear) and _is_plain_call(module) and _is_plain_call(reader):
+            if (
+                isinstance(reader, Linear)
+                and not getattr(module, "inplace", False)
+                and _is_plain_call(module)
+                and _is_plain_call(reader)
+            ):
                 done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
             if done is not None:
                 input, place = done, place + 2
@@ -87,6 +103,44 @@ class BoundedSequential(nn.Sequential):
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
         return input
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            _write_known(self)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _write_known(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _write_known(self)
+
+
+def _kind(module: nn.Module) -> str:
+    """The kind of a module in a handoff, if it has one, with the sizes of its norm.
+
+    A compiler finds it without a guard. It tells modules apart that were exchanged in ``_modules``.
+    """
+    if isinstance(module, BlockRMSNorm):
+        return f"norm {module.columns} {module.block}"
+    if isinstance(module, LinearNormAct):
+        return f"linear {_kind(module.norm)}"
+    if isinstance(module, Linear):
+        return "linear"
+    for kind in _BOUNDED:
+        if isinstance(module, kind):
+            return kind.__name__
+    return "other"
+
+
+def _write_known(sequence: nn.Sequential) -> None:
+    """Write the newest handoff for compilers, unless the modules changed."""
+    assert isinstance(sequence, BoundedSequential)
+    _, *columns = sequence._handoffs[-1] if sequence.is_as_known else Handoff()
+    rows = ((_kind(module), *rest) for module, *rest in zip(*columns, strict=True))
+    sequence._known = "\1".join(map("\0".join, rows))
 
 
 def set_handoff(
@@ -97,6 +151,7 @@ def set_handoff(
     sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
     if type(sequence) is nn.Sequential:
         sequence.__class__ = BoundedSequential  # last, for concurrent calls
+    _write_known(sequence)
 
 
 def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
@@ -104,10 +159,12 @@ def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
     others = _others(sequence, key)
     if others:
         sequence._handoffs = others  # type: ignore[assignment]
+        _write_known(sequence)
         return
     if type(sequence) is BoundedSequential:  # a class from fully_shard stays
         sequence.__class__ = nn.Sequential  # type: ignore[assignment]
-    vars(sequence).pop("_handoffs", None)
+    for name in ("_handoffs", "_known"):
+        vars(sequence).pop(name, None)
 
 
 def _others(sequence: nn.Sequential, key: str) -> tuple[Handoff, ...]:
@@ -115,14 +172,13 @@ def _others(sequence: nn.Sequential, key: str) -> tuple[Handoff, ...]:
 
 
 def _is_plain_call(module: nn.Module) -> bool:
-    """Whether a call of a module runs only its class's forward, not in place."""
+    """Whether a call of a module runs only its class's forward."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or nn.modules.module._global_forward_hooks
         or nn.modules.module._global_forward_pre_hooks
         or "forward" in module.__dict__
-        or getattr(module, "inplace", False)
     )
 
 

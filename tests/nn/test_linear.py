@@ -260,48 +260,6 @@ def test_it_compiles_without_graph_breaks_to_the_same_result(dtype: torch.dtype)
     assert same(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("route", "m", "n", "k", "is_here"),
-    [
-        (BY_ROW, 48, 40, 64, True), (BY_BLOCK, 48, 40, 256, True),
-        (BY_ROW, 16, 16, 8192, True), (BY_BLOCK, 16, 128, 8320, True),
-        (BY_ROW, 16, 16, 8208, False),  # left to a quantizer that reads long rows once
-        (BY_TRITON, 16, 16, 8208, True),
-        (BY_ROW, 48, 40, 72, False), (BY_BLOCK, 48, 40, 192, False), (BY_BLOCK, 6, 40, 256, False),
-    ],
-)  # fmt: skip
-def test_with_static_m_the_compiler_quantizes_the_left_operand(
-    route: str, m: int, n: int, k: int, is_here: bool
-) -> None:
-    """To the bit as kernels do, and then nothing in bfloat16 is asked for.
-
-    Under a scale that is known, long rows, too.
-    """
-    torch._dynamo.reset()
-    layer = layer_of((route, PLAIN, PLAIN), n=n, k=k)
-    given = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        def look(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
-            asked = torch.ops.lokakern.routed_gemm.default
-            given.extend(node.args[:2] for node in graph.graph.nodes if node.target is asked)
-            return make_boxed_func(graph.forward)
-
-        return aot_module_simplified(graph, inputs, fw_compiler=look)
-
-    x = rows(m, k)
-    x[1], x[2, 3], x[4, 5] = 0.0, float("nan"), float("inf")
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    for call in (x, x.t().contiguous().t()):  # however it lies
-        for scale in ("", "0.02"):
-            with torch.no_grad():
-                found, expected = compiled(call, scale), layer(call, scale)
-            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-    is_apart = is_here or k > routed_matmul.LONGEST_HERE  # from the product
-    assert [a is None for a, _ in given] == [is_here, is_apart] * 2
-    assert [b is None for _, b in given] == [is_apart] * 4
-
-
 @pytest.mark.parametrize("m", [8, 48])
 @pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, PLAIN)], ids=["all", "output"])
 def test_compiled_unquantized_layers_equal_linear(m: int, routes: tuple[str, str, str]) -> None:
@@ -410,7 +368,9 @@ def test_a_compiled_sliced_gradient_is_not_copied() -> None:
 def test_an_unpickled_layer_compiles() -> None:
     layer, x = layer_of(), rows()
     routed_matmul.prepare_to_be_compiled.cache_clear()
-    del routed_matmul._form_of_left._dynamo_marked_constant  # as in a process that converts nothing
+    del (
+        routed_matmul.find_activator._dynamo_marked_constant
+    )  # as in a process that converts nothing
     torch._dynamo.reset()
     arrived = pickle.loads(pickle.dumps(layer))
     compiled = torch.compile(arrived, backend="aot_eager", fullgraph=True)
@@ -524,7 +484,8 @@ def test_inference_pads_a_weight_once(
 ) -> None:
     """Of FP8 when the parameter was moved away: before, some m may ask for it in bfloat16."""
     layer = layer_of(routes, n=37, k=51)
-    layer.padding, layer.is_special = (5, 3), True
+    layer.padding = (5, 3)
+    layer.changed()
     x = rows(k=51).view(2, M // 2, 51)
     with torch.no_grad():
         expected, few = layer(x), layer(x[0, :3])
@@ -558,7 +519,8 @@ def test_padding_may_change_with_a_held_weight() -> None:
     gradient = rows(k=N, seed=2)
     for x in (rows(k=51), rows(k=51).t().contiguous().t()):
         for padding in ((0, 0), (5, 0), (5, 3), (13, 3), (0, 8), (0, 0)):
-            layer.padding, layer.is_special = padding, True
+            layer.padding = padding
+            layer.changed()
             with torch.no_grad():
                 expected = plain(x)
                 for _ in range(2):

@@ -90,7 +90,8 @@ def test_second_derivatives_of_batched_fused_padded_and_recomputed_layers() -> N
     parts = [nn.Linear(K, 24, dtype=torch.bfloat16) for _ in range(2)]
     fused, padded = FusedLinear(parts), layer_of(n=37, k=51)
     fused.take_routes(ROUTES, None)
-    padded.padding, padded.is_special = (5, 3), True
+    padded.padding = (5, 3)
+    padded.changed()
     plain = plain_of(padded)
     layer = layer_of()
     cases: list[tuple[Callable[..., Any], Callable[..., Any], list[Tensor], Tensor]] = [

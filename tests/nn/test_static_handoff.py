@@ -6,11 +6,13 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import lokakern
 from lokakern import mods, numerics
@@ -297,6 +299,20 @@ def test_a_compiled_model_with_a_fused_activation_gives_the_same_result(launched
 
 
 @pytest.mark.usefixtures("timed")
+def test_a_fused_activation_is_compiled_once(launched: Any) -> None:
+    torch._dynamo.reset()
+    model = activated_model()
+    converted(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for seed in range(3):
+            x = torch.randn(256, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            assert torch.equal(compiled(x), model(x))
+    assert counter.frame_count == 1 and len(launched) >= 1
+
+
+@pytest.mark.usefixtures("timed")
 def test_training_and_other_readers_run_the_activation() -> None:
     model = activated_model()
     assert converted(model, inference=False).handed_over == []
@@ -357,7 +373,9 @@ def test_long_rows_also_use_the_fused_activation() -> None:
     assert routed_matmul.LONGEST_HERE < 10240
     for k in (2048, 10240):
         assert routed_matmul.has_activator(activating, BY_ROW, k)
-        assert routed_matmul._activator(activating, BY_ROW, 256, k) == "cuda.activate_quantize_row"
+        assert (
+            routed_matmul.find_activator(activating, BY_ROW, 256, k) == "cuda.activate_quantize_row"
+        )
     assert not routed_matmul.has_activator(activating, BY_BLOCK, 10240)
 
 
@@ -564,3 +582,24 @@ def test_a_route_without_a_matching_activator_is_not_used() -> None:
         assert has_activator(activating, by_row, 64) is expected
         assert not has_activator(activating, BY_BLOCK, 64)
     assert reads_rows(by_row) and not reads_rows(BY_BLOCK) and not reads_rows("")
+
+
+def test_scales_that_a_graph_reads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other shapes come after it."""
+    monkeypatch.setattr(routed_matmul, "_SCALES", {})
+    monkeypatch.setattr(routed_matmul, "_SCALES_OF_GRAPHS", {})
+    is_capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+
+    def scales(rows: int) -> Tensor:
+        x = SimpleNamespace(shape=torch.Size((rows, 16)), device=torch.device("cpu"), is_cuda=True)
+        return routed_matmul._scales_of(Granularity.ROW, x, "0.5")  # type: ignore[arg-type]
+
+    first = scales(4)
+    is_capturing = True
+    assert scales(4) is first
+    assert scales(5) is not scales(5)  # those of the graph's own memory are not kept
+    is_capturing = False
+    for m in range(6, 600):
+        scales(m)
+    assert scales(4) is first and len(routed_matmul._SCALES) < 300

@@ -88,7 +88,8 @@ def test_operands_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "bmm", spy)
     monkeypatch.setattr(nn.functional, "linear", None)
     x, layer = torch.randn(3, 16, 6), Linear(16, 8)
-    layer.is_mixing = layer.is_special = True
+    layer.is_mixing = True
+    layer.changed()
     y = layer(x.mT)
     assert seen == [(x.data_ptr(), x.stride())]
     assert y.mT.is_contiguous()
@@ -125,7 +126,8 @@ def layers(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[Linea
     layer = copy.deepcopy(plain)
     layer.__class__ = Linear
     assert isinstance(layer, Linear)
-    layer.is_mixing = layer.is_special = True
+    layer.is_mixing = True
+    layer.changed()
     return layer, plain
 
 
@@ -257,7 +259,8 @@ def test_autocast_rounds_operands_and_sums_gradients_in_float32(tokens: int) -> 
     layer, x = Linear(tokens, 8), torch.randn(4096, tokens, 6)
     plain = copy.deepcopy(layer).double()
     plain.weight.data = layer.weight.data.bfloat16().double()
-    layer.is_mixing = layer.is_special = True
+    layer.is_mixing = True
+    layer.changed()
     expected = plain(x.bfloat16().double().mT)
     expected.sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
@@ -388,7 +391,7 @@ class Elsewhere(nn.Module):
         self.listed = nn.ModuleList([nn.Linear(6, 6)])
         self.padded = Linear(6, 6)
         self.padded.padding = (2, 0)
-        self.padded.is_special = True
+        self.padded.changed()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.heads(x.transpose(0, 1)) + self.rows(x)

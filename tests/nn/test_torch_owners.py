@@ -279,6 +279,7 @@ def test_the_fast_path_does_not_read_offloaded_weights(quantizing: None) -> None
             assert isinstance(layer, Linear) and layer.is_frozen
             layer.weight.data = torch.full_like(layer.weight, float("nan"))
             layer.is_offloaded = True
+            layer.changed()
         assert torch.equal(model(x), before)
 
 

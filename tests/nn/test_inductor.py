@@ -1,0 +1,159 @@
+"""Inductor quantizes an operand where it computes it, with the bits of the kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from lokakern.nn import routed_matmul
+from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import PLAIN, route_text
+from lokakern.types import Granularity
+from tests.support.routed_layers import (
+    BLOCK_KERNEL,
+    BY_ROW,
+    ROUTES,
+    K,
+    N,
+    layer_of,
+    rows,
+)
+
+BY_BLOCK = route_text(Granularity.BLOCK, [(0, BLOCK_KERNEL)], [(0, BLOCK_KERNEL)])
+BY_TRITON = route_text(Granularity.ROW, *[[(0, "triton.quantize_row+triton.scaled_gemm_row")]] * 2)
+
+
+def compiled(call: Callable[..., Any], *inputs: Any) -> tuple[Any, list[tuple[bool, bool]]]:
+    """The result, and for each product whether it reads an unquantized and a quantized operand."""
+    torch._dynamo.reset()
+    call = torch.compile(call, fullgraph=True, dynamic=False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, codes = run_and_get_code(call, *inputs)
+    products = []
+    for code in codes:
+        for line in re.findall(r"routed_gemm(?:\.default)?\((.*)\)", code):
+            given, text, rest = re.split(r"('[^']*')", line, maxsplit=1)
+            products.append((not given.startswith("None"), "buf" in rest))
+            assert ";" in text
+    return found, products
+
+
+def hostile_rows(m: int, k: int) -> Tensor:
+    x = rows(m, k)
+    x[1], x[2, 3], x[4, 5] = 0.0, float("nan"), float("inf")
+    return x
+
+
+@pytest.mark.parametrize(
+    ("route", "m", "k", "is_fused"),
+    [
+        (BY_ROW, 48, 64, True), (BY_BLOCK, 48, 256, True), (BY_TRITON, 16, 8208, True),
+        # k is too long, it has no whole groups, or the layouts do not fit.
+        (BY_ROW, 16, 8208, False), (BY_BLOCK, 48, 192, False), (BY_BLOCK, 6, 256, False),
+    ],
+)  # fmt: skip
+def test_the_kernel_that_computes_an_operand_quantizes_it(
+    route: str, m: int, k: int, is_fused: bool
+) -> None:
+    layer, x = layer_of((route, PLAIN, PLAIN), n=32, k=k), hostile_rows(m, k)
+
+    def activated(x: Tensor) -> Tensor:
+        return layer(x.relu())
+
+    with torch.no_grad():
+        found, products = compiled(activated, x)
+        expected = activated(x)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert products == [(not is_fused, is_fused)]
+
+
+def test_operands_from_elsewhere_are_quantized_by_the_product() -> None:
+    """Inputs of the graph, and outputs of other products."""
+    first, second = layer_of((BY_ROW, PLAIN, PLAIN)), Linear(N, K, dtype=torch.bfloat16)
+    second.take_routes((BY_ROW, PLAIN, PLAIN), second.weight)
+    with torch.no_grad():
+        found, products = compiled(lambda x: second(first(x)), rows())
+        assert torch.equal(found, second(first(rows())))
+    assert products == [(True, False), (True, False)]
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize(("route", "k"), [(BY_ROW, K), (BY_BLOCK, 256)])
+def test_an_operand_of_several_products_is_quantized_once(
+    route: str, k: int, is_fused: bool
+) -> None:
+    layers = [layer_of((route, PLAIN, PLAIN), n=32, k=k) for _ in range(2)]
+
+    def call(x: Tensor) -> Tensor:
+        x = x.relu() if is_fused else x
+        return layers[0](x) + layers[1](x).abs()
+
+    x = hostile_rows(48, k)
+    with torch.no_grad():
+        found, products = compiled(call, x)
+        expected = call(x)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert products == [(False, True)] * 2
+
+
+def test_a_static_scale_spares_the_unquantized_operand() -> None:
+    layer, x = layer_of((BY_ROW, PLAIN, PLAIN)), hostile_rows(48, K)
+    with torch.no_grad():
+        found, products = compiled(lambda x: layer(x, "0.02"), x)
+        expected = layer(x, "0.02")
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert products == [(False, True)]
+
+
+def test_gradients_have_the_bits_of_eager_calls() -> None:
+    layer = layer_of(ROUTES, n=32)
+
+    def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        layer.zero_grad()
+        x = rows().requires_grad_()
+        call(x).float().square().sum().backward()
+        assert x.grad is not None and layer.weight.grad is not None
+        return [x.grad, layer.weight.grad]
+
+    def activated(x: Tensor) -> Tensor:
+        return layer(x.relu()).relu()
+
+    expected = step(activated)
+    torch._dynamo.reset()
+    call = torch.compile(activated, fullgraph=True, dynamic=False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        found, codes = run_and_get_code(step, call)
+    assert all(map(torch.equal, found, expected))
+    backward = [line for line in codes[-1].splitlines() if "= lokakern_routed_gemm(" in line]
+    assert len(backward) == 1 and "routed_gemm(None" in backward[0]
+    assert "= lokakern_weight_gradient(" in codes[-1]
+
+
+def test_products_of_dynamic_size_quantize_themselves() -> None:
+    layer = layer_of((BY_ROW, PLAIN, PLAIN))
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: layer(x.relu()), fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for m in (48, 20, 64):
+            assert torch.equal(call(rows(m)), layer(rows(m).relu()))
+
+
+def test_products_are_correct_without_inductors_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of((BY_ROW, PLAIN, PLAIN))
+    from torch._inductor import lowering
+
+    op = torch.ops.lokakern.routed_gemm.default
+    monkeypatch.setattr(routed_matmul, "fuse_quantizers", lambda: "")
+    for table in (lowering.lowerings, lowering._maybe_layout_constraints):
+        if op in table:
+            monkeypatch.delitem(table, op)
+    with torch.no_grad():
+        found, products = compiled(lambda x: layer(x.relu()), rows())
+        assert torch.equal(found, layer(rows().relu()))
+    assert products == [(True, False)]
