@@ -18,7 +18,10 @@ EXAMPLES = {
     "model": (
         "model wukong --train --size small --steps 100 --out build/wukong",
         "model dlrm --infer --arm lokakern --arm as-written",
+        "model zoo --out build/zoo --time-limit 540",
+        "model masknet --infer --batches 512,2048 --modes graph,eager",
     ),
+    "tune": ("tune my_package.model:tuned --graph --out tuned.json",),
     "compare": (
         "compare --suite lrm",
         "compare --suite lrm --by-library --seed 7",

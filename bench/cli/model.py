@@ -12,18 +12,35 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
+from lokakern.bench.cli.zoo import numbers, print_zoo, words
 from lokakern.device import current_device
 
 if TYPE_CHECKING:
     from lokakern.bench.models.comparison import Comparison, Result
 
 
+ALL = "zoo"
+OF_ZOO = ("batches", "modes", "time_limit")
+NOT_OF_ZOO = ("size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "suite")
+
+
 @says_errors
 def model(
-    name: Annotated[str, typer.Argument(help="wukong, interformer, dhen or dlrm.")] = "wukong",
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="wukong, interformer, dhen or dlrm; or zoo, the table of dlrm-dcnv2, dcnv2, "
+            "tower, hstu, wide, masknet, autoint and ple, or one of these."
+        ),
+    ] = "wukong",
     training: Annotated[
-        bool, typer.Option("--train/--infer", help="Training steps, or inference.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--train/--infer",
+            help="Training steps, or inference. Default: training; both in the zoo.",
+        ),
+    ] = None,
     size: Annotated[
         str | None, typer.Option(help="Size, such as small, S or M of wukong, or tiny of any.")
     ] = None,
@@ -59,7 +76,20 @@ def model(
     ] = True,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for loss curves (runs.jsonl, and loss.png with matplotlib)."),
+        typer.Option(
+            help="Folder for loss curves (runs.jsonl, and loss.png with matplotlib). With zoo: for "
+            "zoo.jsonl, from which the same command resumes."
+        ),
+    ] = None,
+    batches: Annotated[
+        str, typer.Option(help="With zoo: batch sizes, measured in this order.")
+    ] = "8192,2048,32768,512",
+    modes: Annotated[
+        str, typer.Option(help="With zoo: some of graph, compiled and eager.")
+    ] = "graph,compiled,eager",
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=0, help="With zoo: seconds after which no new cell begins (exit code 3)."),
     ] = None,
     suite: Annotated[
         Path | None,
@@ -75,20 +105,36 @@ def model(
 ) -> None:
     """Train a model, or run inference, in bf16 and FP8, and compare throughput and quality.
 
+    With zoo, print one table of the dense parts of public models: step times of torch's bf16 over
+    those after `lokakern.convert` by the budget, in CUDA graphs of compiled steps, compiled without
+    graphs, and eager.
+
     Nothing is stored in a database. Times on a CPU say nothing about a GPU.
     """
     from lokakern.bench.models.arms import Setting, arms_named
     from lokakern.bench.models.catalog import CATALOG, config_named
     from lokakern.bench.models.comparison import compare, rows_of, write_suite
     from lokakern.bench.models.learning import save_curves
+    from lokakern.bench.models.zoo.catalog import ZOO
     from lokakern.measure.time_problem import torch_device
     from lokakern.render import terminal
 
+    device = torch.device(torch_device())
+    is_zoo = name == ALL or name in ZOO
+    _check_options(context, NOT_OF_ZOO if is_zoo else OF_ZOO, is_zoo)
+    if is_zoo:
+        models = tuple(ZOO) if name == ALL else (name,)
+        with reading(db):
+            print_zoo(
+                models, numbers(batches), words(modes), device, budget, training=training, out=out,
+                time_limit_s=time_limit, how=how, quiet=quiet,
+            )  # fmt: skip
+        return
     config = config_named(name, size, most_rows)
     entry = CATALOG[name]
     setting = Setting(
-        name, size or entry.default_size, config, batch or entry.samples, training,
-        torch.device(torch_device()), budget,
+        name, size or entry.default_size, config, batch or entry.samples, training is not False,
+        device, budget,
     )  # fmt: skip
     if suite is not None:
         print(f"{suite}: {write_suite(setting, suite)} different layers")
@@ -98,7 +144,7 @@ def model(
             setting, arms_named(tuple(arm or ())), steps=steps, seeds=seeds, whole=whole,
             say=(lambda _text: None) if quiet else say,
         )  # fmt: skip
-    what = "training" if training else "inference"
+    what = "training" if setting.training else "inference"
     title = f"{name} {setting.size}, {what}, batch {setting.samples}, on {current_device().product}"
     if out is not None:
         runs = [run for result in found.results for run in result.runs]
@@ -114,6 +160,17 @@ def model(
     print(_bound_words(found))
     for result in found.results:
         _print_choices(result)
+
+
+def _check_options(context: typer.Context, refused: tuple[str, ...], is_zoo: bool) -> None:
+    for name in refused:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            hint = "; sweep --suite zoo measures its layers" if name == "suite" else ""
+            raise typer.BadParameter(
+                f"goes {'without' if is_zoo else 'with'} a model of the zoo{hint}",
+                param_hint=f"--{name.replace('_', '-')}",
+            )
 
 
 def _bound_words(found: Comparison) -> str:

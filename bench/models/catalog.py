@@ -8,6 +8,7 @@ from typing import Any
 
 from lokakern.bench.models import dhen, dlrm, interformer, wukong
 from lokakern.bench.models.blocks import ClickModel, Inputs
+from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.errors import UnknownNameError
 
 # Rows of all tables: at published sizes most models fit on no GPU, and a dense optimizer step on
@@ -45,7 +46,10 @@ def config_named(name: str, size: str | None = None, most_rows: int | None = Non
         UnknownNameError: The model or size is unknown.
     """
     if name not in CATALOG:
-        raise UnknownNameError(f"model {name!r} is unknown; expected one of {', '.join(CATALOG)}")
+        raise UnknownNameError(
+            f"model {name!r} is unknown; expected one of {', '.join(CATALOG)}; zoo, or one of its "
+            f"models: {', '.join(ZOO)}"
+        )
     entry = CATALOG[name]
     size = size or entry.default_size
     if size not in entry.sizes:

@@ -41,12 +41,13 @@ class Stepper:
     """An arm that is ready to be timed."""
 
     name: str  # the arm's name
-    replay: Callable[[], None]  # runs `BATCHES` steps
+    replay: Callable[[], None]  # runs the steps
     step: Callable[[], None]  # the same, never as a CUDA graph
     timer: str  # the clock
     note: str = ""  # why capturing a CUDA graph failed
     graph_breaks: int = 0  # graph breaks of the compilation
     peak_gib: float | None = None  # peak memory of a step with the arm's parameters; None on a CPU
+    steps: int = BATCHES  # number of steps of a replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
             step()
 
     found = Stepper(built.arm.name, replay, replay, EVENTS if on_gpu else HOST)
-    with _aside(on_gpu):
+    with aside(on_gpu):
         for _ in range(WARM_STEPS):
             replay()
     counters = torch._dynamo.utils.counters
@@ -104,12 +105,12 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
     if on_gpu:
         found.peak_gib = (torch.cuda.max_memory_allocated(setting.device) - before) / 2**30
         if built.arm.compiled:
-            _capture(found)
+            capture(found)
     return found
 
 
 @contextlib.contextmanager
-def _aside(on_gpu: bool) -> Iterator[None]:
+def aside(on_gpu: bool) -> Iterator[None]:
     """Run on a side stream, as the warm-up of a later capture requires."""
     if not on_gpu:
         yield
@@ -135,7 +136,7 @@ def _steps(
                 dense, *embedded = trainer.embed(batch)
             for x in embedded:
                 x.requires_grad_(x.is_floating_point())
-            return lambda: trainer.step([dense, *map(_sent, embedded)], batch.labels)
+            return lambda: trainer.step([dense, *map(sent, embedded)], batch.labels)
 
         return [train(batch) for batch in batches]
     predictor = built.predictor()
@@ -148,7 +149,8 @@ def _steps(
     return [predict(batch) for batch in batches]
 
 
-def _sent(x: Tensor) -> Tensor:
+def sent(x: Tensor) -> Tensor:
+    """An input whose gradient is computed and dropped, if it needs one."""
     return _Sent.apply(x) if x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
@@ -168,7 +170,11 @@ class _Sent(torch.autograd.Function):
         return None
 
 
-def _capture(found: Stepper) -> None:
+def capture(found: Stepper) -> None:
+    """Capture the replay in a CUDA graph; if that fails, the note says why.
+
+    `found.replay` and `found.timer` are those of the graph afterwards.
+    """
     # A graph has its own memory pool, so free that of the warm-up: Wukong M trains in 41 GiB at a
     # batch of 8192, which an arm would otherwise hold twice.
     gc.collect()
@@ -188,7 +194,7 @@ def race(baseline: Stepper, other: Stepper, device: torch.device) -> Pace:
     """Time an arm, or the baseline itself, against the baseline."""
     timing.warm(device)
     read_clock = timing.clock_reader(device)
-    once = max(_elapsed_us(s, device) for s in (baseline, other))
+    once = max(elapsed_us(s, device) for s in (baseline, other))
     counters = torch._dynamo.utils.counters["stats"]
     compiled = counters["unique_graphs"]
     rounds = int(min(MOST_ROUNDS, max(FEWEST_ROUNDS, RACE_SECONDS * 1e6 / (2 * once))))
@@ -200,7 +206,7 @@ def race(baseline: Stepper, other: Stepper, device: torch.device) -> Pace:
         order.shuffle(runners)
         seen: dict[str, float] = {}
         for name, runner in runners:
-            times[name].append(_elapsed_us(runner, device) / BATCHES)
+            times[name].append(elapsed_us(runner, device) / runner.steps)
             seen[name] = read_clock() or 0.0
         clocks.append((seen["baseline"], seen["other"]))
     kept = _steady(clocks)
@@ -214,7 +220,8 @@ def race(baseline: Stepper, other: Stepper, device: torch.device) -> Pace:
     )  # fmt: skip
 
 
-def _elapsed_us(runner: Stepper, device: torch.device) -> float:
+def elapsed_us(runner: Stepper, device: torch.device) -> float:
+    """Microseconds of a replay, the host's included."""
     if device.type != "cuda":
         begun = time.perf_counter_ns()
         runner.replay()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lokakern.registry.register import ANY, fp8_format
 from lokakern.types import GROUP, Device, Format, Granularity, Layout, Operand
-from lokakern.workloads import published_models
+from lokakern.workloads import published_models, zoo_layers
 from lokakern.workloads.gemm_cases import (
     LEFT_SCALES,
     dequantize_case,
@@ -171,6 +171,15 @@ def _lrm_backward(fp8: Format) -> Iterator[Case]:
                 yield main_grad_case(m, layer.n, layer.k, form, fp8)
 
 
+def _zoo(fp8: Format) -> Iterator[Case]:
+    for layer in zoo_layers.LAYERS:
+        for batch in zoo_layers.BATCHES:
+            m, n, k = batch * layer.per_sample, layer.n, layer.k
+            yield from whole_gemm_cases(m, n, k, layer.distribution, fp8)
+            yield from grad_input_cases(m, n, k, fp8)
+            yield grad_weight_case(m, n, k)
+
+
 # Projections to few outputs, bound by the bytes of a.
 NARROW_M = (131072, 327680)
 NARROW_N = (1, 8, 16, 24, 32, 64)
@@ -225,6 +234,7 @@ SUITES: dict[str, Suite] = {
         Suite("smoke", "one small GEMM at two m: seconds on a CPU", _smoke),
         Suite("anchors", "27 GEMM shapes measured against today's libraries", _anchors),
         Suite("lrm", "layers of published recommendation models", _lrm),
+        Suite("zoo", "layers of the models of `model zoo`, with gradients", _zoo),
         Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),

@@ -155,11 +155,11 @@ def test_a_step_trains_the_tables_only_if_they_are_part_of_it(training: bool, wh
 def test_gradients_of_given_embeddings_are_computed_and_dropped() -> None:
     x, dense = torch.ones(3, requires_grad=True), torch.ones(3)
     seen: list[torch.Tensor] = []
-    sent = throughput._sent(x)
+    sent = throughput.sent(x)
     sent.register_hook(seen.append)
     (sent * 2.0).sum().backward()
     assert seen[0].tolist() == [2.0] * 3 and x.grad is None
-    assert throughput._sent(dense) is dense
+    assert throughput.sent(dense) is dense
 
 
 def test_ratios_are_per_round_and_rounds_at_a_low_clock_are_void(
@@ -179,7 +179,7 @@ def test_ratios_are_per_round_and_rounds_at_a_low_clock_are_void(
         return clocks[(next(reads)) // 2]
 
     reads = itertools.count()
-    monkeypatch.setattr(throughput, "_elapsed_us", elapsed)
+    monkeypatch.setattr(throughput, "elapsed_us", elapsed)
     monkeypatch.setattr(throughput.timing, "clock_reader", lambda _device: read)
     monkeypatch.setattr(throughput, "MOST_ROUNDS", 6)
     monkeypatch.setattr(throughput, "FEWEST_ROUNDS", 6)

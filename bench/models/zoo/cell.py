@@ -1,0 +1,241 @@
+"""One cell of the zoo's table: a model at a batch size, converted, against itself in bfloat16.
+
+Both copies live in one process and their replays alternate, so that heating, throttling and the
+host's load affect both. A training step is a forward and a backward pass without an optimizer,
+whose time would be equal in both. Parameters and inputs are bfloat16.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lokakern.bench.fp8_gain.products import counted
+from lokakern.bench.models.throughput import (
+    BATCHES,
+    EVENTS,
+    GRAPH,
+    HOST,
+    WARM_STEPS,
+    Pace,
+    Stepper,
+    aside,
+    capture,
+    elapsed_us,
+    race,
+    sent,
+)
+from lokakern.bench.models.zoo.catalog import ZOO
+from lokakern.conversion.convert import Conversion, convert
+from lokakern.errors import DeviceLostError, MeasurementError, UnsupportedError
+from lokakern.measure.timing import GRAPH_US, status_and_reason
+from lokakern.nn.routed_matmul import kernel_at
+
+MODES = ("graph", "compiled", "eager")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is compared: a model, its batch size, and the step."""
+
+    model: str  # name in `ZOO`
+    batch: int  # rows of its inputs
+    training: bool  # whether a step is a training step or a prediction
+
+    @property
+    def step(self) -> str:
+        """The step in a word."""
+        return "train" if self.training else "infer"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The measurement of a cell in one mode; without times if it failed."""
+
+    model: str
+    batch: int
+    step: str  # "infer" or "train"
+    mode: str  # one of `MODES`
+    speedup: float | None = None  # median of bfloat16's time over the converted model's, by rounds
+    speedup_margin: float | None = None  # half of its 95 % interval
+    bf16_us: float | None = None  # median step in bfloat16
+    us: float | None = None  # median step of the converted model
+    rounds: int = 0  # rounds with a steady clock
+    timer: str = ""  # the clock
+    products: int | None = None  # products of the converted layers in a step
+    quantized: int | None = None  # of these with a quantizing kernel at this batch size
+    graph_breaks: int = 0  # of the compilation of both
+    recompiles: int = 0  # graphs compiled while the times were taken
+    error: str = ""  # why there are no times
+
+
+def measure(
+    cell: Cell,
+    modes: Sequence[str],
+    device: torch.device,
+    budget: float,
+) -> Iterator[Row]:
+    """Measure a cell, one row for each mode as soon as it is known.
+
+    An error of the model, its conversion or a mode becomes the error of rows.
+
+    Args:
+        cell: The model and its step.
+        modes: Some of `MODES`.
+        device: Where it runs.
+        budget: Largest accepted row error of a quantized product.
+
+    Raises:
+        DeviceLostError: The device is unusable, after the row of the mode that failed.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    about = functools.partial(Row, cell.model, cell.batch, cell.step)
+    try:
+        pair = _Pair(cell, device, budget)
+    except Exception as error:  # a model may need more memory than there is
+        reason = status_and_reason(error)[1]
+        for mode in modes:
+            yield about(mode, error=reason)
+        _check(device, reason)
+        return
+    for mode in modes:
+        try:
+            pace = pair.race(mode)
+        except Exception as error:  # a compiler or a library may raise anything
+            reason = status_and_reason(error)[1]
+            yield about(mode, products=pair.products, quantized=pair.quantized, error=reason)
+            _check(device, reason)
+            continue
+        yield about(
+            mode, pace.speedup, pace.speedup_margin, pace.baseline_us, pace.step_us, pace.rounds,
+            pace.timer, pair.products, pair.quantized, pace.graph_breaks, pace.recompiles,
+        )  # fmt: skip
+
+
+def free_memory() -> None:
+    """Drop compiled code and cached memory of the last cell."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _check(device: torch.device, reason: str) -> None:
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:  # the context keeps its error until the process ends
+        raise DeviceLostError(
+            f"the GPU cannot be used any more: {reason}; run the same command again: with --out it "
+            "continues after this cell"
+        ) from error
+
+
+class _Pair:
+    """A model in bfloat16 and a converted copy, with the same inputs."""
+
+    def __init__(self, cell: Cell, device: torch.device, budget: float) -> None:
+        self.cell, self.device = cell, device
+        self.models = [self._build() for _ in range(2)]
+        conversion = convert(self.models[1], budget, inference=not cell.training)
+        features = ZOO[cell.model].features
+        self.batches = [
+            [
+                feature.draw(cell.batch, seed).to(device)
+                .requires_grad_(cell.training and feature.is_learned)
+                for feature in features
+            ]
+            for seed in range(BATCHES)
+        ]  # fmt: skip
+        self.products, self.quantized, shape = self._products_of(conversion)
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.rand(shape, generator=generator).round().to(device)
+
+    def _build(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = ZOO[self.cell.model].build()
+        model = model.to(self.device, torch.bfloat16)
+        return model.train() if self.cell.training else model.eval().requires_grad_(False)
+
+    def _products_of(self, conversion: Conversion) -> tuple[int, int, torch.Size]:
+        """The number of products in a step, of quantized ones, and the shape of the logits."""
+        layers = {name: site.module for name, site in conversion.sites.items()}
+        with torch.no_grad(), counted(layers) as calls:
+            shape = self.models[1](*self.batches[0]).shape
+        products = quantized = 0
+        for (name, rows), count in calls.items():
+            routes = conversion.sites[name].routes
+            for route in routes if self.cell.training else routes[:1]:
+                products += count
+                quantized += count * bool(kernel_at(route.text, rows))
+        return products, quantized, shape
+
+    @functools.cached_property
+    def compiled(self) -> list[Any]:
+        # On a CPU it is only traced: CPU code of Inductor is no evidence for a GPU.
+        backend = "inductor" if self.device.type == "cuda" else "eager"
+        return [torch.compile(model, dynamic=False, backend=backend) for model in self.models]
+
+    def race(self, mode: str) -> Pace:
+        """Time both models in a mode against each other."""
+        if mode == MODES[0] and self.device.type != "cuda":
+            raise UnsupportedError(f"mode graph needs a GPU; found {self.device.type}")
+        plain = self._stepper(0, mode, 1)
+        # The first replay of a graph also uploads it.
+        once_us = min(elapsed_us(plain, self.device) for _ in range(2))
+        repeats = math.ceil(GRAPH_US / once_us)
+        if repeats > 1:
+            plain = self._stepper(0, mode, repeats)
+        return race(plain, self._stepper(1, mode, repeats), self.device)
+
+    def _stepper(self, which: int, mode: str, repeats: int) -> Stepper:
+        """One of the models, warm, with so many replays of all batches in one."""
+        model: Any = self.models[which] if mode == MODES[2] else self.compiled[which]
+        step = self._trained if self.cell.training else self._predicted
+        parameters = list(self.models[which].parameters())
+
+        def replay() -> None:
+            for _ in range(repeats):
+                for batch in self.batches:
+                    step(model, batch, parameters)
+
+        on_gpu = self.device.type == "cuda"
+        found = Stepper(
+            ("bf16", "converted")[which], replay, replay, EVENTS if on_gpu else HOST,
+            steps=BATCHES * repeats,
+        )  # fmt: skip
+        with aside(on_gpu):
+            for _ in range(WARM_STEPS):
+                replay()
+        found.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        if mode == MODES[0]:
+            capture(found)
+            if found.timer != GRAPH:
+                raise MeasurementError(f"{found.name}: {found.note}")
+        return found
+
+    @torch.no_grad()
+    def _predicted(
+        self, model: Any, batch: Sequence[Tensor], _parameters: Sequence[nn.Parameter]
+    ) -> None:
+        model(*batch)
+
+    def _trained(
+        self, model: Any, batch: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    ) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        logits = model(*map(sent, batch))
+        loss = F.binary_cross_entropy_with_logits(logits.float(), self.labels)
+        loss.backward()  # type: ignore[no-untyped-call]
