@@ -234,6 +234,26 @@ def _accuracy_epilogue(problem: Problem) -> str:
     return str(NormForm(form.norm, last=form.last if form.last in ACTIVATIONS else "none"))
 
 
+PADDED = "torch.bf16_padded"
+_PADDED_TO = 8  # elements of 16 bits: rows of 16 bytes
+
+
+def padded_sizes(problem: Problem) -> tuple[int, int, int]:
+    """m, n and k of a GEMM that `PADDED` computes: multiples of 8 along contiguous axes."""
+
+    def up(size: int, least: int = 2) -> int:
+        return size if size < least else -(-size // _PADDED_TO) * _PADDED_TO
+
+    m, n, k = problem.m, problem.n, problem.k
+    is_along_m = problem.a.layout is Layout.COLUMN
+    is_along_k = (
+        not is_along_m
+        or problem.prepared
+        or (problem.b is not None and problem.b.layout is Layout.COLUMN)
+    )
+    return up(m) if is_along_m else m, up(n), up(k, 1) if is_along_k else k
+
+
 def baseline_name(problem: Problem) -> str | None:
     """The unquantized kernel that is legal whatever the budget; None for ops without one.
 

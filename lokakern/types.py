@@ -318,4 +318,7 @@ def _budget_of(limits: dict[str, float]) -> ErrorBudget:
 
 # The default error of a kernel is the worst on these, see lokakern.workloads.distributions.
 REALISTIC_DISTRIBUTIONS = tuple(f"X{i}" for i in (*range(1, 11), 12, 13, 14))
-REGIMES = ("graph-cold", "graph-hot", "eager")
+REGIMES = ("graph-cold", "graph-hot", "eager")  # of timings
+# Of choices in a model that torch.compile compiles: timed as the default regime of the device, but
+# for padding of activations, which the compiler does in the kernels that write them.
+COMPILED = "compiled"

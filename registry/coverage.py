@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lokakern.registry.staleness import is_current
-from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
+from lokakern.registry.unmeasured import NEW_KERNELS, NEW_OPS, UNMEASURED
 
 if TYPE_CHECKING:
     from lokakern.registry.register import Kernel
@@ -64,8 +64,8 @@ def missing_evidence(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Gap]:
 
     Needed are a timing and a test result that are "ok", and no timing that was wrong or crashed, on
     each architecture that is not `compile_only` or `unmeasured` with a reason; where it is said in
-    `registry/unmeasured.py`, a test result only, and neither of an op that is new. A kernel for any
-    architecture claims those of all GPUs in the facts.
+    `registry/unmeasured.py`, a test result only, and neither of a kernel or an op that is new. A
+    kernel for any architecture claims those of all GPUs in the facts.
     """
     rows = _Rows(facts)
     return [
@@ -85,7 +85,8 @@ def _is_excused(kernel: Kernel, architecture: str, table: str, verdict: _Verdict
     if verdict.state != "none":  # stale, wrong or crashed
         return False
     untimed = table == "timing" and (kernel.name, architecture) in UNMEASURED
-    return untimed or (kernel.op, architecture) in NEW_OPS
+    is_new = (kernel.name, architecture) in NEW_KERNELS or (kernel.op, architecture) in NEW_OPS
+    return untimed or is_new
 
 
 def coverage_of(facts: Snapshot, kernels: Iterable[Kernel]) -> list[Coverage]:
@@ -172,6 +173,7 @@ class _Rows:
             return "compile_only", kernel.compile_only[architecture]
         declared = kernel.unmeasured.get(architecture)
         declared = declared or UNMEASURED.get((kernel.name, architecture))
+        declared = declared or NEW_KERNELS.get((kernel.name, architecture))
         declared = declared or NEW_OPS.get((kernel.op, architecture))
         if declared:
             return "unmeasured", declared

@@ -77,12 +77,12 @@ def _why_not_lent(problem: Problem) -> str | None:
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A library's function on the device of what it is given, whichever is the current one."""
+    """A foreign function on the device of what it is given, whichever is the current one."""
 
     @functools.wraps(function)
     def call(first: Any, *rest: Any) -> Any:
         if jit.recorder is not None:
-            jit.recorder.refuse("calls a library")
+            jit.recorder.refuse("calls a kernel of a library or a user")
         device = getattr(first, "device", None)  # slices of a have none of their own
         if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(first, *rest)
@@ -161,6 +161,7 @@ class Kernel:
         k_slices: Whether it takes a as slices along k.
         batch_invariant: Whether the bits of an output row depend neither on the other rows nor on
             how many there are, if `Epilogue` asks for that.
+        pads: Whether it pads operands, so that their rows are 16-byte aligned.
         quantized_as: How a library's own quantizers round, where that is not `numerics.quantize`:
             from "x" (rows of a) or "w" (columns of b, as rows) and the operand ``[rows, k]`` to
             what they make of it. Its `accumulation` names the library then, because its errors are
@@ -189,6 +190,7 @@ class Kernel:
     accumulates: bool = False
     k_slices: bool = False
     batch_invariant: bool = False
+    pads: bool = False
     library: str = ""
     quantized_as: QuantizedAs | None = None
 
@@ -260,7 +262,7 @@ class Kernel:
         bound = self.odd_kernel_err_bound
         if bound is None or problem.b is None:
             return self.kernel_err_bound
-        aligned = problem.n % 8 == 0 and problem.k % 8 == 0
+        aligned = self.pads or (problem.n % 8 == 0 and problem.k % 8 == 0)
         whole = aligned and problem.k < SPLIT_K and problem.batch == 1
         return self.kernel_err_bound if whole else 2 * bound
 
@@ -320,6 +322,7 @@ def register(
     accumulates: bool = False,
     k_slices: bool = False,
     batch_invariant: bool = False,
+    pads: bool = False,
     quantized_as: QuantizedAs | None = None,
 ) -> Callable[[Launcher], Launcher]:
     """Enter a launcher into the registry: tested, swept and dispatchable from then on.
@@ -339,7 +342,9 @@ def register(
     def enter(launch: Launcher) -> Launcher:
         function = launch.func if isinstance(launch, functools.partial) else launch
         path, language, library = _origin_of(function.__module__)
-        guard = _on_its_device if library is not None else _as_it_is
+        # Other code may launch in ways of which lokakern.jit tells nobody.
+        is_own = library is None and function.__module__.startswith("lokakern.kernels.")
+        guard = _as_it_is if is_own else _on_its_device
         add(
             Kernel(
                 name=f"{language}.{name or function.__name__}",
@@ -364,6 +369,7 @@ def register(
                 accumulates=accumulates,
                 k_slices=k_slices,
                 batch_invariant=batch_invariant,
+                pads=pads,
                 quantized_as=quantized_as,
             )
         )

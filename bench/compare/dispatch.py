@@ -23,10 +23,9 @@ from lokakern.bench.compare.race import (
     run,
     shape_of,
 )
-from lokakern.bench.fp8_gain.gain import time_us
 from lokakern.device import current_device
 from lokakern.errors import MeasurementError
-from lokakern.problems import baseline_name
+from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernel_named
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice
@@ -202,9 +201,9 @@ def _held_out_row(row: Row, promised: float | None) -> HeldOutRow:
 
 
 def _promise(choice: Choice) -> float | None:
-    """The speedup over the unquantized kernel by the times of the database."""
-    plain = time_us(choice.table, choice.table.baseline, choice.m)
-    return plain / choice.latency_us if plain and choice.latency_us else None
+    """The speedup over the fastest unquantized kernel by the times of the database."""
+    plain = choice.table.plain_at(choice.m)
+    return plain.latency_us / choice.latency_us if plain and choice.latency_us else None
 
 
 def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
@@ -254,7 +253,7 @@ def _entrants(
     case: Case, choice: Choice, baselines: Sequence[str], others: Sequence[Kernel]
 ) -> list[Entrant]:
     """Dispatch's choice and the baselines that take the problem, then other kernels."""
-    base = baseline_name(case.problem)
+    base = choice.table.plain_name_at(choice.m) or baseline_name(case.problem)
     kernels = {name: base if name == UNQUANTIZED else name for name in baselines}
     runnable = {kernel.name: kernel for kernel in candidates(case.problem, current_device())}
     named = {name: runnable[kernel] for name, kernel in kernels.items() if kernel in runnable}
@@ -278,8 +277,8 @@ def _row(
     margin = {e.kernel: e.margin_us for e in entries if e.margin_us is not None}
     quantized = [x for x in us if kernels[x].name in admissible and kernels[x].quantizes]
     best = min(quantized, key=us.__getitem__, default="")
-    named, base = (DISPATCH, *baselines), baseline_name(problem)
-    plain = next((name for name in named if name in us and kernels[name].name == base), "")
+    named = (DISPATCH, *baselines)
+    plain = next((name for name in named if name in us and not kernels[name].quantizes), "")
     timed = [name for name in baselines if name in us and DISPATCH in us]
     return Row(
         **shape_of(problem, groups),
@@ -412,10 +411,10 @@ def _sides(problem: Problem, chosen: str, libraries: Sequence[str]) -> list[Side
 
     A library that even by a lower bound is behind the unquantized kernel needs no time.
     """
-    base = baseline_name(problem)
+    plain = (baseline_name(problem), PADDED)
 
     def is_among(entrant: Entrant, library: str) -> bool:
-        return entrant.name == base or owner_of(entrant.kernel) == library
+        return entrant.name in plain or owner_of(entrant.kernel) == library
 
     return [
         *RIVALS,
@@ -432,15 +431,15 @@ def row_of(
     groups: Sequence[Condition] = (),
 ) -> LibraryRow:
     """The row of one shape, by the race of all forms; the problem is in the form of dispatch."""
-    base = baseline_name(problem)  # it runs once, at any of the forms
+    plain = (baseline_name(problem), PADDED)  # they run once, at any of the forms
     us = {entry: entry.latency_us for entry in entries if entry.latency_us is not None}
-    own_form = (e for e in us if chosen == base or e.problem == str(problem))
+    own_form = (e for e in us if chosen in plain or e.problem == str(problem))
     dispatch_us = min((us[e] for e in own_form if e.kernel == chosen), default=None)
     alone: dict[str, Entry] = {}
     fp8_us: dict[str, float] = {}
-    unquantized = [entry for entry in us if entry.kernel == base]
+    unquantized = [entry for entry in us if entry.kernel in plain]
     for library in libraries if unquantized else ():
-        own = [e for e in us if e.kernel != base and owner_of(KERNELS[e.kernel]) == library]
+        own = [e for e in us if e.kernel not in plain and owner_of(KERNELS[e.kernel]) == library]
         alone[library] = min((*own, *unquantized), key=us.__getitem__)
         fp8_us[library] = min(us[entry] for entry in own or unquantized)
 

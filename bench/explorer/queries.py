@@ -30,6 +30,12 @@ timed AS (
   WHERE timing.status = 'ok' AND (:device = '' OR device.product = :device)
   GROUP BY kernel.name, device.id, timing.problem, timing.regime
 )"""
+# The fastest unquantized kernel at each problem.
+_PLAIN = """\
+plain AS (
+  SELECT device_id, problem, regime, min(us) AS us FROM timed
+  WHERE kernel IN ('torch.bf16', 'torch.bf16_padded') GROUP BY device_id, problem, regime
+)"""
 _SHAPE = "m, n, k, prepared, epilogue"
 _DETAILS = "problem.a, problem.b, problem.out_format, device, regime"
 _SIZES = """\
@@ -58,7 +64,7 @@ QUESTIONS = {
         "the kernel's arithmetic at the same n and k. Defaults: a budget of 0.06, any device, m, n "
         "and k.",
         f"""\
-WITH {_TIMED}, bound AS (
+WITH {_TIMED}, {_PLAIN}, bound AS (
   SELECT kernel.granularity, kernel.b_granularity, kernel.accumulation, architecture, n, k,
          out_format, max(row_err_upper) AS row_err
   FROM accuracy JOIN kernel ON kernel.id = accuracy.kernel
@@ -73,9 +79,9 @@ SELECT {_SHAPE}, timed.kernel, plain.us / min(timed.us) AS x_bf16, timed.us,
        plain.us AS bf16_us, row_err, {_DETAILS}
 FROM timed JOIN problem ON problem.id = timed.problem
 LEFT JOIN bound USING (granularity, b_granularity, accumulation, architecture, n, k, out_format)
-JOIN timed AS plain USING (device_id, device, problem, regime)
-WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16'
-  AND (timed.kernel = 'torch.bf16'
+JOIN plain USING (device_id, problem, regime)
+WHERE problem.op = 'gemm'
+  AND (timed.kernel IN ('torch.bf16', 'torch.bf16_padded')
        OR row_err <= coalesce(nullif(:budget, ''), 0.06) + 0.0)
 {_SIZES}
 GROUP BY device_id, regime, problem.id
@@ -86,12 +92,12 @@ ORDER BY x_bf16 DESC, n, k, m""",
         "Products for which bfloat16 is faster than every quantizing kernel of any error, greatest "
         "loss first. Defaults: any device, m, n and k.",
         f"""\
-WITH {_TIMED}
+WITH {_TIMED}, {_PLAIN}
 SELECT {_SHAPE}, timed.kernel AS fastest_fp8, min(timed.us) / plain.us AS times_as_long,
        timed.us AS fp8_us, plain.us AS bf16_us, {_DETAILS}
 FROM timed JOIN problem ON problem.id = timed.problem
-JOIN timed AS plain USING (device_id, device, problem, regime)
-WHERE problem.op = 'gemm' AND plain.kernel = 'torch.bf16' AND timed.granularity <> 'none'
+JOIN plain USING (device_id, problem, regime)
+WHERE problem.op = 'gemm' AND timed.granularity <> 'none'
 {_SIZES}
 GROUP BY device_id, regime, problem.id
 HAVING times_as_long > 1

@@ -195,7 +195,8 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
 
 
 def _quantizes(choice: Choice) -> bool:
-    return choice.kernel != choice.table.baseline
+    chosen = choice.pick.candidate
+    return chosen is not None and not chosen.unquantized
 
 
 def time_us(table: Table, name: str | None, m: int) -> float | None:
@@ -205,10 +206,11 @@ def time_us(table: Table, name: str | None, m: int) -> float | None:
 
 
 def _bf16_us(choice: Choice) -> float | None:
-    """Time of the unquantized kernel, if dispatch has an answer."""
+    """Time of the fastest unquantized kernel, if dispatch has an answer."""
     if choice.is_miss or choice.latency_us is None:
         return None
-    return time_us(choice.table, choice.table.baseline, choice.m)
+    plain = choice.table.plain_at(choice.m)
+    return None if plain is None else plain.latency_us
 
 
 def _why_quantized(choice: Choice) -> str:

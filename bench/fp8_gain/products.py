@@ -188,8 +188,13 @@ EXPECTED = (
 )
 
 
-def factory_named(spec: str) -> Callable[[], Any]:
+def factory_named(spec: str, what: str = "--model", expected: str = EXPECTED) -> Callable[[], Any]:
     """Import the function named ``package.module:factory``.
+
+    Args:
+        spec: The name.
+        what: The argument that names it, for errors.
+        expected: What it should be, for errors.
 
     Raises:
         UnknownNameError: The module or function is missing.
@@ -197,37 +202,37 @@ def factory_named(spec: str) -> Callable[[], Any]:
     """
     module_name, colon, name = spec.partition(":")
     if not (module_name and colon and name):
-        raise UnknownNameError(f"--model is {spec!r}; expected package.module:factory, {EXPECTED}")
+        raise UnknownNameError(f"{what} is {spec!r}; expected package.module:factory, {expected}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = "" if error.name == module_name else f" needs {error.name!r}, which"
         raise UnknownNameError(
-            f"--model: {module_name!r}{missing} was not found; run this in the folder that holds "
+            f"{what}: {module_name!r}{missing} was not found; run this in the folder that holds "
             "it, set PYTHONPATH, or install it"
         ) from None
     except Exception as error:
         raise UnsupportedError(
-            f"--model: importing {module_name!r} raised {_words(error)}"
+            f"{what}: importing {module_name!r} raised {_words(error)}"
         ) from error
     found = getattr(module, name, None)
     if found is None:
         known = [n for n, value in vars(module).items()
                  if inspect.isfunction(value) and value.__module__ == module_name]  # fmt: skip
         raise UnknownNameError(
-            f"--model: {module_name!r} has no {name!r}; it has {', '.join(known) or 'no functions'}"
+            f"{what}: {module_name!r} has no {name!r}; it has {', '.join(known) or 'no functions'}"
         )
     if isinstance(found, nn.Module):
         return lambda: found
     if not callable(found):
         raise UnsupportedError(
-            f"--model: {spec} is of type {type(found).__name__}, which cannot be called; expected "
-            f"{EXPECTED}"
+            f"{what}: {spec} is of type {type(found).__name__}, which cannot be called; expected "
+            f"{expected}"
         )
     try:
         inspect.signature(found).bind()
     except TypeError as error:
-        raise UnsupportedError(f"--model: {spec} cannot be called: {error}; expected {EXPECTED}"
+        raise UnsupportedError(f"{what}: {spec} cannot be called: {error}; expected {expected}"
                                ) from None  # fmt: skip
     except ValueError:  # a builtin without a signature
         pass

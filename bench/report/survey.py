@@ -157,13 +157,12 @@ def _us(value: float) -> float:
 
 def _baseline_times(table: LooseTable, problems: Iterable[Problem]) -> dict[Problem, float]:
     base = next((c for c in table.candidates if c.name == table.baseline), None)
-    if base is None:
-        return {}
-    return {p: base.times[p.m].latency_us for p in problems if p.m in base.times}
+    times = {p: table.plain_at(p.m) for p in problems if base is not None and p.m in base.times}
+    return {p: time.latency_us for p, time in times.items() if time is not None}
 
 
 def _plain_us(problem: Problem, plain: dict[Problem, float]) -> float | None:
-    """Time of the unquantized kernel at the problem in microseconds, as in `explain`.
+    """Time of the fastest unquantized kernel at the problem in microseconds, as in `explain`.
 
     For quantized operands it is the time of the same product in bfloat16.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from lokakern.errors import FormatError, ShapeError
 from lokakern.functional.checks import check_matrix, operand_of
 from lokakern.functional.quantize import quantize
-from lokakern.problems import make_problem
+from lokakern.problems import PADDED, make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of, m_range_of
@@ -43,8 +44,8 @@ def prepare_weight(
 
     The candidates are tensorwise, rowwise and 128x128 scales. The winner has the least geometric
     mean of the times of `dispatch`'s choices at measured m in the range. The weight stays
-    unquantized where FP8 is not faster. The result refers to ``w``, but later changes of ``w`` have
-    no effect.
+    unquantized where FP8 is not faster. Where unquantized rows are padded, a padded copy is made.
+    The result refers to ``w``, but later changes of ``w`` have no effect.
 
     Args:
         w: ``[n, k]``, as in a linear layer, bfloat16 or float32, row-major.
@@ -77,10 +78,37 @@ def prepare_weight(
     held = dispatcher.choices()
     form = _fastest_form(asked, device, names) if held is None else held.form(asked, device)
     CHOSEN_FORMS[device, asked] = form
+    padded = None
+    if _is_padded(asked, form, device, names):
+        from lokakern.kernels.torch.matmul_padded import pad_weight  # lazily: a module of kernels
+
+        padded = pad_weight(w.detach())
     if form is Granularity.NONE:
-        return QuantizedTensor(w, None, form, True, None, limits)
+        return QuantizedTensor(w, None, form, True, None, limits, padded)
     quantized = quantize(w.detach(), form, out_format=fp8_format(device))
-    return QuantizedTensor(quantized.data, quantized.scale, form, True, w, limits)
+    return QuantizedTensor(quantized.data, quantized.scale, form, True, w, limits, padded)
+
+
+def _is_padded(
+    asked: Weight, form: Granularity, device: Device, distributions: tuple[str, ...] | None
+) -> bool:
+    """Whether a kernel that pads the unquantized weight is chosen somewhere in the range."""
+    problem = _problem(asked)
+    if form is not Granularity.NONE:
+        problem = with_weight(problem, form, device)
+    sizes = (asked.least_m, asked.largest_m)
+    tables = [
+        dispatcher.table_for(
+            replace(problem, m=m), asked.budget, distributions, device, is_choice=False
+        )
+        for m in sizes
+    ]
+    starts = {m for table in tables for m in table.breakpoints if sizes[0] < m <= sizes[1]}
+    return any(
+        table.winners[bisect_right(table.breakpoints, m) - 1] == PADDED
+        for table in tables
+        for m in (*sizes, *starts)
+    )
 
 
 def _fastest_form(
@@ -88,8 +116,7 @@ def _fastest_form(
 ) -> Granularity:
     """The fastest granularity; NONE where the unquantized kernel is fastest."""
     best = (0.0, "", Granularity.NONE)
-    a = Operand(asked.format, alignment=alignment_of(asked.k * asked.format.dtype.itemsize))
-    plain = make_problem("gemm", (asked.least_m, asked.n, asked.k), a=a)
+    plain = _problem(asked)
     for granularity in FORMS:
         problem = with_weight(plain, granularity, device)
         gain = _mean_log_gain(problem, asked, device, distributions)
@@ -97,10 +124,16 @@ def _fastest_form(
     return best[2]
 
 
+def _problem(asked: Weight) -> Problem:
+    """The product with the unquantized weight, at the least m."""
+    a = Operand(asked.format, alignment=alignment_of(asked.k * asked.format.dtype.itemsize))
+    return make_problem("gemm", (asked.least_m, asked.n, asked.k), a=a)
+
+
 def _mean_log_gain(
     problem: Problem, asked: Weight, device: Device, distributions: tuple[str, ...] | None
 ) -> float:
-    """Mean of log(time chosen / time unquantized) over the range's ends and measured m."""
+    """Mean of log(time chosen / least time unquantized) over the range's ends and measured m."""
 
     def table_at(m: int) -> Table:
         return dispatcher.table_for(
@@ -113,8 +146,7 @@ def _mean_log_gain(
     total = 0.0
     for m in sizes:
         pick = table_at(m).pick(m)
-        base = next((c for c in table.candidates if c.name == table.baseline), None)
-        base_time = base.time_at(m) if base else None
-        if pick.time is not None and base_time is not None:
-            total += math.log(pick.time.latency_us / base_time[0].latency_us)
+        plain = table.plain_at(m)
+        if pick.time is not None and plain is not None:
+            total += math.log(pick.time.latency_us / plain.latency_us)
     return total / len(sizes)

@@ -19,7 +19,7 @@ from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
 from lokakern.selection.candidates import Time
 from lokakern.selection.dispatcher import device_named, table_for
 from lokakern.selection.ties import within_noise
-from lokakern.types import Device, ErrorBudget, Granularity, Problem
+from lokakern.types import COMPILED, Device, ErrorBudget, Granularity, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
 LIMITS = ("row_err", "row_p99", "mean_shift")
@@ -146,7 +146,8 @@ class _Times:
         self.fastest: dict[str, tuple[str, Time]] = {}
         if device is None:
             return
-        for candidate in table_for(problem, None, None, device, is_choice=False).candidates:
+        table = table_for(problem, None, None, device, COMPILED, is_choice=False)
+        for candidate in table.candidates:
             timed = candidate.time_at(problem.m)
             kernel = candidate.kernel
             if timed is None or kernel is None:
@@ -159,6 +160,8 @@ class _Times:
             way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
             if way not in self.fastest or time.latency_us < self.fastest[way][1].latency_us:
                 self.fastest[way] = (candidate.name, time)
+        if table.lacks_padded(problem.m):
+            self.bf16 = None  # that of unaligned rows is no measure of a gain
 
     def speed(self, ours: Time) -> str:
         plain = self.bf16

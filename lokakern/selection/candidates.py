@@ -68,6 +68,7 @@ class Candidate:
     failed_here: frozenset[int] = frozenset()  # the m in `failed` that rest on verified rows
     errors_of_n: int = 0  # the n of the errors, if it is another
     set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
+    estimated: str = ""  # what the times are made of, if the kernel itself was not timed
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """The time at m and whether it is interpolated; None outside the measured range.

@@ -98,6 +98,7 @@ class Choice:
         how = "not measured" if table.origin is None or pick.note else "frozen"
         if pick.time is not None:
             kind = "interpolated" if pick.interpolated else "measured"
+            kind = "estimated" if pick.candidate and pick.candidate.estimated else kind
             runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
             facts = [kind, runs, table.regime]
             facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
@@ -107,6 +108,8 @@ class Choice:
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
             lines.append(f"  miss: {pick.note}")
+        if pick.candidate and pick.candidate.estimated:
+            lines.append(f"  time: {pick.candidate.estimated}; the kernel itself was not measured")
         if table.origin is not None:
             lines.append(f"  answers are those of {table.origin}")
         if pick.tied:

@@ -26,9 +26,11 @@ from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen.lookup import Choices, Weight
 from lokakern.selection.measured_neighbors import measured_instead, sizes_of
+from lokakern.selection.padded_rows import with_padded_rows
 from lokakern.selection.table import LooseTable, Table
 from lokakern.selection.weight_forms import FORMS, with_weight
 from lokakern.types import (
+    COMPILED,
     REALISTIC_DISTRIBUTIONS,
     REGIMES,
     Device,
@@ -205,7 +207,8 @@ def dispatch(
         device: A product such as "NVIDIA H200", a `torch.device` that is present, or a `Device`;
             None means the local one.
         regime: "graph-cold", "graph-hot" or "eager"; None means graph-cold on GPUs and eager on
-            CPUs, which have no graphs.
+            CPUs, which have no graphs. "compiled" is for a product in a compiled model: times of
+            the default regime, and rows of activations are padded at no cost.
         problem: Fields of `Problem` that differ from their defaults, such as ``prepared=True`` or
             ``epilogue="bias"``.
 
@@ -325,7 +328,7 @@ def table_for(
     """
     global _FORGOTTEN
     m_alignment = alignment_of(problem.m)
-    _check_regime(regime)
+    check_regime(regime)
     device = device_named(device)
     key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs)
     with _LOCK:
@@ -361,7 +364,7 @@ def loose_table(
             f"answers are those of {held}, which has no times and errors; unset "
             "LOKAKERN_CHOICES to read databases"
         )
-    _check_regime(regime)
+    check_regime(regime)
     target = device_named(device)
     found = _build(problem, None, None, target, regime, frozenset(), LooseTable, memory)
     assert isinstance(found, LooseTable)
@@ -380,11 +383,11 @@ def default_regime(device: Device) -> str:
     return "graph-cold" if device.is_gpu else "eager"
 
 
-def _check_regime(regime: str | None) -> None:
-    if regime is not None and not (isinstance(regime, str) and regime in REGIMES):
-        raise UnknownNameError(
-            f"regime {regime!r} is unknown; expected one of {', '.join(REGIMES)}"
-        )
+def check_regime(regime: str | None) -> None:
+    """Raise an `UnknownNameError` for what is no regime of choices."""
+    known = (*REGIMES, COMPILED)
+    if regime is not None and not (isinstance(regime, str) and regime in known):
+        raise UnknownNameError(f"regime {regime!r} is unknown; expected one of {', '.join(known)}")
 
 
 def _build(
@@ -422,7 +425,8 @@ def _build(
                     f"expected one of {', '.join(sorted(known))}"
                 )
     cells: dict[str, list[TimingCell]] = {}
-    for cell in facts.timing_cells(target, family_key(problem), regime):
+    timed = default_regime(target) if regime == COMPILED else regime
+    for cell in facts.timing_cells(target, family_key(problem), timed):
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
     candidates: list[Candidate] = []
@@ -443,10 +447,15 @@ def _build(
             candidates.append(found)
     instead = ""
     if not candidates:
-        instead = measured_instead(facts, problem, target, regime)
+        instead = measured_instead(facts, problem, target, timed)
         if cells:
             reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
             instead = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}"
+    candidates, padded = with_padded_rows(
+        problem, candidates, evidence, timed, is_compiled=regime == COMPILED
+    )
+    names = {candidate.name for candidate in candidates}
+    rejected = [(name, why) for name, why in rejected if name not in names]
     return kind(
         problem=problem,
         device=target,
@@ -458,4 +467,5 @@ def _build(
         callable_here=local,
         needs=needs,
         instead=instead,
+        padded=padded,
     )

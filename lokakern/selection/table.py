@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from lokakern.problems import baseline_name
+from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
@@ -81,6 +81,7 @@ class Table:
     kernels: list[Kernel | None] = field(default_factory=list)
     misses: list[bool] = field(default_factory=list)
     instead: str = ""  # without candidates: what was measured for the same sizes
+    padded: str = ""  # sizes with which rows are aligned, if they are not
     origin: Origin | None = None  # None if it was computed from databases
     is_choice: bool = False  # whether a kernel was chosen by it, so that `freeze` writes it
     watch: Watch | None = None  # checks the products of `gemm`
@@ -165,14 +166,23 @@ class Table:
                 note = f"not even {self.baseline} takes it: {reason}"
                 return Pick(None, note=note, rejected=tuple(rejected))
             return Pick(base, note=self._miss_words(m), rejected=tuple(rejected))
+        if self.lacks_padded(m):
+            reason = (
+                f"bf16 of rows padded to {self.padded} was not measured; bf16 of unaligned rows is "
+                "slow, and no measure of a gain"
+            )
+            rejected += [(x.candidate.name, reason) for x in timed if not x.candidate.unquantized]
+            timed = [x for x in timed if x.candidate.unquantized]
         if not timed:
             return self._default(m, problem, rejected)
         limit = next(iter(self.budget.limits)) if self.budget else "row_err"
-        chosen, tied = break_tie(timed, self.baseline, limit)
+        chosen, tied = break_tie(timed, limit)
         for other in timed:
             if other is not chosen:
                 words = "tied, larger error or later name" if other in tied else "slower"
-                rejected.append((other.candidate.name, f"{words}: {_us_words(other.time)}"))
+                words += f": {_us_words(other.time)}"
+                words += ", estimated" if other.candidate.estimated else ""
+                rejected.append((other.candidate.name, words))
         names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
         return Pick(*chosen, names, tuple(rejected))
 
@@ -193,8 +203,8 @@ class Table:
         refusal = self._refusal(candidate, problem)
         if refusal is not None:
             return refusal
-        if candidate.name == self.baseline or (candidate.unquantized and problem.op == "gemm_norm"):
-            return None  # every unquantized kernel with a norm is legal
+        if candidate.name == self.baseline or candidate.unquantized:
+            return None  # every unquantized kernel is legal
         if self.budget is None:
             return "no budget: only unquantized kernels" if self.baseline else None
         error = candidate.errors
@@ -224,11 +234,28 @@ class Table:
     def _base(self) -> Candidate | None:
         return next((c for c in self.candidates if c.name == self.baseline), None)
 
+    def lacks_padded(self, m: int) -> bool:
+        """Whether rows are unaligned, and the time of bf16 with padded rows is unknown."""
+        return bool(self.padded) and not any(
+            c.name == PADDED and c.time_at(m) is not None for c in self.candidates
+        )
+
+    def plain_at(self, m: int) -> Time | None:
+        """The time of the fastest unquantized kernel at m; None if unknown."""
+        return min(self._plain_times(m), key=lambda pair: pair[0].latency_us, default=(None, ""))[0]
+
+    def plain_name_at(self, m: int) -> str:
+        """The fastest unquantized kernel at m; "" if unknown."""
+        return min(self._plain_times(m), key=lambda pair: pair[0].latency_us, default=(None, ""))[1]
+
+    def _plain_times(self, m: int) -> list[tuple[Time, str]]:
+        found = ((c, c.time_at(m)) for c in self.candidates if c.unquantized)
+        return [(timed[0], c.name) for c, timed in found if timed is not None]
+
     def _is_behind(self, time: Time, m: int) -> bool:
-        """Whether the unquantized kernel is faster, so that the error does not matter."""
-        base = self._base()
-        found = base.time_at(m) if base is not None else None
-        return found is not None and time.latency_us > found[0].latency_us
+        """Whether an unquantized kernel is faster, so that the error does not matter."""
+        plain = self.plain_at(m)
+        return plain is not None and time.latency_us > plain.latency_us
 
     def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
         """The choice if no timed kernel is legal: the most accurate one, else one that supports it.

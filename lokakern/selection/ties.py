@@ -2,7 +2,7 @@
 
 Times within 3 % are ties, and times within their noise are, up to 5 %. A tie goes to the
 unquantized kernel, then to the smaller error, then to the first name. A kernel that is slower than
-the baseline never ties with it.
+the fastest unquantized one never ties with it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,20 @@ class Timed(NamedTuple):
     interpolated: bool
 
 
-def break_tie(
-    timed: Sequence[Timed], baseline: str | None, limit: str
-) -> tuple[Timed, Sequence[Timed]]:
+def break_tie(timed: Sequence[Timed], limit: str) -> tuple[Timed, Sequence[Timed]]:
     """The chosen candidate, and all that tie with the fastest one, itself included.
 
     Args:
         timed: At least one.
-        baseline: Name of the unquantized kernel that is always legal, if there is one.
         limit: Name of the error that is compared.
     """
     best = min(timed, key=lambda x: (x.time.latency_us, x.candidate.name)).time
-    plain_us = next((x.time.latency_us for x in timed if x.candidate.name == baseline), math.inf)
+    plain_us = min((x.time.latency_us for x in timed if x.candidate.unquantized), default=math.inf)
     tied = [
         x
         for x in timed
         if within_noise(x.time.latency_us, x.time.margin_us, best.latency_us, best.margin_us)
-        and (x.candidate.name == baseline or x.time.latency_us <= plain_us)
+        and (x.candidate.unquantized or x.time.latency_us <= plain_us)
     ]
 
     def order(x: Timed) -> tuple[bool, float, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lokakern.measure.accuracy import Cell, NumericsClass, numerics_class
 from lokakern.measure.timing import DROP_FACTOR
-from lokakern.problems import baseline_name
+from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.registry.schema.records import DistributionRow
 from lokakern.registry.schema.row_keys import family_key, key_of
@@ -50,11 +50,11 @@ def needed_errors(
     for problem, here in times.items():
         base = baseline_name(problem)
         if base is not None and base in here:  # every faster one: the fastest may err too much
-            limit = (1 + TIE_CEILING) * here[base]
+            limit = (1 + TIE_CEILING) * min(here[name] for name in (base, PADDED) if name in here)
         else:
             limit = DROP_FACTOR * min(here.values())
         racing = [name for name, us in here.items() if us <= limit]
-        if racing != [base]:  # else there is no choice
+        if set(racing) - {base, PADDED}:  # else there is no choice of scales
             found |= {numerics_class(KERNELS[name], problem, device) for name in racing}
     return found
 

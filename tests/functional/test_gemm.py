@@ -527,6 +527,34 @@ def test_prepare_weight_chooses_the_fastest_granularity_over_the_range(tmp_path:
     assert not misses._COUNTS
 
 
+def test_prepare_weight_pads_once_where_padded_rows_are_chosen(tmp_path: Path) -> None:
+    x, w = operands(m=64, n=40, k=39)
+    device = device_of(x)
+    path = tmp_path / "rows.sqlite"
+    weight = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
+    fp8 = "torch.quantize_row+torch.emulated_row"
+    rows = []
+    for m, padded_us in ((64, 5.0), (1024, 30.0)):
+        plain = make_problem("gemm", (m, 40, 39))
+        prepared = make_problem("gemm", (m, 40, 39), b=weight, prepared=True)
+        rows += [(name, problem, us, error) for problem in (plain, prepared)
+                 for name, us, error in (("torch.bf16", 20.0, 0.003),
+                                         ("torch.bf16_padded", padded_us, 0.003))]  # fmt: skip
+        rows.append((fp8, prepared, 10.0, 0.04))
+    write(path, device, rows)
+    dispatcher.use_snapshot(load_snapshot([path]))
+    for m_range, form in (((64, 64), Granularity.NONE), ((64, 1024), Granularity.ROW)):
+        prepared_weight = lokakern.prepare_weight(w, 0.06, m_range)
+        assert prepared_weight.granularity is form and prepared_weight.padded is not None
+        assert prepared_weight.padded.shape == (40, 40)
+        y = lokakern.gemm(x, prepared_weight)
+        wide = torch.nn.functional.pad(x, (0, 1)), torch.nn.functional.pad(w, (0, 1))
+        assert torch.equal(y, wide[0] @ wide[1].t())
+    assert lokakern.prepare_weight(w, 0.06, (1024, 1024)).padded is None
+    assert torch.equal(lokakern.gemm(x, w.t(), budget=0.06), wide[0] @ wide[1].t())
+    assert not misses._COUNTS
+
+
 def write_rows(path: Path, device: Any, times: dict[Granularity, tuple[float, float]]) -> None:
     """Prepared weights by granularity, at m = 1024 and 4096; errors are measured at one m."""
     rows = []

@@ -25,7 +25,7 @@ from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import database_digest
 from lokakern.registry.storage.run_files import RunFile
-from lokakern.registry.unmeasured import NEW_OPS, UNMEASURED
+from lokakern.registry.unmeasured import NEW_KERNELS, NEW_OPS, UNMEASURED
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import (
     ALIGNMENT_OF_N,
@@ -132,6 +132,9 @@ def test_kernels_declared_unmeasured_have_no_measurements(facts: Snapshot) -> No
         ]
         needed = [c for c in known if c.why == reason or c.why.endswith("never tested")]
         assert needed, f"all kernels of {op} have a time and a test result on {architecture}"
+    for entry, reason in NEW_KERNELS.items():
+        row = found[entry]
+        assert row.why == reason or row.why.endswith("never tested"), f"{entry} is new no more"
     lacking = {(g.kernel, g.architecture) for g in missing_evidence(facts, KERNELS.values())}
     assert not lacking & UNMEASURED.keys()
 

@@ -83,7 +83,7 @@ def freeze(path: str | os.PathLike[str]) -> None:
             f"{LARGEST_FILE_BYTES >> 20} are read; freeze in a process that only runs the model"
         )
     parse(content, shown)  # a file that would be refused is not written
-    _write(Path(path), content)
+    write_atomically(Path(path), content, "freeze")
 
 
 def _device(found: set[Device], path: str) -> Device:
@@ -124,8 +124,12 @@ def _text_of(whole: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a temporary file beside the path, sync it to disk and rename it."""
+def write_atomically(path: Path, content: bytes, what: str) -> None:
+    """Write a temporary file beside the path, sync it to disk and rename it.
+
+    Raises:
+        ChoicesError: It cannot be written; the message begins with ``what``.
+    """
     from lokakern.registry.storage.writer import synchronize  # which imports SQLite
 
     unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
@@ -138,4 +142,4 @@ def _write(path: Path, content: bytes) -> None:
         finally:
             unfinished.unlink(missing_ok=True)
     except (OSError, ValueError) as error:
-        raise ChoicesError(f"freeze {path}: it cannot be written: {error}") from None
+        raise ChoicesError(f"{what} {path}: it cannot be written: {error}") from None

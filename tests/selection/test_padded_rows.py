@@ -1,0 +1,212 @@
+"""Where rows are unaligned, FP8 is compared with bfloat16 of padded rows, measured or estimated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lokakern.problems import PADDED, make_problem
+from lokakern.registry.register import KERNELS
+from lokakern.selection import dispatcher
+from lokakern.selection.dispatcher import Choice, dispatch
+from lokakern.selection.padded_rows import padded_problem
+from lokakern.types import COMPILED, ErrorBudget, Format, Granularity, Layout, Operand, Problem
+from lokakern.workloads.gemm_cases import quantize_case
+from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
+from tests.support.measurements import BF16, H200, Book, accuracy, time
+
+FP8 = "cuda.quantize_row+cuda.scaled_gemm_row"
+GROUP = "cuda.quantize_group+cuda.scaled_gemm_group"
+M, N, K, WIDE = 4096, 512, 479, 480
+
+
+def ask(n: int = N, k: int = K, m: int = M, budget: Any = 0.06, **options: Any) -> Choice:
+    return dispatch("gemm", (m, n, k), budget, device="NVIDIA H200", **options)
+
+
+def odd(bf16: float = 60.0, fp8: float = 15.0, m: int = M, **sizes: int) -> list[Any]:
+    """Rows of bf16 and FP8 at unaligned sizes."""
+    n, k = sizes.get("n", N), sizes.get("k", K)
+    problem = make_problem("gemm", (m, n, k))
+    return [time(BF16, problem, bf16), accuracy(BF16, problem, 0.003),
+            time(FP8, problem, fp8), accuracy(FP8, problem, 0.04)]  # fmt: skip
+
+
+def wide(us: float, m: int = M, n: int = N, k: int = WIDE, **fields: Any) -> Any:
+    return time(BF16, make_problem("gemm", (m, n, k), **fields), us)
+
+
+def quantizer(us: float, m: int = M, k: int = K) -> Any:
+    case = quantize_case(m, k, Granularity.ROW, "X1", Format.E4M3FN)
+    return time("cuda.quantize_row", case.problem, us)
+
+
+def test_fp8_is_not_chosen_by_the_time_of_unaligned_bf16_alone(book: Book) -> None:
+    book.write(*odd())
+    for regime in (None, COMPILED):
+        choice = ask(regime=regime)
+        assert choice.kernel == BF16 and not choice.is_miss
+        assert choice.rejected[FP8].startswith(f"bf16 of rows padded to n={N} k={WIDE} was not")
+    assert ask(budget=None).kernel == BF16
+
+
+def test_aligned_sizes_need_no_padded_rows(book: Book) -> None:
+    book.write(*odd(k=WIDE))
+    choice = ask(k=WIDE)
+    assert choice.kernel == FP8 and choice.table.padded == ""
+
+
+def test_a_compiled_model_pads_at_no_cost(book: Book) -> None:
+    """A copy of rows at 1 TB/s costs 8 us here: in a compiled model bf16 is faster than FP8."""
+    moved = M * (2 * K + K) + 4 * M  # what the quantizer reads and writes
+    book.write(*odd(), wide(12.0), quantizer(moved / 1e6))
+    copied = 2 * (M * (K + WIDE) + N * (K + WIDE)) / 1e6
+    alone, compiled = ask(), ask(regime=COMPILED)
+    assert alone.kernel == FP8
+    assert alone.rejected[PADDED] == f"slower: {12 + copied:.2f} us, estimated"
+    assert (compiled.kernel, compiled.latency_us) == (PADDED, 12.0)
+    assert compiled.rejected[FP8] == "slower: 15.00 us"
+    assert compiled.rejected[BF16] == "slower: 60.00 us"
+    prepared = ask(budget=None)
+    assert prepared.kernel == PADDED
+    assert prepared.latency_us == pytest.approx(12 + copied)
+
+
+def test_an_estimate_is_told(book: Book) -> None:
+    book.write(*odd(), wide(12.0), quantizer(9.0))
+    choice = ask(regime=COMPILED)
+    words = choice.explain()
+    assert f"12.00 us (estimated, 1 run, {COMPILED})" in words
+    assert f"of {BF16} at n={N} k={WIDE}; the kernel itself was not measured" in words
+    assert "copies" not in words
+    assert "and of copies at the rate of a quantizer" in ask(budget=None).explain()
+
+
+def test_a_measured_time_replaces_the_estimate(book: Book) -> None:
+    own = time(PADDED, make_problem("gemm", (M, N, K)), 14.0)
+    book.write(*odd(), own)
+    choice = ask()
+    assert (choice.kernel, choice.latency_us) == (PADDED, 14.0)
+    assert "(measured" in choice.explain()
+    # A compiler pads for less, if the padded sizes were measured.
+    assert ask(regime=COMPILED).latency_us == 14.0
+    book.write(wide(12.0))
+    assert ask().latency_us == 14.0
+    assert ask(regime=COMPILED).latency_us == 12.0
+
+
+def test_fp8_that_beats_padded_rows_is_chosen(book: Book) -> None:
+    book.write(*odd(fp8=10.0), wide(12.0))
+    for regime in (None, COMPILED):
+        choice = ask(regime=regime)
+        assert (choice.kernel, choice.latency_us) == (FP8, 10.0)
+        plain = choice.table.plain_at(M)
+        assert plain is not None and plain.latency_us == 12.0
+        assert choice.table.plain_name_at(M) == PADDED and choice.table.plain_name_at(1) == ""
+
+
+def test_a_tie_goes_to_padded_rows(book: Book) -> None:
+    book.write(*odd(fp8=11.9), wide(12.0))
+    choice = ask()
+    assert choice.kernel == PADDED and FP8 in choice.tied
+
+
+def test_fp8_slower_than_padded_rows_never_ties_with_them(book: Book) -> None:
+    book.write(*odd(bf16=12.1, fp8=12.05), wide(12.0))
+    assert FP8 not in ask().tied
+
+
+def test_each_m_needs_padded_rows(book: Book) -> None:
+    small = make_problem("gemm", (2048, N, K))
+    book.write(*odd(fp8=10.0), time(BF16, small, 30.0), time(FP8, small, 6.0), wide(12.0))
+    assert ask().kernel == FP8
+    assert ask(m=2048).kernel == BF16 and "was not measured" in ask(m=2048).rejected[FP8]
+    book.write(wide(7.0, m=2048))
+    assert ask(m=2048).kernel == FP8
+    assert ask(m=3072).latency_us == pytest.approx(8.0)  # interpolated, as the padded time
+
+
+def test_a_bias_and_a_prepared_weight_have_the_times_without(book: Book) -> None:
+    fields = {"epilogue": "bias", "prepared": True,
+              "b": Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)}  # fmt: skip
+    problem = make_problem("gemm", (M, N, K), **fields)
+    book.write(time(BF16, problem, 60.0), accuracy(BF16, problem, 0.003), time(FP8, problem, 15.0),
+               accuracy(FP8, problem, 0.04), wide(12.0))  # fmt: skip
+    choice = ask(**fields)
+    assert (choice.kernel, choice.latency_us) == (PADDED, 12.0)
+
+
+@pytest.mark.parametrize("layout", [Layout.ROW, Layout.COLUMN])
+def test_a_vector_has_the_time_of_either_layout(book: Book, layout: Layout) -> None:
+    """The gradient of the input of a layer with one output: k is 1."""
+    problem = grad_input_of_one_output()
+    book.write(time(BF16, problem, 60.0), accuracy(BF16, problem, 0.003),
+               time(FP8, problem, 15.0), accuracy(FP8, problem, 0.04))  # fmt: skip
+    table = dispatcher.table_for(problem, ErrorBudget(row_err=0.06), None, H200)
+    assert table.padded == "n=512 k=8" and table.pick(M).name == BF16
+    book.write(wide(12.0, k=8, b=Operand(Format.BFLOAT16, layout=layout)))
+    table = dispatcher.table_for(problem, ErrorBudget(row_err=0.06), None, H200)
+    assert table.pick(M).name == PADDED
+
+
+def grad_input_of_one_output() -> Problem:
+    return next(iter(grad_input_cases(M, 1, N, Format.E4M3FN))).problem
+
+
+def test_rows_of_the_gradient_of_a_weight_are_padded_too(book: Book) -> None:
+    """``dW[n, k] = dY[m, n]^T X[m, k]``: n is along rows of dY, the sum along none."""
+    problem = grad_weight_case(8192, 13, 512).problem
+    book.write(time(BF16, problem, 60.0), accuracy(BF16, problem, 0.003),
+               time(GROUP, problem, 15.0), accuracy(GROUP, problem, 0.04))  # fmt: skip
+    table = dispatcher.table_for(problem, ErrorBudget(row_err=0.06), None, H200)
+    assert table.padded == "m=16 n=512 k=8192"
+    assert table.pick(13).name == BF16
+    book.write(time(BF16, grad_weight_case(8192, 16, 512).problem, 12.0))
+    table = dispatcher.table_for(problem, ErrorBudget(row_err=0.06), None, H200)
+    assert table.pick(13).name == PADDED
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "expected"),
+    [
+        ((64, 13, 39), {}, (64, 16, 40)),
+        ((64, 1, 39), {}, (64, 1, 40)),
+        ((64, 16, 1), {}, (64, 16, 8)),
+        ((64, 16, 32), {}, None),
+        ((63, 16, 32), {}, None),
+        ((64, 13, 39), {"batch": 4}, None),
+        ((64, 13, 39), {"a": Operand(Format.FLOAT32)}, None),
+    ],
+)
+def test_the_padded_problem(
+    shape: tuple[int, int, int], fields: dict[str, Any], expected: tuple[int, int, int] | None
+) -> None:
+    problem = make_problem("gemm", shape, **fields)
+    found = padded_problem(problem)
+    assert (None if found is None else found.shape) == expected
+    if found is not None:
+        assert found.a.alignment == 16 and found.b is not None and found.b.alignment == 16
+
+
+def test_the_kernel_takes_what_is_padded() -> None:
+    """Else a table would name a kernel that refuses its problems."""
+    for k in range(1, 40):
+        for n in range(1, 40):
+            problem: Problem = make_problem("gemm", (64, n, k))
+            refusal = KERNELS[PADDED].refusal(problem, H200)
+            assert (refusal is None) == (padded_problem(problem) is not None), problem
+
+
+def test_the_shipped_file_has_no_gain_of_5_at_k_479() -> None:
+    """Against padded rows the largest speedup at these sizes is below 2."""
+    dispatcher.use_snapshot(None)
+    gains = []
+    for m in (256, 1024, 2048, 6144, 8192, 20480):
+        for regime in (None, COMPILED):
+            choice = dispatch("gemm", (m, 1024, 479), 0.06, device=H200, prepared=True,
+                              regime=regime)  # fmt: skip
+            plain = choice.table.plain_at(m)
+            assert plain is not None and choice.latency_us is not None
+            gains.append(plain.latency_us / choice.latency_us)
+    assert min(gains) >= 1.0 and max(gains) < 2.0
