@@ -19,6 +19,7 @@ from lokakern.version import __version__ as __version__
 if TYPE_CHECKING:
     from lokakern import mods
     from lokakern.conversion.convert import convert
+    from lokakern.native.plan_file import save_plans
     from lokakern.nn.linear import Linear
     from lokakern.nn.linear_norm_act import LinearNormAct
     from lokakern.probe.report import ProbeReport
@@ -46,6 +47,7 @@ __all__ = [
     "quantize",
     "quantize_transpose",
     "register",
+    "save_plans",
     "scaled_gemm",
     "warmup",
 ]
@@ -58,6 +60,7 @@ _LATE = {
     "convert": "lokakern.conversion.convert",
     "freeze": "lokakern.selection.frozen.write",
     "mods": "lokakern.mods",
+    "save_plans": "lokakern.native.plan_file",
 }
 
 

@@ -13,6 +13,11 @@ def tell(what: str, share: float) -> None:
         _LISTENERS[-1].share(what, share)
 
 
+def is_shown() -> bool:
+    """Whether a `Progress` is active."""
+    return bool(_LISTENERS)
+
+
 class Progress:
     """Receives progress and shows nothing; subclasses show it.
 

@@ -5,6 +5,7 @@ A comment on the line before a block says how it is treated:
     <!-- output -->          what some run printed; not run
     <!-- exact output -->    what the block before it must print
     <!-- serves until Ctrl-C -->    tests/bench/explorer/test_explorer.py asks it
+    <!-- run by tests/... -->       not run here
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OUTPUTS = ("output", "exact output")
 BELIEVED = ("pip", "python3", "source")  # of an installation
 SERVES = "serves until Ctrl-C"
-ELSEWHERE = "run by tests/bench/models/test_public_models.py"
+ELSEWHERE = (
+    "run by tests/bench/models/test_public_models.py",
+    "run by tests/native/test_serve_gpu.py",
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def runnable(language: str) -> list[object]:
     return [
         pytest.param(b, marks=[pytest.mark.gpu] if b.mark == "needs a GPU" else [], id=str(b))
         for b in BLOCKS
-        if b.language == language and b.mark not in (*OUTPUTS, SERVES, ELSEWHERE)
+        if b.language == language and b.mark not in (*OUTPUTS, SERVES, *ELSEWHERE)
     ]
 
 
@@ -126,7 +130,7 @@ def write_suites(page: str, folder: Path) -> list[Path]:
 
 
 def test_pages_have_no_unknown_marks() -> None:
-    assert {block.mark for block in BLOCKS} <= {"", "needs a GPU", SERVES, ELSEWHERE, *OUTPUTS}
+    assert {block.mark for block in BLOCKS} <= {"", "needs a GPU", SERVES, *ELSEWHERE, *OUTPUTS}
     assert runnable("python")
     assert runnable("bash")
 

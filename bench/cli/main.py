@@ -1,4 +1,4 @@
-"""The command line: sweep, explain, model, compare, report, export, verify and others.
+"""The command line: sweep, explain, model, tune, compare, report, export, verify and others.
 
 Commands write data to stdout, and progress and errors to stderr. Exit codes:
 
@@ -26,6 +26,7 @@ from lokakern.bench.cli.model import model
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
+from lokakern.bench.cli.tune import tune
 from lokakern.bench.cli.verify import verify
 from lokakern.device import current_device
 
@@ -96,9 +97,9 @@ def list_(
 
 
 for name, command in {
-    "sweep": sweep, "explain": explain, "chain": chain, "model": model, "compare": compare,
-    "report": report, "export": export, "import": import_, "verify": verify, "merge": merge,
-    "diff": diff, "explore": explore, "list": list_,
+    "sweep": sweep, "explain": explain, "chain": chain, "model": model, "tune": tune,
+    "compare": compare, "report": report, "export": export, "import": import_, "verify": verify,
+    "merge": merge, "diff": diff, "explore": explore, "list": list_,
 }.items():  # fmt: skip
     app.command(name, epilog=examples_of(name))(command)
 

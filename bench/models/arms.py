@@ -23,7 +23,6 @@ from lokakern.conversion.convert import convert
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.module_scan import inner_layers
-from lokakern.nn.routed_matmul import PLAIN, route_text
 from lokakern.probe.session import Probe
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
@@ -421,21 +420,17 @@ def quantize_everywhere(
         The kernel's name, and the layers with unsupported sizes.
     """
     kernel = stock_kernel(granularity)
-    everywhere, nowhere = [(0, kernel.name)], [(0, "")]
-    weight_route = route_text(granularity, everywhere, nowhere)
-    sum_route = route_text(Granularity.NONE, everywhere, nowhere)
-    left = []
-    for site in convert(model, None, inference=inference).sites.values():
-        layer = site.module
+    left: list[str] = []
+
+    def accepts(layer: nn.Module, name: str) -> bool:
         assert isinstance(layer, nn.Linear)  # the models have no other sites
         if not fits(layer):
-            left.append(_size_words(layer, site.name))
-            continue
-        if inference:
-            layer.take_routes((weight_route, PLAIN, PLAIN), layer.weight)
-            layer.freeze()
-        else:
-            layer.take_routes((weight_route, weight_route, sum_route), layer.weight)
+            left.append(_size_words(layer, name))
+        return fits(layer)
+
+    convert(model, kernels=kernel.name, filter=accepts, inference=inference)
+    if left and inference:  # same layout as in the baseline
+        convert(model, None, filter=lambda layer, _: not _is_fp8(layer), inference=True)
     return (kernel.name, *_unfit_words(left))
 
 

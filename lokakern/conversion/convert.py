@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from numbers import Real
+from types import EllipsisType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lokakern import sampled_check
+from lokakern.conversion import tuning_file
+from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
 from lokakern.conversion.routes import (
     FORMS,
     GEMMS,
@@ -25,6 +30,7 @@ from lokakern.conversion.routes import (
     activating_route,
     routes_of,
 )
+from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
@@ -38,7 +44,7 @@ from lokakern.nn.module_scan import (
     named_modules,
     shape_of,
 )
-from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at
+from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route
 from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
@@ -51,17 +57,20 @@ from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set
 from lokakern.probe.report import ProbeReport
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of, m_range_of
+from lokakern.selection.choice import Choice
 from lokakern.selection.dispatcher import AnyDevice
-from lokakern.types import Device, ErrorBudget, Granularity
+from lokakern.types import COMPILED, Device, ErrorBudget, Granularity
 
 Wanted = ProbeReport | ErrorBudget | float | None
 
 
 def convert(
     model: nn.Module,
-    report_or_budget: Wanted,
+    report_or_budget: Wanted | EllipsisType = ...,
     *,
+    kernels: Kernels | None = None,
     filter: ModuleFilter | None = None,
+    skip: str | Sequence[str] = (),
     inference: bool = False,
     device: AnyDevice = None,
     distribution: str | Sequence[str] | None = None,
@@ -69,6 +78,8 @@ def convert(
     between: bool = True,
     weight_scales: Sequence[Granularity | str] | None = None,
     check: str | None = None,
+    tuned: str | os.PathLike[str] | None = None,
+    regime: str = COMPILED,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels within a budget, in place.
 
@@ -87,17 +98,34 @@ def convert(
         model: Any module, or a linear layer.
         report_or_budget: A `ProbeReport`, whose safe kernels are used where they are fast. Or the
             largest accepted row error of each product in the database, a number or an
-            `ErrorBudget`. None quantizes nothing.
+            `ErrorBudget`. None quantizes nothing. Left out if ``kernels`` is given.
+        kernels: Kernels to force for accuracy trials, *not chosen by measurement*: nothing says
+            that they are fast, or accurate enough. They need no measurements, so that a trial runs
+            on any device, if need be in emulation. A text for all three GEMMs, or a mapping from
+            "output", "grad_input" and "grad_weight" to texts, where a GEMM that is left out stays
+            bfloat16. The texts:
+
+            - "tensor", "row": E4M3 operands with these scales;
+            - "1x128": 1x128 scales of inputs and gradients, 128x128 of weights;
+            - "bf16": unquantized;
+            - the name of a kernel (``python -m lokakern.bench list kernels``), which has to take
+              the product.
+
+            ``distribution``, ``between``, ``weight_scales`` and ``regime`` have no effect then.
         filter: ``(module, name) -> bool``, which accepts layers to convert; None: all.
+        skip: Names of layers to leave out of those, or patterns of them as of `fnmatch`, such as
+            "head.*"; unlike those that the filter rejects, they are listed in
+            `Conversion.skipped`.
         inference: Whether weights are quantized once, now, without training: later changes of a
             weight have no effect, except `load_state_dict` of the model. Unquantized bfloat16
             weights are copied to buffers where that is faster: of fused layers concatenated, of
             padded layers padded, and column-major where k is not a multiple of 8
             (`lokakern.nn.token_mixing.with_aligned_layout`).
-        device: Device of the measurements, such as "NVIDIA H200"; None: the parameters' device. On
-            other devices kernels are emulated: slow, with the same rounding.
+        device: Device of the measurements, or of forced kernels, such as "NVIDIA H200"; None: the
+            parameters' device. On other devices kernels are emulated: slow, with the same rounding.
         distribution: With a budget, the input distributions for errors.
-        m_range: Smallest and largest number of rows to choose for; None: all measured m.
+        m_range: Smallest and largest number of rows to choose for; None: all measured m, or all m
+            with ``kernels``.
         between: Whether inputs of layers in an `nn.Sequential` are quantized before the layer: with
             a static scale after BlockNorm and an activation, if the budget is a row error of at
             least 0.05; in inference also after an activation alone, in one kernel, at m where that
@@ -106,39 +134,72 @@ def convert(
             ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
         check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,
             gradients included, 64 rows are also computed in float32, and a later call issues an
-            `ErrorBudgetWarning` if their error exceeds the budget; see `lokakern.sampled_check` and
-            `Conversion.checks`. None: the value of LOKAKERN_CHECK now; "off": no check.
+            `ErrorBudgetWarning` if their error exceeds the budget (with ``kernels`` there is none);
+            see `lokakern.sampled_check` and `Conversion.checks`. None: the value of LOKAKERN_CHECK
+            now; "off": no check.
+        tuned: A file of `Tuning.save`, whose products that did not gain in place are not quantized.
+            It must be for this model, device and versions, and for the same other arguments.
+        regime: How the model runs, as of `dispatch`. The default, "compiled", is for torch.compile:
+            bf16 at an n or k that is no multiple of 8 is compared as if its rows were padded at no
+            cost, and left to the compiler where that is faster. "graph-cold" counts the padding of
+            activations, and "eager" needs times of that regime.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
 
     Raises:
-        UnknownNameError: There is no layer to convert, or a distribution or granularity is unknown.
+        UnknownNameError: There is no layer to convert, ``skip`` matches none, or a distribution, a
+            granularity, a kernel or the regime is unknown.
         ShapeError: ``m_range`` is not two integers in order.
-        FormatError: ``report_or_budget`` or ``check`` has another type.
+        FormatError: ``report_or_budget``, ``kernels`` or ``check`` has another type; or not exactly
+            one of ``report_or_budget`` and ``kernels`` is given.
+        UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
         DeviceError: The device is not in the database.
+        ChoicesError: The file ``tuned`` cannot be read, or is for something else. The model is then
+            unchanged.
     """
+    wanted = _wanted_of("convert", report_or_budget, kernels)
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
+    kept = None if tuned is None else tuning_file.read(tuned)
+    dispatcher.check_regime(regime)
     names = dispatcher.distribution_names(distribution)
     marker = sampled_check.Marker(check)
     forms = FORMS if weight_scales is None else tuple(_form_named(x) for x in weight_scales)
-    found, skipped = _sites_of(model, filter)
-    seen = report_or_budget.unseen if isinstance(report_or_budget, ProbeReport) else {}
+    found, skipped = _sites_of(model, filter, _patterns_of(skip))
+    seen = wanted.unseen if isinstance(wanted, ProbeReport) else {}
     if not found:
         reasons = "".join(f"; {name}: {why}" for name, why in skipped.items())
         raise UnknownNameError(
             f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
-            f"filter= accepts{reasons}"
+            f"filter= accepts and skip= does not name{reasons}"
         )
     elsewhere = matrices_elsewhere(model, is_seen=bool(seen)) | seen
     skipped |= {name: why for name, why in elsewhere.items() if name not in found}
     conversion = Conversion(
-        model, found, skipped, inference, device, names, m_range, between, forms, marker
+        model,
+        found,
+        skipped,
+        wanted,
+        inference,
+        device,
+        names,
+        m_range,
+        between,
+        forms,
+        marker,
+        regime,
     )
-    conversion.refresh(report_or_budget)
+    conversion.refresh()
+    if tuned is not None and kept is not None:
+        try:
+            tuning_file.check(kept, conversion, os.fspath(tuned))
+        except BaseException:
+            conversion.undo()
+            raise
+        apply_tuning(conversion, kept)
     return conversion
 
 
@@ -165,6 +226,7 @@ class Conversion:
         skipped: Reasons by name, for linear layers that were not converted, and for products
             outside linear layers: those in a report of Probe, or else parameters of modules that
             may multiply by them.
+        regime: The regime of the times by which kernels were chosen.
     """
 
     def __init__(
@@ -172,6 +234,7 @@ class Conversion:
         model: nn.Module,
         modules: dict[str, nn.Module],
         skipped: dict[str, str],
+        wanted: Wanted | Forced,
         inference: bool,
         device: AnyDevice,
         distributions: tuple[str, ...] | None,
@@ -179,10 +242,15 @@ class Conversion:
         between: bool,
         forms: Sequence[Granularity],
         marker: sampled_check.Marker,
+        regime: str,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
+        self._wanted = wanted
         self._device, self._distributions, self._m_range = device, distributions, m_range
         self._between, self._forms, self._marker = between, forms, marker
+        self.untuned: dict[str, tuple[Route, ...]] = {}  # routes as chosen by `refresh`
+        self.plain: set[str] = set()  # sites that keep the parameter as it is, see `use_routes`
+        self.regime = regime
         self.sites: dict[str, Site] = {}
         self.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
@@ -190,49 +258,86 @@ class Conversion:
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
         self._owners = fast_paths(model)
 
-    def refresh(self, report_or_budget: Wanted) -> list[str]:
-        """Choose again, with another report or budget, or after a sweep.
+    def refresh(
+        self, report_or_budget: Wanted | EllipsisType = ..., *, kernels: Kernels | None = None
+    ) -> list[str]:
+        """Choose again, such as after a sweep, or by another report, budget or kernels.
+
+        A tuning is forgotten.
 
         Compiled graphs of changed layers are compiled again. In inference weights are quantized
         again.
+
+        Args:
+            report_or_budget: As of `convert`. Without an argument: as the last time.
+            kernels: As of `convert`.
 
         Returns:
             The products with another choice, as ``site/gemm``.
 
         Raises:
-            FormatError: The argument is neither a report nor a budget.
-            UnknownNameError: The conversion was undone.
+            FormatError: ``report_or_budget`` is neither a report nor a budget, ``kernels`` no text
+                or mapping, or both are given.
+            UnknownNameError: The conversion was undone, or a kernel is unknown.
+            UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         """
+        wanted = self._wanted
+        if kernels is not None or not isinstance(report_or_budget, EllipsisType):
+            wanted = _wanted_of("refresh", report_or_budget, kernels)
         if not self._modules:
             raise UnknownNameError("refresh: the conversion was undone; convert the model again")
-        for site in self.sites.values():
-            if isinstance(site.module, Linear):
-                site.module.bring_back()  # to choose for the device of the weight
-        chosen = self._chosen(report_or_budget)  # before any change, as it may raise
+        for module in self._modules.values():
+            if isinstance(module, Linear):
+                module.bring_back()  # to choose for the device of the weight
+        chosen = self._chosen(wanted)  # before any change, as it may raise
+        self._wanted = wanted
+        self.untuned = chosen
+        return self.use_routes(chosen)
+
+    def use_routes(
+        self,
+        routes: Mapping[str, tuple[Route, ...]],
+        plain: Collection[str] = (),
+        *,
+        keep_classes: bool = False,
+    ) -> list[str]:
+        """Set the routes of some sites, for `refresh` and `tune`.
+
+        Args:
+            routes: Routes of the three products by site.
+            plain: Sites that in inference keep the parameter as it is, in its own layout.
+            keep_classes: Whether a sequence stays a `BoundedSequential` without quantized inputs:
+                if it was compiled as one, Dynamo would not enter the forward of an `nn.Sequential`.
+
+        Returns:
+            The products with another route, as ``site/gemm``.
+        """
         changed = []
-        for name, module in self._modules.items():
+        self.plain = self.plain - routes.keys() | {name for name in routes if name in plain}
+        for name, chosen in routes.items():
+            module = self._modules[name]
             adopt(module)
             assert isinstance(module, Routed)  # all sites are
             site = self.sites.setdefault(name, Site(name, module))
-            old = dict.fromkeys((r.gemm for r in chosen[name]), "")
+            old = dict.fromkeys((r.gemm for r in chosen), "")
             old |= {r.gemm: r.text for r in site.routes}
-            changed += [f"{name}/{r.gemm}" for r in chosen[name] if r.text != old[r.gemm]]
-            site.routes = chosen[name]
-            budget = _judge_of(report_or_budget, name, None).budget
-            routes = tuple(
-                self._marker.mark(r.text, budget, f"{name}/{r.gemm}") for r in chosen[name]
-            )
-            apply_choice(module, Chosen(self._key, routes, self._inference))
+            changed += [f"{name}/{r.gemm}" for r in chosen if r.text != old[r.gemm]]
+            site.routes = chosen
+            budget = _budget_of(self._wanted)
+            texts = tuple(self._marker.mark(r.text, budget, f"{name}/{r.gemm}") for r in chosen)
+            is_inference = self._inference and name not in self.plain
+            apply_choice(module, Chosen(self._key, texts, is_inference))
         set_fast_paths(self._owners)
-        self._apply_handoffs(report_or_budget)
+        self._apply_handoffs(keep_classes)
         return changed
 
-    def _apply_handoffs(self, wanted: Wanted) -> None:
+    def _apply_handoffs(self, keep_classes: bool) -> None:
         """Set in sequences which inputs are quantized before their layers."""
-        budget = _judge_of(wanted, "", None).budget
+        budget = _budget_of(self._wanted)
+        is_wanted = self._between and not isinstance(self._wanted, Forced)
         self._untimed.clear()
         for sequence in self.sequences:
-            weight = next(sequence.parameters(), None) if self._between else None
+            weight = next(sequence.parameters(), None) if is_wanted else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
             if weight is not None:
                 device = self._device_for(weight)
@@ -246,10 +351,78 @@ class Conversion:
                         self._untimed.add((reader.out_features, k, name))
                     elif has_activator(route, reader._routes[0], k):
                         activating[place] = route
+            was_told = isinstance(sequence, BoundedSequential)
             remove_handoff(sequence, self._key)
             is_told = isinstance(sequence, BoundedSequential)  # by another conversion
-            if is_told or (type(sequence) is nn.Sequential and (any(scales) or any(activating))):
+            if (
+                is_told
+                or (was_told and keep_classes)
+                or (type(sequence) is nn.Sequential and (any(scales) or any(activating)))
+            ):
                 set_handoff(sequence, scales, activating, self._key)
+
+    def tune(
+        self,
+        step: Callable[[], object],
+        *,
+        graph: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        rounds: int = 64,
+        time_limit: float | None = None,
+    ) -> Tuning:
+        """Time a step of the model, and keep only products that make it faster.
+
+        Times in the database are of products alone. Here ``step`` runs as it will be used: with
+        some layers as chosen and as `nn.Linear`, in turn. Layers that are alike form a group. A
+        group is kept if the interval of its gain in time is above 1. At the end the outcome is
+        timed against no FP8 at all; if it does not gain, every product of the step is that of
+        `nn.Linear`, to the bit. ``step`` may be compiled: each variant is then compiled, which
+        takes most of the time. The outcome holds for other numbers of rows, too, where it was not
+        timed.
+
+        Tuning again starts from what `convert` or `refresh` chose.
+
+        Parameters, buffers, gradients and torch's random numbers are as before afterwards; what
+        else the step changes, it changes as often as it is called.
+
+        Args:
+            step: A function without arguments that runs one step on the current stream, such as a
+                forward pass, or forward and backward. If it calls an optimizer, pass that too.
+            graph: Whether to capture the step in CUDA graphs, and time their replays.
+            optimizer: The optimizer that the step calls, whose state is restored.
+            rounds: Most rounds of a comparison, each of four times, at least 8.
+            time_limit: Seconds after which no further group is tried: groups of the least predicted
+                gain are then decided together, or only by the outcome. None: 150 in inference, 300
+                in training.
+
+        Returns:
+            The outcome: a table, and `save` for ``convert(..., tuned=)``.
+
+        Raises:
+            MeasurementError: The step cannot be captured, or ``rounds`` is less than 8.
+            UnknownNameError: The conversion was undone.
+            UnsupportedError: torch.distributed has several ranks, which would decide differently.
+        """
+        return tune(
+            self, step, graph=graph, optimizer=optimizer, rounds=rounds, time_limit=time_limit
+        )
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether weights are quantized once."""
+        return self._inference
+
+    @property
+    def model(self) -> nn.Module:
+        """The converted model.
+
+        Raises:
+            UnknownNameError: It was deleted, or the conversion undone.
+        """
+        model = self._model()
+        if model is None or not self._modules:
+            raise UnknownNameError("the conversion was undone, or its model deleted")
+        return model
 
     @property
     def handed_over(self) -> list[str]:
@@ -267,25 +440,37 @@ class Conversion:
         ]
         return list(dict.fromkeys(found))
 
-    def _chosen(self, wanted: Wanted) -> dict[str, tuple[Route, ...]]:
+    def _chosen(self, wanted: Wanted | Forced) -> dict[str, tuple[Route, ...]]:
         found: dict[str, tuple[Route, ...]] = {}
         known: dict[Any, tuple[Route, ...]] = {}  # layers often have the same sizes
         for name, module in self._modules.items():
             assert isinstance(module, nn.Linear | Routed)  # all sites are
             n, k, has_bias, weight = shape_of(module)
             device = self._device_for(weight)
-            judge = _judge_of(wanted, name, self._distributions)
             if getattr(module, "is_mixing", False):
                 found[name] = tuple(Route(gemm, PLAIN, MIXING) for gemm in GEMMS)
                 continue
-            key = (n, k, has_bias, device, judge)
+            by = _source_of(wanted, name, self._distributions)
+            if isinstance(by, Judge):
+                by = replace(by, regime=self.regime)
+            key = (n, k, has_bias, device, by)
             if key not in known:
-                known[key] = routes_of(
-                    n, k, judge, device, has_bias=has_bias, inference=self._inference,
-                    m_range=self._m_range, forms=self._forms,
-                )  # fmt: skip
+                known[key] = self._routes_by(by, n, k, has_bias, device, name)
             found[name] = known[key]
         return found
+
+    def _routes_by(
+        self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str
+    ) -> tuple[Route, ...]:
+        if isinstance(by, Forced):
+            return forced_routes(
+                n, k, by, device, has_bias=has_bias, inference=self._inference,
+                m_range=self._m_range, site=site,
+            )  # fmt: skip
+        return routes_of(
+            n, k, by, device, has_bias=has_bias, inference=self._inference,
+            m_range=self._m_range, forms=self._forms,
+        )  # fmt: skip
 
     @property
     def choices(self) -> list[dict[str, Any]]:
@@ -307,7 +492,7 @@ class Conversion:
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
                         "choice": _summary(route),
                         "m": [_rows_of(route, c) for c in timed],
-                        "us": [c.latency_us for c in timed],
+                        "us": [_latency_us(route, c) for c in timed],
                         "why": route.why,
                     }
                 )  # fmt: skip
@@ -328,7 +513,11 @@ class Conversion:
         from lokakern.render.terminal import print_rows
 
         rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
-        note = "\n".join(f"{name} is unchanged: {why}" for name, why in self.skipped.items())
+        is_forced = isinstance(self._wanted, Forced)
+        why = FORCED if is_forced else f"chosen by times of regime {self.regime}"
+        notes = [f"kernels were {why}"]
+        notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
+        note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)
 
     def _device_for(self, weight: Tensor) -> Device:
@@ -356,12 +545,15 @@ class Conversion:
         before = [module._kept for module in modules]
         for module in modules:
             module._kept = {} if module._kept is None else module._kept
+            module.changed()
         try:
             yield
         finally:
             for module, kept in zip(modules, before, strict=True):
                 if kept is None:  # else an outer block continues
                     vars(module).pop("_kept", None)  # also after an undo in the block
+                    if isinstance(module, Routed):
+                        module.changed()
 
     def offload(self, device: torch.device | str = "cpu", *, m_range: MRange | None = None) -> int:
         """Move weights of FP8 products in inference to another device.
@@ -398,9 +590,10 @@ class Conversion:
             if not isinstance(module, Linear) or not site.routes or id(module) in stay:
                 continue
             at = [c.problem.m for c in site.routes[0].choices if c.latency_us is not None]
+            at = at or list(self._m_range or _BOTH)  # of forced kernels, which were not timed
             if m_range is not None:
                 at = [*m_range, *(m for m in at if m_range[0] <= m <= m_range[1])]
-            if at and all(kernel_at(site.routes[0].text, m) for m in at):
+            if all(kernel_at(site.routes[0].text, m) for m in at):
                 freed += module.offload(place)
         return freed
 
@@ -436,6 +629,8 @@ class Conversion:
     def suite(self, m: Sequence[int], name: str = "model") -> str:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
 
+        With forced kernels, for which no measurements were looked up, these are all products.
+
         Args:
             m: Numbers of rows to measure.
             name: Name of the suite.
@@ -455,6 +650,12 @@ class Conversion:
                 for form in _FORMS[route.gemm]
                 if not route.choices and form not in forms
             ]
+        for (n, k), forms in list(missing.items()):
+            # Where bf16 of unaligned rows is no measure, that of padded sizes is.
+            wide = (-(-n // 8) * 8, -(-k // 8) * 8)
+            if wide != (n, k):
+                also = missing.setdefault(wide, [])
+                also += [f for f in forms if f != "prepared" and f not in also]
         layers = [
             f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
             for (n, k), forms in missing.items()
@@ -489,9 +690,12 @@ class Conversion:
         handed = len(self.handed_over)
         words = f", {handed} inputs quantized ahead" if handed else ""
         products = f"{count} of {len(routes)} products quantized"
+        if isinstance(self._wanted, Forced):
+            words += f", kernels {FORCED}"
         return f"Conversion({len(self.sites)} sites, {products}{words})"
 
 
+_BOTH = (16, 17)  # an m that 16 divides, and one that it does not
 _RESIZED = "a mod was undone, which changed the sizes: refresh, or convert the model again"
 # Forms of each product in suites of users.
 _FORMS = {
@@ -500,23 +704,36 @@ _FORMS = {
 
 
 def _sites_of(
-    model: nn.Module, accepts: ModuleFilter | None
+    model: nn.Module, accepts: ModuleFilter | None, skip: Sequence[str]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     found: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     inner, uncalled = inner_layers(model), never_called(model)
-
-    def is_wanted(module: nn.Module, name: str) -> bool:
-        is_linear = isinstance(module, nn.Linear | Routed)
-        return is_linear and (accepts is None or accepts(module, name))
-
-    for name, module in named_modules(model, is_wanted):
+    layers = dict(named_modules(model, lambda module, _: isinstance(module, nn.Linear | Routed)))
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise UnknownNameError(
+                f"convert: skip={pattern!r} matches no layer; layers are {', '.join(layers)}"
+            )
+    for name, module in layers.items():
+        if accepts is not None and not accepts(module, name):
+            continue
         reason = NEVER_CALLED if id(module) in uncalled else _why_not(module, id(module) in inner)
+        matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
+        if matching:
+            reason = f"skip={matching[0]!r} names it"
         if reason:
             skipped[name] = reason
         else:
             found[name] = module
     return found, skipped
+
+
+def _patterns_of(skip: str | Sequence[str]) -> Sequence[str]:
+    found = [skip] if isinstance(skip, str) else skip
+    if not isinstance(found, Sequence) or not all(isinstance(x, str) for x in found):
+        raise FormatError(f"convert: skip is {skip!r}; expected names of layers, or patterns")
+    return found
 
 
 def _form_named(name: Granularity | str) -> Granularity:
@@ -540,7 +757,33 @@ def _why_not(module: nn.Module, is_inner: bool) -> str:
     return ""
 
 
-def _judge_of(wanted: Wanted, name: str, distributions: tuple[str, ...] | None) -> Judge:
+def _wanted_of(
+    op: str, report_or_budget: Wanted | EllipsisType, kernels: Kernels | None
+) -> Wanted | Forced:
+    """What choices follow: exactly one of the arguments."""
+    if isinstance(report_or_budget, EllipsisType) == (kernels is None):
+        given = "neither of" if kernels is None else "both"
+        raise FormatError(
+            f"{op}: {given} report_or_budget and kernels= is given; expected one: a budget or a "
+            "report, by which kernels are chosen, or kernels, which are forced"
+        )
+    if kernels is not None:
+        return forced_by(kernels)
+    assert not isinstance(report_or_budget, EllipsisType)
+    return report_or_budget
+
+
+def _budget_of(wanted: Wanted | Forced) -> ErrorBudget | None:
+    by = _source_of(wanted, "", None)
+    return None if isinstance(by, Forced) else by.budget
+
+
+def _source_of(
+    wanted: Wanted | Forced, name: str, distributions: tuple[str, ...] | None
+) -> Judge | Forced:
+    """What determines the routes of a site."""
+    if isinstance(wanted, Forced):
+        return wanted
     if isinstance(wanted, ProbeReport):
         verdicts = tuple(v for v in wanted.verdicts if v.site == name)
         return Judge(wanted.budget, None, verdicts)
@@ -560,9 +803,19 @@ def _rows_of(route: Route, choice: Any) -> int:
     return int(problem.k if route.gemm == "grad_weight" else problem.m)
 
 
+def _latency_us(route: Route, choice: Choice) -> float | None:
+    """Time of a choice, or of the unquantized kernel where tuning dropped the choice."""
+    kernel, table = choice.table.kernel_at(choice.m), choice.table
+    is_used = kernel_at(route.text, _rows_of(route, choice))
+    if is_used or kernel is None or not kernel.quantizes:
+        return choice.latency_us
+    plain = next((c.time_at(choice.m) for c in table.candidates if c.name == table.baseline), None)
+    return plain[0].latency_us if plain else None
+
+
 def _summary(route: Route) -> str:
-    """Names of kernels over the measured m."""
-    names = dict.fromkeys(
-        kernel_at(route.text, _rows_of(route, c)) or "bf16" for c in route.choices
-    )
-    return ", ".join(names) or "bf16"
+    """Names of kernels over the measured m, or of all where no measurement was looked up."""
+    names = [kernel_at(route.text, _rows_of(route, c)) for c in route.choices]
+    if not names and route.text != PLAIN:
+        names = [name for part in read_route(route.text)[1:] for _, name in part]
+    return ", ".join(dict.fromkeys(name or "bf16" for name in names)) or "bf16"

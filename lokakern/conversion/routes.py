@@ -29,6 +29,7 @@ from lokakern.selection.table import Pick, Table
 from lokakern.selection.weight_forms import FORMS as FORMS
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import (
+    COMPILED,
     Device,
     ErrorBudget,
     Format,
@@ -43,6 +44,7 @@ from lokakern.workloads.norm_cases import norm_quantize_case
 
 GEMMS = ("output", "grad_input", "grad_weight")
 ANY_M = 2**31  # larger than any m
+NO_GRADIENTS = "inference has none"  # the reason of their routes
 # m of swept weight gradients, in addition to those of the output
 SAMPLES = (1024, 2048, 8192, 20480)
 MRange = tuple[int, int]
@@ -77,18 +79,20 @@ class Judge:
         budget: Largest accepted error; None admits no quantizing kernel.
         distributions: Distributions of stored errors; None: all realistic ones.
         verdicts: Verdicts whose errors replace stored ones, if any.
+        regime: Regime of the times, as of `dispatch`.
     """
 
     budget: ErrorBudget | None
     distributions: tuple[str, ...] | None = None
     verdicts: tuple[Verdict, ...] | None = None
+    regime: str = COMPILED
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
     ) -> tuple[Table, list[Candidate]]:
         """The table of a problem, and its candidates with the errors of this source."""
         table = dispatcher.table_for(
-            problem, self.budget, self.distributions, device, is_choice=False
+            problem, self.budget, self.distributions, device, self.regime, is_choice=False
         )
         if self.verdicts is None:
             return table, list(table.candidates)
@@ -130,7 +134,7 @@ def routes_of(
         if first.choices:
             break
     if inference:
-        return (first, *(Route(gemm, PLAIN, "inference has none") for gemm in GEMMS[1:]))
+        return (first, *(Route(gemm, PLAIN, NO_GRADIENTS) for gemm in GEMMS[1:]))
     problem_at = _grad_input_problem(n, k)
     second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
     return first, second, _grad_weight_route(n, k, judge, device, first, m_range)
@@ -159,6 +163,15 @@ def activating_route(
         segments.append((m, min(timed)[1] if timed else PLAIN))
     segments.append((segments[-1][0] + 1, PLAIN))
     return route_text(Granularity.ROW, segments, [(0, PLAIN)])
+
+
+def problem_of(gemm: str, m: int, n: int, k: int, epilogue: str = "none") -> Problem:
+    """One of `GEMMS` of a layer at m rows; ``epilogue`` is that of the output."""
+    if gemm == "output":
+        return _output_problem(n, k, epilogue)(m)
+    return (
+        _grad_input_problem(n, k)(m) if gemm == "grad_input" else grad_weight_case(m, n, k).problem
+    )
 
 
 def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
@@ -278,13 +291,12 @@ def _sizes(table: Table, m_range: MRange | None) -> list[int]:
 
 
 def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
-    """Mean of log(chosen time / unquantized time); 0 without measurements."""
-    base = next((c for c in table.candidates if c.name == table.baseline), None)
+    """Mean of log(chosen time / least unquantized time); 0 without measurements."""
     gains = []
     for m in _sizes(table, m_range):
-        pick, plain = table.pick(m), base.time_at(m) if base else None
+        pick, plain = table.pick(m), table.plain_at(m)
         if pick.time is not None and plain is not None:
-            gains.append(math.log(pick.time.latency_us / plain[0].latency_us))
+            gains.append(math.log(pick.time.latency_us / plain.latency_us))
     return sum(gains) / len(gains) if gains else 0.0
 
 
@@ -295,10 +307,10 @@ def _segments(table: Table, m_range: MRange | None) -> Segments:
         name = kernel.name if kernel is not None and is_used else ""
         if not found or found[-1][1] != name:
             found.append((start, name))
-    return found if m_range is None else _within(found, m_range)
+    return found if m_range is None else within(found, m_range)
 
 
-def _within(segments: Segments, m_range: MRange) -> Segments:
+def within(segments: Segments, m_range: MRange) -> Segments:
     """The segments, with the unquantized product outside a range."""
     low, high = m_range
     starts = [start for start, _ in segments]

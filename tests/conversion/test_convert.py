@@ -32,6 +32,7 @@ from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe.report import Judged, ProbeReport
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
+from lokakern.selection.padded_rows import padded_problem
 from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
@@ -215,6 +216,10 @@ def test_a_refresh_of_offloaded_weights_chooses_for_the_running_device(
     monkeypatch.setattr(converting, "device_of", device_of)
     found.offload()
     assert model[0].is_offloaded and found.refresh(0.06) == []
+    found.offload()
+    assert model[0].is_offloaded
+    other = convert(model, 0.06, inference=True)
+    assert other.choices[0]["choice"] == found.choices[0]["choice"] != "bf16"
 
 
 def test_trained_shared_and_bfloat16_weights_are_not_offloaded(book: Book) -> None:
@@ -472,9 +477,58 @@ def test_missing_measurements_are_a_suite_to_sweep(known: Book, tmp_path: Path) 
     for m in (256, 2048):
         assert gemm(m, 1, N) in problems and gemm(m, N, K) not in problems
         assert grad_weight_case(m, 1, N).problem in problems
-        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)}
+        padded = {(m, 8, N), (m, N, 8)}  # rows of one column are unaligned
+        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)} | padded
     model = nn.Sequential(nn.Linear(K, N))
     assert convert(model, 0.06, device=H200).suite([256]) == ""
+
+
+def test_unaligned_layers_are_left_to_a_compiler_that_pads() -> None:
+    """By the shipped times; FP8 against unaligned bf16 alone would be chosen from m = 256 on."""
+    dispatcher.use_snapshot(None)
+    sizes = (256, 1024, 2048, 6144, 8192)
+    for regime in ("compiled", "graph-cold"):
+        model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16))
+        found = lokakern.convert(
+            model, 0.06, device=H200, regime=regime, m_range=(256, 8192), inference=True
+        )
+        assert found.regime == regime
+        (site,) = found.sites.values()
+        chosen = {choice.m: choice for choice in site.routes[0].choices}
+        assert set(chosen) == set(sizes)
+        for choice in chosen.values():
+            plain = choice.table.plain_at(choice.m)
+            unaligned = next(c for c in choice.table.candidates if c.name == BF16)
+            time = unaligned.time_at(choice.m)
+            assert plain is not None and time is not None
+            assert plain.latency_us < 0.75 * time[0].latency_us
+        routed = [kernel_at(site.routes[0].text, m) for m in sizes]
+        assert any(routed) == (regime == "graph-cold"), routed
+    x = torch.randn(256, 479).bfloat16()
+    plain_model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16))
+    expected = plain_model(x)
+    lokakern.convert(plain_model, 0.06, device=H200, m_range=(256, 8192))
+    assert torch.equal(plain_model(x), expected)
+
+
+def test_an_unknown_regime_is_refused(known: Book) -> None:
+    model = model_of()
+    with pytest.raises(UnknownNameError, match="regime 'graphs' is unknown"):
+        convert(model, 0.06, device=H200, regime="graphs")
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_suite_has_the_padded_sizes_of_unaligned_layers(known: Book, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(39, 13))
+    for inference in (False, True):
+        found = convert(model, 0.06, device=H200, inference=inference)
+        file = tmp_path / f"{inference}.toml"
+        file.write_text(found.suite([256]))
+        problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
+        for problem in [p for p in problems if p.op == "gemm" and not p.prepared]:
+            wide = padded_problem(problem)
+            assert wide is None or wide in problems, problem
+        found.undo()
 
 
 def test_a_linear_with_a_budget_chooses_its_kernels() -> None:

@@ -1,0 +1,528 @@
+"""`Conversion.tune`: keeps the products of a model that make its own step faster.
+
+Products that are alike form a group. A variant of the model is a set of groups that are off, that
+is, multiplied as `nn.Linear`. Groups are tried one by one, in the order of their predicted gain:
+the best variant so far is timed against the same without the group, and the group is kept only if
+that is slower. Under torch.compile each variant is compiled once, which decides how many groups
+can be tried in the time limit; the rest is tried as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lokakern import native, progress
+from lokakern.conversion import tuning_file
+from lokakern.conversion.paired_timing import (
+    FEWEST_ROUNDS,
+    Ratio,
+    StepTimer,
+    Timer,
+    Variant,
+    compare,
+)
+from lokakern.conversion.restored_state import DERIVED, restored_state
+from lokakern.conversion.routes import Route
+from lokakern.errors import MeasurementError, UnsupportedError
+from lokakern.nn.module_scan import shape_of
+from lokakern.nn.routed_matmul import PLAIN, kernel_at
+from lokakern.selection.choice import Choice
+
+if TYPE_CHECKING:
+    from lokakern.conversion.convert import Conversion
+
+TIME_LIMIT_S = {True: 150.0, False: 300.0}  # of inference and of training
+# Dynamo gives up on a function after 8 variants, and runs it without compiling.
+MOST_VARIANTS = 256
+LAYOUT = "bf16, with another layout of the weight"
+MakeTimer = Callable[
+    [Callable[[], object], Callable[[Variant], None], torch.device, bool], Timer
+]  # step, switch, device, graph
+Off = frozenset[int]  # places of groups
+Rows = Mapping[str, list[int]]  # rows of the inputs of each site
+
+
+@dataclass(frozen=True)
+class Group:
+    """Products that are alike.
+
+    Attributes:
+        gemm: "output", "grad_input" or "grad_weight".
+        n: Outputs of the layers.
+        k: Inputs of the layers.
+        kernels: Names of the kernels in the step.
+        rows: Rows of the inputs in the step.
+        sites: Names of the layers.
+        predicted_us: Gain of all of them in a step by the database, in microseconds, if known.
+    """
+
+    gemm: str
+    n: int
+    k: int
+    kernels: tuple[str, ...]
+    rows: tuple[int, ...]
+    sites: tuple[str, ...]
+    predicted_us: float | None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome for a group.
+
+    Attributes:
+        group: The group.
+        is_kept: Whether it stays as chosen.
+        gain: Time of a step without the group over the time with it; None if it was not tried.
+        gain_us: The difference in microseconds.
+        together: Number of groups that were tried as one with it, itself included: all have this
+            gain together.
+    """
+
+    group: Group
+    is_kept: bool
+    gain: Ratio | None
+    gain_us: float | None
+    together: int = 1
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The outcome of `Conversion.tune`.
+
+    Attributes:
+        groups: The outcome for each group.
+        before: Time of a step of `nn.Linear` over that of the conversion before tuning; None if the
+            step has no product to decide on.
+        after: The same after tuning, from new measurements unless all groups are kept; None if none
+            is, so that the step is that of `nn.Linear`.
+        seconds: Time that tuning took.
+        variants: Number of variants that were timed.
+        is_timed_out: Whether groups were decided together, or not at all, for lack of time.
+        file: What `save` writes.
+    """
+
+    groups: tuple[Tuned, ...]
+    before: Ratio | None
+    after: Ratio | None
+    seconds: float
+    variants: int
+    is_timed_out: bool
+    file: tuning_file.TuningFile
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each group, as plain data; times of a step are in microseconds."""
+        return [
+            {
+                "sites": _words(t.group.sites), "gemm": t.group.gemm,
+                "n": t.group.n, "k": t.group.k, "rows": ", ".join(map(str, t.group.rows)),
+                "kernel": ", ".join(t.group.kernels),
+                "predicted gain us": t.group.predicted_us, "gain us": t.gain_us,
+                "gain": None if t.gain is None else t.gain.value,
+                "interval": "-" if t.gain is None else f"{t.gain.low:.3f} to {t.gain.high:.3f}",
+                "kept": t.is_kept,
+                "why": _why(t),
+            }
+            for t in self.groups
+        ]  # fmt: skip
+
+    @property
+    def summary(self) -> str:
+        """The gain of a step before and after, in a few words."""
+        if self.before is None:
+            return "the step has no quantized product: there is nothing to tune"
+        if self.after is None:
+            now = "nothing is quantized in the step, which is nn.Linear's"
+        else:
+            now = f"{self.after} after tuning, {self.after.other_us:.0f} us a step"
+        return (
+            f"gain over nn.Linear: {self.before} before, {now}; {self.variants} variants in "
+            f"{self.seconds:.0f} s"
+            + (", too little to try each group alone" if self.is_timed_out else "")
+        )
+
+    def table(self, how: str = "table") -> None:
+        """Print a table of the groups, or as "json" or "csv"."""
+        from lokakern.render.terminal import print_rows
+
+        print_rows(self.rows, how, title="tuning", note=self.summary, spare=("why", "rows"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file for ``convert(..., tuned=path)``, atomically.
+
+        Raises:
+            ChoicesError: It cannot be written.
+        """
+        tuning_file.write(self.file, path)
+
+    def __repr__(self) -> str:
+        return f"Tuning({self.summary})"
+
+
+def tune(
+    conversion: Conversion,
+    step: Callable[[], object],
+    *,
+    graph: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    rounds: int = 64,
+    time_limit: float | None = None,
+    make_timer: MakeTimer = StepTimer,
+) -> Tuning:
+    """See `Conversion.tune`; ``make_timer`` makes what times the step."""
+    model = conversion.model
+    if rounds < FEWEST_ROUNDS:
+        raise MeasurementError(f"tune: rounds is {rounds}; expected at least {FEWEST_ROUNDS}")
+    distributed: Any = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        count = distributed.get_world_size()
+        if count > 1:
+            raise UnsupportedError(
+                f"tune: there are {count} ranks, which would time and decide differently: tune in "
+                "one process, save the outcome, and convert with tuned= in all of them"
+            )
+    limit = TIME_LIMIT_S[conversion.is_inference] if time_limit is None else time_limit
+    before = {name: site.routes for name, site in conversion.sites.items()}, conversion.plain
+    weight = shape_of(next(iter(conversion.sites.values())).module)[3]
+    with contextlib.ExitStack() as stack:
+        if not progress.is_shown():
+            from lokakern.render.terminal import TerminalProgress  # rich takes time to import
+
+            stack.enter_context(TerminalProgress())
+        stack.enter_context(
+            restored_state(model, optimizer, is_trained=not conversion.is_inference)
+        )
+        try:
+            _forget_tuning(conversion)
+            rows, trained = observed_rows(conversion, step)
+            native.wait()  # warm calls become faster when it is there
+            groups = groups_of(conversion, rows, trained)
+            switch = _Switch(conversion, groups)
+            timer = make_timer(step, switch, weight.device, graph)
+            search = _Search(groups, timer, rounds, limit)
+            with _many_variants():
+                off = search.run()
+                switch(off, search.reasons(off))
+                if search.compiled():
+                    # Other code may be compiled only a few times, so variants must not count.
+                    torch._dynamo.reset()
+                    step()
+        except BaseException:
+            conversion.use_routes(*before, keep_classes=True)
+            raise
+    progress.tell("tuning", 1.0)
+    dropped = {(name, groups[place].gemm) for place in off for name in groups[place].sites}
+    after = search.after
+    gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
+    texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
+    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph)
+    tuned = tuple(search.outcome(place, place not in off) for place in range(len(groups)))
+    return Tuning(
+        tuned, search.before, after, timer.now() - search.begun, len(search.variants),
+        search.is_timed_out, file,
+    )  # fmt: skip
+
+
+def _forget_tuning(conversion: Conversion) -> None:
+    """Restore the routes of an earlier `refresh` where a tuning changed them."""
+    changed = {
+        name: routes
+        for name, routes in conversion.untuned.items()
+        if routes != conversion.sites[name].routes or name in conversion.plain
+    }
+    conversion.use_routes(changed, keep_classes=True)
+
+
+def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
+    """Drop the products that a file does not keep; the file was checked for this conversion."""
+    by_gemm: dict[str, set[str]] = defaultdict(set)
+    for name, gemm in file.dropped:
+        by_gemm[gemm].add(name)
+    routes = {
+        name: tuple(
+            _dropped(r, "it did not gain when the model was tuned")
+            if name in by_gemm[r.gemm]
+            else r
+            for r in site.routes
+        )
+        for name, site in conversion.sites.items()
+    }
+    changed = {name: new for name, new in routes.items() if new != conversion.sites[name].routes}
+    conversion.use_routes(changed, plain=by_gemm["output"])
+
+
+# ---- what is tuned
+
+
+def observed_rows(
+    conversion: Conversion, step: Callable[[], object]
+) -> tuple[dict[str, list[int]], set[str]]:
+    """Rows of the inputs of each site in a step, and the sites that are called with gradients.
+
+    The step runs once, without torch.compile, whose graphs run no hooks.
+    """
+    rows: dict[str, set[int]] = defaultdict(set)
+    trained: set[str] = set()
+
+    def see(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = inputs[0] if inputs else named["input"]
+            if isinstance(x, Tensor) and x.numel():
+                rows[name].add(x.numel() // x.shape[-1])
+                if torch.is_grad_enabled():
+                    trained.add(name)
+
+        return hook
+
+    handles = [
+        site.module.register_forward_pre_hook(see(name), with_kwargs=True)
+        for name, site in conversion.sites.items()
+    ]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: sorted(found) for name, found in rows.items()}, trained
+
+
+def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Group]:
+    """Groups of the products that differ from `nn.Linear`'s in the step, largest gain first."""
+    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    predicted: dict[tuple[Any, ...], float | None] = {}
+    for name, site in conversion.sites.items():
+        n, k, has_bias, _ = shape_of(site.module)
+        for place, route in enumerate(site.routes):
+            if place and name not in trained:
+                continue
+            sizes = tuple(rows.get(name, ()))
+            kernels = tuple(dict.fromkeys(filter(None, (kernel_at(route.text, m) for m in sizes))))
+            is_held = place == 0 and bool(sizes) and site.module.is_held
+            if not kernels and not is_held:
+                continue
+            key = (route.gemm, n, k, kernels or (LAYOUT,), sizes, has_bias, route.text)
+            found[key].append(name)
+            predicted[key] = _predicted_us(route, sizes) if kernels else None
+    groups = []
+    for key, names in found.items():
+        us = predicted[key]
+        groups.append(Group(*key[:5], tuple(names), None if us is None else us * len(names)))
+    return sorted(groups, key=lambda group: -(group.predicted_us or 0.0))
+
+
+def _predicted_us(route: Route, sizes: Iterable[int]) -> float | None:
+    """What a product gains over all m by times in the database; None if one is unknown."""
+    total = 0.0
+    for m in sizes:
+        choices: Sequence[Choice] = route.choices
+        if route.gemm == "grad_weight":  # which sums over m, so that each m has its own table
+            choices = [choice for choice in choices if choice.problem.k == m]
+        if not choices:
+            return None
+        table = choices[0].table
+        at = choices[0].m if route.gemm == "grad_weight" else m
+        names = (table.baseline, kernel_at(route.text, m) or table.baseline)
+        times = [
+            next((c.time_at(at) for c in table.candidates if c.name == name), None)
+            for name in names
+        ]
+        if times[0] is None or times[1] is None:
+            return None
+        total += times[0][0].latency_us - times[1][0].latency_us
+    return total
+
+
+# ---- how variants are applied
+
+
+class _Switch:
+    """Applies variants to a model; FP8 weights stay where they are, which CUDA graphs read."""
+
+    def __init__(self, conversion: Conversion, groups: Sequence[Group]) -> None:
+        self._conversion, self._groups = conversion, groups
+        self._derived: dict[tuple[Any, ...], dict[str, Tensor | None]] = {}
+        self._keep(conversion.sites)
+
+    def __call__(self, off: Variant, reasons: Mapping[int, str] | None = None) -> None:
+        assert isinstance(off, frozenset)
+        dropped: dict[tuple[str, str], str] = {}
+        for place in off:
+            group = self._groups[place]
+            why = "" if reasons is None else reasons[place]
+            dropped |= dict.fromkeys(((name, group.gemm) for name in group.sites), why)
+        plain = {name for name, gemm in dropped if gemm == "output"}
+        routes = {}
+        for name, original in self._conversion.untuned.items():
+            new = tuple(
+                _dropped(r, dropped[name, r.gemm]) if (name, r.gemm) in dropped else r
+                for r in original
+            )
+            is_same = new == self._conversion.sites[name].routes
+            if not is_same or (name in plain) != (name in self._conversion.plain):
+                routes[name] = new
+        if routes:
+            self._conversion.use_routes(routes, plain, keep_classes=True)
+            self._keep(routes)
+
+    def _keep(self, changed: Iterable[str]) -> None:
+        """Give changed sites the derived weights that they had before with the same routes."""
+        for name in changed:
+            module = self._conversion.sites[name].module
+            key = (name, module._routes[0], name in self._conversion.plain)
+            buffers = {b: module._buffers[b] for b in DERIVED if b in module._buffers}
+            module._buffers.update(self._derived.setdefault(key, buffers))
+
+
+def _dropped(route: Route, why: str) -> Route:
+    return replace(route, text=PLAIN, why=why)
+
+
+@contextlib.contextmanager
+def _many_variants() -> Iterator[None]:
+    """Let Dynamo compile many variants of one function."""
+    config: Any = torch._dynamo.config
+    with config.patch(
+        recompile_limit=max(config.recompile_limit, MOST_VARIANTS),
+        accumulated_recompile_limit=max(config.accumulated_recompile_limit, 16 * MOST_VARIANTS),
+        error_on_recompile=False,
+    ):
+        yield
+
+
+# ---- the search
+
+
+class _Search:
+    """Finds the groups that are off at the end."""
+
+    def __init__(
+        self, groups: Sequence[Group], timer: Timer, rounds: int, time_limit: float
+    ) -> None:
+        self.groups, self.timer, self.rounds = groups, timer, rounds
+        self.begun = timer.now()
+        self.until = self.begun + time_limit
+        self.variants: set[Off] = set()
+        self.before: Ratio | None = None
+        self.after: Ratio | None = None
+        self.is_timed_out = False
+        self._tried: dict[int, tuple[Ratio, int]] = {}  # and how many groups together
+        self._graphs = _compiled_graphs()
+        self._slowest = 0.0  # seconds to prepare a variant
+        self._comparison_s = 0.0
+        self._done, self._planned = 0, 3
+
+    def run(self) -> Off:
+        """Try the groups and time the outcome."""
+        everything: Off = frozenset(range(len(self.groups)))
+        if not everything:
+            return everything
+        best: Off = frozenset()
+        self.before = self._compare(everything, best)
+        bundles = self._bundles()
+        self._planned += len(bundles)
+        for bundle in bundles:
+            if not self._has_time():
+                self.is_timed_out = True
+                break
+            other = best | frozenset(bundle)
+            found = self._compare(other, best, keep=everything)
+            self._tried |= dict.fromkeys(bundle, (found, len(bundle)))
+            if found.low <= 1:
+                best = other
+        best = self._with_undecided(best)
+        if best == everything:
+            return best
+        is_decided = self.before.low > 1 or self.before.high < 1
+        # Nothing was selected if all groups are on: the first comparison is that of the outcome.
+        found = self._compare(everything, best) if best or not is_decided else self.before
+        if found.low <= 1:
+            return everything
+        self.after = found
+        return best
+
+    def _with_undecided(self, best: Off) -> Off:
+        """Try groups whose own gains are below the noise once more, together."""
+        undecided = tuple(place for place, (x, _) in self._tried.items() if x.low <= 1 <= x.high)
+        if len(undecided) < 2 or not self._has_time():
+            return best
+        other = best - frozenset(undecided)
+        found = self._compare(best, other, keep=frozenset(range(len(self.groups))))
+        if found.low <= 1:
+            return best
+        self._tried |= dict.fromkeys(undecided, (found, len(undecided)))
+        return other
+
+    def _bundles(self) -> list[tuple[int, ...]]:
+        """Groups one by one, as many as there is time for, and the others together."""
+        one = self._slowest + self._comparison_s
+        left = self.until - self.timer.now() - one  # which the outcome takes
+        count = len(self.groups) if one * len(self.groups) <= left else max(0, int(left / one))
+        if count == len(self.groups):
+            return [] if count == 1 else [(place,) for place in range(count)]
+        self.is_timed_out = True
+        rest = tuple(range(max(count - 1, 0), len(self.groups)))
+        singles = [(place,) for place in range(rest[0])]
+        return [*singles, rest] if singles else []  # all together were timed already
+
+    def _has_time(self) -> bool:
+        return self.timer.now() + 2 * (self._slowest + self._comparison_s) <= self.until
+
+    def _compare(self, one: Off, other: Off, keep: Off | None = None) -> Ratio:
+        """Prepare and time two variants."""
+        for variant in (one, other):
+            progress.tell("tuning", min(0.99, self._done / self._planned))
+            self._slowest = max(self._slowest, self.timer.prepare(variant))
+            self.variants.add(variant)
+        begun = self.timer.now()
+        found = compare(self.timer, one, other, rounds=self.rounds, until=self.until)
+        self._comparison_s = max(self._comparison_s, self.timer.now() - begun)
+        self.timer.keep([v for v in (one, other, keep) if v is not None])
+        self._done += 1
+        return found
+
+    def compiled(self) -> bool:
+        """Whether torch.compile compiled anything since the search began."""
+        return _compiled_graphs() != self._graphs
+
+    def reasons(self, off: Off) -> dict[int, str]:
+        """Why each group that is off is off."""
+        return {place: _why(self.outcome(place, False)) for place in off}
+
+    def outcome(self, place: int, is_kept: bool) -> Tuned:
+        """The outcome for a group."""
+        found, together = self._tried.get(place, (None, 1))
+        if found is None and len(self.groups) == 1:
+            found = self.before
+        us = None if found is None else found.other_us * (found.value - 1)
+        return Tuned(self.groups[place], is_kept, found, us, together)
+
+
+def _compiled_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _why(tuned: Tuned) -> str:
+    gain = tuned.gain
+    if gain is None:
+        return "the step gains" if tuned.is_kept else "the step does not gain in place"
+    others = f" with {tuned.together - 1} other groups" if tuned.together > 1 else ""
+    if tuned.is_kept:
+        return f"it gains in place{others}: {gain}"
+    if gain.low > 1:
+        return f"it gains in place{others}: {gain}, but the step does not"
+    word = "loses" if gain.high < 1 else "gains nothing for certain"
+    return f"it {word} in place{others}: {gain}"
+
+
+def _words(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

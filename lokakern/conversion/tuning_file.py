@@ -1,0 +1,241 @@
+"""The file of a tuning: which products of a model gained in place, in JSON, read as untrusted.
+
+The file names each product with the route that was timed, and says whether it is kept. Applied to
+a conversion that chose the same routes, the worst that a file can do is not to quantize. A file for
+another model, device or version is refused, because what gained there may lose here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+
+from lokakern.device import current_device
+from lokakern.errors import ChoicesError
+from lokakern.nn.module_scan import shape_of
+from lokakern.nn.routed_matmul import PLAIN, read_route
+from lokakern.registry.register import KERNELS
+from lokakern.registry.schema.records import now_utc_ms
+from lokakern.selection.rank_agreement import readable_digest
+from lokakern.types import Device
+from lokakern.version import __version__
+
+if TYPE_CHECKING:
+    from lokakern.conversion.convert import Conversion
+
+FORMAT, VERSION = "lokakern tuning", 1
+LARGEST_FILE_BYTES = 16 * 2**20  # 10 000 layers
+_REMEDY = "tune again, and save"
+
+_Name = Annotated[str, Meta(max_length=1000)]
+_Text = Annotated[str, Meta(max_length=20_000)]
+_Axis = Annotated[int, Meta(ge=0, le=2**48)]
+_Positive = Annotated[float, Meta(gt=0, lt=1e6)]
+
+
+class Product(Struct, forbid_unknown_fields=True, frozen=True):
+    """A product of a site: its name, its route, and whether the route is kept."""
+
+    gemm: _Name
+    route: _Text
+    is_kept: bool
+
+
+class TunedSite(Struct, forbid_unknown_fields=True, frozen=True):
+    """A converted layer; ``rows`` are those of its inputs in the step that was timed."""
+
+    name: _Name
+    n: _Axis
+    k: _Axis
+    has_bias: bool
+    dtype: _Name
+    rows: Annotated[list[_Axis], Meta(max_length=1000)]
+    products: Annotated[list[Product], Meta(max_length=3)]
+
+
+class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
+    """The content of a file. ``gain`` is the step's, with its interval; 1 where nothing is kept."""
+
+    format: str
+    version: int
+    lokakern: _Name
+    torch: _Name
+    tuned_utc_ms: Annotated[int, Meta(ge=0, le=1 << 45)]
+    device: dict[_Name, _Name | int]
+    is_inference: bool
+    is_graph: bool
+    gain: tuple[_Positive, _Positive, _Positive]
+    kernels: dict[_Name, _Name]
+    sites: Annotated[list[TunedSite], Meta(max_length=100_000)]
+    digest: _Name = ""
+
+    @property
+    def dropped(self) -> set[tuple[str, str]]:
+        """Products that are not kept, as site and gemm."""
+        return {(s.name, p.gemm) for s in self.sites for p in s.products if not p.is_kept}
+
+
+def file_of(
+    conversion: Conversion,
+    routes: Mapping[str, tuple[str, ...]],
+    rows: Mapping[str, list[int]],
+    dropped: set[tuple[str, str]],
+    gain: tuple[float, float, float],
+    is_graph: bool,
+) -> TuningFile:
+    """The content for a conversion whose routes before the tuning are these."""
+    sites, gemms = [], {s.name: [r.gemm for r in s.routes] for s in conversion.sites.values()}
+    for name, texts in routes.items():
+        n, k, has_bias, weight = shape_of(conversion.sites[name].module)
+        products = [
+            Product(gemm, text, (name, gemm) not in dropped)
+            for gemm, text in zip(gemms[name], texts, strict=True)
+        ]
+        dtype = str(weight.dtype).removeprefix("torch.")
+        sites.append(TunedSite(name, n, k, has_bias, dtype, rows.get(name, []), products))
+    every = {text for texts in routes.values() for text in texts}
+    found = TuningFile(
+        FORMAT, VERSION, __version__, str(torch.__version__), now_utc_ms(),
+        asdict(_device(conversion)), conversion.is_inference, is_graph, gain, _kernels(every),
+        sites,
+    )  # fmt: skip
+    return msgspec.structs.replace(found, digest=_digest(found))
+
+
+def write(file: TuningFile, path: str | os.PathLike[str]) -> None:
+    """Write a file, replacing it atomically.
+
+    Raises:
+        ChoicesError: It cannot be written, or would be too large to be read.
+    """
+    from lokakern.selection.frozen.write import write_atomically
+
+    content = msgspec.json.format(msgspec.json.encode(file), indent=1)
+    parse(content, os.fspath(path))  # a file that would be refused is not written
+    write_atomically(Path(path), content, "save")
+
+
+def read(path: str | os.PathLike[str]) -> TuningFile:
+    """Read a file of `write`.
+
+    Raises:
+        ChoicesError: It cannot be read, or is damaged or of another format or version.
+    """
+    shown = os.fspath(path)
+    try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # reading a pipe may never end
+            raise ChoicesError(f"tuning {shown}: it is not a regular file; {_REMEDY}")
+        with Path(path).open("rb") as file:
+            return parse(file.read(LARGEST_FILE_BYTES + 1), shown)
+    except (OSError, ValueError) as error:  # a name may hold a NUL
+        raise ChoicesError(f"tuning {shown} cannot be read: {error}; {_REMEDY}") from None
+
+
+def parse(content: bytes, path: str) -> TuningFile:
+    """Read the content of a file.
+
+    Raises:
+        ChoicesError: As `read`.
+    """
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ChoicesError(f"tuning {path}: it has more than {LARGEST_FILE_BYTES >> 20} MiB")
+    try:
+        kind = msgspec.json.decode(content, type=_Kind)
+        if kind.format != FORMAT or kind.version != VERSION:
+            raise ChoicesError(
+                f"tuning {path}: it is {kind.format!r} of version {kind.version}, and this "
+                f"lokakern reads {FORMAT!r} of version {VERSION}; {_REMEDY}"[:400]
+            )
+        file = msgspec.json.decode(content, type=TuningFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ChoicesError(f"tuning {path}: {str(error)[:200]}; {_REMEDY}") from None
+    if file.digest != _digest(file):
+        raise ChoicesError(f"tuning {path}: it was changed since it was written; {_REMEDY}")
+    words = (text for s in file.sites for text in (s.name, *(p.gemm for p in s.products)))
+    if not all(map(str.isprintable, words)):
+        raise ChoicesError(f"tuning {path}: a name cannot be printed; {_REMEDY}")
+    return file
+
+
+def check(file: TuningFile, conversion: Conversion, path: str) -> None:
+    """Check that a file is for this conversion, here.
+
+    Raises:
+        ChoicesError: It is for another model, device, version or choice of kernels.
+    """
+    routes = {s.name: tuple(r.text for r in s.routes) for s in conversion.sites.values()}
+    here = file_of(conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph)
+    for name in ("device", "torch", "lokakern", "is_inference", "kernels"):
+        then, now = getattr(file, name), getattr(here, name)
+        if then != now:
+            raise ChoicesError(
+                f"tuning {path}: its {name} is {_shown(then)}, and here it is {_shown(now)}; "
+                f"{_REMEDY}"
+            )
+    tuned, found = ({s.name: s for s in x.sites} for x in (file, here))
+    strange = sorted(tuned.keys() ^ found.keys())
+    if strange or len(tuned) != len(file.sites):
+        raise ChoicesError(
+            f"tuning {path}: it is for another model, as {_shown(strange)} are not layers of both; "
+            f"{_REMEDY}"
+        )
+    for name, site in found.items():
+        other = tuned[name]
+        for key in ("n", "k", "has_bias", "dtype"):
+            if getattr(site, key) != getattr(other, key):
+                raise ChoicesError(
+                    f"tuning {path}: {key} of {name} is {getattr(other, key)}, and here it is "
+                    f"{getattr(site, key)}; {_REMEDY}"
+                )
+        if [(p.gemm, p.route) for p in site.products] != [
+            (p.gemm, p.route) for p in other.products
+        ]:
+            raise ChoicesError(
+                f"tuning {path}: other kernels were chosen for {name} when it was tuned, by "
+                f"another budget, arguments of convert or measurements; {_REMEDY}"
+            )
+
+
+class _Kind(Struct):
+    """What a file of any version has."""
+
+    format: str
+    version: int
+
+
+def _digest(file: TuningFile) -> str:
+    """SHA-256, in hex, of all fields but the digest; detects damage."""
+    content = msgspec.json.encode(msgspec.structs.replace(file, digest=""), order="sorted")
+    return hashlib.sha256(content).hexdigest()
+
+
+def _device(conversion: Conversion) -> Device:
+    """The device of the model."""
+    weight = shape_of(next(iter(conversion.sites.values())).module)[3]
+    return current_device(weight.device.type, weight.device.index or 0)
+
+
+def _kernels(routes: set[str]) -> dict[str, str]:
+    """Digests of the kernels that routes name."""
+    names = {
+        name
+        for route in routes
+        if route != PLAIN
+        for segments in read_route(route)[1:]
+        for _, name in segments
+        if name
+    }
+    return {name: readable_digest(KERNELS[name]) for name in sorted(names)}
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:120]
